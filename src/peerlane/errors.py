@@ -1,0 +1,67 @@
+"""The exception tree.
+
+PeerlaneError
+├── UsageError            the caller asked for something that cannot be (exit code 2)
+│   ├── UnknownProblem
+│   ├── UnknownPreset
+│   └── CandidateNotFound
+├── MissingDependency     an optional part is not installed; the message names the install command
+├── HarnessError          peerlane itself failed (exit code 4)
+├── DeviceError           a device-side failure
+│   ├── CompileError      device source did not compile
+│   ├── LaunchError       a kernel could not be launched
+│   └── DeviceTimeout     a device-side wait ran out of its budget
+└── ProtocolError         a rank process spoke out of turn
+
+Every message says what was wrong, what was got, what was expected and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class PeerlaneError(Exception):
+    """Base of all errors that peerlane raises on purpose."""
+
+
+class UsageError(PeerlaneError):
+    """The request itself is wrong; nothing was run."""
+
+
+class UnknownProblem(UsageError):
+    """No problem has this number."""
+
+
+class UnknownPreset(UsageError):
+    """The problem has no preset of this name."""
+
+
+class CandidateNotFound(UsageError):
+    """The candidate path does not exist or holds no candidate."""
+
+
+class MissingDependency(PeerlaneError):
+    """An optional dependency is absent; the message names the command that installs it."""
+
+
+class HarnessError(PeerlaneError):
+    """peerlane failed; no candidate is to blame."""
+
+
+class DeviceError(PeerlaneError):
+    """Something failed on, or on the way to, the device."""
+
+
+class CompileError(DeviceError):
+    """Device source did not compile; the message holds the compiler's log."""
+
+
+class LaunchError(DeviceError):
+    """A kernel could not be loaded or launched."""
+
+
+class DeviceTimeout(DeviceError):
+    """A device-side wait ran out of its budget; the message says rank, slot, expected and seen."""
+
+
+class ProtocolError(PeerlaneError):
+    """A rank process sent something that is not a valid message."""

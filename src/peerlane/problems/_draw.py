@@ -1,0 +1,110 @@
+"""Random inputs for one slot on one rank.
+
+Contents (what is in the tensors) come from two generators: one private to the rank, one equal on all ranks. They are seeded
+from a secret and are new for every slot of every block. Layout (split sizes, ragged lengths: everything that decides a shape or
+a host-side number) comes from ``layout``, which is public, equal on all ranks and constant for a slot, so that slots keep their
+shapes when their contents change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+
+import torch
+
+RANDOM = "random"
+INTEGER = "integer"
+
+_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _seed(*parts: object) -> int:
+    digest = hashlib.blake2b("|".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & (2**63 - 1)
+
+
+class Draw:
+    """A source of tensors for :attr:`Problem.inputs`.
+
+    Attributes:
+        kind: ``"random"`` or ``"integer"``. In an integer draw every float tensor holds small integers, few enough that all partial sums
+            are exact in the working dtype; the answer is then compared bit for bit.
+        layout: a :class:`random.Random`, equal on all ranks and constant for a slot.
+        shared: a Draw whose contents are equal on all ranks (targets, replicated weights).
+        device: where the tensors live.
+    """
+
+    def __init__(
+        self,
+        *,
+        secret: str,
+        case_key: str,
+        slot: int,
+        block: int,
+        rank: int,
+        kind: str = RANDOM,
+        device: torch.device | str = "cpu",
+        _shared: bool = False,
+    ) -> None:
+        self.kind = kind
+        self.device = torch.device(device)
+        self.layout = random.Random(_seed("layout", case_key, slot))
+        self._generator = torch.Generator(device=self.device)
+        owner = "shared" if _shared else rank
+        self._generator.manual_seed(_seed(secret, case_key, block, slot, owner))
+        self.shared: Draw = (
+            self
+            if _shared
+            else Draw(secret=secret, case_key=case_key, slot=slot, block=block, rank=-1, kind=kind, device=device, _shared=True)
+        )
+
+    @property
+    def integer(self) -> bool:
+        """True when this draw is to be exact in the working dtype."""
+        return self.kind == INTEGER
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype, *, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+        """N(shift, scale^2), drawn in float32 and rounded to ``dtype``."""
+        values = torch.randn(tuple(shape), generator=self._generator, device=self.device, dtype=torch.float32)
+        if scale != 1.0:
+            values *= scale
+        if shift != 0.0:
+            values += shift
+        return values.to(dtype)
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, *, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+        """U[low, high), drawn in float32 and rounded to ``dtype``."""
+        values = torch.rand(tuple(shape), generator=self._generator, device=self.device, dtype=torch.float32)
+        return (values * (high - low) + low).to(dtype)
+
+    def integers(self, low: int, high: int, shape: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Integers in [low, high), stored in any dtype that can hold them."""
+        values = torch.randint(low, high, tuple(shape), generator=self._generator, device=self.device, dtype=torch.int64)
+        return values.to(dtype)
+
+    def bits(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Random bit patterns of ``dtype``: NaN payloads, infinities and signed zeros included. For answers that only move data."""
+        word = _BYTES[dtype.itemsize]
+        info = torch.iinfo(word)
+        low, high = (info.min, info.max) if dtype.itemsize == 8 else (info.min, info.max + 1)
+        words = torch.randint(low, high, tuple(shape), generator=self._generator, device=self.device, dtype=word)
+        return words.view(dtype)
+
+    def sparse_signs(self, shape: Sequence[int], dtype: torch.dtype, *, terms: int, limit: int = 256) -> torch.Tensor:
+        """Entries in {-1, 0, 1}, sparse enough that a sum of ``terms`` products of two such tensors stays exact.
+
+        The density d makes the standard deviation of the sum, sqrt(terms) d, an eighth of ``limit`` (256: the largest integer up to which
+        all integers are exact in bfloat16).
+        """
+        density = min(2 / 3, limit / 8 / max(terms, 1) ** 0.5)
+        uniform = torch.rand(tuple(shape), generator=self._generator, device=self.device, dtype=torch.float32)
+        signs = torch.zeros_like(uniform)
+        signs[uniform < density / 2] = -1.0
+        signs[uniform >= 1 - density / 2] = 1.0
+        return signs.to(dtype)
+
+    def permutation(self, count: int) -> torch.Tensor:
+        """A random permutation of range(count), int64."""
+        return torch.randperm(count, generator=self._generator, device=self.device)

@@ -1,0 +1,247 @@
+"""Compares what a candidate returned with the oracle, and makes the wrong answers that every problem must reject."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from peerlane.problems._draw import INTEGER
+from peerlane.problems._spec import Case, Expected, NullAnswer, NullContext, Problem, Score, Tolerance
+from peerlane.problems._tree import Tree, dtype_name, map_leaves
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def expected_leaves(tree: Tree) -> list[Expected]:
+    """The Expected entries of an oracle's answer, in the order of the output's tensors."""
+    if isinstance(tree, Expected):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [leaf for item in tree for leaf in expected_leaves(item)]
+    if isinstance(tree, dict):
+        return [leaf for item in tree.values() for leaf in expected_leaves(item)]
+    return []
+
+
+def map_expected(tree: Tree, function: Any) -> Tree:
+    """The oracle's answer with every Expected replaced by ``function(expected)``."""
+    if isinstance(tree, Expected):
+        return function(tree)
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_expected(item, function) for item in tree)
+    if isinstance(tree, dict):
+        return {key: map_expected(item, function) for key, item in tree.items()}
+    return tree
+
+
+def rounded(tree: Tree) -> Tree:
+    """The oracle's answer as a candidate would return it: every Expected rounded once to its dtype."""
+    return map_expected(tree, lambda leaf: leaf.value.to(leaf.dtype).clone())
+
+
+def type_mismatch(got: Tree, expected: Tree, path: str = "output") -> str | None:
+    """Why the structure, a shape or a dtype is wrong, or None if all are right. Strides are the candidate's own business."""
+    if isinstance(expected, Expected):
+        if not isinstance(got, torch.Tensor):
+            return f"{path}: got {type(got).__name__}, expected a tensor"
+        if tuple(got.shape) != tuple(expected.value.shape):
+            return f"{path}: got shape {tuple(got.shape)}, expected {tuple(expected.value.shape)}"
+        if got.dtype != expected.dtype:
+            return f"{path}: got dtype {dtype_name(got.dtype)}, expected {dtype_name(expected.dtype)}"
+        return None
+    if isinstance(expected, (list, tuple)):
+        if type(got) is not type(expected) or len(got) != len(expected):
+            size = f" of {len(got)}" if isinstance(got, (list, tuple)) else ""
+            return f"{path}: got {type(got).__name__}{size}, expected {type(expected).__name__} of {len(expected)}"
+        pairs: list[tuple[str, Any, Any]] = [(f"{path}[{i}]", g, e) for i, (g, e) in enumerate(zip(got, expected, strict=True))]
+    elif isinstance(expected, dict):
+        if not isinstance(got, dict) or list(got) != list(expected):
+            return f"{path}: got {type(got).__name__}, expected a dict with keys {list(expected)}"
+        pairs = [(f"{path}[{key!r}]", got[key], expected[key]) for key in expected]
+    else:
+        return None if got == expected else f"{path}: got {got!r}, expected {expected!r}"
+    for child_path, child_got, child_expected in pairs:
+        if (reason := type_mismatch(child_got, child_expected, child_path)) is not None:
+            return reason
+    return None
+
+
+def _index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    position = []
+    for size in reversed(shape):
+        position.append(flat % size)
+        flat //= size
+    return tuple(reversed(position))
+
+
+def _number(tensor: torch.Tensor, flat: int) -> float:
+    value = tensor.reshape(-1)[flat].item()
+    return float(value.real if isinstance(value, complex) else value)
+
+
+def compare_exact(name: str, got: torch.Tensor, want: torch.Tensor) -> Score:
+    """Bit for bit, so that NaN payloads and signed zeros count."""
+    if got.numel() == 0:
+        return Score(name, 0.0, "empty")
+    word = _WORDS.get(got.dtype.itemsize, torch.uint8)
+    flat_got = got.contiguous().reshape(-1).view(word)
+    flat_want = want.contiguous().reshape(-1).view(word)
+    different = flat_got != flat_want
+    count = int(different.sum())
+    if count == 0:
+        return Score(name, 0.0, "identical")
+    per_element = flat_got.numel() // got.numel()
+    worst = int(different.to(torch.uint8).argmax()) // per_element
+    return Score(
+        name,
+        math.inf,
+        f"{-(-count // per_element)} of {got.numel()} elements differ (compared bit for bit)",
+        _index(worst, got.shape),
+        _number(got, worst),
+        _number(want, worst),
+    )
+
+
+def compare_close(name: str, got: torch.Tensor, expected: Expected, tolerance: Tolerance) -> Score:
+    """By the error model. Complex outputs are compared as pairs of reals."""
+    want = expected.value
+    if got.numel() == 0:
+        return Score(name, 0.0, "empty")
+    if got.is_complex():
+        got, want = torch.view_as_real(got.contiguous()), torch.view_as_real(want.contiguous())
+    work = torch.float64 if want.dtype != torch.float32 else torch.float32
+    got, want = got.to(work), want.to(work)
+    got_nan, want_nan = got.isnan(), want.isnan()
+    infinite = want.isinf() | got.isinf()
+    misplaced = (got_nan != want_nan) | (infinite & (got != want) & ~want_nan)
+    if bool(misplaced.any()):
+        worst = int(misplaced.reshape(-1).to(torch.uint8).argmax())
+        detail = f"{int(misplaced.sum())} NaN or infinite elements not where the oracle has them"
+        return Score(name, math.inf, detail, _index(worst, got.shape), _number(got, worst), _number(want, worst))
+    skip = want_nan | infinite
+    if bool(skip.any()):
+        got, want = got.masked_fill(skip, 0.0), want.masked_fill(skip, 0.0)
+    error = (got - want).abs()
+    bound = tolerance.relative * want.abs()
+    if tolerance.magnitude:
+        if expected.magnitude is None:
+            raise ValueError(f"output {name!r}: the tolerance scales with a magnitude that the oracle did not give")
+        magnitude = expected.magnitude.to(work)
+        bound = bound + tolerance.magnitude * torch.nan_to_num(magnitude, nan=0.0, posinf=0.0)
+    if tolerance.rms:
+        bound = bound + tolerance.rms * want.square().mean().sqrt()
+    ratio = torch.where(error == 0, 0.0, error / bound)
+    worst = int(ratio.reshape(-1).argmax())
+    best = Score(
+        name,
+        float(ratio.reshape(-1)[worst]),
+        f"elementwise: error {_number(error, worst):.3g}, allowed {_number(bound.expand_as(error), worst):.3g}",
+        _index(worst, got.shape),
+        _number(got, worst),
+        _number(want, worst),
+    )
+    if tolerance.normwise is not None:
+        size = float(want.norm())
+        relative = float(error.norm()) / size if size > 0 else 0.0
+        if relative / tolerance.normwise > best.ratio:
+            detail = f"normwise: relative error {relative:.3g}, allowed {tolerance.normwise:.3g}"
+            best = Score(name, relative / tolerance.normwise, detail, best.index, best.got, best.want)
+    if tolerance.rowwise is not None and got.dim() > 0:
+        sizes = want.norm(dim=-1)
+        relatives = torch.where(sizes > 0, error.norm(dim=-1) / sizes, 0.0)
+        row = int(relatives.reshape(-1).argmax())
+        relative = float(relatives.reshape(-1)[row])
+        if relative / tolerance.rowwise > best.ratio:
+            detail = f"rowwise: relative error {relative:.3g}, allowed {tolerance.rowwise:.3g}"
+            best = Score(name, relative / tolerance.rowwise, detail, _index(row, relatives.shape), None, None)
+    return best
+
+
+def score(problem: Problem, case: Case, got: Tree, expected: Tree, kind: str = "random") -> list[Score]:
+    """A Score per output. ``got`` must have the right structure, shapes and dtypes (see :func:`type_mismatch`)."""
+    exact = kind == INTEGER and problem.integer_exact
+    if problem.compare is not None and not exact:
+        return problem.compare(case, got, expected, kind)
+    tolerances: Mapping[str, Tolerance] = problem.tolerance(case)
+    got_leaves: list[torch.Tensor] = []
+    map_leaves(got, got_leaves.append)
+    scores = []
+    for value, leaf in zip(got_leaves, expected_leaves(expected), strict=True):
+        if leaf.exact or exact:
+            scores.append(compare_exact(leaf.name, value, leaf.value.to(leaf.dtype)))
+        else:
+            scores.append(compare_close(leaf.name, value, leaf, tolerances[leaf.name]))
+    return scores
+
+
+def _filled(context: NullContext, function: Any) -> Tree:
+    return map_leaves(context.answer, function)
+
+
+def _mean(tensor: torch.Tensor) -> float:
+    """The mean of the finite elements, 0 if there are none; of the real part where complex."""
+    real = tensor.real if tensor.is_complex() else tensor
+    return float(torch.nan_to_num(real.to(torch.float64), 0.0, 0.0, 0.0).mean()) if real.numel() else 0.0
+
+
+def _input_mean(context: NullContext) -> float:
+    means = [_mean(argument) for argument in context.args if isinstance(argument, torch.Tensor)]
+    return sum(means) / len(means) if means else 0.0
+
+
+def _echo(context: NullContext) -> Tree:
+    """Every output filled from the first tensor argument, repeated or cut to size."""
+    source = next((a for a in context.args if isinstance(a, torch.Tensor) and a.numel()), None)
+
+    def fill(leaf: torch.Tensor) -> torch.Tensor:
+        if source is None or leaf.numel() == 0:
+            return torch.zeros_like(leaf)
+        flat = source.detach().reshape(-1)
+        repeats = -(-leaf.numel() // flat.numel())
+        return flat.repeat(repeats)[: leaf.numel()].reshape(leaf.shape).to(leaf.dtype)
+
+    return _filled(context, fill)
+
+
+STANDARD_NULL_ANSWERS: tuple[NullAnswer, ...] = (
+    NullAnswer("zeros", "all outputs zero", lambda c: _filled(c, torch.zeros_like)),
+    NullAnswer("ones", "all outputs one", lambda c: _filled(c, torch.ones_like)),
+    NullAnswer(
+        "previous_mean",
+        "every output is the mean of the right answer to the slot before: a constant that could have been learnt",
+        lambda c: map_leaves(c.previous, lambda t: torch.full_like(t, _mean(t))),
+    ),
+    NullAnswer(
+        "input_mean",
+        "every output is the mean of the rank's own inputs",
+        lambda c: _filled(c, lambda t: torch.full_like(t, _input_mean(c))),
+    ),
+    NullAnswer("nan", "all outputs NaN, or the largest value of an integer dtype", lambda c: _filled(c, _poison)),
+    NullAnswer("echo", "the rank's own first tensor, cut or repeated to the output's size", _echo),
+    NullAnswer("previous", "the right answer to the slot before", lambda c: c.previous),
+    NullAnswer(
+        "another_rank",
+        "the right answer of the next rank",
+        lambda c: c.answers[(c.rank + 1) % c.case.world_size],
+    ),
+)
+
+
+def _poison(leaf: torch.Tensor) -> torch.Tensor:
+    if leaf.dtype.is_floating_point:
+        return torch.full_like(leaf, math.nan)
+    if leaf.dtype == torch.bool:
+        return ~leaf
+    return torch.full_like(leaf, torch.iinfo(leaf.dtype).max)
+
+
+def null_answers(problem: Problem) -> tuple[NullAnswer, ...]:
+    """The standard wrong answers that are not excused, and the problem's own."""
+    unknown = set(problem.excused) - {item.name for item in STANDARD_NULL_ANSWERS}
+    if unknown:
+        raise ValueError(f"problem {problem.id} excuses unknown null answers: {sorted(unknown)}")
+    standard = tuple(item for item in STANDARD_NULL_ANSWERS if item.name not in problem.excused)
+    return standard + problem.null_answers

@@ -1,0 +1,67 @@
+"""A pool of gloo ranks for tests: processes forked once, fed with function names."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def _serve(rank: int, world_size: int, store: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    while (job := pipe.recv()) is not None:
+        function, args = job
+        try:
+            pipe.send((True, function(rank, world_size, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class RankPool:
+    """``world_size`` forked processes in one gloo group. ``run(function, *args)`` calls function(rank, world_size, *args) on all."""
+
+    def __init__(self, world_size: int) -> None:
+        context = mp.get_context("fork")
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self._pipes, self._processes = [], []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        results = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(timeout):
+                self.close(kill=True)
+                raise TimeoutError(f"rank {rank} did not answer within {timeout} s")
+            ok, value = pipe.recv()
+            results.append((ok, value))
+        for rank, (ok, value) in enumerate(results):
+            if not ok:
+                raise AssertionError(f"rank {rank} failed:\n{value}")
+        return [value for _, value in results]
+
+    def close(self, kill: bool = False) -> None:
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            if kill:
+                process.kill()
+            else:
+                pipe.send(None)
+        for process in self._processes:
+            process.join(10)
+        self._folder.cleanup()
