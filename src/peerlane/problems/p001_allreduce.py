@@ -90,7 +90,7 @@ def _wide_sum(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch
 
 
 def _sequential_sum(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
-    total = inputs[0][0].clone()
+    total: torch.Tensor = inputs[0][0].clone()
     for args in inputs[1:]:
         total += args[0]
     return total
