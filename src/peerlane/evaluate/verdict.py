@@ -1,0 +1,361 @@
+"""What an evaluation says: a verdict with the fields its kind requires, and the evidence. An invalid record cannot be constructed.
+
+Read :class:`Result` first. Runs only on the supervisor's side; rank workers never import pydantic.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+SCHEMA_VERSION = 1
+
+Phase = Literal["spawn", "build", "import", "first_call", "correctness", "timing", "exit"]
+Mode = Literal["eager", "graph"]
+
+
+class Record(BaseModel):
+    """Base of all records: immutable, no unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="strings")
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------------
+
+
+class Correct(Record):
+    """Right on every rank, in every slot that was compared."""
+
+    kind: Literal["correct"] = "correct"
+
+    @property
+    def reason(self) -> str:
+        return "right on every rank in every compared slot"
+
+
+class WrongResult(Record):
+    """Right shape and dtype, wrong contents."""
+
+    kind: Literal["wrong_result"] = "wrong_result"
+    case: str = Field(description="key of the case, such as 13/small/ragged/w2")
+    phase: Phase
+    rank: int = Field(ge=0)
+    slot: int = Field(ge=0)
+    output: str
+    error_ratio: float = Field(gt=1.0, description="error divided by what is allowed; infinite where an exact output differs")
+    detail: str
+    index: tuple[int, ...] | None = None
+    got: float | None = None
+    expected: float | None = None
+    wrong_ranks: tuple[int, ...] = Field(min_length=1)
+
+    @property
+    def reason(self) -> str:
+        place = f" at {list(self.index)}: got {self.got:.6g}, expected {self.expected:.6g}" if self.got is not None and self.index else ""
+        return f"{self.output} is wrong on rank {self.rank} (case {self.case}, slot {self.slot}); {self.detail}{place}"
+
+
+class WrongType(Record):
+    """Wrong structure, shape or dtype."""
+
+    kind: Literal["wrong_type"] = "wrong_type"
+    case: str
+    rank: int = Field(ge=0)
+    detail: str = Field(min_length=1)
+
+    @property
+    def reason(self) -> str:
+        return f"rank {self.rank}, case {self.case}: {self.detail}"
+
+
+class _Failure(Record):
+    phase: Phase
+    rank: int | None = Field(default=None, ge=0, description="the first rank that failed; None in a phase without ranks")
+    message: str = Field(min_length=1)
+
+    @property
+    def reason(self) -> str:
+        where = f"rank {self.rank}, " if self.rank is not None else ""
+        last = self.message.strip().splitlines()[-1]
+        return f"{where}{self.phase}: {last}"
+
+
+class BuildError(_Failure):
+    """The candidate's device code did not compile; the message ends with the compiler's log."""
+
+    kind: Literal["build_error"] = "build_error"
+
+
+class ImportFailure(_Failure):
+    """The candidate could not be imported, or has no ``solution``."""
+
+    kind: Literal["import_error"] = "import_error"
+
+
+class RuntimeFailure(_Failure):
+    """``solution`` raised, or a rank's process ended."""
+
+    kind: Literal["runtime_error"] = "runtime_error"
+
+
+class CudaError(_Failure):
+    """CUDA reported an error: illegal address, failed launch, device-side assertion."""
+
+    kind: Literal["cuda_error"] = "cuda_error"
+
+
+class OutOfMemory(_Failure):
+    """Device or host memory ran out."""
+
+    kind: Literal["out_of_memory"] = "out_of_memory"
+
+
+class Hang(Record):
+    """A phase did not end within its deadline; the whole group was killed."""
+
+    kind: Literal["hang"] = "hang"
+    phase: Phase
+    ranks: tuple[int, ...] = Field(min_length=1, description="the ranks that had not finished")
+    deadline_s: float = Field(gt=0)
+
+    @property
+    def reason(self) -> str:
+        return f"{self.phase}: rank(s) {', '.join(map(str, self.ranks))} not done after {self.deadline_s:g} s"
+
+
+class Unstable(Record):
+    """Right at rest, wrong under jitter: a race."""
+
+    kind: Literal["unstable"] = "unstable"
+    case: str
+    rank: int = Field(ge=0)
+    output: str
+    detail: str
+    wrong_slots: int = Field(ge=1)
+    compared_slots: int = Field(ge=1)
+
+    @property
+    def reason(self) -> str:
+        return f"{self.output} wrong in {self.wrong_slots} of {self.compared_slots} slots (rank {self.rank}): {self.detail}"
+
+
+class Tampered(Record):
+    """The clock, the processes or the harness's state were interfered with."""
+
+    kind: Literal["tampered"] = "tampered"
+    phase: Phase
+    what: str = Field(min_length=1)
+
+    @property
+    def reason(self) -> str:
+        return f"{self.phase}: {self.what}"
+
+
+class Policy(Record):
+    """Uses what the track forbids."""
+
+    kind: Literal["policy"] = "policy"
+    what: str = Field(min_length=1)
+
+    @property
+    def reason(self) -> str:
+        return self.what
+
+
+class HarnessFailure(Record):
+    """peerlane failed; says nothing about the candidate."""
+
+    kind: Literal["harness_error"] = "harness_error"
+    phase: Phase
+    message: str = Field(min_length=1)
+
+    @property
+    def reason(self) -> str:
+        return f"{self.phase}: {self.message.strip().splitlines()[-1]}"
+
+
+class NotRun(Record):
+    """This machine lacks what the candidate needs."""
+
+    kind: Literal["not_run"] = "not_run"
+    missing: str = Field(min_length=1, description="what is lacking, and what to do about it")
+
+    @property
+    def reason(self) -> str:
+        return self.missing
+
+
+Verdict = Annotated[
+    Correct
+    | WrongResult
+    | WrongType
+    | BuildError
+    | ImportFailure
+    | RuntimeFailure
+    | CudaError
+    | OutOfMemory
+    | Hang
+    | Unstable
+    | Tampered
+    | Policy
+    | HarnessFailure
+    | NotRun,
+    Field(discriminator="kind"),
+]
+
+
+# --- evidence ---------------------------------------------------------------------------------------------------------------
+
+
+class CandidateInfo(Record):
+    """Which code was judged."""
+
+    name: str
+    path: str | None = Field(default=None, description="None for the built-in reference")
+    sha256: str = Field(min_length=16, description="of the file's bytes; of the word 'reference' and the version for the reference")
+    backend: Literal["pytorch", "cuda", "triton", "reference"]
+
+
+class ProblemInfo(Record):
+    """Which problem, in which variant."""
+
+    id: int = Field(ge=1)
+    slug: str
+    variant: str
+
+
+class CaseEvidence(Record):
+    """What was compared in one case."""
+
+    case: str
+    slots: int = Field(ge=0, description="slots compared, on every rank")
+    integer_slots: int = Field(ge=0, description="of those, drawn so that the answer is exact")
+    timed_slots: int = Field(ge=0, description="of those, outputs of timed calls")
+    worst_ratio: float = Field(ge=0)
+
+
+class Estimate(Record):
+    """A median with its 95 % interval (order statistics, no assumption about the distribution)."""
+
+    median: float = Field(gt=0)
+    low: float = Field(gt=0)
+    high: float = Field(gt=0)
+    n: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.low <= self.median <= self.high:
+            raise ValueError(f"an estimate needs low <= median <= high, got {self.low}, {self.median}, {self.high}")
+        return self
+
+
+class Utilisation(Record):
+    """Time at the roofline bound, and the share of it that was reached (1.0: at the bound)."""
+
+    ceilings: Literal["datasheet", "measured"]
+    profile: str
+    bound_us: float = Field(ge=0)
+    bound_by: Literal["tensor", "vector", "hbm", "nvlink", "latency"]
+    reference: float = Field(ge=0)
+    candidate: float = Field(ge=0)
+
+
+class ModeSpeed(Record):
+    """Speed in one launch mode. Times are device times in microseconds, the slowest rank's, median over the slots of a block."""
+
+    status: Literal["measured"] = "measured"
+    mode: Mode
+    speedup: Estimate
+    reference_us: Estimate
+    candidate_us: Estimate
+    noise_floor: float = Field(ge=0, description="relative half-width of reference against reference in the candidate's own ranks")
+    slots_per_block: int = Field(ge=1)
+    rounds: int = Field(ge=1)
+    discarded_rounds: int = Field(ge=0, description="rounds in which the outer clock and the events disagreed")
+    reference_blocks_us: tuple[float, ...]
+    candidate_blocks_us: tuple[float, ...]
+    candidate_p10_us: float = Field(gt=0)
+    candidate_p90_us: float = Field(gt=0)
+    outer_slack_us: float = Field(description="largest accepted excess of the outer clock over the events, per block")
+    utilisation: tuple[Utilisation, ...]
+
+    @property
+    def faster(self) -> bool:
+        """True when the interval's lower end is above 1 plus the noise floor."""
+        return self.speedup.low > 1.0 + self.noise_floor
+
+
+class NotMeasured(Record):
+    """Why there is no speed in this mode."""
+
+    status: Literal["not_measured"] = "not_measured"
+    mode: Mode
+    why: str = Field(min_length=1)
+
+
+Speed = Annotated[ModeSpeed | NotMeasured, Field(discriminator="status")]
+
+
+class Result(Record):
+    """One candidate, one problem, one preset, one world size. The unit of ``results.jsonl``."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    evaluator_version: str
+    run_id: str
+    finished_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
+    candidate: CandidateInfo
+    problem: ProblemInfo
+    preset: str
+    world_size: int = Field(ge=1)
+    device: Literal["cuda", "cpu"]
+    modes: tuple[Mode, ...] = Field(min_length=1, description="launch modes asked for")
+    isolation: Literal["L0", "L1", "L2"]
+    track: Literal["open", "custom"]
+    verdict: Verdict
+    correctness: tuple[CaseEvidence, ...] = ()
+    speed: tuple[Speed, ...] = ()
+    flags: tuple[str, ...] = Field(default=(), description="remarkable but legitimate, such as aliased_output")
+    phases_s: dict[str, float] = Field(default_factory=dict, description="wall time by phase, seconds")
+    log_tail: str = Field(default="", description="the end of what the candidate's ranks printed, after a failure")
+    environment: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if isinstance(self.verdict, Correct):
+            if not self.correctness or any(item.slots == 0 for item in self.correctness):
+                raise ValueError("a correct verdict needs compared slots in every case")
+            if any(item.worst_ratio > 1.0 for item in self.correctness):
+                raise ValueError("a correct verdict cannot have an error ratio above 1")
+            if tuple(item.mode for item in self.speed) != self.modes:
+                raise ValueError("a correct verdict states the speed, or why it was not measured, for every mode asked for")
+        elif self.speed:
+            raise ValueError(f"a {self.verdict.kind} verdict cannot carry a speed")
+        return self
+
+    @property
+    def correct(self) -> bool:
+        """True for a correct verdict and nothing else."""
+        return isinstance(self.verdict, Correct)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Identifies the evaluation: a second run with the same key has nothing to add."""
+        return result_key(
+            self.evaluator_version, self.candidate.sha256, self.problem.id, self.preset, self.world_size, self.device, self.modes
+        )
+
+    def speed_in(self, mode: str) -> ModeSpeed | None:
+        """The measured speed in a mode, or None."""
+        for item in self.speed:
+            if isinstance(item, ModeSpeed) and item.mode == mode:
+                return item
+        return None
+
+
+def result_key(
+    version: str, sha256: str, problem: int, preset: str, world_size: int, device: str, modes: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The identity of an evaluation; see :attr:`Result.key`."""
+    return (version, sha256, str(problem), preset, str(world_size), device, "+".join(modes))
