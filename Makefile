@@ -1,0 +1,55 @@
+# Every target sets up what it needs: a virtual environment in .venv with the versions of constraints.txt.
+# `make EXTRAS=triton,cuda` adds the CUDA bindings and NVRTC, which compile device code even where there is no GPU.
+
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+EXTRAS ?= triton
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check docs clean
+
+help:
+	@echo "make demo    evaluate the bundled candidates, good and broken, on CPU ranks and print the table"
+	@echo "make test    run the tests"
+	@echo "make check   the gate: lint, format, types, generated docs, tests"
+	@echo "make docs    regenerate docs/problems from the problems"
+	@echo "make clean   remove the virtual environment and everything generated"
+
+setup: $(STAMP)
+
+# torch comes first and by its bare pin, so that pip keeps whichever build of that version the machine offers (CPU or CUDA).
+# The build back end is installed and pinned too, hence --no-build-isolation.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "peerlane needs Python 3.11 or newer, got $$(python3 --version 2>&1); \
+	install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
+	f"peerlane needs Python 3.11 or newer, got {v[0]}.{v[1]} ($(PYTHON)); name another: make PYTHON=/path/to/python3.11")'
+	@echo "setting up .venv with $(PYTHON) (once; some minutes if torch has to be fetched)"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet -c constraints.txt --upgrade pip
+	$(BIN)/pip install --quiet -c constraints.txt hatchling editables
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation --group dev -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/peerlane demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -ra
+
+check: $(STAMP)
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/mypy
+	$(BIN)/peerlane docs --check
+	$(BIN)/python -m pytest -ra
+
+docs: $(STAMP)
+	$(BIN)/peerlane docs --write
+
+clean:
+	rm -rf .venv build dist demo-results peerlane-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
