@@ -1,0 +1,336 @@
+"""The measurements themselves. Each runs in a process of its own, started by :mod:`peerlane.hardware.measure`:
+
+``python -m peerlane.hardware._probes gpu --device D``            memory, matrix products and kernel launches of one GPU
+``python -m peerlane.hardware._probes links --devices N``         copies and flags between GPUs, one process holding all
+``python -m peerlane.hardware._probes nccl --rank R --devices N --rendezvous FILE``   NCCL latency, one process a GPU
+
+Each writes ``{"samples": {figure: [...]}, "notes": [...]}`` to the file that ``--out`` names, anew after every figure, so that a process
+that is stopped halfway leaves what it had. A figure that fails becomes a note; the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import functools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+HBM_BUFFER_BYTES = 2 * 2**30
+LINK_BUFFER_BYTES = 256 * 2**20
+MATMUL_SIZE = 8192
+NCCL_TIMEOUT_S = 15
+
+# Every wait gives up after 2^31 clocks, about one second, and then leaves 0 as the elapsed time.
+FLAG_EXCHANGE_SOURCE = r"""
+extern "C" __global__ void flag_exchange(unsigned* mine, unsigned* theirs, int warmup, int rounds, unsigned long long* elapsed_ns) {
+    unsigned long long start = 0, stop = 0;
+    const long long begin = clock64();
+    *elapsed_ns = 0;
+    for (unsigned round = 1; round <= (unsigned)(warmup + rounds); ++round) {
+        asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(theirs), "r"(round) : "memory");
+        unsigned seen;
+        do {
+            asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
+            if (clock64() - begin > (1ll << 31)) return;
+        } while (seen < round);
+        asm volatile("fence.acq_rel.sys;" ::: "memory");
+        if (round == (unsigned)warmup) asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start) :: "memory");
+    }
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(stop) :: "memory");
+    *elapsed_ns = stop - start;
+}
+"""
+
+
+class Report:
+    """Collects samples and notes, and writes them to a file after every change."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.samples: dict[str, list[float]] = {}
+        self.notes: list[str] = []
+
+    def add(self, figure: str, samples: list[float]) -> None:
+        self.samples.setdefault(figure, []).extend(samples)
+        self._write()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        self._write()
+
+    def attempt(self, figure: str, probe: Callable[..., list[float]], *arguments: Any, **options: Any) -> None:
+        """Add the probe's samples, or a note if it raises: one figure must not cost the others."""
+        try:
+            self.add(figure, probe(*arguments, **options))
+        except Exception as error:
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self.note(f"{figure} was not measured: {first_line}")
+
+    def _write(self) -> None:
+        partial = self.path.with_suffix(".partial")
+        partial.write_text(json.dumps({"samples": self.samples, "notes": self.notes}))
+        os.replace(partial, self.path)
+
+
+def timing_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def timed_us(call: Callable[[], Any], *, warmup: int, n: int) -> list[float]:
+    """Device time of each of ``n`` calls on the current stream, after ``warmup`` untimed ones."""
+    for _ in range(warmup):
+        call()
+    events = [(timing_event(), timing_event()) for _ in range(n)]
+    for start, stop in events:
+        start.record()
+        call()
+        stop.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(stop) * 1e3 for start, stop in events]
+
+
+# One GPU
+
+
+def probe_gpu(report: Report, device: int) -> None:
+    torch.cuda.set_device(device)
+    report.attempt("hbm_copy_tbps", hbm_copy_tbps)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        report.attempt(f"{name}_matmul_tflops", matmul_tflops, dtype)
+    report.attempt("fp8_matmul_tflops", fp8_matmul_tflops)
+    torch.set_float32_matmul_precision("high")
+    report.attempt("tf32_matmul_tflops", matmul_tflops, torch.float32)
+    torch.set_float32_matmul_precision("highest")
+    report.attempt("fp32_matmul_tflops", matmul_tflops, torch.float32, warmup=2, n=8)
+    report.attempt("kernel_launch_us", kernel_launch_us)
+
+
+def hbm_copy_tbps() -> list[float]:
+    free_bytes, _ = torch.cuda.mem_get_info()
+    size = min(HBM_BUFFER_BYTES, free_bytes // 4)
+    if size < LINK_BUFFER_BYTES:
+        raise RuntimeError(
+            f"only {free_bytes / 2**20:.0f} MiB of device memory are free; needs 1024 MiB, so that the copy is larger than L2"
+        )
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return [2 * size / us / 1e6 for us in timed_us(lambda: target.copy_(source), warmup=5, n=20)]
+
+
+def _tflops(us: float) -> float:
+    return 2 * MATMUL_SIZE**3 / us / 1e6
+
+
+def matmul_tflops(dtype: torch.dtype, warmup: int = 10, n: int = 40) -> list[float]:
+    a = torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=dtype)
+    b = torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=dtype)
+    c = torch.empty_like(a)
+    return [_tflops(us) for us in timed_us(lambda: torch.mm(a, b, out=c), warmup=warmup, n=n)]
+
+
+def fp8_matmul_tflops() -> list[float]:
+    def operand() -> torch.Tensor:
+        return torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+
+    a, b = operand(), operand().t()  # the second operand must be column-major
+    one = torch.ones((), device="cuda")
+
+    def product() -> torch.Tensor:
+        return torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return [_tflops(us) for us in timed_us(product, warmup=10, n=40)]
+
+
+def kernel_launch_us(launches: int = 200, n: int = 20) -> list[float]:
+    """Wall-clock time per launch of torch's spin kernel told to spin for no cycles."""
+    samples: list[float] = []
+    for _ in range(n + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(launches):
+            torch.cuda._sleep(0)  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - start) * 1e6 / launches)
+    return samples[1:]  # the first block loads the kernel
+
+
+# Links
+
+
+class Peer:
+    """A GPU's buffers, and one stream each for what it sends and what it receives, so that copies wait for ports alone."""
+
+    def __init__(self, device: int) -> None:
+        with torch.cuda.device(device):
+            self.device = device
+            self.outgoing = torch.randint(0, 256, (LINK_BUFFER_BYTES,), dtype=torch.uint8, device="cuda")
+            self.incoming = torch.empty_like(self.outgoing)
+            self.flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+            self.elapsed_ns = torch.zeros(1, dtype=torch.int64, device="cuda")
+            self.sends = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self.receives = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def push(self, to: Peer) -> None:
+        """Copy to the peer, on the stream that sends: torch copies between GPUs with the source's copy engine."""
+        # torch makes the source's current stream wait for the target's and the other way round, so neither may be one that others use.
+        with torch.cuda.stream(to.receives), torch.cuda.stream(self.sends):
+            to.incoming.copy_(self.outgoing, non_blocking=True)
+
+
+def probe_links(report: Report, devices: int) -> None:
+    pairs = [(a, b) for a in range(devices) for b in range(devices) if a != b]
+    apart = [f"{a}->{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
+        report.note(f"links were not measured: no peer access between GPUs {', '.join(apart)}")
+        return
+    peers = [Peer(device) for device in range(devices)]
+    for a in range(devices):
+        report.attempt("nvlink_pair_gbps", push_gbps, peers, [(a, (a + 1) % devices)])
+    report.attempt("nvlink_ring_gbps", push_gbps, peers, [(a, (a + 1) % devices) for a in range(devices)])
+    report.attempt("flag_exchange_us", flag_exchange_us, peers)
+
+
+def push_gbps(peers: list[Peer], routes: list[tuple[int, int]], copies: int = 8, n: int = 8) -> list[float]:
+    """Bandwidth in one direction of the slowest route, all used at once: ``n`` samples of ``copies`` copies, after an untimed one."""
+    samples: list[float] = []
+    for _ in range(n + 1):
+        synchronize(peers)
+        starts, stops = [timing_event() for _ in routes], [timing_event() for _ in routes]
+        for copy in range(copies):
+            for (source, target), start in zip(routes, starts, strict=True):
+                if copy == 0:
+                    start.record(peers[source].sends)
+                peers[source].push(peers[target])
+        for (source, _), stop in zip(routes, stops, strict=True):
+            stop.record(peers[source].sends)
+        synchronize(peers)
+        slowest_ms = max(start.elapsed_time(stop) for start, stop in zip(starts, stops, strict=True))
+        samples.append(copies * LINK_BUFFER_BYTES / slowest_ms / 1e6)
+    return samples[1:]
+
+
+def flag_exchange_us(peers: list[Peer], warmup: int = 100, rounds: int = 1000, n: int = 5) -> list[float]:
+    """Device time of one exchange between two GPUs, over every pair; the copies before have opened peer access both ways."""
+    kernels = []
+    for peer in peers:
+        with torch.cuda.device(peer.device):
+            kernels.append(torch.cuda._compile_kernel(FLAG_EXCHANGE_SOURCE, "flag_exchange"))
+            # No round: loads the kernel, which could otherwise wait for a peer that waits for it.
+            kernels[-1](args=[peer.flag, peer.flag, 0, 0, peer.elapsed_ns])
+    # A ring of copies opens access between neighbours alone.
+    for a in peers:
+        for b in peers:
+            if a is not b:
+                b.flag.copy_(a.flag)
+    samples: list[float] = []
+    for i, a in enumerate(peers):
+        for b in peers[i + 1 :]:
+            for _ in range(n):
+                for peer in (a, b):
+                    peer.flag.zero_()
+                synchronize(peers)
+                for peer, other in ((a, b), (b, a)):
+                    with torch.cuda.device(peer.device):
+                        kernels[peer.device](args=[peer.flag, other.flag, warmup, rounds, peer.elapsed_ns])
+                synchronize(peers)
+                elapsed_ns = min(a.elapsed_ns.item(), b.elapsed_ns.item())
+                if elapsed_ns <= 0:
+                    raise RuntimeError(f"GPUs {a.device} and {b.device} did not see each other's flags within a second")
+                samples.append(elapsed_ns / 1e3 / rounds)
+    return samples
+
+
+def synchronize(peers: list[Peer]) -> None:
+    for peer in peers:
+        torch.cuda.synchronize(peer.device)
+
+
+# NCCL
+
+
+def probe_nccl(report: Report, rank: int, devices: int, rendezvous: Path) -> None:
+    with nccl_group(rank, devices, rendezvous):
+        # Every rank takes the same path: a failure on one alone ends in NCCL's timeout, and then in the caller's.
+        for payload_bytes in (8, 256, 2048):
+            tensor = torch.zeros(payload_bytes // 4, device="cuda")
+            samples = allreduce_us(functools.partial(dist.all_reduce, tensor))
+            if rank == 0:
+                report.add(f"nccl_allreduce_{payload_bytes}b_us", samples)
+        samples = graph_allreduce_us()
+        if rank == 0:
+            report.add("nccl_allreduce_graph_8b_us", samples)
+
+
+@contextlib.contextmanager
+def nccl_group(rank: int, devices: int, rendezvous: Path) -> Iterator[None]:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=devices,
+        timeout=datetime.timedelta(seconds=NCCL_TIMEOUT_S),
+        device_id=device,
+    )
+    yield
+    # Only when all went well: after a failure this would wait for ranks that are gone.
+    dist.destroy_process_group()
+
+
+def allreduce_us(call: Callable[[], Any], calls: int = 20, n: int = 20) -> list[float]:
+    """Time per call over blocks of ``calls`` calls, the slowest rank's for every block; the same list on all ranks."""
+
+    def block() -> None:
+        for _ in range(calls):
+            call()
+
+    samples = torch.tensor([us / calls for us in timed_us(block, warmup=2, n=n)], device="cuda")
+    dist.all_reduce(samples, op=dist.ReduceOp.MAX)
+    return [float(us) for us in samples.tolist()]
+
+
+def graph_allreduce_us(calls: int = 20) -> list[float]:
+    tensor = torch.zeros(2, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            dist.all_reduce(tensor)
+    return [us / calls for us in allreduce_us(graph.replay, calls=1)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m peerlane.hardware._probes")
+    parser.add_argument("probe", choices=("gpu", "links", "nccl"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", type=int, default=0)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--rendezvous", type=Path)
+    options = parser.parse_args(arguments)
+    report = Report(options.out)
+    try:
+        if options.probe == "gpu":
+            probe_gpu(report, options.device)
+        elif options.probe == "links":
+            probe_links(report, options.devices)
+        else:
+            probe_nccl(report, options.rank, options.devices, options.rendezvous)
+    except Exception as error:
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        report.note(f"probe {options.probe} stopped: {first_line}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,130 @@
+"""Measured ceilings of a node: what its GPUs and links reached in plain copies and matrix products, stored per node class.
+
+``python -m peerlane.hardware.measure`` takes them (see :mod:`peerlane.hardware.measure`); this module holds and stores them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peerlane.settings import cache_dir
+
+SCHEMA = 1
+
+FIGURES: Mapping[str, str] = {
+    "hbm_copy_tbps": "copy within one GPU's memory, bytes read plus bytes written, 10^12 bytes/s",
+    "bf16_matmul_tflops": "8192^3 matrix product on random data",
+    "fp16_matmul_tflops": "8192^3 matrix product on random data",
+    "tf32_matmul_tflops": "8192^3 matrix product on random data, tensor cores",
+    "fp8_matmul_tflops": "8192^3 matrix product on random data, e4m3, one scale a tensor, bf16 result",
+    "fp32_matmul_tflops": "8192^3 matrix product on random data, vector units",
+    "kernel_launch_us": "host time per launch of a kernel that does nothing, from Python, back to back",
+    "nvlink_pair_gbps": "256 MB pushed by the copy engine to one peer, all else idle, 10^9 bytes/s",
+    "nvlink_ring_gbps": "the same, every GPU to its next one at once; each sample is the slowest GPU's",
+    "flag_exchange_us": "two GPUs write a flag to each other and wait for the other's, device time",
+    "nccl_allreduce_8b_us": "NCCL all-reduce of 8 bytes, called from Python, slowest rank",
+    "nccl_allreduce_256b_us": "NCCL all-reduce of 256 bytes, called from Python, slowest rank",
+    "nccl_allreduce_2048b_us": "NCCL all-reduce of 2048 bytes, called from Python, slowest rank",
+    "nccl_allreduce_graph_8b_us": "NCCL all-reduce of 8 bytes, replayed as a CUDA graph, slowest rank",
+}
+"""Every figure that may be measured, and what it is."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One figure: the median of ``n`` samples, with their 10th and 90th percentiles. The unit is in the figure's name."""
+
+    median: float
+    p10: float
+    p90: float
+    n: int
+
+    @staticmethod
+    def of(samples: Sequence[float]) -> Measurement:
+        """Summarise at least one sample; percentiles interpolate between the nearest two."""
+        if not samples:
+            raise ValueError("no samples: expected at least one")
+        if len(samples) == 1:
+            return Measurement(samples[0], samples[0], samples[0], 1)
+        deciles = statistics.quantiles(samples, n=10, method="inclusive")
+        return Measurement(statistics.median(samples), deciles[0], deciles[-1], len(samples))
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What one node reached.
+
+    Attributes:
+        node: its class, from ``environment.node_class``.
+        taken_at: UTC, ISO 8601.
+        environment: the record of ``environment.record``, taken just before.
+        figures: name from :data:`FIGURES` -> measurement; samples of all GPUs together. What could not be measured is not there.
+        notes: what could not be measured, and why.
+    """
+
+    node: str
+    taken_at: str
+    environment: Mapping[str, Any]
+    figures: Mapping[str, Measurement] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def median(self, figure: str) -> float | None:
+        """The figure's median, or None if it was not measured."""
+        found = self.figures.get(figure)
+        return found.median if found else None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-able form, the inverse of :meth:`from_json`."""
+        return {"schema": SCHEMA, **asdict(self), "notes": list(self.notes)}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Ceilings:
+        """Raises ValueError, KeyError or TypeError when ``data`` is not what :meth:`to_json` returns."""
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"ceilings of schema {data['schema']!r}: expected {SCHEMA}")
+        return Ceilings(
+            node=data["node"],
+            taken_at=data["taken_at"],
+            environment=data["environment"],
+            figures={name: Measurement(**values) for name, values in data["figures"].items()},
+            notes=tuple(data["notes"]),
+        )
+
+
+def ceilings_path(node: str) -> Path:
+    """Where the ceilings of a node class are stored: ``<cache>/ceilings/4x-nvidia-h200-nvlink-driver-580.json``."""
+    return cache_dir() / "ceilings" / (re.sub(r"[^a-z0-9]+", "-", node.lower()).strip("-") + ".json")
+
+
+def save_ceilings(ceilings: Ceilings) -> Path:
+    """Store under the node's class, replacing what was there in one step: a reader sees the old file or the new one, never a part."""
+    path = ceilings_path(ceilings.node)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(ceilings.to_json(), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return path
+
+
+def load_ceilings(node: str) -> Ceilings | None:
+    """The stored ceilings of a node class; None if there are none, or the file is damaged or of another version: measure again."""
+    try:
+        loaded = Ceilings.from_json(json.loads(ceilings_path(node).read_text()))
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return loaded if loaded.node == node else None
