@@ -1,0 +1,101 @@
+"""Problem 3: broadcast from one root."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems._collective import BF16, may_be_root, root_argument, root_of, stale_tail
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+
+
+@torch.no_grad()
+def reference(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+    received = tensor.clone() if dist.get_rank() == src else torch.empty_like(tensor)
+    dist.broadcast(received, src=src)
+    return received
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    root = root_argument(case, draw)
+    tensor = draw.bits(case["shape"], case.dtype)
+    if case.params.get("poison") and rank != root_of((tensor, *root)):
+        tensor.fill_(float("nan"))
+    return (tensor, *root)
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    return exactly("received", inputs[root_of(inputs[rank])][0])
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """The root's port sends the payload once (peers pass it on); every other port receives it once."""
+    payload = torch.Size(case["shape"]).numel() * case.dtype.itemsize
+    if may_be_root(case, rank):
+        return Cost(hbm_bytes=2 * payload, egress_bytes=payload, ingress_bytes=0)
+    return Cost(hbm_bytes=payload, egress_bytes=0, ingress_bytes=payload)
+
+
+def _neighbour_of_root(context: NullContext) -> torch.Tensor:
+    neighbour = (root_of(context.args) + 1) % context.case.world_size
+    tensor: torch.Tensor = context.inputs[neighbour][0]
+    return tensor.clone()
+
+
+PROBLEM = Problem(
+    id=3,
+    slug="broadcast",
+    title="Broadcast from one root",
+    category="collective",
+    parallelism=("data", "fsdp"),
+    origin="NCCL / torch.distributed primitive; weight synchronisation after initialisation, weight push in RL, DDP's buffer broadcast",
+    summary=(
+        "Every rank returns a bit copy of rank src's tensor, in fresh storage (the root too). Shapes and dtypes agree on all ranks; the "
+        "contents of the other ranks' tensors do not matter. Inputs stay as they are."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    cost=cost,
+    presets=(
+        preset(
+            "small",
+            "ragged, tiny, empty and odd-sized tensors of random bits; roots 0, last and changing",
+            case("ragged_bf16", BF16, shape=(7, 11), root=0),
+            case("ragged_bf16_from_last", BF16, shape=(7, 11), root="last"),
+            case("scalar_int64", torch.int64, shape=(1,), root=0),
+            case("scalar_int64_from_last", torch.int64, shape=(1,), root="last"),
+            case("empty_bf16", BF16, shape=(0, 4), root=0),
+            case("odd_bytes_uint8", torch.uint8, shape=(4097,), root="any"),
+            case("nan_elsewhere_bf16", BF16, shape=(7, 11), root="last", poison=True),
+        ),
+        preset("pkb", "the public benchmark's shape and root, src left out", case("bf16", BF16, shape=(1024, 1024))),
+        preset("production_llama3_8b_embedding", "the embedding table", case("bf16", BF16, shape=(128256, 4096), root=0)),
+        preset("production_llama3_8b_gate_proj", "one weight, from the last rank", case("bf16", BF16, shape=(14336, 4096), root="last")),
+        preset("production_decode_control", "4096 token ids: latency", case("int32", torch.int32, shape=(4096,), root=1)),
+    ),
+    null_answers=(
+        NullAnswer("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),
+        NullAnswer(
+            "always_from_rank_0",
+            "rank 0's tensor, whatever src says",
+            lambda c: c.inputs[0][0].clone(),
+            cases=("small/ragged_bf16_from_last", "small/scalar_int64_from_last", "small/nan_elsewhere_bf16"),
+        ),
+        NullAnswer("neighbour_of_root", "the tensor of the rank after src", _neighbour_of_root),
+        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+    ),
+    excused={"another_rank": "all ranks have the same answer"},
+    replicated=True,
+    notes=(
+        "In the public benchmark the answer is the constant 1 in every trial and src is never passed; here the bits are random, and src is "
+        "the first rank, the last, or another one in every slot.",
+        "The public reference copies the local tensor on every rank before overwriting it; here only the root copies, which does not "
+        "change the answer but makes the baseline faster.",
+        "Where src changes between slots, the cost charges every rank as the root; the slowest rank's bound is the right one.",
+    ),
+)

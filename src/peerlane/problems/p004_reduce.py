@@ -1,0 +1,157 @@
+"""Problem 4: reduce (sum) to one root."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems._collective import (
+    BF16,
+    FP32,
+    first_arguments,
+    may_be_root,
+    root_argument,
+    root_of,
+    sequential_sum,
+    stale_tail,
+    sum_expected,
+    sum_tolerance,
+    summand,
+    wide_sum,
+)
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, exactly, preset
+
+
+@torch.no_grad()
+def reference(tensor: torch.Tensor, dst: int = 0) -> torch.Tensor:
+    total = tensor.clone()
+    dist.reduce(total, dst=dst, op=dist.ReduceOp.SUM)
+    # A backend may leave partial sums in the other ranks' buffers; gloo does.
+    return total if dist.get_rank() == dst else total.copy_(tensor)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    return (summand(case, rank, draw, case["shape"]), *root_argument(case, draw))
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    if rank != root_of(inputs[rank]):
+        return exactly("own", inputs[rank][0])
+    return sum_expected(first_arguments(inputs), case.dtype)
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    return sum_tolerance(case, torch.Size(case["shape"]).numel())
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """Every other port sends the payload once (partial sums pass through peers); the root's receives it once. Additions are shared."""
+    elements = torch.Size(case["shape"]).numel()
+    payload = elements * case.dtype.itemsize
+    root = may_be_root(case, rank)
+    return Cost(
+        hbm_bytes=2 * payload,
+        egress_bytes=0 if root else payload,
+        ingress_bytes=payload if root else 0,
+        flops={"fp32": (case.world_size - 1) / case.world_size * elements},
+    )
+
+
+def _at_root(context: NullContext, value: torch.Tensor) -> torch.Tensor:
+    """``value`` on the root, the right answer elsewhere."""
+    result: torch.Tensor = value if context.rank == root_of(context.args) else context.answer
+    return result
+
+
+def _root_is_rank_0(context: NullContext) -> torch.Tensor:
+    total = context.answers[root_of(context.args)]
+    result: torch.Tensor = total if context.rank == 0 else context.args[0]
+    return result
+
+
+def _by(total: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> Callable[[Case, Sequence[tuple[Any, ...]], int], torch.Tensor]:
+    """What a rank returns whose root computes the sum with ``total(terms)``."""
+
+    def answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+        result: torch.Tensor = total(first_arguments(inputs)) if rank == root_of(inputs[rank]) else inputs[rank][0].clone()
+        return result
+
+    return answer
+
+
+PROBLEM = Problem(
+    id=4,
+    slug="reduce",
+    title="Reduce (sum) to one root",
+    category="collective",
+    parallelism=("data", "zero"),
+    origin="NCCL / torch.distributed primitive; the gradient reduction to its owner in ZeRO-1 and ZeRO-2, metric collection",
+    summary=(
+        "Rank dst returns the elementwise sum of all ranks' tensors, in the input's shape and dtype; the order of the additions and the "
+        "width of the accumulator are free. Every other rank returns a bit copy of its own tensor. Inputs stay as they are."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=(
+        preset(
+            "small",
+            "ragged, tiny and empty tensors, cancellation, NaN and infinities; roots 0, last and changing",
+            case("ragged_bf16", BF16, shape=(37, 53), root=0),
+            case("ragged_bf16_to_last", BF16, shape=(37, 53), root="last"),
+            case("tiny_fp32", FP32, shape=(5,), root=0),
+            case("tiny_fp32_to_last", FP32, shape=(5,), root="last"),
+            case("empty_bf16", BF16, shape=(0, 8), root=0),
+            case("cancelling_bf16", BF16, shape=(37, 53), root="any", data="cancelling"),
+            case("special_fp32", FP32, shape=(67,), root="last", data="special"),
+        ),
+        preset("pkb", "the public benchmark's shape and root", case("bf16", BF16, shape=(1024, 1024), root=0)),
+        preset(
+            "production_zero2_bucket", "a 100 MB gradient bucket, its owner changing", case("bf16", BF16, shape=(50000000,), root="any")
+        ),
+        preset("production_llama3_8b_layer_grad", "one weight's gradient, last rank", case("bf16", BF16, shape=(14336, 4096), root="last")),
+        preset("production_metrics", "1024 metrics: latency", case("fp32", FP32, shape=(1024,), root=0)),
+    ),
+    null_answers=(
+        NullAnswer("no_communication", "the rank's own tensor, on the root too", lambda c: c.args[0].clone()),
+        NullAnswer(
+            "own_times_world", "on the root its own tensor times the world size", lambda c: _at_root(c, c.args[0] * c.case.world_size)
+        ),
+        NullAnswer(
+            "drop_last_rank",
+            "on the root the sum without the last rank",
+            lambda c: _at_root(c, wide_sum(first_arguments(c.inputs[:-1]))),
+        ),
+        NullAnswer("sum_everywhere", "the sum on every rank: an all-reduce", lambda c: c.answers[root_of(c.args)]),
+        NullAnswer(
+            "zeros_off_root",
+            "nothing in the other ranks' outputs",
+            lambda c: c.answer if c.rank == root_of(c.args) else torch.zeros_like(c.answer),
+        ),
+        NullAnswer(
+            "always_to_rank_0",
+            "the sum on rank 0, whatever dst says",
+            _root_is_rank_0,
+            cases=("small/ragged_bf16_to_last", "small/tiny_fp32_to_last", "small/special_fp32"),
+        ),
+        NullAnswer("stale_tail", "the root's last elements are those of the slot before", lambda c: _at_root(c, stale_tail(c, 64))),
+    ),
+    honest_variants=(
+        HonestVariant("fp32_accumulation", _by(wide_sum)),
+        HonestVariant("sequential_in_dtype", _by(sequential_sum)),
+    ),
+    integer_exact=True,
+    notes=(
+        "The public benchmark feeds one constant per rank and always dst = 0, so nothing need be sent; here every element differs, and dst "
+        "is the first rank, the last, or another one in every slot.",
+        "What the other ranks return is a by-product of the backend in the public reference (their own input with NCCL, partial sums with "
+        "gloo); here it is defined: a bit copy of the own input.",
+        "Where dst changes between slots, the cost charges every rank as the root; the slowest rank's bound is the right one.",
+    ),
+)

@@ -1,0 +1,144 @@
+"""Problem 5: scatter slices of the root's tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems._collective import BF16, may_be_root, root_argument, root_of, stale_tail
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+
+
+@torch.no_grad()
+def reference(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+    if dist.get_rank() != src:
+        received = torch.empty_like(tensor)
+        dist.scatter(received, None, src=src)
+        return received
+    world_size = dist.get_world_size()
+    rows, *rest = tensor.shape
+    shape = rest if rows == world_size else [rows // world_size, *rest]
+    received = tensor.new_empty(shape)
+    dist.scatter(received, list(tensor.view(world_size, *shape).unbind()), src=src)
+    return received
+
+
+def _slice_shape(case: Case) -> tuple[int, ...]:
+    """One rank's output: k rows of shape S, without the leading axis if k is 1."""
+    rows, rest = case["rows"], tuple(case["rest"])
+    return rest if rows == 1 else (rows, *rest)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    root = root_argument(case, draw)
+    if rank == root_of((None, *root)):
+        return (draw.bits((case.world_size * case["rows"], *case["rest"]), case.dtype), *root)
+    template = draw.bits(_slice_shape(case), case.dtype)
+    if case.params.get("poison"):
+        template.fill_(float("nan"))
+    return (template, *root)
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    return exactly("received", _slice_of_root(case, inputs, rank))
+
+
+def _slice_of_root(case: Case, inputs: Sequence[tuple[Any, ...]], index: int) -> torch.Tensor:
+    whole: torch.Tensor = inputs[root_of(inputs[0])][0]
+    return whole.narrow(0, index * case["rows"], case["rows"]).reshape(_slice_shape(case))
+
+
+def cost(case: Case, rank: int) -> Cost:
+    part, world = torch.Size(_slice_shape(case)).numel() * case.dtype.itemsize, case.world_size
+    if may_be_root(case, rank):
+        return Cost(hbm_bytes=(world + 1) * part, egress_bytes=(world - 1) * part, ingress_bytes=0)
+    return Cost(hbm_bytes=part, egress_bytes=0, ingress_bytes=part)
+
+
+def _no_communication(context: NullContext) -> torch.Tensor:
+    result: torch.Tensor = context.answer if context.rank == root_of(context.args) else context.args[0]
+    return result.clone()
+
+
+def _strided_rows(context: NullContext) -> torch.Tensor:
+    whole: torch.Tensor = context.inputs[root_of(context.args)][0]
+    return whole[context.rank :: context.case.world_size].clone()
+
+
+PROBLEM = Problem(
+    id=5,
+    slug="scatter",
+    title="Scatter slices of the root's tensor",
+    category="collective",
+    parallelism=("data", "expert"),
+    origin="torch.distributed primitive; distribution of batches by a data loader and of parameters by one rank",
+    summary=(
+        "Rank src holds a tensor of shape (W k, *S); rank r returns a bit copy of its rows r k to (r + 1) k, in fresh storage (the root "
+        "too). The result has shape (k, *S), or S if k is 1. On every other rank the argument is a template of the result's shape and "
+        "dtype whose contents do not matter."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    cost=cost,
+    presets=(
+        preset(
+            "small",
+            "one row and several rows per rank, scalars, odd sizes, empty; roots 0, last and changing",
+            case("row_bf16", BF16, rows=1, rest=(5, 7), root=0),
+            case("row_bf16_from_last", BF16, rows=1, rest=(5, 7), root="last"),
+            case("rows_int64", torch.int64, rows=3, rest=(4,), root=0),
+            case("rows_int64_from_last", torch.int64, rows=3, rest=(4,), root="last"),
+            case("scalar_int64", torch.int64, rows=1, rest=(), root="any"),
+            case("unit_axis_bf16", BF16, rows=1, rest=(1, 3), root=0),
+            case("odd_bytes_uint8", torch.uint8, rows=3, rest=(1367,), root="any"),
+            case("empty_bf16", BF16, rows=2, rest=(0,), root=0),
+            case("nan_templates_bf16", BF16, rows=1, rest=(5, 7), root="last", poison=True),
+        ),
+        preset("pkb", "the public benchmark's shape and root, src left out", case("bf16", BF16, rows=1, rest=(1024, 1024))),
+        preset(
+            "production_token_batch", "8 sequences of 8192 token ids per rank", case("int64", torch.int64, rows=8, rest=(8192,), root=0)
+        ),
+        preset(
+            "production_activation_scatter", "2048 tokens x hidden 8192 per rank", case("bf16", BF16, rows=1, rest=(2048, 8192), root=0)
+        ),
+        preset(
+            "production_deepseek_v3_expert_weights",
+            "16 expert matrices per rank, from the last rank",
+            case("bf16", BF16, rows=16, rest=(2048, 7168), root="last"),
+        ),
+    ),
+    null_answers=(
+        NullAnswer("no_communication", "the template as it came; the right slice on the root", _no_communication),
+        NullAnswer("first_slice", "slice 0 on every rank", lambda c: c.answers[0]),
+        NullAnswer(
+            "always_from_rank_0",
+            "rank 0's argument, whatever src says",
+            lambda c: c.inputs[0][0].clone(),
+            cases=("small/row_bf16_from_last", "small/rows_int64_from_last", "small/nan_templates_bf16"),
+        ),
+        NullAnswer(
+            "strided_rows",
+            "rows r, r + W, r + 2 W ... instead of consecutive ones",
+            _strided_rows,
+            cases=("small/rows_int64", "small/rows_int64_from_last", "small/odd_bytes_uint8"),
+        ),
+        NullAnswer(
+            "leading_axis_kept",
+            "shape (1, *S) where one row per rank loses its axis",
+            lambda c: c.answer.unsqueeze(0),
+            cases=("small/row_bf16", "small/row_bf16_from_last", "small/scalar_int64", "small/unit_axis_bf16"),
+        ),
+        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+    ),
+    notes=(
+        "In the public benchmark rank r's answer is the constant r+1, always from rank 0 and with one row per rank; here the bits are "
+        "random, src varies, and there are several rows per rank.",
+        "A template holds random bits or NaN, not zeros, so that returning it is never right by chance.",
+        "Where src changes between slots, the cost charges every rank as the root; the slowest rank's bound is the right one.",
+    ),
+)

@@ -1,0 +1,124 @@
+"""Problem 6: gather to one root with stacked output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems._collective import BF16, FP32, first_arguments, may_be_root, root_argument, root_of, stale_part, stale_tail
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+
+
+@torch.no_grad()
+def reference(tensor: torch.Tensor, dst: int = 0) -> torch.Tensor:
+    if dist.get_rank() != dst:
+        dist.gather(tensor, None, dst=dst)
+        return tensor
+    gathered = tensor.new_empty((dist.get_world_size(), *tensor.shape))
+    dist.gather(tensor, list(gathered.unbind()), dst=dst)
+    return gathered
+
+
+def _shape(case: Case) -> tuple[int, ...]:
+    """One rank's shape: ``shape``, its last axis cut into W parts if ``columns_over_world``."""
+    *rest, columns = case["shape"]
+    return (*rest, columns // case.world_size if case.params.get("columns_over_world") else columns)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    return (draw.bits(_shape(case), case.dtype), *root_argument(case, draw))
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    if rank != root_of(inputs[rank]):
+        return exactly("own", inputs[rank][0])
+    return exactly("gathered", torch.stack(first_arguments(inputs)))
+
+
+def cost(case: Case, rank: int) -> Cost:
+    part, world = torch.Size(_shape(case)).numel() * case.dtype.itemsize, case.world_size
+    if may_be_root(case, rank):
+        return Cost(hbm_bytes=(1 + world) * part, egress_bytes=0, ingress_bytes=(world - 1) * part)
+    return Cost(hbm_bytes=part, egress_bytes=part, ingress_bytes=0)
+
+
+def _at_root(context: NullContext, spoil: Callable[[NullContext], torch.Tensor]) -> torch.Tensor:
+    """``spoil(context)`` on the root, the right answer elsewhere."""
+    result: torch.Tensor = spoil(context) if context.rank == root_of(context.args) else context.answer
+    return result
+
+
+def _root_is_rank_0(context: NullContext) -> torch.Tensor:
+    gathered = context.answers[root_of(context.args)]
+    result: torch.Tensor = gathered if context.rank == 0 else context.args[0]
+    return result
+
+
+PROBLEM = Problem(
+    id=6,
+    slug="gather",
+    title="Gather to one root with stacked output",
+    category="collective",
+    parallelism=("tensor", "vocabulary", "data"),
+    origin="torch.distributed primitive; the gather of logits at the sampling rank, evaluation, checkpoints",
+    summary=(
+        "With tensors of shape S and one dtype on all ranks, rank dst returns a contiguous tensor of shape (W, *S) whose entry q is a "
+        "bit copy of rank q's tensor. Every other rank returns its own tensor: the argument itself or a copy."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    cost=cost,
+    presets=(
+        preset(
+            "small",
+            "ragged, tiny, empty and odd-sized tensors of random bits; roots 0, last and changing",
+            case("ragged_bf16", BF16, shape=(5, 7), root=0),
+            case("ragged_bf16_to_last", BF16, shape=(5, 7), root="last"),
+            case("tiny_int32", torch.int32, shape=(3,), root=0),
+            case("tiny_int32_to_last", torch.int32, shape=(3,), root="last"),
+            case("empty_bf16", BF16, shape=(0, 4), root=0),
+            case("odd_bytes_uint8", torch.uint8, shape=(4097,), root="any"),
+        ),
+        preset("pkb", "the public benchmark's shape and root, dst left out", case("bf16", BF16, shape=(1024, 1024))),
+        preset(
+            "production_llama3_logits",
+            "256 sequences x 128256/W logits at the sampling rank",
+            case("bf16", BF16, shape=(256, 128256), columns_over_world=True, root=0),
+        ),
+        preset(
+            "production_qwen3_logits",
+            "64 sequences x 151936/W logits at the sampling rank",
+            case("bf16", BF16, shape=(64, 151936), columns_over_world=True, root=0),
+        ),
+        preset("production_checkpoint_gather", "a 67 MB shard per rank, at the last", case("fp32", FP32, shape=(4096, 4096), root="last")),
+    ),
+    null_answers=(
+        NullAnswer(
+            "no_communication",
+            "on the root its own tensor W times",
+            lambda c: _at_root(c, lambda c: torch.stack([c.args[0]] * c.case.world_size)),
+        ),
+        NullAnswer("ranks_reversed", "the last rank first", lambda c: _at_root(c, lambda c: c.answer.flip(0))),
+        NullAnswer("not_stacked", "the leading axes merged", lambda c: _at_root(c, lambda c: c.answer.flatten(0, 1))),
+        NullAnswer(
+            "always_to_rank_0",
+            "gathered on rank 0, whatever dst says",
+            _root_is_rank_0,
+            cases=("small/ragged_bf16_to_last", "small/tiny_int32_to_last"),
+        ),
+        NullAnswer("stale_part", "a late rank's tensor is that of the slot before", lambda c: _at_root(c, stale_part)),
+        NullAnswer("stale_tail", "the root's last elements are those of the slot before", lambda c: _at_root(c, stale_tail)),
+    ),
+    notes=(
+        "In the public benchmark every slice is a constant known from the rank, always on rank 0; here the bits are random, and dst is the "
+        "first rank, the last, or another one in every slot.",
+        "The public reference gathers into W temporary tensors and copies them once more to stack them; here they arrive in place, "
+        "which does not change the answer but makes the baseline faster.",
+        "Where dst changes between slots, the cost charges every rank as the root; the slowest rank's bound is the right one.",
+    ),
+)

@@ -1,0 +1,104 @@
+"""Problem 8: all-to-all with equal splits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems._collective import BF16, first_arguments, stale_part, stale_tail
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+
+
+@torch.no_grad()
+def reference(tensor: torch.Tensor) -> torch.Tensor:
+    received = torch.empty_like(tensor)
+    dist.all_to_all_single(received, tensor)
+    return received
+
+
+def _shape(case: Case) -> tuple[int, ...]:
+    """(W k, *S), from ``block`` = (k, *S). Lengths named in ``over_world`` hold the sum over ranks and are divided by W."""
+    rows, *rest = (
+        length // case.world_size if axis in case.params.get("over_world", ()) else length for axis, length in enumerate(case["block"])
+    )
+    return (case.world_size * rows, *rest)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor]:
+    return (draw.bits(_shape(case), case.dtype),)
+
+
+def _blocks(inputs: Sequence[tuple[Any, ...]], index: int) -> torch.Tensor:
+    """Block ``index`` of every rank's tensor, in rank order."""
+    rows = inputs[0][0].shape[0] // len(inputs)
+    return torch.cat([tensor.narrow(0, index * rows, rows) for tensor in first_arguments(inputs)])
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    return exactly("received", _blocks(inputs, rank))
+
+
+def cost(case: Case, rank: int) -> Cost:
+    payload = torch.Size(_shape(case)).numel() * case.dtype.itemsize
+    port = (case.world_size - 1) / case.world_size * payload
+    return Cost(hbm_bytes=2 * payload, egress_bytes=port, ingress_bytes=port)
+
+
+def _ring_order(context: NullContext) -> torch.Tensor:
+    answer: torch.Tensor = context.answer
+    return answer.roll(-context.rank * (answer.shape[0] // context.case.world_size), 0)
+
+
+PROBLEM = Problem(
+    id=8,
+    slug="alltoall",
+    title="All-to-all with equal splits",
+    category="collective",
+    parallelism=("sequence", "expert"),
+    origin="NCCL / torch.distributed primitive; the exchanges of DeepSpeed-Ulysses and of GShard-style experts with fixed capacity",
+    summary=(
+        "The leading axis, of length W k, is W blocks of k rows. Block q of rank r's result is a bit copy of block r of rank q's "
+        "tensor; shape and dtype are the input's, the storage is fresh."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    cost=cost,
+    presets=(
+        preset(
+            "small",
+            "blocks of one and of several rows, odd sizes, empty",
+            case("block_bf16", BF16, block=(1, 3, 5)),
+            case("rows_int64", torch.int64, block=(2, 7)),
+            case("empty_bf16", BF16, block=(1, 0)),
+            case("odd_bytes_uint8", torch.uint8, block=(3, 1367)),
+        ),
+        preset("pkb", "the public benchmark's shape", case("bf16", BF16, block=(1, 1024, 1024))),
+        preset(
+            "production_llama3_8b_ulysses",
+            "32768/W tokens x 32/W heads of 128 for every rank",
+            case("bf16", BF16, block=(1, 32768, 32 * 128), over_world=(1, 2)),
+        ),
+        preset(
+            "production_deepseek_v3_moe_capacity",
+            "4096 tokens x 8 experts, balanced, hidden 7168",
+            case("bf16", BF16, block=(1, 4096 * 8, 7168), over_world=(1,)),
+        ),
+        preset("production_small_counts", "256 counts for every rank: latency", case("int32", torch.int32, block=(1, 256))),
+    ),
+    null_answers=(
+        NullAnswer("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),
+        NullAnswer("mirrored_blocks", "block W - 1 - r of every rank", lambda c: _blocks(c.inputs, c.case.world_size - 1 - c.rank)),
+        NullAnswer("ring_order", "in the order of arrival on a ring: the rank's own block first", _ring_order),
+        NullAnswer("stale_part", "the last rank's block is that of the slot before", stale_part),
+        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+    ),
+    notes=(
+        "In the public benchmark every block is a constant known from source and destination, and has one row; here the bits are "
+        "random, so that order inside a block counts, and blocks may have several rows.",
+    ),
+)
