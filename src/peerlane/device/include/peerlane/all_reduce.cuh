@@ -1,0 +1,278 @@
+// Sum of one tensor over all ranks, three ways, each in one kernel and correct for any size:
+//
+//   one_shot       every rank sends all it has to every other rank, as packets; shortest path, for small tensors
+//   two_shot       every rank sums one share and sends the sum to the others, both as packets; two trips, fewer bytes
+//   two_shot_ring  the same through rings of tiles with signals, in a pipeline of three stages; no packet overhead, any size
+//
+// The terms are added in rank order in fp32 and rounded once. In the two-shot forms one rank does so for each element, so that all ranks
+// have the same bits; in the one-shot form every rank does the same additions.
+//
+// `in` and `out` are 16-byte aligned, local, and may be the same. `bytes` is a multiple of the element size and the same on all ranks, as is
+// the grid. All blocks must be resident together. Launches that share a workspace are ordered by one stream.
+#pragma once
+
+#include "comm.cuh"
+#include "numeric.cuh"
+
+namespace peerlane {
+
+// Where the workspace lies in the arena (offsets in bytes). Zero before the first launch, then left to the kernels.
+// Mirrors `peerlane.device.all_reduce.Workspace`.
+struct AllReduceWorkspace {
+    u64 epochs;               // u32[max_epoch_blocks]
+    u64 packets;              // two alternating buffers of packet_buffer_bytes each
+    u64 packet_buffer_bytes;
+    u64 ring;                 // ring_blocks * 2 * ring_depth * W tiles of max_tile_vectors vectors
+    u64 ring_flags;           // 2 * ring_blocks * W lines
+    u64 ring_sequence;        // u32[ring_blocks]
+    u64 ring_blocks;          // the largest grid of two_shot_ring
+};
+
+constexpr u32 ring_depth = 4;           // tiles in flight between two ranks' blocks; three are needed
+constexpr u32 max_tile_vectors = 1024;  // 16-byte vectors in one tile
+
+// Words of 32 bits at `offset` of a buffer of `bytes`; what lies behind the end reads as zero.
+template <int words>
+__device__ inline void load_words(const char* buffer, u64 offset, u64 bytes, u32 (&value)[words]) {
+    if (offset + 4 * words <= bytes) {
+        if constexpr (words == 4) {
+            const Vec16 whole = *reinterpret_cast<const Vec16*>(buffer + offset);
+#pragma unroll
+            for (int w = 0; w < words; ++w) value[w] = whole.word[w];
+        } else {
+#pragma unroll
+            for (int w = 0; w < words; ++w) value[w] = *reinterpret_cast<const u32*>(buffer + offset + 4 * w);
+        }
+        return;
+    }
+#pragma unroll
+    for (int w = 0; w < words; ++w) {
+        const u64 at = offset + 4 * w;
+        value[w] = 0;
+        if (at + 4 <= bytes) {
+            value[w] = *reinterpret_cast<const u32*>(buffer + at);
+        } else if (at + 2 <= bytes) {
+            value[w] = *reinterpret_cast<const u16*>(buffer + at);
+        }
+    }
+}
+
+// The reverse; nothing is written behind the end.
+template <int words>
+__device__ inline void store_words(char* buffer, u64 offset, u64 bytes, const u32 (&value)[words]) {
+    if (offset + 4 * words <= bytes) {
+        if constexpr (words == 4) {
+            *reinterpret_cast<Vec16*>(buffer + offset) = Vec16{{value[0], value[1], value[2], value[3]}};
+        } else {
+#pragma unroll
+            for (int w = 0; w < words; ++w) *reinterpret_cast<u32*>(buffer + offset + 4 * w) = value[w];
+        }
+        return;
+    }
+#pragma unroll
+    for (int w = 0; w < words; ++w) {
+        const u64 at = offset + 4 * w;
+        if (at + 4 <= bytes) {
+            *reinterpret_cast<u32*>(buffer + at) = value[w];
+        } else if (at + 2 <= bytes) {
+            *reinterpret_cast<u16*>(buffer + at) = static_cast<u16>(value[w]);
+        }
+    }
+}
+
+// The k-th rank after `rank`: every rank starts with another peer, so that no port is met by all at once.
+template <int W>
+__device__ inline int rank_after(u32 rank, int k) {
+    const int q = static_cast<int>(rank) + k;
+    return q < W ? q : q - W;
+}
+
+// own + the other ranks' terms, in rank order.
+template <class E, int W, int words>
+__device__ inline void sum_in_rank_order(u32 rank, const u32 (&own)[words], const u32 (&terms)[W][words], u32 (&result)[words]) {
+    Accumulator<E, words> total;
+#pragma unroll
+    for (int q = 0; q < W; ++q) {
+        u32 term[words];
+#pragma unroll
+        for (int w = 0; w < words; ++w) term[w] = q == rank ? own[w] : terms[q][w];
+        if (q == 0) {
+            total.set(term);
+        } else {
+            total.add(term);
+        }
+    }
+    total.round(result);
+}
+
+template <int W>
+__device__ inline void push_to_all(const Arena& arena, u64 offset, const u32 (&data)[packet_words], u32 epoch) {
+#pragma unroll
+    for (int k = 1; k < W; ++k) push_packet(arena.peer(rank_after<W>(arena.rank, k), offset), data, epoch);
+}
+
+// Needs W * count * 16 bytes of packet buffer, count = ceil(bytes / 12).
+//
+// A place is reused two launches later: to finish a launch a rank needs a packet of every other rank's same launch, hence every other rank
+// has finished the one before.
+template <class E, int W>
+__device__ inline void one_shot(const Arena& arena, const AllReduceWorkspace& space, const char* in, char* out, u64 bytes) {
+    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(space.epochs)));
+    const u64 buffer = space.packets + (epoch & 1) * space.packet_buffer_bytes;
+    const u32 count = (bytes + packet_data_bytes - 1) / packet_data_bytes;
+    const u64 stride = u64(count) * sizeof(Vec16);
+    const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
+    const u32 step = gridDim.x * blockDim.x;
+
+    for (u32 i = first; i < count; i += step) {
+        u32 own[packet_words];
+        load_words(in, u64(i) * packet_data_bytes, bytes, own);
+        push_to_all<W>(arena, buffer + arena.rank * stride + i * sizeof(Vec16), own, epoch);
+    }
+    for (u32 i = first; i < count; i += step) {
+        u32 own[packet_words], terms[W][packet_words], total[packet_words];
+        load_words(in, u64(i) * packet_data_bytes, bytes, own);
+        pull_packets<W>(arena, arena.local(buffer + i * sizeof(Vec16)), stride, i, epoch, terms);
+        sum_in_rank_order<E, W>(arena.rank, own, terms, total);
+        store_words(out, u64(i) * packet_data_bytes, bytes, total);
+    }
+}
+
+// Needs 2 * W * share * 16 bytes of packet buffer, share = ceil(ceil(bytes / 12) / W). Packets behind the end of the tensor (in the last
+// shares) are sent like the others, as zeros, so every rank gets packets of every other one and reuse is safe as in one_shot.
+template <class E, int W>
+__device__ inline void two_shot(const Arena& arena, const AllReduceWorkspace& space, const char* in, char* out, u64 bytes) {
+    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(space.epochs)));
+    const u32 count = (bytes + packet_data_bytes - 1) / packet_data_bytes;
+    const u32 share = (count + W - 1) / W;
+    const u64 stride = u64(share) * sizeof(Vec16);
+    const u64 terms_at = space.packets + (epoch & 1) * space.packet_buffer_bytes;
+    const u64 sums_at = terms_at + W * stride;
+    const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
+    const u32 step = gridDim.x * blockDim.x;
+
+    for (u32 i = first; i < share; i += step) {
+        u32 data[W - 1][packet_words];
+#pragma unroll
+        for (int k = 1; k < W; ++k) {
+            load_words(in, (u64(rank_after<W>(arena.rank, k)) * share + i) * packet_data_bytes, bytes, data[k - 1]);
+        }
+#pragma unroll
+        for (int k = 1; k < W; ++k) {
+            push_packet(arena.peer(rank_after<W>(arena.rank, k), terms_at + arena.rank * stride + i * sizeof(Vec16)), data[k - 1], epoch);
+        }
+    }
+    for (u32 i = first; i < share; i += step) {
+        const u64 at = (u64(arena.rank) * share + i) * packet_data_bytes;
+        u32 own[packet_words], terms[W][packet_words], total[packet_words];
+        load_words(in, at, bytes, own);
+        pull_packets<W>(arena, arena.local(terms_at + i * sizeof(Vec16)), stride, i, epoch, terms);
+        sum_in_rank_order<E, W>(arena.rank, own, terms, total);
+        push_to_all<W>(arena, sums_at + arena.rank * stride + i * sizeof(Vec16), total, epoch);
+        store_words(out, at, bytes, total);
+    }
+    for (u32 i = first; i < share; i += step) {
+        u32 sums[W][packet_words];
+        pull_packets<W>(arena, arena.local(sums_at + i * sizeof(Vec16)), stride, share + i, epoch, sums);
+#pragma unroll
+        for (int q = 0; q < W; ++q) {
+            if (q != arena.rank) store_words(out, (u64(q) * share + i) * packet_data_bytes, bytes, sums[q]);
+        }
+    }
+}
+
+// Tiles go round a ring of `ring_depth` places per pair of ranks, block and direction; block b talks to the blocks b of the other ranks only.
+// In step i a block sends the terms of tile i, sums tile i - 1 and sends the sum, and takes in the sums of tile i - 2.
+//
+// No place is written before it was read, without any signal beyond the two that carry the data:
+//   terms: before sending tile i a rank has taken in the sums of tile i - 3, which every owner sent after reading the terms of tile i - 3;
+//   sums:  before sending the sum of tile i a rank has got the terms of tile i from every rank, sent after that rank took in tile i - 3.
+// The sequence number goes on from launch to launch, so the argument holds across launches too.
+//
+// A grid of at most space.ring_blocks; `tile` is at most max_tile_vectors.
+template <class E, int W>
+__device__ inline void two_shot_ring(const Arena& arena, const AllReduceWorkspace& space, const char* in, char* out, u64 bytes, u32 tile) {
+    enum : u32 { terms_ring = 0, sums_ring = 1 };
+    const Signals<W> signals{space.ring_flags, static_cast<u32>(space.ring_blocks)};
+    u32* sequence_at = reinterpret_cast<u32*>(arena.local(space.ring_sequence)) + blockIdx.x;
+    const u32 sequence = *sequence_at;
+    const u32 rank = arena.rank;
+
+    const u64 vectors = (bytes + sizeof(Vec16) - 1) / sizeof(Vec16);
+    const u64 share = (vectors + W - 1) / W;
+    const u64 all_tiles = (share + tile - 1) / tile;
+    const u64 tiles = blockIdx.x < all_tiles ? (all_tiles - blockIdx.x + gridDim.x - 1) / gridDim.x : 0;
+
+    const auto place = [&](u32 ring, u32 number, u32 source) {
+        const u64 index = ((u64(blockIdx.x) * 2 + ring) * ring_depth + number % ring_depth) * W + source;
+        return space.ring + index * (max_tile_vectors * sizeof(Vec16));
+    };
+    const auto tile_start = [&](u64 i) { return (blockIdx.x + i * gridDim.x) * tile; };
+    const auto tile_vectors = [&](u64 i) {
+        const u64 rest = share - tile_start(i);
+        return rest < tile ? static_cast<u32>(rest) : tile;
+    };
+    // Bytes from the tensor's start to vector v of the i-th tile of owner q's share; may lie behind the tensor's end for the last owners.
+    const auto offset = [&](int q, u64 i, u32 v) { return (q * share + tile_start(i) + v) * sizeof(Vec16); };
+
+    for (u64 i = 0; i < tiles + 2; ++i) {
+        if (i < tiles) {
+            const u32 number = sequence + static_cast<u32>(i);
+            const u64 target = place(terms_ring, number, rank);
+            const u32 valid = tile_vectors(i);
+            for (u32 v = threadIdx.x; v < valid; v += blockDim.x) {
+                u32 data[W - 1][4];
+#pragma unroll
+                for (int k = 1; k < W; ++k) load_words(in, offset(rank_after<W>(rank, k), i, v), bytes, data[k - 1]);
+#pragma unroll
+                for (int k = 1; k < W; ++k) {
+                    Vec16* slot = reinterpret_cast<Vec16*>(arena.peer(rank_after<W>(rank, k), target)) + v;
+                    *slot = Vec16{{data[k - 1][0], data[k - 1][1], data[k - 1][2], data[k - 1][3]}};
+                }
+            }
+            signals.signal_all(arena, terms_ring, number + 1);
+        }
+        if (i >= 1 && i - 1 < tiles) {
+            const u32 number = sequence + static_cast<u32>(i - 1);
+            const u64 target = place(sums_ring, number, rank);
+            const u32 valid = tile_vectors(i - 1);
+            signals.wait_all(arena, terms_ring, number + 1);
+            for (u32 v = threadIdx.x; v < valid; v += blockDim.x) {
+                const u64 at = offset(rank, i - 1, v);
+                u32 own[4], terms[W][4], total[4];
+                load_words(in, at, bytes, own);
+#pragma unroll
+                for (int q = 0; q < W; ++q) {
+                    if (q != rank) load_words(arena.local(place(terms_ring, number, q)), u64(v) * sizeof(Vec16), ~u64(0), terms[q]);
+                }
+                sum_in_rank_order<E, W>(rank, own, terms, total);
+#pragma unroll
+                for (int k = 1; k < W; ++k) {
+                    Vec16* slot = reinterpret_cast<Vec16*>(arena.peer(rank_after<W>(rank, k), target)) + v;
+                    *slot = Vec16{{total[0], total[1], total[2], total[3]}};
+                }
+                store_words(out, at, bytes, total);
+            }
+            signals.signal_all(arena, sums_ring, number + 1);
+        }
+        if (i >= 2) {
+            const u32 number = sequence + static_cast<u32>(i - 2);
+            const u32 valid = tile_vectors(i - 2);
+            signals.wait_all(arena, sums_ring, number + 1);
+            for (u32 v = threadIdx.x; v < valid; v += blockDim.x) {
+                u32 sums[W][4];
+#pragma unroll
+                for (int q = 0; q < W; ++q) {
+                    if (q != rank) load_words(arena.local(place(sums_ring, number, q)), u64(v) * sizeof(Vec16), ~u64(0), sums[q]);
+                }
+#pragma unroll
+                for (int q = 0; q < W; ++q) {
+                    if (q != rank) store_words(out, offset(q, i - 2, v), bytes, sums[q]);
+                }
+            }
+        }
+    }
+    if (tiles != 0 && threadIdx.x == 0) *sequence_at = sequence + static_cast<u32>(tiles);
+}
+
+}  // namespace peerlane

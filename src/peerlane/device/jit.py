@@ -1,0 +1,186 @@
+"""CUDA C++ source to cubin, by NVRTC, through a cache.
+
+Needs no GPU. A cubin is found again by the content of everything that went into it: source, headers (recursively), flags, architecture and
+NVRTC's version. On one node it is compiled once, however many ranks ask at the same time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from peerlane import settings
+from peerlane.device import _cuda
+from peerlane.errors import CompileError, UsageError
+
+DEFAULT_ARCH = "sm_90a"
+INCLUDE_DIR = Path(__file__).parent / "include"
+
+# Part of every key: raise it when the meaning of a cached file changes.
+_CACHE_FORMAT = "1"
+# A compile takes seconds at most. Who has waited longer than this for another process compiles too, which the atomic rename makes harmless.
+_LOCK_BUDGET_S = 60.0
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """Machine code for one architecture, in the cache."""
+
+    path: Path
+    arch: str
+    compiled_here: bool
+    """Whether this call compiled it, rather than finding it."""
+
+
+def compile_cubin(
+    source: str | Path,
+    *,
+    arch: str = DEFAULT_ARCH,
+    defines: Mapping[str, str | int] | None = None,
+    flags: Sequence[str] = (),
+    include_dirs: Sequence[Path] = (),
+) -> Cubin:
+    """Compile ``source`` (text, or the Path of a file) as C++20 for ``arch``.
+
+    ``defines`` become macros. Headers are looked for beside a source file, in ``include_dirs``, in peerlane's own (``<peerlane/...>``) and
+    in the CUDA wheels. Kernels that are to be found by name are declared ``extern "C"``. Raises CompileError with NVRTC's log, which quotes
+    the source line.
+    """
+    name, text, own_dir = _read(source)
+    search = [*own_dir, *include_dirs, INCLUDE_DIR, *_toolkit_dirs()]
+    options = [
+        f"--gpu-architecture={arch}",
+        "--std=c++20",
+        "--generate-line-info",
+        *(f"--define-macro={macro}={value}" for macro, value in sorted((defines or {}).items())),
+        *flags,
+    ]
+    key = _key(text, options, search)
+    folder = settings.cache_dir() / "cubin" / key[:2]
+    path = folder / f"{key}.cubin"
+    if path.exists():
+        return Cubin(path, arch, compiled_here=False)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the cache folder {folder} can not be made ({error}); set PEERLANE_CACHE_DIR to a writable folder") from error
+    with _one_process(folder / f"{key}.lock"):
+        if path.exists():
+            return Cubin(path, arch, compiled_here=False)
+        _write_atomically(path, _compile(name, text, [*options, *(f"--include-path={folder}" for folder in search)]))
+    return Cubin(path, arch, compiled_here=True)
+
+
+def nvrtc_version() -> tuple[int, int]:
+    _, major, minor = _cuda.nvrtc().nvrtcVersion()
+    return major, minor
+
+
+def _read(source: str | Path) -> tuple[str, str, list[Path]]:
+    if isinstance(source, str):
+        return "source.cu", source, []
+    try:
+        return str(source), source.read_text(encoding="utf-8"), [source.resolve().parent]
+    except OSError as error:
+        raise UsageError(
+            f"device source {source} can not be read ({error}); pass the text itself or the path of a readable file"
+        ) from error
+
+
+@cache
+def _toolkit_dirs() -> tuple[Path, ...]:
+    """Include folders of the nvidia-cuda-runtime and -cccl wheels, if they are installed."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = [] if spec is None else [Path(root) for root in spec.submodule_search_locations or ()]
+    found = [root / "cu13" / part for root in roots for part in ("include", "include/cccl")]
+    return tuple(folder for folder in found if folder.is_dir())
+
+
+def _key(text: str, options: Sequence[str], search: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for part in (_CACHE_FORMAT, str(nvrtc_version()), *options, "", text):
+        digest.update(part.encode() + b"\0")
+    for include, content in _headers(text, search):
+        digest.update(include.encode() + b"\0" + hashlib.sha256(content).digest())
+    return digest.hexdigest()
+
+
+def _headers(text: str, search: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
+    """Every header reachable from ``text``, as (spelling, content), in a fixed order.
+
+    Conditions are not evaluated, so it may be more than the compiler reads. Headers that are built into NVRTC are not found and belong to
+    its version. A header named by a macro is not followed.
+    """
+    seen: set[Path] = set()
+    pending = [(text, list(search))]
+    while pending:
+        content, folders = pending.pop()
+        for quoted, angled in _INCLUDE.findall(content):
+            include = quoted or angled
+            path = next((folder / include for folder in folders if (folder / include).is_file()), None)
+            if path is None or path.resolve() in seen:
+                continue
+            seen.add(path.resolve())
+            data = path.read_bytes()
+            yield include, data
+            pending.append((data.decode(errors="replace"), [path.parent, *search]))
+
+
+@contextmanager
+def _one_process(lock: Path) -> Iterator[None]:
+    """Held by one process of the node at a time; the kernel lets go of it when a holder dies."""
+    give_up = time.monotonic() + _LOCK_BUDGET_S
+    with lock.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    break
+                time.sleep(0.01)
+        yield
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:16], suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _compile(name: str, text: str, options: Sequence[str]) -> bytes:
+    nvrtc = _cuda.nvrtc()
+    status, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], [])
+    if status:
+        raise CompileError(f"NVRTC could not take {name}: {status.name}; expected source text without NUL bytes")
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if status:
+            _, size = nvrtc.nvrtcGetProgramLogSize(program)
+            log = bytearray(size)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            text_log = log.decode(errors="replace").rstrip("\0\n")
+            used = f"NVRTC {'.'.join(map(str, nvrtc_version()))}, {' '.join(options)}"
+            raise CompileError(f"{name} does not compile ({status.name}; {used}):\n{text_log}")
+        _, size = nvrtc.nvrtcGetCUBINSize(program)
+        cubin = bytearray(size)
+        nvrtc.nvrtcGetCUBIN(program, cubin)
+        return bytes(cubin)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
