@@ -86,7 +86,7 @@ class Topology:
             return ""
         if not self.links:
             return "unknown links"
-        indices = [gpu.index for gpu in self.gpus]
+        indices = sorted(gpu.index for gpu in self.gpus)
         joined = [self.links.get((a, b), "").startswith("NV") for i, a in enumerate(indices) for b in indices[i + 1 :]]
         return "NVLink" if all(joined) else "partly NVLink" if any(joined) else "PCIe"
 

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from peerlane.hardware import _probes, measure
+from peerlane.hardware.ceilings import load_ceilings
+from peerlane.hardware.measure import ProbeJob, measure_node, run_probes
+from peerlane.hardware.topology import Gpu, Topology
+
+FAKE_PROBE = """
+import json, sys
+probe, out = sys.argv[1], sys.argv[sys.argv.index("--out") + 1]
+samples = {"gpu": {"hbm_copy_tbps": [4.0, 5.0]}, "links": {"nvlink_ring_gbps": [371.0]}, "nccl": {"nccl_allreduce_8b_us": [23.0]}}[probe]
+if probe == "nccl" and sys.argv[sys.argv.index("--rank") + 1] != "0":
+    samples = {}
+open(out, "w").write(json.dumps({"samples": samples, "notes": ["a note"] if probe == "links" else []}))
+"""
+
+
+def job(tmp_path: Path, code: str, name: str = "a probe") -> ProbeJob:
+    out = tmp_path / f"{name.replace(' ', '-')}.json"
+    return ProbeJob(name, (sys.executable, "-c", code, str(out)), out)
+
+
+def machine(count: int) -> Topology:
+    gpus = tuple(Gpu(index, "NVIDIA H200", f"GPU-{index}", 141 * 2**30) for index in range(count))
+    links = {(a, b): "NV18" for a in range(count) for b in range(a + 1, count)}
+    return Topology(gpus, links, "580.1", "a CPU", 64, 2**39, "nvml" if count else "none", "" if count else "no NVIDIA driver")
+
+
+@pytest.fixture
+def fake_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Topology:
+    """Four GPUs whose probes answer at once."""
+    script = tmp_path / "probe.py"
+    script.write_text(FAKE_PROBE)
+    monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(measure, "_PROBES", (sys.executable, str(script)))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(measure, "discover", lambda: machine(4))
+    return machine(4)
+
+
+def test_a_hung_probe_is_killed_and_keeps_what_it_had(tmp_path: Path) -> None:
+    code = 'import sys, time; open(sys.argv[1], \'w\').write(\'{"samples": {"hbm_copy_tbps": [4.3]}, "notes": []}\'); time.sleep(60)'
+    start = time.monotonic()
+    [(samples, notes)] = run_probes([job(tmp_path, code)], limit_s=1.0)
+    assert time.monotonic() - start < 10
+    assert samples == {"hbm_copy_tbps": [4.3]}
+    assert len(notes) == 1 and "a probe was stopped after 1 s" in notes[0]
+
+
+def test_a_crash_becomes_a_note_with_its_last_words(tmp_path: Path) -> None:
+    crash = job(tmp_path, "raise SystemExit('libcuda is angry')", "crash")
+    silent = job(tmp_path, "import os; os.kill(os.getpid(), 11)", "silent")
+    (_, crash_notes), (_, silent_notes) = run_probes([crash, silent], limit_s=30.0)
+    assert crash_notes == ["crash ended with code 1: libcuda is angry"]
+    assert silent_notes == ["silent ended with code -11: it printed nothing"]
+
+
+def test_a_node_is_measured_step_by_step(fake_node: Topology) -> None:
+    ceilings = measure_node()
+    assert ceilings.node == "4x NVIDIA H200, NVLink, driver 580"
+    assert ceilings.notes == ("a note",)
+    assert ceilings.figures["hbm_copy_tbps"].n == 8 and ceilings.median("hbm_copy_tbps") == 4.5
+    assert ceilings.median("nvlink_ring_gbps") == 371 and ceilings.figures["nccl_allreduce_8b_us"].n == 1
+
+
+def test_one_gpu_has_no_links_to_measure(fake_node: Topology, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "discover", lambda: machine(1))
+    ceilings = measure_node()
+    assert set(ceilings.figures) == {"hbm_copy_tbps"} and "one GPU" in ceilings.notes[0]
+
+
+def test_command_prints_and_stores(fake_node: Topology, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure.main(["--no-save"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["figures"]["nvlink_ring_gbps"]["median"] == 371
+    assert load_ceilings(printed["node"]) is None
+    assert measure.main([]) == 0
+    stored = load_ceilings(printed["node"])
+    assert stored is not None and stored.median("nvlink_ring_gbps") == 371
+
+
+def test_bare_machine_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(measure, "discover", lambda: machine(0))
+    assert measure.main([]) == 1
+    output = capsys.readouterr()
+    assert json.loads(output.out)["figures"] == {}
+    assert output.err == "nothing was measured: no GPU (no NVIDIA driver)\n"
+
+
+def test_torch_without_cuda_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "discover", lambda: machine(2))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    ceilings = measure_node()
+    assert not ceilings.figures and "without CUDA" in ceilings.notes[0] and "pytorch.org" in ceilings.notes[0]
+
+
+def test_one_failing_figure_does_not_cost_the_others(tmp_path: Path) -> None:
+    report = _probes.Report(tmp_path / "out.json")
+
+    def fails(size: int) -> list[float]:
+        raise RuntimeError(f"no room for {size}\nwith a long story after it")
+
+    report.attempt("hbm_copy_tbps", fails, 7)
+    report.attempt("kernel_launch_us", lambda: [3.0])
+    report.attempt("kernel_launch_us", lambda: [5.0])
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["samples"] == {"kernel_launch_us": [3.0, 5.0]}
+    assert written["notes"] == ["hbm_copy_tbps was not measured: no room for 7"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA is what this is about")
+@pytest.mark.parametrize("probe", ["gpu", "links", "nccl"])
+def test_probes_without_cuda_leave_a_note_and_no_traceback(probe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    arguments = [probe, "--out", str(out), "--devices", "2", "--rendezvous", str(tmp_path / "rendezvous")]
+    assert _probes.main(arguments) == 1
+    written = json.loads(out.read_text())
+    assert written["samples"] == {} and written["notes"][0].startswith(f"probe {probe} stopped: ")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+def test_flag_exchange_kernel_compiles(tmp_path: Path) -> None:
+    (tmp_path / "flag.cu").write_text(_probes.FLAG_EXCHANGE_SOURCE)
+    command = ["nvcc", "-arch=sm_90", "-Werror", "all-warnings", "-ptx", "flag.cu", "-o", "flag.ptx"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    ptx = (tmp_path / "flag.ptx").read_text()
+    assert "st.release.sys" in ptx and "ld.relaxed.sys" in ptx and "fence.acq_rel.sys" in ptx
