@@ -1,0 +1,44 @@
+"""The command line: one module per verb. torch and the evaluator are imported by the verbs that need them, when they run.
+
+Exit codes: see :class:`peerlane.cli._console.ExitCode`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from peerlane.cli import demo, docs, doctor, evaluation, list_problems, report, show
+from peerlane.cli._console import ExitCode, print_error
+from peerlane.errors import MissingDependency, PeerlaneError, UsageError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="peerlane",
+    help="Judge multi-GPU kernels: are they right, how fast are they against the reference and the hardware, and if they fail, why.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("doctor")(doctor.doctor)
+app.command("list")(list_problems.list_problems)
+app.command("show")(show.show)
+app.command("eval")(evaluation.evaluate_candidates)
+app.command("report")(report.report)
+app.command("demo")(demo.demo)
+app.command("docs")(docs.docs)
+
+
+def main() -> None:
+    """The console script. Errors that peerlane raises on purpose end in one block on stderr, without a traceback."""
+    try:
+        app(prog_name="peerlane")
+    except (UsageError, MissingDependency) as error:
+        print_error(str(error))
+        sys.exit(ExitCode.USAGE)
+    except PeerlaneError as error:
+        print_error(f"{type(error).__name__}: {error}")
+        sys.exit(ExitCode.HARNESS)

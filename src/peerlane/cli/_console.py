@@ -1,0 +1,81 @@
+"""What all verbs share: exit codes, where text goes, and how option values are read."""
+
+from __future__ import annotations
+
+import enum
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from peerlane.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from peerlane.evaluate.verdict import Result
+
+WIDE = 240
+"""Columns to lay tables out in when the output is no terminal: enough for a row to stay on one line."""
+
+
+class ExitCode(enum.IntEnum):
+    """How a command ended. An interrupted command ends with 130."""
+
+    OK = 0
+    CHECK_FAILED = 1
+    """A check found something wrong: stale pages, a machine that peerlane cannot work on, nothing that could be measured."""
+    USAGE = 2
+    """The request cannot be carried out; nothing was run."""
+    NOT_CORRECT = 3
+    """A candidate was not shown to be correct. ``not_run`` counts: what this machine could not run was not shown to be right."""
+    HARNESS = 4
+    """peerlane itself failed; says nothing about any candidate."""
+
+
+def exit_code(results: Sequence[Result]) -> ExitCode:
+    """Of an evaluation: a harness failure outweighs a candidate's."""
+    if any(result.verdict.kind == "harness_error" for result in results):
+        return ExitCode.HARNESS
+    return ExitCode.OK if all(result.correct for result in results) else ExitCode.NOT_CORRECT
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console on stdout or stderr, wide where there is no terminal."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else WIDE, highlight=False, markup=False, emoji=False)
+
+
+def print_json(value: Any) -> None:
+    """The one JSON object of a command that was given --json."""
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def print_error(message: str) -> None:
+    """One block on stderr."""
+    print(f"peerlane: {message}", file=sys.stderr)
+
+
+def words(text: str, option: str) -> tuple[str, ...]:
+    """A comma-separated list; raises UsageError when it holds nothing or an empty entry."""
+    parts = tuple(part.strip() for part in text.split(","))
+    if not all(parts):
+        raise UsageError(f"{option} got {text!r}: expected one or more values separated by commas")
+    return tuple(dict.fromkeys(parts))
+
+
+def positive_integers(text: str, option: str) -> tuple[int, ...]:
+    """A comma-separated list of integers of at least 1; raises UsageError."""
+    parts = words(text, option)
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise UsageError(f"{option} got {text!r}: expected positive integers separated by commas, such as 2,4")
+    return tuple(int(part) for part in parts)
+
+
+def one_of(text: str, allowed: Sequence[str], option: str) -> str:
+    """``text`` if it is allowed; raises UsageError, naming what is."""
+    if text not in allowed:
+        raise UsageError(f"{option} got {text!r}: expected one of {', '.join(allowed)}")
+    return text

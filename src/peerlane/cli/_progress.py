@@ -1,0 +1,91 @@
+"""Progress of an evaluation, on stderr: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from peerlane.cli._console import console
+
+if TYPE_CHECKING:
+    from peerlane.evaluate.verdict import Result
+
+
+def summary(result: Result) -> str:
+    """One line: what was judged, and the verdict."""
+    where = f"{result.candidate.name}  problem {result.problem.id} {result.preset} W={result.world_size}"
+    verdict = result.verdict.kind if result.correct else f"{result.verdict.kind}: {result.verdict.reason}"
+    return f"{where}  {verdict}"
+
+
+class PlainProgress:
+    """A line for every finished evaluation."""
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._done = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        pass
+
+    def started(self, total: int, skipped: int) -> None:
+        self._total, self._done = total, 0
+        self.note(starting(total, skipped))
+
+    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
+        pass  # a line per phase would bury the verdicts
+
+    def finished(self, result: Result) -> None:
+        self._done += 1
+        self.note(f"[{self._done}/{self._total}] {summary(result)}")
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class LiveProgress:
+    """A bar with the phase at work; verdicts scroll above it."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+        # stdout stays untouched: it may be carrying JSON.
+        self._progress = Progress(*columns, console=console(stderr=True), transient=True, redirect_stdout=False)
+        self._task = self._progress.add_task("starting", total=None)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def started(self, total: int, skipped: int) -> None:
+        self._progress.reset(self._task, total=total)
+        self.note(starting(total, skipped))
+
+    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
+        self._progress.update(self._task, description=f"{candidate}  problem {problem} {preset} W={world_size}: {phase}")
+
+    def finished(self, result: Result) -> None:
+        self._progress.advance(self._task)
+        self.note(summary(result))
+
+    def note(self, text: str) -> None:
+        self._progress.console.print(text)
+
+
+def starting(total: int, skipped: int) -> str:
+    """What the run is about to do."""
+    done = f"; {skipped} already done with this evaluator and skipped" if skipped else ""
+    return f"{total} evaluation{'' if total == 1 else 's'} to run{done}"
+
+
+def progress() -> PlainProgress | LiveProgress:
+    """The one that suits stderr."""
+    return LiveProgress() if sys.stderr.isatty() else PlainProgress()

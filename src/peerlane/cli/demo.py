@@ -1,0 +1,119 @@
+"""``peerlane demo``: the bundled candidates, good and broken, judged on this machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from peerlane.cli._console import ExitCode, console, positive_integers, print_error, print_json
+from peerlane.cli._progress import progress
+from peerlane.cli.evaluation import choose_device, print_results, results_json
+from peerlane.errors import UsageError
+
+if TYPE_CHECKING:
+    from peerlane.evaluate import CandidateFile
+    from peerlane.evaluate.verdict import Result
+
+EXPECTED = re.compile(r"#\s*expect:\s*(\w+(?:\s*,\s*\w+)*)\s*")
+
+
+def demo(
+    examples: Annotated[Path, typer.Option(help="Folder of good candidates, with the broken ones in its subfolder broken.")] = Path(
+        "examples"
+    ),
+    preset: Annotated[str, typer.Option(help="The preset to judge on.")] = "small",
+    world_size: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Judge the bundled candidates: the good ones must be correct, the broken ones must get the verdict that they are made for.
+
+    Exit codes: 0 if every verdict is the expected one, else 3, or 4 if peerlane itself failed.
+    """
+    sizes = positive_integers(world_size, "--world-size")
+    chosen = choose_device(device)
+
+    from peerlane.evaluate import discover
+
+    good, broken = discover([str(examples)]), discover([str(examples / "broken")])
+    expected = {candidate.name: expected_verdicts(candidate.path) for candidate in broken if candidate.path is not None}
+    good_results = _run(good, preset, sizes, chosen)
+    broken_results = _run(broken, preset, sizes, chosen)
+    rows = [comparison(result, expected) for result in broken_results]
+    if as_json:
+        broken_json = results_json(broken_results)["results"]
+        print_json(
+            {"good": results_json(good_results)["results"], "broken": broken_json, "as_expected": [row[-1] == "yes" for row in rows]}
+        )
+    else:
+        _print(good_results, rows)
+    code = demo_exit_code(good_results, broken_results, rows)
+    if code != ExitCode.OK:
+        print_error("the demonstration failed: a good candidate is not correct, or a broken one did not get its expected verdict")
+    raise typer.Exit(code)
+
+
+def expected_verdicts(path: Path) -> tuple[str, ...]:
+    """The kinds of verdict a broken candidate is made for, from its first comment, ``# expect: wrong_result``; raises UsageError."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if match := EXPECTED.fullmatch(line):
+            return tuple(kind.strip() for kind in match[1].split(","))
+        if line.startswith("#"):
+            break
+    raise UsageError(f"{path} does not say what it is made for: expected a first comment line such as '# expect: wrong_result'")
+
+
+def comparison(result: Result, expected: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """A row of the table of broken candidates: which, where, expected, got, as expected?, reason."""
+    kinds = expected[result.candidate.name]
+    return (
+        result.candidate.name,
+        str(result.problem.id),
+        str(result.world_size),
+        " or ".join(kinds),
+        result.verdict.kind,
+        result.verdict.reason,
+        "yes" if result.verdict.kind in kinds else "no",
+    )
+
+
+def demo_exit_code(good: Sequence[Result], broken: Sequence[Result], rows: Sequence[Sequence[str]]) -> ExitCode:
+    """OK if all good candidates are correct and all broken ones got what they are made for."""
+    if any(result.verdict.kind == "harness_error" for result in (*good, *broken)):
+        return ExitCode.HARNESS
+    as_expected = good and rows and all(result.correct for result in good) and all(row[-1] == "yes" for row in rows)
+    return ExitCode.OK if as_expected else ExitCode.NOT_CORRECT
+
+
+def _run(candidates: list[CandidateFile], preset: str, world_sizes: tuple[int, ...], device: Literal["cuda", "cpu"]) -> list[Result]:
+    from peerlane.evaluate import EvaluationPlan, evaluate
+
+    # Nothing is stored, so that a demonstration always runs.
+    plan = EvaluationPlan(
+        candidates=candidates,
+        problems=None,
+        presets=(preset,),
+        world_sizes=world_sizes,
+        modes=("eager", "graph"),
+        device=device,
+        out=None,
+    )
+    with progress() as shown:
+        return evaluate(plan, shown)
+
+
+def _print(good: Sequence[Result], rows: Sequence[tuple[str, ...]]) -> None:
+    from peerlane.report.tables import TextTable
+
+    out = console()
+    table = TextTable(("candidate", "problem", "W", "expected", "got", "reason", "as expected"), right={"problem", "W"})
+    for row in rows:
+        table.add(*row)
+    out.print("Candidates made to fail, and what they are found guilty of:")
+    out.print(table.rich())
+    out.print("Candidates made to be right:")
+    print_results(good)

@@ -1,0 +1,69 @@
+"""``peerlane doctor``: what this machine has, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from peerlane.cli._console import ExitCode, console, print_json
+
+if TYPE_CHECKING:
+    from peerlane.hardware.ceilings import Ceilings
+    from peerlane.hardware.doctor import Check
+
+
+def doctor(
+    measure: Annotated[bool, typer.Option("--measure", help="Measure the ceilings of GPUs and links, and store them.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what this machine has, what is missing and how to get it; with --measure, how fast its GPUs and links are.
+
+    Exit codes: 0; 1 if peerlane cannot work here, or if nothing could be measured.
+    """
+    from peerlane.hardware.ceilings import load_ceilings, save_ceilings
+    from peerlane.hardware.doctor import diagnose
+    from peerlane.hardware.environment import node_class, record
+    from peerlane.hardware.topology import discover
+
+    topology = discover()
+    node = node_class(record(topology))
+    checks = diagnose(topology)
+    ceilings = load_ceilings(node)
+    if measure:
+        # Every probe is a process of its own, so this one never gets a CUDA context.
+        from peerlane.hardware.measure import measure_node
+
+        ceilings = measure_node()
+        if ceilings.figures:
+            save_ceilings(ceilings)
+    if as_json:
+        print_json({"node": node, "checks": [asdict(check) for check in checks], "ceilings": ceilings.to_json() if ceilings else None})
+    else:
+        _print(node, checks, ceilings)
+    broken = any(check.status == "fail" for check in checks) or (measure and not (ceilings and ceilings.figures))
+    raise typer.Exit(ExitCode.CHECK_FAILED if broken else ExitCode.OK)
+
+
+def _print(node: str, checks: list[Check], ceilings: Ceilings | None) -> None:
+    from peerlane.hardware.ceilings import FIGURES
+    from peerlane.report.tables import TextTable
+
+    out = console()
+    table = TextTable(("status", "check", "found", "what to do"))
+    for check in checks:
+        table.add(check.status, check.name, check.detail, check.remedy)
+    out.print(f"This machine: {node}")
+    out.print(table.rich())
+    if ceilings is None:
+        out.print("Ceilings: not measured on this kind of machine; `peerlane doctor --measure` does, where there are GPUs.")
+        return
+    for note in ceilings.notes:
+        out.print(note)
+    if ceilings.figures:
+        figures = TextTable(("figure", "median", "p10", "p90", "n", "what"), right={"median", "p10", "p90", "n"})
+        for name, item in ceilings.figures.items():
+            figures.add(name, f"{item.median:.4g}", f"{item.p10:.4g}", f"{item.p90:.4g}", str(item.n), FIGURES.get(name, ""))
+        out.print(f"Ceilings measured on {ceilings.taken_at}:")
+        out.print(figures.rich())

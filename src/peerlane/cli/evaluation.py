@@ -1,0 +1,101 @@
+"""``peerlane eval``: judge candidates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, cast
+
+import typer
+
+from peerlane.cli._console import console, exit_code, one_of, positive_integers, print_json, words
+from peerlane.cli._progress import progress
+
+if TYPE_CHECKING:
+    from peerlane.evaluate.verdict import Result
+
+CANDIDATES_HELP = "Files named <id>_<name>_<backend>.py, folders of them, or the word reference."
+WORLD_SIZES_HELP = "Numbers of ranks, separated by commas; by default 2,4 on CPU, and those of 2,4,8 that the GPUs allow on CUDA."
+
+
+def evaluate_candidates(
+    candidates: Annotated[list[str], typer.Argument(metavar="CANDIDATE", help=CANDIDATES_HELP)],
+    problem: Annotated[str | None, typer.Option(help="Problems, such as 1-8,13; by default those that the file names say.")] = None,
+    preset: Annotated[str, typer.Option(help="Presets, separated by commas.")] = "pkb",
+    world_size: Annotated[str | None, typer.Option(help=WORLD_SIZES_HELP)] = None,
+    mode: Annotated[str, typer.Option(help="Launch modes to time, separated by commas.")] = "eager,graph",
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    out: Annotated[Path, typer.Option(help="Folder that results are added to.")] = Path("peerlane-results"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Judge candidates: right or wrong and why, and how fast.
+
+    Exit codes: 0 all correct; 2 the request cannot be carried out; 3 a candidate was not shown to be correct (not_run included); 4 peerlane
+    itself failed; 130 interrupted.
+    """
+    modes = words(mode, "--mode")
+    for item in modes:
+        one_of(item, ("eager", "graph"), "--mode")
+    presets = words(preset, "--preset")
+    sizes = None if world_size is None else positive_integers(world_size, "--world-size")
+    chosen = choose_device(device)
+
+    from peerlane.evaluate import EvaluationPlan, discover, evaluate
+
+    plan = EvaluationPlan(
+        candidates=discover(candidates),
+        problems=problem,
+        presets=presets,
+        world_sizes=sizes or default_world_sizes(chosen),
+        modes=modes,
+        device=chosen,
+        out=out,
+    )
+    with progress() as shown:
+        results = evaluate(plan, shown)
+    if as_json:
+        print_json(results_json(results))
+    else:
+        print_results(results)
+        console(stderr=True).print(f"results are in {out}")
+    raise typer.Exit(exit_code(results))
+
+
+def choose_device(text: str) -> Literal["cuda", "cpu"]:
+    """What ``--device`` means on this machine (auto: CUDA where torch is built for it and there is a GPU); raises UsageError."""
+    if one_of(text, ("auto", "cuda", "cpu"), "--device") == "auto":
+        import torch
+
+        return "cuda" if torch.version.cuda is not None and gpu_count() > 0 else "cpu"
+    return cast(Literal["cuda", "cpu"], text)
+
+
+def gpu_count() -> int:
+    """GPUs that a process started here would see. Does not initialise CUDA, so that rank processes may be forked from this one."""
+    from peerlane.hardware.topology import discover
+
+    return len(discover().gpus)
+
+
+def default_world_sizes(device: Literal["cuda", "cpu"]) -> tuple[int, ...]:
+    """2 and 4 on CPU ranks; of 2, 4 and 8 what the GPUs allow (2 where there are fewer, which the verdict then says)."""
+    if device == "cpu":
+        return (2, 4)
+    available = gpu_count()
+    return tuple(size for size in (2, 4, 8) if size <= available) or (2,)
+
+
+def results_json(results: Sequence[Result]) -> dict[str, object]:
+    """What ``--json`` prints."""
+    return {"results": [json.loads(result.model_dump_json()) for result in results]}
+
+
+def print_results(results: Sequence[Result]) -> None:
+    """The table on stdout, then a line for everything that is not correct or was not timed."""
+    from peerlane.report.tables import reasons, result_table
+
+    out = console()
+    out.print(result_table(results).rich())
+    for line in reasons(results):
+        out.print(line)

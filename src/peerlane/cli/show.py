@@ -1,0 +1,40 @@
+"""``peerlane show``: everything about one problem."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from peerlane.cli._console import console, print_json, words
+
+
+def show(
+    number: Annotated[int, typer.Argument(metavar="NUMBER", help="The problem's number, such as 13.")],
+    preset: Annotated[str | None, typer.Option(help="Only these presets, separated by commas.")] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; 4 unless the problem forbids it.")] = None,
+    profile: Annotated[str, typer.Option(help="Hardware profile whose datasheet the roofline uses.")] = "h200",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show one problem: signature, meaning, presets with shapes, cost and roofline, error model, known wrong answers."""
+    from peerlane import problems
+    from peerlane.report.catalogue import find_profile, problem_detail
+    from peerlane.report.pages import page, page_world_size
+
+    problem = problems.get(number)
+    detail = problem_detail(
+        problem,
+        world_size=page_world_size(problem) if world_size is None else world_size,
+        presets=None if preset is None else words(preset, "--preset"),
+        profile=find_profile(profile),
+    )
+    if as_json:
+        print_json(detail)
+        return
+    out = console()
+    if not out.is_terminal:
+        print(page(detail), end="")
+        return
+    from rich.markdown import Markdown
+
+    out.print(Markdown(page(detail)))

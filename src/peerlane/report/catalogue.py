@@ -1,0 +1,196 @@
+"""A problem as plain data: what ``peerlane list --json`` and ``peerlane show --json`` print and the documentation pages are made from."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from peerlane.errors import UsageError
+from peerlane.hardware.profiles import H200_SXM, PROFILES, HardwareProfile
+from peerlane.hardware.roofline import datasheet_peaks, roofline
+from peerlane.problems import Case, CaseSpec, Cost, Draw, Preset, Problem, Tolerance
+from peerlane.problems._judge import null_answers
+from peerlane.problems._tree import Description, describe, dtype_name
+
+Entry = dict[str, Any]
+
+DRAWN_PRESETS = ("small", "pkb")
+"""Presets whose arguments are drawn, on the CPU, to learn their shapes; the others may not fit this machine's memory."""
+
+
+def problem_entry(problem: Problem) -> Entry:
+    """One problem in a list."""
+    return {
+        "id": problem.id,
+        "slug": problem.slug,
+        "title": problem.title,
+        "category": problem.category,
+        "parallelism": list(problem.parallelism),
+        "world_sizes": list(problem.world_sizes),
+        "modes": list(problem.modes),
+        "presets": [preset.name for preset in problem.presets],
+    }
+
+
+def find_profile(name: str) -> HardwareProfile:
+    """The hardware profile called so, or whose name starts with the word (case aside): ``h200``; raises UsageError."""
+    wanted = name.strip().casefold()
+    for profile in PROFILES:
+        if wanted in (profile.name.casefold(), profile.name.casefold().split()[0]):
+            return profile
+    known = ", ".join(profile.name for profile in PROFILES)
+    raise UsageError(f"there is no hardware profile {name!r}; there are: {known}")
+
+
+def problem_detail(
+    problem: Problem, *, world_size: int, presets: Sequence[str] | None = None, profile: HardwareProfile = H200_SXM
+) -> Entry:
+    """Everything about one problem; its presets (all, or those named) as they are on ``world_size`` ranks.
+
+    ``profile``: whose datasheet the rooflines are computed from. Raises UnknownPreset, and UsageError if the problem does not run on that
+    many ranks.
+    """
+    chosen = problem.presets if presets is None else tuple(problem.preset(name) for name in presets)
+    return {
+        **problem_entry(problem),
+        "origin": problem.origin,
+        "signature": signature_text(problem),
+        "summary": problem.summary,
+        "notes": list(problem.notes),
+        "graph_reason": problem.graph_reason,
+        "replicated": problem.replicated,
+        "integer_exact": problem.integer_exact,
+        "mutates": sorted(problem.mutates),
+        "comparison": inspect.getdoc(problem.compare) if problem.compare else None,
+        "error_model": inspect.getdoc(problem.tolerance),
+        "null_answers": [
+            {"name": item.name, "why": item.why, "cases": list(item.cases) if item.cases else None} for item in null_answers(problem)
+        ],
+        "excused": dict(problem.excused),
+        "world_size": world_size,
+        "profile": profile.name,
+        "presets": [_preset_detail(problem, preset, world_size, profile) for preset in chosen],
+    }
+
+
+def signature_text(problem: Problem) -> str:
+    """``solution(tensor: torch.Tensor, src: int = 0) -> torch.Tensor``, with annotations as they are written in the problem's file."""
+    written = inspect.signature(problem.reference)
+    parameters = [item.replace(annotation=_Bare(item.annotation)) for item in written.parameters.values()]
+    return f"solution{written.replace(parameters=parameters, return_annotation=_Bare(written.return_annotation))}"
+
+
+class _Bare(str):
+    """Text that inspect prints without quotes. Annotations are text in modules that postpone their evaluation, as the problems' do."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _preset_detail(problem: Problem, preset: Preset, world_size: int, profile: HardwareProfile) -> Entry:
+    cases = {case.label: case for case in problem.cases(preset.name, world_size)}
+    return {
+        "name": preset.name,
+        "about": preset.about,
+        "cases": [_case_detail(problem, preset, spec, cases.get(spec.label), profile) for spec in preset.cases],
+    }
+
+
+def _case_detail(problem: Problem, preset: Preset, spec: CaseSpec, case: Case | None, profile: HardwareProfile) -> Entry:
+    entry: Entry = {
+        "label": spec.label,
+        "dtype": dtype_name(spec.dtype),
+        "variant": spec.variant,
+        "world_sizes": list(spec.world_sizes or problem.world_sizes),
+        "params": plain(spec.params),
+        "arguments": None,
+        "tolerance": None,
+        "cost": None,
+        "roofline": None,
+        "process_groups": None,
+    }
+    if case is None:
+        return entry
+    entry["tolerance"] = {name: _tolerance(item) for name, item in problem.tolerance(case).items()}
+    costs = [problem.cost(case, rank) for rank in range(case.world_size)]
+    entry["cost"] = _cost(costs)
+    entry["roofline"] = _roofline(costs, profile)
+    entry["process_groups"] = plain(problem.process_groups(case))
+    if preset.name in DRAWN_PRESETS:
+        entry["arguments"] = _arguments(problem, case)
+    return entry
+
+
+def _arguments(problem: Problem, case: Case) -> list[Entry]:
+    """Rank 0's arguments. Shapes come from the case and the public layout, so any secret shows the same ones."""
+    draw = Draw(secret="catalogue", case_key=case.key, slot=0, block=0, rank=0)
+    values = problem.inputs(case, 0, draw)
+    return [{"name": name, "value": argument_text(describe(value))} for name, value in zip(problem.parameters, values, strict=False)]
+
+
+def argument_text(description: Description) -> str:
+    """``bfloat16[4, 8]``, ``list of 3: bfloat16[4, 8]``, ``process group tp``, ``0.5``."""
+    kind = description["kind"]
+    if kind == "tensor":
+        return f"{description['dtype']}{description['shape']}"
+    if kind == "group":
+        return f"process group {description['name']}"
+    if kind == "value":
+        return repr(description["value"])
+    if kind == "other":
+        return str(description["type"])
+    items = [argument_text(item) for item in description["items"]]
+    if kind == "dict":
+        return f"dict: {', '.join(f'{key}={item}' for key, item in zip(description['keys'], items, strict=True))}"
+    inside = items[0] if len(set(items)) == 1 else ", ".join(items)
+    return f"{kind} of {len(items)}{': ' if items else ''}{inside if items else ''}"
+
+
+def _tolerance(tolerance: Tolerance) -> Entry:
+    return {
+        "relative": tolerance.relative,
+        "magnitude": tolerance.magnitude,
+        "rms": tolerance.rms,
+        "normwise": tolerance.normwise,
+        "rowwise": tolerance.rowwise,
+    }
+
+
+def _cost(costs: Sequence[Cost]) -> Entry:
+    """The largest over the ranks, item by item."""
+    units = sorted({unit for cost in costs for unit in cost.flops})
+    return {
+        "flops": {unit: float(max(cost.flops.get(unit, 0.0) for cost in costs)) for unit in units},
+        "hbm_bytes": float(max(cost.hbm_bytes for cost in costs)),
+        "egress_bytes": float(max(cost.egress_bytes for cost in costs)),
+        "ingress_bytes": float(max(cost.ingress_bytes for cost in costs)),
+    }
+
+
+def _roofline(costs: Sequence[Cost], profile: HardwareProfile) -> Entry:
+    """Computed from the datasheet, never measured."""
+    bound = roofline(costs, datasheet_peaks(profile))
+    return {
+        "bound_us": float(bound.bound_us),
+        "bound_by": bound.bound_by,
+        "times_us": {name: float(time) for name, time in bound.times_us.items()},
+    }
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON can hold it: dtypes by name, infinities as text, anything unknown as its text."""
+    if isinstance(value, bool | int | str | None):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | range):
+        return [plain(item) for item in value]
+    return str(value)

@@ -1,0 +1,140 @@
+"""Tables of results, for terminals (rich) and as Markdown. Both come from the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from peerlane.evaluate.verdict import Estimate, ModeSpeed, Result, Utilisation
+
+NOT_MEASURED = "not measured"
+RESULT_COLUMNS = (
+    "candidate",
+    "problem",
+    "preset",
+    "W",
+    "verdict",
+    "mode",
+    "reference us",
+    "candidate us",
+    "speedup [95 %]",
+    "faster",
+    "utilisation",
+)
+
+
+@dataclass
+class TextTable:
+    """Rows of strings under ``columns``. ``right``: the columns that hold numbers."""
+
+    columns: Sequence[str]
+    right: Collection[str] = ()
+    rows: list[tuple[str, ...]] = field(default_factory=list)
+
+    def add(self, *cells: str) -> None:
+        """Append a row; raises ValueError unless it has a cell for every column."""
+        if len(cells) != len(self.columns):
+            raise ValueError(f"the table has columns {tuple(self.columns)}, got {len(cells)} cells: {cells}")
+        self.rows.append(cells)
+
+    def rich(self) -> Table:
+        """For a terminal."""
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for column in self.columns:
+            table.add_column(column, justify="right" if column in self.right else "left", overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        """GitHub's dialect, one line a row, ends with a newline."""
+        rule = ["---:" if column in self.right else "---" for column in self.columns]
+        lines = [self.columns, rule, *([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in self.rows)]
+        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def result_table(results: Iterable[Result]) -> TextTable:
+    """One row per result and launch mode with a measured speed, one row for a result without any.
+
+    Times are medians; a speedup has its 95 % interval; "faster" means that the interval's lower end is above 1 plus the noise floor;
+    utilisation is the candidate's, against the measured ceilings where there are some, else against the datasheet.
+    """
+    table = TextTable(RESULT_COLUMNS, right={"W", "reference us", "candidate us"})
+    for result in results:
+        verdict = result.verdict.kind + (f" ({', '.join(result.flags)})" if result.flags else "")
+        head = (result.candidate.name, _problem(result), result.preset, str(result.world_size), verdict)
+        measured = [speed for mode in result.modes if (speed := result.speed_in(mode)) is not None]
+        unmeasured = tuple(item.mode for item in result.speed if item.status == "not_measured")
+        for speed in measured:
+            table.add(*head, *_speed_cells(speed))
+        if unmeasured:
+            table.add(*head, ", ".join(unmeasured), *([NOT_MEASURED] * 5))
+        if not result.speed:
+            table.add(*head, *(["-"] * 6))
+    return table
+
+
+def reasons(results: Iterable[Result]) -> list[str]:
+    """A line for every result that is not correct, and for every reason why a correct one was not timed."""
+    lines: dict[str, None] = {}
+    for result in results:
+        where = f"{result.candidate.name}, problem {_problem(result)}, {result.preset}, W={result.world_size}"
+        if not result.correct:
+            lines[f"{where}: {result.verdict.kind}: {result.verdict.reason}"] = None
+        for speed in result.speed:
+            if speed.status == "not_measured":
+                lines[f"{speed.mode} not measured: {speed.why}"] = None
+    return list(lines)
+
+
+def _problem(result: Result) -> str:
+    variant = "" if result.problem.variant == "default" else f" ({result.problem.variant})"
+    return f"{result.problem.id} {result.problem.slug}{variant}"
+
+
+def _speed_cells(speed: ModeSpeed) -> tuple[str, ...]:
+    return (
+        speed.mode,
+        _microseconds(speed.reference_us),
+        _microseconds(speed.candidate_us),
+        f"{speed.speedup.median:.2f} [{speed.speedup.low:.2f}, {speed.speedup.high:.2f}]",
+        "yes" if speed.faster else "no",
+        _share(speed.utilisation),
+    )
+
+
+def _microseconds(estimate: Estimate) -> str:
+    return f"{estimate.median:.1f}" if estimate.median < 100 else f"{estimate.median:.0f}"
+
+
+def _share(utilisation: Sequence[Utilisation]) -> str:
+    if not utilisation:
+        return "-"
+    best = next((item for item in utilisation if item.ceilings == "measured"), utilisation[0])
+    return f"{best.candidate:.0%} of {best.bound_by} ({best.ceilings})"
+
+
+def environment_lines(results: Iterable[Result]) -> list[str]:
+    """Where the results were taken: a line per node class, software and evaluator version."""
+    lines: dict[str, None] = {}
+    for result in results:
+        environment = result.environment
+        software = environment.get("software", {})
+        versions = ", ".join(f"{name} {software[name]}" for name in ("torch", "cuda", "nccl", "triton") if software.get(name))
+        lines[f"Node: {_node(environment)}; {versions or 'software unknown'}; evaluator {result.evaluator_version}."] = None
+    return list(lines)
+
+
+def _node(environment: Mapping[str, Any]) -> str:
+    if "gpus" not in environment:
+        return "unknown"
+    from peerlane.hardware.environment import node_class
+
+    return node_class(environment)

@@ -1,0 +1,122 @@
+"""The table of results: one source of rows for the terminal and for Markdown."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from peerlane.errors import UsageError
+from peerlane.report.records import read_results
+from peerlane.report.tables import RESULT_COLUMNS, TextTable, environment_lines, reasons, result_table
+from unit.sample_results import hung, measured, on_cpu, result, wrong
+
+
+def test_one_row_per_measured_mode() -> None:
+    assert result_table([result()]).rows == [
+        (
+            "1_allreduce_cuda",
+            "1 allreduce",
+            "pkb",
+            "4",
+            "correct",
+            "eager",
+            "40.0",
+            "20.0",
+            "2.00 [1.96, 2.04]",
+            "yes",
+            "50% of nvlink (measured)",
+        ),
+        (
+            "1_allreduce_cuda",
+            "1 allreduce",
+            "pkb",
+            "4",
+            "correct",
+            "graph",
+            "30.0",
+            "29.8",
+            "1.01 [0.99, 1.03]",
+            "no",
+            "50% of nvlink (measured)",
+        ),
+    ]
+
+
+def test_faster_needs_more_than_the_noise() -> None:
+    (row,) = result_table([result(modes=("graph",), speed=(measured("graph", 110.0, 100.0, noise_floor=0.1),))]).rows
+    assert row[RESULT_COLUMNS.index("speedup [95 %]")] == "1.10 [1.08, 1.12]"
+    assert row[RESULT_COLUMNS.index("faster")] == "no"
+
+
+def test_on_cpu_nothing_is_measured() -> None:
+    (row,) = result_table([on_cpu()]).rows
+    assert row[4:] == ("correct", "eager, graph", *["not measured"] * 5)
+    assert reasons([on_cpu()]) == [
+        "eager not measured: device times need CUDA GPUs",
+        "graph not measured: device times need CUDA GPUs",
+    ]
+
+
+def test_a_failure_has_one_row_without_figures_and_one_reason() -> None:
+    (row,) = result_table([hung()]).rows
+    assert row[4:] == ("hang", *["-"] * 6)
+    assert reasons([hung(), result(), wrong()]) == [
+        "1_allreduce_cuda, problem 1 allreduce, pkb, W=4: hang: first_call: rank(s) 1 not done after 20 s",
+        "1_allreduce_cuda, problem 1 allreduce, pkb, W=4: wrong_result: sum is wrong on rank 2 (case 1/small/ragged_bf16/w4, slot 3); "
+        "elementwise: error 3, allowed 0.1 at [0, 7]: got 1, expected 4",
+    ]
+
+
+def test_flags_and_variant_are_named() -> None:
+    sample = result(flags=("aliased_output",))
+    sample = sample.model_copy(update={"problem": sample.problem.model_copy(update={"variant": "pkb"})})
+    row = result_table([sample]).rows[0]
+    assert row[1] == "1 allreduce (pkb)" and row[4] == "correct (aliased_output)"
+
+
+def test_markdown_and_terminal_show_the_same_cells() -> None:
+    table = result_table([result(), wrong()])
+    markdown = table.markdown().splitlines()
+    assert len(markdown) == 2 + len(table.rows) and markdown[1].count("---:") == 3
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(table.rich())
+    text = console.export_text()
+    for row in table.rows:
+        assert all(cell in text for cell in row)
+        assert f"| {' | '.join(row)} |" in markdown
+
+
+def test_markdown_escapes_bars_and_line_breaks() -> None:
+    table = TextTable(("a",))
+    table.add("x|y\nz")
+    assert table.markdown().splitlines()[-1] == "| x\\|y z |"
+
+
+def test_a_row_needs_every_cell() -> None:
+    with pytest.raises(ValueError, match="got 1 cells"):
+        TextTable(("a", "b")).add("x")
+
+
+def test_environment_is_named_once() -> None:
+    assert environment_lines([result(), wrong(), on_cpu(environment={})]) == [
+        "Node: 4x NVIDIA H200, NVLink, driver 580; torch 2.11.0, nccl 2.28.9; evaluator 0.1.0.",
+        "Node: unknown; software unknown; evaluator 0.1.0.",
+    ]
+
+
+def test_results_are_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text("\n".join(item.model_dump_json() for item in (result(), wrong())) + "\n")
+    assert read_results(file) == [result(), wrong()]
+
+
+def test_a_damaged_file_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text(result().model_dump_json() + "\n{}\n")
+    with pytest.raises(UsageError, match=r"results\.jsonl, line 2 is not a result"):
+        read_results(file)
+    with pytest.raises(UsageError, match=r"there is no file"):
+        read_results(tmp_path / "absent.jsonl")
