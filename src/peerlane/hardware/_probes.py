@@ -302,7 +302,8 @@ def allreduce_us(call: Callable[[], Any], calls: int = 20, n: int = 20) -> list[
 def graph_allreduce_us(calls: int = 20) -> list[float]:
     tensor = torch.zeros(2, device="cuda")
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Thread-local: what NCCL's watchdog thread does meanwhile must not spoil the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(calls):
             dist.all_reduce(tensor)
     return [us / calls for us in allreduce_us(graph.replay, calls=1)]
