@@ -10,8 +10,6 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-SCHEMA_VERSION = 1
-
 Phase = Literal["spawn", "build", "import", "first_call", "correctness", "timing", "exit"]
 Mode = Literal["eager", "graph"]
 
@@ -301,7 +299,7 @@ Speed = Annotated[ModeSpeed | NotMeasured, Field(discriminator="status")]
 class Result(Record):
     """One candidate, one problem, one preset, one world size. The unit of ``results.jsonl``."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     evaluator_version: str
     run_id: str
     finished_at: datetime = Field(default_factory=lambda: datetime.now(UTC))

@@ -295,7 +295,7 @@ class Problem:
     @property
     def signature(self) -> str:
         """``solution(tensor: torch.Tensor, src: int = 0) -> torch.Tensor``: the reference's, under the name candidates use."""
-        return f"solution{inspect.signature(self.reference, eval_str=False)}"
+        return f"solution{inspect.signature(self.reference, eval_str=True)}"
 
     @property
     def parameters(self) -> tuple[str, ...]:

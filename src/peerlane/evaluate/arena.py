@@ -1,0 +1,141 @@
+"""Memory that a trusted rank and a candidate rank share: CUDA IPC on a GPU, a memory file on CPU.
+
+The trusted side allocates, the candidate's side maps. GPU arenas are allocations of their own, never part of torch's caching
+allocator: an IPC handle opens a whole allocation, and nothing but slots may lie in one.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any
+
+import torch
+
+from peerlane.errors import HarnessError, MissingDependency
+
+ALIGNMENT_BYTES = 256
+_PAGE_BYTES = 2 << 20
+
+
+def aligned(size: int) -> int:
+    """The size rounded up to the arena's alignment."""
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _runtime() -> Any:
+    try:
+        from cuda.bindings import runtime  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        raise MissingDependency("cuda.bindings is needed to share GPU memory between processes: pip install 'peerlane[cuda]'") from None
+    return runtime
+
+
+def _checked(result: tuple[Any, ...], what: str) -> Any:
+    if int(result[0]) != 0:
+        raise HarnessError(f"{what} failed: {result[0].name}")
+    return result[1] if len(result) > 1 else None
+
+
+class _DeviceMemory:
+    """Raw device memory with the array interface by which torch takes a view of it."""
+
+    def __init__(self, pointer: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "version": 3,
+            "strides": None,
+        }
+
+
+class Arena:
+    """A flat byte tensor, and the handle by which another process maps the same memory."""
+
+    def __init__(
+        self,
+        data: torch.Tensor,
+        handle: dict[str, Any],
+        *,
+        pointer: int = 0,
+        file: mmap.mmap | None = None,
+        owned: bool = False,
+    ) -> None:
+        self.data, self.handle = data, handle
+        self._pointer, self._file, self._owned = pointer, file, owned
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.data.numel()
+
+    @classmethod
+    def create(cls, size: int, device: torch.device, memory_fd: int) -> Arena:
+        """A new arena of at least ``size`` bytes; on CPU at the end of ``memory_fd``, which grows."""
+        size = -(-max(size, 1) // _PAGE_BYTES) * _PAGE_BYTES
+        if device.type == "cpu":
+            offset = os.fstat(memory_fd).st_size
+            os.ftruncate(memory_fd, offset + size)
+            return cls._map(size, memory_fd, offset, owned=True)
+        cudart = _runtime()
+        pointer = int(_checked(cudart.cudaMalloc(size), f"allocating an arena of {size} bytes"))
+        ipc = _checked(cudart.cudaIpcGetMemHandle(pointer), "exporting the arena")
+        handle = {"kind": "cuda", "size": size, "ipc": bytes(ipc.reserved).hex()}
+        return cls(torch.as_tensor(_DeviceMemory(pointer, size), device=device), handle, pointer=pointer, owned=True)
+
+    @classmethod
+    def attach(cls, handle: dict[str, Any], device: torch.device, memory_fd: int) -> Arena:
+        """Maps an arena that another process created."""
+        if handle["kind"] == "cpu":
+            return cls._map(handle["size"], memory_fd, handle["offset"], owned=False)
+        cudart = _runtime()
+        ipc = cudart.cudaIpcMemHandle_t()
+        ipc.reserved = bytes.fromhex(handle["ipc"])
+        flags = cudart.cudaIpcMemLazyEnablePeerAccess
+        pointer = int(_checked(cudart.cudaIpcOpenMemHandle(ipc, flags), "mapping the arena"))
+        return cls(torch.as_tensor(_DeviceMemory(pointer, handle["size"]), device=device), handle, pointer=pointer)
+
+    @classmethod
+    def _map(cls, size: int, memory_fd: int, offset: int, *, owned: bool) -> Arena:
+        file = mmap.mmap(memory_fd, size, offset=offset)
+        data = torch.frombuffer(file, dtype=torch.uint8)
+        return cls(data, {"kind": "cpu", "size": size, "offset": offset}, file=file, owned=owned)
+
+    def close(self) -> None:
+        """Unmaps or frees the memory; no view of it may be used afterwards."""
+        self.data = torch.empty(0, dtype=torch.uint8)
+        if self._file is not None:
+            if self._owned:
+                self._file.madvise(mmap.MADV_REMOVE)  # gives the pages back; the file keeps its length
+            self._file = None
+        if self._pointer:
+            cudart = _runtime()
+            torch.cuda.synchronize()
+            if self._owned:
+                _checked(cudart.cudaFree(self._pointer), "freeing the arena")
+            else:
+                _checked(cudart.cudaIpcCloseMemHandle(self._pointer), "unmapping the arena")
+            self._pointer = 0
+
+
+def place(description: dict[str, Any], offset: int) -> tuple[dict[str, Any], int]:
+    """A tensor's description with its byte offset in an arena, and the offset behind it. Strides are kept; overlaps are not."""
+    itemsize: int = getattr(torch, description["dtype"]).itemsize
+    return {**description, "offset": offset}, offset + aligned(_span(description) * itemsize)
+
+
+def _span(description: dict[str, Any]) -> int:
+    """Elements from the first to the last that the strides reach."""
+    shape, stride = description["shape"], description["stride"]
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def view(data: torch.Tensor, placed: dict[str, Any]) -> torch.Tensor:
+    """The tensor of a placed description, as a view of an arena's bytes."""
+    dtype: torch.dtype = getattr(torch, placed["dtype"])
+    shape, stride, offset = placed["shape"], placed["stride"], placed["offset"]
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype, device=data.device)
+    flat = data[offset : offset + _span(placed) * dtype.itemsize].view(dtype)
+    return flat.as_strided(shape, stride, flat.storage_offset())

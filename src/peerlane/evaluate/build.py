@@ -1,0 +1,30 @@
+"""The builder: one process that imports a candidate with no GPU in sight, before any GPU time is taken.
+
+What the import compiles is in the cache when the ranks come to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from peerlane.evaluate.candidate import import_candidate
+from peerlane.evaluate.protocol import Message
+from peerlane.evaluate.worker import Rank, classify
+
+
+class Builder(Rank):
+    """Serves ``build``. Has no process group, and no GPU is visible to it."""
+
+    def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
+        super().__init__({**config, "device": "cpu"}, rank, memory_fd)
+        self.handlers |= {"init": lambda _: {}, "build": self.build}
+
+    def build(self, request: Message) -> dict[str, Any]:
+        """Imports the candidate. Compiler errors are raised; anything else is left for the ranks to meet, where it may well work."""
+        try:
+            import_candidate(Path(request["path"]))
+        except Exception as error:
+            if classify(error) == "build_error":
+                raise
+            return {"note": f"{type(error).__name__}: {error}"[:1000]}
+        return {}

@@ -1,0 +1,161 @@
+"""The candidate's rank: runs candidate code on what the trusted side reveals. Everything it reports is untrusted.
+
+Before any candidate code is loaded the same process times the reference (``block`` with ``side: reference``), so that both sides of the
+comparison ran in the same place; after ``load`` that is refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from peerlane import problems
+from peerlane.evaluate import extensions
+from peerlane.evaluate.arena import Arena
+from peerlane.evaluate.protocol import Message
+from peerlane.evaluate.slots import ArgumentSlots, OutputRegions
+from peerlane.evaluate.timing import Block, Solution, make_block
+from peerlane.evaluate.worker import Rank
+from peerlane.problems._tree import Description, tensor_descriptions
+
+_POISON = 0xFF  # every float format: NaN; integers: -1 or the largest value
+
+
+def import_candidate(path: Path) -> ModuleType:
+    """Runs a candidate's file as a module of its own, with ``utils.cuda_helpers`` importable, and its folder not on the path."""
+    extensions.install_public_helpers()
+    name = f"peerlane_candidate_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {path}: expected a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass
+class AttachedCase:
+    """A space that is mapped: its arguments, its output regions and its timed blocks."""
+
+    arena: Arena
+    arguments: ArgumentSlots
+    outputs: OutputRegions
+    blocks: dict[str, Block] = field(default_factory=dict)
+
+
+class CandidateRank(Rank):
+    """Serves ``attach_case``, ``detach``, ``prepare``, ``block``, ``load``, ``call``."""
+
+    def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
+        super().__init__(config, rank, memory_fd)
+        self._loaded = False
+        self._solution: Solution | None = None
+        self._reference: Solution | None = None
+        self._spaces: dict[str, AttachedCase] = {}
+        self.handlers |= {
+            "attach_case": self.attach_case,
+            "prepare": self.prepare,
+            "block": self.timed_block,
+            "load": self.load,
+            "call": self.call,
+            "detach": self.detach,
+        }
+
+    def detach(self, request: Message) -> dict[str, Any]:
+        """Lets go of a space, because the trusted side is about to lay it out anew."""
+        attached = self._spaces.pop(request["space"], None)
+        if attached is not None:
+            attached.blocks.clear()
+            attached.arena.close()
+        return {}
+
+    def attach_case(self, request: Message) -> dict[str, Any]:
+        """Maps the space's arena and builds the views of all slots."""
+        arena = Arena.attach(request["arena"], self.device, self.memory_fd)
+        base, data = request["output_base"], arena.data
+        groups = self.groups(request["groups"])
+        self._spaces[request["space"]] = AttachedCase(
+            arena,
+            ArgumentSlots(data[: max(base, 1)], request["arguments"], groups.__getitem__),
+            OutputRegions(data[base : base + max(request["output_bytes"], 1)], request["outputs"], self.device),
+        )
+        if not self._loaded:
+            self._reference = problems.get(request["problem"]).reference
+        return {}
+
+    def load(self, request: Message) -> dict[str, Any]:
+        """Imports the candidate; ``path`` None stands for the reference itself."""
+        for attached in self._spaces.values():
+            attached.blocks.clear()
+        if request["path"] is None:
+            self._solution = problems.get(request["problem"]).reference
+            return {}
+        self._loaded, self._reference = True, None
+        if self.device.type == "cpu":
+            _interpret_triton()
+        solution = getattr(import_candidate(Path(request["path"])), "solution", None)
+        if not callable(solution):
+            raise ImportError(
+                f"{request['path']} has no function named solution: expected `def solution(...)` with the problem's parameters"
+            )
+        self._solution = solution
+        return {}
+
+    def _side(self, request: Message) -> Solution:
+        solution = self._reference if request["side"] == "reference" else self._solution
+        if solution is None:
+            raise RuntimeError(f"the {request['side']} cannot run now")
+        return solution
+
+    def prepare(self, request: Message) -> dict[str, Any]:
+        """Builds the timed block of a side and mode; for graphs this captures, and a failed capture is an answer, not an error."""
+        attached = self._spaces[request["space"]]
+        attached.blocks.pop(request["mode"], None)
+        try:
+            block = make_block(request["mode"], self._side(request), attached.arguments.args, attached.outputs, self.device)
+        except Exception as error:
+            if request["mode"] != "graph":
+                raise
+            return {"captured": False, "why": f"{type(error).__name__}: {error}"[:1000]}
+        attached.blocks[request["mode"]] = block
+        return {"captured": True}
+
+    def timed_block(self, request: Message) -> dict[str, Any]:
+        """One timed block; the answer carries the times and what the calls returned."""
+        attached = self._spaces[request["space"]]
+        times = attached.blocks[request["mode"]].run()
+        return {**times, "outputs": attached.outputs.descriptions}
+
+    def call(self, request: Message) -> dict[str, Any]:
+        """Calls the solution on ``slots`` one after the other, with freed memory poisoned before each, and takes snapshots."""
+        attached = self._spaces[request["space"]]
+        solution, outputs = self._side(request), attached.outputs
+        previous = None
+        for slot in request["slots"]:
+            self._poison(outputs.layout[slot])
+            output = solution(*attached.arguments.args[slot])
+            outputs.take(slot, output)
+            previous = output  # kept until the next call is over, so that the same storage again means the candidate's own reuse
+            self.synchronize()
+        del previous
+        return {"outputs": [outputs.descriptions[slot] for slot in request["slots"]], "aliased": outputs.aliased(request["slots"])}
+
+    def _poison(self, layout: Description) -> None:
+        """Fills memory that the next allocations are likely to get, so that what is never written shows."""
+        blocks = []
+        for description in tensor_descriptions(layout):
+            size = max(1, torch.Size(description["shape"]).numel() * getattr(torch, description["dtype"]).itemsize)
+            blocks += [torch.empty(size, dtype=torch.uint8, device=self.device).fill_(_POISON) for _ in range(2)]
+
+
+def _interpret_triton() -> None:
+    """Without a GPU, Triton kernels run in its interpreter."""
+    os.environ["TRITON_INTERPRET"] = "1"

@@ -1,0 +1,104 @@
+"""Finds candidates: files, folders of files, or the word ``reference``."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import peerlane
+from peerlane.errors import CandidateNotFound
+
+Backend = Literal["pytorch", "cuda", "triton", "reference"]
+
+REFERENCE = "reference"
+_EXTENSION_MARKS = ("cpp_extension", "load_inline", "compile_cuda_extension")
+_CUDA_MARKS = (*_EXTENSION_MARKS, "peerlane.device", "cuda.core", "cuda.bindings", "cupy")
+
+
+@dataclass(frozen=True)
+class CandidateFile:
+    """One thing to judge.
+
+    Attributes:
+        name: the file's stem, or ``reference``.
+        path: None for the reference.
+        sha256: of the file's bytes (of name and version for the reference).
+        backend: by the file name's ending, else by what the source imports.
+        uses_extensions: compiles with torch.utils.cpp_extension.
+        problem: the number that starts the file's name (``13_gemm_allreduce_cuda.py``), if any.
+    """
+
+    name: str
+    path: Path | None
+    sha256: str
+    backend: Backend
+    problem: int | None
+    uses_extensions: bool = False
+
+    @property
+    def is_reference(self) -> bool:
+        """True for the built-in reference."""
+        return self.path is None
+
+
+def reference_candidate() -> CandidateFile:
+    """The reference as its own candidate."""
+    digest = hashlib.sha256(f"{REFERENCE} {peerlane.__version__}".encode()).hexdigest()
+    return CandidateFile(REFERENCE, None, digest, "reference", None)
+
+
+def candidate_file(path: Path) -> CandidateFile:
+    """The candidate in a file; raises :class:`CandidateNotFound` if it cannot be read."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise CandidateNotFound(f"cannot read the candidate {path}: {error.strerror}") from None
+    number = re.match(r"(\d+)_", path.name)
+    source = data.decode(errors="replace")
+    return CandidateFile(
+        path.stem,
+        path.resolve(),
+        hashlib.sha256(data).hexdigest(),
+        _backend(path.stem, source),
+        int(number[1]) if number else None,
+        any(mark in source for mark in _EXTENSION_MARKS),
+    )
+
+
+def _backend(stem: str, source: str) -> Backend:
+    ending = stem.rsplit("_", 1)[-1]
+    if ending in ("cuda", "triton"):
+        return ending  # type: ignore[return-value]
+    if ending in ("pytorch", "torch"):
+        return "pytorch"
+    if any(mark in source for mark in _CUDA_MARKS):
+        return "cuda"
+    if re.search(r"^\s*(import|from) triton\b", source, re.MULTILINE):
+        return "triton"
+    return "pytorch"
+
+
+def discover(arguments: Sequence[str]) -> list[CandidateFile]:
+    """The candidates that the arguments name, in order. Folders give their numbered ``.py`` files, sorted by number and name.
+
+    Raises :class:`CandidateNotFound` for a path that does not exist and for a folder without candidates.
+    """
+    found: list[CandidateFile] = []
+    for argument in arguments:
+        path = Path(argument)
+        if argument == REFERENCE:
+            found.append(reference_candidate())
+        elif path.is_dir():
+            inside = [candidate_file(item) for item in path.glob("*.py") if re.match(r"\d+_", item.name)]
+            if not inside:
+                raise CandidateNotFound(f"no candidates in {path}: expected files named <id>_<name>_<backend>.py")
+            found += sorted(inside, key=lambda item: (item.problem or 0, item.name))
+        elif path.is_file():
+            found.append(candidate_file(path))
+        else:
+            raise CandidateNotFound(f"there is no candidate {argument!r}: expected a .py file, a folder, or the word {REFERENCE!r}")
+    return found

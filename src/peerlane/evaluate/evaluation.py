@@ -1,0 +1,214 @@
+"""Evaluates candidates: the loop over what was asked for. Read this first, then examine.py (one evaluation), trial.py (one case) and
+speed.py (the timing protocol); session.py and groups.py hold the processes, trusted.py and candidate.py are the two kinds of rank."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+import peerlane
+from peerlane import problems
+from peerlane.errors import HarnessError, UsageError
+from peerlane.evaluate.candidates import CandidateFile
+from peerlane.evaluate.examine import Examination, Job, Node
+from peerlane.evaluate.groups import RankGroup
+from peerlane.evaluate.session import Session
+from peerlane.evaluate.store import ResultsStore
+from peerlane.evaluate.verdict import Mode, NotRun, Result, result_key
+from peerlane.hardware.ceilings import load_ceilings
+from peerlane.hardware.environment import node_class, record
+from peerlane.hardware.profiles import profile_for
+from peerlane.hardware.roofline import datasheet_peaks, measured_peaks
+from peerlane.problems._spec import Problem
+from peerlane.settings import Deadlines, TimingRules
+
+Device = Literal["cuda", "cpu"]
+PRODUCTION = "production"
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """What to evaluate.
+
+    Attributes:
+        candidates: see :func:`discover`.
+        problems: ``"1-8,13"``, ``"all"``, or None: by the candidates' file names (all, for the reference).
+        presets: names; ``production`` stands for all production presets of a problem.
+        world_sizes: numbers of ranks.
+        modes: launch modes to time.
+        device: ``cuda``, or ``cpu`` (gloo ranks: correctness is real, speed is not measured).
+        out: folder of ``results.jsonl``; None keeps nothing.
+        deadlines, rules: see :mod:`peerlane.settings`.
+    """
+
+    candidates: Sequence[CandidateFile]
+    problems: str | None = None
+    presets: tuple[str, ...] = ("pkb",)
+    world_sizes: tuple[int, ...] = (4,)
+    modes: tuple[Mode, ...] = ("eager", "graph")
+    device: Device = "cpu"
+    out: Path | None = None
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    rules: TimingRules = field(default_factory=TimingRules)
+
+
+class Progress(Protocol):
+    """Hears what happens; all calls come from the thread that called :func:`evaluate`."""
+
+    def started(self, total: int, skipped: int) -> None:
+        """``total`` evaluations are to be done; ``skipped`` more were done before."""
+
+    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
+        """An evaluation entered a phase."""
+
+    def finished(self, result: Result) -> None:
+        """An evaluation ended."""
+
+    def note(self, text: str) -> None:
+        """Something worth knowing."""
+
+
+class Silent:
+    """Progress that goes nowhere."""
+
+    def started(self, total: int, skipped: int) -> None: ...
+
+    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None: ...
+
+    def finished(self, result: Result) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+def evaluate(plan: EvaluationPlan, progress: Progress | None = None) -> list[Result]:
+    """Judges every candidate on every problem, preset and world size of the plan; returns the new results, in order.
+
+    Results are stored as they come; what ``plan.out`` already holds is skipped. Raises :class:`UsageError` before anything runs and
+    :class:`HarnessError` when peerlane itself fails; after KeyboardInterrupt no process is left.
+    """
+    progress = progress or Silent()
+    jobs = make_jobs(plan)
+    store = ResultsStore(plan.out) if plan.out is not None else None
+    waiting = [job for job in jobs if store is None or not store.has(_key(job, plan.device))]
+    progress.started(len(waiting), len(jobs) - len(waiting))
+    node = describe_node(plan.device)
+    results: list[Result] = []
+
+    def finish(result: Result) -> None:
+        if store is not None:
+            store.append(result)
+        results.append(result)
+        progress.finished(result)
+
+    for world_size in plan.world_sizes:
+        mine = [job for job in waiting if job.world_size == world_size]
+        if not mine:
+            continue
+        if plan.device == "cuda" and world_size > node.gpus:
+            missing = f"{world_size} ranks need {world_size} GPUs; this machine has {node.gpus}"
+            for job in mine:
+                finish(_not_run(job, node, plan, missing))
+            continue
+        with Session(plan.device, world_size, plan.deadlines) as session:
+            for result in _evaluate_all(session, mine, node, plan, progress):
+                finish(result)
+    return results
+
+
+def _evaluate_all(session: Session, jobs: list[Job], node: Node, plan: EvaluationPlan, progress: Progress) -> Iterable[Result]:
+    """Every candidate gets a fresh group; the reference, which is ours, keeps one for all its problems."""
+    kept: RankGroup | None = None
+    for job in jobs:
+        name = job.candidate.name
+
+        def tell(phase: str, job: Job = job, name: str = name) -> None:
+            progress.phase(name, job.problem.id, job.preset, job.world_size, phase)
+
+        reference = job.candidate.is_reference
+        examination = Examination(session, job, node, plan.rules, tell, group=kept if reference else None)
+        keep = False
+        try:
+            result = examination.run()
+            keep = reference and result.correct and examination.healthy
+        finally:
+            if examination.group is not None and not keep:
+                examination.group.kill()
+        if reference:
+            kept = examination.group if keep else None
+        if not examination.healthy and result.verdict.kind == "harness_error":
+            session.drop_trusted()
+        yield result
+    if kept is not None:
+        kept.kill()
+
+
+def make_jobs(plan: EvaluationPlan) -> list[Job]:
+    """The evaluations of a plan, in order; raises :class:`UsageError` if any part of it cannot be."""
+    if not plan.candidates:
+        raise UsageError("no candidates: expected at least one file, folder or the word 'reference'")
+    selected = None if plan.problems is None else problems.select(plan.problems)
+    jobs = []
+    for world_size in plan.world_sizes:
+        for candidate in plan.candidates:
+            for problem in _problems_of(candidate, selected):
+                for preset in _presets_of(problem, plan.presets):
+                    problem.cases(preset, world_size)  # raises for a world size that the mathematics forbids
+                    jobs.append(Job(candidate, problem, preset, world_size, plan.modes))
+    if not jobs:
+        raise UsageError("nothing to evaluate: no candidate belongs to the chosen problems, or none of them has the chosen presets")
+    return jobs
+
+
+def _problems_of(candidate: CandidateFile, selected: tuple[Problem, ...] | None) -> tuple[Problem, ...]:
+    if candidate.is_reference:
+        return problems.all_problems() if selected is None else selected
+    if candidate.problem is not None:
+        problem = problems.get(candidate.problem)
+        return (problem,) if selected is None or problem in selected else ()
+    if selected is None:
+        raise UsageError(f"cannot tell which problem {candidate.name} solves: name the file <id>_<name>_<backend>.py, or give --problem")
+    return selected
+
+
+def _presets_of(problem: Problem, names: tuple[str, ...]) -> list[str]:
+    chosen: list[str] = []
+    for name in names:
+        if name == PRODUCTION:
+            chosen += [item.name for item in problem.presets if item.name.startswith("production_")]
+        elif len(names) == 1 or not name.startswith("production_"):
+            chosen.append(problem.preset(name).name)
+        else:  # of several production presets, every problem takes its own
+            chosen += [item.name for item in problem.presets if item.name == name]
+    return list(dict.fromkeys(chosen))
+
+
+def describe_node(device: Device) -> Node:
+    """This machine, as results record it; raises :class:`UsageError` if it has no GPU and one was asked for."""
+    environment: dict[str, Any] = record()
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    if device == "cpu":
+        return Node(secrets.token_hex(6), device, 0, environment, None, (), 0.0)
+    if gpus == 0:
+        raise UsageError("--device cuda: no GPU is visible here; use --device cpu, or see `peerlane doctor`")
+    gpu = environment["gpus"][0]
+    profile = profile_for(gpu["name"])
+    if profile is None:
+        raise HarnessError(f"no hardware profile for {gpu['name']!r}: add one to peerlane.hardware.profiles")
+    peaks = [datasheet_peaks(profile)]
+    if (ceilings := load_ceilings(node_class(environment))) is not None:
+        peaks.append(measured_peaks(ceilings, profile))
+    return Node(secrets.token_hex(6), device, gpus, environment, profile, tuple(peaks), float(gpu["memory_bytes"]))
+
+
+def _key(job: Job, device: str) -> tuple[str, ...]:
+    return result_key(peerlane.__version__, job.candidate.sha256, job.problem.id, job.preset, job.world_size, device, job.modes)
+
+
+def _not_run(job: Job, node: Node, plan: EvaluationPlan, missing: str) -> Result:
+    session = Session(plan.device, job.world_size, plan.deadlines)
+    return Examination(session, job, node, plan.rules, lambda _: None).give_up(NotRun(missing=missing))

@@ -1,0 +1,248 @@
+"""One evaluation: build, import, first call, correctness, speed, exit; the result, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import peerlane
+from peerlane.errors import HarnessError
+from peerlane.evaluate.candidates import CandidateFile
+from peerlane.evaluate.groups import GroupFailure, RankGroup
+from peerlane.evaluate.session import Session
+from peerlane.evaluate.stopwatch import SpeedTrial, Unmeasurable
+from peerlane.evaluate.trial import Rejected, Trial, verdict_of
+from peerlane.evaluate.verdict import (
+    CandidateInfo,
+    CaseEvidence,
+    Correct,
+    Hang,
+    HarnessFailure,
+    Mode,
+    ModeSpeed,
+    NotMeasured,
+    NotRun,
+    Phase,
+    ProblemInfo,
+    Result,
+    Verdict,
+)
+from peerlane.hardware.profiles import HardwareProfile
+from peerlane.hardware.roofline import Peaks
+from peerlane.problems._spec import Case, Problem
+from peerlane.settings import TimingRules
+
+CHECKED_SLOTS = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be evaluated."""
+
+    candidate: CandidateFile
+    problem: Problem
+    preset: str
+    world_size: int
+    modes: tuple[Mode, ...]
+
+
+@dataclass(frozen=True)
+class Node:
+    """Where it runs: what every result of a run has in common."""
+
+    run_id: str
+    device: Literal["cuda", "cpu"]
+    gpus: int
+    environment: Mapping[str, Any]
+    profile: HardwareProfile | None
+    peaks: tuple[Peaks, ...]
+    memory_bytes: float
+
+
+@dataclass
+class Examination:
+    """Runs one job in a session. ``run`` never raises for what a candidate does."""
+
+    session: Session
+    job: Job
+    node: Node
+    rules: TimingRules
+    tell: Callable[[str], None]
+    group: RankGroup | None = None
+    phase: Phase = "spawn"
+    phases_s: dict[str, float] = field(default_factory=dict)
+    flags: set[str] = field(default_factory=set)
+    evidence: dict[str, CaseEvidence] = field(default_factory=dict)
+    speeds: list[ModeSpeed | NotMeasured] = field(default_factory=list)
+    healthy: bool = True
+
+    def run(self) -> Result:
+        """The result: correct, or the reason why not."""
+        log = ""
+        try:
+            verdict = self._examine()
+        except Rejected as rejected:
+            verdict = rejected.verdict
+        except GroupFailure as failure:
+            verdict, self.healthy = verdict_of(failure), False
+        except HarnessError as error:
+            verdict, self.healthy = HarnessFailure(phase=self.phase, message=str(error)), False
+        if not isinstance(verdict, (Correct, NotRun)) and self.group is not None:
+            log = self.group.log_tail()
+        return self._result(verdict, log)
+
+    def give_up(self, verdict: NotRun) -> Result:
+        """The result of a job that cannot be started."""
+        return self._result(verdict, "")
+
+    @contextlib.contextmanager
+    def _in(self, phase: Phase) -> Iterator[None]:
+        self.phase = phase
+        self.tell(phase)
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases_s[phase] = round(self.phases_s.get(phase, 0.0) + time.monotonic() - begin, 3)
+
+    def _examine(self) -> Verdict:
+        job, limits = self.job, self.session.deadlines
+        if job.candidate.backend == "cuda":
+            with self._in("build"):
+                if (missing := self._build()) is not None:
+                    return NotRun(missing=missing)
+        with self._in("spawn"):
+            if self.group is None:
+                self.group = self.session.take_group()
+            if not job.candidate.is_reference:
+                self.session.start_spare()
+        cases = job.problem.cases(job.preset, job.world_size)
+        if not cases:
+            return NotRun(missing=f"preset {job.preset} of problem {job.problem.id} has no case for {job.world_size} ranks")
+        speed: SpeedTrial | None = None
+        if self.node.device == "cuda":
+            with self._in("timing"):
+                self.session.settle()
+                trial = Trial(self.session, self.group, job.problem, cases[0], "timed", CHECKED_SLOTS)
+                assert self.node.profile is not None
+                speed = SpeedTrial(trial, job.modes, self.rules, self.node.profile, self.node.peaks, self.node.memory_bytes)
+                speed.baseline()
+        with self._in("import"):
+            path = None if job.candidate.path is None else str(job.candidate.path)
+            self.group.ask({"op": "load", "path": path, "problem": job.problem.id, "blame": "import_error"}, "import", limits.load)
+        if job.preset != "small":
+            cases += job.problem.cases("small", job.world_size)
+        for number, case in enumerate(cases):
+            self._check(case, first=number == 0)
+        if speed is None:
+            why = "no GPU: times on CPU ranks say nothing about a kernel"
+            self.speeds = [NotMeasured(mode=mode, why=why) for mode in job.modes]
+        else:
+            with self._in("timing"):
+                self._time(speed)
+        if not job.candidate.is_reference and self.healthy:
+            with self._in("exit"):
+                self._leave()
+        return Correct()
+
+    def _build(self) -> str | None:
+        """Compiles what the candidate compiles at import; the reason if this machine lacks what it needs."""
+        candidate = self.job.candidate
+        if candidate.uses_extensions and torch.version.cuda is None:
+            return "needs a GPU, and a CUDA build of torch to compile its extension; run it on a GPU node"
+        builder = self.session.builder()
+        try:
+            builder.ask({"op": "init"}, "build", self.session.deadlines.spawn)
+            builder.ask({"op": "build", "path": str(candidate.path)}, "build", self.session.deadlines.build)
+        finally:
+            builder.kill()
+        if self.node.device == "cpu":
+            return "compiles, but needs a GPU to run; run it on a GPU node"
+        return None
+
+    def _check(self, case: Case, *, first: bool) -> None:
+        assert self.group is not None
+        limits = self.session.deadlines
+        trial = Trial(self.session, self.group, self.job.problem, case, "check", CHECKED_SLOTS)
+        try:
+            with self._in("first_call" if first else "correctness"):
+                trial.open()
+                trial.mint(mixed=True)
+                trial.reveal()
+                if first:
+                    trial.check("first_call", limits.first_call, [0])
+            with self._in("correctness"):
+                trial.check("correctness", limits.correctness, range(1 if first else 0, CHECKED_SLOTS))
+                trial.close()
+        finally:
+            if trial.evidence.slots:
+                self.evidence[case.key] = trial.evidence.record(case)
+            if trial.aliased:
+                self.flags.add("aliased_output")
+
+    def _time(self, speed: SpeedTrial) -> None:
+        for mode in self.job.modes:
+            try:
+                self.speeds.append(speed.measure(mode))
+            except Unmeasurable as reason:
+                self.speeds.append(NotMeasured(mode=mode, why=str(reason)))
+                if reason.group_lost:
+                    self.healthy = False
+                    self.flags.add(f"{mode}_failed")
+                    rest = self.job.modes[len(self.speeds) :]
+                    self.speeds += [NotMeasured(mode=m, why=f"the ranks were lost in {mode} mode") for m in rest]
+                    break
+        self.evidence[speed.trial.case.key] = speed.merged(self.evidence[speed.trial.case.key])
+        if self.healthy:
+            speed.trial.close()
+
+    def _leave(self) -> None:
+        assert self.group is not None
+        deadline_s = self.session.deadlines.exit
+        self.group.ask({"op": "exit"}, "exit", deadline_s)
+        if stuck := self.group.await_end(deadline_s):
+            raise Rejected(Hang(phase="exit", ranks=stuck, deadline_s=deadline_s))
+
+    def _result(self, verdict: Verdict, log: str) -> Result:
+        job = self.job
+        correct = isinstance(verdict, Correct)
+        variant = job.problem.preset(job.preset).cases[0].variant
+        return Result(
+            evaluator_version=peerlane.__version__,
+            run_id=self.node.run_id,
+            candidate=CandidateInfo(
+                name=job.candidate.name,
+                path=_shown(job.candidate.path),
+                sha256=job.candidate.sha256,
+                backend=job.candidate.backend,
+            ),
+            problem=ProblemInfo(id=job.problem.id, slug=job.problem.slug, variant=variant),
+            preset=job.preset,
+            world_size=job.world_size,
+            device=self.node.device,
+            modes=job.modes,
+            isolation="L0",
+            track="open",
+            verdict=verdict,
+            correctness=tuple(self.evidence.values()),
+            speed=tuple(self.speeds) if correct else (),
+            flags=tuple(sorted(self.flags)),
+            phases_s=self.phases_s,
+            log_tail=log,
+            environment=dict(self.node.environment),
+        )
+
+
+def _shown(path: Path | None) -> str | None:
+    """The path below the working directory, else the file's name: results travel to other machines."""
+    if path is None:
+        return None
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return path.name

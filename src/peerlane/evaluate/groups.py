@@ -1,0 +1,305 @@
+"""Rank groups as the supervisor sees them: spawn, ask all ranks with a deadline, kill. No CUDA here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from peerlane.errors import HarnessError, ProtocolError
+from peerlane.evaluate.protocol import Channel, Message
+
+_GRACE_S = 0.5  # after the first rank fails, the others have this long to report before the group is killed
+
+
+class GroupFailure(Exception):
+    """A rank group did not do what it was asked. The group must be killed.
+
+    Attributes:
+        kind: ``hang``, ``exit``, ``garbage``, or the kind a rank reported (``runtime_error``, ``cuda_error``, ...).
+        phase: what was being done.
+        rank: the first rank that failed, if one can be named.
+        ranks: for a hang, the ranks that had not answered.
+        message: the rank's traceback or a sentence.
+        deadline_s: for a hang, how long was waited.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        phase: str,
+        message: str,
+        *,
+        rank: int | None = None,
+        ranks: Sequence[int] = (),
+        deadline_s: float = 0.0,
+    ) -> None:
+        super().__init__(f"{kind} in {phase}: {message}")
+        self.kind, self.phase, self.message = kind, phase, message
+        self.rank, self.ranks, self.deadline_s = rank, tuple(ranks), deadline_s
+
+
+class RankGroup:
+    """The supervisor's handle on a leader and its ranks."""
+
+    def __init__(self, role: str, control: Channel, ranks: list[Channel], memories: list[int], logs: list[int]) -> None:
+        self.role = role
+        self.world_size = len(ranks)
+        self._control, self._ranks, self._memories, self._logs = control, ranks, memories, logs
+        self._exits: dict[int, int] = {}
+        self._early: list[Message] = []
+        self._pending: tuple[str, float, float, set[int]] | None = None
+        self.alive = True
+
+    # --- conversation ---
+
+    def ask(self, requests: Message | Sequence[Message], phase: str, deadline_s: float) -> list[Message]:
+        """Sends one request to every rank (the same, or one each) and waits for all answers; raises :class:`GroupFailure`."""
+        self.begin(requests, phase, deadline_s)
+        return self.finish()
+
+    @property
+    def busy(self) -> bool:
+        """True between :meth:`begin` and :meth:`finish`."""
+        return self._pending is not None
+
+    def wait(self) -> None:
+        """Collects the answers to :meth:`begin` early; :meth:`finish` then returns at once."""
+        self._early = self.finish()
+
+    def begin(self, requests: Message | Sequence[Message], phase: str, deadline_s: float) -> None:
+        """Sends without waiting; :meth:`finish` collects."""
+        if self._pending is not None:
+            raise HarnessError(f"{self.role} group was asked to {phase} while busy with {self._pending[0]}")
+        each = [requests] * self.world_size if isinstance(requests, dict) else list(requests)
+        now = time.monotonic()
+        self._pending = (phase, now + deadline_s, deadline_s, set(range(self.world_size)))
+        for rank, request in enumerate(each):
+            try:
+                self._ranks[rank].send(request)
+            except OSError:
+                continue  # the exit report says why
+
+    def finish(self) -> list[Message]:
+        """Waits for the answers to :meth:`begin`."""
+        if self._pending is None:
+            answers_, self._early = self._early, []
+            return answers_
+        phase, end, deadline_s, waiting = self._pending
+        self._pending = None
+        answers: dict[int, Message] = {}
+        failure: GroupFailure | None = None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ, None)
+            for rank in sorted(waiting):
+                selector.register(self._ranks[rank], selectors.EVENT_READ, rank)
+            while waiting and (left := end - time.monotonic()) > 0:
+                for rank in sorted(waiting & set(self._exits)):
+                    waiting.discard(rank)
+                    failure = failure or self._exit_failure(rank, phase)
+                if not waiting:
+                    break
+                if failure is not None:
+                    end = min(end, time.monotonic() + _GRACE_S)
+                for key, _ in selector.select(left):
+                    if key.data is None:
+                        failure = self._read_control(phase) or failure
+                        continue
+                    outcome = self._read_rank(key.data, phase)
+                    if outcome is None:
+                        continue
+                    if isinstance(outcome, GroupFailure):
+                        if outcome.kind == "exit":  # the leader knows the status; wait for its report a moment
+                            self._await_exit(key.data)
+                            outcome = self._exit_failure(key.data, phase)
+                        failure = failure or outcome
+                    else:
+                        answers[key.data] = outcome
+                    waiting.discard(key.data)
+                    selector.unregister(key.fileobj)
+        if failure is not None:
+            raise failure
+        if waiting:
+            stuck = tuple(sorted(waiting))
+            raise GroupFailure("hang", phase, f"no answer from rank(s) {stuck}", ranks=stuck, deadline_s=deadline_s)
+        return [answers[rank] for rank in range(self.world_size)]
+
+    def _read_rank(self, rank: int, phase: str) -> Message | GroupFailure | None:
+        channel = self._ranks[rank]
+        open_ = channel.feed()
+        try:
+            message = channel.pop()
+        except ProtocolError as error:
+            return GroupFailure("garbage", phase, str(error), rank=rank)
+        if message is not None:
+            if message.get("ok") is True:
+                return message
+            report = message.get("error")
+            if not isinstance(report, dict):
+                return GroupFailure("garbage", phase, "an answer that is neither ok nor an error", rank=rank)
+            return GroupFailure(str(report.get("kind")), phase, str(report.get("message") or "no message"), rank=rank)
+        return None if open_ else GroupFailure("exit", phase, "the process ended", rank=rank)
+
+    def _read_control(self, phase: str) -> GroupFailure | None:
+        if not self._control.feed():
+            self.alive = False
+            return GroupFailure("garbage", phase, "the process that guards the ranks was killed")
+        while (message := self._control.pop()) is not None:
+            if "exited" in message:
+                self._exits[int(message["exited"])] = int(message["status"])
+        return None
+
+    def _await_exit(self, rank: int) -> None:
+        end = time.monotonic() + 1.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            while rank not in self._exits and (left := end - time.monotonic()) > 0:
+                if selector.select(left) and self._read_control("exit") is not None:
+                    return
+
+    def _exit_failure(self, rank: int, phase: str) -> GroupFailure:
+        status = self._exits.get(rank)
+        if status is None:
+            how = "closed its command socket"
+        elif status < 0:
+            how = f"was ended by signal {signal.Signals(-status).name}"
+        else:
+            how = f"exited with status {status}"
+        return GroupFailure("exit", phase, f"rank {rank} {how}", rank=rank)
+
+    def await_end(self, deadline_s: float) -> tuple[int, ...]:
+        """Waits for all ranks to exit by themselves; returns those that have not."""
+        end = time.monotonic() + deadline_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            while len(self._exits) < self.world_size and (left := end - time.monotonic()) > 0:
+                if selector.select(left) and self._read_control("exit") is not None:
+                    break
+        return tuple(rank for rank in range(self.world_size) if rank not in self._exits)
+
+    # --- resources ---
+
+    def memory_fd(self, rank: int) -> int:
+        """The rank's shared memory file, for another group's rank to map."""
+        return self._memories[rank]
+
+    def log_tail(self, characters: int = 2000) -> str:
+        """The end of what the ranks printed, one section per rank that printed anything."""
+        parts = []
+        for rank, fd in enumerate(self._logs):
+            size = os.fstat(fd).st_size
+            if size:
+                with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as view:
+                    text = bytes(view[max(0, size - characters) :]).decode(errors="replace").strip()
+                if text:
+                    parts.append(f"[rank {rank}] {text}")
+        return "\n".join(parts)
+
+    def kill(self, deadline_s: float = 10.0) -> None:
+        """Ends the whole tree and waits until it is gone; raises :class:`HarnessError` if a process survives."""
+        survivors: list[int] = []
+        if self.alive:
+            self.alive = False
+            with contextlib.suppress(OSError):
+                self._control.send({"op": "end"})
+            end = time.monotonic() + deadline_s
+            with contextlib.suppress(ProtocolError), selectors.DefaultSelector() as selector:
+                selector.register(self._control, selectors.EVENT_READ)
+                ended = False
+                while not ended and (left := end - time.monotonic()) > 0:
+                    if not selector.select(left):
+                        break
+                    open_ = self._control.feed()
+                    while (message := self._control.pop()) is not None:
+                        if message.get("ended"):
+                            ended, survivors = True, list(message.get("survivors", []))
+                    if not open_:
+                        break
+        for channel in [self._control, *self._ranks]:
+            channel.close()
+        for fd in [*self._memories, *self._logs]:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._memories, self._logs = [], []
+        if survivors:
+            raise HarnessError(f"processes {survivors} survived SIGKILL for {deadline_s:g} s; they may be stuck in the GPU driver")
+
+
+class Nursery:
+    """Starts the nursery process and orders groups from it."""
+
+    def __init__(self, environment: dict[str, str], start_deadline_s: float = 120.0) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._orders = ours
+        self._groups: list[RankGroup] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "peerlane.evaluate.nursery", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        )
+        theirs.close()
+        ours.settimeout(start_deadline_s)
+        try:
+            word = ours.recv(16)
+        except TimeoutError:
+            word = b""
+        if word != b"ready":
+            self._process.kill()
+            _, errors = self._process.communicate()
+            raise HarnessError(f"the process that starts ranks did not come up: {errors.decode(errors='replace').strip()[-2000:]}")
+        ours.settimeout(None)
+
+    def spawn(self, role: str, world_size: int, config: dict[str, Any], share: RankGroup | None = None) -> RankGroup:
+        """A new group; ``share`` gives it that group's shared memory, rank by rank, instead of its own."""
+        control, leader_end = socket.socketpair()
+        channels, remote = [], [leader_end.fileno()]
+        closing: list[socket.socket] = [leader_end]
+        memories, logs = [], []
+        for rank in range(world_size):
+            here, there = socket.socketpair()
+            channels.append(Channel(here))
+            closing.append(there)
+            memory = os.dup(share.memory_fd(rank)) if share is not None else os.memfd_create(f"peerlane-arena-{rank}")
+            log = os.memfd_create(f"peerlane-log-{rank}")
+            memories.append(memory)
+            logs.append(log)
+            remote += [there.fileno(), memory, log]
+        folder = tempfile.mkdtemp(prefix="peerlane-")
+        order = {**config, "role": role, "world_size": world_size, "folder": folder}
+        try:
+            socket.send_fds(self._orders, [json.dumps(order).encode()], remote)
+        except OSError as error:
+            raise HarnessError(f"the process that starts ranks is gone: {error}") from None
+        for end in closing:
+            end.close()
+        group = RankGroup(role, Channel(control), channels, memories, logs)
+        self._groups.append(group)
+        return group
+
+    def close(self) -> None:
+        """Kills all groups, then the nursery."""
+        for group in self._groups:
+            with contextlib.suppress(HarnessError):
+                group.kill()
+        self._orders.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stderr is not None:
+            self._process.stderr.close()

@@ -1,0 +1,132 @@
+"""The process that bears rank groups: torch is imported once here, every group is forked from it in milliseconds.
+
+supervisor -- nursery -- leader (one per group) -- rank processes
+
+A leader owns its group. It adopts orphans, so a daemon that a candidate leaves behind is still its descendant, and it kills the
+whole tree when it is told to or when the supervisor's end of its socket closes, for whatever reason. Nursery and leaders never
+initialise CUDA and never run candidate code.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from peerlane.evaluate.processes import adopt_orphans, die_with_parent, kill_descendants
+from peerlane.evaluate.protocol import Channel
+
+FDS_PER_RANK = 3  # command socket, shared memory, log
+
+
+def _run_rank(config: dict[str, Any], rank: int, fds: list[int], leader: int) -> NoReturn:
+    status = 1
+    try:
+        die_with_parent(leader)
+        command, memory, log = fds[1 + FDS_PER_RANK * rank : 1 + FDS_PER_RANK * (rank + 1)]
+        for fd in fds:
+            if fd not in (command, memory, log):
+                os.close(fd)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(null)
+        os.close(log)
+        sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+        from peerlane.evaluate import worker
+
+        status = worker.serve(config, rank, Channel(socket.socket(fileno=command)), memory)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
+    """Forks the ranks and watches them until the group is to end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    adopt_orphans()
+    leader = os.getpid()
+    control = Channel(socket.socket(fileno=os.dup(fds[0])))
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ, None)
+    for rank in range(config["world_size"]):
+        pid = os.fork()
+        if pid == 0:
+            selector.close()
+            control.close()
+            _run_rank(config, rank, fds, leader)
+        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (rank, pid))
+    for fd in fds:
+        os.close(fd)
+    running = True
+    while running:
+        for key, _ in selector.select():
+            if key.data is None:
+                running = False  # a word from the supervisor or its end: both mean stop
+                continue
+            rank, pid = key.data
+            selector.unregister(key.fileobj)
+            status = -signal.SIGKILL
+            with contextlib.suppress(ChildProcessError):
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with contextlib.suppress(OSError):
+                control.send({"exited": rank, "status": status})
+    survivors = kill_descendants()
+    shutil.rmtree(config["folder"], ignore_errors=True)
+    with contextlib.suppress(OSError):
+        control.send({"ended": True, "survivors": survivors})
+    os._exit(0)
+
+
+def _receive_order(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """One order with its file descriptors (a sequenced packet), or None at the end."""
+    room = array.array("i")
+    data, ancillary, _, _ = sock.recvmsg(1 << 16, socket.CMSG_SPACE(64 * room.itemsize))
+    if not data:
+        return None
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            room.frombytes(payload[: len(payload) - len(payload) % room.itemsize])
+    return json.loads(data), list(room)
+
+
+def main(fd: int) -> None:
+    """Serves orders until the supervisor's end closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    orders = socket.socket(fileno=fd)
+    from peerlane.evaluate import worker  # noqa: F401  (imports torch, the slow part, before any fork)
+
+    orders.send(b"ready")
+    while (order := _receive_order(orders)) is not None:
+        config, fds = order
+        if os.fork() == 0:
+            try:
+                orders.close()
+                _lead(config, fds)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                kill_descendants()
+                os._exit(1)
+        for received in fds:
+            os.close(received)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

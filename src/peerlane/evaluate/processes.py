@@ -1,0 +1,72 @@
+"""Linux process plumbing: death signals, subreapers, and killing a whole tree."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections import defaultdict
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}, {value}) failed: {os.strerror(error)}")
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL for this process when its parent ends; at once if ``parent`` is already gone."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Makes this process the new parent of all its descendants' orphans, so that none can slip away."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants(root: int) -> list[int]:
+    """All living descendants of a process, children before grandchildren."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            with open(f"/proc/{entry}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if fields[0] != "Z":
+            children[int(fields[1])].append(int(entry))
+    found, queue = [], [root]
+    while queue:
+        for child in children.pop(queue.pop(0), []):
+            found.append(child)
+            queue.append(child)
+    return found
+
+
+def kill_descendants(deadline_s: float = 8.0) -> list[int]:
+    """SIGKILL for every descendant of this process until none is left; returns those that survived the deadline.
+
+    The caller must adopt orphans, else a daemon whose parent died is not found.
+    """
+    end = time.monotonic() + deadline_s
+    while True:
+        alive = descendants(os.getpid())
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not alive or time.monotonic() > end:
+            return alive
+        time.sleep(0.01)

@@ -1,0 +1,82 @@
+"""Messages between the supervisor and the rank processes: length-prefixed JSON over Unix sockets. Nothing is ever unpickled.
+
+A request is ``{"op": name, ...}``; the answer is ``{"ok": true, ...}`` or ``{"ok": false, "error": {"kind", "message"}}``. Whatever a
+candidate's process sends is untrusted: a frame that is too long or is no JSON object ends the conversation.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+from peerlane.errors import ProtocolError
+
+Message = dict[str, Any]
+
+MAX_MESSAGE_BYTES = 16 << 20
+_HEADER = struct.Struct("<I")
+
+
+def encode(message: Message) -> bytes:
+    """One frame: four bytes of length, then JSON."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"message of {len(body)} bytes: expected at most {MAX_MESSAGE_BYTES}")
+    return _HEADER.pack(len(body)) + body
+
+
+class Channel:
+    """One end of a conversation over a connected stream socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._buffer = bytearray()
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, message: Message) -> None:
+        """Sends one message; raises OSError if the other side is gone."""
+        self.socket.sendall(encode(message))
+
+    def feed(self) -> bool:
+        """Reads what has arrived; False at the end of the stream. Call when the socket is readable."""
+        try:
+            chunk = self.socket.recv(1 << 20)
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            return False
+        self._buffer += chunk
+        return bool(chunk)
+
+    def pop(self) -> Message | None:
+        """The next complete message that was read, or None; raises :class:`ProtocolError` for anything that is not one."""
+        if len(self._buffer) < _HEADER.size:
+            return None
+        (length,) = _HEADER.unpack_from(self._buffer)
+        if length > MAX_MESSAGE_BYTES:
+            raise ProtocolError(f"frame of {length} bytes: expected at most {MAX_MESSAGE_BYTES}")
+        if len(self._buffer) < _HEADER.size + length:
+            return None
+        body = bytes(self._buffer[_HEADER.size : _HEADER.size + length])
+        del self._buffer[: _HEADER.size + length]
+        try:
+            message = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"frame is not JSON: {error}") from None
+        if not isinstance(message, dict):
+            raise ProtocolError(f"frame holds a {type(message).__name__}: expected an object")
+        return message
+
+    def receive(self) -> Message | None:
+        """Blocks for the next message; None at the end of the stream. For rank processes."""
+        while (message := self.pop()) is None:
+            if not self.feed():
+                return None
+        return message
+
+    def close(self) -> None:
+        self.socket.close()

@@ -1,0 +1,129 @@
+"""Slots in an arena: the arguments of K calls laid out one behind the other, and a region for the outputs of each.
+
+Both sides build their views from the same descriptions, which travel as JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from peerlane.evaluate.arena import place, view
+from peerlane.problems._tree import Description, Tree, describe, leaves, map_leaves, rebuild, tensor_descriptions
+
+
+def strip_overlap(tree: Tree) -> Tree:
+    """The tree with expanded tensors (stride 0) made contiguous, so that every tensor has storage of its own."""
+    return map_leaves(tree, lambda t: t.contiguous() if 0 in t.stride() and t.numel() else t)
+
+
+def place_all(description: Description, offset: int) -> tuple[Description, int]:
+    """The description with an offset for every tensor, and the offset behind the last."""
+    if description["kind"] == "tensor":
+        return place(description, offset)
+    if "items" in description:
+        items = []
+        for item in description["items"]:
+            placed, offset = place_all(item, offset)
+            items.append(placed)
+        return {**description, "items": items}, offset
+    return description, offset
+
+
+class ArgumentSlots:
+    """The arguments of K calls as views of an arena."""
+
+    def __init__(self, data: torch.Tensor, layout: list[Description], group_of: Callable[[str], Any]) -> None:
+        self.layout = layout
+        self.tensors: list[list[torch.Tensor]] = []
+        self.args: list[tuple[Any, ...]] = []
+        for description in layout:
+            tensors = [view(data, placed) for placed in tensor_descriptions(description)]
+            self.tensors.append(tensors)
+            self.args.append(rebuild(description, iter(tensors), group_of))
+
+    def fill(self, slot: int, tree: Tree) -> None:
+        """Copies the tree's tensors into the slot."""
+        for target, source in zip(self.tensors[slot], leaves(tree), strict=True):
+            target.copy_(source)
+
+
+# Captured before any candidate code is loaded, so that replacing methods on torch.Tensor changes nothing here.
+_copy = torch.Tensor.copy_
+_detach = torch.Tensor.detach
+_data_ptr = torch.Tensor.data_ptr
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def _describe_output(tree: Tree, device: torch.device, found: list[torch.Tensor]) -> Description:
+    """As :func:`describe`, for outputs: only plain tensors on the rank's device count as tensors."""
+    kind = type(tree)
+    if kind in _TENSOR_TYPES:
+        if tree.device != device:
+            return {"kind": "other", "type": f"tensor on {tree.device}"}
+        if tree.layout != torch.strided:
+            return {"kind": "other", "type": f"{tree.layout} tensor"}
+        found.append(_detach(tree))
+        return describe(found[-1])
+    if isinstance(tree, torch.Tensor):
+        return {"kind": "other", "type": f"{kind.__name__} (a tensor subclass)"}
+    if kind is list or kind is tuple:
+        return {"kind": "list" if kind is list else "tuple", "items": [_describe_output(item, device, found) for item in tree]}
+    if kind is dict:
+        items = [_describe_output(item, device, found) for item in tree.values()]
+        return {"kind": "dict", "keys": [str(key) for key in tree], "items": items}
+    if kind in (bool, int, float, str, type(None)):
+        return {"kind": "value", "value": tree}
+    return {"kind": "other", "type": kind.__name__}
+
+
+class OutputRegions:
+    """Where the outputs of every slot are snapshot, in stream order, right after the call."""
+
+    def __init__(self, data: torch.Tensor, layout: list[Description], device: torch.device) -> None:
+        self._device = device
+        self.layout = layout
+        self.views = [[view(data, placed) for placed in tensor_descriptions(item)] for item in layout]
+        self.descriptions: list[Description] = [{} for _ in layout]
+        self.pointers: list[tuple[int, ...]] = [() for _ in layout]
+
+    def take(self, slot: int, output: Tree) -> None:
+        """Describes the output and copies every tensor that has the expected shape and dtype into its region."""
+        found: list[torch.Tensor] = []
+        self.descriptions[slot] = _describe_output(output, self._device, found)
+        self.pointers[slot] = tuple(_data_ptr(tensor) for tensor in found)
+        regions = self.views[slot]
+        if len(found) != len(regions):
+            return
+        for region, tensor in zip(regions, found, strict=True):
+            if region.shape == tensor.shape and region.dtype == tensor.dtype and region.numel():
+                _copy(region, tensor)
+
+    def aliased(self, slots: Sequence[int]) -> bool:
+        """True when two neighbours of these slots returned the same storage."""
+        taken = [self.pointers[slot] for slot in slots]
+        return any(a == b and any(a) for a, b in itertools.pairwise(taken))
+
+
+def contiguous_layout(outputs: Iterator[Tree]) -> tuple[list[Description], int]:
+    """Placed descriptions for the outputs of all slots, row-major whatever the outputs' strides are, and the bytes they need."""
+    layout, offset = [], 0
+    for output in outputs:
+        placed, offset = place_all(_row_major(describe(output)), offset)
+        layout.append(placed)
+    return layout, offset
+
+
+def _row_major(description: Description) -> Description:
+    if description["kind"] == "tensor":
+        stride, steps = 1, []
+        for size in reversed(description["shape"]):
+            steps.append(stride)
+            stride *= max(size, 1)
+        return {**description, "stride": list(reversed(steps))}
+    if "items" in description:
+        return {**description, "items": [_row_major(item) for item in description["items"]]}
+    return description

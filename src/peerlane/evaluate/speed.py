@@ -1,0 +1,179 @@
+"""The protocol of speed: paired rounds of reference and candidate, fresh contents for every block, an outer clock around each.
+
+The reference is timed twice. Before candidate code is loaded, in the candidate's own ranks, alternating with the trusted group's
+reference: that gives the ratio between the two places. Afterwards the candidate alternates with the trusted reference alone, which
+tracks drift. The speedup is the product of the two paired ratios, and the spread of the first is the noise floor.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from peerlane.evaluate.groups import GroupFailure
+from peerlane.evaluate.protocol import Message
+from peerlane.evaluate.statistics import Interval, median_interval, quantile
+from peerlane.evaluate.trial import Rejected, Trial
+from peerlane.evaluate.verdict import Tampered
+from peerlane.settings import TimingRules
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """One block: the slowest rank's time per slot, and how the clocks agree. Microseconds."""
+
+    iterations_us: tuple[float, ...]
+    span_us: float
+    outer_us: float
+
+    @property
+    def median_us(self) -> float:
+        """The block's time per call."""
+        return statistics.median(self.iterations_us)
+
+    @property
+    def slack_us(self) -> float:
+        """How much longer the outer clock ran than the events say: the hand-off."""
+        return self.outer_us - self.span_us
+
+    @staticmethod
+    def of(answers: list[Message], slots: int, outer_us: float) -> BlockTimes:
+        """From the ranks' answers; raises GroupFailure for anything that is not a list of positive times."""
+        columns = []
+        for rank, answer in enumerate(answers):
+            times = answer.get("iterations_us")
+            span = answer.get("span_us")
+            good = isinstance(times, list) and len(times) == slots and all(_is_time(value) for value in [*times, span])
+            if not good:
+                raise GroupFailure("garbage", "timing", "a rank reported times that are not positive numbers", rank=rank)
+            columns.append(times)
+        return BlockTimes(tuple(max(values) for values in zip(*columns, strict=True)), max(a["span_us"] for a in answers), outer_us)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def choose_slots(
+    call_us: float, graph_us: float, input_bytes: float, output_bytes: float, l2_bytes: float, memory_bytes: float, rules: TimingRules
+) -> int:
+    """Calls per block: long enough to time, inputs larger than a few L2 caches, and all of it within a share of memory.
+
+    ``call_us``: an eager call of the reference; ``graph_us``: the shortest a call may get. Bytes are per slot.
+    """
+    wanted = max(rules.min_block_us / graph_us, rules.l2_multiple * l2_bytes / max(input_bytes, 1.0))
+    longest = rules.max_block_us / call_us
+    budget = rules.arena_share * memory_bytes
+    room = min(budget / max(input_bytes, 1.0), budget / max(output_bytes, 1.0))
+    return max(rules.min_slots, int(min(wanted, longest, room, rules.max_slots)))
+
+
+@dataclass
+class Race:
+    """Timed rounds of one mode, in which a side alternates with the trusted reference.
+
+    ``side`` is ``reference`` (in the candidate's ranks, before candidate code is loaded) or ``candidate``.
+    """
+
+    trial: Trial
+    mode: str
+    side: str
+    rules: TimingRules
+    slack_limit_us: float = math.inf
+    references: list[BlockTimes] = field(default_factory=list)
+    others: list[BlockTimes] = field(default_factory=list)
+    discarded: int = 0
+
+    def trusted_block(self) -> BlockTimes:
+        """One block of the trusted reference on new contents."""
+        self.trial.mint()
+        begin = time.perf_counter()
+        answers = self.trial.trusted("block", mode=self.mode)
+        return BlockTimes.of(answers, self.trial.slots, (time.perf_counter() - begin) * 1e6)
+
+    def other_block(self, judge: bool) -> BlockTimes:
+        """One block of the other side on new contents, revealed just before; ``judge`` has its outputs compared."""
+        trial = self.trial
+        trial.mint()
+        trial.reveal()
+        begin = time.perf_counter()
+        answers = trial.ask("block", "timing", trial.session.deadlines.timing, mode=self.mode, side=self.side)
+        times = BlockTimes.of(answers, trial.slots, (time.perf_counter() - begin) * 1e6)
+        if judge:
+            self._judge(answers)
+        return times
+
+    def _judge(self, answers: list[Message]) -> None:
+        trial = self.trial
+        count = max(1, math.ceil(self.rules.compared_share * trial.slots))
+        chosen = sorted({trial.slots - 1, *random.SystemRandom().sample(range(trial.slots), count)})
+        outputs = []
+        for rank, answer in enumerate(answers):
+            described = answer.get("outputs")
+            if not isinstance(described, list) or len(described) != trial.slots:
+                raise GroupFailure("garbage", "timing", "a rank answered without describing its outputs", rank=rank)
+            outputs.append([described[slot] for slot in chosen])
+        trial.judge("timing", chosen, outputs)
+
+    def warm(self, block: Callable[[], BlockTimes]) -> None:
+        """Blocks until two neighbouring medians agree, at least ``warm_calls`` and at most ``max_warm_calls`` calls."""
+        calls, last = 0, math.inf
+        while calls < self.rules.max_warm_calls:
+            now = block().median_us
+            calls += self.trial.slots
+            if calls >= self.rules.warm_calls and abs(now - last) <= self.rules.warm_agreement * last:
+                return
+            last = now
+
+    def run(self, budget_s: float) -> None:
+        """Warms both sides, then rounds in random order until the interval is narrow or the budget is spent."""
+        judge = self.side == "candidate"
+        self.warm(self.trusted_block)
+        self.warm(lambda: self.other_block(False))
+        end = time.monotonic() + budget_s
+        while len(self.others) < self.rules.max_rounds:
+            enough = len(self.others) >= self.rules.min_rounds
+            if enough and (self.ratio().half_width <= self.rules.target_half_width or time.monotonic() > end):
+                break
+            if random.SystemRandom().random() < 0.5:
+                reference, other = self.trusted_block(), self.other_block(judge)
+            else:
+                other, reference = self.other_block(judge), self.trusted_block()
+            self._keep(reference, other)
+
+    def _keep(self, reference: BlockTimes, other: BlockTimes) -> None:
+        """Keeps the round unless its clocks disagree; too many such blocks on the candidate's side alone are no accident."""
+        if other.span_us > other.outer_us * 1.01:
+            raise Rejected(
+                Tampered(phase="timing", what=f"events span {other.span_us:.0f} us, the outer clock saw {other.outer_us:.0f} us")
+            )
+        if max(reference.slack_us, other.slack_us) > self.slack_limit_us:
+            self.discarded += 1
+            if self.discarded > self.rules.max_rounds and self.side == "candidate":
+                seen, usual = other.slack_us, self.slack_limit_us
+                what = f"the outer clock runs {seen:.0f} us longer than the events; the hand-off here takes at most {usual:.0f} us"
+                raise Rejected(Tampered(phase="timing", what=what))
+            return
+        self.references.append(reference)
+        self.others.append(other)
+
+    def ratio(self) -> Interval:
+        """Reference over other, per round; its median and interval."""
+        return median_interval([a.median_us / b.median_us for a, b in zip(self.references, self.others, strict=True)])
+
+    @property
+    def slack_us(self) -> float:
+        """The largest hand-off that was seen."""
+        return max(block.slack_us for block in [*self.references, *self.others])
+
+    def times_us(self) -> Interval:
+        """The other side's time per call over the blocks."""
+        return median_interval([block.median_us for block in self.others])
+
+    def quantile_us(self, share: float) -> float:
+        """A quantile of all the other side's calls."""
+        return quantile([value for block in self.others for value in block.iterations_us], share)

@@ -1,0 +1,179 @@
+"""The speed of one candidate on one case: the baseline before its code is loaded, the race after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from peerlane.evaluate.groups import GroupFailure
+from peerlane.evaluate.session import case_request
+from peerlane.evaluate.speed import Race, choose_slots
+from peerlane.evaluate.statistics import Interval
+from peerlane.evaluate.trial import Rejected, Trial, verdict_of
+from peerlane.evaluate.verdict import CaseEvidence, Estimate, Mode, ModeSpeed, Tampered, Utilisation
+from peerlane.hardware.profiles import HardwareProfile
+from peerlane.hardware.roofline import Peaks, physical_floor_us, roofline
+from peerlane.settings import TimingRules
+
+_PROBE_SLOTS = 8
+_PROBE_BLOCKS = 3
+
+
+class Unmeasurable(Exception):
+    """There is no speed in this mode; the message says why. ``group_lost``: the candidate's ranks are gone or in an unknown state."""
+
+    def __init__(self, why: str, *, group_lost: bool = False) -> None:
+        super().__init__(why)
+        self.group_lost = group_lost
+
+
+@dataclass
+class SpeedTrial:
+    """Times one case in several modes. Call :meth:`baseline` before ``load``, :meth:`measure` after correctness is established."""
+
+    trial: Trial
+    modes: tuple[Mode, ...]
+    rules: TimingRules
+    profile: HardwareProfile
+    peaks: tuple[Peaks, ...]
+    memory_bytes: float
+    baselines: dict[str, Race] = field(default_factory=dict)
+    unmeasurable: dict[str, str] = field(default_factory=dict)
+
+    def baseline(self) -> None:
+        """Chooses the block's size, lays the case out, and times reference against reference in every mode."""
+        self.trial.slots = self._probe()
+        self.trial.open()
+        for mode in self.modes:
+            if mode not in self.trial.problem.modes:
+                self.unmeasurable[mode] = f"the reference cannot be captured: {self.trial.problem.graph_reason}"
+                continue
+            self.trial.mint()
+            self.trial.reveal()
+            failures = [answer for answer in self._prepare_trusted(mode) if not answer["captured"]]
+            failures += [answer for answer in self._prepare(mode, "reference") if not answer.get("captured")]
+            if failures:
+                self.unmeasurable[mode] = f"the reference could not be captured here: {failures[0].get('why')}"
+                continue
+            race = Race(self.trial, mode, "reference", self.rules)
+            race.run(self.rules.budget_s)
+            self.baselines[mode] = race
+
+    def _prepare_trusted(self, mode: str) -> list[dict[str, Any]]:
+        return self.trial.trusted("prepare", mode=mode)
+
+    def _prepare(self, mode: str, side: str) -> list[dict[str, Any]]:
+        return self.trial.ask("prepare", "timing", self.trial.session.deadlines.first_call, mode=mode, side=side)
+
+    def _probe(self) -> int:
+        """Calls per block, from a few short blocks of the trusted reference."""
+        trial = self.trial
+        trial.slots = _PROBE_SLOTS
+        trial.layouts = trial.trusted("open_case", slots=_PROBE_SLOTS, **case_request(trial.case))
+        times = {}
+        for mode in trial.problem.modes:
+            if all(answer["captured"] for answer in self._prepare_trusted(mode)):
+                race = Race(trial, mode, "reference", self.rules)
+                times[mode] = min(race.trusted_block().median_us for _ in range(_PROBE_BLOCKS))
+        slots = choose_slots(
+            times["eager"],
+            min(times.values()),
+            trial.input_bytes / _PROBE_SLOTS,
+            trial.output_bytes / _PROBE_SLOTS,
+            self.profile.l2_mib * 2**20,
+            self.memory_bytes,
+            self.rules,
+        )
+        trial.trusted("close_case")
+        return slots
+
+    def measure(self, mode: Mode) -> ModeSpeed:
+        """Races the candidate; raises :class:`Unmeasurable`, :class:`Rejected`, or GroupFailure.
+
+        Failures that show only under graph replay do not make a kernel wrong that is right when it is called: they leave it without
+        a speed in that mode.
+        """
+        if mode in self.unmeasurable:
+            raise Unmeasurable(self.unmeasurable[mode])
+        if mode == "eager":
+            return self._race(mode)
+        try:
+            return self._race(mode)
+        except GroupFailure as failure:
+            if failure.kind == "garbage":
+                raise
+            raise Unmeasurable(f"fails under graph replay: {verdict_of(failure).reason}", group_lost=True) from None
+        except Rejected as rejected:
+            if isinstance(rejected.verdict, Tampered):
+                raise
+            raise Unmeasurable(f"wrong under graph replay: {rejected.verdict.reason}") from None
+
+    def _race(self, mode: Mode) -> ModeSpeed:
+        trial, baseline = self.trial, self.baselines[mode]
+        trial.mint()
+        trial.reveal()
+        failures = [answer for answer in self._prepare(mode, "candidate") if not answer.get("captured")]
+        if failures:
+            raise Unmeasurable(f"cannot be captured: {failures[0].get('why')}")
+        race = Race(trial, mode, "candidate", self.rules, slack_limit_us=3 * baseline.slack_us + 5_000)
+        race.run(self.rules.budget_s)
+        self._check_floor(race)
+        speedup = race.ratio() * _inverse(baseline.ratio())
+        reference_us, candidate_us = baseline.times_us(), race.times_us()
+        return ModeSpeed(
+            mode=mode,
+            speedup=_estimate(speedup),
+            reference_us=_estimate(reference_us),
+            candidate_us=_estimate(candidate_us),
+            noise_floor=baseline.ratio().half_width,
+            slots_per_block=trial.slots,
+            rounds=len(race.others),
+            discarded_rounds=race.discarded,
+            reference_blocks_us=tuple(round(block.median_us, 3) for block in race.references),
+            candidate_blocks_us=tuple(round(block.median_us, 3) for block in race.others),
+            candidate_p10_us=race.quantile_us(0.1),
+            candidate_p90_us=race.quantile_us(0.9),
+            outer_slack_us=race.slack_us,
+            utilisation=tuple(self._utilisation(peaks, reference_us, candidate_us) for peaks in self.peaks),
+        )
+
+    def _costs(self) -> list[Any]:
+        case = self.trial.case
+        return [self.trial.problem.cost(case, rank) for rank in range(case.world_size)]
+
+    def _check_floor(self, race: Race) -> None:
+        floor_us = physical_floor_us(self._costs(), self.profile, calls=self.trial.slots)
+        for block in race.others:
+            if sum(block.iterations_us) < floor_us:
+                what = f"{self.trial.slots} calls in {sum(block.iterations_us):.1f} us; the hardware needs at least {floor_us:.1f} us"
+                raise Rejected(Tampered(phase="timing", what=what))
+
+    def _utilisation(self, peaks: Peaks, reference_us: Interval, candidate_us: Interval) -> Utilisation:
+        bound = roofline(self._costs(), peaks)
+        return Utilisation(
+            ceilings=peaks.source,
+            profile=self.profile.name,
+            bound_us=bound.bound_us,
+            bound_by=bound.bound_by,
+            reference=bound.utilisation(reference_us.median),
+            candidate=bound.utilisation(candidate_us.median),
+        )
+
+    def merged(self, checked: CaseEvidence) -> CaseEvidence:
+        """The case's evidence from correctness and timing together."""
+        timed = self.trial.evidence
+        return checked.model_copy(
+            update={
+                "slots": checked.slots + timed.slots,
+                "timed_slots": timed.timed_slots,
+                "worst_ratio": max(checked.worst_ratio, timed.worst_ratio if timed.worst_ratio <= 1 else 0.0),
+            }
+        )
+
+
+def _inverse(interval: Interval) -> Interval:
+    return Interval(1 / interval.median, 1 / interval.high, 1 / interval.low, interval.n)
+
+
+def _estimate(interval: Interval) -> Estimate:
+    return Estimate(median=interval.median, low=interval.low, high=interval.high, n=interval.n)

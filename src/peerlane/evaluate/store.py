@@ -1,0 +1,78 @@
+"""``results.jsonl``: one result a line, appended whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from peerlane.errors import HarnessError
+from peerlane.evaluate.verdict import Result
+
+
+class ResultsStore:
+    """The results of a folder. A line that a killed run left unfinished is dropped; nothing else is ever changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "results.jsonl"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "ab"):
+                pass
+        except OSError as error:
+            raise HarnessError(
+                f"cannot write results to {self.path}: {error.strerror}; give a folder that can be written with --out"
+            ) from None
+        self._results = self._read()
+        self._keys = {result.key for result in self._results}
+
+    def _read(self) -> list[Result]:
+        results = []
+        data = self.path.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                results.append(Result.model_validate_json(line))
+            except ValidationError as error:
+                first = error.errors()[0]
+                raise HarnessError(
+                    f"{self.path}, line {number} is not a result of this version ({first['msg']} at {first['loc']}); "
+                    "move the file away or choose another folder with --out"
+                ) from None
+        return results
+
+    def results(self) -> list[Result]:
+        """All results, oldest first."""
+        return list(self._results)
+
+    def has(self, key: tuple[str, ...]) -> bool:
+        """True if this evaluation is done."""
+        return key in self._keys
+
+    def append(self, result: Result) -> None:
+        """Adds a result: written in one piece, flushed to the disk before this returns."""
+        line = result.model_dump_json().encode() + b"\n"
+        try:
+            with open(self.path, "r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                size = file.seek(0, os.SEEK_END)
+                end = _end_of_last_line(self.path.read_bytes()) if size else 0
+                try:
+                    file.truncate(end)
+                    file.seek(end)
+                    file.write(line)
+                    file.flush()
+                    os.fsync(file.fileno())
+                except OSError:
+                    file.truncate(end)
+                    raise
+        except OSError as error:
+            raise HarnessError(f"cannot append to {self.path}: {error.strerror}; the result was not stored") from None
+        self._results.append(result)
+        self._keys.add(result.key)
+
+
+def _end_of_last_line(data: bytes) -> int:
+    return data.rfind(b"\n") + 1

@@ -1,0 +1,112 @@
+"""Timed blocks: K calls back to back on one rank, each between two events, in eager or graph mode.
+
+A block starts behind a device-side barrier over all ranks. The times are device times of this rank; the supervisor takes the
+maximum over the ranks per call. Functions used while candidate code is present are bound at import, which happens before.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.evaluate.slots import OutputRegions
+from peerlane.problems._tree import Tree
+
+_Event = torch.cuda.Event
+_record = torch.cuda.Event.record
+_elapsed = torch.cuda.Event.elapsed_time
+_synchronize = torch.cuda.synchronize
+_all_reduce = dist.all_reduce
+_clock = time.perf_counter_ns
+_collect, _gc_enable, _gc_disable = gc.collect, gc.enable, gc.disable
+
+Solution = Callable[..., Tree]
+
+
+def _timer(**options: bool) -> torch.cuda.Event:
+    return _Event(enable_timing=True, **options)  # type: ignore[no-untyped-call]
+
+
+class Block:
+    """K slots of one case on this rank, in one launch mode, with the events that time them."""
+
+    def __init__(self, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> None:
+        self._solution, self._args, self._outputs = solution, args, outputs
+        self._barrier = torch.zeros(1, device=device)
+        self._starts: list[torch.cuda.Event] = []
+        self._ends: list[torch.cuda.Event] = []
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+    def run(self) -> dict[str, Any]:
+        """One block. Returns ``iterations_us`` (per slot), ``span_us`` (first start to last end), ``host_us`` (this rank's clock)."""
+        _collect()
+        _gc_disable()
+        try:
+            _synchronize()
+            begin = _clock()
+            _all_reduce(self._barrier)
+            self._run()
+            _synchronize()
+            host_us = (_clock() - begin) / 1e3
+        finally:
+            _gc_enable()
+        iterations = [_elapsed(start, end) * 1e3 for start, end in zip(self._starts, self._ends, strict=True)]
+        return {
+            "iterations_us": iterations,
+            "span_us": _elapsed(self._starts[0], self._ends[-1]) * 1e3,
+            "host_us": host_us,
+        }
+
+
+class EagerBlock(Block):
+    """Calls ``solution`` from Python for every slot."""
+
+    def __init__(self, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> None:
+        super().__init__(solution, args, outputs, device)
+        self._starts = [_timer() for _ in args]
+        self._ends = [_timer() for _ in args]
+
+    def _run(self) -> None:
+        solution, take = self._solution, self._outputs.take
+        for slot, args in enumerate(self._args):
+            _record(self._starts[slot])
+            output = solution(*args)
+            _record(self._ends[slot])
+            take(slot, output)
+            del output
+
+
+class GraphBlock(Block):
+    """Captures one call per slot into a CUDA graph, snapshots included, and replays it. Raises what the capture raises."""
+
+    def __init__(self, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> None:
+        super().__init__(solution, args, outputs, device)
+        self._starts = [_timer(external=True) for _ in args]
+        self._ends = [_timer(external=True) for _ in args]
+        self._graph = torch.cuda.CUDAGraph()
+        _all_reduce(self._barrier)
+        _synchronize()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            for slot, slot_args in enumerate(args):
+                _record(self._starts[slot])
+                output = solution(*slot_args)
+                _record(self._ends[slot])
+                outputs.take(slot, output)
+                del output
+        self._replay = self._graph.replay
+        _synchronize()
+
+    def _run(self) -> None:
+        self._replay()
+
+
+def make_block(mode: str, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> Block:
+    """The block of a launch mode, ``eager`` or ``graph``."""
+    return (EagerBlock if mode == "eager" else GraphBlock)(solution, args, outputs, device)

@@ -1,0 +1,249 @@
+"""One candidate group on one case: minting, revealing, calling, judging. Turns what the ranks report into failures with a verdict."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from peerlane.errors import HarnessError
+from peerlane.evaluate.groups import GroupFailure, RankGroup
+from peerlane.evaluate.protocol import Message
+from peerlane.evaluate.session import Session, case_request
+from peerlane.evaluate.verdict import (
+    BuildError,
+    CaseEvidence,
+    CudaError,
+    Hang,
+    ImportFailure,
+    NotRun,
+    OutOfMemory,
+    Phase,
+    RuntimeFailure,
+    Tampered,
+    Unstable,
+    Verdict,
+    WrongResult,
+    WrongType,
+)
+from peerlane.problems._draw import INTEGER, RANDOM
+from peerlane.problems._spec import Case, Problem
+
+
+class Rejected(Exception):
+    """The candidate is not correct; carries the verdict."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.kind)
+        self.verdict = verdict
+
+
+_FAILURES: dict[str, type[RuntimeFailure | ImportFailure | CudaError | OutOfMemory | BuildError]] = {
+    "runtime_error": RuntimeFailure,
+    "import_error": ImportFailure,
+    "cuda_error": CudaError,
+    "out_of_memory": OutOfMemory,
+    "build_error": BuildError,
+}
+
+
+def verdict_of(failure: GroupFailure) -> Verdict:
+    """The verdict for a candidate group that failed."""
+    phase: Phase = failure.phase  # type: ignore[assignment]
+    if failure.kind == "hang":
+        return Hang(phase=phase, ranks=failure.ranks, deadline_s=failure.deadline_s)
+    if failure.kind == "garbage":
+        return Tampered(phase=phase, what=failure.message)
+    if failure.kind == "not_run":
+        return NotRun(missing="triton is not installed here: pip install 'peerlane[triton]'")
+    kind = _FAILURES.get(failure.kind, RuntimeFailure)
+    return kind(phase=phase, rank=failure.rank, message=failure.message)
+
+
+@dataclass
+class Evidence:
+    """What has been compared in one case so far."""
+
+    slots: int = 0
+    integer_slots: int = 0
+    timed_slots: int = 0
+    worst_ratio: float = 0.0
+
+    def record(self, case: Case) -> CaseEvidence:
+        """The immutable form."""
+        return CaseEvidence(
+            case=case.key,
+            slots=self.slots,
+            integer_slots=self.integer_slots,
+            timed_slots=self.timed_slots,
+            worst_ratio=self.worst_ratio,
+        )
+
+
+@dataclass
+class Trial:
+    """A case laid out in one space of the trusted and, once attached, of the candidate's ranks."""
+
+    session: Session
+    group: RankGroup
+    problem: Problem
+    case: Case
+    space: str
+    slots: int
+    evidence: Evidence = field(default_factory=Evidence)
+    layouts: list[Message] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    aliased: bool = False
+
+    def trusted(self, op: str, **more: Any) -> list[Message]:
+        """Asks the trusted ranks; a failure there is the harness's."""
+        try:
+            return self.session.trusted.ask({"op": op, "space": self.space, **more}, "correctness", 4 * self.session.deadlines.correctness)
+        except GroupFailure as failure:
+            tail = self.session.trusted.log_tail()
+            self.session.drop_trusted()
+            raise HarnessError(f"trusted ranks failed at {op} of {self.case.key}: {failure}\n{tail}".strip()) from None
+
+    def ask(self, op: str, phase: Phase, deadline_s: float, **more: Any) -> list[Message]:
+        """Asks the candidate's ranks."""
+        return self.group.ask({"op": op, "space": self.space, **more}, phase, deadline_s)
+
+    def open(self) -> None:
+        """Lays the case out and attaches the candidate's ranks."""
+        self.ask("detach", "spawn", self.session.deadlines.spawn)
+        self.layouts = self.trusted("open_case", slots=self.slots, **case_request(self.case))
+        requests = [
+            {"op": "attach_case", "space": self.space, "problem": self.case.problem, **_without_ok(layout)} for layout in self.layouts
+        ]
+        self.group.ask(requests, "spawn", self.session.deadlines.spawn)
+
+    def close(self) -> None:
+        """Gives the memory back on both sides."""
+        self.ask("detach", "spawn", self.session.deadlines.spawn)
+        self.trusted("close_case")
+
+    @property
+    def input_bytes(self) -> int:
+        """Of all slots, on the rank that has most."""
+        return max(int(layout["input_bytes"]) for layout in self.layouts)
+
+    @property
+    def output_bytes(self) -> int:
+        """Of all slots, on the rank that has most."""
+        return max(int(layout["output_bytes"]) for layout in self.layouts)
+
+    def mint(self, *, mixed: bool = False) -> None:
+        """New contents in every slot. ``mixed``: about a third integer draws, at random, where the problem has them."""
+        self.kinds = [
+            INTEGER if mixed and self.problem.integer_exact and random.SystemRandom().random() < 1 / 3 else RANDOM
+            for _ in range(self.slots)
+        ]
+        if mixed and self.problem.integer_exact and INTEGER not in self.kinds:
+            self.kinds[random.SystemRandom().randrange(self.slots)] = INTEGER
+        self.trusted("mint", block=self.session.next_block(), kinds=self.kinds)
+
+    def reveal(self) -> None:
+        """Makes the minted contents visible to the candidate."""
+        self.trusted("reveal")
+
+    def check(self, phase: Phase, deadline_s: float, slots: Sequence[int]) -> None:
+        """Calls the candidate on these slots of the revealed inputs and judges them; raises :class:`Rejected`."""
+        answers = self.ask("call", phase, deadline_s, side="candidate", slots=list(slots))
+        self.aliased |= any(bool(answer.get("aliased")) for answer in answers)
+        self.judge(phase, slots, [_outputs(answer, len(slots)) for answer in answers], check_inputs=True)
+
+    def judge(self, phase: Phase, slots: Sequence[int], outputs: Sequence[list[Any]], *, check_inputs: bool = False) -> None:
+        """Has the trusted ranks compare snapshots, ``outputs[rank][i]`` describing slot ``slots[i]``; raises :class:`Rejected`."""
+        requests = [
+            {"op": "judge", "space": self.space, "slots": list(slots), "outputs": described, "check_inputs": check_inputs}
+            for described in outputs
+        ]
+        try:
+            answers = self.session.trusted.ask(requests, phase, 4 * self.session.deadlines.correctness)
+        except GroupFailure as failure:
+            tail = self.session.trusted.log_tail()
+            self.session.drop_trusted()
+            raise HarnessError(f"trusted ranks failed to judge {self.case.key}: {failure}\n{tail}".strip()) from None
+        self._raise_if_wrong(phase, slots, answers)
+        self.evidence.slots += len(slots)
+        self.evidence.integer_slots += sum(self.kinds[slot] == INTEGER for slot in slots)
+        if phase == "timing":
+            self.evidence.timed_slots += len(slots)
+        ratios = [float(item["ratio"]) for answer in answers for item in answer["slots"]]
+        self.evidence.worst_ratio = max([self.evidence.worst_ratio, *ratios])
+
+    def _raise_if_wrong(self, phase: Phase, slots: Sequence[int], answers: Sequence[Message]) -> None:
+        for rank, answer in enumerate(answers):
+            for item in answer["slots"]:
+                if "type" in item:
+                    raise Rejected(WrongType(case=self.case.key, rank=rank, detail=item["type"]))
+        wrong: list[tuple[int, dict[str, Any]]] = [
+            (rank, item) for rank, answer in enumerate(answers) for item in answer["slots"] if item["ratio"] > 1.0
+        ]
+        if wrong:
+            rank, item = wrong[0]
+            ranks = tuple(sorted({rank for rank, _ in wrong}))
+            bad_slots = {item["slot"] for _, item in wrong}
+            if phase == "timing" and len(bad_slots) < len(slots):
+                raise Rejected(
+                    Unstable(
+                        case=self.case.key,
+                        rank=rank,
+                        output=item["output"],
+                        detail=item["detail"],
+                        wrong_slots=len(bad_slots),
+                        compared_slots=len(slots),
+                    )
+                )
+            raise Rejected(
+                WrongResult(
+                    case=self.case.key,
+                    phase=phase,
+                    rank=rank,
+                    slot=item["slot"],
+                    output=item["output"],
+                    error_ratio=item["ratio"],
+                    detail=item["detail"],
+                    index=None if item["index"] is None else tuple(item["index"]),
+                    got=item["got"],
+                    expected=item["want"],
+                    wrong_ranks=ranks,
+                )
+            )
+        for rank, answer in enumerate(answers):
+            if answer["changed_arguments"]:
+                names = ", ".join(answer["changed_arguments"])
+                self._reject_whole(phase, rank, slots[0], f"argument {names}", "changed, which the problem does not allow")
+            if self.problem.replicated:
+                for mine, first in zip(answer["slots"], answers[0]["slots"], strict=True):
+                    if mine["digest"] != first["digest"]:
+                        self._reject_whole(
+                            phase, rank, mine["slot"], mine["output"], "not the same bits as on rank 0; all ranks must return the same"
+                        )
+
+    def _reject_whole(self, phase: Phase, rank: int, slot: int, output: str, detail: str) -> None:
+        raise Rejected(
+            WrongResult(
+                case=self.case.key,
+                phase=phase,
+                rank=rank,
+                slot=slot,
+                output=output,
+                error_ratio=math.inf,
+                detail=detail,
+                wrong_ranks=(rank,),
+            )
+        )
+
+
+def _without_ok(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "ok"}
+
+
+def _outputs(answer: Message, count: int) -> list[Any]:
+    outputs = answer.get("outputs")
+    if not isinstance(outputs, list) or len(outputs) != count:
+        raise GroupFailure("garbage", "correctness", "a rank answered without describing its outputs")
+    return outputs

@@ -1,0 +1,273 @@
+"""The trusted rank: mints inputs, knows the oracle, judges outputs, times the reference. Candidate code never runs here.
+
+Inputs are minted into private memory (staging) and copied to the shared arena just before the candidate may use them (reveal).
+Every call of ``mint`` draws new contents from the run's secret, which only trusted ranks hold. Two cases may be open at a time, in
+the spaces ``check`` and ``timed``: the timed one keeps its captured graphs while others are checked.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from peerlane.evaluate.arena import Arena, view
+from peerlane.evaluate.protocol import Message
+from peerlane.evaluate.slots import ArgumentSlots, OutputRegions, contiguous_layout, place_all, strip_overlap
+from peerlane.evaluate.timing import Block, make_block
+from peerlane.evaluate.worker import Rank
+from peerlane.problems._draw import RANDOM, Draw
+from peerlane.problems._judge import score, type_mismatch
+from peerlane.problems._spec import Case, Problem
+from peerlane.problems._tree import Description, Tree, describe, rebuild, tensor_descriptions
+
+
+@dataclass
+class OpenCase:
+    """A case that is laid out in memory."""
+
+    problem: Problem
+    case: Case
+    groups: dict[str, Any]
+    staging: torch.Tensor
+    private: ArgumentSlots
+    public: ArgumentSlots
+    input_bytes: int
+    output_layout: list[Description]
+    output_bytes: int
+    private_outputs: OutputRegions
+    arena: Arena
+    kinds: list[str] = field(default_factory=list)
+    block: int = -1
+    blocks: dict[str, Block] = field(default_factory=dict)
+
+
+class TrustedRank(Rank):
+    """Serves ``secret``, ``open_case``, ``mint``, ``reveal``, ``prepare``, ``block``, ``judge``, ``close_case``."""
+
+    def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
+        super().__init__(config, rank, memory_fd)
+        self._secret = ""
+        self._arenas: dict[str, Arena] = {}
+        self._open: dict[str, OpenCase] = {}
+        self.handlers |= {
+            "secret": self.secret,
+            "open_case": self.open_case,
+            "mint": self.mint,
+            "reveal": self.reveal,
+            "prepare": self.prepare,
+            "block": self.timed_block,
+            "judge": self.judge,
+            "close_case": self.close_case,
+            "ping": lambda _: {},
+        }
+
+    def secret(self, request: Message) -> dict[str, Any]:
+        """Takes the run's secret, which seeds all inputs."""
+        self._secret = request["secret"]
+        return {}
+
+    def _inputs(self, problem: Problem, case: Case, rank: int, slot: int, block: int, kind: str) -> tuple[Any, ...]:
+        draw = Draw(secret=self._secret, case_key=case.key, slot=slot, block=block, rank=rank, kind=kind, device=self.device)
+        return problem.inputs(case, rank, draw)
+
+    def opened(self, request: Message) -> OpenCase:
+        """The case in the request's space."""
+        current = self._open.get(request["space"])
+        if current is None:
+            raise RuntimeError(f"no case is open in {request['space']}: expected open_case first")
+        return current
+
+    def open_case(self, request: Message) -> dict[str, Any]:
+        """Lays out ``slots`` calls: sizes from one drawing of the inputs, output shapes from one run of the reference."""
+        self.close_case(request)
+        problem, case = self.case_of(request)
+        slots: int = request["slots"]
+        groups = self.groups(problem.process_groups(case))
+        layout, offset = [], 0
+        for slot in range(slots):
+            tree = strip_overlap(self._inputs(problem, case, self.rank, slot, 0, RANDOM))
+            placed, offset = place_all(describe(tree), offset)
+            layout.append(placed)
+        input_bytes = offset
+        staging = torch.empty(max(offset, 1), dtype=torch.uint8, device=self.device)
+        private = ArgumentSlots(staging, layout, groups.__getitem__)
+        for slot in range(slots):
+            private.fill(slot, strip_overlap(self._inputs(problem, case, self.rank, slot, 0, RANDOM)))
+        output_layout, output_bytes = contiguous_layout(problem.reference(*args) for args in private.args)
+        self.synchronize()
+        arena = self._reserve(request["space"], input_bytes + output_bytes)
+        shared = arena.data
+        public = ArgumentSlots(shared[: max(input_bytes, 1)], layout, groups.__getitem__)
+        own = torch.empty(max(output_bytes, 1), dtype=torch.uint8, device=self.device)
+        self._open[request["space"]] = OpenCase(
+            problem,
+            case,
+            groups,
+            staging,
+            private,
+            public,
+            input_bytes,
+            output_layout,
+            output_bytes,
+            OutputRegions(own, output_layout, self.device),
+            arena,
+        )
+        return {
+            "arena": arena.handle,
+            "arguments": layout,
+            "outputs": output_layout,
+            "output_base": input_bytes,
+            "input_bytes": input_bytes,
+            "output_bytes": output_bytes,
+            "groups": {name: [list(members) for members in groups_] for name, groups_ in problem.process_groups(case).items()},
+        }
+
+    def _reserve(self, space: str, size: int) -> Arena:
+        arena = self._arenas.get(space)
+        if arena is None or arena.size < size:
+            if arena is not None:
+                arena.close()
+            arena = self._arenas[space] = Arena.create(size, self.device, self.memory_fd)
+        return arena
+
+    def close_case(self, request: Message) -> dict[str, Any]:
+        """Drops the case's memory and graphs. The arena itself stays, for the next case."""
+        self._open.pop(request["space"], None)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        return {}
+
+    def mint(self, request: Message) -> dict[str, Any]:
+        """New contents for every slot, in private memory; ``kinds`` says which slots are integer draws."""
+        current = self.opened(request)
+        current.block, current.kinds = request["block"], request["kinds"]
+        for slot, kind in enumerate(current.kinds):
+            tree = self._inputs(current.problem, current.case, self.rank, slot, current.block, kind)
+            current.private.fill(slot, strip_overlap(tree))
+        self.synchronize()
+        return {}
+
+    def reveal(self, request: Message) -> dict[str, Any]:
+        """Copies the minted inputs to the shared arena, and poisons the output regions with NaN bits."""
+        current = self.opened(request)
+        shared = current.arena.data
+        if current.input_bytes:
+            shared[: current.input_bytes].copy_(current.staging[: current.input_bytes])
+        shared[current.input_bytes : current.input_bytes + current.output_bytes].fill_(0xFF)
+        self.synchronize()
+        return {}
+
+    def prepare(self, request: Message) -> dict[str, Any]:
+        """Builds the reference's timed block in a launch mode; for graphs this captures, and a failed capture is an answer."""
+        current, mode = self.opened(request), request["mode"]
+        try:
+            block = make_block(mode, current.problem.reference, current.private.args, current.private_outputs, self.device)
+        except Exception as error:
+            if mode != "graph":
+                raise
+            return {"captured": False, "why": f"{type(error).__name__}: {error}"[:1000]}
+        current.blocks[mode] = block
+        return {"captured": True}
+
+    def timed_block(self, request: Message) -> dict[str, Any]:
+        """One timed block of the reference on the minted inputs."""
+        return self.opened(request).blocks[request["mode"]].run()
+
+    def judge(self, request: Message) -> dict[str, Any]:
+        """Compares the candidate's snapshots of ``slots`` with the oracle; ``outputs`` are its own descriptions of what it returned.
+
+        The regions are copied first: whatever is written to the arena afterwards comes too late.
+        """
+        current = self.opened(request)
+        data = current.arena.data[current.input_bytes : current.input_bytes + current.output_bytes].clone()
+        self.synchronize()
+        verdicts = []
+        for slot, described in zip(request["slots"], request["outputs"], strict=True):
+            verdicts.append(self._judge_slot(current, slot, described, data))
+        changed = self._changed_arguments(current) if request["check_inputs"] else []
+        return {"slots": verdicts, "changed_arguments": changed}
+
+    def _judge_slot(self, current: OpenCase, slot: int, described: Description, data: torch.Tensor) -> dict[str, Any]:
+        problem, case, kind = current.problem, current.case, current.kinds[slot]
+        inputs = [self._inputs(problem, case, rank, slot, current.block, kind) for rank in range(self.world_size)]
+        expected = problem.oracle(case, inputs, self.rank)
+        reason = _claimed_mismatch(described, expected)
+        if reason is not None:
+            return {"slot": slot, "type": reason}
+        tensors = [view(data, placed) for placed in tensor_descriptions(current.output_layout[slot])]
+        got = rebuild(current.output_layout[slot], iter(tensors), current.groups.__getitem__)
+        if (mismatch := type_mismatch(got, expected)) is not None:
+            raise RuntimeError(f"{case.key}: the reference and the oracle disagree about the output's type: {mismatch}")
+        scores = score(problem, case, got, expected, kind)
+        worst = max(scores, key=lambda item: item.ratio if not math.isnan(item.ratio) else math.inf)
+        answer: dict[str, Any] = {
+            "slot": slot,
+            "ratio": worst.ratio if not math.isnan(worst.ratio) else math.inf,
+            "output": worst.output,
+            "detail": worst.detail,
+            "index": worst.index,
+            "got": worst.got,
+            "want": worst.want,
+        }
+        if problem.replicated:
+            answer["digest"] = [_digest(tensor) for tensor in tensors]
+        return answer
+
+    def _changed_arguments(self, current: OpenCase) -> list[str]:
+        """Parameters whose contents in the arena are no longer what was revealed, and may not be."""
+        changed = []
+        for private, public in zip(current.private.args, current.public.args, strict=True):
+            for name, before, after in zip(current.problem.parameters, private, public, strict=False):
+                if name in current.problem.mutates or name in changed:
+                    continue
+                if isinstance(before, torch.Tensor) and before.numel() and not _same_bits(before, after):
+                    changed.append(name)
+        return changed
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(_words(a), _words(b))
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    """A position-dependent 63-bit checksum of the contents, all NaN alike."""
+    if not tensor.numel():
+        return 0
+    if tensor.is_floating_point():
+        tensor = torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor)
+    words = _words(tensor).to(torch.int64)
+    weights = (
+        torch.arange(words.numel(), device=words.device, dtype=torch.int64).mul_(0x9E3779B97F4A7C1).add_(0x7F4A7C15).bitwise_xor_(0x55)
+    )
+    return int((words * weights).sum()) & (2**63 - 1)
+
+
+def _claimed_mismatch(described: Description, expected: Tree) -> str | None:
+    """Why the structure, shapes and dtypes that the candidate's rank described are not what is expected."""
+    try:
+        other = next(_others(described), None)
+        if other is not None:
+            return f"output holds a {other}, expected a plain tensor on the rank's device"
+        claimed = rebuild(
+            described,
+            iter([torch.empty(d["shape"], dtype=getattr(torch, d["dtype"]), device="meta") for d in tensor_descriptions(described)]),
+            str,
+        )
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, RecursionError) as error:
+        return f"the output's description is not valid: {error}"
+    return type_mismatch(claimed, expected)
+
+
+def _others(described: Description) -> Any:
+    if described["kind"] == "other":
+        yield described["type"]
+    for item in described.get("items", ()):
+        yield from _others(item)

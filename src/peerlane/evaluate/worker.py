@@ -1,0 +1,135 @@
+"""A rank process: joins its group, then serves requests until it is told to exit. Forked from the nursery with torch imported.
+
+Imports the standard library, torch and peerlane's problems; the candidate's side loads candidate code and is untrusted from then on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane import problems
+from peerlane.errors import CompileError, DeviceTimeout
+from peerlane.evaluate.protocol import Channel, Message
+from peerlane.problems._spec import Case, GroupLayout, Problem
+
+Handler = Callable[[Message], dict[str, Any]]
+
+_CUDA_WORDS = ("CUDA error", "CUDA_ERROR", "cudaError", "CUBLAS_STATUS", "device-side assert", "Triton Error [CUDA]")
+_MEMORY_WORDS = ("out of memory", "OutOfMemory", "CUDA_ERROR_OUT_OF_MEMORY")
+
+
+def classify(error: BaseException, default: str = "runtime_error") -> str:
+    """The kind of failure an exception stands for: out_of_memory, cuda_error, build_error, not_run or ``default``."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in text for word in _MEMORY_WORDS):
+        return "out_of_memory"
+    if isinstance(error, CompileError) or "Error building extension" in text or "Ninja is required" in text:
+        return "build_error"
+    if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+        return "not_run"
+    if isinstance(error, DeviceTimeout) or any(word in text for word in _CUDA_WORDS):
+        return "cuda_error"
+    return default
+
+
+class Rank:
+    """What both kinds of rank have: a device, a process group, sub-groups, and the requests every rank understands."""
+
+    def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
+        self.config, self.rank, self.memory_fd = config, rank, memory_fd
+        self.world_size: int = config["world_size"]
+        self.device = torch.device("cuda", rank) if config["device"] == "cuda" else torch.device("cpu")
+        self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self.handlers: dict[str, Handler] = {"init": self.init, "exit": self.exit}
+        self.leaving = False
+
+    def init(self, request: Message) -> dict[str, Any]:
+        """Joins the process group and runs one collective, so that connections exist."""
+        store = dist.FileStore(  # type: ignore[attr-defined]
+            str(Path(self.config["folder"]) / "store"), self.world_size
+        )
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            dist.init_process_group("nccl", store=store, rank=self.rank, world_size=self.world_size, device_id=self.device)
+            dist.all_reduce(torch.zeros(1, device=self.device))
+            torch.cuda.synchronize()
+        else:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+            dist.barrier()
+        return {"pid": os.getpid()}
+
+    def exit(self, request: Message) -> dict[str, Any]:
+        """Ends the serving loop after this answer."""
+        self.leaving = True
+        return {}
+
+    def groups(self, layout: GroupLayout) -> dict[str, Any]:
+        """This rank's process group of every named layout; created once per layout, on all ranks in the same order."""
+        mine = {}
+        for name, members_of in layout.items():
+            key = tuple(tuple(members) for members in members_of)
+            if key not in self._groups:
+                created = [dist.new_group(list(members)) for members in key]
+                self._groups[key] = next((g for g, members in zip(created, key, strict=True) if self.rank in members), None)
+            mine[name] = self._groups[key]
+        return mine
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    @staticmethod
+    def case_of(request: Message) -> tuple[Problem, Case]:
+        """The problem and case that a request names."""
+        problem = problems.get(request["problem"])
+        return problem, problem.case(request["preset"], request["label"], request["world_size"])
+
+
+def _set_environment(config: dict[str, Any], rank: int) -> None:
+    """The variables that launchers set, for code that reads them."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(config["world_size"]), LOCAL_WORLD_SIZE=str(config["world_size"])
+    )
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    os.environ.update(config.get("environment", {}))
+
+
+def _error(kind: str, error: BaseException) -> Message:
+    text = "".join(traceback.format_exception(error, limit=-12))
+    return {"ok": False, "error": {"kind": kind, "message": text[-8000:]}}
+
+
+def serve(config: dict[str, Any], rank: int, channel: Channel, memory_fd: int) -> int:
+    """The life of a rank process; returns its exit status."""
+    _set_environment(config, rank)
+    if config["role"] == "trusted":
+        from peerlane.evaluate.trusted import TrustedRank as Kind
+    elif config["role"] == "builder":
+        from peerlane.evaluate.build import Builder as Kind  # type: ignore[assignment]
+    else:
+        from peerlane.evaluate.candidate import CandidateRank as Kind  # type: ignore[assignment]
+    me: Rank = Kind(config, rank, memory_fd)
+    receive, send, handlers = channel.receive, channel.send, me.handlers
+    while (request := receive()) is not None:
+        try:
+            answer: Message = {"ok": True, **handlers[request["op"]](request)}
+        except BaseException as error:
+            answer = _error(classify(error, request.get("blame", "runtime_error")), error)
+        send(answer)
+        if me.leaving:
+            break
+    gc.collect()
+    atexit._run_exitfuncs()
+    return 0

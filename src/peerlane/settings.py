@@ -1,0 +1,57 @@
+"""The one place that reads environment variables and holds defaults."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from peerlane.errors import UsageError
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels and measured ceilings are kept: PEERLANE_CACHE_DIR, else peerlane/ in the user's cache folder."""
+    if chosen := os.environ.get("PEERLANE_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peerlane"
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """How long each phase of an evaluation may take, in seconds, before the whole rank group is killed."""
+
+    spawn: float = 120.0
+    build: float = 300.0
+    load: float = 60.0
+    first_call: float = 90.0
+    correctness: float = 30.0
+    timing: float = 30.0
+    exit: float = 5.0
+
+    def with_calls(self, seconds: float) -> Self:
+        """The same, with another deadline for everything that calls the candidate."""
+        if seconds <= 0:
+            raise UsageError(f"a deadline of {seconds:g} s: expected a positive number of seconds")
+        return replace(self, first_call=seconds, correctness=seconds, timing=seconds)
+
+
+@dataclass(frozen=True)
+class TimingRules:
+    """The protocol of speed; see docs/evaluating.md for the reasons."""
+
+    min_block_us: float = 2_500.0
+    max_block_us: float = 50_000.0
+    l2_multiple: float = 3.0
+    max_slots: int = 160
+    min_slots: int = 3
+    arena_share: float = 0.06
+    """of the device's memory, for the inputs of one case; outputs get as much again"""
+    warm_calls: int = 20
+    max_warm_calls: int = 500
+    warm_agreement: float = 0.02
+    min_rounds: int = 6
+    max_rounds: int = 40
+    target_half_width: float = 0.02
+    budget_s: float = 20.0
+    compared_share: float = 0.25
