@@ -1,0 +1,113 @@
+"""Problem 13: row-parallel matrix product, then all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems import _matmul
+from peerlane.problems._draw import Draw
+from peerlane.problems._matmul import BF16, FP32
+from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
+
+_ALL = slice(None)
+
+
+@torch.no_grad()
+def reference(A_local: torch.Tensor, B_local: torch.Tensor) -> torch.Tensor:
+    product = A_local @ B_local
+    dist.all_reduce(product)
+    return product
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    return _matmul.row_parallel_operands(case, rank, draw, case["m"])
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    return _matmul.sum_of_products(case, inputs, _ALL)
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    return {"product": _matmul.partials_tolerance(case)}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """The product is read or written once in full, and once more for the rank's 1/W of the reduction."""
+    m, n, depth, world, size = case["m"], case["n"], _matmul.shard_depths(case)[rank], case.world_size, case.dtype.itemsize
+    port = 2 * (world - 1) / world * m * n * size
+    return Cost(
+        hbm_bytes=(m * depth + depth * n + m * n + m * n / world) * size,
+        egress_bytes=port,
+        ingress_bytes=port,
+        flops={_matmul.FLOP_UNIT[case.dtype]: 2 * m * n * depth},
+    )
+
+
+def _sum_over(context: NullContext, ranks: Sequence[int]) -> torch.Tensor:
+    return _matmul.wide_sum_of_products(context.case, [context.inputs[q] for q in ranks], _ALL)
+
+
+PROBLEM = Problem(
+    id=13,
+    slug="gemm_allreduce",
+    title="Row-parallel matrix product and all-reduce",
+    category="tensor_parallel",
+    parallelism=("tensor",),
+    origin="Megatron-LM row-parallel linear layer: attention output and MLP down projections",
+    summary=(
+        "Every rank returns the sum over ranks of A_local @ B_local (M, N), in the inputs' dtype with the same bits everywhere. K may "
+        "differ from rank to rank. The order of the sum is free, and partial products may be rounded to the inputs' dtype or kept wider."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=(
+        preset(
+            "small",
+            "ragged tiles, unequal K, outlier channels, a zero shard, cancelling partial products, NaN and infinities",
+            case("unequal_k_bf16", BF16, m=5, k_by_rank=(3, 8, 1, 5), n=7),
+            case("unequal_k_fp32", FP32, m=5, k_by_rank=(3, 8, 1, 5), n=7),
+            case("tile_bf16", BF16, m=33, k_by_rank=(24, 7), n=17),
+            case("outliers_bf16", BF16, m=33, k_by_rank=(24, 7), n=17, pattern="outliers"),
+            case("zero_shard_bf16", BF16, m=33, k_by_rank=(24, 7), n=17, pattern="zero_shard"),
+            case("cancelling_bf16", BF16, m=33, k_by_rank=(24,), n=17, pattern="cancelling"),
+            case("special_bf16", BF16, m=33, k_by_rank=(24, 7), n=17, pattern="special"),
+        ),
+        preset("pkb", "the public benchmark's shape: K = 512 on every rank", case("bf16", BF16, m=1024, k_by_rank=(512,), n=1024)),
+        preset("production_llama3_70b_down", "MLP down projection, 4096 tokens", case("bf16", BF16, m=4096, k=28672, n=8192)),
+        preset(
+            "production_llama3_70b_o_proj_decode",
+            "attention output projection, 64 tokens: latency",
+            case("bf16", BF16, m=64, k=8192, n=8192),
+        ),
+        preset("production_qwen3_32b_down", "MLP down projection, 8192 tokens", case("bf16", BF16, m=8192, k=25600, n=5120)),
+    ),
+    null_answers=(
+        NullAnswer("no_communication", "the rank's own product", lambda c: _sum_over(c, [c.rank])),
+        NullAnswer("own_times_world", "the rank's own product times the world size", lambda c: _sum_over(c, [c.rank] * c.case.world_size)),
+        NullAnswer("drop_last_rank", "the sum without the last rank", lambda c: _sum_over(c, range(c.case.world_size - 1))),
+        NullAnswer(
+            "own_counted_twice",
+            "the rank's own product added once too often",
+            lambda c: _sum_over(c, [*range(c.case.world_size), c.rank]),
+        ),
+    ),
+    honest_variants=(
+        HonestVariant("fp32_accumulation", lambda case, inputs, rank: _matmul.wide_sum_of_products(case, inputs, _ALL)),
+        HonestVariant("one_long_product", lambda case, inputs, rank: _matmul.one_long_product(case, inputs, _ALL)),
+    ),
+    excused={"another_rank": "all ranks have the same answer"},
+    replicated=True,
+    integer_exact=True,
+    notes=(
+        "The public benchmark judges by its reference, whose bfloat16 partial products are the largest error in sight, so that a correctly "
+        "rounded answer fails there; here the error is allowed to be what such partial products make it, and a wider sum passes with ease.",
+        "B has variance 1/K over all ranks, as trained layers have, instead of 1, so that outputs are of order one.",
+    ),
+)

@@ -1,0 +1,155 @@
+"""Problem 14: column-parallel matrix product, then all-gather of the output's columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems import _matmul
+from peerlane.problems._draw import Draw
+from peerlane.problems._matmul import BF16, FP32, FP64
+from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
+
+
+@torch.no_grad()
+def reference(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    block = A @ B
+    blocks = [torch.empty_like(block) for _ in range(dist.get_world_size())]
+    dist.all_gather(blocks, block)
+    return torch.cat(blocks, dim=1)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    k = case["k"]
+    source = draw.shared if case.params.get("replicated") else draw
+    return (
+        _matmul.activations(case, rank, source, (case["m"], k), k),
+        _matmul.weights(case, draw, (k, _matmul.columns(case)), k),
+    )
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    n = _matmul.columns(case)
+    value = torch.zeros((case["m"], n * case.world_size), dtype=FP64, device=inputs[0][0].device)
+    magnitude = torch.zeros_like(value)
+    for q, (a, b) in enumerate(inputs):
+        block = slice(q * n, (q + 1) * n)
+        _matmul.add_product(value[:, block], magnitude[:, block], a, b)
+    return Expected("product", value, case.dtype, magnitude=magnitude)
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    return {"product": _matmul.gemm_tolerance(case, case["m"] * _matmul.columns(case) * case.world_size)}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    m, k, n, world, size = case["m"], case["k"], _matmul.columns(case), case.world_size, case.dtype.itemsize
+    port = (world - 1) * m * n * size
+    return Cost(
+        hbm_bytes=(m * k + k * n + m * n * world) * size,
+        egress_bytes=port,
+        ingress_bytes=port,
+        flops={_matmul.FLOP_UNIT[case.dtype]: 2 * m * k * n},
+    )
+
+
+def _blocks(case: Case, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    return torch.cat([(a.to(FP32) @ b.to(FP32)).to(case.dtype) for a, b in pairs], dim=1)
+
+
+def _split_depth(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """Two halves of K, each in float32, added before the rounding: what split-K kernels do."""
+    half = case["k"] // 2
+    blocks = []
+    for a, b in inputs:
+        a, b = a.to(FP32), b.to(FP32)
+        blocks.append((a[:, :half] @ b[:half] + a[:, half:] @ b[half:]).to(case.dtype))
+    return torch.cat(blocks, dim=1)
+
+
+def _own_block_everywhere(context: NullContext) -> torch.Tensor:
+    return _blocks(context.case, [context.args] * context.case.world_size)
+
+
+def _own_block_only(context: NullContext) -> torch.Tensor:
+    n = _matmul.columns(context.case)
+    answer = torch.zeros_like(context.answer)
+    block = slice(context.rank * n, (context.rank + 1) * n)
+    answer[:, block] = context.answer[:, block]
+    return answer
+
+
+def _own_a_for_all(context: NullContext) -> torch.Tensor:
+    return _blocks(context.case, [(context.args[0], b) for _, b in context.inputs])
+
+
+def _blocks_rotated(context: NullContext) -> torch.Tensor:
+    return torch.roll(context.answer, _matmul.columns(context.case), dims=1)
+
+
+PRESETS = (
+    preset(
+        "small",
+        "ragged tiles and output rows of odd length, A equal on all ranks and not, blocks of unlike scale, NaN and infinities",
+        case("tile_bf16", BF16, m=33, k=16, n=7),
+        case("ragged_bf16", BF16, m=5, k=9, n=3),
+        case("ragged_fp32", FP32, m=5, k=9, n=3),
+        case("replicated_a_bf16", BF16, m=33, k=16, n=7, replicated=True),
+        case("rank_scale_bf16", BF16, m=33, k=16, n=7, pattern="rank_scale"),
+        case("special_bf16", BF16, m=33, k=16, n=7, pattern="special"),
+    ),
+    preset("pkb", "the public benchmark's shape, A different on every rank", case("bf16", BF16, m=1024, k=512, n_total=1024)),
+    preset(
+        "production_llama3_70b_lm_head_decode",
+        "logits of 256 tokens, A equal on all ranks, as in the modelled system (and not)",
+        case("bf16", BF16, m=256, k=8192, n_total=128256, replicated=True),
+        case("own_a_bf16", BF16, m=256, k=8192, n_total=128256),
+    ),
+    preset("production_qwen3_8b_lm_head", "logits of 1024 tokens", case("bf16", BF16, m=1024, k=4096, n_total=151936)),
+    preset("production_llama3_70b_up_gathered", "MLP up projection, 4096 tokens", case("bf16", BF16, m=4096, k=8192, n_total=28672)),
+)
+
+PROBLEM = Problem(
+    id=14,
+    slug="gemm_allgather",
+    title="Column-parallel matrix product and all-gather of columns",
+    category="tensor_parallel",
+    parallelism=("tensor",),
+    origin="Megatron-LM column-parallel linear layer with gathered output: logits of the language-model head",
+    summary=(
+        "Every rank returns (M, W N_local), the same bits everywhere: column block q is A_q @ B_q with rank q's own A (M, K) and B "
+        "(K, N_local), accumulated in float32 and rounded once. A is not to be taken for replicated."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer("no_communication", "the rank's own block, zeros elsewhere", _own_block_only),
+        NullAnswer("own_block_everywhere", "the rank's own block in every place", _own_block_everywhere),
+        NullAnswer("blocks_rotated", "every block in the next rank's place", _blocks_rotated),
+        NullAnswer(
+            "own_a_for_all",
+            "gathers B and multiplies with the rank's own A: right only where A is replicated",
+            _own_a_for_all,
+            cases=tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if not spec.params.get("replicated")),
+        ),
+    ),
+    honest_variants=(
+        HonestVariant("fp32_accumulation", lambda case, inputs, rank: _blocks(case, inputs)),
+        HonestVariant("split_depth", _split_depth),
+    ),
+    excused={"another_rank": "all ranks have the same answer"},
+    replicated=True,
+    integer_exact=True,
+    notes=(
+        "The modelled system has the same A on all ranks; the interface does not promise it, and the public benchmark's inputs differ, so "
+        "cases of both kinds are checked.",
+        "B has variance 1/K, as trained layers have, instead of 1, so that outputs are of order one.",
+    ),
+)

@@ -1,0 +1,126 @@
+"""Problem 16: row-parallel matrix product, then reduce-scatter of the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems import _matmul
+from peerlane.problems._draw import Draw
+from peerlane.problems._matmul import BF16, FP32
+from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
+
+
+@torch.no_grad()
+def reference(A_local: torch.Tensor, B_local: torch.Tensor) -> torch.Tensor:
+    product = A_local @ B_local
+    rows = product.new_empty(product.shape[0] // dist.get_world_size(), product.shape[1])
+    _matmul.scatter_sum(rows, product)
+    return rows
+
+
+def _local_rows(case: Case) -> int:
+    return int(case["m_local"] if "m_local" in case.params else case["m"] // case.world_size)
+
+
+def _rows_of(case: Case, rank: int) -> slice:
+    count = _local_rows(case)
+    return slice(rank * count, (rank + 1) * count)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pattern ``row_scale`` makes the rows of owner q 4^q times as large, so that a wrong slice shows in every measure of error."""
+    a, b = _matmul.row_parallel_operands(case, rank, draw, _local_rows(case) * case.world_size)
+    if case.params.get("pattern") == "row_scale" and not draw.integer:
+        for owner in range(case.world_size):
+            a[_rows_of(case, owner)] *= 4.0**owner
+    return a, b
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    return _matmul.sum_of_products(case, inputs, _rows_of(case, rank))
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    return {"product": _matmul.partials_tolerance(case)}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """Partial products that are reduced as they arrive touch device memory only as operands and as the rank's own rows."""
+    local, n, depth, world, size = _local_rows(case), case["n"], _matmul.shard_depths(case)[rank], case.world_size, case.dtype.itemsize
+    m, port = local * world, (world - 1) * local * n * size
+    return Cost(
+        hbm_bytes=(m * depth + depth * n + local * n) * size,
+        egress_bytes=port,
+        ingress_bytes=port,
+        flops={_matmul.FLOP_UNIT[case.dtype]: 2 * m * n * depth},
+    )
+
+
+def _sum_over(context: NullContext, ranks: Sequence[int], owner: int | None = None) -> torch.Tensor:
+    rows = _rows_of(context.case, context.rank if owner is None else owner)
+    return _matmul.wide_sum_of_products(context.case, [context.inputs[q] for q in ranks], rows)
+
+
+PROBLEM = Problem(
+    id=16,
+    slug="gemm_reducescatter",
+    title="Row-parallel matrix product and reduce-scatter of rows",
+    category="tensor_parallel",
+    parallelism=("tensor", "sequence"),
+    origin="Megatron-LM row-parallel linear layer under sequence parallelism",
+    summary=(
+        "Rank r returns rows [r M/W, (r+1) M/W) of the sum over ranks of A_local @ B_local, shape (M/W, N), in the inputs' dtype. K may "
+        "differ from rank to rank. The order of the sum is free, and partial products may be rounded to the inputs' dtype or kept wider."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=(
+        preset(
+            "small",
+            "ragged tiles, unequal K, row blocks of unlike scale, outlier channels, cancelling partial products, NaN and infinities",
+            case("unequal_k_bf16", BF16, m_local=3, k_by_rank=(3, 8, 1, 5), n=5),
+            case("unequal_k_fp32", FP32, m_local=3, k_by_rank=(3, 8, 1, 5), n=5),
+            case("row_scale_bf16", BF16, m_local=11, k_by_rank=(24, 7), n=17, pattern="row_scale"),
+            case("outliers_bf16", BF16, m_local=11, k_by_rank=(24, 7), n=17, pattern="outliers"),
+            case("zero_shard_bf16", BF16, m_local=11, k_by_rank=(24, 7), n=17, pattern="zero_shard"),
+            case("cancelling_bf16", BF16, m_local=11, k_by_rank=(24,), n=17, pattern="cancelling"),
+            case("special_bf16", BF16, m_local=11, k_by_rank=(24, 7), n=17, pattern="special"),
+        ),
+        preset("pkb", "the public benchmark's shape: K = 512 over all ranks", case("bf16", BF16, m=1024, k=512, n=1024)),
+        preset("production_llama3_70b_down_sp", "MLP down projection, 8192 tokens", case("bf16", BF16, m=8192, k=28672, n=8192)),
+        preset(
+            "production_llama3_70b_o_proj_sp",
+            "attention output projection, 8192 tokens: the link decides",
+            case("bf16", BF16, m=8192, k=8192, n=8192),
+        ),
+        preset("production_qwen3_8b_down_sp", "MLP down projection, 16384 tokens", case("bf16", BF16, m=16384, k=12288, n=4096)),
+    ),
+    null_answers=(
+        NullAnswer("no_communication", "the rank's rows of its own product", lambda c: _sum_over(c, [c.rank])),
+        NullAnswer("own_times_world", "the same times the world size", lambda c: _sum_over(c, [c.rank] * c.case.world_size)),
+        NullAnswer("drop_last_rank", "the sum without the last rank", lambda c: _sum_over(c, range(c.case.world_size - 1))),
+        NullAnswer("first_rows", "rank 0's rows of the sum on every rank", lambda c: _sum_over(c, range(c.case.world_size), owner=0)),
+        NullAnswer(
+            "mirrored_rows",
+            "the rows of rank W - 1 - r",
+            lambda c: _sum_over(c, range(c.case.world_size), owner=c.case.world_size - 1 - c.rank),
+        ),
+    ),
+    honest_variants=(
+        HonestVariant("fp32_accumulation", lambda case, inputs, rank: _matmul.wide_sum_of_products(case, inputs, _rows_of(case, rank))),
+        HonestVariant("one_long_product", lambda case, inputs, rank: _matmul.one_long_product(case, inputs, _rows_of(case, rank))),
+    ),
+    integer_exact=True,
+    notes=(
+        "The public benchmark judges by its reference, whose bfloat16 partial products are the largest error in sight, so that a correctly "
+        "rounded answer fails there; here the error is allowed to be what such partial products make it, and a wider sum passes with ease.",
+        "B has variance 1/K over all ranks, as trained layers have, instead of 1, so that outputs are of order one.",
+    ),
+)
