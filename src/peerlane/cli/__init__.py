@@ -36,6 +36,10 @@ def main() -> None:
     """The console script. Errors that peerlane raises on purpose end in one block on stderr, without a traceback."""
     try:
         app(prog_name="peerlane")
+    except SystemExit as ended:
+        if ended.code == ExitCode.INTERRUPTED:
+            print_error("interrupted; results that were finished are kept")
+        raise
     except (UsageError, MissingDependency) as error:
         print_error(str(error))
         sys.exit(ExitCode.USAGE)

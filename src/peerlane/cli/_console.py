@@ -20,7 +20,7 @@ WIDE = 240
 
 
 class ExitCode(enum.IntEnum):
-    """How a command ended. An interrupted command ends with 130."""
+    """How a command ended."""
 
     OK = 0
     CHECK_FAILED = 1
@@ -31,6 +31,7 @@ class ExitCode(enum.IntEnum):
     """A candidate was not shown to be correct. ``not_run`` counts: what this machine could not run was not shown to be right."""
     HARNESS = 4
     """peerlane itself failed; says nothing about any candidate."""
+    INTERRUPTED = 130
 
 
 def exit_code(results: Sequence[Result]) -> ExitCode:

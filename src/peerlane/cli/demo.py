@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from peerlane.cli._console import ExitCode, console, positive_integers, print_error, print_json
 from peerlane.cli._progress import progress
-from peerlane.cli.evaluation import choose_device, print_results, results_json
+from peerlane.cli.evaluation import Device, choose_device, print_results, results_json
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def demo_exit_code(good: Sequence[Result], broken: Sequence[Result], rows: Seque
     return ExitCode.OK if as_expected else ExitCode.NOT_CORRECT
 
 
-def _run(candidates: list[CandidateFile], preset: str, world_sizes: tuple[int, ...], device: Literal["cuda", "cpu"]) -> list[Result]:
+def _run(candidates: list[CandidateFile], preset: str, world_sizes: tuple[int, ...], device: Device) -> list[Result]:
     from peerlane.evaluate import EvaluationPlan, evaluate
 
     # Nothing is stored, so that a demonstration always runs.

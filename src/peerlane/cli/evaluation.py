@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, cast
 
 import typer
 
@@ -13,7 +13,11 @@ from peerlane.cli._console import console, exit_code, one_of, positive_integers,
 from peerlane.cli._progress import progress
 
 if TYPE_CHECKING:
+    from peerlane.evaluate import EvaluationPlan
     from peerlane.evaluate.verdict import Result
+
+Device: TypeAlias = Literal["cuda", "cpu"]
+Mode: TypeAlias = Literal["eager", "graph"]
 
 CANDIDATES_HELP = "Files named <id>_<name>_<backend>.py, folders of them, or the word reference."
 WORLD_SIZES_HELP = "Numbers of ranks, separated by commas; by default 2,4 on CPU, and those of 2,4,8 that the GPUs allow on CUDA."
@@ -22,7 +26,9 @@ WORLD_SIZES_HELP = "Numbers of ranks, separated by commas; by default 2,4 on CPU
 def evaluate_candidates(
     candidates: Annotated[list[str], typer.Argument(metavar="CANDIDATE", help=CANDIDATES_HELP)],
     problem: Annotated[str | None, typer.Option(help="Problems, such as 1-8,13; by default those that the file names say.")] = None,
-    preset: Annotated[str, typer.Option(help="Presets, separated by commas.")] = "pkb",
+    preset: Annotated[
+        str, typer.Option(help="Presets, separated by commas: small, pkb, production (all of those), or one by name.")
+    ] = "pkb",
     world_size: Annotated[str | None, typer.Option(help=WORLD_SIZES_HELP)] = None,
     mode: Annotated[str, typer.Option(help="Launch modes to time, separated by commas.")] = "eager,graph",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
@@ -34,9 +40,7 @@ def evaluate_candidates(
     Exit codes: 0 all correct; 2 the request cannot be carried out; 3 a candidate was not shown to be correct (not_run included); 4 peerlane
     itself failed; 130 interrupted.
     """
-    modes = words(mode, "--mode")
-    for item in modes:
-        one_of(item, ("eager", "graph"), "--mode")
+    modes = tuple(cast(Mode, one_of(item, ("eager", "graph"), "--mode")) for item in words(mode, "--mode"))
     presets = words(preset, "--preset")
     sizes = None if world_size is None else positive_integers(world_size, "--world-size")
     chosen = choose_device(device)
@@ -53,7 +57,8 @@ def evaluate_candidates(
         out=out,
     )
     with progress() as shown:
-        results = evaluate(plan, shown)
+        evaluate(plan, shown)
+    results = requested_results(plan, out)
     if as_json:
         print_json(results_json(results))
     else:
@@ -62,13 +67,28 @@ def evaluate_candidates(
     raise typer.Exit(exit_code(results))
 
 
-def choose_device(text: str) -> Literal["cuda", "cpu"]:
+def requested_results(plan: EvaluationPlan, folder: Path) -> list[Result]:
+    """The results of everything that a plan asks for, in its order: those just made, and those that were there and were skipped."""
+    import peerlane
+    from peerlane.evaluate import ResultsStore
+    from peerlane.evaluate.evaluation import make_jobs
+    from peerlane.evaluate.verdict import result_key
+
+    stored = {result.key: result for result in ResultsStore(folder).results()}
+    keys = [
+        result_key(peerlane.__version__, job.candidate.sha256, job.problem.id, job.preset, job.world_size, plan.device, job.modes)
+        for job in make_jobs(plan)
+    ]
+    return [stored[key] for key in dict.fromkeys(keys)]
+
+
+def choose_device(text: str) -> Device:
     """What ``--device`` means on this machine (auto: CUDA where torch is built for it and there is a GPU); raises UsageError."""
     if one_of(text, ("auto", "cuda", "cpu"), "--device") == "auto":
         import torch
 
         return "cuda" if torch.version.cuda is not None and gpu_count() > 0 else "cpu"
-    return cast(Literal["cuda", "cpu"], text)
+    return cast(Device, text)
 
 
 def gpu_count() -> int:
@@ -78,7 +98,7 @@ def gpu_count() -> int:
     return len(discover().gpus)
 
 
-def default_world_sizes(device: Literal["cuda", "cpu"]) -> tuple[int, ...]:
+def default_world_sizes(device: Device) -> tuple[int, ...]:
     """2 and 4 on CPU ranks; of 2, 4 and 8 what the GPUs allow (2 where there are fewer, which the verdict then says)."""
     if device == "cpu":
         return (2, 4)

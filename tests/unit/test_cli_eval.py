@@ -1,0 +1,88 @@
+"""``peerlane eval`` and ``peerlane demo`` from end to end, on two CPU ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from peerlane import cli
+from peerlane.cli._console import ExitCode
+from peerlane.cli.demo import expected_verdicts
+from peerlane.errors import UsageError
+
+RIGHT = """
+import torch
+import torch.distributed as dist
+
+
+def solution(tensor: torch.Tensor) -> torch.Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+"""
+LAZY = "# expect: wrong_result\n\ndef solution(tensor):\n    return tensor.clone()\n"
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Path:
+    """A folder of one right candidate, with one broken candidate in its subfolder."""
+    (tmp_path / "examples" / "broken").mkdir(parents=True)
+    (tmp_path / "examples" / "1_right_pytorch.py").write_text(RIGHT)
+    (tmp_path / "examples" / "broken" / "1_lazy_pytorch.py").write_text(LAZY)
+    return tmp_path / "examples"
+
+
+def test_eval_prints_one_json_object_and_exits_by_the_verdicts(examples: Path, tmp_path: Path) -> None:
+    shared = ["--preset", "small", "--world-size", "2", "--device", "cpu", "--out", str(tmp_path / "out"), "--json"]
+    arguments = ["eval", str(examples), str(examples / "broken"), *shared]
+    first = CliRunner().invoke(cli.app, arguments)
+    assert first.exit_code == ExitCode.NOT_CORRECT, first.output
+    kinds = {item["candidate"]["name"]: item["verdict"]["kind"] for item in json.loads(first.stdout)["results"]}
+    assert kinds == {"1_right_pytorch": "correct", "1_lazy_pytorch": "wrong_result"}
+    assert "2 evaluations to run" in first.stderr and "[2/2] 1_lazy_pytorch" in first.stderr
+
+    again = CliRunner().invoke(cli.app, arguments)
+    assert "0 evaluations to run; 2 already done with this evaluator and skipped" in again.stderr
+    assert again.exit_code == ExitCode.NOT_CORRECT, "what was skipped still counts"
+    assert json.loads(again.stdout) == json.loads(first.stdout)
+
+
+def test_demo_compares_verdicts_with_what_broken_candidates_are_made_for(examples: Path) -> None:
+    arguments = ["demo", "--examples", str(examples), "--world-size", "2"]
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == ExitCode.OK, done.output
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert any(row[:5] == ["1_lazy_pytorch", "1", "2", "wrong_result", "wrong_result"] and row[-1] == "yes" for row in rows)
+    assert any(row[0] == "1_right_pytorch" and "correct" in row for row in rows if row)
+
+    (examples / "broken" / "1_lazy_pytorch.py").write_text(LAZY.replace("wrong_result", "hang"))
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == ExitCode.NOT_CORRECT
+    assert "did not get its expected verdict" in done.stderr
+
+
+def test_demo_needs_its_examples(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["demo", "--examples", str(tmp_path)])
+    assert isinstance(done.exception, UsageError) and "no candidates in" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("source", "kinds"),
+    [
+        ("# expect: hang\nimport torch\n", ("hang",)),
+        ('"""About."""\n\n# expect: unstable, wrong_result\n', ("unstable", "wrong_result")),
+    ],
+)
+def test_expected_verdicts(source: str, kinds: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(source)
+    assert expected_verdicts(tmp_path / "x.py") == kinds
+
+
+@pytest.mark.parametrize("source", ["import torch\n", "# a comment\n# expect: hang\n", "# expect:\n"])
+def test_a_broken_candidate_must_say_what_it_is_made_for(source: str, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(source)
+    with pytest.raises(UsageError, match="does not say what it is made for"):
+        expected_verdicts(tmp_path / "x.py")
