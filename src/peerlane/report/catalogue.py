@@ -58,7 +58,7 @@ def problem_detail(
     return {
         **problem_entry(problem),
         "origin": problem.origin,
-        "signature": signature_text(problem),
+        "signature": problem.signature,
         "summary": problem.summary,
         "notes": list(problem.notes),
         "graph_reason": problem.graph_reason,
@@ -75,20 +75,6 @@ def problem_detail(
         "profile": profile.name,
         "presets": [_preset_detail(problem, preset, world_size, profile) for preset in chosen],
     }
-
-
-def signature_text(problem: Problem) -> str:
-    """``solution(tensor: torch.Tensor, src: int = 0) -> torch.Tensor``, with annotations as they are written in the problem's file."""
-    written = inspect.signature(problem.reference)
-    parameters = [item.replace(annotation=_Bare(item.annotation)) for item in written.parameters.values()]
-    return f"solution{written.replace(parameters=parameters, return_annotation=_Bare(written.return_annotation))}"
-
-
-class _Bare(str):
-    """Text that inspect prints without quotes. Annotations are text in modules that postpone their evaluation, as the problems' do."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def _preset_detail(problem: Problem, preset: Preset, world_size: int, profile: HardwareProfile) -> Entry:
