@@ -1,0 +1,353 @@
+"""Problem 73: cross entropy of logits whose vocabulary is sharded across ranks, forward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems._collective import group_layout, group_members
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import (
+    UNIT_ROUNDOFF,
+    Case,
+    CaseSpec,
+    Cost,
+    Expected,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems._tree import GroupRef
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+
+# Bytes of float64 logits that the oracle holds at a time; it needs about three times as much.
+_CHUNK_BYTES = 2**29
+
+# What the loss, measured in nats, may be off by beyond its own relative error.
+_ABSOLUTE = {BF16: 2 * UNIT_ROUNDOFF[BF16], FP32: 1e-5}
+
+
+@torch.no_grad()
+def reference(vocab_parallel_logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    shard = vocab_parallel_logits.shape[-1]
+    maximum = vocab_parallel_logits.amax(-1)
+    dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+    shifted = vocab_parallel_logits - maximum.to(torch.float32).unsqueeze(-1)
+
+    local = target - dist.get_rank(group) * shard
+    foreign = (local < 0) | (local >= shard)
+    predicted = shifted.gather(-1, local.masked_fill(foreign, 0).unsqueeze(-1)).squeeze(-1).masked_fill_(foreign, 0.0)
+    sums = torch.stack((shifted.exp_().sum(-1), predicted))
+    dist.all_reduce(sums, group=group)
+    total, predicted = sums.unbind()
+    return (total.log() - predicted).to(vocab_parallel_logits.dtype)
+
+
+def _vocabulary(case: Case, rank: int) -> tuple[int, int]:
+    """The whole vocabulary's size V, and a rank's share of it, Vp. ``case``: ``vocab`` = V, or ``vocab_per_rank`` = Vp."""
+    ranks = len(group_members(case, rank))
+    shard = case["vocab_per_rank"] if "vocab_per_rank" in case.params else case["vocab"] // ranks
+    return ranks * shard, shard
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """Logits N(0, scale^2), moved by an amount per token that is small for most and beyond 88 (where exp overflows) for one in fifty.
+
+    Targets are uniform, but for a few of -100 and a few beyond the vocabulary. ``case["padding"]`` logits at the vocabulary's end are -inf,
+    and one target points there. ``case["pattern"]`` may make the rows hard:
+
+    * ``peaked``: one logit stands out by more than 1000, and every other token's target is it: loss 0
+    * ``equal``: all logits of every other token are equal
+    * ``offset``: tokens are moved by +3e4 or -3e4
+    * ``boundary``: targets are first and last entries of shards
+    * ``special``: the first token's logits are all -inf, the second has a NaN on the last rank
+    """
+    members, (vocab, shard) = group_members(case, rank), _vocabulary(case, rank)
+    place, tokens = members.index(rank), math.prod(case["lead"])
+    pattern, padding, shared = case.params.get("pattern"), case.params.get("padding", 0), draw.shared
+    columns = torch.arange(place * shard, (place + 1) * shard, device=draw.device)
+    if group_layout(case):
+        # All ranks must return the same losses, so the groups share one vocabulary's logits.
+        logits = shared.normal((tokens, vocab), FP32)[:, place * shard : (place + 1) * shard].clone()
+    else:
+        logits = draw.normal((tokens, shard), FP32)
+    logits *= case.params.get("scale", 3.0)
+    logits += shared.normal((tokens, 1), FP32) ** 3 * 8.0
+    target = shared.integers(0, vocab - padding, (tokens,))
+    order = shared.permutation(tokens)
+    if pattern == "peaked":
+        winner = shared.integers(0, vocab, (tokens,))
+        logits.masked_fill_(columns == winner.unsqueeze(-1), 3000.0)
+        target[::2] = winner[::2]
+    elif pattern == "equal":
+        logits[::2] = shared.normal((tokens, 1), FP32, scale=3.0)[::2]
+    elif pattern == "offset":
+        logits += shared.integers(0, 2, (tokens, 1), FP32) * 6e4 - 3e4
+    elif pattern == "boundary":
+        edge = shared.integers(0, 2 * len(members), (tokens,))
+        target = edge // 2 * shard + edge % 2 * (shard - 1)
+    elif pattern == "special":
+        logits[0] = -math.inf
+        if place == len(members) - 1:
+            logits[1, 0] = math.nan
+    if padding:
+        logits.masked_fill_(columns >= vocab - padding, -math.inf)
+        target[order[-1:]] = vocab - 1
+    few = max(1, tokens // 128)
+    target[order[:few]] = -100
+    target[order[few : 2 * few]] = vocab + 3
+    lead = tuple(case["lead"])
+    arguments = (logits.to(case.dtype).reshape(*lead, shard), target.reshape(lead))
+    return (*arguments, *(GroupRef(name) for name in group_layout(case)))
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    members, (vocab, _) = group_members(case, rank), _vocabulary(case, rank)
+    shards = [inputs[q][0].flatten(0, -2) for q in members]
+    target = inputs[rank][1].flatten()
+    loss, magnitude = (torch.empty(target.shape, dtype=FP64, device=target.device) for _ in range(2))
+    rows = max(1, _CHUNK_BYTES // (vocab * FP64.itemsize))
+    for first in range(0, target.numel(), rows):
+        part = slice(first, first + rows)
+        logits = torch.cat([shard[part].to(FP64) for shard in shards], dim=-1)
+        maximum = logits.amax(-1)
+        inside = (target[part] >= 0) & (target[part] < vocab)
+        predicted = logits.gather(-1, target[part].where(inside, 0).unsqueeze(-1)).squeeze(-1).where(inside, maximum)
+        logits -= maximum.unsqueeze(-1)
+        partition = logits.exp_().sum(-1).log()
+        loss[part] = partition - (predicted - maximum)
+        magnitude[part] = (partition + maximum).abs() + predicted.abs()
+    # In units of the absolute tolerance: a log-sum-exp and its difference from a logit in float32 err in proportion to their sizes.
+    magnitude = 1.0 + magnitude * (4 * UNIT_ROUNDOFF[FP32] / _ABSOLUTE[case.dtype])
+    lead = tuple(case["lead"])
+    return Expected("loss", loss.reshape(lead), case.dtype, magnitude=magnitude.reshape(lead))
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    """The loss, in nats, has a natural scale of one: a relative error of the sum of exponentials is an absolute error of its logarithm.
+
+    In bfloat16: one roundoff for the result and one for the target's shifted logit or the sum of exponentials, each of them half a roundoff
+    or less on average over many tokens. In float32: 1e-5 for the sum over the vocabulary, and what the oracle adds for large logits.
+    """
+    if case.dtype == FP32:
+        return {"loss": Tolerance(relative=2 * UNIT_ROUNDOFF[FP32], magnitude=_ABSOLUTE[FP32])}
+    normwise = 5e-3 if math.prod(case["lead"]) >= 64 else None
+    return {"loss": Tolerance(relative=2 * UNIT_ROUNDOFF[BF16], magnitude=_ABSOLUTE[BF16], normwise=normwise)}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """Two float32 numbers per token (a shard's log-sum-exp and its target logit) go to one rank that combines them; the loss comes back."""
+    tokens, ranks, (_, shard), size = math.prod(case["lead"]), len(group_members(case, rank)), _vocabulary(case, rank), case.dtype.itemsize
+    port = (8 + size) * tokens * (ranks - 1) / ranks
+    return Cost(
+        hbm_bytes=tokens * (shard * size + 8 + size),
+        egress_bytes=port,
+        ingress_bytes=port,
+        flops={"fp32": 4 * tokens * shard},
+    )
+
+
+def _whole(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """The float32 logits of the whole vocabulary."""
+    return torch.cat([inputs[q][0].to(FP32) for q in group_members(case, rank)], dim=-1)
+
+
+def _picked(logits: torch.Tensor, target: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """The targets' logits where ``logits`` begins at vocabulary entry ``first``; NaN for targets that it does not hold."""
+    local = target - first
+    inside = (local >= 0) & (local < logits.shape[-1])
+    return logits.gather(-1, local.where(inside, 0).unsqueeze(-1)).squeeze(-1).where(inside, math.nan)
+
+
+def _dense(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    maximum = logits.amax(-1)
+    shifted = logits - maximum.unsqueeze(-1)
+    predicted = _picked(shifted, target)
+    return shifted.exp().sum(-1).log() - predicted.where((target >= 0) & (target < logits.shape[-1]), 0.0)
+
+
+def _merged_shards(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """Every rank's log-sum-exp, merged, in float32; a target out of range is replaced by the maximum."""
+    target, (vocab, shard) = inputs[rank][1], _vocabulary(case, rank)
+    sums, maxima, predicted = [], [], torch.zeros(target.shape, device=target.device)
+    for place, q in enumerate(group_members(case, rank)):
+        logits = inputs[q][0].to(FP32)
+        sums.append(torch.logsumexp(logits, -1))
+        maxima.append(logits.amax(-1))
+        own = target.div(shard, rounding_mode="floor") == place
+        predicted = torch.where(own, _picked(logits, target, place * shard), predicted)
+    predicted = predicted.where((target >= 0) & (target < vocab), torch.stack(maxima).amax(0))
+    return (torch.logsumexp(torch.stack(sums), 0) - predicted).to(case.dtype)
+
+
+def _online(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """One pass over blocks of the vocabulary with a running maximum and a rescaled sum, in float32."""
+    logits, target = _whole(case, inputs, rank), inputs[rank][1]
+    maximum, total = logits[..., 0].clone(), torch.ones(target.shape, device=target.device)
+    for block in torch.split(logits[..., 1:], 3, dim=-1):
+        larger = torch.maximum(maximum, block.amax(-1))
+        # Before the first finite logit the maximum is -inf, and there is nothing to rescale.
+        weights = torch.exp(block - larger.unsqueeze(-1)).sum(-1)
+        total = torch.where(larger == maximum, total, total * torch.exp(maximum - larger)) + weights
+        maximum = larger
+    inside = (target >= 0) & (target < logits.shape[-1])
+    return (total.log() - (_picked(logits, target) - maximum).where(inside, 0.0)).to(case.dtype)
+
+
+def _local_vocabulary(context: NullContext) -> torch.Tensor:
+    """The loss over the rank's own shard; a foreign target counts as none."""
+    logits, target = context.args[:2]
+    place = group_members(context.case, context.rank).index(context.rank)
+    return _dense(logits.to(FP32), target - place * logits.shape[-1]).to(context.case.dtype)
+
+
+def _foreign_target_ignored(context: NullContext) -> torch.Tensor:
+    """The right partition sum, without the target's logit where another rank holds it."""
+    logits, target = context.args[:2]
+    place = group_members(context.case, context.rank).index(context.rank)
+    own = target.div(logits.shape[-1], rounding_mode="floor") == place
+    whole = _whole(context.case, context.inputs, context.rank)
+    return _dense(whole, target.where(own, -1)).to(context.case.dtype)
+
+
+def _sum_not_reduced(context: NullContext) -> torch.Tensor:
+    """The right maximum and target, but only the rank's own sum of exponentials."""
+    whole, target = _whole(context.case, context.inputs, context.rank), context.args[1]
+    maximum = whole.amax(-1)
+    total = torch.exp(context.args[0].to(FP32) - maximum.unsqueeze(-1)).sum(-1)
+    predicted = _picked(whole, target) - maximum
+    return (total.log() - predicted.where((target >= 0) & (target < whole.shape[-1]), 0.0)).to(context.case.dtype)
+
+
+def _no_maximum(context: NullContext) -> torch.Tensor:
+    whole, target = _whole(context.case, context.inputs, context.rank), context.args[1]
+    inside = (target >= 0) & (target < whole.shape[-1])
+    return (whole.exp().sum(-1).log() - _picked(whole, target).where(inside, whole.amax(-1))).to(context.case.dtype)
+
+
+def _outside_counts_as(context: NullContext, value: float | None) -> torch.Tensor:
+    """The right answer but for targets out of range: ``value``, or the unshifted log-partition."""
+    whole, target = _whole(context.case, context.inputs, context.rank), context.args[1]
+    outside = (target < 0) | (target >= whole.shape[-1])
+    spoilt = torch.logsumexp(whole, -1) if value is None else torch.full(target.shape, value, device=target.device)
+    return torch.where(outside, spoilt.to(context.case.dtype), context.answer)
+
+
+def _whole_world(context: NullContext) -> torch.Tensor:
+    logits = torch.cat([args[0].to(FP32) for args in context.inputs], dim=-1)
+    return _dense(logits, context.args[1]).to(context.case.dtype)
+
+
+def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+    return case(label, dtype, **{"lead": (2, 7), "vocab_per_rank": 5, **params})
+
+
+PRESETS = (
+    preset(
+        "small",
+        "odd sizes; targets out of range, at shards' edges and in padding; peaked, equal, far-off, NaN and -inf logits; strided groups",
+        _small("scaled_fp32", FP32, scale=10.0),
+        _small("scaled_bf16", BF16, scale=10.0),
+        _small("peaked_fp32", FP32, scale=200.0, pattern="peaked"),
+        _small("peaked_bf16", BF16, scale=200.0, pattern="peaked"),
+        _small("equal_fp32", FP32, pattern="equal"),
+        _small("equal_bf16", BF16, pattern="equal"),
+        _small("offset_fp32", FP32, pattern="offset"),
+        _small("offset_bf16", BF16, scale=300.0, pattern="offset"),
+        _small("boundary_bf16", BF16, pattern="boundary"),
+        _small("padding_fp32", FP32, padding=6),
+        _small("padding_bf16", BF16, padding=6),
+        _small("special_fp32", FP32, pattern="special"),
+        _small("special_bf16", BF16, pattern="special"),
+        _small("wide_bf16", BF16, lead=(97,), vocab_per_rank=1003, scale=1.0),
+        _small("wide_fp32", FP32, lead=(3, 1, 11), vocab_per_rank=1003),
+        case("strided_group_bf16", BF16, lead=(2, 7), vocab_per_rank=5, group="strided", world_sizes=(4, 8)),
+    ),
+    preset("pkb", "the public benchmark's shape: a vocabulary of 512", case("bf16", BF16, lead=(8, 1024), vocab=512)),
+    preset(
+        "production_llama3_loss",
+        "vocabulary 128256, 8192 tokens",
+        case("bf16", BF16, lead=(8192,), vocab=128256),
+        case("fp32", FP32, lead=(8192,), vocab=128256),
+    ),
+    preset(
+        "production_qwen3_loss",
+        "4096 tokens, float32 logits, vocabulary 151936; and 152064, the last 128 of them padding",
+        case("fp32", FP32, lead=(4096,), vocab=151936),
+        case("padded_fp32", FP32, lead=(4096,), vocab=152064, padding=128),
+    ),
+    preset(
+        "production_gemma3_loss",
+        "8192 tokens, vocabulary 262144; and 256000, that of Gemma 2",
+        case("bf16", BF16, lead=(8192,), vocab=262144),
+        case("gemma2_bf16", BF16, lead=(8192,), vocab=256000),
+    ),
+)
+
+
+def _labels(*, without: str) -> tuple[str, ...]:
+    """The cases that do not follow a pattern."""
+    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.params.get("pattern") != without)
+
+
+PROBLEM = Problem(
+    id=73,
+    slug="vocab_parallel_cross_entropy",
+    title="Vocabulary-parallel cross entropy, forward",
+    category="vocab_parallel",
+    parallelism=("vocabulary", "tensor"),
+    origin="Megatron-LM: the loss of models whose output projection is sharded over the vocabulary",
+    summary=(
+        "vocab_parallel_logits (..., Vp) holds vocabulary entries [r Vp, (r+1) Vp); target (...) holds ids of the whole vocabulary, equal on "
+        "all ranks of the group (the world if None). Every rank returns, per token and in the logits' dtype, log(sum of exp(l_v)) - l_t with "
+        "l the logits less their maximum over the whole vocabulary, and log(sum of exp(l_v)) alone for a target outside [0, W Vp). The "
+        "logits may be overwritten."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer("local_vocabulary", "the loss over the rank's own shard", _local_vocabulary),
+        NullAnswer("foreign_target_ignored", "no target term where another rank holds the target", _foreign_target_ignored),
+        NullAnswer("sum_not_reduced", "the sum of exponentials over the rank's own shard", _sum_not_reduced),
+        NullAnswer(
+            "no_maximum_subtraction",
+            "exp of the bare logits",
+            _no_maximum,
+            cases=("small/peaked_fp32", "small/peaked_bf16", "small/offset_fp32", "small/offset_bf16", "pkb/bf16"),
+        ),
+        NullAnswer(
+            "ignore_index",
+            "loss 0 for targets out of range, which is right where one logit takes all the weight",
+            lambda c: _outside_counts_as(c, 0.0),
+            cases=_labels(without="peaked"),
+        ),
+        NullAnswer(
+            "unshifted_partition", "log-partition of the bare logits for targets out of range", lambda c: _outside_counts_as(c, None)
+        ),
+        NullAnswer("whole_world", "group ignored", _whole_world, cases=("small/strided_group_bf16",)),
+    ),
+    honest_variants=(HonestVariant("merged_shards_fp32", _merged_shards), HonestVariant("online_fp32", _online)),
+    excused={"another_rank": "all ranks have the same answer"},
+    process_groups=group_layout,
+    replicated=True,
+    mutates=frozenset({"vocab_parallel_logits"}),
+    notes=(
+        "The public reference leaves its logits shifted by the maximum. That is allowed, not required: no answer depends on it, and our "
+        "reference leaves them alone.",
+        "The public reference rounds every step to the logits' dtype; here the answer is rounded once, with room for one more rounding.",
+        "The public benchmark's targets follow a fixed pattern and are always in range; here some are -100 or beyond the vocabulary.",
+    ),
+)
