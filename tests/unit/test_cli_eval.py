@@ -28,16 +28,18 @@ LAZY = "# expect: wrong_result\n\ndef solution(tensor):\n    return tensor.clone
 
 @pytest.fixture
 def examples(tmp_path: Path) -> Path:
-    """A folder of one right candidate, with one broken candidate in its subfolder."""
-    (tmp_path / "examples" / "broken").mkdir(parents=True)
-    (tmp_path / "examples" / "1_right_pytorch.py").write_text(RIGHT)
+    """A folder with a right, a broken and a CUDA candidate in its subfolders."""
+    for name in ("pytorch", "broken", "cuda"):
+        (tmp_path / "examples" / name).mkdir(parents=True)
+    (tmp_path / "examples" / "pytorch" / "1_right_pytorch.py").write_text(RIGHT)
+    (tmp_path / "examples" / "cuda" / "1_right_cuda.py").write_text(RIGHT)
     (tmp_path / "examples" / "broken" / "1_lazy_pytorch.py").write_text(LAZY)
     return tmp_path / "examples"
 
 
 def test_eval_prints_one_json_object_and_exits_by_the_verdicts(examples: Path, tmp_path: Path) -> None:
     shared = ["--preset", "small", "--world-size", "2", "--device", "cpu", "--out", str(tmp_path / "out"), "--json"]
-    arguments = ["eval", str(examples), str(examples / "broken"), *shared]
+    arguments = ["eval", str(examples / "pytorch"), str(examples / "broken"), *shared]
     first = CliRunner().invoke(cli.app, arguments)
     assert first.exit_code == ExitCode.NOT_CORRECT, first.output
     kinds = {item["candidate"]["name"]: item["verdict"]["kind"] for item in json.loads(first.stdout)["results"]}
@@ -54,6 +56,7 @@ def test_demo_compares_verdicts_with_what_broken_candidates_are_made_for(example
     arguments = ["demo", "--examples", str(examples), "--world-size", "2"]
     done = CliRunner().invoke(cli.app, arguments)
     assert done.exit_code == ExitCode.OK, done.output
+    assert "left out, for they run on GPUs only (--device cuda): 1_right_cuda\n" in done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert any(row[:5] == ["1_lazy_pytorch", "1", "2", "wrong_result", "wrong_result"] and row[-1] == "yes" for row in rows)
     assert any(row[0] == "1_right_pytorch" and "correct" in row for row in rows if row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     from peerlane.evaluate import CandidateFile
     from peerlane.evaluate.verdict import Result
 
+BROKEN = "broken"
 EXPECTED = re.compile(r"#\s*expect:\s*(\w+(?:\s*,\s*\w+)*)\s*")
 
 
 def demo(
-    examples: Annotated[Path, typer.Option(help="Folder of good candidates, with the broken ones in its subfolder broken.")] = Path(
-        "examples"
-    ),
+    examples: Annotated[
+        Path, typer.Option(help="Folder of good candidates, also in subfolders; those in broken/ are made to fail.")
+    ] = Path("examples"),
     preset: Annotated[str, typer.Option(help="The preset to judge on.")] = "small",
     world_size: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "cpu",
@@ -39,7 +41,10 @@ def demo(
 
     from peerlane.evaluate import discover
 
-    good, broken = discover([str(examples)]), discover([str(examples / "broken")])
+    good, broken = discover(good_folders(examples)), discover([str(examples / BROKEN)])
+    if chosen == "cpu" and (on_gpus := [candidate for candidate in good if candidate.backend == "cuda"]):
+        print(f"left out, for they run on GPUs only (--device cuda): {', '.join(candidate.name for candidate in on_gpus)}", file=sys.stderr)
+        good = [candidate for candidate in good if candidate.backend != "cuda"]
     expected = {candidate.name: expected_verdicts(candidate.path) for candidate in broken if candidate.path is not None}
     good_results = _run(good, preset, sizes, chosen)
     broken_results = _run(broken, preset, sizes, chosen)
@@ -55,6 +60,16 @@ def demo(
     if code != ExitCode.OK:
         print_error("the demonstration failed: a good candidate is not correct, or a broken one did not get its expected verdict")
     raise typer.Exit(code)
+
+
+def good_folders(examples: Path) -> list[str]:
+    """The folder and its subfolders that hold candidates, but for the broken ones; raises UsageError if there are none."""
+    folders = sorted({path.parent for path in examples.rglob("*.py") if re.match(r"\d+_", path.name)} - {examples / BROKEN})
+    if not folders:
+        raise UsageError(
+            f"there are no candidates in {examples}: run this in a checkout of the repository, or name a folder with --examples"
+        )
+    return [str(folder) for folder in folders]
 
 
 def expected_verdicts(path: Path) -> tuple[str, ...]:
