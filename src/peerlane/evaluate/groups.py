@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import selectors
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate.protocol import Channel, Message
 
+_REPORTED_KINDS = {"runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run"}
 _GRACE_S = 0.5  # after the first rank fails, the others have this long to report before the group is killed
 
 
@@ -104,13 +104,6 @@ class RankGroup:
             for rank in sorted(waiting):
                 selector.register(self._ranks[rank], selectors.EVENT_READ, rank)
             while waiting and (left := end - time.monotonic()) > 0:
-                for rank in sorted(waiting & set(self._exits)):
-                    waiting.discard(rank)
-                    failure = failure or self._exit_failure(rank, phase)
-                if not waiting:
-                    break
-                if failure is not None:
-                    end = min(end, time.monotonic() + _GRACE_S)
                 for key, _ in selector.select(left):
                     if key.data is None:
                         failure = self._read_control(phase) or failure
@@ -127,6 +120,11 @@ class RankGroup:
                         answers[key.data] = outcome
                     waiting.discard(key.data)
                     selector.unregister(key.fileobj)
+                for rank in sorted(waiting & set(self._exits)):
+                    waiting.discard(rank)
+                    failure = failure or self._exit_failure(rank, phase)
+                if failure is not None:
+                    end = min(end, time.monotonic() + _GRACE_S)
         if failure is not None:
             raise failure
         if waiting:
@@ -145,9 +143,9 @@ class RankGroup:
             if message.get("ok") is True:
                 return message
             report = message.get("error")
-            if not isinstance(report, dict):
+            if not isinstance(report, dict) or report.get("kind") not in _REPORTED_KINDS:
                 return GroupFailure("garbage", phase, "an answer that is neither ok nor an error", rank=rank)
-            return GroupFailure(str(report.get("kind")), phase, str(report.get("message") or "no message"), rank=rank)
+            return GroupFailure(report["kind"], phase, str(report.get("message", "")).strip() or "no message", rank=rank)
         return None if open_ else GroupFailure("exit", phase, "the process ended", rank=rank)
 
     def _read_control(self, phase: str) -> GroupFailure | None:
@@ -172,7 +170,8 @@ class RankGroup:
         if status is None:
             how = "closed its command socket"
         elif status < 0:
-            how = f"was ended by signal {signal.Signals(-status).name}"
+            known = {member.value: member.name for member in signal.Signals}
+            how = f"was ended by signal {known.get(-status, -status)}"  # real-time signals have no names
         else:
             how = f"exited with status {status}"
         return GroupFailure("exit", phase, f"rank {rank} {how}", rank=rank)
@@ -197,12 +196,10 @@ class RankGroup:
         """The end of what the ranks printed, one section per rank that printed anything."""
         parts = []
         for rank, fd in enumerate(self._logs):
-            size = os.fstat(fd).st_size
-            if size:
-                with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as view:
-                    text = bytes(view[max(0, size - characters) :]).decode(errors="replace").strip()
-                if text:
-                    parts.append(f"[rank {rank}] {text}")
+            # The rank can shorten its log at any moment: a read comes back empty then, where a memory map would be fatal.
+            data = os.pread(fd, characters, max(0, os.fstat(fd).st_size - characters))
+            if text := data.decode(errors="replace").strip():
+                parts.append(f"[rank {rank}] {text}")
         return "\n".join(parts)
 
     def kill(self, deadline_s: float = 10.0) -> None:

@@ -7,6 +7,7 @@ candidate's process sends is untrusted: a frame that is too long or is no JSON o
 from __future__ import annotations
 
 import json
+import re
 import socket
 import struct
 from typing import Any
@@ -17,6 +18,7 @@ Message = dict[str, Any]
 
 MAX_MESSAGE_BYTES = 16 << 20
 _HEADER = struct.Struct("<I")
+_SURROGATE = re.compile(rb"\\ud", re.IGNORECASE)
 
 
 def encode(message: Message) -> bytes:
@@ -65,6 +67,8 @@ class Channel:
         del self._buffer[: _HEADER.size + length]
         try:
             message = json.loads(body)
+            if _SURROGATE.search(body):  # those without a partner are valid JSON, but cannot be encoded when a result is written
+                message = json.loads(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"frame is not JSON: {error}") from None
         if not isinstance(message, dict):
