@@ -1,0 +1,19 @@
+# expect: hang
+"""Right, but its processes do not end: a function registered with atexit never returns."""
+
+import atexit
+import time
+
+import torch.distributed as dist
+
+
+@atexit.register
+def linger():
+    while True:
+        time.sleep(1)
+
+
+def solution(tensor):
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
