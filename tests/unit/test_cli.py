@@ -208,6 +208,12 @@ def test_exit_codes_of_errors(error: BaseException, code: int, monkeypatch: pyte
     assert "Traceback" not in capsys.readouterr().err
 
 
+def test_a_defect_is_a_harness_failure_with_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(problems, "all_problems", lambda: 1 / 0)
+    assert run(monkeypatch, "list") == ExitCode.HARNESS
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_exit_codes_of_verdicts() -> None:
     harness = result(verdict=HarnessFailure(phase="spawn", message="no ranks"), speed=())
     absent = result(verdict=NotRun(missing="a GPU"), speed=())

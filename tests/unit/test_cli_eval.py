@@ -10,8 +10,11 @@ from typer.testing import CliRunner
 
 from peerlane import cli
 from peerlane.cli._console import ExitCode
-from peerlane.cli.demo import expected_verdicts
+from peerlane.cli.demo import Expectation, can_run, good_folders, read_expectation
 from peerlane.errors import UsageError
+from peerlane.evaluate import discover
+
+ROOT = Path(__file__).resolve().parents[2]
 
 RIGHT = """
 import torch
@@ -56,7 +59,7 @@ def test_demo_compares_verdicts_with_what_broken_candidates_are_made_for(example
     arguments = ["demo", "--examples", str(examples), "--world-size", "2"]
     done = CliRunner().invoke(cli.app, arguments)
     assert done.exit_code == ExitCode.OK, done.output
-    assert "left out, for they run on GPUs only (--device cuda): 1_right_cuda\n" in done.stderr
+    assert "--device cpu lacks what they need: 1_right_cuda\n" in done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     assert any(row[:5] == ["1_lazy_pytorch", "1", "2", "wrong_result", "wrong_result"] and row[-1] == "yes" for row in rows)
     assert any(row[0] == "1_right_pytorch" and "correct" in row for row in rows if row)
@@ -73,19 +76,36 @@ def test_demo_needs_its_examples(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "kinds"),
+    ("source", "expected"),
     [
-        ("# expect: hang\nimport torch\n", ("hang",)),
-        ('"""About."""\n\n# expect: unstable, wrong_result\n', ("unstable", "wrong_result")),
+        ("# expect: hang\nimport torch\n", Expectation(("hang",), ("hang",))),
+        ("# expect: unstable, wrong_result\n", Expectation(("unstable", "wrong_result"), ("unstable", "wrong_result"))),
+        ("# expect: cuda_error on gpu, not_run on cpu\n# needs: nvrtc\n", Expectation(("cuda_error",), ("not_run",), "nvrtc")),
+        ("# expect: hang on gpu\n", Expectation(("hang",), ())),
     ],
 )
-def test_expected_verdicts(source: str, kinds: tuple[str, ...], tmp_path: Path) -> None:
+def test_expectations(source: str, expected: Expectation, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text(source)
-    assert expected_verdicts(tmp_path / "x.py") == kinds
+    assert read_expectation(tmp_path / "x.py") == expected
 
 
-@pytest.mark.parametrize("source", ["import torch\n", "# a comment\n# expect: hang\n", "# expect:\n"])
+@pytest.mark.parametrize("source", ["import torch\n", "import torch\n# expect: hang\n", "# expect:\n", "# expect: hang\n# needs: luck\n"])
 def test_a_broken_candidate_must_say_what_it_is_made_for(source: str, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text(source)
     with pytest.raises(UsageError, match="does not say what it is made for"):
-        expected_verdicts(tmp_path / "x.py")
+        read_expectation(tmp_path / "x.py")
+
+
+def test_what_needs_a_gpu_is_left_out_on_cpu() -> None:
+    assert can_run(Expectation(("hang",), ("hang",)), "cpu")
+    assert not can_run(Expectation(("hang",), ("hang",), "gpu"), "cpu") and can_run(Expectation(("hang",), ("hang",), "gpu"), "cuda")
+    assert not can_run(Expectation(("hang",), ()), "cpu")
+
+
+def test_bundled_examples_say_what_they_are_made_for() -> None:
+    broken = [candidate.path for candidate in discover([str(ROOT / "examples" / "broken")]) if candidate.path is not None]
+    expected = [read_expectation(path) for path in broken]
+    kinds = {kind for expectation in expected for kind in (*expectation.cuda, *expectation.cpu)}
+    assert {"wrong_result", "wrong_type", "build_error", "import_error", "runtime_error", "hang"} <= kinds
+    good = discover(good_folders(ROOT / "examples"))
+    assert len({candidate.problem for candidate in good}) >= 6

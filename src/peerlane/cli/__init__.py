@@ -6,6 +6,7 @@ Exit codes: see :class:`peerlane.cli._console.ExitCode`.
 from __future__ import annotations
 
 import sys
+import traceback
 
 import typer
 
@@ -45,4 +46,9 @@ def main() -> None:
         sys.exit(ExitCode.USAGE)
     except PeerlaneError as error:
         print_error(f"{type(error).__name__}: {error}")
+        sys.exit(ExitCode.HARNESS)
+    except Exception:
+        # A defect of peerlane: with its traceback, and never with an exit code that could be read as a verdict.
+        traceback.print_exc()
+        print_error("this is a defect of peerlane, please report it")
         sys.exit(ExitCode.HARNESS)

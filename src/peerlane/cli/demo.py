@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
     from peerlane.evaluate.verdict import Result
 
 BROKEN = "broken"
-EXPECTED = re.compile(r"#\s*expect:\s*(\w+(?:\s*,\s*\w+)*)\s*")
+BROKEN_DEADLINE_S = 8.0
+"""For calls of broken candidates, some of which never return; good ones get the usual, longer deadlines."""
 
 
 def demo(
@@ -42,12 +45,14 @@ def demo(
     from peerlane.evaluate import discover
 
     good, broken = discover(good_folders(examples)), discover([str(examples / BROKEN)])
-    if chosen == "cpu" and (on_gpus := [candidate for candidate in good if candidate.backend == "cuda"]):
-        print(f"left out, for they run on GPUs only (--device cuda): {', '.join(candidate.name for candidate in on_gpus)}", file=sys.stderr)
-        good = [candidate for candidate in good if candidate.backend != "cuda"]
-    expected = {candidate.name: expected_verdicts(candidate.path) for candidate in broken if candidate.path is not None}
-    good_results = _run(good, preset, sizes, chosen)
-    broken_results = _run(broken, preset, sizes, chosen)
+    made_for = {candidate.name: read_expectation(candidate.path) for candidate in broken if candidate.path is not None}
+    left_out = {candidate.name for candidate in good if candidate.backend == "cuda" and chosen == "cpu"}
+    left_out |= {name for name, expectation in made_for.items() if not can_run(expectation, chosen)}
+    if left_out:
+        print(f"left out, for this machine or --device {chosen} lacks what they need: {', '.join(sorted(left_out))}", file=sys.stderr)
+    good_results = _run([item for item in good if item.name not in left_out], preset, sizes, chosen)
+    broken_results = _run([item for item in broken if item.name not in left_out], preset, sizes, chosen, BROKEN_DEADLINE_S)
+    expected = {name: expectation.on(chosen) for name, expectation in made_for.items()}
     rows = [comparison(result, expected) for result in broken_results]
     if as_json:
         broken_json = results_json(broken_results)["results"]
@@ -72,14 +77,51 @@ def good_folders(examples: Path) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def expected_verdicts(path: Path) -> tuple[str, ...]:
-    """The kinds of verdict a broken candidate is made for, from its first comment, ``# expect: wrong_result``; raises UsageError."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if match := EXPECTED.fullmatch(line):
-            return tuple(kind.strip() for kind in match[1].split(","))
-        if line.startswith("#"):
-            break
-    raise UsageError(f"{path} does not say what it is made for: expected a first comment line such as '# expect: wrong_result'")
+@dataclass(frozen=True)
+class Expectation:
+    """What a broken candidate is made for.
+
+    Attributes:
+        cuda, cpu: the verdicts that are right for it on GPUs and on CPU ranks.
+        needs: ``gpu`` or ``nvrtc``, if it says nothing without it.
+    """
+
+    cuda: tuple[str, ...]
+    cpu: tuple[str, ...]
+    needs: str | None = None
+
+    def on(self, device: Device) -> tuple[str, ...]:
+        """The verdicts that are right on this device."""
+        return self.cuda if device == "cuda" else self.cpu
+
+
+def read_expectation(path: Path) -> Expectation:
+    """From the comments that a broken candidate starts with; raises UsageError if they do not say.
+
+    ``# expect: hang``, ``# expect: cuda_error on gpu, runtime_error on cpu``, then perhaps ``# needs: nvrtc``. Several verdicts for one
+    device are all right.
+    """
+    comments = list(itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines()))
+    stated = dict(re.findall(r"^#\s*(expect|needs):\s*(.+?)\s*$", "\n".join(comments), re.MULTILINE))
+    verdicts = [re.fullmatch(r"\s*(\w+)(?: on (gpu|cpu))?\s*", part) for part in stated.get("expect", "").split(",")]
+    needs = stated.get("needs")
+    if not all(verdicts) or needs not in (None, "gpu", "nvrtc"):
+        raise UsageError(
+            f"{path} does not say what it is made for: expected a first line such as '# expect: wrong_result' or "
+            f"'# expect: cuda_error on gpu, not_run on cpu', then perhaps '# needs: gpu' or '# needs: nvrtc'; got {comments}"
+        )
+    pairs = [(match[1], match[2]) for match in verdicts if match]
+    cuda, cpu = (tuple(kind for kind, device in pairs if device in (None, name)) for name in ("gpu", "cpu"))
+    return Expectation(cuda, cpu, needs)
+
+
+def can_run(expectation: Expectation, device: Device) -> bool:
+    """True if this machine can show what the candidate is made for."""
+    from peerlane.hardware.doctor import check_cuda_bindings, check_nvrtc
+
+    if not expectation.on(device) or (expectation.needs == "gpu" and device == "cpu"):
+        return False
+    return expectation.needs != "nvrtc" or (check_nvrtc().status == "ok" and check_cuda_bindings().status == "ok")
 
 
 def comparison(result: Result, expected: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -104,9 +146,13 @@ def demo_exit_code(good: Sequence[Result], broken: Sequence[Result], rows: Seque
     return ExitCode.OK if as_expected else ExitCode.NOT_CORRECT
 
 
-def _run(candidates: list[CandidateFile], preset: str, world_sizes: tuple[int, ...], device: Device) -> list[Result]:
+def _run(
+    candidates: list[CandidateFile], preset: str, world_sizes: tuple[int, ...], device: Device, deadline_s: float | None = None
+) -> list[Result]:
     from peerlane.evaluate import EvaluationPlan, evaluate
+    from peerlane.settings import Deadlines
 
+    deadlines = Deadlines() if deadline_s is None else Deadlines().with_calls(deadline_s)
     # Nothing is stored, so that a demonstration always runs.
     plan = EvaluationPlan(
         candidates=candidates,
@@ -116,6 +162,7 @@ def _run(candidates: list[CandidateFile], preset: str, world_sizes: tuple[int, .
         modes=("eager", "graph"),
         device=device,
         out=None,
+        deadlines=deadlines,
     )
     with progress() as shown:
         return evaluate(plan, shown)
