@@ -131,7 +131,7 @@ class CandidateRank(Rank):
     def timed_block(self, request: Message) -> dict[str, Any]:
         """One timed block; the answer carries the times and what the calls returned."""
         attached = self._spaces[request["space"]]
-        times = attached.blocks[request["mode"]].run()
+        times = attached.blocks[request["mode"]].run(self.cores)
         return {**times, "outputs": attached.outputs.descriptions}
 
     def call(self, request: Message) -> dict[str, Any]:

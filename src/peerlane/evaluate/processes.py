@@ -32,6 +32,29 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def core_of_rank(rank: int, world_size: int) -> set[int] | None:
+    """The core on which a rank's calling thread is timed: the same for this rank in every group, and no other rank's.
+
+    A thread that the scheduler moves about calls up to twice as slowly for seconds at a time. Only one group is busy at a time, so all
+    groups can use the same cores. None where there are not more cores than ranks.
+    """
+    cores = physical_cores(os.sched_getaffinity(0))
+    return {cores[1 + rank * (len(cores) - 1) // world_size]} if len(cores) > world_size else None
+
+
+def physical_cores(allowed: set[int]) -> list[int]:
+    """One CPU number per physical core among these, ascending."""
+    cores: dict[str, int] = {}
+    for cpu in sorted(allowed):
+        try:
+            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
+                siblings = file.read().strip()
+        except OSError:
+            siblings = str(cpu)
+        cores.setdefault(siblings, cpu)
+    return sorted(cores.values())
+
+
 def descendants(root: int) -> list[int]:
     """All living descendants of a process, children before grandchildren."""
     children: dict[int, list[int]] = defaultdict(list)

@@ -6,8 +6,9 @@ maximum over the ranks per call. Functions used while candidate code is present 
 
 from __future__ import annotations
 
+import abc
 import gc
-import time
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,9 @@ _Event = torch.cuda.Event
 _record = torch.cuda.Event.record
 _elapsed = torch.cuda.Event.elapsed_time
 _synchronize = torch.cuda.synchronize
+_replay = torch.cuda.CUDAGraph.replay
 _all_reduce = dist.all_reduce
-_clock = time.perf_counter_ns
+_get_affinity, _set_affinity = os.sched_getaffinity, os.sched_setaffinity
 _collect, _gc_enable, _gc_disable = gc.collect, gc.enable, gc.disable
 
 Solution = Callable[..., Tree]
@@ -32,7 +34,7 @@ def _timer(**options: bool) -> torch.cuda.Event:
     return _Event(enable_timing=True, **options)  # type: ignore[no-untyped-call]
 
 
-class Block:
+class Block(abc.ABC):
     """K slots of one case on this rank, in one launch mode, with the events that time them."""
 
     def __init__(self, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> None:
@@ -41,27 +43,29 @@ class Block:
         self._starts: list[torch.cuda.Event] = []
         self._ends: list[torch.cuda.Event] = []
 
+    @abc.abstractmethod
     def _run(self) -> None:
-        raise NotImplementedError
+        """Enqueues the calls of all slots."""
 
-    def run(self) -> dict[str, Any]:
-        """One block. Returns ``iterations_us`` (per slot), ``span_us`` (first start to last end), ``host_us`` (this rank's clock)."""
+    def run(self, cores: set[int] | None) -> dict[str, Any]:
+        """One block, this thread kept on ``cores``. Returns ``iterations_us`` (per slot) and ``span_us`` (first start to last end)."""
         _collect()
         _gc_disable()
+        everywhere = _get_affinity(0)
         try:
+            if cores is not None:
+                _set_affinity(0, cores)  # this thread alone: NCCL's threads on the same core would slow it down
             _synchronize()
-            begin = _clock()
             _all_reduce(self._barrier)
             self._run()
             _synchronize()
-            host_us = (_clock() - begin) / 1e3
         finally:
+            _set_affinity(0, everywhere)
             _gc_enable()
         iterations = [_elapsed(start, end) * 1e3 for start, end in zip(self._starts, self._ends, strict=True)]
         return {
             "iterations_us": iterations,
             "span_us": _elapsed(self._starts[0], self._ends[-1]) * 1e3,
-            "host_us": host_us,
         }
 
 
@@ -84,27 +88,34 @@ class EagerBlock(Block):
 
 
 class GraphBlock(Block):
-    """Captures one call per slot into a CUDA graph, snapshots included, and replays it. Raises what the capture raises."""
+    """Captures the call of every slot, with its snapshot, into a CUDA graph of its own and replays them in order.
+
+    One graph for the whole block would be wrong: NCCL ties every captured collective to all earlier ones of the same graph, so that the
+    k-th costs in proportion to k. Raises what the capture raises.
+    """
 
     def __init__(self, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> None:
         super().__init__(solution, args, outputs, device)
         self._starts = [_timer(external=True) for _ in args]
         self._ends = [_timer(external=True) for _ in args]
-        self._graph = torch.cuda.CUDAGraph()
         _all_reduce(self._barrier)
         _synchronize()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            for slot, slot_args in enumerate(args):
+        self._graphs = []
+        pool = torch.cuda.graph_pool_handle()
+        for slot, slot_args in enumerate(args):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 _record(self._starts[slot])
                 output = solution(*slot_args)
                 _record(self._ends[slot])
                 outputs.take(slot, output)
                 del output
-        self._replay = self._graph.replay
+            self._graphs.append(graph)
         _synchronize()
 
     def _run(self) -> None:
-        self._replay()
+        for graph in self._graphs:
+            _replay(graph)
 
 
 def make_block(mode: str, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> Block:

@@ -175,7 +175,7 @@ class TrustedRank(Rank):
 
     def timed_block(self, request: Message) -> dict[str, Any]:
         """One timed block of the reference on the minted inputs."""
-        return self.opened(request).blocks[request["mode"]].run()
+        return self.opened(request).blocks[request["mode"]].run(self.cores)
 
     def judge(self, request: Message) -> dict[str, Any]:
         """Compares the candidate's snapshots of ``slots`` with the oracle; ``outputs`` are its own descriptions of what it returned.

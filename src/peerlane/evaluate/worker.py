@@ -18,13 +18,14 @@ import torch.distributed as dist
 
 from peerlane import problems
 from peerlane.errors import CompileError, DeviceTimeout
+from peerlane.evaluate.processes import core_of_rank
 from peerlane.evaluate.protocol import Channel, Message
 from peerlane.problems._spec import Case, GroupLayout, Problem
 
 Handler = Callable[[Message], dict[str, Any]]
 
 _CUDA_WORDS = ("CUDA error", "CUDA_ERROR", "cudaError", "CUBLAS_STATUS", "device-side assert", "Triton Error [CUDA]")
-_MEMORY_WORDS = ("out of memory", "OutOfMemory", "CUDA_ERROR_OUT_OF_MEMORY")
+_MEMORY_WORDS = ("out of memory", "OutOfMemory", "CUDA_ERROR_OUT_OF_MEMORY", "can't allocate memory", "Cannot allocate memory")
 
 
 def classify(error: BaseException, default: str = "runtime_error") -> str:
@@ -51,6 +52,7 @@ class Rank:
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
         self.handlers: dict[str, Handler] = {"init": self.init, "exit": self.exit}
         self.leaving = False
+        self.cores = core_of_rank(rank, self.world_size)
 
     def init(self, request: Message) -> dict[str, Any]:
         """Joins the process group and runs one collective, so that connections exist."""
