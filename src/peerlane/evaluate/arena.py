@@ -6,6 +6,7 @@ allocator: an IPC handle opens a whole allocation, and nothing but slots may lie
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from typing import Any
@@ -16,6 +17,7 @@ from peerlane.errors import HarnessError, MissingDependency
 
 ALIGNMENT_BYTES = 256
 _PAGE_BYTES = 2 << 20
+_FILE_BYTES = 1 << 42  # address space, not memory: pages come into being when they are written
 
 
 def aligned(size: int) -> int:
@@ -50,8 +52,18 @@ class _DeviceMemory:
         }
 
 
+def memory_file(name: str) -> int:
+    """A file that holds the arenas of one CPU rank. Its size is sealed: a candidate that cut it would kill the trusted rank (SIGBUS)."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, _FILE_BYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
 class Arena:
     """A flat byte tensor, and the handle by which another process maps the same memory."""
+
+    _file_end = 0
 
     def __init__(
         self,
@@ -72,11 +84,10 @@ class Arena:
 
     @classmethod
     def create(cls, size: int, device: torch.device, memory_fd: int) -> Arena:
-        """A new arena of at least ``size`` bytes; on CPU at the end of ``memory_fd``, which grows."""
+        """A new arena of at least ``size`` bytes; on CPU in ``memory_fd``, a :func:`memory_file`, behind all earlier ones."""
         size = -(-max(size, 1) // _PAGE_BYTES) * _PAGE_BYTES
         if device.type == "cpu":
-            offset = os.fstat(memory_fd).st_size
-            os.ftruncate(memory_fd, offset + size)
+            offset, cls._file_end = cls._file_end, cls._file_end + size
             return cls._map(size, memory_fd, offset, owned=True)
         cudart = _runtime()
         pointer = int(_checked(cudart.cudaMalloc(size), f"allocating an arena of {size} bytes"))

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from peerlane.errors import HarnessError, ProtocolError
+from peerlane.evaluate.arena import memory_file
 from peerlane.evaluate.protocol import Channel, Message
 
 _REPORTED_KINDS = {"runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run"}
@@ -270,7 +271,7 @@ class Nursery:
             here, there = socket.socketpair()
             channels.append(Channel(here))
             closing.append(there)
-            memory = os.dup(share.memory_fd(rank)) if share is not None else os.memfd_create(f"peerlane-arena-{rank}")
+            memory = os.dup(share.memory_fd(rank)) if share is not None else memory_file(f"peerlane-arena-{rank}")
             log = os.memfd_create(f"peerlane-log-{rank}")
             memories.append(memory)
             logs.append(log)

@@ -71,11 +71,12 @@ class Session:
         return self._trusted
 
     def drop_trusted(self) -> None:
-        """Kills the trusted group after a failure of its own; the next use starts another."""
-        if self._trusted is not None:
-            group, self._trusted = self._trusted, None
-            with contextlib.suppress(HarnessError):
-                group.kill()
+        """Kills the trusted group after a failure of its own, and the spare, which may share its memory; the next use starts others."""
+        for group in (self._trusted, self._spare):
+            if group is not None:
+                with contextlib.suppress(HarnessError):
+                    group.kill()
+        self._trusted = self._spare = None
 
     def _spawn_candidate(self) -> RankGroup:
         environment = {"TORCH_CUDA_ARCH_LIST": ARCHITECTURE} if self.device == "cuda" else {}
