@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 BROKEN = "broken"
 BROKEN_DEADLINE_S = 8.0
 """For calls of broken candidates, some of which never return; good ones get the usual, longer deadlines."""
+
+REASON_LENGTH = 100
 
 
 def demo(
@@ -125,7 +128,7 @@ def can_run(expectation: Expectation, device: Device) -> bool:
 
 
 def comparison(result: Result, expected: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """A row of the table of broken candidates: which, where, expected, got, as expected?, reason."""
+    """A row of the table of broken candidates: which, where, expected, got, the reason in short, as expected?"""
     kinds = expected[result.candidate.name]
     return (
         result.candidate.name,
@@ -133,7 +136,7 @@ def comparison(result: Result, expected: Mapping[str, Sequence[str]]) -> tuple[s
         str(result.world_size),
         " or ".join(kinds),
         result.verdict.kind,
-        result.verdict.reason,
+        textwrap.shorten(result.verdict.reason, REASON_LENGTH, placeholder=" ..."),
         "yes" if result.verdict.kind in kinds else "no",
     )
 
@@ -175,7 +178,7 @@ def _print(good: Sequence[Result], rows: Sequence[tuple[str, ...]]) -> None:
     table = TextTable(("candidate", "problem", "W", "expected", "got", "reason", "as expected"), right={"problem", "W"})
     for row in rows:
         table.add(*row)
-    out.print("Candidates made to fail, and what they are found guilty of:")
+    out.print("Candidates with something wrong or odd about them, and the verdicts they must get:")
     out.print(table.rich())
     out.print("Candidates made to be right:")
     print_results(good)
