@@ -204,6 +204,9 @@ def check_gemm(ranks: Ranks, module: ModuleType) -> None:
         (1024, 1024, (512,) * 8, BF16),
         (1024, 1024, (512,) * 8, FP16),
         (1000, 1001, (300, 512, 77, 40, 8, 8, 8, 8), FP32),
+        (1000, 1000, (300, 512, 77, 40, 8, 8, 8, 8), BF16),
+        (777, 712, (16, 0, 8, 1032, 8, 8, 8, 8), FP16),
+        (1024, 1024, (512, 1000, 520, 24, 8, 8, 8, 8), BF16),
         (64, 8192, (2048,) * 8, BF16),
         (4096, 4096, (1024,) * 8, BF16),
     ]
@@ -222,12 +225,32 @@ def check_gemm(ranks: Ranks, module: ModuleType) -> None:
         excess = float(((out.double() - sum(partials)).abs() - bound).max())
         require(excess <= 0, "wrong product", (m, n, k, dtype), "excess", excess)
         require(ranks.all_equal(fingerprint(out)), "ranks differ", (m, n, k, dtype))
-    outputs, expected = [], []
-    for call in range(60):
-        a = pattern(96 * 64, call, ranks.rank, BF16).view(96, 64)
-        outputs.append(module.solution(a, torch.eye(64, device="cuda", dtype=BF16)))
-        expected.append(expected_pattern(96 * 64, call, ranks.world, BF16).view(96, 64))
-    require(all(torch.equal(x, y) for x, y in zip(outputs, expected, strict=True)), "back-to-back products")
+    for n in (64, 1024):
+        check_products_in_a_row(ranks, module, m=520, n=n)
+
+
+def check_products_in_a_row(ranks: Ranks, module: ModuleType, m: int, n: int) -> None:
+    """Times the identity, so that sums are exact: back to back with delays, then replayed with new contents."""
+    unit = torch.eye(n, device="cuda", dtype=BF16)
+    own = random.Random(ranks.rank)
+    inputs = [pattern(m * n, call, ranks.rank, BF16).view(m, n) for call in range(60)]
+    outputs = []
+    for a in inputs:
+        if own.random() < 0.2:
+            torch.cuda._sleep(own.randrange(200_000))
+        outputs.append(module.solution(a, unit))
+    for call, out in enumerate(outputs):
+        require(torch.equal(out.view(-1), expected_pattern(m * n, call, ranks.world, BF16)), "products in a row", m, n, "call", call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outputs = [module.solution(a, unit) for a in inputs[:3]]
+    for call in range(20):
+        for i, a in enumerate(inputs[:3]):
+            a.copy_(pattern(m * n, call + i, ranks.rank, BF16).view(m, n))
+        graph.replay()
+        for i, out in enumerate(outputs):
+            expected = expected_pattern(m * n, call + i, ranks.world, BF16)
+            require(torch.equal(out.view(-1), expected), "replayed product", m, n, call)
 
 
 # ---- timing ----------------------------------------------------------------------------------------------------------------------------
@@ -313,12 +336,20 @@ def time_gemm(ranks: Ranks, module: ModuleType) -> None:
         ranks.say(f"{shape:>20} {' ' * 16}{a:8.1f}{b:8.1f}{b / a:8.2f} | {' ' * 7}{c:8.1f}{d:8.1f}{d / c:8.2f}   {e:8.1f}")
 
 
-def time_host(ranks: Ranks, module: ModuleType) -> None:
+def time_host(ranks: Ranks, module: ModuleType, product: ModuleType) -> None:
     """Host time per call while the device is behind."""
     tensor = draw((64,), BF16, 1)
+    a, b = draw((1024, 512), BF16, 1), draw((512, 1024), BF16, 2)
+    product.solution(a, b)
     out = module.solution(tensor)
     launch = module.all_reduce.launches[(out.numel(), out.dtype)]
-    for name, run in (("solution", lambda: module.solution(tensor)), ("bound launch", launch)):
+    runs = {
+        "all-reduce": lambda: module.solution(tensor),
+        "its launch alone": launch,
+        "product + all-reduce": lambda: product.solution(a, b),
+        "torch.mm": lambda: torch.mm(a, b),
+    }
+    for name, run in runs.items():
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda._sleep(20_000_000)
@@ -334,9 +365,8 @@ def tune(ranks: Ranks) -> None:
     host_side.PACKET_LIMIT_BYTES, host_side.RING_BLOCKS = 8 * MIB, 128
     module = load("1_allreduce_cuda.py")
     shapes: list[tuple[str, int, int, int]] = [
-        *(("one_shot", g, b, 0) for g, b in ((32, 512), (64, 512), (128, 512), (128, 256))),
-        *(("two_shot", g, b, 0) for g, b in ((32, 512), (64, 512), (128, 512), (128, 256))),
-        *(("two_shot_ring", g, 512, t) for g in (32, 64, 128) for t in (256, 512, 1024)),
+        *((name, g, b, 0) for name in ("one_shot", "two_shot") for g, b in ((64, 512), (128, 512), (128, 256))),
+        *(("two_shot_ring", g, 512, t) for g in (64, 128) for t in (256, 512, 1024)),
     ]
     for nbytes in (128 << 10, 512 << 10, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 32 * MIB, 256 * MIB):
         tensors = rotating(nbytes // 2, BF16, ranks)
@@ -359,6 +389,17 @@ def tune(ranks: Ranks) -> None:
             f"{us:.1f} {name.replace('two_shot_ring', 'ring')} {g}x{b}{f' t{t}' if t else ''}" for us, name, g, b, t in sorted(found)
         )
         ranks.say(f"tune {nbytes >> 10} KiB: {best}")
+    product = load("13_gemm_allreduce_cuda.py")
+    for k in (512, 1024, 2048, 4096):
+        a, b = draw((1024, k), BF16, ranks.rank), draw((k, 1024), BF16, 90 + ranks.rank)
+        found = []
+        for longest in (k, 0):
+            product.OWN_PRODUCT_MAX_K = longest
+            found += [
+                eager_us(ranks, lambda _, a=a, b=b: product.solution(a, b)),
+                graph_us(ranks, lambda _, a=a, b=b: product.solution(a, b)),
+            ]
+        ranks.say("tune product k = {}: own {:.1f} eager, {:.1f} graph; cuBLAS {:.1f} eager, {:.1f} graph".format(k, *found))
 
 
 def check_deadline(ranks: Ranks, module: ModuleType, folder: str) -> None:
@@ -381,7 +422,7 @@ def check_deadline(ranks: Ranks, module: ModuleType, folder: str) -> None:
             module.all_reduce.arena.raise_fault()
             raise AssertionError(f"no fault record; CUDA said: {first}")
         except DeviceTimeout as fault:
-            print(f"\ndeadline kept after {time.monotonic() - started:.1f} s: {fault}\n  (CUDA said: {first})", flush=True)
+            print(f"deadline kept after {time.monotonic() - started:.1f} s: {fault}\n  (CUDA said: {first})", flush=True)
         done.touch()
         os._exit(0)
     give_up = time.monotonic() + 10
@@ -393,13 +434,13 @@ def check_deadline(ranks: Ranks, module: ModuleType, folder: str) -> None:
 def steps(ranks: Ranks, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], None]]]:
     first, thirteenth = load("1_allreduce_cuda.py"), load("13_gemm_allreduce_cuda.py")
     yield "all-reduce against fp64", lambda: check_all_reduce(ranks, first)
-    yield "all-reduce, back to back with delays", lambda: stress(ranks, first, calls=400)
-    yield "all-reduce, graph replays", lambda: replay(ranks, first, replays=40)
+    yield "all-reduce, back to back with delays", lambda: stress(ranks, first, calls=2000)
+    yield "all-reduce, graph replays", lambda: replay(ranks, first, replays=200)
     yield "product + all-reduce against fp64", lambda: check_gemm(ranks, thirteenth)
     if not options.check_only:
         yield "time all-reduce", lambda: time_all_reduce(ranks, first)
         yield "time product + all-reduce", lambda: time_gemm(ranks, thirteenth)
-        yield "time host", lambda: time_host(ranks, first)
+        yield "time host", lambda: time_host(ranks, first, thirteenth)
     if options.tune:
         yield "tune", lambda: tune(ranks)
     yield "deadline", lambda: check_deadline(ranks, first, options.folder)

@@ -22,7 +22,7 @@ PACKET_LIMIT_BYTES = 4 << 20
 """Largest tensor sent as packets, which carry a third more bytes than data; beyond it the ring's signals cost less."""
 ONE_SHOT_EXCESS_BYTES = 512 << 10
 """Bytes per port that a second trip over the link is worth: about 1.5 us at 343 GB/s."""
-RING_BLOCKS = 64
+RING_BLOCKS = 128
 
 
 class Workspace(ctypes.Structure):
@@ -34,7 +34,7 @@ class Workspace(ctypes.Structure):
         ("packet_buffer_bytes", ctypes.c_uint64),
         ("ring", ctypes.c_uint64),
         ("ring_flags", ctypes.c_uint64),
-        ("ring_sequence", ctypes.c_uint64),
+        ("ring_numbers", ctypes.c_uint64),
         ("ring_blocks", ctypes.c_uint64),
     )
 
@@ -48,7 +48,7 @@ class Workspace(ctypes.Structure):
             packet_buffer_bytes=packet_bytes,
             ring=arena.take(ring_bytes),
             ring_flags=arena.take(flag_bytes),
-            ring_sequence=arena.take(4 * RING_BLOCKS),
+            ring_numbers=arena.take(4 * RING_BLOCKS),
             ring_blocks=RING_BLOCKS,
         )
 
@@ -62,8 +62,8 @@ def _sizes(world_size: int) -> tuple[int, int, int]:
     """Bytes of one packet buffer, of the ring's tiles and of its flags."""
     packets = -(-PACKET_LIMIT_BYTES // _PACKET_DATA_BYTES)
     share = -(-packets // world_size)
-    ring_places = 2 * RING_BLOCKS * world_size
-    return 2 * world_size * share * _PACKET_BYTES, ring_places * _RING_DEPTH * _MAX_TILE_VECTORS * _VECTOR_BYTES, ring_places * LINE_BYTES
+    pairs = RING_BLOCKS * world_size
+    return 2 * world_size * share * _PACKET_BYTES, pairs * 2 * _RING_DEPTH * _MAX_TILE_VECTORS * _VECTOR_BYTES, pairs * LINE_BYTES
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def plan(nbytes: int, world_size: int, sm_count: int) -> Plan:
         return Plan("two_shot", *_spread(-(-packets // world_size), sm_count))
     vectors_per_share = -(-nbytes // (_VECTOR_BYTES * world_size))
     grid = min(RING_BLOCKS, sm_count)
-    # At least four tiles per block, so that the three stages overlap; at least one vector per thread.
-    tile = max(512, min(_MAX_TILE_VECTORS, vectors_per_share // (4 * grid)))
+    # Two tiles per block at least, so that the stages overlap, but not less than one vector per thread.
+    tile = max(512, min(_MAX_TILE_VECTORS, vectors_per_share // (2 * grid)))
     return Plan("two_shot_ring", grid, 512, tile)
 
 

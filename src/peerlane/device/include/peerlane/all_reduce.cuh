@@ -23,12 +23,12 @@ struct AllReduceWorkspace {
     u64 packets;              // two alternating buffers of packet_buffer_bytes each
     u64 packet_buffer_bytes;
     u64 ring;                 // ring_blocks * 2 * ring_depth * W tiles of max_tile_vectors vectors
-    u64 ring_flags;           // 2 * ring_blocks * W lines
-    u64 ring_sequence;        // u32[ring_blocks]
+    u64 ring_flags;           // ring_blocks * W lines
+    u64 ring_numbers;         // u32[ring_blocks]
     u64 ring_blocks;          // the largest grid of two_shot_ring
 };
 
-constexpr u32 ring_depth = 4;           // tiles in flight between two ranks' blocks; three are needed
+constexpr u32 ring_depth = 4;           // divides 2^32, so that numbers may wrap
 constexpr u32 max_tile_vectors = 1024;  // 16-byte vectors in one tile
 
 // Words of 32 bits at `offset` of a buffer of `bytes`; what lies behind the end reads as zero.
@@ -138,75 +138,104 @@ __device__ inline void one_shot(const Arena& arena, const AllReduceWorkspace& sp
     }
 }
 
-// Needs 2 * W * share * 16 bytes of packet buffer, share = ceil(ceil(bytes / 12) / W). Packets behind the end of the tensor (in the last
-// shares) are sent like the others, as zeros, so every rank gets packets of every other one and reuse is safe as in one_shot.
-template <class E, int W>
-__device__ inline void two_shot(const Arena& arena, const AllReduceWorkspace& space, const char* in, char* out, u64 bytes) {
-    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(space.epochs)));
-    const u32 count = (bytes + packet_data_bytes - 1) / packet_data_bytes;
+// Bytes of packet buffer for two shots over `count` packets.
+__host__ __device__ constexpr u64 two_shot_bytes(int world_size, u64 count) {
+    return (count + world_size - 1) / world_size * world_size * 2 * sizeof(Vec16);
+}
+
+// Two shots over `count` packets at `terms_at` in the arena, which holds two_shot_bytes(W, count). Rank q sums the q-th of W equal shares.
+// `load(i, words)` gives packet i of this rank's tensor, zeros behind its end; `store(i, words)` takes packet i of the sum. This thread
+// handles packets `first`, `first + step`, ... of every share; it has loaded all of them from the other shares before it stores any.
+//
+// Every share has a packet, and those behind the end of the tensor are sent too, so every rank gets packets of every other one and reuse is
+// safe as in one_shot.
+template <class E, int W, class Load, class Store>
+__device__ inline void two_shot_packets(
+    const Arena& arena, u32 epoch, u64 terms_at, u32 count, u32 first, u32 step, const Load& load, const Store& store) {
     const u32 share = (count + W - 1) / W;
     const u64 stride = u64(share) * sizeof(Vec16);
-    const u64 terms_at = space.packets + (epoch & 1) * space.packet_buffer_bytes;
     const u64 sums_at = terms_at + W * stride;
-    const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
-    const u32 step = gridDim.x * blockDim.x;
+    const u32 rank = arena.rank;
 
     for (u32 i = first; i < share; i += step) {
         u32 data[W - 1][packet_words];
 #pragma unroll
-        for (int k = 1; k < W; ++k) {
-            load_words(in, (u64(rank_after<W>(arena.rank, k)) * share + i) * packet_data_bytes, bytes, data[k - 1]);
-        }
+        for (int k = 1; k < W; ++k) load(rank_after<W>(rank, k) * share + i, data[k - 1]);
 #pragma unroll
         for (int k = 1; k < W; ++k) {
-            push_packet(arena.peer(rank_after<W>(arena.rank, k), terms_at + arena.rank * stride + i * sizeof(Vec16)), data[k - 1], epoch);
+            push_packet(arena.peer(rank_after<W>(rank, k), terms_at + rank * stride + i * sizeof(Vec16)), data[k - 1], epoch);
         }
     }
     for (u32 i = first; i < share; i += step) {
-        const u64 at = (u64(arena.rank) * share + i) * packet_data_bytes;
         u32 own[packet_words], terms[W][packet_words], total[packet_words];
-        load_words(in, at, bytes, own);
+        load(rank * share + i, own);
         pull_packets<W>(arena, arena.local(terms_at + i * sizeof(Vec16)), stride, i, epoch, terms);
-        sum_in_rank_order<E, W>(arena.rank, own, terms, total);
-        push_to_all<W>(arena, sums_at + arena.rank * stride + i * sizeof(Vec16), total, epoch);
-        store_words(out, at, bytes, total);
+        sum_in_rank_order<E, W>(rank, own, terms, total);
+        push_to_all<W>(arena, sums_at + rank * stride + i * sizeof(Vec16), total, epoch);
+        store(rank * share + i, total);
     }
     for (u32 i = first; i < share; i += step) {
         u32 sums[W][packet_words];
         pull_packets<W>(arena, arena.local(sums_at + i * sizeof(Vec16)), stride, share + i, epoch, sums);
 #pragma unroll
         for (int q = 0; q < W; ++q) {
-            if (q != arena.rank) store_words(out, (u64(q) * share + i) * packet_data_bytes, bytes, sums[q]);
+            if (q != rank) store(q * share + i, sums[q]);
         }
     }
 }
 
+// Needs two_shot_bytes(W, ceil(bytes / 12)) of packet buffer.
+template <class E, int W>
+__device__ inline void two_shot(const Arena& arena, const AllReduceWorkspace& space, const char* in, char* out, u64 bytes) {
+    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(space.epochs)));
+    const auto load = [&](u32 i, u32(&words)[packet_words]) { load_words(in, u64(i) * packet_data_bytes, bytes, words); };
+    const auto store = [&](u32 i, const u32(&words)[packet_words]) { store_words(out, u64(i) * packet_data_bytes, bytes, words); };
+    two_shot_packets<E, W>(
+        arena,
+        epoch,
+        space.packets + (epoch & 1) * space.packet_buffer_bytes,
+        (bytes + packet_data_bytes - 1) / packet_data_bytes,
+        blockIdx.x * blockDim.x + threadIdx.x,
+        gridDim.x * blockDim.x,
+        load,
+        store);
+}
+
 // Tiles go round a ring of `ring_depth` places per pair of ranks, block and direction; block b talks to the blocks b of the other ranks only.
-// In step i a block sends the terms of tile i, sums tile i - 1 and sends the sum, and takes in the sums of tile i - 2.
+// In step i a block sends the terms of tile i, sums tile i - 1 and sends the sum, takes in the sums of tile i - 2, and gives one signal. The
+// link is at work meanwhile: the copy of step i - 2 runs while the stores of this step are on their way.
 //
-// No place is written before it was read, without any signal beyond the two that carry the data:
-//   terms: before sending tile i a rank has taken in the sums of tile i - 3, which every owner sent after reading the terms of tile i - 3;
-//   sums:  before sending the sum of tile i a rank has got the terms of tile i from every rank, sent after that rank took in tile i - 3.
-// The sequence number goes on from launch to launch, so the argument holds across launches too.
+// No place is written before it was read, without any other signal. Having a rank's signal of step j means that it has read the terms of tile
+// j - 1 and the sums of tile j - 2.
+//   terms of tile i are sent with the signals of step i - 2 in hand: terms of tile i - 3 have been read;
+//   sums of tile i - 1 are sent with the signals of step i - 1 in hand: sums of tile i - 3 have been read.
+// Both are in time for a ring of four; three would do. A launch of n tiles has steps 0 to n + 1 and ends with the signals of step n in
+// hand; numbers go on from launch to launch, so the argument holds across launches.
 //
 // A grid of at most space.ring_blocks; `tile` is at most max_tile_vectors.
 template <class E, int W>
 __device__ inline void two_shot_ring(const Arena& arena, const AllReduceWorkspace& space, const char* in, char* out, u64 bytes, u32 tile) {
     enum : u32 { terms_ring = 0, sums_ring = 1 };
-    const Signals<W> signals{space.ring_flags, static_cast<u32>(space.ring_blocks)};
-    u32* sequence_at = reinterpret_cast<u32*>(arena.local(space.ring_sequence)) + blockIdx.x;
-    const u32 sequence = *sequence_at;
+    const Signals<W> signals{space.ring_flags};
+    u32* number_at = reinterpret_cast<u32*>(arena.local(space.ring_numbers)) + blockIdx.x;
+    const u32 first_number = *number_at;
     const u32 rank = arena.rank;
 
     const u64 vectors = (bytes + sizeof(Vec16) - 1) / sizeof(Vec16);
     const u64 share = (vectors + W - 1) / W;
     const u64 all_tiles = (share + tile - 1) / tile;
-    const u64 tiles = blockIdx.x < all_tiles ? (all_tiles - blockIdx.x + gridDim.x - 1) / gridDim.x : 0;
+    if (blockIdx.x >= all_tiles) return;
+    const u64 tiles = (all_tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
 
-    const auto place = [&](u32 ring, u32 number, u32 source) {
-        const u64 index = ((u64(blockIdx.x) * 2 + ring) * ring_depth + number % ring_depth) * W + source;
+    const auto number = [&](u64 i) { return first_number + static_cast<u32>(i); };
+    const auto place = [&](u32 ring, u64 i, u32 source) {
+        const u64 index = ((u64(blockIdx.x) * 2 + ring) * ring_depth + number(i) % ring_depth) * W + source;
         return space.ring + index * (max_tile_vectors * sizeof(Vec16));
     };
+    const auto send = [&](int q, u64 target, u32 v, const u32(&data)[4]) {
+        reinterpret_cast<Vec16*>(arena.peer(q, target))[v] = Vec16{{data[0], data[1], data[2], data[3]}};
+    };
+    const auto take = [&](u64 source, u32 v, u32(&data)[4]) { load_words(arena.local(source), u64(v) * sizeof(Vec16), ~u64(0), data); };
     const auto tile_start = [&](u64 i) { return (blockIdx.x + i * gridDim.x) * tile; };
     const auto tile_vectors = [&](u64 i) {
         const u64 rest = share - tile_start(i);
@@ -217,53 +246,41 @@ __device__ inline void two_shot_ring(const Arena& arena, const AllReduceWorkspac
 
     for (u64 i = 0; i < tiles + 2; ++i) {
         if (i < tiles) {
-            const u32 number = sequence + static_cast<u32>(i);
-            const u64 target = place(terms_ring, number, rank);
+            const u64 target = place(terms_ring, i, rank);
             const u32 valid = tile_vectors(i);
             for (u32 v = threadIdx.x; v < valid; v += blockDim.x) {
                 u32 data[W - 1][4];
 #pragma unroll
                 for (int k = 1; k < W; ++k) load_words(in, offset(rank_after<W>(rank, k), i, v), bytes, data[k - 1]);
 #pragma unroll
-                for (int k = 1; k < W; ++k) {
-                    Vec16* slot = reinterpret_cast<Vec16*>(arena.peer(rank_after<W>(rank, k), target)) + v;
-                    *slot = Vec16{{data[k - 1][0], data[k - 1][1], data[k - 1][2], data[k - 1][3]}};
-                }
+                for (int k = 1; k < W; ++k) send(rank_after<W>(rank, k), target, v, data[k - 1]);
             }
-            signals.signal_all(arena, terms_ring, number + 1);
         }
+        if (i >= 1) signals.wait_all(arena, number(i - 1) + 1);
         if (i >= 1 && i - 1 < tiles) {
-            const u32 number = sequence + static_cast<u32>(i - 1);
-            const u64 target = place(sums_ring, number, rank);
+            const u64 target = place(sums_ring, i - 1, rank);
             const u32 valid = tile_vectors(i - 1);
-            signals.wait_all(arena, terms_ring, number + 1);
             for (u32 v = threadIdx.x; v < valid; v += blockDim.x) {
                 const u64 at = offset(rank, i - 1, v);
                 u32 own[4], terms[W][4], total[4];
                 load_words(in, at, bytes, own);
 #pragma unroll
                 for (int q = 0; q < W; ++q) {
-                    if (q != rank) load_words(arena.local(place(terms_ring, number, q)), u64(v) * sizeof(Vec16), ~u64(0), terms[q]);
+                    if (q != rank) take(place(terms_ring, i - 1, q), v, terms[q]);
                 }
                 sum_in_rank_order<E, W>(rank, own, terms, total);
 #pragma unroll
-                for (int k = 1; k < W; ++k) {
-                    Vec16* slot = reinterpret_cast<Vec16*>(arena.peer(rank_after<W>(rank, k), target)) + v;
-                    *slot = Vec16{{total[0], total[1], total[2], total[3]}};
-                }
+                for (int k = 1; k < W; ++k) send(rank_after<W>(rank, k), target, v, total);
                 store_words(out, at, bytes, total);
             }
-            signals.signal_all(arena, sums_ring, number + 1);
         }
         if (i >= 2) {
-            const u32 number = sequence + static_cast<u32>(i - 2);
             const u32 valid = tile_vectors(i - 2);
-            signals.wait_all(arena, sums_ring, number + 1);
             for (u32 v = threadIdx.x; v < valid; v += blockDim.x) {
                 u32 sums[W][4];
 #pragma unroll
                 for (int q = 0; q < W; ++q) {
-                    if (q != rank) load_words(arena.local(place(sums_ring, number, q)), u64(v) * sizeof(Vec16), ~u64(0), sums[q]);
+                    if (q != rank) take(place(sums_ring, i - 2, q), v, sums[q]);
                 }
 #pragma unroll
                 for (int q = 0; q < W; ++q) {
@@ -271,8 +288,9 @@ __device__ inline void two_shot_ring(const Arena& arena, const AllReduceWorkspac
                 }
             }
         }
+        if (i <= tiles) signals.signal_all(arena, number(i) + 1);
     }
-    if (tiles != 0 && threadIdx.x == 0) *sequence_at = sequence + static_cast<u32>(tiles);
+    if (threadIdx.x == 0) *number_at = number(tiles + 1);
 }
 
 }  // namespace peerlane

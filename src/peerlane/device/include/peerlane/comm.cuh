@@ -124,37 +124,36 @@ __device__ inline void pull_packets(const Arena& arena, const char* first, u64 s
     }
 }
 
-// ---- signals: one flag, on a line of its own, per (slot, block, source) ------------------------------------------------------------------
+// ---- signals: one flag, on a line of its own, per (block, source) ------------------------------------------------------------------------
 //
-// A flag holds a sequence number that only grows; comparing the signed difference survives the wrap.
+// A flag holds a number that only grows; comparing the signed difference survives the wrap.
 
 template <int W>
 struct Signals {
-    u64 offset;  // of the flags in the arena
-    u32 blocks;  // blocks that have flags
+    u64 offset;  // of the flags in the arena, gridDim.x * W lines
 
-    __device__ u32* flag(char* base, u32 slot, u32 source) const {
-        return reinterpret_cast<u32*>(base + offset + ((slot * u64(blocks) + blockIdx.x) * W + source) * line_bytes);
+    __device__ u32* flag(char* base, u32 source) const {
+        return reinterpret_cast<u32*>(base + offset + (u64(blockIdx.x) * W + source) * line_bytes);
     }
 
-    // Everything this block has read and written so far happens before what follows the matching wait, in the same block of every other rank.
+    // What this block has read and written so far happens before what follows the matching wait in the same block of every other rank.
     // Call by all threads of the block.
-    __device__ void signal_all(const Arena& arena, u32 slot, u32 sequence) const {
+    __device__ void signal_all(const Arena& arena, u32 number) const {
         __syncthreads();
         if (threadIdx.x < W && threadIdx.x != arena.rank) {
             ptx::fence_system();
-            ptx::store_relaxed_system(flag(arena.base[threadIdx.x], slot, arena.rank), sequence);
+            ptx::store_relaxed_system(flag(arena.base[threadIdx.x], arena.rank), number);
         }
     }
 
-    // Until every other rank's block has signalled `sequence` or later. Call by all threads of the block.
-    __device__ void wait_all(const Arena& arena, u32 slot, u32 sequence) const {
+    // Until every other rank's block has signalled `number` or a later one. Call by all threads of the block.
+    __device__ void wait_all(const Arena& arena, u32 number) const {
         if (threadIdx.x < W && threadIdx.x != arena.rank) {
-            const u32* place = flag(arena.base[arena.rank], slot, threadIdx.x);
+            const u32* place = flag(arena.base[arena.rank], threadIdx.x);
             Deadline deadline;
             u32 seen;
-            while (static_cast<int>((seen = ptx::load_relaxed_system(place)) - sequence) < 0) {
-                if (deadline.expired(arena)) fail(arena, threadIdx.x, slot, sequence, seen);
+            while (static_cast<int>((seen = ptx::load_relaxed_system(place)) - number) < 0) {
+                if (deadline.expired(arena)) fail(arena, threadIdx.x, blockIdx.x * W + threadIdx.x, number, seen);
             }
             ptx::fence_system();
         }
