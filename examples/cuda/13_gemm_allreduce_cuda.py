@@ -163,6 +163,8 @@ extern "C" __global__ void __launch_bounds__(threads) product_all_reduce(
 """
 TILED_DEFINES = {"TILE_M": 128, "TILE_N": 64, "THREADS": 256, "SHARED_BYTES": 4 * (128 + 64) * 128}
 A, B, PRODUCT, OUT, K = 2, 3, 4, 5, 8  # places of the arguments of TILED_SOURCE's kernel that change from call to call
+# Below this size the exchange is better done in one shot.
+TILED_MIN_BYTES = 256 << 10
 # Beyond this inner dimension cuBLAS, with the instructions made for large products, is ahead by more than a launch costs.
 OWN_PRODUCT_MAX_K = 1024
 
@@ -184,7 +186,8 @@ class ProductAllReduce:
         defines = {"ELEMENT": ELEMENT_TYPES[dtype], "WORLD_SIZE": self.arena.world_size}
         tiles = -(-m // TILED_DEFINES["TILE_M"]) * -(-n // TILED_DEFINES["TILE_N"])
         space = (self.arena.view, self.workspace)
-        if chosen.kernel == "two_shot" and dtype.itemsize == 2 and n % 8 == 0 and tiles <= self.arena.sm_count:
+        packets_suit = nbytes >= TILED_MIN_BYTES and chosen.kernel != "two_shot_ring"
+        if packets_suit and dtype.itemsize == 2 and n % 8 == 0 and tiles <= self.arena.sm_count:
             cubin = compile_cubin(TILED_SOURCE, defines=defines | TILED_DEFINES)
             kernel = Kernel(cubin, "product_all_reduce", on_failure=self.arena.raise_fault)
             pointers = tuple(ctypes.c_void_p() for _ in range(4))
