@@ -1,0 +1,147 @@
+"""A problem as data and as a page, shown on a problem made for these tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from peerlane import problems
+from peerlane.errors import UsageError
+from peerlane.hardware.profiles import B200_SXM, H200_SXM
+from peerlane.problems import Case, Cost, Draw, GroupRef, NullAnswer, Problem, Tolerance, case, preset
+from peerlane.problems._tree import describe
+from peerlane.report.catalogue import argument_text, find_profile, plain, problem_detail
+from peerlane.report.pages import overview, page, page_world_size
+
+
+def never_drawn(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, float]:
+    assert case.preset in ("small", "pkb"), "production inputs may not fit into memory"
+    return draw.normal((case["rows"], 8), case.dtype), 0.5
+
+
+def reference(x: torch.Tensor, scale: float, group: object = None) -> torch.Tensor:
+    return x * scale
+
+
+def tolerance(case: Case) -> dict[str, Tolerance]:
+    """One rounding
+    of the result."""
+    return {"y": Tolerance(relative=2.0**-8 if case.dtype == torch.bfloat16 else 2.0**-24)}
+
+
+SAMPLE = dataclasses.replace(
+    problems.get(1),
+    id=900,
+    slug="sample",
+    title="A sample | with a bar",
+    reference=reference,
+    inputs=never_drawn,
+    tolerance=tolerance,
+    cost=lambda case, rank: Cost(hbm_bytes=4.8e6, egress_bytes=rank * 450e3, ingress_bytes=0, flops={"bf16": 2e9}),
+    presets=(
+        preset("small", "few rows", case("a", torch.bfloat16, rows=3), case("b", torch.float32, rows=0, world_sizes=(2,))),
+        preset("pkb", "more rows", case("bf16", torch.bfloat16, rows=7, variant="pkb")),
+        preset("production_x", "most rows", case("bf16", torch.bfloat16, rows=10**9, nested={"k": [1, 2]})),
+    ),
+    null_answers=(NullAnswer("special", "wrong here only", lambda context: None, cases=("pkb/bf16",)),),
+    excused={"previous": "it happens to be right"},
+    graph=False,
+    graph_reason="it synchronises",
+    mutates=frozenset({"x"}),
+    notes=("Worth knowing.",),
+    world_sizes=(2, 4, 8),
+)
+
+
+def test_only_drawn_presets_have_arguments() -> None:
+    small, pkb, production = problem_detail(SAMPLE, world_size=4)["presets"]
+    assert small["cases"][0]["arguments"] == [{"name": "x", "value": "bfloat16[3, 8]"}, {"name": "scale", "value": "0.5"}]
+    assert pkb["cases"][0]["arguments"][0]["value"] == "bfloat16[7, 8]"
+    assert production["cases"][0]["arguments"] is None and production["cases"][0]["params"] == {"rows": 10**9, "nested": {"k": [1, 2]}}
+
+
+def test_a_case_of_another_world_size_is_named_without_figures() -> None:
+    other = problem_detail(SAMPLE, world_size=4)["presets"][0]["cases"][1]
+    assert other["label"] == "b" and other["world_sizes"] == [2] and other["cost"] is None and other["arguments"] is None
+    assert problem_detail(SAMPLE, world_size=2)["presets"][0]["cases"][1]["arguments"][0]["value"] == "float32[0, 8]"
+
+
+def test_cost_is_the_busiest_ranks_and_the_roofline_follows_the_profile() -> None:
+    timed = problem_detail(SAMPLE, world_size=4)["presets"][1]["cases"][0]
+    assert timed["cost"] == {"flops": {"bf16": 2e9}, "hbm_bytes": 4.8e6, "egress_bytes": 3 * 450e3, "ingress_bytes": 0.0}
+    assert timed["roofline"]["bound_by"] == "nvlink" and timed["roofline"]["bound_us"] == pytest.approx(3.0)
+    faster = problem_detail(SAMPLE, world_size=4, profile=B200_SXM)["presets"][1]["cases"][0]["roofline"]
+    assert faster["times_us"]["nvlink"] == pytest.approx(1.5)
+
+
+def test_page() -> None:
+    text = page(problem_detail(SAMPLE, world_size=4))
+    for line in (
+        "solution(x: torch.Tensor, scale: float, group: object = None) -> torch.Tensor",
+        "* **Launch modes:** eager (no CUDA graph: it synchronises)",
+        "* **May change its arguments:** `x`",
+        "| a | bfloat16 | `x`: bfloat16[3, 8], `scale`: 0.5 |",
+        "| b | float32 | only on 2 ranks |",
+        "| bf16 (variant pkb) | bfloat16 | `x`: bfloat16[7, 8], `scale`: 0.5 |",
+        "| bf16 | bfloat16 | rows = 1000000000, nested = {k: [1, 2]} |",
+        "## Cost and roofline on 4 ranks",
+        "| `pkb` | 2e+09 bf16 | 4.8 MB | 1.35 MB | 0 B | 3 | nvlink |",
+        "The bound is computed from the H200 SXM datasheet; it is not a measurement.",
+        "One rounding of the result.",
+        "| y | small/a, pkb/bf16, production_x/bf16 | 0.00391 | - | - | - | - |",
+        "* `special`: wrong here only (in pkb/bf16)",
+        "* `previous`: it happens to be right",
+        "* Worth knowing.",
+    ):
+        assert line in text
+    assert "* `previous`: the right answer to the slot before" not in text
+
+
+def test_overview_escapes_what_would_break_the_table() -> None:
+    rows = [line for line in overview([SAMPLE]).splitlines() if "sample" in line]
+    assert rows == [
+        "| 900 | [sample](p900_sample.md) | A sample \\| with a bar | collective | tensor, data | 2, 4, 8 | eager | 3 |",
+    ]
+
+
+@pytest.mark.parametrize(("sizes", "chosen"), [((2, 4, 8), 4), ((2,), 2), ((3, 6), 3), ((8,), 8)])
+def test_pages_show_four_ranks_where_they_can(sizes: tuple[int, ...], chosen: int) -> None:
+    problem: Problem = dataclasses.replace(SAMPLE, world_sizes=sizes)
+    assert page_world_size(problem) == chosen
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.zeros(2, 3, dtype=torch.int32), "int32[2, 3]"),
+        (torch.zeros(()), "float32[]"),
+        (None, "None"),
+        ("sum", "'sum'"),
+        (GroupRef("tp"), "process group tp"),
+        ([torch.zeros(2), torch.zeros(2)], "list of 2: float32[2]"),
+        ((torch.zeros(2), 1), "tuple of 2: float32[2], 1"),
+        ([], "list of 0"),
+        ({"w": torch.zeros(1)}, "dict: w=float32[1]"),
+        (object(), "object"),
+    ],
+)
+def test_argument_text(value: object, text: str) -> None:
+    assert argument_text(describe(value)) == text
+
+
+def test_plain_values_are_json() -> None:
+    assert plain({"a": (1, torch.bfloat16), 2: math.inf, "r": range(2), "n": None}) == {
+        "a": [1, "bfloat16"],
+        "2": "inf",
+        "r": [0, 1],
+        "n": None,
+    }
+
+
+def test_profiles_are_found_by_their_first_word() -> None:
+    assert find_profile("h200") is H200_SXM and find_profile(" H200 sxm ") is H200_SXM
+    with pytest.raises(UsageError, match="there are: H100 SXM, H200 SXM, B200 SXM"):
+        find_profile("h20")
