@@ -1,0 +1,72 @@
+"""Short evaluations on gloo ranks, and the search for processes that outlive them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
+from peerlane.settings import Deadlines
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GOOD = EXAMPLES / "pytorch" / "1_allreduce_pytorch.py"
+DEADLINES = Deadlines(spawn=60.0, build=60.0, load=20.0, exit=2.0).with_calls(4.0)
+MARK = "PEERLANE_TEST_MARK"
+
+
+def judge(
+    *candidates: Path | str, world_size: int = 2, out: Path | None = None, problems: str | None = None, deadlines: Deadlines = DEADLINES
+) -> list[Result]:
+    """The results of these candidates on the ``small`` cases, in order."""
+    return evaluate(
+        EvaluationPlan(
+            candidates=discover([str(candidate) for candidate in candidates]),
+            problems=problems,
+            presets=("small",),
+            world_sizes=(world_size,),
+            device="cpu",
+            out=out,
+            deadlines=deadlines,
+        )
+    )
+
+
+def marked_processes(mark: str) -> list[int]:
+    """Processes that inherited ``PEERLANE_TEST_MARK=mark`` in their environment; zombies have none."""
+    word = f"{MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if word in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def wait_for(condition: object, deadline_s: float, what: str) -> None:
+    """Polls a function until it returns something true."""
+    assert callable(condition)
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not come true within {deadline_s:g} s"
+        time.sleep(0.05)
+
+
+@contextmanager
+def marked(mark: str) -> Iterator[None]:
+    """Marks all processes that are started meanwhile."""
+    os.environ[MARK] = mark
+    try:
+        yield
+    finally:
+        del os.environ[MARK]
+
+
+def alternate(broken: Sequence[Path]) -> list[Path]:
+    """A good candidate behind every broken one."""
+    return [path for item in broken for path in (item, GOOD)]

@@ -1,0 +1,83 @@
+"""Every broken example gets the verdict that it is made for, and the good candidate after it is not affected."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from e2e.runs import DEADLINES, EXAMPLES, alternate, judge, marked, marked_processes
+from peerlane.cli.demo import can_run, read_expectation
+from peerlane.evaluate import Result
+
+BROKEN = [path for path in sorted((EXAMPLES / "broken").glob("*.py")) if can_run(read_expectation(path), "cpu")]
+GOOD = sorted([*(EXAMPLES / "pytorch").glob("*.py"), *(EXAMPLES / "triton").glob("*.py")])
+WAITS_S = {"1_endless_loop_pytorch": DEADLINES.first_call, "1_collective_skipped_pytorch": DEADLINES.first_call}
+WAITS_S |= {"1_endless_loop_at_exit_pytorch": DEADLINES.exit}
+PHASES = {
+    "1_endless_loop_pytorch": "first_call",
+    "1_collective_skipped_pytorch": "first_call",
+    "1_endless_loop_at_exit_pytorch": "exit",
+    "1_raises_at_import_pytorch": "import",
+    "1_forges_messages_pytorch": "first_call",
+    "1_raises_on_one_rank_pytorch": "first_call",
+}
+RANKS = {"1_raises_on_one_rank_pytorch": 1, "1_killed_by_signal_pytorch": 1, "1_right_on_rank_0_only_pytorch": 1}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, tuple[Result, Result]]:
+    """By name of the broken example: its result, and that of the good candidate after it. All from one run."""
+    with marked("verdicts"):
+        run = judge(*alternate(BROKEN))
+        assert marked_processes("verdicts") == []
+    return {broken.candidate.name: (broken, good) for broken, good in zip(run[::2], run[1::2], strict=True)}
+
+
+@pytest.mark.parametrize("path", BROKEN, ids=lambda path: path.stem)
+def test_broken_candidate(path: Path, results: dict[str, tuple[Result, Result]]) -> None:
+    broken, good = results[path.stem]
+    assert broken.verdict.kind in read_expectation(path).on("cpu"), broken.verdict
+    assert broken.verdict.reason.strip()
+    assert good.correct, f"after {path.stem}: {good.verdict}"
+    if path.stem in PHASES:
+        assert broken.verdict.phase == PHASES[path.stem]  # type: ignore[union-attr]
+    if path.stem in RANKS:
+        assert broken.verdict.rank == RANKS[path.stem]  # type: ignore[union-attr]
+    assert sum(broken.phases_s.values()) < WAITS_S.get(path.stem, 0.0) + 5.0, "a wait was not cut short"
+
+
+def test_output_of_a_failure_is_kept(results: dict[str, tuple[Result, Result]]) -> None:
+    assert '"verdict": "correct"' in results["1_exits_with_status_0_pytorch"][0].log_tail
+
+
+@pytest.fixture(scope="module")
+def good_results() -> list[Result]:
+    return judge(*GOOD)
+
+
+@pytest.mark.parametrize("index", range(len(GOOD)), ids=[path.stem for path in GOOD])
+def test_good_example(index: int, good_results: list[Result]) -> None:
+    result = good_results[index]
+    assert result.correct, result.verdict
+    assert ("aliased_output" in result.flags) == (result.candidate.name == "8_alltoall_pytorch")
+    assert result.candidate.backend == GOOD[index].stem.rsplit("_", 1)[-1]
+    assert {item.status for item in result.speed} == {"not_measured"}
+    assert all(item.timed_slots == 0 and item.slots > 0 for item in result.correctness)
+
+
+def test_four_ranks() -> None:
+    broken = EXAMPLES / "broken" / "1_right_on_rank_0_only_pytorch.py"
+    begin = time.monotonic()
+    good, wrong, stuck = judge(GOOD[0], broken, EXAMPLES / "broken" / "1_collective_skipped_pytorch.py", world_size=4)
+    assert good.correct, good.verdict
+    assert wrong.verdict.kind == "wrong_result" and set(wrong.verdict.wrong_ranks) <= {1, 2, 3}
+    assert stuck.verdict.kind == "hang" and set(stuck.verdict.ranks) <= {0, 2, 3}
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize("path", sorted((EXAMPLES / "broken").glob("*.py")), ids=lambda path: path.stem)
+def test_expectation_can_be_read(path: Path) -> None:
+    expectation = read_expectation(path)
+    assert expectation.cuda or expectation.cpu
