@@ -21,11 +21,11 @@ SOURCE = r"""
 #define KERNEL extern "C" __global__ void __launch_bounds__(512)
 #define PARAMETERS \
     const __grid_constant__ peerlane::Arena arena, const __grid_constant__ peerlane::AllReduceWorkspace space, \
-    const char* in, char* out, unsigned long long bytes, unsigned int tile
+    const char* in, char* out, unsigned long long bytes
 
 KERNEL one_shot(PARAMETERS) { peerlane::one_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes); }
 KERNEL two_shot(PARAMETERS) { peerlane::two_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes); }
-KERNEL two_shot_ring(PARAMETERS) { peerlane::two_shot_ring<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes, tile); }
+KERNEL two_shot_ring(PARAMETERS) { peerlane::two_shot_ring<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes); }
 """
 IN, OUT = 2, 3  # places of the arguments that change from call to call
 ALIGNMENT_BYTES = 16
@@ -47,7 +47,7 @@ class AllReduce:
         cubin = compile_cubin(SOURCE, defines={"ELEMENT": ELEMENT_TYPES[dtype], "WORLD_SIZE": self.arena.world_size})
         kernel = Kernel(cubin, chosen.kernel, on_failure=self.arena.raise_fault)
         pointers = (ctypes.c_void_p(), ctypes.c_void_p())
-        args = (self.arena.view, self.workspace, *pointers, ctypes.c_uint64(nbytes), ctypes.c_uint32(chosen.tile))
+        args = (self.arena.view, self.workspace, *pointers, ctypes.c_uint64(nbytes))
         return kernel.bind(chosen.grid, chosen.block, args)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ status if anything is wrong. Everything ends within --budget seconds, by force i
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import os
 import random
@@ -27,8 +28,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from peerlane.device import Kernel, compile_cubin
 from peerlane.device import all_reduce as host_side
-from peerlane.errors import DeviceTimeout
+from peerlane.errors import DeviceTimeout, LaunchError, UsageError
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cuda"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -253,6 +255,56 @@ def check_products_in_a_row(ranks: Ranks, module: ModuleType, m: int, n: int) ->
             require(torch.equal(out.view(-1), expected), "replayed product", m, n, call)
 
 
+FILL = r"""
+extern "C" __global__ void fill(int* out, int value, int words) {
+    extern __shared__ int shared[];
+    if (threadIdx.x == 0) shared[words - 1] = value;
+    __syncthreads();
+    out[blockIdx.x * blockDim.x + threadIdx.x] = shared[words - 1];
+}
+"""
+
+
+def refused(kind: type[Exception], attempt: Callable[[], Any]) -> bool:
+    try:
+        attempt()
+    except kind:
+        return True
+    return False
+
+
+def check_launch_options() -> None:
+    """Large dynamic shared memory, another stream, cooperative launches, and what is refused."""
+    cubin = compile_cubin(FILL)
+    kernel = Kernel(cubin, "fill")
+    shared_bytes = 100 << 10
+
+    def args(value: int) -> tuple[Any, ...]:
+        return out, ctypes.c_int32(value), ctypes.c_int32(shared_bytes // 4)
+
+    out = torch.zeros(256, dtype=torch.int32, device="cuda")
+    kernel.launch(2, 128, args(7), shared_bytes=shared_bytes)
+    require(bool((out == 7).all()), "dynamic shared memory", out)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    kernel.launch((2, 1), (128,), args(8), shared_bytes=shared_bytes, stream=side)
+    torch.cuda.current_stream().wait_stream(side)
+    require(bool((out == 8).all()), "another stream", out)
+    kernel.launch(2, 128, args(9), shared_bytes=shared_bytes, cooperative=True)
+    require(bool((out == 9).all()), "cooperative launch", out)
+    attributes = kernel.attributes()
+    require(attributes["registers"] > 0 and attributes["local_bytes"] == 0, "attributes", attributes)
+    too_large = 10_000
+    require(
+        refused(LaunchError, lambda: kernel.launch(too_large, 128, args(1), shared_bytes=shared_bytes, cooperative=True)),
+        "a cooperative grid that does not fit was taken",
+    )
+    require(refused(LaunchError, lambda: kernel.bind(1, 32, args(1), shared_bytes=1 << 20)), "a MiB of shared memory was taken")
+    require(refused(LaunchError, lambda: Kernel(cubin, "absent")), "a kernel that does not exist was found")
+    require(refused(UsageError, lambda: kernel.bind(1, 32, (out, 1, 2))), "an argument without a width was taken")
+    require(bool((out == 9).all()), "a refused launch has written", out)
+
+
 # ---- timing ----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -362,44 +414,23 @@ def time_host(ranks: Ranks, module: ModuleType, product: ModuleType) -> None:
 
 def tune(ranks: Ranks) -> None:
     """Graph times of every kernel and launch shape, at the sizes where the choice is close."""
-    host_side.PACKET_LIMIT_BYTES, host_side.RING_BLOCKS = 8 * MIB, 128
+    host_side.PACKET_LIMIT_BYTES = 8 * MIB
     module = load("1_allreduce_cuda.py")
-    shapes: list[tuple[str, int, int, int]] = [
-        *((name, g, b, 0) for name in ("one_shot", "two_shot") for g, b in ((64, 512), (128, 512), (128, 256))),
-        *(("two_shot_ring", g, 512, t) for g in (64, 128) for t in (256, 512, 1024)),
-    ]
+    plans = [host_side.Plan(name, *shape) for name in ("one_shot", "two_shot") for shape in ((64, 512), (128, 512), (128, 256))]
+    plans += [host_side.Plan("two_shot_ring", grid, 512) for grid in (32, 64, 128)]
+    limits = {"one_shot": (0, MIB), "two_shot": (0, 8 * MIB), "two_shot_ring": (MIB, 1 << 40)}
     for nbytes in (128 << 10, 512 << 10, MIB, 2 * MIB, 4 * MIB, 8 * MIB, 32 * MIB, 256 * MIB):
         tensors = rotating(nbytes // 2, BF16, ranks)
         found = []
-        for name, grid, block, tile in shapes:
-            if (
-                (name == "one_shot" and nbytes > MIB)
-                or (name == "two_shot" and nbytes > 8 * MIB)
-                or (name == "two_shot_ring" and nbytes < 512 << 10)
-            ):
-                continue
-            chosen = host_side.Plan(name, grid, block, tile)  # type: ignore[arg-type]
-            module.plan = lambda *_, chosen=chosen: chosen
-            if module.all_reduce is not None:
-                module.all_reduce.launches.clear()
-            found.append(
-                (graph_us(ranks, lambda i, tensors=tensors: module.solution(tensors[i % len(tensors)]), calls=8), name, grid, block, tile)
-            )
-        best = "; ".join(
-            f"{us:.1f} {name.replace('two_shot_ring', 'ring')} {g}x{b}{f' t{t}' if t else ''}" for us, name, g, b, t in sorted(found)
-        )
-        ranks.say(f"tune {nbytes >> 10} KiB: {best}")
-    product = load("13_gemm_allreduce_cuda.py")
-    for k in (512, 1024, 2048, 4096):
-        a, b = draw((1024, k), BF16, ranks.rank), draw((k, 1024), BF16, 90 + ranks.rank)
-        found = []
-        for longest in (k, 0):
-            product.OWN_PRODUCT_MAX_K = longest
-            found += [
-                eager_us(ranks, lambda _, a=a, b=b: product.solution(a, b)),
-                graph_us(ranks, lambda _, a=a, b=b: product.solution(a, b)),
-            ]
-        ranks.say("tune product k = {}: own {:.1f} eager, {:.1f} graph; cuBLAS {:.1f} eager, {:.1f} graph".format(k, *found))
+        for chosen in plans:
+            smallest, largest = limits[chosen.kernel]
+            if smallest <= nbytes <= largest:
+                module.plan = lambda *_, chosen=chosen: chosen
+                if module.all_reduce is not None:
+                    module.all_reduce.launches.clear()
+                us = graph_us(ranks, lambda i, tensors=tensors: module.solution(tensors[i % len(tensors)]), calls=8)
+                found.append((us, f"{us:.1f} {chosen.kernel} {chosen.grid}x{chosen.block}"))
+        ranks.say(f"tune {nbytes >> 10} KiB: " + "; ".join(words for _, words in sorted(found)))
 
 
 def check_deadline(ranks: Ranks, module: ModuleType, folder: str) -> None:
@@ -443,6 +474,7 @@ def steps(ranks: Ranks, options: argparse.Namespace) -> Iterator[tuple[str, Call
         yield "time host", lambda: time_host(ranks, first, thirteenth)
     if options.tune:
         yield "tune", lambda: tune(ranks)
+    yield "launch options", check_launch_options
     yield "deadline", lambda: check_deadline(ranks, first, options.folder)
 
 

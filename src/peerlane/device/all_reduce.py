@@ -16,7 +16,7 @@ ELEMENT_TYPES = {torch.bfloat16: "peerlane::BFloat16", torch.float16: "peerlane:
 # Mirrored from comm.cuh and all_reduce.cuh.
 _MAX_EPOCH_BLOCKS = 256
 _PACKET_BYTES, _PACKET_DATA_BYTES = 16, 12
-_RING_DEPTH, _MAX_TILE_VECTORS, _VECTOR_BYTES = 4, 1024, 16
+_RING_DEPTH, _TILE_BYTES = 4, 16384
 
 PACKET_LIMIT_BYTES = 4 << 20
 """Largest tensor sent as packets, which carry a third more bytes than data; beyond it the ring's signals cost less."""
@@ -63,17 +63,16 @@ def _sizes(world_size: int) -> tuple[int, int, int]:
     packets = -(-PACKET_LIMIT_BYTES // _PACKET_DATA_BYTES)
     share = -(-packets // world_size)
     pairs = RING_BLOCKS * world_size
-    return 2 * world_size * share * _PACKET_BYTES, pairs * 2 * _RING_DEPTH * _MAX_TILE_VECTORS * _VECTOR_BYTES, pairs * LINE_BYTES
+    return 2 * world_size * share * _PACKET_BYTES, pairs * 2 * _RING_DEPTH * _TILE_BYTES, pairs * LINE_BYTES
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch: the function of ``all_reduce.cuh``, its grid and block, and the tile of the ring in 16-byte vectors."""
+    """One launch: the function of ``all_reduce.cuh``, its grid and block."""
 
     kernel: Literal["one_shot", "two_shot", "two_shot_ring"]
     grid: int
     block: int
-    tile: int = 0
 
 
 def plan(nbytes: int, world_size: int, sm_count: int) -> Plan:
@@ -85,11 +84,7 @@ def plan(nbytes: int, world_size: int, sm_count: int) -> Plan:
         if excess <= ONE_SHOT_EXCESS_BYTES:
             return Plan("one_shot", *_spread(packets, sm_count))
         return Plan("two_shot", *_spread(-(-packets // world_size), sm_count))
-    vectors_per_share = -(-nbytes // (_VECTOR_BYTES * world_size))
-    grid = min(RING_BLOCKS, sm_count)
-    # Two tiles per block at least, so that the stages overlap, but not less than one vector per thread.
-    tile = max(512, min(_MAX_TILE_VECTORS, vectors_per_share // (2 * grid)))
-    return Plan("two_shot_ring", grid, 512, tile)
+    return Plan("two_shot_ring", min(RING_BLOCKS, sm_count), 512)
 
 
 def _spread(items: int, sm_count: int) -> tuple[int, int]:

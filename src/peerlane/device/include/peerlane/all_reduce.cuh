@@ -22,14 +22,14 @@ struct AllReduceWorkspace {
     u64 epochs;               // u32[max_epoch_blocks]
     u64 packets;              // two alternating buffers of packet_buffer_bytes each
     u64 packet_buffer_bytes;
-    u64 ring;                 // ring_blocks * 2 * ring_depth * W tiles of max_tile_vectors vectors
+    u64 ring;                 // ring_blocks * 2 * ring_depth * W tiles of tile_vectors vectors
     u64 ring_flags;           // ring_blocks * W lines
     u64 ring_numbers;         // u32[ring_blocks]
     u64 ring_blocks;          // the largest grid of two_shot_ring
 };
 
 constexpr u32 ring_depth = 4;           // divides 2^32, so that numbers may wrap
-constexpr u32 max_tile_vectors = 1024;  // 16-byte vectors in one tile
+constexpr u32 tile_vectors = 1024;  // 16-byte vectors in one tile
 
 // Words of 32 bits at `offset` of a buffer of `bytes`; what lies behind the end reads as zero.
 template <int words>
@@ -138,12 +138,8 @@ __device__ inline void one_shot(const Arena& arena, const AllReduceWorkspace& sp
     }
 }
 
-// Bytes of packet buffer for two shots over `count` packets.
-__host__ __device__ constexpr u64 two_shot_bytes(int world_size, u64 count) {
-    return (count + world_size - 1) / world_size * world_size * 2 * sizeof(Vec16);
-}
-
-// Two shots over `count` packets at `terms_at` in the arena, which holds two_shot_bytes(W, count). Rank q sums the q-th of W equal shares.
+// Two shots over `count` packets at `terms_at` in the arena, where 2 * W * share * 16 bytes are needed, share = ceil(count / W). Rank
+// q sums the q-th share.
 // `load(i, words)` gives packet i of this rank's tensor, zeros behind its end; `store(i, words)` takes packet i of the sum. This thread
 // handles packets `first`, `first + step`, ... of every share; it has loaded all of them from the other shares before it stores any.
 //
@@ -184,7 +180,7 @@ __device__ inline void two_shot_packets(
     }
 }
 
-// Needs two_shot_bytes(W, ceil(bytes / 12)) of packet buffer.
+// Needs 2 * W * ceil(ceil(bytes / 12) / W) * 16 bytes of packet buffer.
 template <class E, int W>
 __device__ inline void two_shot(const Arena& arena, const AllReduceWorkspace& space, const char* in, char* out, u64 bytes) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(space.epochs)));
@@ -212,9 +208,9 @@ __device__ inline void two_shot(const Arena& arena, const AllReduceWorkspace& sp
 // Both are in time for a ring of four; three would do. A launch of n tiles has steps 0 to n + 1 and ends with the signals of step n in
 // hand; numbers go on from launch to launch, so the argument holds across launches.
 //
-// A grid of at most space.ring_blocks; `tile` is at most max_tile_vectors.
+// A grid of at most space.ring_blocks.
 template <class E, int W>
-__device__ inline void two_shot_ring(const Arena& arena, const AllReduceWorkspace& space, const char* in, char* out, u64 bytes, u32 tile) {
+__device__ inline void two_shot_ring(const Arena& arena, const AllReduceWorkspace& space, const char* in, char* out, u64 bytes) {
     enum : u32 { terms_ring = 0, sums_ring = 1 };
     const Signals<W> signals{space.ring_flags};
     u32* number_at = reinterpret_cast<u32*>(arena.local(space.ring_numbers)) + blockIdx.x;
@@ -223,23 +219,23 @@ __device__ inline void two_shot_ring(const Arena& arena, const AllReduceWorkspac
 
     const u64 vectors = (bytes + sizeof(Vec16) - 1) / sizeof(Vec16);
     const u64 share = (vectors + W - 1) / W;
-    const u64 all_tiles = (share + tile - 1) / tile;
+    const u64 all_tiles = (share + tile_vectors - 1) / tile_vectors;
     if (blockIdx.x >= all_tiles) return;
     const u64 tiles = (all_tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
 
     const auto number = [&](u64 i) { return first_number + static_cast<u32>(i); };
     const auto place = [&](u32 ring, u64 i, u32 source) {
         const u64 index = ((u64(blockIdx.x) * 2 + ring) * ring_depth + number(i) % ring_depth) * W + source;
-        return space.ring + index * (max_tile_vectors * sizeof(Vec16));
+        return space.ring + index * (tile_vectors * sizeof(Vec16));
     };
     const auto send = [&](int q, u64 target, u32 v, const u32(&data)[4]) {
         reinterpret_cast<Vec16*>(arena.peer(q, target))[v] = Vec16{{data[0], data[1], data[2], data[3]}};
     };
     const auto take = [&](u64 source, u32 v, u32(&data)[4]) { load_words(arena.local(source), u64(v) * sizeof(Vec16), ~u64(0), data); };
-    const auto tile_start = [&](u64 i) { return (blockIdx.x + i * gridDim.x) * tile; };
-    const auto tile_vectors = [&](u64 i) {
+    const auto tile_start = [&](u64 i) { return (blockIdx.x + i * gridDim.x) * tile_vectors; };
+    const auto tile_length = [&](u64 i) {
         const u64 rest = share - tile_start(i);
-        return rest < tile ? static_cast<u32>(rest) : tile;
+        return rest < tile_vectors ? static_cast<u32>(rest) : tile_vectors;
     };
     // Bytes from the tensor's start to vector v of the i-th tile of owner q's share; may lie behind the tensor's end for the last owners.
     const auto offset = [&](int q, u64 i, u32 v) { return (q * share + tile_start(i) + v) * sizeof(Vec16); };
@@ -247,8 +243,8 @@ __device__ inline void two_shot_ring(const Arena& arena, const AllReduceWorkspac
     for (u64 i = 0; i < tiles + 2; ++i) {
         if (i < tiles) {
             const u64 target = place(terms_ring, i, rank);
-            const u32 valid = tile_vectors(i);
-            for (u32 v = threadIdx.x; v < valid; v += blockDim.x) {
+            const u32 length = tile_length(i);
+            for (u32 v = threadIdx.x; v < length; v += blockDim.x) {
                 u32 data[W - 1][4];
 #pragma unroll
                 for (int k = 1; k < W; ++k) load_words(in, offset(rank_after<W>(rank, k), i, v), bytes, data[k - 1]);
@@ -259,8 +255,8 @@ __device__ inline void two_shot_ring(const Arena& arena, const AllReduceWorkspac
         if (i >= 1) signals.wait_all(arena, number(i - 1) + 1);
         if (i >= 1 && i - 1 < tiles) {
             const u64 target = place(sums_ring, i - 1, rank);
-            const u32 valid = tile_vectors(i - 1);
-            for (u32 v = threadIdx.x; v < valid; v += blockDim.x) {
+            const u32 length = tile_length(i - 1);
+            for (u32 v = threadIdx.x; v < length; v += blockDim.x) {
                 const u64 at = offset(rank, i - 1, v);
                 u32 own[4], terms[W][4], total[4];
                 load_words(in, at, bytes, own);
@@ -275,8 +271,8 @@ __device__ inline void two_shot_ring(const Arena& arena, const AllReduceWorkspac
             }
         }
         if (i >= 2) {
-            const u32 valid = tile_vectors(i - 2);
-            for (u32 v = threadIdx.x; v < valid; v += blockDim.x) {
+            const u32 length = tile_length(i - 2);
+            for (u32 v = threadIdx.x; v < length; v += blockDim.x) {
                 u32 sums[W][4];
 #pragma unroll
                 for (int q = 0; q < W; ++q) {
