@@ -20,6 +20,7 @@ from peerlane.evaluate.arena import memory_file
 from peerlane.evaluate.protocol import Channel, Message
 
 _REPORTED_KINDS = {"runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run"}
+_SEND_S = 10  # a rank that does not read its requests for this long has failed, and the answer's deadline will say so
 _GRACE_S = 0.5  # after the first rank fails, the others have this long to report before the group is killed
 
 
@@ -114,8 +115,7 @@ class RankGroup:
                         continue
                     if isinstance(outcome, GroupFailure):
                         if outcome.kind == "exit":  # the leader knows the status; wait for its report a moment
-                            self._await_exit(key.data)
-                            outcome = self._exit_failure(key.data, phase)
+                            outcome = self._await_exit(key.data, phase) or self._exit_failure(key.data, phase)
                         failure = failure or outcome
                     else:
                         answers[key.data] = outcome
@@ -158,13 +158,15 @@ class RankGroup:
                 self._exits[int(message["exited"])] = int(message["status"])
         return None
 
-    def _await_exit(self, rank: int) -> None:
+    def _await_exit(self, rank: int, phase: str) -> GroupFailure | None:
+        """Waits until the leader has told how the rank ended; the failure, if the leader has ended itself."""
         end = time.monotonic() + 1.0
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
             while rank not in self._exits and (left := end - time.monotonic()) > 0:
-                if selector.select(left) and self._read_control("exit") is not None:
-                    return
+                if selector.select(left) and (failure := self._read_control(phase)) is not None:
+                    return failure
+        return None
 
     def _exit_failure(self, rank: int, phase: str) -> GroupFailure:
         status = self._exits.get(rank)
@@ -270,6 +272,7 @@ class Nursery:
         for rank in range(world_size):
             here, there = socket.socketpair()
             channels.append(Channel(here))
+            channels[-1].limit_sending(_SEND_S)
             closing.append(there)
             memory = os.dup(share.memory_fd(rank)) if share is not None else memory_file(f"peerlane-arena-{rank}")
             log = os.memfd_create(f"peerlane-log-{rank}")

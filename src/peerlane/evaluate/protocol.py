@@ -39,14 +39,18 @@ class Channel:
     def fileno(self) -> int:
         return self.socket.fileno()
 
+    def limit_sending(self, seconds: int) -> None:
+        """From now on :meth:`send` gives up, with an OSError, on a side that does not read for this long."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
+
     def send(self, message: Message) -> None:
         """Sends one message; raises OSError if the other side is gone."""
         self.socket.sendall(encode(message))
 
-    def feed(self) -> bool:
-        """Reads what has arrived; False at the end of the stream. Call when the socket is readable."""
+    def feed(self, *, block: bool = False) -> bool:
+        """Reads what has arrived, which may be nothing; False at the end of the stream."""
         try:
-            chunk = self.socket.recv(1 << 20)
+            chunk = self.socket.recv(1 << 20, 0 if block else socket.MSG_DONTWAIT)
         except (BlockingIOError, InterruptedError):
             return True
         except OSError:
@@ -78,7 +82,7 @@ class Channel:
     def receive(self) -> Message | None:
         """Blocks for the next message; None at the end of the stream. For rank processes."""
         while (message := self.pop()) is None:
-            if not self.feed():
+            if not self.feed(block=True):
                 return None
         return message
 
