@@ -55,3 +55,7 @@ class TimingRules:
     target_half_width: float = 0.02
     budget_s: float = 20.0
     compared_share: float = 0.25
+    max_waiting_bytes: int = 4 << 30
+    """of snapshots that wait for the end of a race to be compared"""
+    time_only_slots: int = 32
+    """calls per block where no number of slots would outgrow the L2 cache"""

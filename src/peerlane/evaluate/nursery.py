@@ -19,13 +19,15 @@ import shutil
 import signal
 import socket
 import sys
+import time
 import traceback
 from typing import Any, NoReturn
 
-from peerlane.evaluate.processes import adopt_orphans, die_with_parent, kill_descendants
+from peerlane.evaluate.processes import adopt_orphans, children, descendants, die_with_parent, kill_descendants
 from peerlane.evaluate.protocol import Channel
 
 FDS_PER_RANK = 3  # command socket, shared memory, log
+_PARTING_S = 9.0  # leaders, whose supervisor is gone too, have this long to end their groups
 
 
 def _run_rank(config: dict[str, Any], rank: int, fds: list[int], leader: int) -> NoReturn:
@@ -106,19 +108,33 @@ def _receive_order(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | No
     return json.loads(data), list(room)
 
 
+def _clear_up(leaders: dict[int, str]) -> None:
+    """Removes leaders that have ended, and what those that a candidate killed could not clear up: their folders and their orphans."""
+    living = children(os.getpid())
+    for leader in leaders.keys() - living:
+        shutil.rmtree(leaders.pop(leader), ignore_errors=True)
+    for orphan in living - leaders.keys():
+        for pid in (orphan, *descendants(orphan)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
 def main(fd: int) -> None:
     """Serves orders until the supervisor's end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    adopt_orphans()
     orders = socket.socket(fileno=fd)
     from peerlane.evaluate import worker  # noqa: F401  (imports torch, the slow part, before any fork)
 
     gc.collect()
     gc.freeze()  # what is imported by now never needs collecting: ranks collect in microseconds, and share the pages
     orders.send(b"ready")
+    leaders: dict[int, str] = {}
     while (order := _receive_order(orders)) is not None:
         config, fds = order
-        if os.fork() == 0:
+        _clear_up(leaders)
+        if (leader := os.fork()) == 0:
             try:
                 orders.close()
                 _lead(config, fds)
@@ -127,8 +143,14 @@ def main(fd: int) -> None:
             finally:
                 kill_descendants()
                 os._exit(1)
+        leaders[leader] = config["folder"]
         for received in fds:
             os.close(received)
+    end = time.monotonic() + _PARTING_S
+    while leaders and time.monotonic() < end:
+        time.sleep(0.02)
+        _clear_up(leaders)
+    kill_descendants()
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ def physical_cores(allowed: set[int]) -> list[int]:
     return sorted(cores.values())
 
 
-def descendants(root: int) -> list[int]:
-    """All living descendants of a process, children before grandchildren."""
+def _family() -> dict[int, list[int]]:
+    """The living children of every process."""
     children: dict[int, list[int]] = defaultdict(list)
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -68,9 +68,19 @@ def descendants(root: int) -> list[int]:
             continue
         if fields[0] != "Z":
             children[int(fields[1])].append(int(entry))
-    found, queue = [], [root]
+    return children
+
+
+def children(root: int) -> set[int]:
+    """The living children of a process."""
+    return set(_family()[root])
+
+
+def descendants(root: int) -> list[int]:
+    """All living descendants of a process, children before grandchildren."""
+    family, found, queue = _family(), [], [root]
     while queue:
-        for child in children.pop(queue.pop(0), []):
+        for child in family.pop(queue.pop(0), []):
             found.append(child)
             queue.append(child)
     return found

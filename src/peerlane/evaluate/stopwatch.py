@@ -7,7 +7,7 @@ from typing import Any
 
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.session import case_request
-from peerlane.evaluate.speed import Race, choose_slots
+from peerlane.evaluate.speed import CaptureFailed, Race, choose_slots
 from peerlane.evaluate.statistics import Interval
 from peerlane.evaluate.trial import Rejected, Trial, verdict_of
 from peerlane.evaluate.verdict import CaseEvidence, Estimate, Mode, ModeSpeed, Tampered, Utilisation
@@ -48,22 +48,13 @@ class SpeedTrial:
             if mode not in self.trial.problem.modes:
                 self.unmeasurable[mode] = f"the reference cannot be captured: {self.trial.problem.graph_reason}"
                 continue
-            self.trial.mint()
-            self.trial.reveal()
-            failures = [answer for answer in self._prepare_trusted(mode) if not answer["captured"]]
-            failures += [answer for answer in self._prepare(mode, "reference") if not answer.get("captured")]
-            if failures:
-                self.unmeasurable[mode] = f"the reference could not be captured here: {failures[0].get('why')}"
-                continue
             race = Race(self.trial, mode, "reference", self.rules)
-            race.run(self.rules.budget_s)
+            try:
+                race.run(self.rules.budget_s)
+            except CaptureFailed as failure:
+                self.unmeasurable[mode] = f"the reference could not be captured here: {failure}"
+                continue
             self.baselines[mode] = race
-
-    def _prepare_trusted(self, mode: str) -> list[dict[str, Any]]:
-        return self.trial.trusted("prepare", mode=mode)
-
-    def _prepare(self, mode: str, side: str) -> list[dict[str, Any]]:
-        return self.trial.ask("prepare", "timing", self.trial.session.deadlines.first_call, mode=mode, side=side)
 
     def _probe(self) -> int:
         """Calls per block, from a few short blocks of the trusted reference."""
@@ -72,7 +63,7 @@ class SpeedTrial:
         trial.layouts = trial.trusted("open_case", slots=_PROBE_SLOTS, **case_request(trial.case))
         times = {}
         for mode in trial.problem.modes:
-            if all(answer["captured"] for answer in self._prepare_trusted(mode)):
+            if all(answer["captured"] for answer in trial.trusted("prepare", mode=mode)):
                 race = Race(trial, mode, "reference", self.rules)
                 times[mode] = min(race.trusted_block().median_us for _ in range(_PROBE_BLOCKS))
         slots = choose_slots(
@@ -110,13 +101,11 @@ class SpeedTrial:
 
     def _race(self, mode: Mode) -> ModeSpeed:
         trial, baseline = self.trial, self.baselines[mode]
-        trial.mint()
-        trial.reveal()
-        failures = [answer for answer in self._prepare(mode, "candidate") if not answer.get("captured")]
-        if failures:
-            raise Unmeasurable(f"cannot be captured: {failures[0].get('why')}")
         race = Race(trial, mode, "candidate", self.rules, slack_limit_us=3 * baseline.slack_us + 5_000)
-        race.run(self.rules.budget_s)
+        try:
+            race.run(self.rules.budget_s)
+        except CaptureFailed as failure:
+            raise Unmeasurable(f"cannot be captured: {failure}") from None
         self._check_floor(race)
         speedup = race.ratio() * _inverse(baseline.ratio())
         reference_us, candidate_us = baseline.times_us(), race.times_us()

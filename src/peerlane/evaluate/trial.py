@@ -96,15 +96,22 @@ class Trial:
     layouts: list[Message] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     aliased: bool = False
+    _waiting: list[str] = field(default_factory=list)
 
-    def trusted(self, op: str, **more: Any) -> list[Message]:
-        """Asks the trusted ranks; a failure there is the harness's."""
+    def trusted(self, requests: str | Sequence[Message], **more: Any) -> list[Message]:
+        """Asks the trusted ranks: one operation with the same arguments, or one request each. A failure there is the harness's."""
+        each: Message | list[Message]
+        if isinstance(requests, str):
+            each = {"op": requests, "space": self.space, **more}
+        else:
+            each = [{"space": self.space, **request} for request in requests]
         try:
-            return self.session.trusted.ask({"op": op, "space": self.space, **more}, "correctness", 4 * self.session.deadlines.correctness)
+            return self.session.trusted.ask(each, "correctness", 4 * self.session.deadlines.correctness)
         except GroupFailure as failure:
             tail = self.session.trusted.log_tail()
             self.session.drop_trusted()
-            raise HarnessError(f"trusted ranks failed at {op} of {self.case.key}: {failure}\n{tail}".strip()) from None
+            what = requests if isinstance(requests, str) else requests[0]["op"]
+            raise HarnessError(f"trusted ranks failed at {what} of {self.case.key}: {failure}\n{tail}".strip()) from None
 
     def ask(self, op: str, phase: Phase, deadline_s: float, **more: Any) -> list[Message]:
         """Asks the candidate's ranks."""
@@ -152,29 +159,28 @@ class Trial:
         """Calls the candidate on these slots of the revealed inputs and judges them; raises :class:`Rejected`."""
         answers = self.ask("call", phase, deadline_s, side="candidate", slots=list(slots))
         self.aliased |= any(bool(answer.get("aliased")) for answer in answers)
-        self.judge(phase, slots, [_outputs(answer, len(slots)) for answer in answers], check_inputs=True)
+        self.collect(slots, [_outputs(answer, len(slots)) for answer in answers])
+        self.judge(phase, check_inputs=True)
 
-    def judge(self, phase: Phase, slots: Sequence[int], outputs: Sequence[list[Any]], *, check_inputs: bool = False) -> None:
-        """Has the trusted ranks compare snapshots, ``outputs[rank][i]`` describing slot ``slots[i]``; raises :class:`Rejected`."""
-        requests = [
-            {"op": "judge", "space": self.space, "slots": list(slots), "outputs": described, "check_inputs": check_inputs}
-            for described in outputs
-        ]
-        try:
-            answers = self.session.trusted.ask(requests, phase, 4 * self.session.deadlines.correctness)
-        except GroupFailure as failure:
-            tail = self.session.trusted.log_tail()
-            self.session.drop_trusted()
-            raise HarnessError(f"trusted ranks failed to judge {self.case.key}: {failure}\n{tail}".strip()) from None
-        self._raise_if_wrong(phase, slots, answers)
-        self.evidence.slots += len(slots)
-        self.evidence.integer_slots += sum(self.kinds[slot] == INTEGER for slot in slots)
+    def collect(self, slots: Sequence[int], outputs: Sequence[list[Any]]) -> int:
+        """Has the trusted ranks take copies of the snapshots, ``outputs[rank][i]`` describing slot ``slots[i]``; the bytes that wait."""
+        answers = self.trusted([{"op": "collect", "slots": list(slots), "outputs": described} for described in outputs])
+        self._waiting += [self.kinds[slot] for slot in slots]
+        return max(int(answer["bytes"]) for answer in answers)
+
+    def judge(self, phase: Phase, *, check_inputs: bool = False) -> None:
+        """Has the trusted ranks compare what was collected; raises :class:`Rejected`."""
+        answers = self.trusted("judge", check_inputs=check_inputs)
+        kinds, self._waiting = self._waiting, []
+        self._raise_if_wrong(phase, answers)
+        self.evidence.slots += len(kinds)
+        self.evidence.integer_slots += kinds.count(INTEGER)
         if phase == "timing":
-            self.evidence.timed_slots += len(slots)
+            self.evidence.timed_slots += len(kinds)
         ratios = [float(item["ratio"]) for answer in answers for item in answer["slots"]]
         self.evidence.worst_ratio = max([self.evidence.worst_ratio, *ratios])
 
-    def _raise_if_wrong(self, phase: Phase, slots: Sequence[int], answers: Sequence[Message]) -> None:
+    def _raise_if_wrong(self, phase: Phase, answers: Sequence[Message]) -> None:
         for rank, answer in enumerate(answers):
             for item in answer["slots"]:
                 if "type" in item:
@@ -185,16 +191,17 @@ class Trial:
         if wrong:
             rank, item = wrong[0]
             ranks = tuple(sorted({rank for rank, _ in wrong}))
-            bad_slots = {item["slot"] for _, item in wrong}
-            if phase == "timing" and len(bad_slots) < len(slots):
+            compared = len(answers[0]["slots"])
+            bad = len({number for answer in answers for number, item in enumerate(answer["slots"]) if item["ratio"] > 1.0})
+            if phase == "timing" and bad < compared:
                 raise Rejected(
                     Unstable(
                         case=self.case.key,
                         rank=rank,
                         output=item["output"],
                         detail=item["detail"],
-                        wrong_slots=len(bad_slots),
-                        compared_slots=len(slots),
+                        wrong_slots=bad,
+                        compared_slots=compared,
                     )
                 )
             raise Rejected(
@@ -215,7 +222,7 @@ class Trial:
         for rank, answer in enumerate(answers):
             if answer["changed_arguments"]:
                 names = ", ".join(answer["changed_arguments"])
-                self._reject_whole(phase, rank, slots[0], f"argument {names}", "changed, which the problem does not allow")
+                self._reject_whole(phase, rank, 0, f"argument {names}", "changed, which the problem does not allow")
             if self.problem.replicated:
                 for mine, first in zip(answer["slots"], answers[0]["slots"], strict=True):
                     if mine["digest"] != first["digest"]:

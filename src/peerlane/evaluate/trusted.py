@@ -24,6 +24,17 @@ from peerlane.problems._spec import Case, Problem
 from peerlane.problems._tree import Description, Tree, describe, rebuild, tensor_descriptions
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What a candidate returned for one slot of one block, as its rank described it, and the bytes in its region."""
+
+    slot: int
+    block: int
+    kind: str
+    described: Description
+    tensors: list[torch.Tensor]
+
+
 @dataclass
 class OpenCase:
     """A case that is laid out in memory."""
@@ -42,10 +53,11 @@ class OpenCase:
     kinds: list[str] = field(default_factory=list)
     block: int = -1
     blocks: dict[str, Block] = field(default_factory=dict)
+    snapshots: list[Snapshot] = field(default_factory=list)
 
 
 class TrustedRank(Rank):
-    """Serves ``secret``, ``open_case``, ``mint``, ``reveal``, ``prepare``, ``block``, ``judge``, ``close_case``."""
+    """Serves ``secret``, ``open_case``, ``mint``, ``reveal``, ``prepare``, ``block``, ``collect``, ``judge``, ``close_case``."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__(config, rank, memory_fd)
@@ -59,6 +71,7 @@ class TrustedRank(Rank):
             "reveal": self.reveal,
             "prepare": self.prepare,
             "block": self.timed_block,
+            "collect": self.collect,
             "judge": self.judge,
             "close_case": self.close_case,
             "ping": lambda _: {},
@@ -164,6 +177,7 @@ class TrustedRank(Rank):
     def prepare(self, request: Message) -> dict[str, Any]:
         """Builds the reference's timed block in a launch mode; for graphs this captures, and a failed capture is an answer."""
         current, mode = self.opened(request), request["mode"]
+        current.blocks.pop(mode, None)
         try:
             block = make_block(mode, current.problem.reference, current.private.args, current.private_outputs, self.device)
         except Exception as error:
@@ -177,32 +191,37 @@ class TrustedRank(Rank):
         """One timed block of the reference on the minted inputs."""
         return self.opened(request).blocks[request["mode"]].run(self.cores)
 
-    def judge(self, request: Message) -> dict[str, Any]:
-        """Compares the candidate's snapshots of ``slots`` with the oracle; ``outputs`` are its own descriptions of what it returned.
+    def collect(self, request: Message) -> dict[str, Any]:
+        """Copies the candidate's snapshots of ``slots`` out of the arena: whatever is written there afterwards comes too late.
 
-        The regions are copied first: whatever is written to the arena afterwards comes too late.
+        ``outputs`` are the candidate's own descriptions of what it returned. Returns the bytes that wait for :meth:`judge`.
         """
         current = self.opened(request)
-        data = current.arena.data[current.input_bytes : current.input_bytes + current.output_bytes].clone()
-        self.synchronize()
-        verdicts = []
+        data = current.arena.data[current.input_bytes : current.input_bytes + current.output_bytes]
         for slot, described in zip(request["slots"], request["outputs"], strict=True):
-            verdicts.append(self._judge_slot(current, slot, described, data))
-        changed = self._changed_arguments(current) if request["check_inputs"] else []
-        return {"slots": verdicts, "changed_arguments": changed}
+            tensors = [view(data, placed).clone() for placed in tensor_descriptions(current.output_layout[slot])]
+            current.snapshots.append(Snapshot(slot, current.block, current.kinds[slot], described, tensors))
+        self.synchronize()
+        return {"bytes": sum(tensor.nbytes for snapshot in current.snapshots for tensor in snapshot.tensors)}
 
-    def _judge_slot(self, current: OpenCase, slot: int, described: Description, data: torch.Tensor) -> dict[str, Any]:
-        problem, case, kind = current.problem, current.case, current.kinds[slot]
-        inputs = [self._inputs(problem, case, rank, slot, current.block, kind) for rank in range(self.world_size)]
+    def judge(self, request: Message) -> dict[str, Any]:
+        """Compares all collected snapshots with the oracle."""
+        current = self.opened(request)
+        snapshots, current.snapshots = current.snapshots, []
+        changed = self._changed_arguments(current) if request["check_inputs"] else []
+        return {"slots": [self._judge(current, snapshot) for snapshot in snapshots], "changed_arguments": changed}
+
+    def _judge(self, current: OpenCase, snapshot: Snapshot) -> dict[str, Any]:
+        problem, case, slot = current.problem, current.case, snapshot.slot
+        inputs = [self._inputs(problem, case, rank, slot, snapshot.block, snapshot.kind) for rank in range(self.world_size)]
         expected = problem.oracle(case, inputs, self.rank)
-        reason = _claimed_mismatch(described, expected)
+        reason = _claimed_mismatch(snapshot.described, expected)
         if reason is not None:
             return {"slot": slot, "type": reason}
-        tensors = [view(data, placed) for placed in tensor_descriptions(current.output_layout[slot])]
-        got = rebuild(current.output_layout[slot], iter(tensors), current.groups.__getitem__)
+        got = rebuild(current.output_layout[slot], iter(snapshot.tensors), current.groups.__getitem__)
         if (mismatch := type_mismatch(got, expected)) is not None:
             raise RuntimeError(f"{case.key}: the reference and the oracle disagree about the output's type: {mismatch}")
-        scores = score(problem, case, got, expected, kind)
+        scores = score(problem, case, got, expected, snapshot.kind)
         worst = max(scores, key=lambda item: item.ratio if not math.isnan(item.ratio) else math.inf)
         answer: dict[str, Any] = {
             "slot": slot,
@@ -214,7 +233,7 @@ class TrustedRank(Rank):
             "want": worst.want,
         }
         if problem.replicated:
-            answer["digest"] = [_digest(tensor) for tensor in tensors]
+            answer["digest"] = [_digest(tensor) for tensor in snapshot.tensors]
         return answer
 
     def _changed_arguments(self, current: OpenCase) -> list[str]:

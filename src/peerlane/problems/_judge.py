@@ -170,8 +170,10 @@ def score(problem: Problem, case: Case, got: Tree, expected: Tree, kind: str = "
     map_leaves(got, got_leaves.append)
     scores = []
     for value, leaf in zip(got_leaves, expected_leaves(expected), strict=True):
-        if leaf.exact or exact:
+        if leaf.exact:
             scores.append(compare_exact(leaf.name, value, leaf.value.to(leaf.dtype)))
+        elif exact:  # a sum may come out as either zero: adding +0 makes both +0
+            scores.append(compare_exact(leaf.name, value + 0.0, leaf.value.to(leaf.dtype) + 0.0))
         else:
             scores.append(compare_close(leaf.name, value, leaf, tolerances[leaf.name]))
     return scores

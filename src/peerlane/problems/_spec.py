@@ -133,7 +133,7 @@ def exactly(name: str, value: torch.Tensor) -> Expected:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The error model of one float output. All parts hold at once; a part that is None is not used.
+    """The error model of one float output. All parts hold at once. The elementwise bound always applies; normwise and rowwise may be None.
 
     * elementwise: ``|got - want| <= relative * |want| + magnitude * Expected.magnitude + rms * rms(want)``
     * normwise: ``norm(got - want) <= normwise * norm(want)``
