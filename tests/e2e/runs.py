@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,21 +18,37 @@ DEADLINES = Deadlines(spawn=60.0, build=60.0, load=20.0, exit=2.0).with_calls(4.
 MARK = "PEERLANE_TEST_MARK"
 
 
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the main thread if the block takes longer: a supervisor that waits for ever fails its test."""
+
+    def expire(*_: object) -> None:
+        raise TimeoutError(f"not done within {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def judge(
-    *candidates: Path | str, world_size: int = 2, out: Path | None = None, problems: str | None = None, deadlines: Deadlines = DEADLINES
+    *candidates: Path | str, world_size: int = 2, out: Path | None = None, problems: str | None = None, limit_s: float = 120.0
 ) -> list[Result]:
     """The results of these candidates on the ``small`` cases, in order."""
-    return evaluate(
-        EvaluationPlan(
-            candidates=discover([str(candidate) for candidate in candidates]),
-            problems=problems,
-            presets=("small",),
-            world_sizes=(world_size,),
-            device="cpu",
-            out=out,
-            deadlines=deadlines,
-        )
+    plan = EvaluationPlan(
+        candidates=discover([str(candidate) for candidate in candidates]),
+        problems=problems,
+        presets=("small",),
+        world_sizes=(world_size,),
+        device="cpu",
+        out=out,
+        deadlines=DEADLINES,
     )
+    with within(limit_s):
+        return evaluate(plan)
 
 
 def marked_processes(mark: str) -> list[int]:
@@ -48,9 +65,8 @@ def marked_processes(mark: str) -> list[int]:
     return found
 
 
-def wait_for(condition: object, deadline_s: float, what: str) -> None:
-    """Polls a function until it returns something true."""
-    assert callable(condition)
+def wait_for(condition: Callable[[], bool], deadline_s: float, what: str) -> None:
+    """Polls a function until it returns True."""
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"{what} did not come true within {deadline_s:g} s"

@@ -1,0 +1,141 @@
+"""No process outlives a run, however the run ends; a run that was cut short is taken up where it stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from e2e.runs import GOOD, MARK, judge, marked, marked_processes, wait_for
+from peerlane.evaluate.store import ResultsStore
+
+DAEMON_THEN_LOOP = '''
+"""Leaves a daemon behind, says so, and never returns."""
+
+import os
+import time
+from pathlib import Path
+
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        Path("{folder}", f"daemon-{{os.environ['RANK']}}").touch()
+        time.sleep(3600)
+    os._exit(0)
+
+
+def solution(tensor):
+    Path("{folder}", f"called-{{os.environ['RANK']}}").touch()
+    while True:
+        pass
+'''
+KILL_LEADER = """
+import os
+import signal
+import time
+
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        time.sleep(3600)
+    os._exit(0)
+
+
+def solution(tensor):
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(3600)
+"""
+
+
+@dataclass
+class Run:
+    """A ``peerlane eval`` in a process of its own, in the middle of a candidate that never returns."""
+
+    process: subprocess.Popen[bytes]
+    mark: str
+    out: Path
+    files: list[Path]
+
+    def gone(self) -> bool:
+        return marked_processes(self.mark) == []
+
+
+def start(out: Path, mark: str, *files: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "peerlane", "eval", *map(str, files), "--preset", "small", "--world-size", "2", "--device", "cpu"]
+    environment = {**os.environ, MARK: mark}
+    return subprocess.Popen([*command, "--out", str(out)], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path) -> Iterator[Run]:
+    stuck = tmp_path / "1_stuck_pytorch.py"
+    stuck.write_text(DAEMON_THEN_LOOP.format(folder=tmp_path))
+    mark = tmp_path.as_posix()
+    process = start(tmp_path / "out", mark, GOOD, stuck)
+    try:
+        signs = [tmp_path / f"{sign}-{rank}" for sign in ("daemon", "called") for rank in (0, 1)]
+        wait_for(lambda: all(sign.exists() for sign in signs), 60, "the candidate's start")
+        assert len(marked_processes(mark)) > 6  # supervisor, nursery, leaders, ranks, daemons
+        yield Run(process, mark, tmp_path / "out", [GOOD, stuck])
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_interrupt_leaves_nothing(interrupted: Run) -> None:
+    interrupted.process.send_signal(signal.SIGINT)
+    assert interrupted.process.wait(10) == 130
+    wait_for(interrupted.gone, 10, "the end of all processes")
+
+
+def test_killed_supervisor_leaves_nothing_and_the_run_resumes(interrupted: Run) -> None:
+    interrupted.process.kill()
+    interrupted.process.wait()
+    wait_for(interrupted.gone, 10, "the end of all processes")
+
+    path = interrupted.out / "results.jsonl"
+    first = path.read_bytes()
+    assert [result.candidate.name for result in ResultsStore(interrupted.out).results()] == [GOOD.stem]
+
+    other = GOOD.with_name("4_reduce_pytorch.py")
+    process = start(interrupted.out, interrupted.mark, GOOD, other)
+    assert process.wait(60) == 0
+    assert path.read_bytes().startswith(first), "what is stored is not done again"
+    results = ResultsStore(interrupted.out).results()
+    assert [result.candidate.name for result in results] == [GOOD.stem, other.stem]
+    assert all(result.correct for result in results)
+    wait_for(interrupted.gone, 10, "the end of all processes")
+
+
+def test_candidate_that_kills_its_guard(tmp_path: Path) -> None:
+    """The guard's death takes the ranks along; the daemon that loses its adoptive parent does not get away either."""
+    killer = tmp_path / "1_kills_guard_pytorch.py"
+    killer.write_text(KILL_LEADER)
+    with marked(tmp_path.as_posix()):
+        killed, good = judge(killer, GOOD)
+    assert killed.verdict.kind == "tampered", killed.verdict
+    assert good.correct, good.verdict
+    assert marked_processes(tmp_path.as_posix()) == []
+
+
+def test_interrupt_inside_evaluate(tmp_path: Path) -> None:
+    """KeyboardInterrupt in the calling thread ends everything before it leaves evaluate()."""
+    from peerlane.evaluate import EvaluationPlan, discover, evaluate
+    from peerlane.evaluate.evaluation import Silent
+
+    class Impatient(Silent):
+        def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
+            if phase == "correctness":
+                raise KeyboardInterrupt
+
+    plan = EvaluationPlan(discover([str(GOOD)]), presets=("small",), world_sizes=(2,), out=tmp_path)
+    with marked(tmp_path.as_posix()), pytest.raises(KeyboardInterrupt):
+        evaluate(plan, Impatient())
+    assert marked_processes(tmp_path.as_posix()) == []
+    assert ResultsStore(tmp_path).results() == []
