@@ -1,0 +1,10 @@
+# expect: runtime_error
+"""Ends by a signal that has no name."""
+
+import os
+import signal
+
+
+def solution(tensor):
+    os.kill(os.getpid(), signal.SIGRTMIN + 3)
+    return tensor.clone()
