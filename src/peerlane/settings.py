@@ -41,7 +41,7 @@ class TimingRules:
     """The protocol of speed; see docs/evaluating.md for the reasons."""
 
     min_block_us: float = 2_500.0
-    max_block_us: float = 50_000.0
+    max_block_us: float = 20_000.0
     l2_multiple: float = 3.0
     max_slots: int = 160
     min_slots: int = 3
@@ -50,9 +50,10 @@ class TimingRules:
     warm_calls: int = 20
     max_warm_calls: int = 500
     warm_agreement: float = 0.02
-    min_rounds: int = 6
+    min_rounds: int = 9
     max_rounds: int = 40
-    target_half_width: float = 0.02
+    target_half_width: float = 0.014
+    """of the ratio of a race; a speedup joins two races, and its own interval is to be within 2 %"""
     budget_s: float = 20.0
     compared_share: float = 0.25
     max_waiting_bytes: int = 4 << 30

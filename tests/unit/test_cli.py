@@ -23,7 +23,7 @@ COMMAND_LINE = {
     "list": ["--json"],
     "show": ["number", "--preset", "--world-size", "--profile", "--json"],
     "eval": ["candidates", "--problem", "--preset", "--world-size", "--mode", "--device", "--out", "--json"],
-    "report": ["files"],
+    "report": ["files", "--noise"],
     "demo": ["--examples", "--preset", "--world-size", "--device", "--json"],
     "docs": ["--write", "--check", "--folder"],
 }

@@ -10,12 +10,17 @@ import typer
 
 def report(
     files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Files of results, one JSON object a line (results.jsonl).")],
+    noise: Annotated[
+        bool, typer.Option("--noise", help="Only the reference against itself: the accuracy of the node and the protocol.")
+    ] = False,
 ) -> None:
     """Print recorded results as a Markdown table."""
+    from peerlane.report.noise import acceptance_lines, noise_table
     from peerlane.report.records import read_results
     from peerlane.report.tables import environment_lines, reasons, result_table
 
     results = [result for file in files for result in read_results(file)]
-    print(result_table(results).markdown(), end="")
-    for line in [*environment_lines(results), *reasons(results)]:
+    table = noise_table(results) if noise else result_table(results)
+    print(table.markdown(), end="")
+    for line in [*(acceptance_lines(results) if noise else []), *environment_lines(results), *reasons(results)]:
         print(f"\n{line}")

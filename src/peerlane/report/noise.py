@@ -1,0 +1,75 @@
+"""The A/A table: the reference judged as its own candidate. Its speedup is 1; what is measured says how far the protocol can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from peerlane.report.tables import TextTable
+
+if TYPE_CHECKING:
+    from peerlane.evaluate.verdict import Mode, ModeSpeed, Result
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Most problems (``share`` of them) must deviate from 1 by no more than ``most``, all by no more than ``every``."""
+
+    most: float
+    every: float
+    share: float = 0.95
+
+
+ACCEPTANCE: dict[Mode, Acceptance] = {"eager": Acceptance(0.04, 0.08), "graph": Acceptance(0.02, 0.04)}
+"""The accuracy that the timing protocol promises on a GPU node, by launch mode."""
+
+
+def noise_table(results: Iterable[Result]) -> TextTable:
+    """A row per result of the reference and measured mode."""
+    columns = ("problem", "preset", "W", "mode", "reference us", "speedup [95 %]", "deviation", "noise floor", "rounds")
+    table = TextTable(columns, right={"W", "reference us", "deviation", "noise floor", "rounds"})
+    for result, speed in _measured(results):
+        table.add(
+            f"{result.problem.id} {result.problem.slug}",
+            result.preset,
+            str(result.world_size),
+            speed.mode,
+            f"{speed.reference_us.median:.1f}",
+            f"{speed.speedup.median:.3f} [{speed.speedup.low:.3f}, {speed.speedup.high:.3f}]",
+            f"{deviation(speed):.1%}",
+            f"{speed.noise_floor:.1%}",
+            str(speed.rounds),
+        )
+    return table
+
+
+def deviation(speed: ModeSpeed) -> float:
+    """How far the speedup is from 1, the larger side's way: 0.98 and 1 / 0.98 deviate alike."""
+    return max(speed.speedup.median, 1 / speed.speedup.median) - 1
+
+
+def acceptance_lines(results: Sequence[Result]) -> list[str]:
+    """A sentence per launch mode: how many problems lie within the accuracy promised, and whether that is enough."""
+    lines = []
+    for mode, promised in ACCEPTANCE.items():
+        deviations = [deviation(speed) for _, speed in _measured(results) if speed.mode == mode]
+        if not deviations:
+            continue
+        within = sum(value <= promised.most for value in deviations)
+        accepted = within >= promised.share * len(deviations) and max(deviations) <= promised.every
+        lines.append(
+            f"{mode}: {within} of {len(deviations)} within {promised.most:.0%} (promised: {promised.share:.0%} of them), "
+            f"largest deviation {max(deviations):.1%} (promised: at most {promised.every:.0%}): {'met' if accepted else 'not met'}."
+        )
+    return lines
+
+
+def _measured(results: Iterable[Result]) -> list[tuple[Result, ModeSpeed]]:
+    return [
+        (result, speed)
+        for result in results
+        if result.candidate.backend == "reference"
+        for mode in result.modes
+        if (speed := result.speed_in(mode)) is not None
+    ]
