@@ -55,15 +55,16 @@ class ResultsStore:
         """Adds a result: written in one piece, flushed to the disk before this returns."""
         line = result.model_dump_json().encode() + b"\n"
         try:
-            with open(self.path, "r+b") as file:
+            with open(self.path, "r+b", buffering=0) as file:  # a buffer would be written again by truncate and close
                 fcntl.flock(file, fcntl.LOCK_EX)
                 size = file.seek(0, os.SEEK_END)
                 end = _end_of_last_line(self.path.read_bytes()) if size else 0
                 try:
                     file.truncate(end)
                     file.seek(end)
-                    file.write(line)
-                    file.flush()
+                    left = memoryview(line)
+                    while left:
+                        left = left[file.write(left) :]
                     os.fsync(file.fileno())
                 except OSError:
                     file.truncate(end)

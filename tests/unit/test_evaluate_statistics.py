@@ -1,0 +1,129 @@
+"""Medians, their intervals, and the size of a block."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peerlane.evaluate.speed import choose_slots
+from peerlane.evaluate.statistics import Interval, median_interval, quantile
+from peerlane.settings import TimingRules
+
+times = st.lists(st.floats(1e-2, 1e6), min_size=1, max_size=60)
+
+
+def coverage(n: int, low_rank: int, high_rank: int) -> float:
+    """P(the true median lies between the order statistics of these ranks): as many of n draws below it as a fair coin shows heads."""
+    return sum(math.comb(n, below) for below in range(low_rank, high_rank)) / 2**n
+
+
+@pytest.mark.parametrize("n", range(1, 80))
+def test_interval_covers_the_median_and_is_no_wider_than_it_must_be(n: int) -> None:
+    interval = median_interval([float(value) for value in range(1, n + 1)])
+    low, high = int(interval.low), int(interval.high)
+    assert low + high == n + 1
+    if n < 6:  # not even the extremes cover 95 %
+        assert (low, high) == (1, n) and coverage(n, 1, n) < 0.95
+    else:
+        assert coverage(n, low, high) >= 0.95
+        assert low + 1 > high - 1 or coverage(n, low + 1, high - 1) < 0.95
+
+
+def test_interval_by_exact_enumeration() -> None:
+    """All 2^8 ways in which 8 draws can lie on either side of the median: those in which the interval contains it."""
+    inside = 0
+    for sides in itertools.product((-1.0, 1.0), repeat=8):
+        interval = median_interval([1000.0 + side * (1 + place) for place, side in enumerate(sides)])
+        inside += interval.low <= 1000.0 <= interval.high
+    assert inside / 2**8 >= 0.95
+
+
+def test_interval_by_simulation() -> None:
+    """On a skewed distribution, whose mean is far from its median, as times are."""
+    generator = random.Random(1)
+    hits = 0
+    for _ in range(2000):
+        interval = median_interval([generator.lognormvariate(0.0, 1.5) for _ in range(15)])
+        hits += interval.low <= 1.0 <= interval.high
+    assert hits / 2000 >= 0.94  # three standard deviations below 0.965, what order statistics 4 and 12 of 15 cover
+
+
+@given(times, st.randoms())
+def test_order_and_permutation(values: list[float], generator: random.Random) -> None:
+    interval = median_interval(values)
+    assert min(values) <= interval.low <= interval.median <= interval.high <= max(values)
+    assert interval.n == len(values) and interval.half_width >= 0
+    shuffled = list(values)
+    generator.shuffle(shuffled)
+    assert median_interval(shuffled) == interval
+
+
+@given(times, st.integers(-8, 8))
+def test_scaling(values: list[float], exponent: int) -> None:
+    scale = 2.0**exponent  # exact
+    interval, scaled = median_interval(values), median_interval([value * scale for value in values])
+    assert (scaled.low, scaled.median, scaled.high) == (interval.low * scale, interval.median * scale, interval.high * scale)
+
+
+def test_no_values() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        median_interval([])
+
+
+@given(times, times)
+def test_product(a: list[float], b: list[float]) -> None:
+    first, second = median_interval(a), median_interval(b)
+    product = first * second
+    assert product.median == first.median * second.median
+    assert product.low <= product.median <= product.high
+    assert product.n == min(len(a), len(b))
+    # Wider than either factor, narrower than both at their worst together.
+    slack = 1 + 1e-9
+    for factor in (first, second):
+        assert product.high / product.median * slack >= factor.high / factor.median
+        assert product.median / product.low * slack >= factor.median / factor.low
+    assert product.high <= first.high * second.high * slack
+    assert product.low * slack >= first.low * second.low
+    swapped = second * first
+    assert swapped.low == pytest.approx(product.low) and swapped.high == pytest.approx(product.high)
+
+
+@given(times)
+def test_product_with_a_certain_number(values: list[float]) -> None:
+    interval = median_interval(values)
+    product = interval * Interval(2.0, 2.0, 2.0, 10**6)
+    assert (product.low, product.high) == (pytest.approx(2 * interval.low), pytest.approx(2 * interval.high))
+
+
+@given(times, st.floats(0, 1))
+def test_quantile(values: list[float], share: float) -> None:
+    value = quantile(values, share)
+    assert value in values
+    assert sum(item <= value for item in values) >= share * len(values) - 1e-9
+    assert quantile(values, 0.0) == min(values) and quantile(values, 1.0) == max(values)
+
+
+sizes = st.floats(0, 1e12)
+
+
+@settings(max_examples=300)
+@given(st.floats(1, 1e6), st.floats(0.01, 1), sizes, sizes)
+def test_slots_of_a_block(call_us: float, share: float, input_bytes: float, output_bytes: float) -> None:
+    rules, memory = TimingRules(), 140e9
+    slots = choose_slots(call_us, call_us * share, input_bytes, output_bytes, 60 * 2**20, memory, rules)
+    assert rules.min_slots <= slots <= rules.max_slots
+    if slots > rules.min_slots:
+        assert slots * call_us <= rules.max_block_us
+        assert slots * max(input_bytes, output_bytes) <= rules.arena_share * memory
+
+
+def test_slots_are_enough_where_nothing_forbids_it() -> None:
+    rules = TimingRules()
+    slots = choose_slots(40.0, 30.0, 2**20, 2**20, 50 * 2**20, 140e9, rules)
+    assert slots * 30.0 >= rules.min_block_us * 0.98
+    assert slots * 2**20 >= rules.l2_multiple * 50 * 2**20 * 0.98

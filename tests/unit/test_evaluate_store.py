@@ -1,0 +1,128 @@
+"""results.jsonl: appended whole or not at all, never rewritten, readable after a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sample_results import on_cpu, result, wrong
+
+from peerlane.errors import HarnessError
+from peerlane.evaluate.store import ResultsStore
+from peerlane.evaluate.verdict import Result
+
+
+def numbered(number: int) -> Result:
+    """Results of different candidates."""
+    return on_cpu(candidate=result().candidate.model_copy(update={"sha256": f"{number:064d}"}))
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    store = ResultsStore(tmp_path / "new" / "folder")
+    for item in (result(), wrong()):
+        store.append(item)
+    again = ResultsStore(tmp_path / "new" / "folder")
+    assert again.results() == store.results() == [result(), wrong()]
+    assert again.has(result().key) and not again.has(numbered(5).key)
+
+
+def test_key_tells_evaluations_apart() -> None:
+    base = result()
+    changes = [
+        {"preset": "small"},
+        {"world_size": 2},
+        {"evaluator_version": "0.2.0"},
+        {"candidate": base.candidate.model_copy(update={"sha256": "1" * 64})},
+        {"problem": base.problem.model_copy(update={"id": 2})},
+    ]
+    assert len({base.key, on_cpu().key, *(result(**change).key for change in changes)}) == len(changes) + 2
+    assert result(run_id="another", flags=("aliased_output",)).key == base.key
+
+
+def test_torn_last_line_is_dropped_and_overwritten(tmp_path: Path) -> None:
+    store = ResultsStore(tmp_path)
+    store.append(numbered(1))
+    whole = store.path.read_bytes()
+    store.path.write_bytes(whole + whole[: len(whole) // 2])
+    again = ResultsStore(tmp_path)
+    assert again.results() == [numbered(1)]
+    again.append(numbered(2))
+    assert again.path.read_bytes().startswith(whole)
+    assert ResultsStore(tmp_path).results() == [numbered(1), numbered(2)]
+
+
+@pytest.mark.parametrize("line", ["{}", "not json", '{"schema_version": 2}', "[]"])
+def test_unreadable_line_is_an_error_and_nothing_is_lost(line: str, tmp_path: Path) -> None:
+    store = ResultsStore(tmp_path)
+    store.append(numbered(1))
+    with open(store.path, "a") as file:
+        file.write(line + "\n")
+    before = store.path.read_bytes()
+    with pytest.raises(HarnessError, match=r"line 2 .*--out"):
+        ResultsStore(tmp_path)
+    assert store.path.read_bytes() == before
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HarnessError, match=r"cannot write results .*--out"):
+        ResultsStore(tmp_path / "file" / "folder")
+
+
+def test_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    """A file size limit stands in for the full disk: the append fails in the middle of its line."""
+    ResultsStore(tmp_path).append(numbered(1))
+    before = (tmp_path / "results.jsonl").read_bytes()
+    script = f"""
+import resource, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_evaluate_store import numbered
+from peerlane.errors import HarnessError
+from peerlane.evaluate.store import ResultsStore
+store = ResultsStore(Path({str(tmp_path)!r}))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({len(before) + 50}, resource.RLIM_INFINITY))
+try:
+    store.append(numbered(2))
+except HarnessError as error:
+    assert "was not stored" in str(error)
+    assert not store.has(numbered(2).key)
+    sys.exit(7)
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 7
+    assert (tmp_path / "results.jsonl").read_bytes() == before
+
+
+def test_two_writers(tmp_path: Path) -> None:
+    """Processes that append to one file at the same time lose nothing and tear nothing."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_evaluate_store import numbered
+from peerlane.evaluate.store import ResultsStore
+store = ResultsStore(Path({str(tmp_path)!r}))
+for number in range(30):
+    store.append(numbered(1000 * int(sys.argv[1]) + number))
+"""
+    writers = [subprocess.Popen([sys.executable, "-c", script, str(number)]) for number in (1, 2)]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    assert len({item.candidate.sha256 for item in ResultsStore(tmp_path).results()}) == 60
+
+
+def test_lines_are_plain_json(tmp_path: Path) -> None:
+    """Infinite error ratios included: any JSON reader can read the file."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    store = ResultsStore(tmp_path)
+    store.append(wrong())
+    (line,) = store.path.read_text().splitlines()
+    assert json.loads(line, parse_constant=refuse)["verdict"]["error_ratio"] == "Infinity"
+    assert os.stat(store.path).st_size == len(line) + 1

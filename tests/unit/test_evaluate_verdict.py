@@ -1,0 +1,174 @@
+"""Records that contradict themselves cannot be constructed, and the format of results.jsonl does not change by accident."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+from sample_results import estimate, measured, on_cpu, result
+
+from peerlane.evaluate.verdict import CaseEvidence, Estimate, NotMeasured, Record, Result, Verdict
+
+SCHEMA = Path(__file__).with_name("result_schema_v1.json")
+VERDICT: TypeAdapter[Record] = TypeAdapter(Verdict)
+FAILED = {"phase": "first_call", "rank": 1, "message": "ValueError: no"}
+WRONG = {
+    "case": "1/small/ragged/w2",
+    "phase": "correctness",
+    "rank": 0,
+    "slot": 2,
+    "output": "sum",
+    "error_ratio": 3.5,
+    "detail": "elementwise",
+    "wrong_ranks": [0],
+}
+VERDICTS: dict[str, dict[str, Any]] = {
+    "correct": {},
+    "wrong_result": WRONG,
+    "wrong_type": {"case": "1/small/ragged/w2", "rank": 0, "detail": "got float64"},
+    "build_error": FAILED,
+    "import_error": FAILED,
+    "runtime_error": FAILED,
+    "cuda_error": FAILED,
+    "out_of_memory": FAILED,
+    "hang": {"phase": "exit", "ranks": [0, 3], "deadline_s": 5.0},
+    "unstable": {"case": "1/small/ragged/w2", "rank": 0, "output": "sum", "detail": "late", "wrong_slots": 1, "compared_slots": 8},
+    "tampered": {"phase": "timing", "what": "the clock"},
+    "policy": {"what": "calls NCCL"},
+    "harness_error": {"phase": "spawn", "message": "no memory"},
+    "not_run": {"missing": "a GPU"},
+}
+OPTIONAL = {("build_error", "rank"), ("import_error", "rank"), ("runtime_error", "rank"), ("cuda_error", "rank"), ("out_of_memory", "rank")}
+REQUIRED = [(kind, name) for kind, fields in VERDICTS.items() for name in fields if (kind, name) not in OPTIONAL]
+
+
+def verdict(kind: str, **changes: Any) -> Any:
+    return VERDICT.validate_python({"kind": kind, **VERDICTS[kind], **changes})
+
+
+def test_all_kinds_are_here() -> None:
+    union, _ = get_args(Verdict)
+    assert {member.model_fields["kind"].default for member in get_args(union)} == set(VERDICTS)
+
+
+@pytest.mark.parametrize("kind", VERDICTS)
+def test_valid_verdict(kind: str) -> None:
+    made = verdict(kind)
+    assert made.kind == kind and made.reason.strip()
+    assert VERDICT.validate_json(made.model_dump_json()) == made
+    with pytest.raises(ValidationError):
+        made.kind = "correct"
+    with pytest.raises(ValidationError):
+        verdict(kind, score=1.0)
+
+
+@pytest.mark.parametrize(("kind", "name"), REQUIRED)
+def test_required_field(kind: str, name: str) -> None:
+    fields = {key: value for key, value in VERDICTS[kind].items() if key != name}
+    with pytest.raises(ValidationError, match=name):
+        VERDICT.validate_python({"kind": kind, **fields})
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("wrong_result", {"error_ratio": 1.0}),
+        ("wrong_result", {"error_ratio": float("nan")}),
+        ("wrong_result", {"wrong_ranks": []}),
+        ("wrong_result", {"rank": -1}),
+        ("wrong_result", {"slot": -1}),
+        ("wrong_result", {"phase": "lunch"}),
+        ("wrong_type", {"detail": ""}),
+        ("runtime_error", {"message": ""}),
+        ("cuda_error", {"rank": -1}),
+        ("hang", {"ranks": []}),
+        ("hang", {"deadline_s": 0}),
+        ("unstable", {"wrong_slots": 0}),
+        ("tampered", {"what": ""}),
+        ("policy", {"what": ""}),
+        ("harness_error", {"message": ""}),
+        ("not_run", {"missing": ""}),
+    ],
+)
+def test_impossible_value(kind: str, change: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        verdict(kind, **change)
+
+
+def test_unknown_kind() -> None:
+    with pytest.raises(ValidationError, match="kind"):
+        VERDICT.validate_python({"kind": "excellent"})
+
+
+def evidence(**changes: Any) -> CaseEvidence:
+    return result().correctness[0].model_copy(update=changes)
+
+
+WHY = "no GPU"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"correctness": ()},
+        {"correctness": (evidence(slots=0),)},
+        {"correctness": (evidence(worst_ratio=1.01),)},
+        {"speed": ()},
+        {"speed": (measured("eager", 40.0, 20.0),)},
+        {"speed": (measured("graph", 40.0, 20.0), measured("eager", 40.0, 20.0))},
+        {"speed": (*result().speed, NotMeasured(mode="graph", why=WHY))},
+        {"modes": ("eager",)},
+        {"modes": ()},
+        *({"verdict": verdict(kind)} for kind in VERDICTS if kind != "correct"),
+        *({"verdict": verdict(kind), "speed": on_cpu().speed} for kind in VERDICTS if kind != "correct"),
+    ],
+    ids=lambda changes: "-".join([*changes, getattr(changes.get("verdict"), "kind", "")]),
+)
+def test_inconsistent_result(changes: dict[str, Any]) -> None:
+    """A correct result has evidence and a word on the speed in every mode; any other has no speed at all."""
+    with pytest.raises(ValidationError):
+        result(**changes)
+
+
+@pytest.mark.parametrize("kind", VERDICTS)
+def test_consistent_result(kind: str) -> None:
+    item = on_cpu() if kind == "correct" else result(verdict=verdict(kind), speed=())
+    assert item.correct == (kind == "correct")
+    assert Result.model_validate_json(item.model_dump_json()) == item
+
+
+@pytest.mark.parametrize("name", [name for name, field in Result.model_fields.items() if field.is_required()])
+def test_required_field_of_a_result(name: str) -> None:
+    fields = json.loads(result().model_dump_json())
+    del fields[name]
+    with pytest.raises(ValidationError, match=name):
+        Result.model_validate(fields)
+
+
+@pytest.mark.parametrize(("median", "low", "high"), [(1.0, 1.1, 1.2), (1.0, 0.8, 0.9), (0.0, 0.0, 0.0), (1.0, -1.0, 2.0)])
+def test_estimate_is_ordered_and_positive(median: float, low: float, high: float) -> None:
+    with pytest.raises(ValidationError):
+        Estimate(median=median, low=low, high=high, n=5)
+
+
+def test_faster_means_beyond_the_noise() -> None:
+    """The interval's lower end decides, and it must clear the noise floor."""
+    speed = measured("eager", 40.0, 38.0, noise_floor=0.05)
+    assert not speed.faster
+    assert speed.model_copy(update={"noise_floor": 0.03}).faster
+    assert not speed.model_copy(update={"speedup": estimate(1.2, spread=0.3), "noise_floor": 0.0}).faster
+
+
+def shape_of(schema: Any) -> Any:
+    """A JSON schema without its prose."""
+    if isinstance(schema, dict):
+        return {key: shape_of(value) for key, value in schema.items() if key not in ("description", "title") or isinstance(value, dict)}
+    return [shape_of(item) for item in schema] if isinstance(schema, list) else schema
+
+
+def test_schema_is_frozen() -> None:
+    """Files of results outlive versions: whoever changes the records raises ``schema_version`` and writes a schema of that number."""
+    assert shape_of(Result.model_json_schema()) == json.loads(SCHEMA.read_text())
