@@ -1,4 +1,4 @@
-# expect: not_run
+# expect: correct on gpu, not_run on cpu
 """A15: a file as the public benchmark takes it, with a CUDA extension of its own; without a CUDA build of torch it cannot be compiled."""
 
 import torch
