@@ -52,8 +52,7 @@ class TimingRules:
     warm_agreement: float = 0.02
     min_rounds: int = 9
     max_rounds: int = 40
-    target_half_width: float = 0.014
-    """of the ratio of a race; a speedup joins two races, and its own interval is to be within 2 %"""
+    target_half_width: float = 0.02
     budget_s: float = 20.0
     compared_share: float = 0.25
     max_waiting_bytes: int = 4 << 30

@@ -13,7 +13,7 @@ import torch
 
 import peerlane
 from peerlane import problems
-from peerlane.errors import HarnessError, UsageError
+from peerlane.errors import UsageError
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.examine import Examination, Job, Node
 from peerlane.evaluate.groups import RankGroup
@@ -197,11 +197,11 @@ def describe_node(device: Device) -> Node:
         raise UsageError("--device cuda: no GPU is visible here; use --device cpu, or see `peerlane doctor`")
     gpu = environment["gpus"][0]
     profile = profile_for(gpu["name"])
-    if profile is None:
-        raise HarnessError(f"no hardware profile for {gpu['name']!r}: add one to peerlane.hardware.profiles")
-    peaks = [datasheet_peaks(profile)]
-    if (ceilings := load_ceilings(node_class(environment))) is not None:
-        peaks.append(measured_peaks(ceilings, profile))
+    peaks = []
+    if profile is not None:
+        peaks.append(datasheet_peaks(profile))
+        if (ceilings := load_ceilings(node_class(environment))) is not None:
+            peaks.append(measured_peaks(ceilings, profile))
     return Node(secrets.token_hex(6), device, gpus, environment, profile, tuple(peaks), float(gpu["memory_bytes"]))
 
 

@@ -130,7 +130,6 @@ class Examination:
             with self._in("timing"):
                 self.session.settle()
                 trial = Trial(self.session, self.group, job.problem, cases[0], "timed", CHECKED_SLOTS)
-                assert self.node.profile is not None
                 speed = SpeedTrial(trial, job.modes, self.rules, self.node.profile, self.node.peaks, self.node.memory_bytes)
                 speed.baseline()
         with self._in("import"):

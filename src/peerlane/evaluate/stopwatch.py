@@ -17,6 +17,7 @@ from peerlane.settings import TimingRules
 
 _PROBE_SLOTS = 8
 _PROBE_BLOCKS = 3
+_USUAL_L2_MIB = 64.0  # for a GPU without a profile
 
 
 class Unmeasurable(Exception):
@@ -29,12 +30,15 @@ class Unmeasurable(Exception):
 
 @dataclass
 class SpeedTrial:
-    """Times one case in several modes. Call :meth:`baseline` before ``load``, :meth:`measure` after correctness is established."""
+    """Times one case in several modes. Call :meth:`baseline` before ``load``, :meth:`measure` after correctness is established.
+
+    Without a ``profile`` there is no utilisation, and no physical floor that times are held against.
+    """
 
     trial: Trial
     modes: tuple[Mode, ...]
     rules: TimingRules
-    profile: HardwareProfile
+    profile: HardwareProfile | None
     peaks: tuple[Peaks, ...]
     memory_bytes: float
     baselines: dict[str, Race] = field(default_factory=dict)
@@ -71,7 +75,7 @@ class SpeedTrial:
             min(times.values()),
             trial.input_bytes / _PROBE_SLOTS,
             trial.output_bytes / _PROBE_SLOTS,
-            self.profile.l2_mib * 2**20,
+            (_USUAL_L2_MIB if self.profile is None else self.profile.l2_mib) * 2**20,
             self.memory_bytes,
             self.rules,
         )
@@ -131,6 +135,8 @@ class SpeedTrial:
         return [self.trial.problem.cost(case, rank) for rank in range(case.world_size)]
 
     def _check_floor(self, race: Race) -> None:
+        if self.profile is None:
+            return
         floor_us = physical_floor_us(self._costs(), self.profile, calls=self.trial.slots)
         for block in race.others:
             if sum(block.iterations_us) < floor_us:
@@ -138,6 +144,7 @@ class SpeedTrial:
                 raise Rejected(Tampered(phase="timing", what=what))
 
     def _utilisation(self, peaks: Peaks, reference_us: Interval, candidate_us: Interval) -> Utilisation:
+        assert self.profile is not None, "peaks come from a profile"
         bound = roofline(self._costs(), peaks)
         return Utilisation(
             ceilings=peaks.source,

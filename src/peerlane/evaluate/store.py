@@ -12,6 +12,9 @@ from peerlane.errors import HarnessError
 from peerlane.evaluate.verdict import Result
 
 
+_TO_REPEAT = ("harness_error", "not_run")  # these say nothing about the candidate
+
+
 class ResultsStore:
     """The results of a folder. A line that a killed run left unfinished is dropped; nothing else is ever changed."""
 
@@ -26,7 +29,7 @@ class ResultsStore:
                 f"cannot write results to {self.path}: {error.strerror}; give a folder that can be written with --out"
             ) from None
         self._results = self._read()
-        self._keys = {result.key for result in self._results}
+        self._keys = {result.key for result in self._results if result.verdict.kind not in _TO_REPEAT}
 
     def _read(self) -> list[Result]:
         results = []
@@ -48,7 +51,7 @@ class ResultsStore:
         return list(self._results)
 
     def has(self, key: tuple[str, ...]) -> bool:
-        """True if this evaluation is done."""
+        """True if this evaluation is done. One that failed in the harness, or could not be run, is to be done again."""
         return key in self._keys
 
     def append(self, result: Result) -> None:
@@ -72,7 +75,8 @@ class ResultsStore:
         except OSError as error:
             raise HarnessError(f"cannot append to {self.path}: {error.strerror}; the result was not stored") from None
         self._results.append(result)
-        self._keys.add(result.key)
+        if result.verdict.kind not in _TO_REPEAT:
+            self._keys.add(result.key)
 
 
 def _end_of_last_line(data: bytes) -> int:

@@ -8,6 +8,7 @@ shapes when their contents change.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import torch
 
 RANDOM = "random"
 INTEGER = "integer"
+_SHARED = -1  # in place of a rank: contents that all ranks draw alike
 
 _BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -31,8 +33,6 @@ class Draw:
     Attributes:
         kind: ``"random"`` or ``"integer"``. In an integer draw every float tensor holds small integers, few enough that all partial sums
             are exact in the working dtype; the answer is then compared bit for bit.
-        layout: a :class:`random.Random`, equal on all ranks and constant for a slot.
-        shared: a Draw whose contents are equal on all ranks (targets, replicated weights).
         device: where the tensors live.
     """
 
@@ -46,19 +46,29 @@ class Draw:
         rank: int,
         kind: str = RANDOM,
         device: torch.device | str = "cpu",
-        _shared: bool = False,
     ) -> None:
         self.kind = kind
         self.device = torch.device(device)
-        self.layout = random.Random(_seed("layout", case_key, slot))
-        self._generator = torch.Generator(device=self.device)
-        owner = "shared" if _shared else rank
-        self._generator.manual_seed(_seed(secret, case_key, block, slot, owner))
-        self.shared: Draw = (
-            self
-            if _shared
-            else Draw(secret=secret, case_key=case_key, slot=slot, block=block, rank=-1, kind=kind, device=device, _shared=True)
-        )
+        self._seeds = (secret, case_key, block, slot)
+        self._owner = rank
+
+    @functools.cached_property
+    def layout(self) -> random.Random:
+        """Decides shapes and host-side numbers: equal on all ranks, constant for a slot, not secret."""
+        _, case_key, _, slot = self._seeds
+        return random.Random(_seed("layout", case_key, slot))
+
+    @functools.cached_property
+    def shared(self) -> Draw:
+        """A Draw whose contents are equal on all ranks."""
+        secret, case_key, block, slot = self._seeds
+        return Draw(secret=secret, case_key=case_key, slot=slot, block=block, rank=_SHARED, kind=self.kind, device=self.device)
+
+    @functools.cached_property
+    def _generator(self) -> torch.Generator:
+        generator = torch.Generator(device=self.device)
+        generator.manual_seed(_seed(*self._seeds, self._owner))
+        return generator
 
     @property
     def integer(self) -> bool:
