@@ -11,7 +11,6 @@ from pydantic import ValidationError
 from peerlane.errors import HarnessError
 from peerlane.evaluate.verdict import Result
 
-
 _TO_REPEAT = ("harness_error", "not_run")  # these say nothing about the candidate
 
 
