@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from peerlane.errors import CompileError, DeviceTimeout
 from peerlane.evaluate.candidates import candidate_file
+from peerlane.evaluate.groups import GroupFailure
+from peerlane.evaluate.trial import verdict_of
 from peerlane.evaluate.trusted import _claimed_mismatch
 from peerlane.evaluate.worker import classify
 from peerlane.problems._spec import exactly
@@ -45,6 +47,14 @@ def test_ranks_import_only_what_they_need(module: str) -> None:
 )
 def test_kinds_of_failure(error: BaseException, kind: str) -> None:
     assert classify(error) == kind
+
+
+@pytest.mark.parametrize(("installed", "kind"), [(True, "import_error"), (False, "not_run")])
+def test_missing_triton_must_be_missing(installed: bool, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate cannot excuse itself with a module that is there."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    failure = GroupFailure("not_run", "import", "ModuleNotFoundError: No module named 'triton'", rank=0)
+    assert verdict_of(failure).kind == kind
 
 
 def tensor(**changes: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
 from collections.abc import Sequence
@@ -56,9 +57,9 @@ def verdict_of(failure: GroupFailure) -> Verdict:
         return Hang(phase=phase, ranks=failure.ranks, deadline_s=failure.deadline_s)
     if failure.kind == "garbage":
         return Tampered(phase=phase, what=failure.message)
-    if failure.kind == "not_run":
+    if failure.kind == "not_run" and importlib.util.find_spec("triton") is None:  # anybody can say so
         return NotRun(missing="triton is not installed here: pip install 'peerlane[triton]'")
-    kind = _FAILURES.get(failure.kind, RuntimeFailure)
+    kind = _FAILURES.get(failure.kind, ImportFailure if failure.kind == "not_run" else RuntimeFailure)
     return kind(phase=phase, rank=failure.rank, message=failure.message)
 
 
