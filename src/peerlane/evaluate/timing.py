@@ -22,6 +22,8 @@ _Event = torch.cuda.Event
 _record = torch.cuda.Event.record
 _elapsed = torch.cuda.Event.elapsed_time
 _synchronize = torch.cuda.synchronize
+_sleep = torch.cuda._sleep
+_CYCLES_PER_US = 1_800  # SM clock
 _replay = torch.cuda.CUDAGraph.replay
 _all_reduce = dist.all_reduce
 _get_affinity, _set_affinity = os.sched_getaffinity, os.sched_setaffinity
@@ -35,7 +37,12 @@ def _timer(**options: bool) -> torch.cuda.Event:
 
 
 class Block(abc.ABC):
-    """K slots of one case on this rank, in one launch mode, with the events that time them."""
+    """K slots of one case on this rank, in one launch mode, with the events that time them.
+
+    ``head_start_us``: for so long per call the device is kept waiting while the host enqueues, so that the host's speed does not count.
+    """
+
+    head_start_us = 0.0
 
     def __init__(self, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> None:
         self._solution, self._args, self._outputs = solution, args, outputs
@@ -56,6 +63,8 @@ class Block(abc.ABC):
             if cores is not None:
                 _set_affinity(0, cores)  # this thread alone: NCCL's threads on the same core would slow it down
             _synchronize()
+            if self.head_start_us:
+                _sleep(int(self.head_start_us * len(self._args) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
             _all_reduce(self._barrier)
             self._run()
             _synchronize()
@@ -93,6 +102,8 @@ class GraphBlock(Block):
     One graph for the whole block would be wrong: NCCL ties every captured collective to all earlier ones of the same graph, so that the
     k-th costs in proportion to k. Raises what the capture raises.
     """
+
+    head_start_us = 40.0  # a launch takes about 10, on a disturbed host several times that
 
     def __init__(self, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> None:
         super().__init__(solution, args, outputs, device)
