@@ -51,7 +51,7 @@ class TimingRules:
     max_warm_calls: int = 500
     warm_agreement: float = 0.02
     min_rounds: int = 9
-    max_rounds: int = 40
+    max_rounds: int = 30
     target_half_width: float = 0.02
     budget_s: float = 20.0
     compared_share: float = 0.25
