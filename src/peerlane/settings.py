@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -52,7 +53,9 @@ class TimingRules:
     warm_agreement: float = 0.02
     min_rounds: int = 9
     max_rounds: int = 30
-    target_half_width: float = 0.02
+    rounds_per_capture: int = 3
+    target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.02, "graph": 0.014})
+    """of the ratio of a race, by launch mode; a speedup joins two races"""
     budget_s: float = 20.0
     compared_share: float = 0.25
     max_waiting_bytes: int = 4 << 30

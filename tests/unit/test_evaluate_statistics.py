@@ -126,4 +126,5 @@ def test_slots_are_enough_where_nothing_forbids_it() -> None:
     rules = TimingRules()
     slots = choose_slots(40.0, 30.0, 2**20, 2**20, 50 * 2**20, 140e9, rules)
     assert slots * 30.0 >= rules.min_block_us * 0.98
-    assert slots * 2**20 >= rules.l2_multiple * 50 * 2**20 * 0.98
+    traffic = 2**20 + 3 * 2**20  # inputs read; outputs written, read and written again
+    assert slots * traffic >= rules.l2_multiple * 50 * 2**20 * 0.98

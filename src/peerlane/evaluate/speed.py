@@ -11,7 +11,6 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from peerlane.errors import HarnessError
@@ -62,12 +61,15 @@ def _is_time(value: object) -> bool:
 def choose_slots(
     call_us: float, graph_us: float, input_bytes: float, output_bytes: float, l2_bytes: float, memory_bytes: float, rules: TimingRules
 ) -> int:
-    """Calls per block: long enough to time, inputs larger than a few L2 caches, and all of it within a share of memory.
+    """Calls per block: long enough to time, touching more memory than a few L2 caches hold, and all of it within a share of memory.
 
-    ``call_us``: an eager call of the reference; ``graph_us``: the shortest a call may get. Bytes are per slot. Inputs that are too small
+    A call reads its inputs and writes its outputs, which the snapshot reads and writes once more. Between the moment when a slot's inputs
+    are minted and the moment when they are used, all other slots have passed through the cache.
+
+    ``call_us``: an eager call of the reference; ``graph_us``: the shortest a call may get. Bytes are per slot. Slots that are too small
     to outgrow the cache in any block do not lengthen it.
     """
-    outgrowing = rules.l2_multiple * l2_bytes / max(input_bytes, 1.0)
+    outgrowing = rules.l2_multiple * l2_bytes / max(input_bytes + 3 * output_bytes, 1.0)
     wanted = max(rules.min_block_us / graph_us, outgrowing if outgrowing <= rules.max_slots else rules.time_only_slots)
     longest = rules.max_block_us / call_us
     budget = rules.arena_share * memory_bytes
@@ -97,23 +99,32 @@ class Race:
     suspicious: int = 0
 
     def trusted_block(self) -> BlockTimes:
-        """One block of the trusted reference on new contents."""
-        self.trial.mint()
+        """One block of the trusted reference on what was minted."""
         begin = time.perf_counter()
         answers = self.trial.trusted("block", mode=self.mode)
         return BlockTimes.of(answers, self.trial.slots, (time.perf_counter() - begin) * 1e6)
 
-    def other_block(self, judge: bool) -> BlockTimes:
-        """One block of the other side on new contents, revealed just before; ``judge`` has its outputs compared."""
+    def other_block(self) -> BlockTimes:
+        """One block of the other side on what was minted, revealed just before. A candidate's outputs are collected."""
         trial = self.trial
-        trial.mint()
         trial.reveal()
         begin = time.perf_counter()
         answers = trial.ask("block", "timing", trial.session.deadlines.timing, mode=self.mode, side=self.side)
         times = BlockTimes.of(answers, trial.slots, (time.perf_counter() - begin) * 1e6)
-        if judge:
+        if self.side == "candidate":
             self._collect(answers)
         return times
+
+    def _round(self) -> tuple[BlockTimes, BlockTimes]:
+        """A block of each side in random order, on the same new contents."""
+        self.trial.mint()
+        if random.SystemRandom().random() < 0.5:
+            other = self.other_block()
+            return self.trusted_block(), other
+        reference = self.trusted_block()
+        if self.trial.problem.mutates:
+            self.trial.mint()
+        return reference, self.other_block()
 
     def _collect(self, answers: list[Message]) -> None:
         """Keeps some of the slots for comparison, which waits for the end of the race: it would disturb the next blocks."""
@@ -129,13 +140,14 @@ class Race:
         if trial.collect(chosen, outputs) > self.rules.max_waiting_bytes:
             trial.judge("timing")
 
-    def warm(self, block: Callable[[], BlockTimes]) -> None:
-        """Blocks until two neighbouring medians agree, at least ``warm_calls`` and at most ``max_warm_calls`` calls."""
-        calls, last = 0, math.inf
+    def _warm(self) -> None:
+        """Rounds until two neighbours agree on both sides, at least ``warm_calls`` and at most ``max_warm_calls`` calls a side."""
+        calls, last = 0, [math.inf, math.inf]
         while calls < self.rules.max_warm_calls:
-            now = block().median_us
+            now = [block.median_us for block in self._round()]
             calls += self.trial.slots
-            if calls >= self.rules.warm_calls and abs(now - last) <= self.rules.warm_agreement * last:
+            agree = all(abs(a - b) <= self.rules.warm_agreement * b for a, b in zip(now, last, strict=True))
+            if calls >= self.rules.warm_calls and agree:
                 return
             last = now
 
@@ -149,31 +161,25 @@ class Race:
             raise CaptureFailed(failures[0])
 
     def run(self, budget_s: float) -> None:
-        """Warms both sides, then rounds in random order until the interval is narrow or the budget is spent.
+        """Warms both sides, then rounds until the interval is narrow or the budget is spent.
 
-        Graphs are captured anew every other round: two captures of the same calls differ by up to 3 %, and the interval must show it.
+        Graphs are captured anew every third round: two captures of the same calls differ by up to 3 %, and the interval must show it.
         """
-        judge = self.side == "candidate"
+        target = self.rules.target_half_width[self.mode]
         self.trial.mint()
         self.trial.reveal()
         self.prepare()
-        self.warm(self.trusted_block)
-        self.warm(lambda: self.other_block(False))
+        self._warm()
         end = time.monotonic() + budget_s
         while len(self.others) < self.rules.max_rounds:
             enough = len(self.others) >= self.rules.min_rounds
-            if enough and (self.ratio().half_width <= self.rules.target_half_width or time.monotonic() > end):
+            if enough and (self.ratio().half_width <= target or time.monotonic() > end):
                 break
-            if self.mode == "graph" and self.others and len(self.others) % 2 == 0:
+            if self.mode == "graph" and self.others and len(self.others) % self.rules.rounds_per_capture == 0:
                 self.prepare()
-                self.trusted_block()
-                self.other_block(False)
-            if random.SystemRandom().random() < 0.5:
-                reference, other = self.trusted_block(), self.other_block(judge)
-            else:
-                other, reference = self.other_block(judge), self.trusted_block()
-            self._keep(reference, other)
-        if judge:
+                self._round()
+            self._keep(*self._round())
+        if self.side == "candidate":
             self.trial.judge("timing")
 
     def _keep(self, reference: BlockTimes, other: BlockTimes) -> None:

@@ -68,6 +68,7 @@ class SpeedTrial:
         times = {}
         for mode in trial.problem.modes:
             if all(answer["captured"] for answer in trial.trusted("prepare", mode=mode)):
+                trial.mint()
                 race = Race(trial, mode, "reference", self.rules)
                 times[mode] = min(race.trusted_block().median_us for _ in range(_PROBE_BLOCKS))
         slots = choose_slots(

@@ -262,10 +262,10 @@ def _digest(tensor: torch.Tensor) -> int:
         return 0
     if tensor.is_floating_point():
         tensor = torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor)
-    words = _words(tensor).to(torch.int64)
-    weights = (
-        torch.arange(words.numel(), device=words.device, dtype=torch.int64).mul_(0x9E3779B97F4A7C1).add_(0x7F4A7C15).bitwise_xor_(0x55)
-    )
+    words = _words(tensor)
+    if words.numel() % 4 == 0:
+        words = words.view(torch.int32)
+    weights = torch.arange(words.numel(), device=words.device).mul_(0x9E3779B97F4A7C1).bitwise_xor_(0x7F4A7C15)
     return int((words * weights).sum()) & (2**63 - 1)
 
 

@@ -89,10 +89,10 @@ def compare_exact(name: str, got: torch.Tensor, want: torch.Tensor) -> Score:
     word = _WORDS.get(got.dtype.itemsize, torch.uint8)
     flat_got = got.contiguous().reshape(-1).view(word)
     flat_want = want.contiguous().reshape(-1).view(word)
+    if torch.equal(flat_got, flat_want):
+        return Score(name, 0.0, "identical")
     different = flat_got != flat_want
     count = int(different.sum())
-    if count == 0:
-        return Score(name, 0.0, "identical")
     per_element = flat_got.numel() // got.numel()
     worst = int(different.to(torch.uint8).argmax()) // per_element
     return Score(
@@ -114,15 +114,15 @@ def compare_close(name: str, got: torch.Tensor, expected: Expected, tolerance: T
         got, want = torch.view_as_real(got.contiguous()), torch.view_as_real(want.contiguous())
     work = torch.float64 if want.dtype != torch.float32 else torch.float32
     got, want = got.to(work), want.to(work)
-    got_nan, want_nan = got.isnan(), want.isnan()
-    infinite = want.isinf() | got.isinf()
-    misplaced = (got_nan != want_nan) | (infinite & (got != want) & ~want_nan)
-    if bool(misplaced.any()):
-        worst = int(misplaced.reshape(-1).to(torch.uint8).argmax())
-        detail = f"{int(misplaced.sum())} NaN or infinite elements not where the oracle has them"
-        return Score(name, math.inf, detail, _index(worst, got.shape), _number(got, worst), _number(want, worst))
-    skip = want_nan | infinite
-    if bool(skip.any()):
+    if not bool((torch.isfinite(got) & torch.isfinite(want)).all()):
+        got_nan, want_nan = got.isnan(), want.isnan()
+        infinite = want.isinf() | got.isinf()
+        misplaced = (got_nan != want_nan) | (infinite & (got != want) & ~want_nan)
+        if bool(misplaced.any()):
+            worst = int(misplaced.reshape(-1).to(torch.uint8).argmax())
+            detail = f"{int(misplaced.sum())} NaN or infinite elements not where the oracle has them"
+            return Score(name, math.inf, detail, _index(worst, got.shape), _number(got, worst), _number(want, worst))
+        skip = want_nan | infinite
         got, want = got.masked_fill(skip, 0.0), want.masked_fill(skip, 0.0)
     error = (got - want).abs()
     bound = tolerance.relative * want.abs()

@@ -1,0 +1,186 @@
+"""The timing protocol without GPUs: rounds, clocks and captures on ranks that answer what a script says."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from peerlane.errors import HarnessError
+from peerlane.evaluate.groups import GroupFailure
+from peerlane.evaluate.speed import BlockTimes, CaptureFailed, Race
+from peerlane.evaluate.trial import Rejected
+from peerlane.settings import Deadlines, TimingRules
+
+SLOTS = 8
+RANKS = 2
+RULES = TimingRules(warm_calls=SLOTS, min_rounds=9, max_rounds=12)
+
+
+@dataclass
+class FakeSession:
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+
+@dataclass
+class FakeProblem:
+    mutates: frozenset[str] = frozenset()
+
+
+@dataclass
+class FakeTrial:
+    """Stands for a Trial: writes down what is asked, answers with blocks of given times per call (us)."""
+
+    trusted_us: Iterator[float]
+    other_us: Iterator[float]
+    problem: FakeProblem = field(default_factory=FakeProblem)
+    session: FakeSession = field(default_factory=FakeSession)
+    slots: int = SLOTS
+    captured: bool = True
+    span_us: float | None = None
+    trusted_hand_off_s: float = 0.0
+    other_hand_off_s: float = 0.0
+    log: list[str] = field(default_factory=list)
+    collected: list[list[int]] = field(default_factory=list)
+
+    def _block(self, call_us: float, hand_off_s: float) -> list[dict[str, Any]]:
+        time.sleep(hand_off_s)
+        span = self.span_us if self.span_us is not None else 1.0
+        described = [{"kind": "tensor"}] * self.slots
+        return [{"iterations_us": [call_us - rank] * self.slots, "span_us": span, "outputs": described} for rank in range(RANKS)]
+
+    def trusted(self, op: str, **more: Any) -> list[dict[str, Any]]:
+        self.log.append(f"trusted {op}")
+        return self._block(next(self.trusted_us), self.trusted_hand_off_s) if op == "block" else [{"captured": True}] * RANKS
+
+    def ask(self, op: str, phase: str, deadline_s: float, **more: Any) -> list[dict[str, Any]]:
+        self.log.append(f"other {op}")
+        return (
+            self._block(next(self.other_us), self.other_hand_off_s)
+            if op == "block"
+            else [{"captured": self.captured, "why": "no capture"}] * RANKS
+        )
+
+    def mint(self) -> None:
+        self.log.append("mint")
+
+    def reveal(self) -> None:
+        self.log.append("reveal")
+
+    def collect(self, slots: list[int], outputs: list[list[Any]]) -> int:
+        assert len(outputs) == RANKS
+        assert all(len(described) == len(slots) for described in outputs)
+        self.collected.append(slots)
+        self.log.append("collect")
+        return 0
+
+    def judge(self, phase: str) -> None:
+        self.log.append(f"judge {phase}")
+
+
+def race(trial: FakeTrial, side: str = "candidate", mode: str = "eager", rules: TimingRules = RULES, **more: Any) -> Race:
+    return Race(trial, mode, side, rules, **more)  # type: ignore[arg-type]
+
+
+def steady(trusted_us: float = 100.0, other_us: float = 50.0, **more: Any) -> FakeTrial:
+    return FakeTrial(itertools.repeat(trusted_us), itertools.repeat(other_us), **more)
+
+
+def test_the_ratio_is_that_of_the_slowest_ranks_and_a_narrow_interval_ends_the_race() -> None:
+    trial = steady()
+    run = race(trial)
+    run.run(budget_s=10)
+    assert run.ratio().median == pytest.approx(2.0)
+    assert len(run.others) == len(run.references) == RULES.min_rounds
+    assert run.times_us().median == 50.0
+    assert run.quantile_us(0.9) == 50.0
+
+
+def test_a_wide_interval_goes_on_to_the_last_round() -> None:
+    trial = FakeTrial(itertools.repeat(100.0), itertools.cycle([40.0, 50.0, 60.0]))
+    run = race(trial)
+    run.run(budget_s=10)
+    assert len(run.others) == RULES.max_rounds
+
+
+def test_a_spent_budget_ends_the_race_after_the_fewest_rounds() -> None:
+    trial = FakeTrial(itertools.repeat(100.0), itertools.cycle([40.0, 50.0, 60.0]))
+    run = race(trial)
+    run.run(budget_s=0)
+    assert len(run.others) == RULES.min_rounds
+
+
+def test_every_round_has_new_contents_revealed_just_before_the_candidate() -> None:
+    trial = steady()
+    race(trial).run(budget_s=10)
+    start = trial.log.index("other prepare") + 1
+    rounds = "|".join(trial.log[start:-1]).split("mint")[1:]
+    orders = {
+        "|reveal|other block|collect|trusted block|": "candidate first",
+        "|trusted block|reveal|other block|collect|": "reference first",
+    }
+    assert {orders[item if item.endswith("|") else item + "|"] for item in rounds} <= set(orders.values())
+    assert len(rounds) == len(trial.collected)
+
+
+def test_a_reference_that_changes_its_inputs_gets_the_candidate_new_ones() -> None:
+    trial = steady(problem=FakeProblem(frozenset({"logits"})))
+    race(trial, rules=TimingRules(warm_calls=SLOTS, min_rounds=30, max_rounds=30)).run(budget_s=10)
+    text = "|".join(trial.log)
+    assert "trusted block|mint|reveal|other block" in text
+    assert "trusted block|reveal" not in text
+
+
+def test_timed_outputs_are_collected_at_random_with_the_last_and_judged_after_the_race() -> None:
+    trial = steady(slots=40)
+    race(trial).run(budget_s=10)
+    assert all(slots[-1] == 39 and len(slots) >= 10 and slots == sorted(set(slots)) for slots in trial.collected)
+    assert len({tuple(slots) for slots in trial.collected}) > 1
+    assert trial.log[-1] == "judge timing"
+    assert trial.log.count("judge timing") == 1
+
+
+def test_reference_against_reference_is_not_judged() -> None:
+    trial = steady()
+    race(trial, side="reference").run(budget_s=10)
+    assert not trial.collected
+    assert "judge timing" not in trial.log
+
+
+def test_graphs_are_captured_anew_between_rounds_and_eager_blocks_are_not() -> None:
+    eager, graph = steady(), steady()
+    race(eager).run(budget_s=10)
+    race(graph, mode="graph").run(budget_s=10)
+    assert eager.log.count("other prepare") == 1
+    assert graph.log.count("other prepare") == graph.log.count("trusted prepare") == 3
+
+
+def test_a_failed_capture_says_why() -> None:
+    with pytest.raises(CaptureFailed, match="no capture"):
+        race(steady(captured=False), mode="graph").run(budget_s=10)
+
+
+def test_events_that_span_more_than_the_outer_clock_are_tampered() -> None:
+    with pytest.raises(Rejected) as caught:
+        race(steady(span_us=1e9)).run(budget_s=10)
+    assert caught.value.verdict.kind == "tampered"
+
+
+def test_a_candidate_whose_outer_clock_always_runs_longer_is_tampered() -> None:
+    with pytest.raises(Rejected, match="tampered"):
+        race(steady(other_hand_off_s=0.02), slack_limit_us=15_000.0).run(budget_s=10)
+
+
+def test_a_node_on_which_the_reference_is_disturbed_too_accuses_nobody() -> None:
+    with pytest.raises(HarnessError, match="too disturbed"):
+        race(steady(trusted_hand_off_s=0.02), slack_limit_us=15_000.0).run(budget_s=10)
+
+
+@pytest.mark.parametrize("times", [[1.0], [1.0] * (SLOTS - 1) + [0.0], [1.0] * (SLOTS - 1) + [float("nan")], ["1"] * SLOTS, None])
+def test_times_that_are_no_times_are_refused(times: Any) -> None:
+    with pytest.raises(GroupFailure, match="times"):
+        BlockTimes.of([{"iterations_us": times, "span_us": 5.0}], SLOTS, 10.0)
