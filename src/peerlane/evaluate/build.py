@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from peerlane.evaluate import extensions
 from peerlane.evaluate.candidate import import_candidate
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.worker import Rank, classify
@@ -21,8 +22,10 @@ class Builder(Rank):
 
     def build(self, request: Message) -> dict[str, Any]:
         """Imports the candidate. Compiler errors are raised; anything else is left for the ranks to meet, where it may well work."""
+        path = Path(request["path"])
+        extensions.remove_stale_locks(extensions.use_own_build_folder(path.read_bytes()))
         try:
-            import_candidate(Path(request["path"]))
+            import_candidate(path)
         except Exception as error:
             if classify(error) == "build_error":
                 raise

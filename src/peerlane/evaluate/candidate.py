@@ -31,6 +31,7 @@ _POISON = 0xFF  # every float format: NaN; integers: -1 or the largest value
 def import_candidate(path: Path) -> ModuleType:
     """Runs a candidate's file as a module of its own, with ``utils.cuda_helpers`` importable, and its folder not on the path."""
     extensions.install_public_helpers()
+    extensions.use_own_build_folder(path.read_bytes())
     name = f"peerlane_candidate_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

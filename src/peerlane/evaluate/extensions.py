@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import importlib.util
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -89,13 +88,20 @@ def _architecture() -> str:
     return os.environ.get("TORCH_CUDA_ARCH_LIST", ARCHITECTURE)
 
 
-def compiler() -> str | None:
-    """The path of nvcc, or None."""
-    from torch.utils.cpp_extension import CUDA_HOME
+def use_own_build_folder(source: bytes) -> Path:
+    """Sends what torch.utils.cpp_extension builds for a candidate of this source to a folder of its own in the cache; returns it.
 
-    if CUDA_HOME is not None and (found := Path(CUDA_HOME) / "bin" / "nvcc").exists():
-        return str(found)
-    return shutil.which("nvcc")
+    Two candidates may give their extensions the same name; and a build that was killed leaves a lock, on which torch waits for ever.
+    """
+    folder = cache_dir() / "torch_extensions" / hashlib.sha256(source).hexdigest()[:24]
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    return folder
+
+
+def remove_stale_locks(folder: Path) -> None:
+    """Removes the locks of builds that were killed. For the one process that builds."""
+    for lock in folder.glob("*/lock"):
+        lock.unlink(missing_ok=True)
 
 
 def install_public_helpers() -> None:
