@@ -1,4 +1,4 @@
-"""``peerlane docs``: the problems' documentation pages, generated from the problems."""
+"""``peerlane docs``: what is generated in the documentation: the problems' pages, and the tables of committed results."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ def docs(
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the pages do not match the code.")] = False,
     folder: Annotated[Path, typer.Option(help="Where the pages are.")] = Path("docs/problems"),
 ) -> None:
-    """Write or check the documentation pages of the problems."""
+    """Write or check the pages of the problems, and the tables of results in README.md and docs/measurements.md."""
     if write == check:
         raise UsageError("docs got " + ("both --write and --check" if write else "neither --write nor --check") + ": expected one of them")
     from peerlane import problems
-    from peerlane.report import pages
+    from peerlane.report import pages, sections
 
     generated = pages.generate(problems.all_problems())
+    root = folder.parent.parent
+    documents = all((root / path).is_file() for path in sections.DOCUMENTS)  # a folder elsewhere has pages alone
     if write:
-        for change in pages.write(folder, generated):
+        for change in [*pages.write(folder, generated), *(sections.write(root) if documents else [])]:
             print(f"written: {change}")
         print(f"{len(generated)} pages in {folder}")
         return
-    changes = pages.stale(folder, generated)
+    changes = [*pages.stale(folder, generated), *(sections.stale(root) if documents else [])]
     for change in changes:
         print(change)
     if changes:

@@ -1,0 +1,67 @@
+"""Sections of documents that show committed results: what stands between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from peerlane.errors import UsageError
+from peerlane.evaluate.verdict import Result
+from peerlane.report.noise import acceptance_lines, noise_table
+from peerlane.report.records import read_results
+from peerlane.report.tables import environment_lines, reasons, result_table
+
+NODE = Path("results/h200x4")
+
+
+def _speeds(results: Sequence[Result]) -> str:
+    return "\n".join([result_table(results).markdown(), *environment_lines(results), *reasons(results)])
+
+
+def _noise(results: Sequence[Result]) -> str:
+    return "\n".join(
+        [noise_table(results).markdown(), *(f"* {line}" for line in acceptance_lines(results)), "", *environment_lines(results)]
+    )
+
+
+SECTIONS: dict[str, tuple[Path, Callable[[Sequence[Result]], str]]] = {
+    "results": (NODE / "examples.jsonl", _speeds),
+    "examples": (NODE / "examples.jsonl", _speeds),
+    "production": (NODE / "production.jsonl", _speeds),
+    "noise": (NODE / "noise.jsonl", _noise),
+}
+"""Name of a section -> the file of results it shows, relative to the checkout, and how."""
+
+DOCUMENTS = (Path("README.md"), Path("docs/measurements.md"))
+
+
+def filled(text: str, root: Path) -> str:
+    """The document with every known section made anew; raises UsageError for one without an end."""
+
+    def replace(match: re.Match[str]) -> str:
+        name = match[1]
+        source, show = SECTIONS[name]
+        return f"<!-- {name}:begin -->\n{show(read_results(root / source))}\n<!-- {name}:end -->"
+
+    names = re.findall(r"<!-- (\w+):begin -->", text)
+    for name in names:
+        if name in SECTIONS and f"<!-- {name}:end -->" not in text:
+            raise UsageError(f"the section {name} has no end: expected <!-- {name}:end -->")
+    known = "|".join(SECTIONS)
+    return re.sub(rf"<!-- ({known}):begin -->\n.*?<!-- \1:end -->", replace, text, flags=re.DOTALL)
+
+
+def stale(root: Path) -> list[str]:
+    """The documents whose sections do not match the results, each with the reason."""
+    texts = {path: (root / path).read_text(encoding="utf-8") for path in DOCUMENTS}
+    return [f"{path}: differs from the results" for path, text in texts.items() if filled(text, root) != text]
+
+
+def write(root: Path) -> list[str]:
+    """Makes all sections anew; returns what changed."""
+    changes = stale(root)
+    for path in DOCUMENTS:
+        text = (root / path).read_text(encoding="utf-8")
+        (root / path).write_text(filled(text, root), encoding="utf-8")
+    return changes
