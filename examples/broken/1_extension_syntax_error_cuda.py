@@ -1,4 +1,4 @@
-# expect: build_error on gpu, not_run on cpu
+# expect: build_error, not_run on cpu
 """A CUDA extension, in the public benchmark's manner, that does not compile."""
 
 from utils.cuda_helpers import compile_cuda_extension
