@@ -13,7 +13,7 @@ import torch
 
 import peerlane
 from peerlane import problems
-from peerlane.errors import UsageError
+from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.examine import Examination, Job, Node
 from peerlane.evaluate.groups import RankGroup
@@ -137,7 +137,10 @@ def _evaluate_all(session: Session, jobs: list[Job], node: Node, plan: Evaluatio
             keep = reference and result.correct and examination.healthy
         finally:
             if examination.group is not None and not keep:
-                examination.group.kill()
+                try:
+                    examination.group.kill()
+                except HarnessError as error:  # the result stands; the next group may still come up
+                    progress.note(str(error))
         if reference:
             kept = examination.group if keep else None
         if not examination.healthy and result.verdict.kind == "harness_error":

@@ -131,7 +131,7 @@ class Examination:
                 self.session.settle()
                 trial = Trial(self.session, self.group, job.problem, cases[0], "timed", CHECKED_SLOTS)
                 speed = SpeedTrial(trial, job.modes, self.rules, self.node.profile, self.node.peaks, self.node.memory_bytes)
-                speed.baseline()
+                self._baseline(speed)
         with self._in("import"):
             path = None if job.candidate.path is None else str(job.candidate.path)
             self.group.ask({"op": "load", "path": path, "problem": job.problem.id, "blame": "import_error"}, "import", limits.load)
@@ -149,6 +149,13 @@ class Examination:
             with self._in("exit"):
                 self._leave()
         return Correct()
+
+    def _baseline(self, speed: SpeedTrial) -> None:
+        """Times the reference in the candidate's ranks; no candidate code is there yet that could be blamed."""
+        try:
+            speed.baseline()
+        except GroupFailure as failure:
+            raise HarnessError(f"the reference failed in the candidate's ranks, before any candidate code was loaded: {failure}") from None
 
     def _build(self) -> str | None:
         """Compiles what the candidate compiles at import; the reason if this machine lacks what it needs."""

@@ -105,8 +105,11 @@ class RankGroup:
             selector.register(self._control, selectors.EVENT_READ, None)
             for rank in sorted(waiting):
                 selector.register(self._ranks[rank], selectors.EVENT_READ, rank)
-            while waiting and (left := end - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
+            expired = False  # the last look comes after the deadline: answers that lay waiting for longer than that count
+            while waiting and not expired:
+                left = end - time.monotonic()
+                expired = left <= 0
+                for key, _ in selector.select(max(left, 0)):
                     if key.data is None:
                         failure = self._read_control(phase) or failure
                         continue

@@ -1,0 +1,98 @@
+"""The supervisor's side of a rank group, with the test as the ranks and their leader."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from peerlane.errors import HarnessError
+from peerlane.evaluate.groups import GroupFailure, RankGroup
+from peerlane.evaluate.protocol import Channel
+
+
+@dataclass
+class Far:
+    """The other ends of a group's sockets."""
+
+    leader: Channel
+    ranks: list[Channel]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[RankGroup, Far]]:
+    sockets = [socket.socketpair() for _ in range(3)]
+    near = [Channel(here) for here, _ in sockets]
+    far = [Channel(there) for _, there in sockets]
+    yield RankGroup("candidate", near[0], near[1:], [], []), Far(far[0], far[1:])
+    for channel in [*near, *far]:
+        channel.close()
+
+
+def test_answers_come_back_in_the_order_of_the_ranks(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "call"}, "correctness", 5)
+    for rank in (1, 0):
+        assert far.ranks[rank].receive() == {"op": "call"}
+        far.ranks[rank].send({"ok": True, "rank": rank})
+    assert [answer["rank"] for answer in group.finish()] == [0, 1]
+
+
+def test_answers_that_waited_longer_than_the_deadline_count(pair: tuple[RankGroup, Far]) -> None:
+    """A spare comes up in seconds and may be collected minutes later."""
+    group, far = pair
+    group.begin({"op": "init"}, "spawn", 0.05)
+    for channel in far.ranks:
+        channel.send({"ok": True})
+    time.sleep(0.1)
+    assert len(group.finish()) == 2
+
+
+def test_a_rank_that_does_not_answer_hangs_and_is_named(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "call"}, "first_call", 0.1)
+    far.ranks[0].send({"ok": True})
+    with pytest.raises(GroupFailure) as caught:
+        group.finish()
+    assert (caught.value.kind, caught.value.phase, caught.value.ranks, caught.value.deadline_s) == ("hang", "first_call", (1,), 0.1)
+
+
+def test_a_failure_ends_the_wait_for_the_others(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "call"}, "correctness", 60)
+    far.ranks[1].send({"ok": False, "error": {"kind": "cuda_error", "message": "illegal address"}})
+    begin = time.monotonic()
+    with pytest.raises(GroupFailure, match="illegal address") as caught:
+        group.finish()
+    assert (caught.value.kind, caught.value.rank) == ("cuda_error", 1)
+    assert time.monotonic() - begin < 5
+
+
+def test_an_exit_is_reported_with_its_status_though_children_keep_the_socket_open(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "call"}, "correctness", 60)
+    far.leader.send({"exited": 0, "status": 3})
+    with pytest.raises(GroupFailure, match="exited with status 3") as caught:
+        group.finish()
+    assert caught.value.rank == 0
+
+
+def test_a_group_is_asked_one_thing_at_a_time(pair: tuple[RankGroup, Far]) -> None:
+    group, _ = pair
+    group.begin({"op": "call"}, "correctness", 5)
+    assert group.busy
+    with pytest.raises(HarnessError, match="busy with correctness"):
+        group.ask({"op": "call"}, "timing", 5)
+
+
+def test_early_answers_are_kept_for_finish(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "init"}, "spawn", 5)
+    for channel in far.ranks:
+        channel.send({"ok": True, "pid": 7})
+    group.wait()
+    assert not group.busy
+    assert [answer["pid"] for answer in group.finish()] == [7, 7]
