@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +28,10 @@ def text(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
 
-def first_candidate() -> str:
-    found = re.search(r"<!-- first-candidate:begin -->\n```python\n(.*?)```\n<!-- first-candidate:end -->", text("README.md"), re.DOTALL)
-    assert found, "README.md has lost its first candidate"
+def code_block(path: str, name: str) -> str:
+    """The Python between the markers of this name."""
+    found = re.search(rf"<!-- {name}:begin -->\n```python\n(.*?)```\n<!-- {name}:end -->", text(path), re.DOTALL)
+    assert found, f"{path} has lost its block {name}"
     return found[1]
 
 
@@ -85,7 +88,7 @@ def test_every_profile_is_named() -> None:
 
 
 def test_first_candidate_is_short_and_correct(tmp_path: Path) -> None:
-    source = first_candidate()
+    source = code_block("README.md", "first-candidate")
     assert len(source.splitlines()) <= 20
     file = tmp_path / "1_allreduce_pytorch.py"
     file.write_text(source)
@@ -94,3 +97,12 @@ def test_first_candidate_is_short_and_correct(tmp_path: Path) -> None:
     assert done.exit_code == ExitCode.OK, done.output
     (result,) = json.loads(done.stdout)["results"]
     assert result["verdict"] == {"kind": "correct"} and result["problem"]["id"] == 1
+
+
+def test_evaluating_from_python_works_as_written(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    source = code_block("docs/evaluating.md", "from-python")
+    done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[0].startswith("1_allreduce_pytorch correct ")
+    assert done.stdout.count("no GPU") == 2
+    assert (tmp_path / "peerlane-results" / "results.jsonl").exists()
