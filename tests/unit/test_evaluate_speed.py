@@ -13,6 +13,7 @@ import pytest
 from peerlane.errors import HarnessError
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.speed import BlockTimes, CaptureFailed, Race
+from peerlane.evaluate.stopwatch import SpeedTrial
 from peerlane.evaluate.trial import Rejected
 from peerlane.settings import Deadlines, TimingRules
 
@@ -29,6 +30,7 @@ class FakeSession:
 @dataclass
 class FakeProblem:
     mutates: frozenset[str] = frozenset()
+    modes: tuple[str, ...] = ("eager", "graph")
 
 
 @dataclass
@@ -70,6 +72,9 @@ class FakeTrial:
 
     def reveal(self) -> None:
         self.log.append("reveal")
+
+    def open(self) -> None:
+        self.log.append("open")
 
     def collect(self, slots: list[int], outputs: list[list[Any]]) -> int:
         assert len(outputs) == RANKS
@@ -162,6 +167,17 @@ def test_graphs_are_captured_anew_between_rounds_and_eager_blocks_are_not() -> N
 def test_a_failed_capture_says_why() -> None:
     with pytest.raises(CaptureFailed, match="no capture"):
         race(steady(captured=False), mode="graph").run(budget_s=10)
+
+
+def test_every_slot_is_called_before_its_first_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Handles and connections that a first call creates cannot be created under capture; graph mode may be all that is asked for."""
+    monkeypatch.setattr(SpeedTrial, "_probe", lambda self: SLOTS)
+    trial = steady(captured=False)
+    speed = SpeedTrial(trial, ("graph",), RULES, None, (), 0.0)  # type: ignore[arg-type]
+    speed.baseline()
+    assert trial.log[:5] == ["open", "mint", "reveal", "other call", "mint"]
+    assert trial.log.index("other call") < trial.log.index("other prepare")
+    assert "no capture" in speed.unmeasurable["graph"]
 
 
 def test_events_that_span_more_than_the_outer_clock_are_tampered() -> None:

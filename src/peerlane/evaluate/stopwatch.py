@@ -48,6 +48,7 @@ class SpeedTrial:
         """Chooses the block's size, lays the case out, and times reference against reference in every mode."""
         self.trial.slots = self._probe()
         self.trial.open()
+        self._first_calls("reference")
         for mode in self.modes:
             if mode not in self.trial.problem.modes:
                 self.unmeasurable[mode] = f"the reference cannot be captured: {self.trial.problem.graph_reason}"
@@ -59,6 +60,13 @@ class SpeedTrial:
                 self.unmeasurable[mode] = f"the reference could not be captured here: {failure}"
                 continue
             self.baselines[mode] = race
+
+    def _first_calls(self, side: str) -> None:
+        """Calls every slot once from Python: what a first call sets up (handles, connections, workspaces) cannot be set up under capture."""
+        trial = self.trial
+        trial.mint()
+        trial.reveal()
+        trial.ask("call", "timing", trial.session.deadlines.first_call, side=side, slots=list(range(trial.slots)))
 
     def _probe(self) -> int:
         """Calls per block, from a few short blocks of the trusted reference."""
@@ -93,6 +101,7 @@ class SpeedTrial:
             raise Unmeasurable(self.unmeasurable[mode])
         if mode == "eager":
             return self._race(mode)
+        self._first_calls("candidate")
         try:
             return self._race(mode)
         except GroupFailure as failure:
