@@ -200,3 +200,8 @@ def test_a_node_on_which_the_reference_is_disturbed_too_accuses_nobody() -> None
 def test_times_that_are_no_times_are_refused(times: Any) -> None:
     with pytest.raises(GroupFailure, match="times"):
         BlockTimes.of([{"iterations_us": times, "span_us": 5.0}], SLOTS, 10.0)
+
+
+def test_a_rank_without_work_may_report_no_time() -> None:
+    idle, busy = ({"iterations_us": [us] * SLOTS, "span_us": 90.0} for us in (0.0, 7.5))
+    assert BlockTimes.of([busy, idle], SLOTS, 100.0).median_us == 7.5

@@ -42,20 +42,26 @@ class BlockTimes:
 
     @staticmethod
     def of(answers: list[Message], slots: int, outer_us: float) -> BlockTimes:
-        """From the ranks' answers; raises GroupFailure for anything that is not a list of positive times."""
+        """From the ranks' answers; raises GroupFailure for anything that is not a list of times.
+
+        A rank without work in a call may report 0, for nothing lies between its events; the slowest rank may not.
+        """
         columns = []
         for rank, answer in enumerate(answers):
             times = answer.get("iterations_us")
             span = answer.get("span_us")
             good = isinstance(times, list) and len(times) == slots and all(_is_time(value) for value in [*times, span])
             if not good:
-                raise GroupFailure("garbage", "timing", "a rank reported times that are not positive numbers", rank=rank)
+                raise GroupFailure("garbage", "timing", "a rank reported times that are not numbers of at least 0", rank=rank)
             columns.append(times)
-        return BlockTimes(tuple(max(values) for values in zip(*columns, strict=True)), max(a["span_us"] for a in answers), outer_us)
+        slowest, span_us = tuple(max(values) for values in zip(*columns, strict=True)), max(answer["span_us"] for answer in answers)
+        if min(*slowest, span_us) <= 0:
+            raise GroupFailure("garbage", "timing", "the ranks reported times of 0 for a call: no kernel is that fast")
+        return BlockTimes(slowest, span_us, outer_us)
 
 
 def _is_time(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def choose_slots(

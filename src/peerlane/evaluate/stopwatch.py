@@ -62,7 +62,7 @@ class SpeedTrial:
             self.baselines[mode] = race
 
     def _first_calls(self, side: str) -> None:
-        """Calls every slot once from Python: what a first call sets up (handles, connections, workspaces) cannot be set up under capture."""
+        """Calls every slot once from Python: what a first call sets up (handles, connections, workspaces) cannot be set up in a capture."""
         trial = self.trial
         trial.mint()
         trial.reveal()
