@@ -29,6 +29,8 @@ class Deadlines:
     correctness: float = 30.0
     timing: float = 30.0
     exit: float = 5.0
+    trusted: float = 120.0
+    """for one request to the trusted ranks, which run our code only: minting, the reference, the oracle"""
 
     def with_calls(self, seconds: float) -> Self:
         """The same, with another deadline for everything that calls the candidate."""

@@ -107,7 +107,7 @@ class Trial:
         else:
             each = [{"space": self.space, **request} for request in requests]
         try:
-            return self.session.trusted.ask(each, "correctness", 4 * self.session.deadlines.correctness)
+            return self.session.trusted.ask(each, "correctness", self.session.deadlines.trusted)
         except GroupFailure as failure:
             tail = self.session.trusted.log_tail()
             self.session.drop_trusted()
