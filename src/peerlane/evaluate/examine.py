@@ -164,7 +164,10 @@ class Examination:
             return "needs a GPU, and a CUDA build of torch to compile its extension; run it on a GPU node"
         builder = self.session.builder()
         try:
-            builder.ask({"op": "init"}, "build", self.session.deadlines.spawn)
+            try:
+                builder.ask({"op": "init"}, "build", self.session.deadlines.spawn)
+            except GroupFailure as failure:
+                raise HarnessError(f"the process that compiles did not start: {failure}") from None
             builder.ask({"op": "build", "path": str(candidate.path)}, "build", self.session.deadlines.build)
         finally:
             builder.kill()
