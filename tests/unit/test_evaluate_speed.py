@@ -9,9 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 
 from peerlane.errors import HarnessError
+from peerlane.evaluate import timing
 from peerlane.evaluate.groups import GroupFailure
+from peerlane.evaluate.slots import OutputRegions
 from peerlane.evaluate.speed import BlockTimes, CaptureFailed, Race
 from peerlane.evaluate.stopwatch import SpeedTrial
 from peerlane.evaluate.trial import Rejected
@@ -205,3 +208,23 @@ def test_times_that_are_no_times_are_refused(times: Any) -> None:
 def test_a_rank_without_work_may_report_no_time() -> None:
     idle, busy = ({"iterations_us": [us] * SLOTS, "span_us": 90.0} for us in (0.0, 7.5))
     assert BlockTimes.of([busy, idle], SLOTS, 100.0).median_us == 7.5
+
+
+def test_a_failed_capture_leaves_the_rank_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.graph does not come back from its own stream when the capture cannot be ended."""
+    stream = ["default"]
+    monkeypatch.setattr(timing, "_timer", lambda **_: None)
+    monkeypatch.setattr(timing, "_all_reduce", lambda _: None)
+    monkeypatch.setattr(timing, "_synchronize", lambda: None)
+    monkeypatch.setattr(timing, "_current_stream", lambda: stream[-1])
+    monkeypatch.setattr(timing, "_set_stream", stream.append)
+
+    def capture(self: timing.GraphBlock) -> None:
+        stream.append("capturing")
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(timing.GraphBlock, "_capture", capture)
+    cpu = torch.device("cpu")
+    with pytest.raises(RuntimeError, match="during capture"):
+        timing.make_block("graph", lambda: None, [()], OutputRegions(torch.empty(1, dtype=torch.uint8), [], cpu), cpu)
+    assert stream[-1] == "default"

@@ -22,6 +22,7 @@ _Event = torch.cuda.Event
 _record = torch.cuda.Event.record
 _elapsed = torch.cuda.Event.elapsed_time
 _synchronize = torch.cuda.synchronize
+_current_stream, _set_stream = torch.cuda.current_stream, torch.cuda.set_stream
 _sleep = torch.cuda._sleep
 _CYCLES_PER_US = 1_800  # SM clock
 _replay = torch.cuda.CUDAGraph.replay
@@ -111,18 +112,27 @@ class GraphBlock(Block):
         self._ends = [_timer(external=True) for _ in args]
         _all_reduce(self._barrier)
         _synchronize()
-        self._graphs = []
+        stream = _current_stream()
+        try:
+            self._graphs = self._capture()
+        except BaseException:
+            _set_stream(stream)  # torch.cuda.graph stays on its own stream when a broken capture cannot be ended
+            raise
+        _synchronize()
+
+    def _capture(self) -> list[torch.cuda.CUDAGraph]:
+        graphs = []
         pool = torch.cuda.graph_pool_handle()
-        for slot, slot_args in enumerate(args):
+        for slot, args in enumerate(self._args):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 _record(self._starts[slot])
-                output = solution(*slot_args)
+                output = self._solution(*args)
                 _record(self._ends[slot])
-                outputs.take(slot, output)
+                self._outputs.take(slot, output)
                 del output
-            self._graphs.append(graph)
-        _synchronize()
+            graphs.append(graph)
+        return graphs
 
     def _run(self) -> None:
         for graph in self._graphs:
