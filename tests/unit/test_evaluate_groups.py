@@ -6,12 +6,13 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from peerlane.errors import HarnessError
+from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate.groups import GroupFailure, RankGroup
-from peerlane.evaluate.protocol import Channel
+from peerlane.evaluate.protocol import MAX_MESSAGE_BYTES, Channel
 
 
 @dataclass
@@ -96,3 +97,19 @@ def test_early_answers_are_kept_for_finish(pair: tuple[RankGroup, Far]) -> None:
     group.wait()
     assert not group.busy
     assert [answer["pid"] for answer in group.finish()] == [7, 7]
+
+
+@pytest.mark.parametrize("kind", ["long", "deep"])
+def test_a_request_that_cannot_be_encoded_reaches_no_rank(kind: str, pair: tuple[RankGroup, Far]) -> None:
+    """What a hostile rank wrote as UTF-8 may be three times as long when it is passed on."""
+    group, far = pair
+    value: Any = "\u00e9" * (MAX_MESSAGE_BYTES // 6 + 1)
+    if kind == "deep":
+        value = []
+        for _ in range(100_000):
+            value = [value]
+    with pytest.raises(ProtocolError):
+        group.ask([{"op": "collect"}, {"op": "collect", "outputs": value}], "correctness", 5)
+    assert not group.busy
+    group.begin({"op": "judge"}, "correctness", 5)
+    assert [channel.receive() for channel in far.ranks] == [{"op": "judge"}] * 2

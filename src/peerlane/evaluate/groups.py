@@ -17,7 +17,7 @@ from typing import Any
 
 from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate.arena import memory_file
-from peerlane.evaluate.protocol import Channel, Message
+from peerlane.evaluate.protocol import Channel, Message, encode
 
 _REPORTED_KINDS = {"runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run"}
 _SEND_S = 10  # a rank that does not read its requests for this long has failed, and the answer's deadline will say so
@@ -80,15 +80,15 @@ class RankGroup:
         self._early = self.finish()
 
     def begin(self, requests: Message | Sequence[Message], phase: str, deadline_s: float) -> None:
-        """Sends without waiting; :meth:`finish` collects."""
+        """Sends without waiting; :meth:`finish` collects. Raises ProtocolError, with nothing sent, for a request that cannot be encoded."""
         if self._pending is not None:
             raise HarnessError(f"{self.role} group was asked to {phase} while busy with {self._pending[0]}")
-        each = [requests] * self.world_size if isinstance(requests, dict) else list(requests)
+        each = [encode(requests)] * self.world_size if isinstance(requests, dict) else [encode(request) for request in requests]
         now = time.monotonic()
         self._pending = (phase, now + deadline_s, deadline_s, set(range(self.world_size)))
-        for rank, request in enumerate(each):
+        for rank, frame in enumerate(each):
             try:
-                self._ranks[rank].send(request)
+                self._ranks[rank].send_frame(frame)
             except OSError:
                 continue  # the exit report says why
 

@@ -22,8 +22,11 @@ _SURROGATE = re.compile(rb"\\ud", re.IGNORECASE)
 
 
 def encode(message: Message) -> bytes:
-    """One frame: four bytes of length, then JSON."""
-    body = json.dumps(message, separators=(",", ":")).encode()
+    """One frame: four bytes of length, then JSON. Raises :class:`ProtocolError` for a message that is too long or nested too deeply."""
+    try:
+        body = json.dumps(message, separators=(",", ":")).encode()
+    except RecursionError:
+        raise ProtocolError("message is nested too deeply to be JSON") from None
     if len(body) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"message of {len(body)} bytes: expected at most {MAX_MESSAGE_BYTES}")
     return _HEADER.pack(len(body)) + body
@@ -45,7 +48,11 @@ class Channel:
 
     def send(self, message: Message) -> None:
         """Sends one message; raises OSError if the other side is gone."""
-        self.socket.sendall(encode(message))
+        self.send_frame(encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Sends what :func:`encode` made; raises OSError if the other side is gone."""
+        self.socket.sendall(frame)
 
     def feed(self, *, block: bool = False) -> bool:
         """Reads what has arrived, which may be nothing; False at the end of the stream."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from peerlane.errors import HarnessError
+from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate.groups import GroupFailure, RankGroup
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import Session, case_request
@@ -165,7 +165,10 @@ class Trial:
 
     def collect(self, slots: Sequence[int], outputs: Sequence[list[Any]]) -> int:
         """Has the trusted ranks take copies of the snapshots, ``outputs[rank][i]`` describing slot ``slots[i]``; the bytes that wait."""
-        answers = self.trusted([{"op": "collect", "slots": list(slots), "outputs": described} for described in outputs])
+        try:
+            answers = self.trusted([{"op": "collect", "slots": list(slots), "outputs": described} for described in outputs])
+        except ProtocolError as error:  # JSON that a rank wrote can grow when it is written again
+            raise GroupFailure("garbage", "correctness", f"a rank's description of its outputs cannot be passed on: {error}") from None
         self._waiting += [self.kinds[slot] for slot in slots]
         return max(int(answer["bytes"]) for answer in answers)
 
