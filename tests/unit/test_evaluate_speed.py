@@ -189,6 +189,13 @@ def test_events_that_span_more_than_the_outer_clock_are_tampered() -> None:
     assert caught.value.verdict.kind == "tampered"
 
 
+def test_clocks_of_ranks_without_candidate_code_accuse_nobody() -> None:
+    with pytest.raises(HarnessError, match="the events span"):
+        race(steady(span_us=1e9), side="reference").run(budget_s=10)
+    with pytest.raises(HarnessError, match="trusted reference cannot be timed"):
+        race(steady(trusted_us=-1.0)).run(budget_s=10)
+
+
 def test_a_candidate_whose_outer_clock_always_runs_longer_is_tampered() -> None:
     with pytest.raises(Rejected, match="tampered"):
         race(steady(other_hand_off_s=0.02), slack_limit_us=15_000.0).run(budget_s=10)

@@ -137,17 +137,21 @@ def _evaluate_all(session: Session, jobs: list[Job], node: Node, plan: Evaluatio
             keep = reference and result.correct and examination.healthy
         finally:
             if examination.group is not None and not keep:
-                try:
-                    examination.group.kill()
-                except HarnessError as error:  # the result stands; the next group may still come up
-                    progress.note(str(error))
+                _end(examination.group, progress)
         if reference:
             kept = examination.group if keep else None
         if not examination.healthy and result.verdict.kind == "harness_error":
             session.drop_trusted()
         yield result
     if kept is not None:
-        kept.kill()
+        _end(kept, progress)
+
+
+def _end(group: RankGroup, progress: Progress) -> None:
+    try:
+        group.kill()
+    except HarnessError as error:  # results stand; the next group may still come up
+        progress.note(str(error))
 
 
 def make_jobs(plan: EvaluationPlan) -> list[Job]:

@@ -108,7 +108,11 @@ class Race:
         """One block of the trusted reference on what was minted."""
         begin = time.perf_counter()
         answers = self.trial.trusted("block", mode=self.mode)
-        return BlockTimes.of(answers, self.trial.slots, (time.perf_counter() - begin) * 1e6)
+        outer_us = (time.perf_counter() - begin) * 1e6
+        try:
+            return BlockTimes.of(answers, self.trial.slots, outer_us)
+        except GroupFailure as failure:
+            raise HarnessError(f"the trusted reference cannot be timed: {failure.message}") from None
 
     def other_block(self) -> BlockTimes:
         """One block of the other side on what was minted, revealed just before. A candidate's outputs are collected."""
@@ -192,6 +196,8 @@ class Race:
         """Keeps the round unless its clocks disagree; too many such blocks on the candidate's side are no accident."""
         if other.span_us > other.outer_us * 1.01:
             what = f"the events span {other.span_us:.0f} us, the outer clock saw {other.outer_us:.0f} us"
+            if self.side == "reference":
+                raise HarnessError(f"the reference cannot be timed here: {what}")
             raise Rejected(Tampered(phase="timing", what=what))
         limit_us = self.slack_limit_us
         if max(reference.slack_us, other.slack_us) <= limit_us:
