@@ -70,6 +70,10 @@ class FakeTrial:
             else [{"captured": self.captured, "why": "no capture"}] * RANKS
         )
 
+    def discard(self) -> None:
+        self.log.append("discard")
+        self.collected.clear()
+
     def mint(self) -> None:
         self.log.append("mint")
 
@@ -128,11 +132,30 @@ def test_every_round_has_new_contents_revealed_just_before_the_candidate() -> No
     start = trial.log.index("other prepare") + 1
     rounds = "|".join(trial.log[start:-1]).split("mint")[1:]
     orders = {
+        "|reveal|other block|trusted block|": "warm-up",
+        "|trusted block|reveal|other block|": "warm-up",
         "|reveal|other block|collect|trusted block|": "candidate first",
         "|trusted block|reveal|other block|collect|": "reference first",
     }
-    assert {orders[item if item.endswith("|") else item + "|"] for item in rounds} <= set(orders.values())
-    assert len(rounds) == len(trial.collected)
+    kinds = [orders[item if item.endswith("|") else item + "|"] for item in rounds]
+    assert kinds[0] == "warm-up"
+    assert "warm-up" not in kinds[-RULES.min_rounds :]
+    assert len(trial.collected) == RULES.min_rounds
+
+
+def test_a_race_forgets_what_a_broken_off_one_collected() -> None:
+    trial = steady()
+    trial.collected.append([0])
+    race(trial).run(budget_s=10)
+    assert trial.log[0] == "discard"
+    assert len(trial.collected) == RULES.min_rounds
+
+
+def test_warming_ends_when_the_budget_does() -> None:
+    trial = FakeTrial(itertools.cycle([100.0, 200.0]), itertools.cycle([50.0, 90.0]), other_hand_off_s=0.02)
+    run = race(trial, rules=TimingRules(warm_calls=SLOTS, max_warm_calls=10**6, min_rounds=9, max_rounds=9))
+    run.run(budget_s=0.1)
+    assert len(run.others) == 9
 
 
 def test_a_reference_that_changes_its_inputs_gets_the_candidate_new_ones() -> None:
@@ -178,7 +201,7 @@ def test_every_slot_is_called_before_its_first_capture(monkeypatch: pytest.Monke
     trial = steady(captured=False)
     speed = SpeedTrial(trial, ("graph",), RULES, None, (), 0.0)  # type: ignore[arg-type]
     speed.baseline()
-    assert trial.log[:5] == ["open", "mint", "reveal", "other call", "mint"]
+    assert trial.log[:5] == ["open", "mint", "reveal", "other call", "discard"]
     assert trial.log.index("other call") < trial.log.index("other prepare")
     assert "no capture" in speed.unmeasurable["graph"]
 

@@ -21,7 +21,7 @@ from peerlane.evaluate import extensions
 from peerlane.evaluate.arena import Arena
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.slots import ArgumentSlots, OutputRegions
-from peerlane.evaluate.timing import Block, Solution, make_block
+from peerlane.evaluate.timing import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.worker import Rank
 from peerlane.problems._tree import Description, tensor_descriptions
 
@@ -125,7 +125,7 @@ class CandidateRank(Rank):
         except Exception as error:
             if request["mode"] != "graph":
                 raise
-            return {"captured": False, "why": f"{type(error).__name__}: {error}"[:1000]}
+            return {"captured": False, "why": capture_failure(error)}
         attached.blocks[request["mode"]] = block
         return {"captured": True}
 

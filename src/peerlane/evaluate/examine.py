@@ -113,7 +113,7 @@ class Examination:
 
     def _examine(self) -> Verdict:
         job, limits = self.job, self.session.deadlines
-        if job.candidate.backend == "cuda":
+        if job.candidate.backend == "cuda" or job.candidate.uses_extensions:
             with self._in("build"):
                 if (missing := self._build()) is not None:
                     return NotRun(missing=missing)
@@ -160,7 +160,8 @@ class Examination:
     def _build(self) -> str | None:
         """Compiles what the candidate compiles at import; the reason if this machine lacks what it needs."""
         candidate = self.job.candidate
-        if candidate.uses_extensions and torch.version.cuda is None:
+        needs_gpu = candidate.backend == "cuda"
+        if needs_gpu and candidate.uses_extensions and torch.version.cuda is None:
             return "needs a GPU, and a CUDA build of torch to compile its extension; run it on a GPU node"
         builder = self.session.builder()
         try:
@@ -171,7 +172,7 @@ class Examination:
             builder.ask({"op": "build", "path": str(candidate.path)}, "build", self.session.deadlines.build)
         finally:
             builder.kill()
-        if self.node.device == "cpu":
+        if needs_gpu and self.node.device == "cpu":
             return "compiles, but needs a GPU to run; run it on a GPU node"
         return None
 

@@ -114,27 +114,28 @@ class Race:
         except GroupFailure as failure:
             raise HarnessError(f"the trusted reference cannot be timed: {failure.message}") from None
 
-    def other_block(self) -> BlockTimes:
-        """One block of the other side on what was minted, revealed just before. A candidate's outputs are collected."""
+    def other_block(self, *, compared: bool) -> BlockTimes:
+        """One block of the other side on what was minted, revealed just before; ``compared`` has some of its outputs collected."""
         trial = self.trial
         trial.reveal()
         begin = time.perf_counter()
         answers = trial.ask("block", "timing", trial.session.deadlines.timing, mode=self.mode, side=self.side)
         times = BlockTimes.of(answers, trial.slots, (time.perf_counter() - begin) * 1e6)
-        if self.side == "candidate":
+        if compared:
             self._collect(answers)
         return times
 
-    def _round(self) -> tuple[BlockTimes, BlockTimes]:
-        """A block of each side in random order, on the same new contents."""
+    def _round(self, *, warming: bool = False) -> tuple[BlockTimes, BlockTimes]:
+        """A block of each side in random order, on the same new contents; a candidate's outputs are compared, but for warm-up."""
+        compared = self.side == "candidate" and not warming
         self.trial.mint()
         if random.SystemRandom().random() < 0.5:
-            other = self.other_block()
+            other = self.other_block(compared=compared)
             return self.trusted_block(), other
         reference = self.trusted_block()
         if self.trial.problem.mutates:
             self.trial.mint()
-        return reference, self.other_block()
+        return reference, self.other_block(compared=compared)
 
     def _collect(self, answers: list[Message]) -> None:
         """Keeps some of the slots for comparison, which waits for the end of the race: it would disturb the next blocks."""
@@ -150,11 +151,11 @@ class Race:
         if trial.collect(chosen, outputs) > self.rules.max_waiting_bytes:
             trial.judge("timing")
 
-    def _warm(self) -> None:
-        """Rounds until two neighbours agree on both sides, at least ``warm_calls`` and at most ``max_warm_calls`` calls a side."""
-        calls, last = 0, [math.inf, math.inf]
-        while calls < self.rules.max_warm_calls:
-            now = [block.median_us for block in self._round()]
+    def _warm(self, budget_s: float) -> None:
+        """Rounds until two neighbours agree on both sides, from ``warm_calls`` to ``max_warm_calls`` calls a side, or time is up."""
+        calls, last, end = 0, [math.inf, math.inf], time.monotonic() + budget_s
+        while calls < self.rules.max_warm_calls and time.monotonic() < end:
+            now = [block.median_us for block in self._round(warming=True)]
             calls += self.trial.slots
             agree = all(abs(a - b) <= self.rules.warm_agreement * b for a, b in zip(now, last, strict=True))
             if calls >= self.rules.warm_calls and agree:
@@ -176,10 +177,11 @@ class Race:
         Graphs are captured anew every third round: two captures of the same calls differ by up to 3 %, and the interval must show it.
         """
         target = self.rules.target_half_width[self.mode]
+        self.trial.discard()
         self.trial.mint()
         self.trial.reveal()
         self.prepare()
-        self._warm()
+        self._warm(budget_s)
         end = time.monotonic() + budget_s
         while len(self.others) < self.rules.max_rounds:
             enough = len(self.others) >= self.rules.min_rounds
@@ -187,7 +189,7 @@ class Race:
                 break
             if self.mode == "graph" and self.others and len(self.others) % self.rules.rounds_per_capture == 0:
                 self.prepare()
-                self._round()
+                self._round(warming=True)
             self._keep(*self._round())
         if self.side == "candidate":
             self.trial.judge("timing")

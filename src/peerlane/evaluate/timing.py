@@ -139,6 +139,13 @@ class GraphBlock(Block):
             _replay(graph)
 
 
+def capture_failure(error: BaseException) -> str:
+    """Why a capture failed: torch reports the end of the capture, with what went wrong inside it as the context."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return f"{type(error).__name__}: {error}"[:1000]
+
+
 def make_block(mode: str, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> Block:
     """The block of a launch mode, ``eager`` or ``graph``."""
     return (EagerBlock if mode == "eager" else GraphBlock)(solution, args, outputs, device)

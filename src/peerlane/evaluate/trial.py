@@ -172,6 +172,11 @@ class Trial:
         self._waiting += [self.kinds[slot] for slot in slots]
         return max(int(answer["bytes"]) for answer in answers)
 
+    def discard(self) -> None:
+        """Forgets what was collected and not judged."""
+        self.trusted("discard")
+        self._waiting = []
+
     def judge(self, phase: Phase, *, check_inputs: bool = False) -> None:
         """Has the trusted ranks compare what was collected; raises :class:`Rejected`."""
         answers = self.trusted("judge", check_inputs=check_inputs)

@@ -16,7 +16,7 @@ import torch
 from peerlane.evaluate.arena import Arena, view
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.slots import ArgumentSlots, OutputRegions, contiguous_layout, place_all, strip_overlap
-from peerlane.evaluate.timing import Block, make_block
+from peerlane.evaluate.timing import Block, capture_failure, make_block
 from peerlane.evaluate.worker import Rank
 from peerlane.problems._draw import RANDOM, Draw
 from peerlane.problems._judge import score, type_mismatch
@@ -57,7 +57,7 @@ class OpenCase:
 
 
 class TrustedRank(Rank):
-    """Serves ``secret``, ``open_case``, ``mint``, ``reveal``, ``prepare``, ``block``, ``collect``, ``judge``, ``close_case``."""
+    """Serves the requests of the supervisor: a case is opened, minted, revealed, timed, its outputs collected and judged."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__(config, rank, memory_fd)
@@ -72,6 +72,7 @@ class TrustedRank(Rank):
             "prepare": self.prepare,
             "block": self.timed_block,
             "collect": self.collect,
+            "discard": self.discard,
             "judge": self.judge,
             "close_case": self.close_case,
             "ping": lambda _: {},
@@ -183,7 +184,7 @@ class TrustedRank(Rank):
         except Exception as error:
             if mode != "graph":
                 raise
-            return {"captured": False, "why": f"{type(error).__name__}: {error}"[:1000]}
+            return {"captured": False, "why": capture_failure(error)}
         current.blocks[mode] = block
         return {"captured": True}
 
@@ -203,6 +204,11 @@ class TrustedRank(Rank):
             current.snapshots.append(Snapshot(slot, current.block, current.kinds[slot], described, tensors))
         self.synchronize()
         return {"bytes": sum(tensor.nbytes for snapshot in current.snapshots for tensor in snapshot.tensors)}
+
+    def discard(self, request: Message) -> dict[str, Any]:
+        """Forgets collected snapshots, of a race that was broken off."""
+        self.opened(request).snapshots.clear()
+        return {}
 
     def judge(self, request: Message) -> dict[str, Any]:
         """Compares all collected snapshots with the oracle."""
