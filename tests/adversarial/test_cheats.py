@@ -5,6 +5,7 @@ The files' names begin with the row of the list of cheats (C..), bugs (B..) or l
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,16 @@ from e2e.runs import alternate, judge, marked, marked_processes
 from peerlane.cli.demo import can_run, read_expectation
 from peerlane.evaluate import Result
 
+RUN = f"cheats-{os.getpid()}"  # marks this run's processes
+
 CANDIDATES = sorted(path for path in (Path(__file__).parent / "candidates").glob("*.py") if can_run(read_expectation(path), "cpu"))
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, tuple[Result, Result]]:
-    with marked("cheats"):
+    with marked(RUN):
         run = judge(*alternate(CANDIDATES))
-        assert marked_processes("cheats") == []
+        assert marked_processes(RUN) == []
     return {cheat.candidate.name: (cheat, good) for cheat, good in zip(run[::2], run[1::2], strict=True)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from e2e.runs import DEADLINES, EXAMPLES, alternate, judge, marked, marked_processes
 from peerlane.cli.demo import can_run, read_expectation
 from peerlane.evaluate import Result
+
+RUN = f"verdicts-{os.getpid()}"  # marks this run's processes
 
 BROKEN = [path for path in sorted((EXAMPLES / "broken").glob("*.py")) if can_run(read_expectation(path), "cpu")]
 GOOD = sorted([*(EXAMPLES / "pytorch").glob("*.py"), *(EXAMPLES / "triton").glob("*.py")])
@@ -29,9 +32,9 @@ RANKS = {"1_raises_on_one_rank_pytorch": 1, "1_killed_by_signal_pytorch": 1, "1_
 @pytest.fixture(scope="module")
 def results() -> dict[str, tuple[Result, Result]]:
     """By name of the broken example: its result, and that of the good candidate after it. All from one run."""
-    with marked("verdicts"):
+    with marked(RUN):
         run = judge(*alternate(BROKEN))
-        assert marked_processes("verdicts") == []
+        assert marked_processes(RUN) == []
     return {broken.candidate.name: (broken, good) for broken, good in zip(run[::2], run[1::2], strict=True)}
 
 

@@ -138,7 +138,7 @@ class Race:
         return reference, self.other_block(compared=compared)
 
     def _collect(self, answers: list[Message]) -> None:
-        """Keeps some of the slots for comparison, which waits for the end of the race: it would disturb the next blocks."""
+        """Keeps some of the slots for comparison, which waits for the end of the race: neighbouring blocks stay close in time."""
         trial = self.trial
         count = max(1, math.ceil(self.rules.compared_share * trial.slots))
         chosen = sorted({trial.slots - 1, *random.SystemRandom().sample(range(trial.slots), count)})
