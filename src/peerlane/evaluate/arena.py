@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from peerlane.errors import HarnessError, MissingDependency
+from peerlane.problems._tree import dtype_of
 
 ALIGNMENT_BYTES = 256
 _PAGE_BYTES = 2 << 20
@@ -132,7 +133,7 @@ class Arena:
 
 def place(description: dict[str, Any], offset: int) -> tuple[dict[str, Any], int]:
     """A tensor's description with its byte offset in an arena, and the offset behind it. Strides are kept; overlaps are not."""
-    itemsize: int = getattr(torch, description["dtype"]).itemsize
+    itemsize = dtype_of(description["dtype"]).itemsize
     return {**description, "offset": offset}, offset + aligned(_span(description) * itemsize)
 
 
@@ -144,7 +145,7 @@ def _span(description: dict[str, Any]) -> int:
 
 def view(data: torch.Tensor, placed: dict[str, Any]) -> torch.Tensor:
     """The tensor of a placed description, as a view of an arena's bytes."""
-    dtype: torch.dtype = getattr(torch, placed["dtype"])
+    dtype = dtype_of(placed["dtype"])
     shape, stride, offset = placed["shape"], placed["stride"], placed["offset"]
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device=data.device)

@@ -23,7 +23,7 @@ from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.slots import ArgumentSlots, OutputRegions
 from peerlane.evaluate.timing import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.worker import Rank
-from peerlane.problems._tree import Description, tensor_descriptions
+from peerlane.problems._tree import Description, dtype_of, tensor_descriptions
 
 _POISON = 0xFF  # every float format: NaN; integers: -1 or the largest value
 
@@ -153,7 +153,7 @@ class CandidateRank(Rank):
         """Fills memory that the next allocations are likely to get, so that what is never written shows."""
         blocks = []
         for description in tensor_descriptions(layout):
-            size = max(1, torch.Size(description["shape"]).numel() * getattr(torch, description["dtype"]).itemsize)
+            size = max(1, torch.Size(description["shape"]).numel() * dtype_of(description["dtype"]).itemsize)
             blocks += [torch.empty(size, dtype=torch.uint8, device=self.device).fill_(_POISON) for _ in range(2)]
 
 

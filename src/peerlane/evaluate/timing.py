@@ -40,7 +40,7 @@ def _timer(**options: bool) -> torch.cuda.Event:
 class Block(abc.ABC):
     """K slots of one case on this rank, in one launch mode, with the events that time them.
 
-    ``head_start_us``: for so long per call the device is kept waiting while the host enqueues, so that the host's speed does not count.
+    ``head_start_us``: for so long per call the device is kept waiting while the host enqueues, so that the host stays ahead of it.
     """
 
     head_start_us = 0.0
@@ -104,7 +104,7 @@ class GraphBlock(Block):
     k-th costs in proportion to k. Raises what the capture raises.
     """
 
-    head_start_us = 40.0  # a launch takes about 10, on a disturbed host several times that
+    head_start_us = 40.0  # meant to exceed what launching a graph takes; a host slower than that still counts
 
     def __init__(self, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> None:
         super().__init__(solution, args, outputs, device)

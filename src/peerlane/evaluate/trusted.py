@@ -21,7 +21,7 @@ from peerlane.evaluate.worker import Rank
 from peerlane.problems._draw import RANDOM, Draw
 from peerlane.problems._judge import score, type_mismatch
 from peerlane.problems._spec import Case, Problem
-from peerlane.problems._tree import Description, Tree, describe, rebuild, tensor_descriptions
+from peerlane.problems._tree import Description, Tree, describe, dtype_of, rebuild, tensor_descriptions
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def _claimed_mismatch(described: Description, expected: Tree) -> str | None:
             return f"output holds a {other}, expected a plain tensor on the rank's device"
         claimed = rebuild(
             described,
-            iter([torch.empty(d["shape"], dtype=getattr(torch, d["dtype"]), device="meta") for d in tensor_descriptions(described)]),
+            iter([torch.empty(d["shape"], dtype=dtype_of(d["dtype"]), device="meta") for d in tensor_descriptions(described)]),
             str,
         )
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, RecursionError) as error:
