@@ -1,0 +1,352 @@
+"""Problem 80: teacher assignments balanced over prototypes by Sinkhorn-Knopp, samples sharded across ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems._collective import group_layout, group_members
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import (
+    UNIT_ROUNDOFF,
+    Case,
+    CaseSpec,
+    Cost,
+    Expected,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems._tree import GroupRef
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+# Bytes of float64 exponentials that the oracle holds at a time.
+_CHUNK_BYTES = 2**30
+
+
+@torch.no_grad()
+def reference(
+    teacher_output: torch.Tensor,
+    teacher_temp: float,
+    n_masked_patches_tensor: torch.Tensor,
+    n_iterations: int = 3,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    q = torch.exp(teacher_output.to(torch.float32) / teacher_temp)
+    prototypes = q.shape[1]
+    samples = n_masked_patches_tensor.clone()
+    dist.all_reduce(samples, group=group)
+    mass = q.sum()
+    dist.all_reduce(mass, group=group)
+    q /= mass
+    for _ in range(n_iterations):
+        popularity = q.sum(0, keepdim=True)
+        dist.all_reduce(popularity, group=group)
+        q /= popularity.mul_(prototypes)
+        q /= q.sum(1, keepdim=True).mul_(samples)
+    return q.mul_(samples)
+
+
+def _rows(case: Case, rank: int) -> int:
+    """Samples of one rank. ``case["rows"]``: one number, or numbers that repeat over the group's ranks."""
+    count: int | Sequence[int] = case["rows"]
+    return count if isinstance(count, int) else count[group_members(case, rank).index(rank) % len(count)]
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """Logits like cosines: N(0, 0.25^2), moved per prototype by what all ranks share and by what is the rank's own, within +-limit.
+
+    The number of masked patches is any number. ``case["pattern"]``:
+
+    * ``popular``: one prototype is the favourite of every sample
+    * ``flat``: all logits of every other sample are equal
+    * ``wide``: logits uniform over [-limit, limit]
+    """
+    rows, prototypes, limit = _rows(case, rank), case["prototypes"], case.params.get("limit", 1.0)
+    pattern, shared = case.params.get("pattern"), draw.shared
+    if pattern == "wide":
+        logits = draw.uniform((rows, prototypes), FP32, low=-limit, high=limit)
+    else:
+        logits = draw.normal((rows, prototypes), FP32, scale=0.25 * limit)
+        logits += shared.normal((prototypes,), FP32, scale=0.1 * limit) + draw.normal((prototypes,), FP32, scale=0.1 * limit)
+        if pattern == "popular":
+            logits[:, prototypes // 3] = shared.uniform((), FP32, low=0.9 * limit, high=limit)
+        elif pattern == "flat":
+            logits[::2] = draw.normal((rows, 1), FP32, scale=0.25 * limit)[::2]
+        logits.clamp_(-limit, limit)
+    masked = draw.integers(1, 2 * rows + 3, (1,))
+    group = next((GroupRef(name) for name in group_layout(case)), None)
+    return (logits.to(case.dtype), case["temp"], masked, case["iterations"], group)
+
+
+def _exponentials(case: Case, logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(FP64).div_(case["temp"]).exp_()
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    """E_ik u_k v_i in float64, u_k = 1 / sum_i E_ik v_i and v_i = 1 / sum_k E_ik u_k in turn from v = 1; E is made anew in every pass."""
+    members, prototypes = group_members(case, rank), case["prototypes"]
+    rows = max(1, _CHUNK_BYTES // (prototypes * FP64.itemsize))
+    blocks = [list(torch.split(inputs[q][0], rows)) for q in members]
+    u = inputs[rank][0].new_ones(prototypes, dtype=FP64)
+    v = [[torch.ones_like(block[:, 0], dtype=FP64) for block in of_rank] for of_rank in blocks]
+    for _ in range(case["iterations"]):
+        total = torch.zeros_like(u)
+        for logits, weights in zip(_flat(blocks), _flat(v), strict=True):
+            total += weights @ _exponentials(case, logits)
+        u = 1 / total
+        v = [[1 / (_exponentials(case, logits) @ u) for logits in of_rank] for of_rank in blocks]
+    factor: torch.Tensor | float = 1.0
+    if case["iterations"] == 0:
+        mass = torch.stack([_exponentials(case, logits).sum() for logits in _flat(blocks)]).sum()
+        factor = torch.stack([inputs[q][2] for q in members]).sum() / mass
+    own = members.index(rank)
+    value = torch.cat(
+        [
+            _exponentials(case, logits).mul_(u).mul_(weights.unsqueeze(1)).mul_(factor)
+            for logits, weights in zip(blocks[own], v[own], strict=True)
+        ]
+    )
+    magnitude = value.amax(1, keepdim=True) if value.numel() else None
+    return Expected("assignment", value, FP32, magnitude=magnitude)
+
+
+def _flat(of_ranks: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    return [block for of_rank in of_ranks for block in of_rank]
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    """All terms are positive, so errors are relative.
+
+    An exponent rounded to float32 errs by its size times u, in the entry itself and in the weights of the sums it is divided by: 4 u per
+    unit of the largest exponent. Every iteration adds two sums over thousands of terms and two divisions: 64 u. An entry may come out as
+    zero when it is u^2 or less of the largest in its row (the magnitude).
+    """
+    u = UNIT_ROUNDOFF[FP32]
+    largest = case.params.get("limit", 1.0) / case["temp"]
+    return {"assignment": Tolerance(relative=u * (4 * largest + 64 * (case["iterations"] + 1)), magnitude=u * u)}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """Logits are read once, if they or their exponentials stay on chip, and the assignment is written.
+
+    Each iteration reduces and spreads one float32 per prototype; the mass and the number of samples cancel, unless there is no iteration.
+    """
+    ranks, iterations, entries = len(group_members(case, rank)), case["iterations"], _rows(case, rank) * case["prototypes"]
+    port = 2 * 4 * case["prototypes"] * iterations if iterations else 2 * 4
+    return Cost(
+        hbm_bytes=entries * (case.dtype.itemsize + 4),
+        egress_bytes=port * (ranks - 1) / ranks,
+        ingress_bytes=port * (ranks - 1) / ranks,
+        flops={"fp32": entries * max(4 * iterations, 2)},
+    )
+
+
+Arguments = Sequence[tuple[Any, ...]]
+
+
+def _iterated(case: Case, inputs: Arguments, rank: int, members: Sequence[int], *, iterations: int, temp: float) -> torch.Tensor:
+    """The rank's assignment by scaling vectors in float32, with sums over the members' samples; for one iteration or more."""
+    logits = [inputs[q][0].to(FP32) / temp for q in members]
+    largest = torch.stack([block.amax() for block in logits if block.numel()]).amax()
+    e = [torch.exp(block - largest) for block in logits]
+    v = [torch.ones_like(block[:, :1]) for block in e]
+    for _ in range(iterations):
+        u = 1 / torch.stack([(block * weights).sum(0) for block, weights in zip(e, v, strict=True)]).sum(0)
+        v = [1 / (block * u).sum(1, keepdim=True) for block in e]
+    own = members.index(rank)
+    return e[own] * u * v[own]
+
+
+def _unbalanced(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
+    """N E / sum(E), the answer without iterations."""
+    members = group_members(case, rank)
+    e = [torch.exp(inputs[q][0].to(FP32) / case["temp"]) for q in members]
+    mass = torch.stack([block.sum() for block in e]).sum()
+    return e[members.index(rank)] * (torch.stack([inputs[q][2] for q in members]).sum() / mass)
+
+
+def _scaling_vectors(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
+    if case["iterations"] == 0:
+        return _unbalanced(case, inputs, rank)
+    return _iterated(case, inputs, rank, group_members(case, rank), iterations=case["iterations"], temp=case["temp"])
+
+
+def _logarithmic(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
+    """Potentials instead of scaling vectors: every sum a log-sum-exp."""
+    if case["iterations"] == 0:
+        return _unbalanced(case, inputs, rank)
+    members = group_members(case, rank)
+    logits = [inputs[q][0].to(FP32) / case["temp"] for q in members]
+    v = [torch.zeros_like(block[:, :1]) for block in logits]
+    for _ in range(case["iterations"]):
+        sums = [torch.logsumexp(block + shift, 0) for block, shift in zip(logits, v, strict=True) if block.numel()]
+        u = -torch.logsumexp(torch.stack(sums), 0)
+        v = [-torch.logsumexp(block + u, 1, keepdim=True) for block in logits]
+    own = members.index(rank)
+    return torch.exp(logits[own] + u + v[own])
+
+
+def _wrong(*, members: Callable[[NullContext], Sequence[int]] | None = None, fewer: int = 0, temp: float = 1.0) -> Any:
+    """The right iterations over other ranks, fewer of them, or at another temperature (a factor)."""
+
+    def answer(context: NullContext) -> torch.Tensor:
+        case = context.case
+        if not context.args[0].numel():
+            return torch.zeros_like(context.answer)  # nothing to spoil
+        ranks = members(context) if members is not None else group_members(case, context.rank)
+        return _iterated(case, context.inputs, context.rank, ranks, iterations=case["iterations"] - fewer, temp=case["temp"] * temp)
+
+    return answer
+
+
+def _without_last(context: NullContext) -> Sequence[int]:
+    """The ranks whose samples are counted if the last one with any is forgotten; the rank itself always is."""
+    members = [q for q in group_members(context.case, context.rank) if context.inputs[q][0].numel()]
+    return [q for q in group_members(context.case, context.rank) if q != members[-1] or q == context.rank]
+
+
+def _softmax(context: NullContext) -> torch.Tensor:
+    return torch.softmax(context.args[0].to(FP32) / context.case["temp"], dim=1)
+
+
+def _prototypes_last(context: NullContext) -> torch.Tensor:
+    """After the last iteration every prototype gets the same share once more: rows no longer sum to one."""
+    members = group_members(context.case, context.rank)
+    samples = sum(context.answers[q].shape[0] for q in members)
+    total = torch.stack([context.answers[q].sum(0) for q in members]).sum(0)
+    balanced: torch.Tensor = context.answer * (samples / context.case["prototypes"] / total)
+    return balanced
+
+
+def _scaled_by(samples: Callable[[NullContext, int], torch.Tensor | int]) -> Callable[[NullContext], torch.Tensor]:
+    """The answer without iterations, with another number of samples."""
+
+    def answer(context: NullContext) -> torch.Tensor:
+        members = group_members(context.case, context.rank)
+        right = torch.stack([context.inputs[q][2] for q in members]).sum()
+        wrong = sum(samples(context, q) for q in members)
+        scaled: torch.Tensor = context.answer * (wrong / right)
+        return scaled
+
+    return answer
+
+
+def _small(label: str, dtype: torch.dtype = FP32, **params: Any) -> CaseSpec:
+    return case(label, dtype, **{"rows": (6, 9, 4, 7), "prototypes": 10, "temp": 0.1, "iterations": 3, **params})
+
+
+PRESETS = (
+    preset(
+        "small",
+        "uneven rows, a single row, none; 0, 1 and 3 iterations; a favourite prototype, flat and wide logits, half precision, groups",
+        _small("ragged_fp32"),
+        _small("no_iteration_fp32", iterations=0),
+        _small("one_iteration_bf16", BF16, iterations=1),
+        _small("single_row_fp32", rows=(5, 1)),
+        _small("empty_rank_fp16", FP16, rows=(4, 1, 0, 3)),
+        _small("popular_fp32", pattern="popular", temp=0.06),
+        _small("flat_fp32", pattern="flat"),
+        _small("wide_fp32", pattern="wide", limit=3.5, iterations=5),
+        _small("dense_bf16", BF16, rows=33, prototypes=257, temp=0.07),
+        _small("strided_group_fp32", group="strided", world_sizes=(4, 8)),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape, at the temperatures of the end and of the start of DINOv2's schedule",
+        case("fp32", FP32, rows=1024, prototypes=16384, temp=0.07, iterations=3),
+        case("cold_fp32", FP32, rows=1024, prototypes=16384, temp=0.04, iterations=3),
+    ),
+    preset(
+        "production_dinov2_vitl",
+        "iBOT head of DINOv2 ViT-L: 131072 prototypes, 4096 masked patches per rank, half-precision logits",
+        case("fp16", FP16, rows=4096, prototypes=131072, temp=0.07, iterations=3),
+    ),
+    preset(
+        "production_dinov2_vitb",
+        "65536 prototypes, 2048 masked patches per rank",
+        case("fp16", FP16, rows=2048, prototypes=65536, temp=0.07, iterations=3),
+    ),
+    preset(
+        "production_swav",
+        "3000 prototypes, 512 samples per rank: latency",
+        case("fp32", FP32, rows=512, prototypes=3000, temp=0.05, iterations=3),
+    ),
+)
+
+
+def _labels(where: Callable[[CaseSpec], bool]) -> tuple[str, ...]:
+    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if where(spec))
+
+
+_ITERATED = _labels(lambda spec: spec.params["iterations"] > 0)
+_NOT_ITERATED = _labels(lambda spec: spec.params["iterations"] == 0)
+
+PROBLEM = Problem(
+    id=80,
+    slug="sinkhorn_knopp_assignment",
+    title="Distributed Sinkhorn-Knopp teacher assignment",
+    category="data_parallel",
+    parallelism=("data",),
+    origin="DINOv2: Sinkhorn-Knopp centering of the teacher in its iBOT patch loss",
+    summary=(
+        "teacher_output (b, K) are the rank's samples' logits for K prototypes, b of any size. E = exp(float32(teacher_output) / "
+        "teacher_temp), N is the sum over the group's ranks (the world if None) of n_masked_patches_tensor, and Q = E / (sum of all E). "
+        "n_iterations times: divide Q[:, k] by K times its sum over all ranks' samples, then Q[i, :] by N times its sum. Returns N Q for "
+        "the rank's samples, (b, K) float32. After one iteration or more every row sums to one, and N cancels. Exponents are small enough "
+        "for exp to be finite in float32."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer(
+            "no_communication", "prototypes balanced over the rank's own samples", _wrong(members=lambda c: [c.rank]), cases=_ITERATED
+        ),
+        NullAnswer(
+            "last_rank_missing", "prototypes balanced without the last rank's samples", _wrong(members=_without_last), cases=_ITERATED
+        ),
+        NullAnswer(
+            "one_iteration_less",
+            "the last iteration skipped",
+            _wrong(fewer=1),
+            cases=_labels(lambda spec: spec.params["iterations"] > 1),
+        ),
+        NullAnswer("one_iteration_more", "an iteration too many", _wrong(fewer=-1), cases=_ITERATED),
+        NullAnswer("warmer", "a temperature that is 2 % too high", _wrong(temp=1.02), cases=_ITERATED),
+        NullAnswer("softmax", "rows normalised, prototypes not balanced", _softmax),
+        NullAnswer("prototypes_last", "prototypes balanced after the rows", _prototypes_last, cases=_ITERATED),
+        NullAnswer("rows_for_masked", "samples counted by rows", _scaled_by(lambda c, q: c.inputs[q][0].shape[0]), cases=_NOT_ITERATED),
+        NullAnswer("own_count", "every rank's count taken for this one's", _scaled_by(lambda c, _: c.args[2]), cases=_NOT_ITERATED),
+        NullAnswer(
+            "whole_world",
+            "group ignored",
+            _wrong(members=lambda c: range(c.case.world_size)),
+            cases=("small/strided_group_fp32",),
+        ),
+    ),
+    honest_variants=(
+        HonestVariant("scaling_vectors_fp32", _scaling_vectors),
+        HonestVariant("logarithmic_fp32", _logarithmic),
+    ),
+    process_groups=group_layout,
+    notes=(
+        "The public benchmark's logits are so close together that every entry is 6e-5 within a factor of two, below its absolute "
+        "tolerance, and an answer of zeros passes; here logits are spread like those of a trained head, and errors are relative.",
+        "In the public benchmark the number of masked patches is the number of rows; here it is any number, which matters only without "
+        "iterations.",
+        "Logits whose exponential overflows, or underflows for a whole prototype, are not part of the problem: the public reference "
+        "returns NaN for them, and an implementation that subtracts the maximum need not.",
+    ),
+)
