@@ -1,0 +1,85 @@
+"""What the convolutions share: zigzag layout, convolution in float64, exchange of borders with the neighbours, full float32 in cuDNN."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems._matmul import FP64
+
+
+def full_float32() -> AbstractContextManager[None]:
+    """Within it cuDNN convolves float32 as float32: by default it takes TensorFloat32, with 10 bits of fraction."""
+    context: AbstractContextManager[None] = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+    return context
+
+
+def zigzag_chunks(rank: int, world: int) -> tuple[int, int]:
+    """Which two of the 2 W chunks of a sequence a rank holds in zigzag layout, which balances causal work."""
+    return rank, 2 * world - 1 - rank
+
+
+def from_zigzag(shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """The whole sequence from all ranks' shards, each with its two chunks back to back along ``dim``."""
+    halves = [shard.chunk(2, dim) for shard in shards]
+    return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)], dim)
+
+
+def zigzag_shard(whole: torch.Tensor, rank: int, world: int, dim: int) -> torch.Tensor:
+    """A rank's shard of the whole sequence."""
+    chunks = whole.chunk(2 * world, dim)
+    return torch.cat([chunks[place] for place in zigzag_chunks(rank, world)], dim)
+
+
+def exchange_with_neighbours(
+    to_previous: torch.Tensor, to_next: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sends one tensor to the previous and one to the next rank of the group; returns what they send here, in the same shapes.
+
+    Zeros come from beyond the first and the last rank: (from the previous rank, from the next rank).
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    from_previous, from_next = torch.zeros_like(to_next), torch.zeros_like(to_previous)
+    transfers = []
+    for peer, sent, received in ((rank - 1, to_previous, from_previous), (rank + 1, to_next, from_next)):
+        if 0 <= peer < world and sent.numel():
+            peer = peer if group is None else dist.get_global_rank(group, peer)
+            transfers += [dist.P2POp(dist.isend, sent, peer, group), dist.P2POp(dist.irecv, received, peer, group)]
+    if transfers:
+        for request in dist.batch_isend_irecv(transfers):
+            request.wait()
+    return from_previous, from_next
+
+
+def convolve(x: torch.Tensor, weight: torch.Tensor, *, stride: Sequence[int], dilation: Sequence[int], groups: int = 1) -> torch.Tensor:
+    """Cross-correlation of x (B, C, *spatial) with weight (O, C / groups, *kernel) in float64, without padding: (B, O, *positions).
+
+    One matrix product per tap, so that no unfolded copy of x is held and float64 runs at the speed of matrix products.
+    """
+    kernel = weight.shape[2:]
+    positions = [(size - d * (taps - 1) - 1) // s + 1 for size, taps, s, d in zip(x.shape[2:], kernel, stride, dilation, strict=True)]
+    result = torch.zeros((x.shape[0], weight.shape[0], *positions), dtype=FP64, device=x.device)
+    inner, outer = weight.shape[1], weight.shape[0] // groups
+    wide = weight.to(FP64)
+    for number, tap in enumerate(itertools.product(*(range(taps) for taps in kernel))):
+        window = [slice(t * d, t * d + s * (n - 1) + 1, s) for t, d, s, n in zip(tap, dilation, stride, positions, strict=True)]
+        factor = wide.flatten(2)[..., number]
+        for b, g in itertools.product(range(x.shape[0]), range(groups)):
+            operand = x[(slice(b, b + 1), slice(g * inner, (g + 1) * inner), *window)].to(FP64).reshape(inner, -1)
+            rows = slice(g * outer, (g + 1) * outer)
+            result[b, rows].view(outer, -1).addmm_(factor[rows], operand)
+    return result
+
+
+def terms_bound(x: torch.Tensor, weight: torch.Tensor, *, stride: Sequence[int], dilation: Sequence[int], groups: int = 1) -> torch.Tensor:
+    """|w| |patch| of every output of :func:`convolve`: by Cauchy and Schwarz no less than the sum of its terms' absolute values."""
+    spatial = x.shape[2:]
+    energy = torch.stack([part.to(FP64).square_().sum(1) for part in x.chunk(groups, 1)], 1)
+    box = torch.ones((1, 1, *weight.shape[2:]), dtype=FP64, device=x.device)
+    patches = convolve(energy.view(-1, 1, *spatial), box, stride=stride, dilation=dilation).clamp_(min=0.0).sqrt_()
+    patches = patches.view(x.shape[0], groups, *patches.shape[2:]).repeat_interleave(weight.shape[0] // groups, 1)
+    return patches.mul_(weight.to(FP64).flatten(1).norm(dim=1).view(-1, *[1] * len(spatial)))
