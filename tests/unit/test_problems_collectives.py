@@ -14,8 +14,8 @@ import torch.distributed as dist
 from peerlane import problems
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case
+from peerlane.problems._ulysses import kept_length
 from peerlane.problems.p027_moe_all2all_primitive import expected_table, popularity, split_list, split_table
-from peerlane.problems.p036_ulysses_gather_seq_scatter_heads import kept_length
 from ranks.pool import RankPool
 
 NUMBERS = (2, 3, 4, 5, 6, 7, 8, 27, 36)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP32, group_layout, group_members, stale_tail
+from peerlane.problems import _ulysses
+from peerlane.problems._collective import BF16, FP32, group_layout, group_members
 from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
-from peerlane.problems._tree import GroupRef
+from peerlane.problems._spec import Case, Cost, Expected, Problem, case, exactly, preset
 
 
 def reference(
@@ -21,115 +21,45 @@ def reference(
     group: dist.ProcessGroup | None = None,
     unpadded_dim_size: int = 0,
 ) -> torch.Tensor:
-    ranks = dist.get_world_size(group)
-    head_blocks = torch.stack(x.chunk(ranks, dim=head_dim))
-    received = torch.empty_like(head_blocks)
-    dist.all_to_all_single(received, head_blocks, group=group)
-    whole = torch.cat(received.unbind(), dim=seq_dim)
+    whole = _ulysses.exchange(x, head_dim, seq_dim, group)
     # Padding exists to make the length a multiple of the group's size: a multiple is taken to have none.
-    return whole.narrow(seq_dim, 0, unpadded_dim_size) if unpadded_dim_size % ranks else whole
+    return _ulysses.trimmed(whole, seq_dim, unpadded_dim_size, dist.get_world_size(group))
 
 
 def _shape(case: Case, ranks: int) -> tuple[int, ...]:
     """One rank's x. ``heads_per_rank``: the length of head_dim is multiplied by the group's size; ``whole_sequence``: seq_dim's divided."""
-    shape = list(case["shape"])
-    if case.params.get("heads_per_rank"):
-        shape[case["head_dim"]] *= ranks
-    if case.params.get("whole_sequence"):
-        shape[case["seq_dim"]] //= ranks
-    return tuple(shape)
+    return _ulysses.local_shape(
+        case["shape"],
+        ranks,
+        times=case["head_dim"] if case.params.get("heads_per_rank") else None,
+        over=case["seq_dim"] if case.params.get("whole_sequence") else None,
+    )
 
 
-def _unpadded(case: Case, ranks: int) -> int:
-    """``unpadded`` = (a, b) stands for a * ranks + b."""
-    per_rank, rest = case.params.get("unpadded", (0, 0))
-    return int(per_rank * ranks + rest)
+def _unpadded(case: Case, rank: int) -> int:
+    return _ulysses.per_ranks(case.params.get("unpadded", (0, 0)), len(group_members(case, rank)))
 
 
-def kept_length(whole_length: int, unpadded_dim_size: int, ranks: int) -> int:
-    """Positions of the gathered sequence that remain: a true length of 0 or a multiple of ``ranks`` cuts nothing."""
-    return unpadded_dim_size if unpadded_dim_size % ranks else whole_length
+_EXCHANGE = _ulysses.Exchange(
+    scattered="heads",
+    gathered="sequence",
+    axes=lambda case: (case["head_dim"], case["seq_dim"]),
+    unpadded=_unpadded,
+)
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    ranks = len(group_members(case, rank))
-    shape = _shape(case, ranks)
-    x = (
-        draw.bits(shape[::-1], case.dtype).permute(*reversed(range(len(shape))))
-        if case.params.get("permuted")
-        else draw.bits(shape, case.dtype)
-    )
-    group = GroupRef(case["group"]) if "group" in case.params else None
-    return (x, case["seq_dim"], case["head_dim"], group, _unpadded(case, ranks))
-
-
-def _blocks(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> list[torch.Tensor]:
-    """The rank's block of heads of every group member's x, in group order."""
-    members = group_members(case, rank)
-    heads = inputs[rank][0].size(case["head_dim"]) // len(members)
-    return [inputs[source][0].narrow(case["head_dim"], members.index(rank) * heads, heads) for source in members]
-
-
-def _trimmed(case: Case, rank: int, whole: torch.Tensor) -> torch.Tensor:
-    ranks = len(group_members(case, rank))
-    return whole.narrow(case["seq_dim"], 0, kept_length(whole.size(case["seq_dim"]), _unpadded(case, ranks), ranks))
+    x = _ulysses.payload(case, draw, _shape(case, len(group_members(case, rank))))
+    return (x, case["seq_dim"], case["head_dim"], _ulysses.group_argument(case), _unpadded(case, rank))
 
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return exactly("gathered", _trimmed(case, rank, torch.cat(_blocks(case, inputs, rank), case["seq_dim"])))
+    return exactly("gathered", _EXCHANGE.answer(case, inputs, rank))
 
 
 def cost(case: Case, rank: int) -> Cost:
-    """Positions that will be cut need not be read, sent or written; they are the last ones, so the last ranks have less to send."""
-    members = group_members(case, rank)
-    ranks, me = len(members), members.index(rank)
-    shape = _shape(case, ranks)
-    local = shape[case["seq_dim"]]
-    position = torch.Size(shape).numel() // local * case.dtype.itemsize
-    kept = kept_length(local * ranks, _unpadded(case, ranks), ranks)
-    own = min(max(kept - me * local, 0), local)
-    return Cost(
-        hbm_bytes=own * position + kept * position / ranks,
-        egress_bytes=(ranks - 1) / ranks * own * position,
-        ingress_bytes=(kept - own) * position / ranks,
-    )
-
-
-def _no_communication(context: NullContext) -> torch.Tensor:
-    members = group_members(context.case, context.rank)
-    own = _blocks(context.case, context.inputs, context.rank)[members.index(context.rank)]
-    return _trimmed(context.case, context.rank, torch.cat([own] * len(members), context.case["seq_dim"]))
-
-
-def _strided_heads(context: NullContext) -> torch.Tensor:
-    case, members = context.case, group_members(context.case, context.rank)
-    parts = [context.inputs[source][0].transpose(0, case["head_dim"])[members.index(context.rank) :: len(members)] for source in members]
-    return _trimmed(case, context.rank, torch.cat([part.transpose(0, case["head_dim"]) for part in parts], case["seq_dim"]))
-
-
-def _sources_reversed(context: NullContext) -> torch.Tensor:
-    blocks = _blocks(context.case, context.inputs, context.rank)
-    return _trimmed(context.case, context.rank, torch.cat(blocks[::-1], context.case["seq_dim"]))
-
-
-def _interleaved_sequence(context: NullContext) -> torch.Tensor:
-    seq_dim = context.case["seq_dim"]
-    blocks = _blocks(context.case, context.inputs, context.rank)
-    return _trimmed(context.case, context.rank, torch.stack(blocks, seq_dim + 1).flatten(seq_dim, seq_dim + 1))
-
-
-def _untrimmed(context: NullContext) -> torch.Tensor:
-    return torch.cat(_blocks(context.case, context.inputs, context.rank), context.case["seq_dim"])
-
-
-def _trimmed_in_front(context: NullContext) -> torch.Tensor:
-    whole, kept, seq_dim = _untrimmed(context), context.answer.size(context.case["seq_dim"]), context.case["seq_dim"]
-    return whole.narrow(seq_dim, whole.size(seq_dim) - kept, kept)
-
-
-def _trimmed_although_multiple(context: NullContext) -> torch.Tensor:
-    answer: torch.Tensor = context.answer
-    return answer.narrow(context.case["seq_dim"], 0, context.args[4])
+    shape = _shape(case, len(group_members(case, rank)))
+    return _ulysses.gathering_cost(case, rank, shape, case["seq_dim"], _unpadded(case, rank))
 
 
 _PADDED = ("small/padded_bf16", "small/packed_padded_int32", "small/long_padding_fp32", "small/width_80_bf16")
@@ -192,19 +122,8 @@ PROBLEM = Problem(
         ),
     ),
     null_answers=(
-        NullAnswer("no_communication", "the rank's own block of heads W times", _no_communication),
-        NullAnswer("strided_heads", "heads r, r + W, r + 2 W ... instead of consecutive ones", _strided_heads),
-        NullAnswer("sources_reversed", "the last rank's tokens first", _sources_reversed),
-        NullAnswer("interleaved_sequence", "one token of every rank in turn", _interleaved_sequence),
-        NullAnswer("trimming_forgotten", "padding still there", _untrimmed, cases=_PADDED),
-        NullAnswer("trimmed_in_front", "as many tokens cut, but the first ones", _trimmed_in_front, cases=_PADDED),
-        NullAnswer(
-            "trimmed_although_multiple",
-            "cut to a true length that is a multiple of W",
-            _trimmed_although_multiple,
-            cases=("small/multiple_bf16",),
-        ),
-        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        *_EXCHANGE.null_answers(),
+        *_EXCHANGE.trimming_null_answers(padded=_PADDED, multiple=("small/multiple_bf16",)),
     ),
     process_groups=group_layout,
     notes=(

@@ -1,0 +1,156 @@
+"""Problem 33: tensor all-to-all that scatters one axis and gathers another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems import _ulysses
+from peerlane.problems._collective import BF16, FP32, group_layout, group_members
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+
+
+def reference(x: torch.Tensor, scatter_dim: int, gather_dim: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    return _ulysses.exchange(x, scatter_dim, gather_dim, group)
+
+
+def _shape(case: Case, ranks: int) -> tuple[int, ...]:
+    """One rank's x. ``per_rank``: scatter_dim's length is multiplied by the group's size; ``whole``: gather_dim's is divided by it."""
+    return _ulysses.local_shape(
+        case["shape"],
+        ranks,
+        times=case["scatter_dim"] if case.params.get("per_rank") else None,
+        over=case["gather_dim"] if case.params.get("whole") else None,
+    )
+
+
+_EXCHANGE = _ulysses.Exchange(scattered="pieces", gathered="sources", axes=lambda case: (case["scatter_dim"], case["gather_dim"]))
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    x = _ulysses.payload(case, draw, _shape(case, len(group_members(case, rank))))
+    return (x, case["scatter_dim"], case["gather_dim"], _ulysses.group_argument(case))
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    return exactly("exchanged", _EXCHANGE.answer(case, inputs, rank))
+
+
+def cost(case: Case, rank: int) -> Cost:
+    ranks = len(group_members(case, rank))
+    payload = torch.Size(_shape(case, ranks)).numel() * case.dtype.itemsize
+    port = (ranks - 1) / ranks * payload
+    return Cost(hbm_bytes=2 * payload, egress_bytes=port, ingress_bytes=port)
+
+
+def _flat(context: NullContext) -> torch.Tensor:
+    """One exchange of x's memory in equal parts, whatever the axes."""
+    members = group_members(context.case, context.rank)
+    me = members.index(context.rank)
+    parts = [context.inputs[source][0].contiguous().view(-1).chunk(len(members))[me] for source in members]
+    return torch.cat(parts).view(context.answer.shape)
+
+
+def _contiguous_group(context: NullContext) -> torch.Tensor:
+    """The exchange among neighbours: as if the group were ranks 0 .. n - 1 or n .. 2 n - 1."""
+    case, ranks = context.case, len(group_members(context.case, context.rank))
+    first = context.rank // ranks * ranks
+    scatter_dim, gather_dim = case["scatter_dim"], case["gather_dim"]
+    sources = [context.inputs[q][0].chunk(ranks, scatter_dim)[context.rank - first] for q in range(first, first + ranks)]
+    return torch.cat(sources, gather_dim)
+
+
+_INTERLEAVED = (
+    "small/scatter_first_bf16",
+    "small/scatter_third_bf16",
+    "small/scatter_second_bf16",
+    "small/same_axis_bf16",
+    "small/scatter_last_fp32",
+    "small/permuted_bf16",
+    "small/negative_int32",
+    "small/strided_group_bf16",
+)
+
+PROBLEM = Problem(
+    id=33,
+    slug="ulysses_all_to_all_tensor_primitive",
+    title="Tensor all-to-all that scatters one axis and gathers another",
+    category="sequence_parallel",
+    parallelism=("sequence",),
+    origin="DeepSpeed-Ulysses' all-to-all, as VeOmni's sequence parallelism carries it",
+    summary=(
+        "x is cut into W equal consecutive pieces along scatter_dim, W being the size of the group (the world if None). Rank r returns "
+        "the r-th piece of every rank, concatenated in rank order along gather_dim: a bit copy, contiguous. The two axes may be equal "
+        "and may be negative; scatter_dim's length is a multiple of W, and x need not be contiguous."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    cost=cost,
+    presets=(
+        preset(
+            "small",
+            "every order of the axes, equal and negative ones, odd and tiny runs, permuted input, a group",
+            case("scatter_first_bf16", BF16, shape=(2, 3), scatter_dim=0, gather_dim=1, per_rank=True),
+            case("scatter_third_bf16", BF16, shape=(1, 3, 2, 5), scatter_dim=2, gather_dim=1, per_rank=True),
+            case("scatter_second_bf16", BF16, shape=(1, 2, 3, 5), scatter_dim=1, gather_dim=2, per_rank=True),
+            case("same_axis_bf16", BF16, shape=(2, 5), scatter_dim=0, gather_dim=0, per_rank=True),
+            case("scatter_last_fp32", FP32, shape=(3, 1), scatter_dim=1, gather_dim=0, per_rank=True),
+            case("permuted_bf16", BF16, shape=(4, 3), scatter_dim=0, gather_dim=1, per_rank=True, permuted=True),
+            case("negative_int32", torch.int32, shape=(2, 3, 2, 5), scatter_dim=-2, gather_dim=-3, per_rank=True),
+            case("vector_int64", torch.int64, shape=(3,), scatter_dim=0, gather_dim=-1, per_rank=True),
+            case(
+                "strided_group_bf16", BF16, shape=(2, 3, 5), scatter_dim=0, gather_dim=1, per_rank=True, group="strided", world_sizes=(4, 8)
+            ),
+        ),
+        preset("pkb", "the public benchmark's shape", case("bf16", BF16, shape=(1024, 1024), scatter_dim=0, gather_dim=1)),
+        preset(
+            "production_llama3_70b_32k",
+            "activations of 32768 tokens x 8192, from tokens to channels",
+            case("bf16", BF16, shape=(32768, 8192), scatter_dim=1, gather_dim=0, whole=True),
+        ),
+        preset(
+            "production_wan21_14b_720p",
+            "75600 video tokens, 40 heads of 128",
+            case("bf16", BF16, shape=(1, 75600, 40, 128), scatter_dim=2, gather_dim=1, whole=True),
+        ),
+        preset(
+            "production_decode_reshuffle",
+            "64 tokens x 8192 on every rank: latency",
+            case("bf16", BF16, shape=(64, 8192), scatter_dim=1, gather_dim=0),
+        ),
+    ),
+    null_answers=(
+        *_EXCHANGE.null_answers(
+            # In the remaining case a piece is one element long along scatter_dim.
+            strided=(
+                "small/scatter_first_bf16",
+                "small/scatter_third_bf16",
+                "small/scatter_second_bf16",
+                "small/same_axis_bf16",
+                "small/permuted_bf16",
+                "small/negative_int32",
+                "small/vector_int64",
+                "small/strided_group_bf16",
+            ),
+            interleaved=(*_INTERLEAVED, "small/vector_int64"),
+        ),
+        NullAnswer(
+            "flat",
+            "x's memory exchanged in equal parts, without regard to the axes",
+            _flat,
+            cases=tuple(label for label in _INTERLEAVED if label != "small/same_axis_bf16"),
+        ),
+        NullAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
+    ),
+    process_groups=group_layout,
+    notes=(
+        "The public benchmark has one square matrix and one pair of axes; here axes come in every order, equal and negative, on up to four "
+        "axes, x may be a permuted view, and some runs are a few bytes long. Bits are random, NaN payloads and signed zeros included.",
+        "Production sizes are those of the whole model, divided by the world size.",
+    ),
+)
