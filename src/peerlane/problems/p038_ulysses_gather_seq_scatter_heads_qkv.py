@@ -1,0 +1,161 @@
+"""Problem 38: the Ulysses exchange of a fused query-key-value projection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems import _ulysses
+from peerlane.problems._collective import BF16, FP32, group_layout, group_members
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+
+
+def reference(
+    qkv_tensor: torch.Tensor,
+    seq_dim: int,
+    group: dist.ProcessGroup | None = None,
+    unpadded_dim_size: int | None = None,
+    restore_shape: bool = True,
+) -> torch.Tensor:
+    whole = _ulysses.exchange(_blocks_of_three(qkv_tensor), -1, seq_dim, group)
+    if restore_shape:
+        whole = whole.flatten(-2)
+    return _ulysses.trimmed(whole, seq_dim, unpadded_dim_size or 0, dist.get_world_size(group))
+
+
+def _blocks_of_three(qkv: torch.Tensor) -> torch.Tensor:
+    """(..., P) as (..., 3, P / 3): queries, keys, values."""
+    return qkv.view(*qkv.shape[:-1], 3, qkv.shape[-1] // 3)
+
+
+def _shape(case: Case, ranks: int) -> tuple[int, ...]:
+    """One rank's qkv. ``per_rank``: P is multiplied by the group's size; ``whole_sequence``: seq_dim's length is divided by it."""
+    return _ulysses.local_shape(
+        case["shape"],
+        ranks,
+        times=-1 if case.params.get("per_rank") else None,
+        over=case["seq_dim"] if case.params.get("whole_sequence") else None,
+    )
+
+
+def _unpadded(case: Case, rank: int) -> int:
+    return _ulysses.per_ranks(case.params.get("unpadded", (0, 0)), len(group_members(case, rank)))
+
+
+def _layout(case: Case, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten(-2) if case.params.get("restore", True) else tensor
+
+
+_EXCHANGE = _ulysses.Exchange(
+    scattered="channels",
+    gathered="sequence",
+    axes=lambda case: (-1, case["seq_dim"]),
+    tensor=lambda case, rank, args: _blocks_of_three(args[0]),
+    layout=_layout,
+    unpadded=_unpadded,
+)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    qkv = draw.bits(_shape(case, len(group_members(case, rank))), case.dtype)
+    unpadded = _unpadded(case, rank) if "unpadded" in case.params else None
+    return (qkv, case["seq_dim"], _ulysses.group_argument(case), unpadded, case.params.get("restore", True))
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    return exactly("gathered", _EXCHANGE.answer(case, inputs, rank))
+
+
+def cost(case: Case, rank: int) -> Cost:
+    shape = _shape(case, len(group_members(case, rank)))
+    return _ulysses.gathering_cost(case, rank, shape, case["seq_dim"], _unpadded(case, rank))
+
+
+def _whole_width_scattered(context: NullContext) -> torch.Tensor:
+    """The r-th part of all P channels, without regard to queries, keys and values."""
+    case, members = context.case, group_members(context.case, context.rank)
+    parts = [context.inputs[source][0].chunk(len(members), -1)[members.index(context.rank)] for source in members]
+    whole = torch.cat(parts, case["seq_dim"])
+    return _EXCHANGE.finished(case, context.rank, _blocks_of_three(whole))
+
+
+def _channel_major(context: NullContext) -> torch.Tensor:
+    """Query, key and value of one channel side by side, instead of all queries before all keys."""
+    blocks = _EXCHANGE.blocks(context.case, context.inputs, context.rank)
+    whole = torch.cat(blocks, context.case["seq_dim"]).transpose(-1, -2)
+    return _EXCHANGE.finished(context.case, context.rank, whole.reshape(*whole.shape[:-2], 3, -1))
+
+
+_PADDED = ("small/padded_bf16", "small/padded_split_bf16", "small/packed_padded_split_int32", "small/long_padding_fp32")
+
+PROBLEM = Problem(
+    id=38,
+    slug="ulysses_gather_seq_scatter_heads_qkv",
+    title="Ulysses exchange of a fused query-key-value projection",
+    category="sequence_parallel",
+    parallelism=("sequence",),
+    origin="VeOmni's sequence parallelism, after DeepSpeed-Ulysses: the exchange before attention, for fused projections",
+    summary=(
+        "The last axis (length P) of qkv_tensor is queries, keys and values, P/3 channels each. Rank r receives from every rank of the "
+        "group (the world if None) the r-th of W equal parts of each of the three and concatenates them in rank order along seq_dim, which "
+        "is not the last axis. The last axis of the result is [queries | keys | values] of length P/W, or, if restore_shape is False, two "
+        "axes (3, P/(3 W)). If unpadded_dim_size is neither None, 0 nor a multiple of W, only the first unpadded_dim_size positions "
+        "remain. A bit copy; the result may be a strided view."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    cost=cost,
+    presets=(
+        preset(
+            "small",
+            "batched and packed, odd widths, both layouts of the result, padding that is cut and padding that is not, a group",
+            case("plain_bf16", BF16, shape=(2, 3, 12), seq_dim=1, per_rank=True),
+            case("padded_bf16", BF16, shape=(2, 3, 12), seq_dim=1, per_rank=True, unpadded=(3, -1)),
+            case("padded_split_bf16", BF16, shape=(2, 3, 12), seq_dim=1, per_rank=True, unpadded=(3, -1), restore=False),
+            case("multiple_bf16", BF16, shape=(2, 3, 12), seq_dim=1, per_rank=True, unpadded=(2, 0)),
+            case("packed_fp32", FP32, shape=(3, 12), seq_dim=0, per_rank=True),
+            case("packed_padded_split_int32", torch.int32, shape=(3, 12), seq_dim=0, per_rank=True, unpadded=(3, -1), restore=False),
+            case("odd_width_bf16", BF16, shape=(3, 2, 15), seq_dim=1, per_rank=True, unpadded=(0, 0)),
+            case("long_padding_fp32", FP32, shape=(2, 7, 6), seq_dim=1, per_rank=True, unpadded=(7, -9)),
+            case("sequence_first_bf16", BF16, shape=(3, 2, 12), seq_dim=0, per_rank=True),
+            case("strided_group_bf16", BF16, shape=(2, 3, 12), seq_dim=1, per_rank=True, group="strided", world_sizes=(4, 8)),
+        ),
+        preset("pkb", "the public benchmark's shape", case("bf16", BF16, shape=(16, 16, 1536), seq_dim=1)),
+        preset(
+            "production_llama2_7b_32k",
+            "32768 tokens, 3 x 32 heads of 128",
+            case("bf16", BF16, shape=(1, 32768, 12288), seq_dim=1, whole_sequence=True),
+        ),
+        preset(
+            "production_wan21_14b_720p",
+            "75600 tokens, 5 of them padding, 3 x 40 heads of 128",
+            case("bf16", BF16, shape=(1, 75600, 15360), seq_dim=1, whole_sequence=True, unpadded=(0, 75595)),
+        ),
+        preset(
+            "production_siglip_so400m",
+            "packed, 65536 patches, 5 of them padding, 3 x 16 heads of 72",
+            case("bf16", BF16, shape=(65536, 3456), seq_dim=0, whole_sequence=True, unpadded=(0, 65531)),
+        ),
+    ),
+    null_answers=(
+        *_EXCHANGE.null_answers(),
+        *_EXCHANGE.trimming_null_answers(padded=_PADDED, multiple=("small/multiple_bf16",)),
+        NullAnswer("whole_width_scattered", "the r-th part of the whole last axis", _whole_width_scattered),
+        NullAnswer("channel_major", "query, key and value of one channel side by side", _channel_major),
+    ),
+    process_groups=group_layout,
+    notes=(
+        "The public benchmark never trims, never leaves the last axis split and has no packed sequences; here all of these occur, with odd "
+        "numbers of channels per rank, too.",
+        "That a true length which is a multiple of W trims nothing, even if it is shorter than the gathered sequence, is the public "
+        "semantics and kept.",
+        "Widths of queries, keys and values are equal: the interface has no grouped keys. The exchange knows nothing about heads, so that "
+        "P/3 must be a multiple of W, but a head may be divided.",
+        "Axes are counted from the front: negative ones are not part of the interface.",
+    ),
+)
