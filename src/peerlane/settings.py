@@ -55,8 +55,8 @@ class TimingRules:
     warm_agreement: float = 0.02
     min_rounds: int = 9
     max_rounds: int = 30
-    rounds_per_capture: int = 3
-    target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.02, "graph": 0.014})
+    rounds_per_capture: int = 2
+    target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.012})
     """of the ratio of a race, by launch mode; a speedup joins two races"""
     budget_s: float = 20.0
     compared_share: float = 0.25

@@ -22,7 +22,7 @@ COMMAND_LINE = {
     "doctor": ["--measure", "--json"],
     "list": ["--json"],
     "show": ["number", "--preset", "--world-size", "--profile", "--json"],
-    "eval": ["candidates", "--problem", "--preset", "--world-size", "--mode", "--device", "--out", "--json"],
+    "eval": ["candidates", "--problem", "--preset", "--world-size", "--variant", "--mode", "--device", "--out", "--json"],
     "report": ["files", "--noise"],
     "demo": ["--examples", "--preset", "--world-size", "--device", "--json"],
     "docs": ["--write", "--check", "--folder"],
@@ -77,6 +77,7 @@ def test_list_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
                 "world_sizes": ["int"],
                 "modes": ["str"],
                 "presets": ["str"],
+                "variants": ["str"],
             }
         ]
     }
@@ -134,6 +135,7 @@ def test_show_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
                 ],
             }
         ],
+        "variants": ["str"],
         "origin": "str",
         "signature": "str",
         "summary": "str",
@@ -141,6 +143,7 @@ def test_show_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         "graph_reason": "str",
         "replicated": "bool",
         "integer_exact": "bool",
+        "updates": [],
         "mutates": [],
         "comparison": "NoneType",
         "null_answers": [{"name": "str", "why": "str", "cases": "NoneType"}],

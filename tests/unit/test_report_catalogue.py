@@ -43,7 +43,7 @@ SAMPLE = dataclasses.replace(
     cost=lambda case, rank: Cost(hbm_bytes=4.8e6, egress_bytes=rank * 450e3, ingress_bytes=0, flops={"bf16": 2e9}),
     presets=(
         preset("small", "few rows", case("a", torch.bfloat16, rows=3), case("b", torch.float32, rows=0, world_sizes=(2,))),
-        preset("pkb", "more rows", case("bf16", torch.bfloat16, rows=7, variant="pkb")),
+        preset("pkb", "more rows", case("bf16", torch.bfloat16, rows=7), case("public", torch.bfloat16, rows=7, variant="pkb")),
         preset("production_x", "most rows", case("bf16", torch.bfloat16, rows=10**9, nested={"k": [1, 2]})),
     ),
     null_answers=(NullAnswer("special", "wrong here only", lambda context: None, cases=("pkb/bf16",)),),
@@ -82,10 +82,10 @@ def test_page() -> None:
     for line in (
         "solution(x: torch.Tensor, scale: float, group: object = None) -> torch.Tensor",
         "* **Launch modes:** eager (no CUDA graph: it synchronises)",
-        "* **May change its arguments:** `x`",
+        "* **May overwrite:** `x`",
         "| a | bfloat16 | `x`: bfloat16[3, 8], `scale`: 0.5 |",
         "| b | float32 | only on 2 ranks |",
-        "| bf16 (variant pkb) | bfloat16 | `x`: bfloat16[7, 8], `scale`: 0.5 |",
+        "| public (variant pkb) | bfloat16 | `x`: bfloat16[7, 8], `scale`: 0.5 |",
         "| bf16 | bfloat16 | rows = 1000000000, nested = {k: [1, 2]} |",
         "## Cost and roofline on 4 ranks",
         "| `pkb` | 2e+09 bf16 | 4.8 MB | 1.35 MB | 0 B | 3 | nvlink |",

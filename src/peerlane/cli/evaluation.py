@@ -30,6 +30,9 @@ def evaluate_candidates(
         str, typer.Option(help="Presets, separated by commas: small, pkb, production (all of those), or one by name.")
     ] = "pkb",
     world_size: Annotated[str | None, typer.Option(help=WORLD_SIZES_HELP)] = None,
+    variant: Annotated[
+        str, typer.Option(help="default, or pkb: the public benchmark's semantics, for problems where those are not the right ones.")
+    ] = "default",
     mode: Annotated[str, typer.Option(help="Launch modes to time, separated by commas.")] = "eager,graph",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder that results are added to.")] = Path("peerlane-results"),
@@ -55,6 +58,7 @@ def evaluate_candidates(
         modes=modes,
         device=chosen,
         out=out,
+        variant=one_of(variant, ("default", "pkb"), "--variant"),
     )
     with progress() as shown:
         evaluate(plan, shown)
@@ -69,16 +73,11 @@ def evaluate_candidates(
 
 def requested_results(plan: EvaluationPlan, folder: Path) -> list[Result]:
     """The results of everything that a plan asks for, in its order: those just made, and those that were there and were skipped."""
-    import peerlane
     from peerlane.evaluate import ResultsStore
-    from peerlane.evaluate.evaluation import make_jobs
-    from peerlane.evaluate.verdict import result_key
+    from peerlane.evaluate.evaluation import job_key, make_jobs
 
     stored = {result.key: result for result in ResultsStore(folder).results()}
-    keys = [
-        result_key(peerlane.__version__, job.candidate.sha256, job.problem.id, job.preset, job.world_size, plan.device, job.modes)
-        for job in make_jobs(plan)
-    ]
+    keys = [job_key(job, plan.device) for job in make_jobs(plan)]
     return [stored[key] for key in dict.fromkeys(keys)]
 
 

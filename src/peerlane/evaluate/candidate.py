@@ -20,7 +20,7 @@ from peerlane import problems
 from peerlane.evaluate import extensions
 from peerlane.evaluate.arena import Arena
 from peerlane.evaluate.protocol import Message
-from peerlane.evaluate.slots import ArgumentSlots, OutputRegions
+from peerlane.evaluate.slots import ArgumentSlots, OutputRegions, updated_of
 from peerlane.evaluate.timing import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.worker import Rank
 from peerlane.problems._tree import Description, dtype_of, tensor_descriptions
@@ -83,13 +83,13 @@ class CandidateRank(Rank):
         arena = Arena.attach(request["arena"], self.device, self.memory_fd)
         base, data = request["output_base"], arena.data
         groups = self.groups(request["groups"])
-        self._spaces[request["space"]] = AttachedCase(
-            arena,
-            ArgumentSlots(data[: max(base, 1)], request["arguments"], groups.__getitem__),
-            OutputRegions(data[base : base + max(request["output_bytes"], 1)], request["outputs"], self.device),
-        )
+        problem = problems.get(request["problem"])
+        arguments = ArgumentSlots(data[: max(base, 1)], request["arguments"], groups.__getitem__)
+        region = data[base : base + max(request["output_bytes"], 1)]
+        outputs = OutputRegions(region, request["outputs"], self.device, updated_of(problem, arguments.args))
+        self._spaces[request["space"]] = AttachedCase(arena, arguments, outputs)
         if not self._loaded:
-            self._reference = problems.get(request["problem"]).reference
+            self._reference = problem.reference_of(request["variant"])
         return {}
 
     def load(self, request: Message) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class CandidateRank(Rank):
         for attached in self._spaces.values():
             attached.blocks.clear()
         if request["path"] is None:
-            self._solution = problems.get(request["problem"]).reference
+            self._solution = problems.get(request["problem"]).reference_of(request["variant"])
             return {}
         self._loaded, self._reference = True, None
         if self.device.type == "cpu":

@@ -39,6 +39,7 @@ class EvaluationPlan:
         candidates: see :func:`discover`.
         problems: ``"1-8,13"``, ``"all"``, or None: by the candidates' file names (all, for the reference).
         presets: names; ``production`` stands for all production presets of a problem.
+        variant: ``default``, or ``pkb``: the public benchmark's semantics, for the problems where those differ.
         world_sizes: numbers of ranks.
         modes: launch modes to time.
         device: ``cuda``, or ``cpu`` (gloo ranks: correctness is real, speed is not measured).
@@ -53,6 +54,7 @@ class EvaluationPlan:
     modes: tuple[Mode, ...] = ("eager", "graph")
     device: Device = "cpu"
     out: Path | None = None
+    variant: str = "default"
     deadlines: Deadlines = field(default_factory=Deadlines)
     rules: TimingRules = field(default_factory=TimingRules)
 
@@ -94,7 +96,7 @@ def evaluate(plan: EvaluationPlan, progress: Progress | None = None) -> list[Res
     progress = progress or Silent()
     jobs = make_jobs(plan)
     store = ResultsStore(plan.out) if plan.out is not None else None
-    waiting = [job for job in jobs if store is None or not store.has(_key(job, plan.device))]
+    waiting = [job for job in jobs if store is None or not store.has(job_key(job, plan.device))]
     progress.started(len(waiting), len(jobs) - len(waiting))
     node = describe_node(plan.device)
     results: list[Result] = []
@@ -165,7 +167,8 @@ def make_jobs(plan: EvaluationPlan) -> list[Job]:
             for problem in _problems_of(candidate, selected):
                 for preset in _presets_of(problem, plan.presets):
                     problem.cases(preset, world_size)  # raises for a world size that the mathematics forbids
-                    jobs.append(Job(candidate, problem, preset, world_size, plan.modes))
+                    variant = plan.variant if plan.variant in problem.variants else "default"
+                    jobs.append(Job(candidate, problem, preset, world_size, plan.modes, variant))
     if not jobs:
         raise UsageError("nothing to evaluate: no candidate belongs to the chosen problems, or none of them has the chosen presets")
     return jobs
@@ -212,8 +215,10 @@ def describe_node(device: Device) -> Node:
     return Node(secrets.token_hex(6), device, gpus, environment, profile, tuple(peaks), float(gpu["memory_bytes"]))
 
 
-def _key(job: Job, device: str) -> tuple[str, ...]:
-    return result_key(peerlane.__version__, job.candidate.sha256, job.problem.id, job.preset, job.world_size, device, job.modes)
+def job_key(job: Job, device: str) -> tuple[str, ...]:
+    """The identity of the result that a job will have; see :attr:`Result.key`."""
+    version, sha256, problem = peerlane.__version__, job.candidate.sha256, job.problem.id
+    return result_key(version, sha256, problem, job.variant, job.preset, job.world_size, device, job.modes)
 
 
 def _not_run(job: Job, node: Node, plan: EvaluationPlan, missing: str) -> Result:

@@ -50,6 +50,7 @@ class Job:
     preset: str
     world_size: int
     modes: tuple[Mode, ...]
+    variant: str = "default"
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,10 @@ class Examination:
                 self.group = self.session.take_group()
             if not job.candidate.is_reference:
                 self.session.start_spare()
-        cases = job.problem.cases(job.preset, job.world_size)
+        cases = job.problem.cases(job.preset, job.world_size, job.variant)
         if not cases:
-            return NotRun(missing=f"preset {job.preset} of problem {job.problem.id} has no case for {job.world_size} ranks")
+            which = f"{job.preset} ({job.variant} variant)" if job.variant != "default" else job.preset
+            return NotRun(missing=f"preset {which} of problem {job.problem.id} has no case for {job.world_size} ranks")
         speed: SpeedTrial | None = None
         if self.node.device == "cuda":
             with self._in("timing"):
@@ -134,9 +136,10 @@ class Examination:
                 self._baseline(speed)
         with self._in("import"):
             path = None if job.candidate.path is None else str(job.candidate.path)
-            self.group.ask({"op": "load", "path": path, "problem": job.problem.id, "blame": "import_error"}, "import", limits.load)
+            request = {"op": "load", "path": path, "problem": job.problem.id, "variant": job.variant, "blame": "import_error"}
+            self.group.ask(request, "import", limits.load)
         if job.preset != "small":
-            cases += job.problem.cases("small", job.world_size)
+            cases += job.problem.cases("small", job.world_size, job.variant)
         for number, case in enumerate(cases):
             self._check(case, first=number == 0)
         if speed is None:
@@ -222,7 +225,6 @@ class Examination:
     def _result(self, verdict: Verdict, log: str) -> Result:
         job = self.job
         correct = isinstance(verdict, Correct)
-        variant = job.problem.preset(job.preset).cases[0].variant
         return Result(
             evaluator_version=peerlane.__version__,
             run_id=self.node.run_id,
@@ -232,7 +234,7 @@ class Examination:
                 sha256=job.candidate.sha256,
                 backend=job.candidate.backend,
             ),
-            problem=ProblemInfo(id=job.problem.id, slug=job.problem.slug, variant=variant),
+            problem=ProblemInfo(id=job.problem.id, slug=job.problem.slug, variant=job.variant),
             preset=job.preset,
             world_size=job.world_size,
             device=self.node.device,

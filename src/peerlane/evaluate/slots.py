@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from peerlane.evaluate.arena import place, view
+from peerlane.problems._spec import Problem
 from peerlane.problems._tree import Description, Tree, describe, leaves, map_leaves, rebuild, tensor_descriptions
 
 
@@ -77,14 +78,21 @@ def _describe_output(tree: Tree, device: torch.device, found: list[torch.Tensor]
         return {"kind": "dict", "keys": [str(key) for key in tree], "items": items}
     if kind in (bool, int, float, str, type(None)):
         return {"kind": "value", "value": tree}
+    if kind is torch.Size:
+        return describe(tree)
     return {"kind": "other", "type": kind.__name__}
 
 
 class OutputRegions:
-    """Where the outputs of every slot are snapshot, in stream order, right after the call."""
+    """Where the outputs of every slot are snapshot, in stream order, right after the call.
 
-    def __init__(self, data: torch.Tensor, layout: list[Description], device: torch.device) -> None:
-        self._device = device
+    ``updated``: for every slot, the arguments that the call updates in place, which are part of its answer.
+    """
+
+    def __init__(
+        self, data: torch.Tensor, layout: list[Description], device: torch.device, updated: Sequence[dict[str, Tree]] | None = None
+    ) -> None:
+        self._device, self._updated = device, updated
         self.layout = layout
         self.views = [[view(data, placed) for placed in tensor_descriptions(item)] for item in layout]
         self.descriptions: list[Description] = [{} for _ in layout]
@@ -95,6 +103,9 @@ class OutputRegions:
         found: list[torch.Tensor] = []
         self.descriptions[slot] = _describe_output(output, self._device, found)
         self.pointers[slot] = tuple(_data_ptr(tensor) for tensor in found)
+        if self._updated is not None:
+            state = _describe_output(self._updated[slot], self._device, found)
+            self.descriptions[slot] = {"kind": "tuple", "items": [self.descriptions[slot], state]}
         regions = self.views[slot]
         if len(found) != len(regions):
             return
@@ -106,6 +117,11 @@ class OutputRegions:
         """True when two neighbours of these slots returned the same storage."""
         taken = [self.pointers[slot] for slot in slots]
         return any(a == b and any(a) for a, b in itertools.pairwise(taken))
+
+
+def updated_of(problem: Problem, args: Sequence[tuple[Any, ...]]) -> list[dict[str, Tree]] | None:
+    """For every slot, the arguments that a call updates in place; None for a problem that updates none."""
+    return [problem.answer(None, each)[1] for each in args] if problem.updates else None
 
 
 def contiguous_layout(outputs: Iterator[Tree]) -> tuple[list[Description], int]:

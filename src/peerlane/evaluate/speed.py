@@ -133,7 +133,7 @@ class Race:
             other = self.other_block(compared=compared)
             return self.trusted_block(), other
         reference = self.trusted_block()
-        if self.trial.problem.mutates:
+        if self.trial.problem.changeable:
             self.trial.mint()
         return reference, self.other_block(compared=compared)
 
@@ -174,7 +174,7 @@ class Race:
     def run(self, budget_s: float) -> None:
         """Warms both sides, then rounds until the interval is narrow or the budget is spent.
 
-        Graphs are captured anew every third round: two captures of the same calls differ by up to 3 %, and the interval must show it.
+        Graphs are captured anew every second round: two captures of the same calls differ by up to 3 %, and the interval must show it.
         """
         target = self.rules.target_half_width[self.mode]
         self.trial.discard()

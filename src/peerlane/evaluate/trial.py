@@ -123,7 +123,8 @@ class Trial:
         self.ask("detach", "spawn", self.session.deadlines.spawn)
         self.layouts = self.trusted("open_case", slots=self.slots, **case_request(self.case))
         requests = [
-            {"op": "attach_case", "space": self.space, "problem": self.case.problem, **_without_ok(layout)} for layout in self.layouts
+            {"op": "attach_case", "space": self.space, "problem": self.case.problem, "variant": self.case.variant, **_without_ok(layout)}
+            for layout in self.layouts
         ]
         self.group.ask(requests, "spawn", self.session.deadlines.spawn)
 

@@ -15,13 +15,13 @@ import torch
 
 from peerlane.evaluate.arena import Arena, view
 from peerlane.evaluate.protocol import Message
-from peerlane.evaluate.slots import ArgumentSlots, OutputRegions, contiguous_layout, place_all, strip_overlap
-from peerlane.evaluate.timing import Block, capture_failure, make_block
+from peerlane.evaluate.slots import ArgumentSlots, OutputRegions, contiguous_layout, place_all, strip_overlap, updated_of
+from peerlane.evaluate.timing import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.worker import Rank
 from peerlane.problems._draw import RANDOM, Draw
-from peerlane.problems._judge import score, type_mismatch
+from peerlane.problems._judge import digest, expected_leaves, same_bits, score, type_mismatch
 from peerlane.problems._spec import Case, Problem
-from peerlane.problems._tree import Description, Tree, describe, dtype_of, rebuild, tensor_descriptions
+from peerlane.problems._tree import Description, Tree, describe, dtype_of, leaves, rebuild, tensor_descriptions
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,11 @@ class OpenCase:
     block: int = -1
     blocks: dict[str, Block] = field(default_factory=dict)
     snapshots: list[Snapshot] = field(default_factory=list)
+
+    @property
+    def reference(self) -> Solution:
+        """The reference of the case's variant."""
+        return self.problem.reference_of(self.case.variant)
 
 
 class TrustedRank(Rank):
@@ -110,7 +115,8 @@ class TrustedRank(Rank):
         private = ArgumentSlots(staging, layout, groups.__getitem__)
         for slot in range(slots):
             private.fill(slot, strip_overlap(self._inputs(problem, case, self.rank, slot, 0, RANDOM)))
-        output_layout, output_bytes = contiguous_layout(problem.reference(*args) for args in private.args)
+        reference = problem.reference_of(case.variant)
+        output_layout, output_bytes = contiguous_layout(problem.answer(reference(*args), args) for args in private.args)
         self.synchronize()
         arena = self._reserve(request["space"], input_bytes + output_bytes)
         shared = arena.data
@@ -126,7 +132,7 @@ class TrustedRank(Rank):
             input_bytes,
             output_layout,
             output_bytes,
-            OutputRegions(own, output_layout, self.device),
+            OutputRegions(own, output_layout, self.device, updated_of(problem, private.args)),
             arena,
         )
         return {
@@ -180,7 +186,7 @@ class TrustedRank(Rank):
         current, mode = self.opened(request), request["mode"]
         current.blocks.clear()  # live graphs with collectives slow down eager ones
         try:
-            block = make_block(mode, current.problem.reference, current.private.args, current.private_outputs, self.device)
+            block = make_block(mode, current.reference, current.private.args, current.private_outputs, self.device)
         except Exception as error:
             if mode != "graph":
                 raise
@@ -239,7 +245,8 @@ class TrustedRank(Rank):
             "want": worst.want,
         }
         if problem.replicated:
-            answer["digest"] = [_digest(tensor) for tensor in snapshot.tensors]
+            named = zip(expected_leaves(expected), snapshot.tensors, strict=True)
+            answer["digest"] = [digest(tensor) for leaf, tensor in named if problem.is_replicated(leaf.name)]
         return answer
 
     def _changed_arguments(self, current: OpenCase) -> list[str]:
@@ -247,32 +254,12 @@ class TrustedRank(Rank):
         changed = []
         for private, public in zip(current.private.args, current.public.args, strict=True):
             for name, before, after in zip(current.problem.parameters, private, public, strict=False):
-                if name in current.problem.mutates or name in changed:
+                if name in current.problem.changeable or name in changed:
                     continue
-                if isinstance(before, torch.Tensor) and before.numel() and not _same_bits(before, after):
+                pairs = zip(leaves(before), leaves(after), strict=True)
+                if any(a.numel() and not same_bits(a, b) for a, b in pairs):
                     changed.append(name)
         return changed
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(_words(a), _words(b))
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    """A position-dependent 63-bit checksum of the contents, all NaN alike."""
-    if not tensor.numel():
-        return 0
-    if tensor.is_floating_point():
-        tensor = torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor)
-    words = _words(tensor)
-    if words.numel() % 4 == 0:
-        words = words.view(torch.int32)
-    weights = torch.arange(words.numel(), device=words.device).mul_(0x9E3779B97F4A7C1).bitwise_xor_(0x7F4A7C15)
-    return int((words * weights).sum()) & (2**63 - 1)
 
 
 def _claimed_mismatch(described: Description, expected: Tree) -> str | None:

@@ -341,7 +341,14 @@ class Result(Record):
     def key(self) -> tuple[str, ...]:
         """Identifies the evaluation: a second run with the same key has nothing to add."""
         return result_key(
-            self.evaluator_version, self.candidate.sha256, self.problem.id, self.preset, self.world_size, self.device, self.modes
+            self.evaluator_version,
+            self.candidate.sha256,
+            self.problem.id,
+            self.problem.variant,
+            self.preset,
+            self.world_size,
+            self.device,
+            self.modes,
         )
 
     def speed_in(self, mode: str) -> ModeSpeed | None:
@@ -353,7 +360,7 @@ class Result(Record):
 
 
 def result_key(
-    version: str, sha256: str, problem: int, preset: str, world_size: int, device: str, modes: tuple[str, ...]
+    version: str, sha256: str, problem: int, variant: str, preset: str, world_size: int, device: str, modes: tuple[str, ...]
 ) -> tuple[str, ...]:
     """The identity of an evaluation; see :attr:`Result.key`."""
-    return (version, sha256, str(problem), preset, str(world_size), device, "+".join(modes))
+    return (version, sha256, str(problem), variant, preset, str(world_size), device, "+".join(modes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from peerlane.problems._draw import INTEGER
 from peerlane.problems._spec import Case, Expected, NullAnswer, NullContext, Problem, Score, Tolerance
-from peerlane.problems._tree import Tree, dtype_name, map_leaves
+from peerlane.problems._tree import Tree, dtype_name, leaves, map_leaves
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -30,6 +31,8 @@ def map_expected(tree: Tree, function: Any) -> Tree:
     """The oracle's answer with every Expected replaced by ``function(expected)``."""
     if isinstance(tree, Expected):
         return function(tree)
+    if isinstance(tree, torch.Size):
+        return tree
     if isinstance(tree, (list, tuple)):
         return type(tree)(map_expected(item, function) for item in tree)
     if isinstance(tree, dict):
@@ -52,6 +55,9 @@ def type_mismatch(got: Tree, expected: Tree, path: str = "output") -> str | None
         if got.dtype != expected.dtype:
             return f"{path}: got dtype {dtype_name(got.dtype)}, expected {dtype_name(expected.dtype)}"
         return None
+    if isinstance(expected, torch.Size):
+        same = isinstance(got, tuple) and tuple(got) == tuple(expected)
+        return None if same else f"{path}: got {got!r}, expected {expected!r}"
     if isinstance(expected, (list, tuple)):
         if type(got) is not type(expected) or len(got) != len(expected):
             size = f" of {len(got)}" if isinstance(got, (list, tuple)) else ""
@@ -82,6 +88,29 @@ def _number(tensor: torch.Tensor, flat: int) -> float:
     return float(value.real if isinstance(value, complex) else value)
 
 
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bytes."""
+    return torch.equal(_words(a), _words(b))
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """A position-dependent 63-bit checksum of the contents, all NaN alike."""
+    if not tensor.numel():
+        return 0
+    if tensor.is_floating_point():
+        tensor = tensor.to(torch.float32) if tensor.itemsize == 1 else tensor
+        tensor = torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor)
+    words = _words(tensor)
+    if words.numel() % 4 == 0:
+        words = words.view(torch.int32)
+    weights = torch.arange(words.numel(), device=words.device).mul_(0x9E3779B97F4A7C1).bitwise_xor_(0x7F4A7C15)
+    return int((words * weights).sum()) & (2**63 - 1)
+
+
 def compare_exact(name: str, got: torch.Tensor, want: torch.Tensor) -> Score:
     """Bit for bit, so that NaN payloads and signed zeros count."""
     if got.numel() == 0:
@@ -107,11 +136,13 @@ def compare_exact(name: str, got: torch.Tensor, want: torch.Tensor) -> Score:
 
 def compare_close(name: str, got: torch.Tensor, expected: Expected, tolerance: Tolerance) -> Score:
     """By the error model. Complex outputs are compared as pairs of reals."""
-    want = expected.value
+    want, magnitude = expected.value, expected.magnitude
     if got.numel() == 0:
         return Score(name, 0.0, "empty")
     if got.is_complex():
         got, want = torch.view_as_real(got.contiguous()), torch.view_as_real(want.contiguous())
+        if magnitude is not None:
+            magnitude = magnitude.unsqueeze(-1)
     work = torch.float64 if want.dtype != torch.float32 else torch.float32
     got, want = got.to(work), want.to(work)
     if not bool((torch.isfinite(got) & torch.isfinite(want)).all()):
@@ -127,10 +158,9 @@ def compare_close(name: str, got: torch.Tensor, expected: Expected, tolerance: T
     error = (got - want).abs()
     bound = tolerance.relative * want.abs()
     if tolerance.magnitude:
-        if expected.magnitude is None:
+        if magnitude is None:
             raise ValueError(f"output {name!r}: the tolerance scales with a magnitude that the oracle did not give")
-        magnitude = expected.magnitude.to(work)
-        bound = bound + tolerance.magnitude * torch.nan_to_num(magnitude, nan=0.0, posinf=0.0)
+        bound = bound + tolerance.magnitude * torch.nan_to_num(magnitude.to(work), nan=0.0, posinf=0.0)
     if tolerance.rms:
         bound = bound + tolerance.rms * want.square().mean().sqrt()
     ratio = torch.where(error == 0, 0.0, error / bound)
@@ -190,13 +220,13 @@ def _mean(tensor: torch.Tensor) -> float:
 
 
 def _input_mean(context: NullContext) -> float:
-    means = [_mean(argument) for argument in context.args if isinstance(argument, torch.Tensor)]
+    means = [_mean(argument) for argument in leaves(context.args)]
     return sum(means) / len(means) if means else 0.0
 
 
 def _echo(context: NullContext) -> Tree:
     """Every output filled from the first tensor argument, repeated or cut to size."""
-    source = next((a for a in context.args if isinstance(a, torch.Tensor) and a.numel()), None)
+    source = next((a for a in leaves(context.args) if a.numel()), None)
 
     def fill(leaf: torch.Tensor) -> torch.Tensor:
         if source is None or leaf.numel() == 0:
@@ -233,7 +263,7 @@ STANDARD_NULL_ANSWERS: tuple[NullAnswer, ...] = (
 
 
 def _poison(leaf: torch.Tensor) -> torch.Tensor:
-    if leaf.dtype.is_floating_point:
+    if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
         return torch.full_like(leaf, math.nan)
     if leaf.dtype == torch.bool:
         return ~leaf
@@ -241,9 +271,15 @@ def _poison(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def null_answers(problem: Problem) -> tuple[NullAnswer, ...]:
-    """The standard wrong answers that are not excused, and the problem's own."""
-    unknown = set(problem.excused) - {item.name for item in STANDARD_NULL_ANSWERS}
+    """The standard wrong answers that are not excused altogether, and the problem's own."""
+    unknown = {re.split("[/@]", key)[0] for key in problem.excused} - {item.name for item in STANDARD_NULL_ANSWERS}
     if unknown:
         raise ValueError(f"problem {problem.id} excuses unknown null answers: {sorted(unknown)}")
     standard = tuple(item for item in STANDARD_NULL_ANSWERS if item.name not in problem.excused)
     return standard + problem.null_answers
+
+
+def is_excused(problem: Problem, null: NullAnswer, case: Case, output: str) -> bool:
+    """Whether this wrong answer is declared to be right for this output of this case."""
+    places = ("", f"@{case.preset}/{case.label}", f"@{case.name}")
+    return any(f"{name}{place}" in problem.excused for name in (null.name, f"{null.name}/{output}") for place in places)

@@ -24,6 +24,8 @@ UNIT_ROUNDOFF: Mapping[torch.dtype, float] = {
     torch.float16: 2.0**-11,
     torch.float32: 2.0**-24,
     torch.float64: 2.0**-53,
+    torch.float8_e4m3fn: 2.0**-4,
+    torch.float8_e5m2: 2.0**-3,
 }
 
 
@@ -37,7 +39,7 @@ class Case:
         label: names the case within its preset; unique there.
         world_size: number of ranks.
         dtype: the main floating dtype (or the dtype of the payload).
-        variant: ``default``, or ``pkb`` where the public semantics differ from the right ones.
+        variant: ``default``, or ``pkb``: the public benchmark's semantics, where they differ from the right ones.
         params: whatever the problem's functions need: sizes, flags, models.
     """
 
@@ -52,7 +54,12 @@ class Case:
     @property
     def key(self) -> str:
         """Identifies the case in results and seeds: ``13/small/ragged/w2``."""
-        return f"{self.problem}/{self.preset}/{self.label}/w{self.world_size}"
+        return f"{self.problem}/{self.name}"
+
+    @property
+    def name(self) -> str:
+        """Identifies the case within its problem: ``small/ragged/w2``."""
+        return f"{self.preset}/{self.label}/w{self.world_size}"
 
     def __getitem__(self, name: str) -> Any:
         return self.params[name]
@@ -218,13 +225,18 @@ class NullContext:
 class NullAnswer:
     """A wrong answer that must be rejected: what a candidate gets away with when inputs test too little.
 
-    ``cases`` restricts it to the case labels (``preset/label``) where it is wrong; None: everywhere that outputs are not empty.
+    ``cases`` restricts it to the cases (``preset/label`` or ``preset/label/wN``) where it is wrong; None: everywhere that outputs are not
+    empty.
     """
 
     name: str
     why: str
     answer: Callable[[NullContext], Tree]
     cases: tuple[str, ...] | None = None
+
+    def applies(self, case: Case) -> bool:
+        """Whether the answer is wrong for this case."""
+        return self.cases is None or not {f"{case.preset}/{case.label}", case.name}.isdisjoint(self.cases)
 
 
 @dataclass(frozen=True)
@@ -254,15 +266,19 @@ class Problem:
         tolerance(case): output name -> :class:`Tolerance`, for the outputs that are not exact.
         cost(case, rank): the :class:`Cost` of one call.
         compare(case, got, expected, kind): replaces the standard comparison where an answer is not unique (ties); a list of Scores.
+        variant_references: the reference of another variant, where no argument tells the variants apart.
 
     Attributes:
         parallelism: every kind that applies: data, tensor, sequence, context, pipeline, expert, fsdp, zero, vocabulary, graph,
             spatial, none.
         graph: True if one call of the reference can be captured in a CUDA graph; else ``graph_reason`` says why not.
-        replicated: outputs are bit-identical on all ranks, and are checked to be.
-        mutates: names of parameters whose contents may change.
+        replicated: True: all outputs are bit-identical on all ranks, and are checked to be; or the names of those that are.
+        updates: names of parameters that the call updates in place. Their contents afterwards are part of the answer, which is then
+            everywhere the pair ``(returned, {name: contents})``; see :meth:`answer`.
+        mutates: names of parameters whose contents may change, and are not compared.
         integer_exact: an integer draw makes every float output exact.
-        excused: standard null answers that are right here, with the reason.
+        excused: standard null answers that are right here, with the reason: ``name`` or ``name/output``, and ``@preset/label`` or
+            ``@preset/label/wN`` behind it where that holds for one case only.
         notes: what differs from the public benchmark's problem of the same number, and why.
     """
 
@@ -283,12 +299,14 @@ class Problem:
     honest_variants: tuple[HonestVariant, ...] = ()
     excused: Mapping[str, str] = field(default_factory=dict)
     compare: Callable[[Case, Tree, Tree, str], list[Score]] | None = None
+    variant_references: Mapping[str, Callable[..., Tree]] = field(default_factory=dict)
     process_groups: Callable[[Case], GroupLayout] = lambda _: {}
     world_sizes: tuple[int, ...] = (2, 4, 8)
     graph: bool = True
     graph_reason: str = ""
-    replicated: bool = False
+    replicated: bool | tuple[str, ...] = False
     integer_exact: bool = False
+    updates: tuple[str, ...] = ()
     mutates: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
@@ -307,6 +325,30 @@ class Problem:
         """Launch modes: always ``eager``, and ``graph`` where the reference can be captured."""
         return ("eager", "graph") if self.graph else ("eager",)
 
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """``default``, and the others that some preset has cases of."""
+        return tuple(dict.fromkeys(["default", *(spec.variant for item in self.presets for spec in item.cases)]))
+
+    @property
+    def changeable(self) -> frozenset[str]:
+        """Names of the parameters whose contents may differ after a call."""
+        return self.mutates | set(self.updates)
+
+    def reference_of(self, variant: str) -> Callable[..., Tree]:
+        """The reference of a variant."""
+        return self.variant_references.get(variant, self.reference)
+
+    def answer(self, returned: Tree, args: Sequence[Any]) -> Tree:
+        """What is compared after a call: what it returned and, if it updates parameters in place, the pair of that and those."""
+        if not self.updates:
+            return returned
+        return returned, {name: args[self.parameters.index(name)] for name in self.updates}
+
+    def is_replicated(self, output: str) -> bool:
+        """Whether this output must have the same bits on all ranks."""
+        return self.replicated if isinstance(self.replicated, bool) else output in self.replicated
+
     def preset(self, name: str) -> Preset:
         """The preset of this name; raises :class:`UnknownPreset`, naming those there are."""
         for candidate in self.presets:
@@ -315,20 +357,25 @@ class Problem:
         known = ", ".join(item.name for item in self.presets)
         raise UnknownPreset(f"problem {self.id} has no preset {name!r}; it has: {known}")
 
-    def cases(self, preset_name: str, world_size: int) -> list[Case]:
-        """The preset's cases at this world size, the timed one first; raises :class:`UsageError` if the mathematics forbids the size."""
+    def cases(self, preset_name: str, world_size: int, variant: str = "default") -> list[Case]:
+        """The preset's cases of a variant at this world size, the timed one first.
+
+        Raises :class:`UsageError` if the mathematics forbids the size. A problem without this variant has the default one alone.
+        """
+        chosen = variant if variant in self.variants else "default"
         if world_size not in self.world_sizes:
             allowed = ", ".join(map(str, self.world_sizes))
             raise UsageError(f"problem {self.id} does not run on {world_size} ranks; it runs on {allowed}")
         return [
             Case(self.id, preset_name, spec.label, world_size, spec.dtype, spec.variant, spec.params)
             for spec in self.preset(preset_name).cases
-            if spec.world_sizes is None or world_size in spec.world_sizes
+            if spec.variant == chosen and (spec.world_sizes is None or world_size in spec.world_sizes)
         ]
 
     def case(self, preset_name: str, label: str, world_size: int) -> Case:
-        """One case by its label."""
-        for item in self.cases(preset_name, world_size):
-            if item.label == label:
-                return item
+        """One case of any variant by its label."""
+        for variant in self.variants:
+            for item in self.cases(preset_name, world_size, variant):
+                if item.label == label:
+                    return item
         raise UsageError(f"preset {preset_name!r} of problem {self.id} has no case {label!r} on {world_size} ranks")

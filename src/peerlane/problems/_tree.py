@@ -1,12 +1,13 @@
 """Arguments and outputs as trees: flatten to tensors, describe as JSON, rebuild.
 
-A tree is a tensor, a plain value (None, bool, int, float, str), a :class:`GroupRef`, or a list, tuple or dict of trees.
+A tree is a tensor, a plain value (None, bool, int, float, str, torch.Size), a :class:`GroupRef`, or a list, tuple or dict of trees. Among
+arguments there may also be torch.nn.Linear modules (their leaves: weight and bias) and coalesced sparse COO tensors (indices and values).
 Descriptions cross process borders as JSON, so nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +42,33 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def _is_sparse(tree: Tree) -> bool:
+    return isinstance(tree, torch.Tensor) and tree.layout == torch.sparse_coo
+
+
+def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A sparse COO tensor over this very storage; the indices are taken to be sorted and unique."""
+    return torch.sparse_coo_tensor(indices, values, tuple(shape), is_coalesced=True, check_invariants=False)
+
+
+def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
+    """A Linear over this very storage."""
+    module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
+    module.weight = torch.nn.Parameter(weight.detach())
+    if bias is not None:
+        module.bias = torch.nn.Parameter(bias.detach())
+    return module
+
+
 def leaves(tree: Tree) -> Iterator[torch.Tensor]:
     """The tensors of a tree, depth first, dict entries in insertion order."""
-    if isinstance(tree, torch.Tensor):
+    if _is_sparse(tree):
+        yield tree._indices()
+        yield tree._values()
+    elif isinstance(tree, torch.Tensor):
         yield tree
+    elif isinstance(tree, torch.nn.Linear):
+        yield from (parameter.detach() for parameter in tree.parameters())
     elif isinstance(tree, (list, tuple)):
         for item in tree:
             yield from leaves(item)
@@ -55,8 +79,14 @@ def leaves(tree: Tree) -> Iterator[torch.Tensor]:
 
 def map_leaves(tree: Tree, function: Callable[[torch.Tensor], Any]) -> Tree:
     """The same tree with every tensor replaced by ``function(tensor)``."""
+    if _is_sparse(tree):
+        return _sparse(function(tree._indices()), function(tree._values()), tree.shape)
     if isinstance(tree, torch.Tensor):
         return function(tree)
+    if isinstance(tree, torch.nn.Linear):
+        return _linear(function(tree.weight.detach()), None if tree.bias is None else function(tree.bias.detach()))
+    if isinstance(tree, torch.Size):
+        return tree
     if isinstance(tree, list):
         return [map_leaves(item, function) for item in tree]
     if isinstance(tree, tuple):
@@ -68,6 +98,12 @@ def map_leaves(tree: Tree, function: Callable[[torch.Tensor], Any]) -> Tree:
 
 def describe(tree: Tree) -> Description:
     """A JSON-able description of the tree: structure, and shape, strides and dtype of every tensor (not its contents)."""
+    if _is_sparse(tree):
+        return {"kind": "sparse", "shape": list(tree.shape), "items": [describe(item) for item in leaves(tree)]}
+    if isinstance(tree, torch.nn.Linear):
+        return {"kind": "linear", "items": [describe(item) for item in leaves(tree)]}
+    if isinstance(tree, torch.Size):
+        return {"kind": "size", "value": list(tree)}
     if isinstance(tree, torch.Tensor):
         return {
             "kind": "tensor",
@@ -100,6 +136,12 @@ def rebuild(
         return group_of(description["name"])
     if kind == "value":
         return description["value"]
+    if kind == "size":
+        return torch.Size(description["value"])
+    if kind == "sparse":
+        return _sparse(next(tensors), next(tensors), description["shape"])
+    if kind == "linear":
+        return _linear(next(tensors), next(tensors) if len(description["items"]) == 2 else None)
     if kind == "list":
         return [rebuild(item, tensors, group_of) for item in description["items"]]
     if kind == "tuple":
@@ -107,13 +149,15 @@ def rebuild(
     if kind == "dict":
         values = [rebuild(item, tensors, group_of) for item in description["items"]]
         return dict(zip(description["keys"], values, strict=True))
-    raise ValueError(f"cannot rebuild a {kind!r}: expected tensor, group, value, list, tuple or dict")
+    raise ValueError(f"cannot rebuild a {kind!r}: expected tensor, sparse, linear, group, value, size, list, tuple or dict")
 
 
 def resolve_groups(tree: Tree, group_of: Callable[[str], Any]) -> Tree:
     """The same tree with every :class:`GroupRef` replaced by ``group_of(name)``."""
     if isinstance(tree, GroupRef):
         return group_of(tree.name)
+    if isinstance(tree, torch.Size):
+        return tree
     if isinstance(tree, list):
         return [resolve_groups(item, group_of) for item in tree]
     if isinstance(tree, tuple):

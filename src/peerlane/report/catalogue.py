@@ -33,6 +33,7 @@ def problem_entry(problem: Problem) -> Entry:
         "world_sizes": list(problem.world_sizes),
         "modes": list(problem.modes),
         "presets": [preset.name for preset in problem.presets],
+        "variants": list(problem.variants),
     }
 
 
@@ -62,7 +63,8 @@ def problem_detail(
         "summary": problem.summary,
         "notes": list(problem.notes),
         "graph_reason": problem.graph_reason,
-        "replicated": problem.replicated,
+        "replicated": problem.replicated if isinstance(problem.replicated, bool) else list(problem.replicated),
+        "updates": list(problem.updates),
         "integer_exact": problem.integer_exact,
         "mutates": sorted(problem.mutates),
         "comparison": inspect.getdoc(problem.compare) if problem.compare else None,
@@ -78,7 +80,7 @@ def problem_detail(
 
 
 def _preset_detail(problem: Problem, preset: Preset, world_size: int, profile: HardwareProfile) -> Entry:
-    cases = {case.label: case for case in problem.cases(preset.name, world_size)}
+    cases = {case.label: case for variant in problem.variants for case in problem.cases(preset.name, world_size, variant)}
     return {
         "name": preset.name,
         "about": preset.about,
@@ -127,9 +129,15 @@ def argument_text(description: Description) -> str:
         return f"process group {description['name']}"
     if kind == "value":
         return repr(description["value"])
+    if kind == "size":
+        return f"torch.Size({description['value']})"
     if kind == "other":
         return str(description["type"])
     items = [argument_text(item) for item in description["items"]]
+    if kind == "linear":
+        return f"Linear({', '.join(items)})"
+    if kind == "sparse":
+        return f"sparse COO {description['shape']} ({', '.join(items)})"
     if kind == "dict":
         return f"dict: {', '.join(f'{key}={item}' for key, item in zip(description['keys'], items, strict=True))}"
     inside = items[0] if len(set(items)) == 1 else ", ".join(items)

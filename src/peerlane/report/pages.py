@@ -102,12 +102,21 @@ def _facts(detail: Entry) -> str:
         "Parallelism": ", ".join(detail["parallelism"]),
         "Origin": detail["origin"],
         "World sizes": ", ".join(map(str, detail["world_sizes"])),
+        "Variants": ", ".join(detail["variants"]),
         "Launch modes": ", ".join(detail["modes"]) + graph,
-        "May change its arguments": ", ".join(f"`{name}`" for name in detail["mutates"]) or "none",
-        "Equal on all ranks": "yes, and checked bit for bit" if detail["replicated"] else "not required",
+        "Updates in place, compared after the call": ", ".join(f"`{name}`" for name in detail["updates"]) or "nothing",
+        "May overwrite": ", ".join(f"`{name}`" for name in detail["mutates"]) or "nothing",
+        "Equal on all ranks": _replicated(detail["replicated"]),
         "Integer draws": "the answer is then exact and compared bit for bit" if detail["integer_exact"] else "none",
     }
     return "".join(f"* **{name}:** {value}\n" for name, value in facts.items())
+
+
+def _replicated(replicated: bool | list[str]) -> str:
+    if not replicated:
+        return "not required"
+    which = "all outputs" if replicated is True else ", ".join(f"`{name}`" for name in replicated)
+    return f"{which}, checked bit for bit"
 
 
 def _preset(preset: Entry) -> str:

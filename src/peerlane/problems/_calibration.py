@@ -1,0 +1,173 @@
+"""Margins: how far the reference, honest variants and wrong answers of a case lie from its oracle, in units of what is allowed.
+
+A ratio is an error divided by the allowed one: right iff at most 1. Honest answers must stay within :data:`HONEST_LIMIT`; a wrong answer
+must reach :data:`WRONG_LIMIT` on some rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from peerlane.problems._draw import INTEGER, RANDOM, Draw
+from peerlane.problems._judge import (
+    STANDARD_NULL_ANSWERS,
+    digest,
+    expected_leaves,
+    is_excused,
+    null_answers,
+    rounded,
+    same_bits,
+    score,
+    type_mismatch,
+)
+from peerlane.problems._spec import Case, NullContext, Problem
+from peerlane.problems._tree import Tree, leaves, map_leaves
+
+HONEST_LIMIT = 0.5
+WRONG_LIMIT = 10.0
+
+Ratios = Mapping[str, float]
+"""By output; outputs without elements are left out."""
+
+
+@dataclass
+class Margins:
+    """Of one case: on one rank, or the worst over ranks (see :func:`worst`).
+
+    Attributes:
+        reference: ratios by output, the larger of a random and, where the problem has them, an integer draw.
+        variants: the same for every honest variant.
+        nulls: by null answer; outputs for which it is excused are left out. Infinite where structure or an exact output differs.
+        changed: parameters that the reference changed although the problem does not say so.
+        bits: digests of the reference's replicated outputs on this rank.
+        torn: replicated outputs whose bits differ between ranks.
+    """
+
+    reference: dict[str, float] = field(default_factory=dict)
+    variants: dict[str, dict[str, float]] = field(default_factory=dict)
+    nulls: dict[str, dict[str, float]] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    bits: dict[str, int] = field(default_factory=dict)
+    torn: list[str] = field(default_factory=list)
+
+    def complaints(self) -> list[str]:
+        """What is wrong with the case: one line each, none if it is sound."""
+        standard = {null.name for null in STANDARD_NULL_ANSWERS}
+        found = [f"the reference changes its argument {name}" for name in self.changed]
+        found += [f"the reference's {name} must have the same bits on all ranks, and has not" for name in self.torn]
+        found += [f"the reference misses the oracle: {name} has ratio {ratio:.3g}" for name, ratio in self.reference.items() if ratio > 1]
+        for variant, ratios in self.variants.items():
+            found += [f"honest variant {variant}: {name} has ratio {ratio:.3g}" for name, ratio in ratios.items() if ratio > HONEST_LIMIT]
+        for null, ratios in self.nulls.items():
+            if null in standard:
+                weak = {name: ratio for name, ratio in ratios.items() if ratio < WRONG_LIMIT}
+            else:
+                weak = {} if not ratios or max(ratios.values()) >= WRONG_LIMIT else dict(ratios)
+            found += [f"null answer {null}: {name} has ratio {ratio:.3g} only" for name, ratio in weak.items()]
+        return found
+
+
+def worst(each: Sequence[Margins]) -> Margins:
+    """The largest ratios over the ranks: a candidate passes only if it is right on every rank."""
+    total = Margins(bits=each[0].bits)
+    total.torn = [name for name, bits in total.bits.items() if any(one.bits[name] != bits for one in each)]
+    for one in each:
+        total.changed += [name for name in one.changed if name not in total.changed]
+        _enlarge(total.reference, one.reference)
+        for mine, theirs in ((total.variants, one.variants), (total.nulls, one.nulls)):
+            for name, ratios in theirs.items():
+                _enlarge(mine.setdefault(name, {}), ratios)
+    return total
+
+
+def _enlarge(into: dict[str, float], ratios: Ratios) -> None:
+    for name, ratio in ratios.items():
+        into[name] = max(into.get(name, 0.0), ratio)
+
+
+def draw_all(
+    problem: Problem, case: Case, *, secret: str, kind: str = RANDOM, block: int = 0, device: Any = "cpu"
+) -> list[tuple[Any, ...]]:
+    """All ranks' arguments of one call."""
+    return [
+        problem.inputs(case, rank, Draw(secret=secret, case_key=case.key, slot=0, block=block, rank=rank, kind=kind, device=device))
+        for rank in range(case.world_size)
+    ]
+
+
+def ratios_of(problem: Problem, case: Case, got: Tree, expected: Tree, kind: str = RANDOM) -> dict[str, float]:
+    """The ratio of every output that has elements; infinite for all if structure, a shape or a dtype is wrong."""
+    filled = [leaf.name for leaf in expected_leaves(expected) if leaf.value.numel()]
+    if type_mismatch(got, expected) is not None:
+        return dict.fromkeys(filled, math.inf)
+    found: dict[str, float] = {}
+    for item in score(problem, case, got, expected, kind):
+        if item.output in filled:
+            _enlarge(found, {item.output: math.inf if math.isnan(item.ratio) else item.ratio})
+    return found
+
+
+def margins(
+    problem: Problem, case: Case, rank: int, *, secret: str, resolve: Callable[[Tree], Tree], device: torch.device | str = "cpu"
+) -> Margins:
+    """This rank's margins. A collective call: every rank of the world makes it, for the reference runs.
+
+    ``resolve`` puts process groups in place of the :class:`GroupRef` entries of a tree.
+    """
+    result = Margins()
+    for kind in (RANDOM, INTEGER) if problem.integer_exact else (RANDOM,):
+        inputs = draw_all(problem, case, secret=secret, kind=kind, device=device)
+        expected = problem.oracle(case, inputs, rank)
+        got, changed = _call_reference(problem, case, resolve(inputs[rank]))
+        result.changed += [name for name in changed if name not in result.changed]
+        if (mismatch := type_mismatch(got, expected)) is not None:
+            raise ValueError(f"{case.key}, rank {rank}: the reference and the oracle disagree about the output's type: {mismatch}")
+        _enlarge(result.reference, ratios_of(problem, case, got, expected, kind))
+        named = zip(expected_leaves(expected), leaves(got), strict=True)
+        result.bits |= {f"{leaf.name} ({kind})": digest(tensor) for leaf, tensor in named if problem.is_replicated(leaf.name)}
+        if problem.changeable:  # the reference has written into them
+            inputs = draw_all(problem, case, secret=secret, kind=kind, device=device)
+        for variant in problem.honest_variants:
+            answer = variant.answer(case, inputs, rank)
+            ratios = ratios_of(problem, case, answer, expected, kind)
+            if kind == INTEGER:  # sums are exact, and what is rounded after them may use the whole tolerance
+                ratios = {name: 0.0 if ratio <= 1 else math.inf for name, ratio in ratios.items()}
+            _enlarge(result.variants.setdefault(variant.name, {}), ratios)
+    result.nulls = null_ratios(problem, case, rank, secret=secret, device=device)
+    return result
+
+
+def _call_reference(problem: Problem, case: Case, args: tuple[Any, ...]) -> tuple[Tree, list[str]]:
+    before = map_leaves(args, torch.clone)
+    returned = problem.reference_of(case.variant)(*args)
+    pairs = zip(problem.parameters, before, args, strict=False)
+    changed = [name for name, a, b in pairs if name not in problem.changeable and not _same(a, b)]
+    return map_leaves(problem.answer(returned, args), lambda tensor: tensor.detach().clone()), changed
+
+
+def _same(before: Tree, after: Tree) -> bool:
+    return all(same_bits(a, b) for a, b in zip(leaves(before), leaves(after), strict=True))
+
+
+def null_ratios(problem: Problem, case: Case, rank: int, *, secret: str, device: torch.device | str = "cpu") -> dict[str, dict[str, float]]:
+    """The ratios of every null answer on this rank; needs no other rank."""
+    inputs = draw_all(problem, case, secret=secret, device=device)
+    expected = [problem.oracle(case, inputs, peer) for peer in range(case.world_size)]
+    answers = [rounded(item) for item in expected]
+    own = ratios_of(problem, case, answers[rank], expected[rank])
+    if any(ratio > 1 for ratio in own.values()):
+        raise ValueError(f"{case.key}, rank {rank}: the oracle's answer, once rounded, fails its own tolerance: {own}")
+    previous = rounded(problem.oracle(case, draw_all(problem, case, secret=secret, block=1, device=device), rank))
+    found: dict[str, dict[str, float]] = {}
+    for null in null_answers(problem):
+        if not null.applies(case):
+            continue
+        wrong = null.answer(NullContext(case, rank, inputs, answers, previous))
+        ratios = ratios_of(problem, case, wrong, expected[rank])
+        found[null.name] = {name: ratio for name, ratio in ratios.items() if not is_excused(problem, null, case, name)}
+    return found
