@@ -26,6 +26,7 @@ from peerlane.problems._spec import (
     preset,
 )
 from peerlane.problems._tree import GroupRef
+from peerlane.problems._vocab import vocabulary, whole_vocabulary
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -52,13 +53,6 @@ def reference(vocab_parallel_logits: torch.Tensor, target: torch.Tensor, group: 
     return (total.log() - predicted).to(vocab_parallel_logits.dtype)
 
 
-def _vocabulary(case: Case, rank: int) -> tuple[int, int]:
-    """The whole vocabulary's size V, and a rank's share of it, Vp. ``case``: ``vocab`` = V, or ``vocab_per_rank`` = Vp."""
-    ranks = len(group_members(case, rank))
-    shard = case["vocab_per_rank"] if "vocab_per_rank" in case.params else case["vocab"] // ranks
-    return ranks * shard, shard
-
-
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """Logits N(0, scale^2), moved by an amount per token that is small for most and beyond 88 (where exp overflows) for one in fifty.
 
@@ -71,7 +65,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     * ``boundary``: targets are first and last entries of shards
     * ``special``: the first token's logits are all -inf, the second has a NaN on the last rank
     """
-    members, (vocab, shard) = group_members(case, rank), _vocabulary(case, rank)
+    members, (vocab, shard) = group_members(case, rank), vocabulary(case, rank)
     place, tokens = members.index(rank), math.prod(case["lead"])
     pattern, padding, shared = case.params.get("pattern"), case.params.get("padding", 0), draw.shared
     columns = torch.arange(place * shard, (place + 1) * shard, device=draw.device)
@@ -111,7 +105,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    members, (vocab, _) = group_members(case, rank), _vocabulary(case, rank)
+    members, (vocab, _) = group_members(case, rank), vocabulary(case, rank)
     shards = [inputs[q][0].flatten(0, -2) for q in members]
     target = inputs[rank][1].flatten()
     loss, magnitude = (torch.empty(target.shape, dtype=FP64, device=target.device) for _ in range(2))
@@ -146,7 +140,7 @@ def tolerance(case: Case) -> Mapping[str, Tolerance]:
 
 def cost(case: Case, rank: int) -> Cost:
     """Two float32 numbers per token (a shard's log-sum-exp and its target logit) go to one rank that combines them; the loss comes back."""
-    tokens, ranks, (_, shard), size = math.prod(case["lead"]), len(group_members(case, rank)), _vocabulary(case, rank), case.dtype.itemsize
+    tokens, ranks, (_, shard), size = math.prod(case["lead"]), len(group_members(case, rank)), vocabulary(case, rank), case.dtype.itemsize
     port = (8 + size) * tokens * (ranks - 1) / ranks
     return Cost(
         hbm_bytes=tokens * (shard * size + 8 + size),
@@ -154,11 +148,6 @@ def cost(case: Case, rank: int) -> Cost:
         ingress_bytes=port,
         flops={"fp32": 4 * tokens * shard},
     )
-
-
-def _whole(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
-    """The float32 logits of the whole vocabulary."""
-    return torch.cat([inputs[q][0].to(FP32) for q in group_members(case, rank)], dim=-1)
 
 
 def _picked(logits: torch.Tensor, target: torch.Tensor, first: int = 0) -> torch.Tensor:
@@ -177,7 +166,7 @@ def _dense(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def _merged_shards(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
     """Every rank's log-sum-exp, merged, in float32; a target out of range is replaced by the maximum."""
-    target, (vocab, shard) = inputs[rank][1], _vocabulary(case, rank)
+    target, (vocab, shard) = inputs[rank][1], vocabulary(case, rank)
     sums, maxima, predicted = [], [], torch.zeros(target.shape, device=target.device)
     for place, q in enumerate(group_members(case, rank)):
         logits = inputs[q][0].to(FP32)
@@ -191,7 +180,7 @@ def _merged_shards(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> 
 
 def _online(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
     """One pass over blocks of the vocabulary with a running maximum and a rescaled sum, in float32."""
-    logits, target = _whole(case, inputs, rank), inputs[rank][1]
+    logits, target = whole_vocabulary(inputs, group_members(case, rank)), inputs[rank][1]
     maximum, total = logits[..., 0].clone(), torch.ones(target.shape, device=target.device)
     for block in torch.split(logits[..., 1:], 3, dim=-1):
         larger = torch.maximum(maximum, block.amax(-1))
@@ -215,13 +204,13 @@ def _foreign_target_ignored(context: NullContext) -> torch.Tensor:
     logits, target = context.args[:2]
     place = group_members(context.case, context.rank).index(context.rank)
     own = target.div(logits.shape[-1], rounding_mode="floor") == place
-    whole = _whole(context.case, context.inputs, context.rank)
+    whole = whole_vocabulary(context.inputs, group_members(context.case, context.rank))
     return _dense(whole, target.where(own, -1)).to(context.case.dtype)
 
 
 def _sum_not_reduced(context: NullContext) -> torch.Tensor:
     """The right maximum and target, but only the rank's own sum of exponentials."""
-    whole, target = _whole(context.case, context.inputs, context.rank), context.args[1]
+    whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
     maximum = whole.amax(-1)
     total = torch.exp(context.args[0].to(FP32) - maximum.unsqueeze(-1)).sum(-1)
     predicted = _picked(whole, target) - maximum
@@ -229,14 +218,14 @@ def _sum_not_reduced(context: NullContext) -> torch.Tensor:
 
 
 def _no_maximum(context: NullContext) -> torch.Tensor:
-    whole, target = _whole(context.case, context.inputs, context.rank), context.args[1]
+    whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
     inside = (target >= 0) & (target < whole.shape[-1])
     return (whole.exp().sum(-1).log() - _picked(whole, target).where(inside, whole.amax(-1))).to(context.case.dtype)
 
 
 def _outside_counts_as(context: NullContext, value: float | None) -> torch.Tensor:
     """The right answer but for targets out of range: ``value``, or the unshifted log-partition."""
-    whole, target = _whole(context.case, context.inputs, context.rank), context.args[1]
+    whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
     outside = (target < 0) | (target >= whole.shape[-1])
     spoilt = torch.logsumexp(whole, -1) if value is None else torch.full(target.shape, value, device=target.device)
     return torch.where(outside, spoilt.to(context.case.dtype), context.answer)
