@@ -1,4 +1,4 @@
-"""What the Ulysses exchanges share: the all-to-all that scatters one axis and gathers another, its payload, costs and wrong answers."""
+"""What the Ulysses exchanges and gathers share: the all-to-all from one axis to another, payloads, costs, wrong answers."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ def local_shape(shape: Sequence[int], ranks: int, *, times: int | None = None, o
         lengths[times] *= ranks
     if over is not None:
         lengths[over] //= ranks
+    return tuple(lengths)
+
+
+def with_length(shape: Sequence[int], axis: int, length: int) -> tuple[int, ...]:
+    """The shape with another length along one axis."""
+    lengths = list(shape)
+    lengths[axis] = length
     return tuple(lengths)
 
 
@@ -208,3 +215,38 @@ class Exchange:
     def _trimmed_although_multiple(self, context: NullContext) -> torch.Tensor:
         answer: torch.Tensor = context.answer
         return answer.narrow(self.axes(context.case)[1], 0, self.unpadded(context.case, context.rank))
+
+
+def members_tensors(case: Case, inputs: Arguments, rank: int) -> list[torch.Tensor]:
+    """The first argument of every member of the rank's group, in group order."""
+    return [inputs[source][0] for source in group_members(case, rank)]
+
+
+def gather_null_answers(axis: Callable[[Case], int], *, shared: tuple[str, ...] | None = None) -> tuple[NullAnswer, ...]:
+    """Wrong answers of an all-gather along ``axis(case)``. ``shared`` names the cases in which more than one rank has something to give."""
+
+    def own_repeated(context: NullContext) -> torch.Tensor:
+        return fitted(context, context.args[0], axis(context.case))
+
+    def in_order(order: Callable[[list[torch.Tensor], int], list[torch.Tensor]]) -> Callable[[NullContext], torch.Tensor]:
+        def answer(context: NullContext) -> torch.Tensor:
+            me = list(group_members(context.case, context.rank)).index(context.rank)
+            tensors = members_tensors(context.case, context.inputs, context.rank)
+            return torch.cat(order(tensors, me), axis(context.case))
+
+        return answer
+
+    return (
+        NullAnswer("no_communication", "the rank's own tensor again and again", own_repeated),
+        NullAnswer("ranks_reversed", "the last rank first", in_order(lambda tensors, me: tensors[::-1]), cases=shared),
+        NullAnswer("ring_order", "the rank's own tensor first", in_order(lambda tensors, me: tensors[me:] + tensors[:me]), cases=shared),
+        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+    )
+
+
+def fitted(context: NullContext, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """``tensor`` repeated and cut to the answer's length along ``axis``, so that contents, not the shape, decide; zeros if it is empty."""
+    length, own = context.answer.size(axis), tensor.size(axis)
+    if own == 0:
+        return torch.zeros_like(context.answer)
+    return torch.cat([tensor] * -(-length // own), axis).narrow(axis, 0, length) if length else tensor.narrow(axis, 0, 0)

@@ -23,18 +23,14 @@ def _padded(x: torch.Tensor, seq_dim: int, ranks: int) -> torch.Tensor:
     missing = -x.size(seq_dim) % ranks
     if not missing:
         return x
-    return torch.cat((x, x.new_zeros(_with_length(x.shape, seq_dim, missing))), dim=seq_dim)
-
-
-def _with_length(shape: Sequence[int], axis: int, length: int) -> tuple[int, ...]:
-    return (*shape[:axis], length, *shape[axis + 1 :])
+    return torch.cat((x, x.new_zeros(_ulysses.with_length(x.shape, seq_dim, missing))), dim=seq_dim)
 
 
 def _shape(case: Case, ranks: int) -> tuple[int, ...]:
     """One rank's x. ``length`` = (a, b): a * ranks + b positions; ``whole_heads``: head_dim's length is divided by the group's size."""
     shape = _ulysses.local_shape(case["shape"], ranks, over=case["head_dim"] if case.params.get("whole_heads") else None)
     if "length" in case.params:
-        shape = _with_length(shape, case["seq_dim"], _ulysses.per_ranks(case["length"], ranks))
+        shape = _ulysses.with_length(shape, case["seq_dim"], _ulysses.per_ranks(case["length"], ranks))
     return shape
 
 
@@ -112,7 +108,7 @@ def _padding_spread(context: NullContext) -> torch.Tensor:
     parts = []
     for source in members:
         part = context.inputs[source][0].tensor_split(len(members), seq_dim)[me]
-        parts.append(torch.cat((part, part.new_zeros(_with_length(part.shape, seq_dim, length - part.size(seq_dim)))), dim=seq_dim))
+        parts.append(torch.cat((part, part.new_zeros(_ulysses.with_length(part.shape, seq_dim, length - part.size(seq_dim)))), dim=seq_dim))
     return torch.cat(parts, case["head_dim"])
 
 

@@ -1,0 +1,106 @@
+"""Problem 34: all-gather along the first axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems import _ulysses
+from peerlane.problems._collective import BF16, FP32, all_gather_single, group_layout, group_members, stale_part
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+
+
+def reference(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    rows, *rest = x.shape
+    gathered = x.new_empty((dist.get_world_size(group) * rows, *rest))
+    all_gather_single(gathered, x.contiguous(), group=group)
+    return gathered
+
+
+def _shape(case: Case, ranks: int) -> tuple[int, ...]:
+    """One rank's x. ``whole``: the length of axis 0 is divided by the group's size."""
+    return _ulysses.local_shape(case["shape"], ranks, over=0 if case.params.get("whole") else None)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    x = _ulysses.payload(case, draw, _shape(case, len(group_members(case, rank))))
+    return (x, _ulysses.group_argument(case))
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    return exactly("gathered", torch.cat(_ulysses.members_tensors(case, inputs, rank)))
+
+
+def cost(case: Case, rank: int) -> Cost:
+    ranks = len(group_members(case, rank))
+    shard = torch.Size(_shape(case, ranks)).numel() * case.dtype.itemsize
+    port = (ranks - 1) * shard
+    return Cost(hbm_bytes=(1 + ranks) * shard, egress_bytes=port, ingress_bytes=port)
+
+
+def _memory_order(context: NullContext) -> torch.Tensor:
+    """Every rank's elements in the order they have in memory, not in that of the axes."""
+    tensors = _ulysses.members_tensors(context.case, context.inputs, context.rank)
+    return torch.cat([tensor.permute(*reversed(range(tensor.dim()))).reshape(tensor.shape) for tensor in tensors])
+
+
+def _contiguous_group(context: NullContext) -> torch.Tensor:
+    """All-gather among neighbours: as if the group were ranks 0 .. n - 1 or n .. 2 n - 1."""
+    ranks = len(group_members(context.case, context.rank))
+    first = context.rank // ranks * ranks
+    return torch.cat([context.inputs[source][0] for source in range(first, first + ranks)])
+
+
+PROBLEM = Problem(
+    id=34,
+    slug="ulysses_all_gather_into_tensor_primitive",
+    title="All-gather along the first axis",
+    category="sequence_parallel",
+    parallelism=("sequence", "tensor", "fsdp"),
+    origin="VeOmni's sequence parallelism: its wrapper of all-gather into one tensor",
+    summary=(
+        "With an x of one shape and dtype on all ranks of the group (the world if None), every rank returns their concatenation along "
+        "axis 0 in the order of the group's ranks: a bit copy, contiguous, also where x is not. An axis of length 0 is legal; x has at "
+        "least one axis."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    cost=cost,
+    presets=(
+        preset(
+            "small",
+            "ragged, tiny and empty tensors of random bits, odd numbers of bytes, permuted input, a group",
+            case("ragged_bf16", BF16, shape=(3, 5)),
+            case("vector_fp32", FP32, shape=(7,)),
+            case("single_bf16", BF16, shape=(1,)),
+            case("empty_bf16", BF16, shape=(0, 4)),
+            case("three_axes_int32", torch.int32, shape=(2, 3, 5)),
+            case("odd_bytes_uint8", torch.uint8, shape=(4097,)),
+            case("permuted_bf16", BF16, shape=(5, 3), permuted=True),
+            case("strided_group_bf16", BF16, shape=(3, 5), group="strided", world_sizes=(4, 8)),
+        ),
+        preset("pkb", "the public benchmark's shape", case("bf16", BF16, shape=(1024, 1024))),
+        preset(
+            "production_llama3_70b_sp", "8192 tokens x hidden 8192, before attention", case("bf16", BF16, shape=(8192, 8192), whole=True)
+        ),
+        preset("production_llama3_8b_fsdp", "the parameters of one layer, flat", case("bf16", BF16, shape=(218112000,), whole=True)),
+        preset("production_deepseek_v3_decode", "16 tokens per rank x 7168: latency", case("bf16", BF16, shape=(16, 7168))),
+    ),
+    null_answers=(
+        *_ulysses.gather_null_answers(lambda case: 0),
+        NullAnswer("stale_part", "the last part is that of the slot before", stale_part),
+        NullAnswer("memory_order", "strides ignored", _memory_order, cases=("small/permuted_bf16",)),
+        NullAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
+    ),
+    excused={"another_rank": "all ranks of a group have the same answer"},
+    process_groups=group_layout,
+    notes=(
+        "Problem 2 without its leading axis; here with groups and inputs that are not contiguous, which the public interface allows and "
+        "the public benchmark does not feed.",
+    ),
+)
