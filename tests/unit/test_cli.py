@@ -23,6 +23,7 @@ COMMAND_LINE = {
     "list": ["--json"],
     "show": ["number", "--preset", "--world-size", "--profile", "--json"],
     "eval": ["candidates", "--problem", "--preset", "--world-size", "--variant", "--mode", "--device", "--out", "--json"],
+    "calibrate": ["--problem", "--preset", "--world-size", "--device", "--out", "--json"],
     "report": ["files", "--noise"],
     "demo": ["--examples", "--preset", "--world-size", "--device", "--json"],
     "docs": ["--write", "--check", "--folder"],

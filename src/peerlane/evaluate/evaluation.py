@@ -165,7 +165,7 @@ def make_jobs(plan: EvaluationPlan) -> list[Job]:
     for world_size in plan.world_sizes:
         for candidate in plan.candidates:
             for problem in _problems_of(candidate, selected):
-                for preset in _presets_of(problem, plan.presets):
+                for preset in presets_of(problem, plan.presets):
                     problem.cases(preset, world_size)  # raises for a world size that the mathematics forbids
                     variant = plan.variant if plan.variant in problem.variants else "default"
                     jobs.append(Job(candidate, problem, preset, world_size, plan.modes, variant))
@@ -185,7 +185,8 @@ def _problems_of(candidate: CandidateFile, selected: tuple[Problem, ...] | None)
     return selected
 
 
-def _presets_of(problem: Problem, names: tuple[str, ...]) -> list[str]:
+def presets_of(problem: Problem, names: tuple[str, ...]) -> list[str]:
+    """The presets of a problem that these names stand for."""
     chosen: list[str] = []
     for name in names:
         if name == PRODUCTION:

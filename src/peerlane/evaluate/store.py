@@ -32,9 +32,7 @@ class ResultsStore:
 
     def _read(self) -> list[Result]:
         results = []
-        data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.splitlines(), 1):
+        for number, line in enumerate(whole_lines(self.path), 1):
             try:
                 results.append(Result.model_validate_json(line))
             except ValidationError as error:
@@ -55,27 +53,35 @@ class ResultsStore:
 
     def append(self, result: Result) -> None:
         """Adds a result: written in one piece, flushed to the disk before this returns."""
-        line = result.model_dump_json().encode() + b"\n"
-        try:
-            with open(self.path, "r+b", buffering=0) as file:  # a buffer would be written again by truncate and close
-                fcntl.flock(file, fcntl.LOCK_EX)
-                size = file.seek(0, os.SEEK_END)
-                end = _end_of_last_line(self.path.read_bytes()) if size else 0
-                try:
-                    file.truncate(end)
-                    file.seek(end)
-                    left = memoryview(line)
-                    while left:
-                        left = left[file.write(left) :]
-                    os.fsync(file.fileno())
-                except OSError:
-                    file.truncate(end)
-                    raise
-        except OSError as error:
-            raise HarnessError(f"cannot append to {self.path}: {error.strerror}; the result was not stored") from None
+        append_line(self.path, result.model_dump_json().encode())
         self._results.append(result)
         if result.verdict.kind not in _TO_REPEAT:
             self._keys.add(result.key)
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file, without one at the end that a killed run left unfinished."""
+    data = path.read_bytes()
+    return data[: _end_of_last_line(data)].splitlines()
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Adds a line to a file, whole or not at all, flushed to the disk before this returns; raises HarnessError if it cannot."""
+    try:
+        with open(path, "a+b", buffering=0) as file:  # a buffer would be written again by truncate and close
+            fcntl.flock(file, fcntl.LOCK_EX)
+            end = _end_of_last_line(path.read_bytes())
+            try:
+                file.truncate(end)
+                left = memoryview(line + b"\n")
+                while left:
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(end)
+                raise
+    except OSError as error:
+        raise HarnessError(f"cannot append to {path}: {error.strerror}; the result was not stored") from None
 
 
 def _end_of_last_line(data: bytes) -> int:

@@ -8,7 +8,7 @@ the spaces ``check`` and ``timed``: the timed one keeps its captured graphs whil
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.slots import ArgumentSlots, OutputRegions, contiguous_layout, place_all, strip_overlap, updated_of
 from peerlane.evaluate.timing import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.worker import Rank
+from peerlane.problems._calibration import margins
 from peerlane.problems._draw import RANDOM, Draw
 from peerlane.problems._judge import digest, expected_leaves, same_bits, score, type_mismatch
 from peerlane.problems._spec import Case, Problem
-from peerlane.problems._tree import Description, Tree, describe, dtype_of, leaves, rebuild, tensor_descriptions
+from peerlane.problems._tree import Description, Tree, describe, dtype_of, leaves, rebuild, resolve_groups, tensor_descriptions
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class TrustedRank(Rank):
             "discard": self.discard,
             "judge": self.judge,
             "close_case": self.close_case,
+            "margins": self.margins,
             "ping": lambda _: {},
         }
 
@@ -248,6 +250,19 @@ class TrustedRank(Rank):
             named = zip(expected_leaves(expected), snapshot.tensors, strict=True)
             answer["digest"] = [digest(tensor) for leaf, tensor in named if problem.is_replicated(leaf.name)]
         return answer
+
+    def margins(self, request: Message) -> dict[str, Any]:
+        """This rank's margins of a case (see :mod:`peerlane.problems._calibration`): the reference, honest variants and wrong answers."""
+        problem, case = self.case_of(request)
+        groups = self.groups(problem.process_groups(case))
+
+        def resolve(tree: Tree) -> Tree:
+            return resolve_groups(tree, groups.__getitem__)
+
+        found = margins(problem, case, self.rank, secret=self._secret, resolve=resolve, device=self.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {"margins": asdict(found)}
 
     def _changed_arguments(self, current: OpenCase) -> list[str]:
         """Parameters whose contents in the arena are no longer what was revealed, and may not be."""

@@ -55,6 +55,12 @@ class Margins:
     bits: dict[str, int] = field(default_factory=dict)
     torn: list[str] = field(default_factory=list)
 
+    def weakest(self) -> tuple[str, float] | None:
+        """The null answer that comes nearest to passing, and its ratio: of a standard one the output it misses least, else the largest."""
+        standard = {null.name for null in STANDARD_NULL_ANSWERS}
+        reach = {name: (min if name in standard else max)(ratios.values()) for name, ratios in self.nulls.items() if ratios}
+        return min(reach.items(), key=lambda item: item[1]) if reach else None
+
     def complaints(self) -> list[str]:
         """What is wrong with the case: one line each, none if it is sound."""
         standard = {null.name for null in STANDARD_NULL_ANSWERS}

@@ -1,0 +1,48 @@
+"""``peerlane calibrate``: are the tolerances fair to honest answers and closed to wrong ones?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peerlane.cli._console import ExitCode, console, positive_integers, print_json, words
+from peerlane.cli.evaluation import WORLD_SIZES_HELP, choose_device, default_world_sizes
+
+
+def calibrate(
+    problem: Annotated[str, typer.Option(help="Problems, such as 1-8,13, or all.")] = "all",
+    preset: Annotated[str, typer.Option(help="Presets, separated by commas: small, pkb, production, or one by name.")] = "small",
+    world_size: Annotated[str | None, typer.Option(help=WORLD_SIZES_HELP)] = None,
+    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="File that records are added to; what it holds is not done again.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure how far references, honest variants and wrong answers are from what is allowed.
+
+    Exit codes: 0 all sound; 1 something is not; 2 the request cannot be carried out.
+    """
+    presets = words(preset, "--preset")
+    sizes = None if world_size is None else positive_integers(world_size, "--world-size")
+    chosen = choose_device(device)
+
+    from peerlane.evaluate.calibrate import CalibrationPlan, cases_of, read_calibrations, sound
+    from peerlane.evaluate.calibrate import calibrate as run
+    from peerlane.report.calibration import calibration_table
+
+    plan = CalibrationPlan(problem, presets, sizes or default_world_sizes(chosen), chosen, out)
+    notes = console(stderr=True)
+    records = list(run(plan, notes.print))
+    if out is not None:
+        keys = {(case.problem, case.name) for size in plan.world_sizes for case in cases_of(plan, size)}
+        records = [item for item in read_calibrations(out) if (item.problem, f"{item.preset}/{item.label}/w{item.world_size}") in keys]
+    if as_json:
+        print_json({"calibrations": [json.loads(item.model_dump_json()) for item in records]})
+    else:
+        console().print(calibration_table(records).rich())
+        for item in records:
+            for complaint in item.complaints:
+                console().print(f"{item.problem} {item.preset}/{item.label} W={item.world_size}: {complaint}")
+    raise typer.Exit(ExitCode.OK if sound(records) else ExitCode.CHECK_FAILED)

@@ -1,0 +1,92 @@
+"""Margins: what makes a case unsound is found and named."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from peerlane import problems
+from peerlane.problems import Expected, NullAnswer, Tolerance
+from peerlane.problems._calibration import Margins, draw_all, null_ratios, ratios_of, worst
+from peerlane.problems._judge import is_excused, null_answers
+
+SUM = problems.get(1)
+CASE = SUM.case("small", "ragged_bf16", 2)
+
+
+def test_a_sound_case_has_no_complaints() -> None:
+    ratios = [null_ratios(SUM, CASE, rank, secret="unit") for rank in range(2)]
+    found = worst([Margins(reference={"sum": 0.4}, nulls=each) for each in ratios])
+    assert found.complaints() == [] and set(found.nulls) == {null.name for null in null_answers(SUM)}
+    assert min(ratio for each in found.nulls.values() for ratio in each.values()) >= 10
+
+
+def test_a_loose_tolerance_lets_wrong_answers_near() -> None:
+    loose = dataclasses.replace(SUM, tolerance=lambda case: {"sum": Tolerance(rms=2.0)})
+    complaints = Margins(nulls=null_ratios(loose, CASE, 0, secret="unit")).complaints()
+    assert any(line.startswith("null answer zeros: sum has ratio") for line in complaints)
+
+
+def test_a_tight_tolerance_fails_the_oracle_itself() -> None:
+    tight = dataclasses.replace(SUM, tolerance=lambda case: {"sum": Tolerance(relative=1e-9)})
+    with pytest.raises(ValueError, match="once rounded, fails its own tolerance"):
+        null_ratios(tight, CASE, 0, secret="unit")
+
+
+def test_standard_wrong_answers_must_fail_on_every_output_and_own_ones_on_one() -> None:
+    ratios = {"first": 100.0, "second": 3.0}
+    assert Margins(nulls={"drop_last_rank": ratios}).complaints() == []
+    assert Margins(nulls={"zeros": ratios}).complaints() == ["null answer zeros: second has ratio 3 only"]
+    assert Margins(nulls={"zeros": ratios, "own": ratios}).weakest() == ("zeros", 3.0)
+
+
+def test_honest_answers_need_half_the_tolerance_and_the_reference_all_of_it() -> None:
+    found = Margins(reference={"y": 1.5}, variants={"fp32": {"y": 0.6}}, changed=["x"])
+    assert found.complaints() == [
+        "the reference changes its argument x",
+        "the reference misses the oracle: y has ratio 1.5",
+        "honest variant fp32: y has ratio 0.6",
+    ]
+
+
+def test_the_worst_rank_counts_and_replicated_outputs_must_agree() -> None:
+    ranks = [
+        Margins(reference={"y": 0.1}, nulls={"zeros": {"y": 2.0}}, bits={"y": 1}),
+        Margins(nulls={"zeros": {"y": 50.0}}, bits={"y": 2}),
+    ]
+    found = worst(ranks)
+    assert found.nulls == {"zeros": {"y": 50.0}} and found.reference == {"y": 0.1}
+    assert found.complaints() == ["the reference's y must have the same bits on all ranks, and has not"]
+
+
+def test_a_wrong_type_is_infinitely_far_and_an_empty_output_is_left_out() -> None:
+    expected = SUM.oracle(CASE, draw_all(SUM, CASE, secret="unit"), 0)
+    assert ratios_of(SUM, CASE, torch.zeros(3), expected) == {"sum": math.inf}
+    empty = Expected("sum", torch.zeros(0), torch.bfloat16)
+    assert ratios_of(SUM, CASE, torch.zeros(0, dtype=torch.bfloat16), empty) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "excused"),
+    [
+        ("zeros", True),
+        ("zeros/sum", True),
+        ("zeros/other", False),
+        ("zeros@small/ragged_bf16", True),
+        ("zeros@small/ragged_bf16/w4", False),
+        ("zeros/sum@small/ragged_bf16/w2", True),
+        ("ones", False),
+    ],
+)
+def test_excuses_hold_where_they_say(key: str, excused: bool) -> None:
+    null = next(item for item in null_answers(SUM) if item.name == "zeros")
+    assert is_excused(dataclasses.replace(SUM, excused={key: "a reason"}), null, CASE, "sum") is excused
+
+
+@pytest.mark.parametrize(("cases", "applies"), [(None, True), (("small/ragged_bf16",), True), (("small/ragged_bf16/w4",), False)])
+def test_null_answers_apply_where_they_say(cases: Any, applies: bool) -> None:
+    assert NullAnswer("wrong", "why", lambda context: None, cases=cases).applies(CASE) is applies
