@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -10,12 +11,18 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems._matmul import FP64
+from peerlane.problems._spec import Case
 
 
 def full_float32() -> AbstractContextManager[None]:
     """Within it cuDNN convolves float32 as float32: by default it takes TensorFloat32, with 10 bits of fraction."""
     context: AbstractContextManager[None] = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
     return context
+
+
+def without_group(case: Case) -> Case:
+    """The same case over the whole world: what an implementation computes that ignores its group."""
+    return dataclasses.replace(case, params={key: value for key, value in case.params.items() if key != "group"})
 
 
 def zigzag_chunks(rank: int, world: int) -> tuple[int, int]:

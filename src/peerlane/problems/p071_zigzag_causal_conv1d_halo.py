@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.problems._collective import group_layout, group_members
-from peerlane.problems._conv import exchange_with_neighbours, from_zigzag, full_float32, zigzag_chunks, zigzag_shard
+from peerlane.problems._conv import exchange_with_neighbours, from_zigzag, full_float32, without_group, zigzag_chunks, zigzag_shard
 from peerlane.problems._draw import Draw
 from peerlane.problems._matmul import BF16, FLOP_UNIT, FP32, FP64
 from peerlane.problems._spec import (
@@ -225,8 +225,7 @@ def _narrow_accumulator(context: NullContext) -> torch.Tensor:
 
 
 def _whole_world(context: NullContext) -> torch.Tensor:
-    world = Case(**{**vars(context.case), "params": {k: v for k, v in context.case.params.items() if k != "group"}})
-    return _with_halos(context, _history(world, context.inputs, context.rank))
+    return _with_halos(context, _history(without_group(context.case), context.inputs, context.rank))
 
 
 def _small(label: str, dtype: torch.dtype, taps: int, chunk: int, **params: Any) -> CaseSpec:
