@@ -1,0 +1,262 @@
+"""What the mixture-of-experts problems share: which experts tokens go to, the metadata of a dispatch, and the order of its rows.
+
+Expert e of E lives on rank e // (E / P) of a group of P ranks. Routing is drawn in two ways. :func:`draw_experts` decides everything by
+contents. :func:`assign_experts` keeps the number of rows per expert, which decides host arguments and shapes, to what the layout says.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from peerlane.problems._collective import group_members
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import Case, Preset
+
+FP32 = torch.float32
+
+# Spread of the natural logarithm of an expert's popularity between ranks, where the layout draws the counts.
+_RANK_SPREAD = 0.4
+
+
+def tokens_of(case: Case, rank: int) -> int:
+    """T: ``case["tokens"]``, one number or one per rank (repeated as often as the world needs)."""
+    tokens = case["tokens"]
+    return int(tokens if isinstance(tokens, int) else tokens[rank % len(tokens)])
+
+
+def log_popularity(case: Case, draw: Draw) -> torch.Tensor:
+    """The logarithm of every expert's popularity, (E,), equal on all ranks and new in every call.
+
+    Zipf's law with ``case["exponent"]`` (none: all equal) in random order; ``case["empty"]`` experts are chosen by nobody.
+    """
+    experts = case["experts"]
+    place = draw.shared.permutation(experts)
+    popularity = (place + 1).to(FP32).log() * -float(case.params.get("exponent", 0.0))
+    return popularity.masked_fill(place >= experts - case.params.get("empty", 0), -math.inf)
+
+
+def draw_experts(case: Case, draw: Draw, scores: torch.Tensor, k: int) -> torch.Tensor:
+    """Draws k distinct experts for every row of ``scores`` (rows, E), the logarithms of popularities: (rows, k), the first drawn first.
+
+    ``case["limit"]`` = (groups, chosen): only experts of the best groups count, as in models that bound the number of nodes per token.
+    """
+    noise = draw.uniform(scores.shape, FP32, low=1e-9).log().neg().log().neg()
+    scores = scores + noise
+    if "limit" in case.params:
+        groups, chosen = case["limit"]
+        by_group = scores.view(scores.shape[0], groups, -1)
+        allowed = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter_(1, by_group.amax(-1).topk(chosen).indices, True)
+        scores = by_group.masked_fill(~allowed.unsqueeze(-1), -math.inf).view_as(scores)
+    return scores.topk(k).indices
+
+
+def apportion(total: int, cap: int, weights: Sequence[float]) -> list[int]:
+    """Whole shares of ``total`` in proportion to the weights, none above ``cap``; what the cap cuts off goes to smaller weights."""
+    shares = [0] * len(weights)
+    rest, left = total, sum(weights)
+    for index in sorted((i for i, weight in enumerate(weights) if weight > 0), key=lambda i: -weights[i]):
+        # Rounded up, the largest remaining share is at least the mean, so that the others never need more than the cap.
+        shares[index] = min(cap, rest, math.ceil(rest * weights[index] / left - 1e-9))
+        rest, left = rest - shares[index], left - weights[index]
+    if rest:
+        raise ValueError(f"cannot divide {total} into shares of at most {cap} over {len(weights)} weights: {rest} are left over")
+    return shares
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Rows per source and expert: ``counts[q][e]`` come from the q-th rank of the group for expert e."""
+
+    counts: Sequence[Sequence[int]]
+
+    @property
+    def local(self) -> int:
+        """Experts per rank."""
+        return len(self.counts[0]) // len(self.counts)
+
+    def per_local(self, me: int) -> list[list[int]]:
+        """Rows that arrive at the member ``me``, by source and local expert."""
+        return [list(row[me * self.local : (me + 1) * self.local]) for row in self.counts]
+
+    def input_splits(self, me: int) -> list[int]:
+        """Rows that the member ``me`` sends to every member."""
+        return [sum(self.per_local(target)[me]) for target in range(len(self.counts))]
+
+    def output_splits(self, me: int) -> list[int]:
+        """Rows that the member ``me`` receives from every member."""
+        return [sum(row) for row in self.per_local(me)]
+
+
+@functools.lru_cache(maxsize=64)
+def _count_table(
+    seed: int,
+    tokens: tuple[int, ...],
+    experts: int,
+    k: int,
+    exponent: float,
+    empty: int,
+    owners: int,
+    limit: tuple[int, int],
+) -> tuple[tuple[int, ...], ...]:
+    """Rows per rank and expert: Zipf's law with a spread between ranks, no expert more than once per token.
+
+    ``owners`` > 0: only the experts of one of so many ranks are chosen. ``limit``: see :func:`draw_experts`; every token then takes as many
+    experts from each of its groups.
+    """
+    generator = random.Random(seed)
+    places = generator.sample(range(experts), experts)
+    target = generator.randrange(owners) if owners else 0
+    popularity = [0.0 if place >= experts - empty else (place + 1.0) ** -exponent for place in places]
+    if owners:
+        popularity = [weight if e * owners // experts == target else 0.0 for e, weight in enumerate(popularity)]
+    groups, chosen = limit
+    size = experts // groups
+    table = []
+    for count in tokens:
+        spread = _RANK_SPREAD if exponent else 0.0
+        weights = [weight * math.exp(generator.gauss(0.0, spread)) for weight in popularity]
+        by_group = [weights[group * size : (group + 1) * size] for group in range(groups)]
+        pairs = apportion(count * chosen, count, [sum(part) for part in by_group])
+        rows = [apportion(pair * (k // chosen), pair, part) for pair, part in zip(pairs, by_group, strict=True)]
+        table.append(tuple(n for part in rows for n in part))
+    return tuple(table)
+
+
+def routed_tokens(case: Case, rank: int) -> int:
+    """Tokens that are routed at all: all but ``case["dropped"]``."""
+    return max(0, tokens_of(case, rank) - int(case.params.get("dropped", 0)))
+
+
+def drawn_counts(case: Case, draw: Draw) -> tuple[tuple[int, ...], ...]:
+    """Rows per world rank and expert, from the layout: ``case["exponent"]``, ``case["empty"]``, ``case["one_rank"]``, ``case["limit"]``."""
+    return _count_table(
+        draw.layout.getrandbits(62),
+        tuple(routed_tokens(case, q) for q in range(case.world_size)),
+        case["experts"],
+        case["k"],
+        case.params.get("exponent", 0.0),
+        case.params.get("empty", 0),
+        len(group_members(case, 0)) if case.params.get("one_rank") else 0,
+        case.params.get("limit", (1, 1)),
+    )
+
+
+def assign_experts(draw: Draw, counts: Sequence[int], tokens: int, k: int, limit: tuple[int, int] = (1, 1)) -> torch.Tensor:
+    """Random sets of k distinct experts for every token, (T, k) in random order, that use expert e exactly ``counts[e]`` times.
+
+    Experts in random order, each repeated as often as it is used, are dealt to the tokens in rounds: T places apart no expert comes twice.
+    Then experts are exchanged between random pairs of tokens wherever both sets stay sets. With a ``limit`` the groups are dealt in the
+    same way first, and then the experts of a group to its tokens.
+    """
+    groups, chosen = limit
+    experts, per = len(counts), k // chosen
+    used = torch.tensor(counts, device=draw.device)
+    if groups == 1:
+        group_of = torch.zeros((tokens, 1), dtype=torch.int64, device=draw.device)
+    else:
+        size = experts // groups
+        group_of = assign_experts(draw, [sum(counts[g * size : (g + 1) * size]) // per for g in range(groups)], tokens, chosen)
+    shuffled, order = draw.permutation(tokens * chosen), draw.permutation(experts)
+    shuffled = shuffled[group_of.flatten()[shuffled].argsort(stable=True)]
+    order = order[(order * groups // experts).argsort(stable=True)]
+    dealt = torch.repeat_interleave(order, used[order], output_size=tokens * k)
+
+    row_group = group_of.flatten()[shuffled]
+    rows_of = used.view(groups, -1).sum(1) // per
+    first = (rows_of.cumsum(0) - rows_of)[row_group]
+    place = per * first + torch.arange(tokens * chosen, device=draw.device) - first
+    rounds = torch.arange(per, device=draw.device)
+    rows = dealt[place.unsqueeze(1) + rounds * rows_of[row_group].unsqueeze(1)]
+    for _ in range(per):
+        _exchange(draw, rows, row_group)
+        rows = rows.roll(1, 1)
+
+    selected = torch.empty_like(rows)
+    selected[shuffled] = rows
+    slots = draw.uniform((tokens, k), FP32).argsort(1)
+    return selected.view(tokens, k).gather(1, slots)
+
+
+def _exchange(draw: Draw, rows: torch.Tensor, group_of: torch.Tensor) -> None:
+    """Swaps the first entries of random pairs of rows of one group, in place, where neither row then holds an entry twice."""
+    half = rows.shape[0] // 2
+    pairs = draw.permutation(rows.shape[0])
+    a, b = pairs[:half], pairs[half : 2 * half]
+    first, second = rows[a], rows[b]
+    clash = (first == second[:, :1]).any(1) | (second == first[:, :1]).any(1) | (group_of[a] != group_of[b])
+    rows[a, 0] = torch.where(clash, first[:, 0], second[:, 0])
+    rows[b, 0] = torch.where(clash, second[:, 0], first[:, 0])
+
+
+def expert_mask(selected: torch.Tensor, experts: int, dtype: torch.dtype, *, permuted: bool = False) -> torch.Tensor:
+    """One-hot (E, k, T) of selected experts (T, k); ``permuted``: a view of a contiguous (T, k, E), as one_hot makes it."""
+    tokens, k = selected.shape
+    if permuted:
+        mask = torch.zeros((tokens, k, experts), dtype=dtype, device=selected.device)
+        return mask.scatter_(2, selected.unsqueeze(2), 1).permute(2, 1, 0)
+    return torch.zeros((experts, k, tokens), dtype=dtype, device=selected.device).scatter_(0, selected.t().unsqueeze(0), 1)
+
+
+def expert_major(routing_map: torch.Tensor, rows: int) -> torch.Tensor:
+    """Where the ``rows`` nonzero entries of (E, T) lie, row by row, as flat indices; does not wait for the device."""
+    routed = (routing_map != 0).flatten().to(torch.uint8)
+    return routed.argsort(descending=True, stable=True)[:rows]
+
+
+def chunk_order(lengths: torch.Tensor, rows: int) -> torch.Tensor:
+    """``rows`` rows lie in chunks (a, b) of ``lengths[a, b]`` rows, a outermost: x[chunk_order(...)] has b outermost.
+
+    Does not wait for the device.
+    """
+    starts = (lengths.flatten().cumsum(0).view_as(lengths) - lengths).t().flatten()
+    sizes = lengths.t().flatten()
+    shifts = starts - (sizes.cumsum(0) - sizes)
+    return torch.repeat_interleave(shifts, sizes, output_size=rows) + torch.arange(rows, device=lengths.device)
+
+
+def distinct_ranks(case: Case, ranks: int) -> float:
+    """How many ranks of the group a token's experts are on, on average; where popularity is uneven, the least that its order can make it.
+
+    Equal popularity: P (1 - C(E - E/P, k) / C(E, k)). Otherwise experts are taken as independent, each chosen with probability
+    1 - exp(-s p), s such that these add up to k; the number is least if the most popular experts share a rank.
+    """
+    units, taken = case["experts"], case["k"]
+    if "limit" in case.params:
+        units, taken = case["limit"]
+    exponent, empty = case.params.get("exponent", 0.0), case.params.get("empty", 0)
+    if case.params.get("one_rank"):
+        return 1.0
+    per_rank = units // ranks
+    if "limit" in case.params or not (exponent or empty):
+        return ranks * (1 - math.comb(units - per_rank, taken) / math.comb(units, taken))
+    popularity = [(place + 1.0) ** -exponent if place < units - empty else 0.0 for place in range(units)]
+    low, high = 0.0, 2.0**60
+    for _ in range(200):
+        middle = (low + high) / 2
+        chosen = sum(1 - math.exp(-middle * weight) for weight in popularity)
+        low, high = (middle, high) if chosen < taken else (low, middle)
+    return sum(1 - math.exp(-low * sum(popularity[q * per_rank : (q + 1) * per_rank])) for q in range(ranks))
+
+
+def fitted(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``rows`` repeated and cut to another tensor's length, so that contents and not the shape decide."""
+    if rows.shape[0] == 0:
+        return torch.zeros_like(like)
+    return torch.cat([rows] * -(-like.shape[0] // rows.shape[0]) + [rows[:0]])[: like.shape[0]]
+
+
+def labels(presets: Sequence[Preset], world_sizes: Sequence[int], where: Callable[[Case], bool]) -> tuple[str, ...]:
+    """``preset/label/wN`` of all cases that ``where`` is true of."""
+    cases = [
+        Case(0, item.name, spec.label, world, spec.dtype, spec.variant, spec.params)
+        for item in presets
+        for spec in item.cases
+        for world in spec.world_sizes or world_sizes
+    ]
+    return tuple(each.name for each in cases if where(each))

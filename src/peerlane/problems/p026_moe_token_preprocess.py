@@ -1,0 +1,256 @@
+"""Problem 26: split sizes and per-expert counts of an expert-parallel dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems import _moe
+from peerlane.problems._collective import FP32, all_gather_single, group_layout, group_members
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+from peerlane.problems._tree import GroupRef
+
+INT64 = torch.int64
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def reference(expert_mask: torch.Tensor, num_experts: int, group: dist.ProcessGroup | None = None) -> Four:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    counts = expert_mask.sum(dim=(1, 2))
+    gathered = counts.new_empty(ranks * num_experts)
+    all_gather_single(gathered, counts, group=group)
+    mine = gathered.view(ranks, ranks, num_experts // ranks)[:, rank]
+    host = torch.cat([counts.view(ranks, -1), mine]).cpu()  # the only wait: all results travel together
+    sent, received = host[:ranks], host[ranks:]
+    return sent.sum(1).to(INT64), received.sum(1).to(INT64), received, received.sum(0)
+
+
+def _selection(case: Case, rank: int, draw: Draw) -> torch.Tensor:
+    """Experts of every slot (T, k): distinct within a token unless ``case["replacement"]``.
+
+    ``case["skew"]`` makes the popularity of experts differ between ranks too: by that many natural units, on average.
+    """
+    tokens, k = _moe.tokens_of(case, rank), case["k"]
+    popularity = _moe.log_popularity(case, draw)
+    popularity = popularity + draw.normal(popularity.shape, FP32, scale=case.params.get("skew", 0.0))
+    if case.params.get("replacement"):
+        return _moe.draw_experts(case, draw, popularity.expand(tokens * k, -1), 1).view(tokens, k)
+    return _moe.draw_experts(case, draw, popularity.expand(tokens, -1), k)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    permuted = bool(case.params.get("permuted"))
+    mask = _moe.expert_mask(_selection(case, rank, draw), case["experts"], case.dtype, permuted=permuted)
+    return (mask, case["experts"], GroupRef(case["group"]) if "group" in case.params else None)
+
+
+def _counts(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """Rows per member of the rank's group and expert, (P, E), int64."""
+    return torch.stack([(inputs[q][0] != 0).sum((1, 2)) for q in group_members(case, rank)])
+
+
+def metadata(counts: torch.Tensor, me: int, dtype: torch.dtype) -> Four:
+    """The four results of the group's member ``me`` from all members' counts (P, E); the last two in the dtype of the mask's sum."""
+    ranks = counts.shape[0]
+    per_owner = counts.view(ranks, ranks, -1)
+    received = per_owner[:, me].to(FP32 if dtype.is_floating_point else INT64)
+    return per_owner[me].sum(-1), per_owner[:, me].sum(-1), received.clone(), received.sum(0)
+
+
+def _metadata(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Four:
+    return metadata(change(_counts(case, inputs, rank)), group_members(case, rank).index(rank), case.dtype)
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, ...]:
+    results = _metadata(case, inputs, rank, lambda counts: counts)
+    names = ("input_splits", "output_splits", "per_local_expert", "sum_local_expert")
+    return tuple(exactly(name, value) for name, value in zip(names, results, strict=True))
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """The mask is read once; each peer needs the counts of its own experts alone, 4 bytes each."""
+    ranks = len(group_members(case, rank))
+    slots = case["experts"] * case["k"] * _moe.tokens_of(case, rank)
+    port = (ranks - 1) * (case["experts"] // ranks) * 4
+    return Cost(hbm_bytes=slots * case.dtype.itemsize, egress_bytes=port, ingress_bytes=port, flops={"fp32": slots})
+
+
+def _from_counts(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[NullContext], Four]:
+    """A wrong answer: the right one for counts (P, E) changed by ``change(counts, me)``."""
+
+    def answer(context: NullContext) -> Four:
+        me = group_members(context.case, context.rank).index(context.rank)
+        return _metadata(context.case, context.inputs, context.rank, lambda counts: change(counts, me))
+
+    return answer
+
+
+def _balanced(counts: torch.Tensor, me: int) -> torch.Tensor:
+    return counts.sum(1, keepdim=True).div(counts.shape[1], rounding_mode="floor").expand_as(counts)
+
+
+def _interleaved(counts: torch.Tensor, me: int) -> torch.Tensor:
+    """Expert e on rank e mod P."""
+    ranks = counts.shape[0]
+    return counts.view(ranks, -1, ranks).transpose(1, 2).reshape(ranks, -1)
+
+
+def _one_off(context: NullContext) -> Four:
+    """One row too many: what a tolerance of a percent lets through."""
+    results = [leaf.clone() for leaf in context.answer]
+    for leaf in results:
+        leaf.view(-1)[-1] += 1
+    return results[0], results[1], results[2], results[3]
+
+
+def _first_slot(context: NullContext) -> Four:
+    kept = [(args[0][:, :1], *args[1:]) for args in context.inputs]
+    return _metadata(context.case, kept, context.rank, lambda counts: counts)
+
+
+def _duplicates_merged(context: NullContext) -> Four:
+    merged = [(args[0].amax(1, keepdim=True), *args[1:]) for args in context.inputs]
+    return _metadata(context.case, merged, context.rank, lambda counts: counts)
+
+
+def _splits_exchanged(context: NullContext) -> Four:
+    sent, received, per_local, total = context.answer
+    return received, sent, per_local, total
+
+
+def _contiguous_group(context: NullContext) -> Four:
+    """The right members' number, but neighbours for members."""
+    size = len(group_members(context.case, context.rank))
+    first = context.rank // size * size
+    counts = torch.stack([(context.inputs[q][0] != 0).sum((1, 2)) for q in range(first, first + size)])
+    return metadata(counts, context.rank - first, context.case.dtype)
+
+
+def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+    return case(label, dtype, **{"tokens": (59, 83, 0, 71), "experts": 8, "k": 2, "exponent": 0.7, "skew": 0.5, **params})
+
+
+PRESETS = (
+    preset(
+        "small",
+        "unequal and empty ranks, empty experts, one popular expert, duplicates, float, integer and bool masks, strides, groups",
+        _small("skewed_int64", INT64),
+        _small("skewed_fp32", FP32),
+        _small("permuted_fp32", FP32, permuted=True),
+        _small("duplicates_bool", torch.bool, k=3, replacement=True),
+        _small("duplicates_permuted_fp32", FP32, k=3, replacement=True, permuted=True),
+        _small("empty_experts_int64", INT64, empty=3, exponent=1.2),
+        _small("empty_and_single_bool", torch.bool, tokens=(0, 1), experts=16, k=8),
+        _small("one_expert_int64", INT64, k=1, exponent=100.0, skew=0.0),
+        _small("wide_int32", torch.int32, experts=64, k=6),
+        _small("strided_group_int64", INT64, group="strided", world_sizes=(4, 8)),
+        _small("alone_int64", INT64, group="strided", world_sizes=(2,)),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape and strides, experts drawn without and with replacement",
+        case("fp32", FP32, tokens=1024, experts=8, k=2, exponent=0.3, permuted=True),
+        case("replacement_fp32", FP32, tokens=1024, experts=8, k=2, replacement=True, permuted=True),
+    ),
+    preset(
+        "production_qwen3_235b",
+        "8192 tokens, 8 of 128 experts, Zipf(0.8)",
+        case("int64", INT64, tokens=8192, experts=128, k=8, exponent=0.8, skew=0.3),
+    ),
+    preset(
+        "production_deepseek_v3",
+        "4096 tokens, 8 of 256 experts out of 4 of 8 groups, Zipf(0.5)",
+        case("int64", INT64, tokens=4096, experts=256, k=8, exponent=0.5, skew=0.3, limit=(8, 4)),
+    ),
+    preset(
+        "production_mixtral",
+        "16384 tokens, 2 of 8 experts, Zipf(0.3)",
+        case("fp32", FP32, tokens=16384, experts=8, k=2, exponent=0.3, skew=0.2),
+        case("popular_fp32", FP32, tokens=16384, experts=8, k=2, exponent=2.0, empty=2),
+    ),
+)
+
+
+def _where(where: Callable[[Case], bool]) -> tuple[str, ...]:
+    return _moe.labels(PRESETS, (2, 4, 8), where)
+
+
+def _several(case: Case) -> bool:
+    return not (case.world_size == 2 and "group" in case.params)
+
+
+def _excused() -> dict[str, str]:
+    """Split sizes that another call may well share."""
+    reasons = {
+        "previous@small/alone_int64": "alone in its group, a rank sends k T rows to itself in every call",
+        "previous_mean@small/alone_int64": "alone in its group, a rank sends k T rows to itself in every call",
+        "previous@small/one_expert_int64": "all rows go to the rank of one expert, which may be the same as before",
+        "previous@small/empty_and_single_bool/w2": "there is one token, whose experts may be spread as before",
+    }
+    return {key.replace("@", f"/{name}@"): why for key, why in reasons.items() for name in ("input_splits", "output_splits")}
+
+
+PROBLEM = Problem(
+    id=26,
+    slug="moe_token_preprocess",
+    title="Expert-parallel dispatch metadata",
+    category="expert_parallel",
+    parallelism=("expert",),
+    origin="VeOmni and Megatron-LM: what a mixture-of-experts layer finds out before it sends its tokens",
+    summary=(
+        "expert_mask (E, k, T), any strides, is one where slot j of token t selects expert e; rank q of the group (P ranks; the world if "
+        "None) holds experts [q E/P, (q+1) E/P). Four tensors in host memory: input_splits (P), int64, rows for every rank's experts; "
+        "output_splits (P), int64, rows from every rank; rows by source and own expert (P, E/P); and their sum over sources (E/P). The "
+        "last two are float32 for a float32 mask, and int64 for masks of integers or bool. A token that selects an expert twice counts "
+        "twice; T may differ from rank to rank and be 0."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer(
+            "own_counts",
+            "the rank's own counts for every source",
+            _from_counts(lambda counts, me: counts[me].expand_as(counts)),
+            cases=_where(_several),
+        ),
+        NullAnswer("balanced", "as if all experts were equally popular", _from_counts(_balanced)),
+        NullAnswer("experts_interleaved", "expert e on rank e mod P", _from_counts(_interleaved), cases=_where(lambda c: c["experts"] > 8)),
+        NullAnswer("one_off", "one row too many", _one_off),
+        NullAnswer("splits_exchanged", "rows received for rows sent", _splits_exchanged, cases=_where(_several)),
+        NullAnswer("first_slot", "only the first of a token's experts", _first_slot, cases=_where(lambda c: c["k"] > 1)),
+        NullAnswer(
+            "duplicates_merged",
+            "an expert that a token selects twice counted once",
+            _duplicates_merged,
+            cases=_where(lambda c: bool(c.params.get("replacement"))),
+        ),
+        NullAnswer(
+            "last_rank_missing",
+            "the last rank's rows not counted",
+            _from_counts(lambda counts, me: torch.cat([counts[:-1], torch.zeros_like(counts[-1:])])),
+        ),
+        NullAnswer(
+            "contiguous_group",
+            "neighbours taken for the group",
+            _contiguous_group,
+            cases=_where(lambda c: "group" in c.params and c.world_size > 2),
+        ),
+    ),
+    excused=_excused(),
+    process_groups=group_layout,
+    graph=False,
+    graph_reason="the answer lies in host memory, so that a call ends by waiting for the device",
+    notes=(
+        "The public benchmark compares counts with a tolerance of a percent; here they are exact.",
+        "The public benchmark draws experts with replacement, which no router does, and about equally often; here a token's experts are "
+        "distinct, apart from the cases that say otherwise, and popularity follows Zipf's law in a new order for every call.",
+        "A bfloat16 mask, which would round counts above 256, does not occur.",
+    ),
+)
