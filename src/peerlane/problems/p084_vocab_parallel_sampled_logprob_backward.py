@@ -186,8 +186,8 @@ def _assembled(case: Case, rank: int, args: tuple[Any, ...], probabilities: torc
     column = torch.arange(own.start, own.stop, device=probabilities.device)
     kept = torch.as_tensor(target_kept, device=column.device).expand(args[1].shape)
     hit = (column == args[1].unsqueeze(-1)) & kept.unsqueeze(-1)
-    upstream: torch.Tensor = args[2].to(FP32).unsqueeze(-1)
-    return (hit.to(FP32) - probabilities[..., own]) * upstream
+    gradient: torch.Tensor = (hit.to(FP32) - probabilities[..., own]) * args[2].to(FP32).unsqueeze(-1)
+    return gradient
 
 
 def _survives(kept: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
