@@ -1,0 +1,291 @@
+"""Problem 15: a two-layer SiLU perceptron whose input is sharded by columns and whose output by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from peerlane.problems import _matmul
+from peerlane.problems._draw import Draw
+from peerlane.problems._matmul import ACCUMULATION, BF16, FP32, FP64
+from peerlane.problems._spec import (
+    UNIT_ROUNDOFF,
+    Case,
+    CaseSpec,
+    Cost,
+    Expected,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+
+# Of the elementwise bound, in unit roundoffs u. One rounding errs by 0.41 u (root mean square), so that this is 12 standard deviations.
+_ROUNDINGS = 5
+
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+@torch.no_grad()
+def reference(x_local: torch.Tensor, W1: torch.Tensor, W2: torch.Tensor) -> torch.Tensor:
+    world = dist.get_world_size()
+    blocks = x_local.contiguous()
+    received = torch.empty_like(blocks)
+    dist.all_to_all_single(received, blocks)
+    rows = torch.cat(received.chunk(world), dim=1)
+    return F.silu(rows @ W1) @ W2
+
+
+def _sizes(case: Case) -> tuple[int, int, int, int]:
+    """M, H / W, F, H_out. ``case``: ``rows`` = M or ``rows_per_rank`` = M / W; ``hidden`` = H or ``hidden_per_rank`` = H / W."""
+    world = case.world_size
+    rows = case["rows"] if "rows" in case.params else case["rows_per_rank"] * world
+    local = case["hidden"] // world if "hidden" in case.params else case["hidden_per_rank"]
+    return rows, local, case["inner"], case["out"]
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights of variance 1 / fan-in, so that pre-activations are N(0, scale^2); ``shared_weights``: the same on all ranks.
+
+    Patterns are those of :func:`_matmul.activations`, and ``zero_rows``: every third row of X is zero.
+    """
+    rows, local, inner, out = _sizes(case)
+    hidden = local * case.world_size
+    x = _matmul.activations(case, rank, draw, (rows, local), hidden)
+    if (scale := case.params.get("scale", 1.0)) != 1.0:
+        x *= scale
+    if case.params.get("pattern") == "zero_rows":
+        x[::3] = 0.0
+    source = draw.shared if case.params.get("shared_weights") else draw
+    return x, _matmul.weights(case, source, (hidden, inner), hidden), _matmul.weights(case, source, (inner, out), inner)
+
+
+def _rows_of(case: Case, rank: int) -> slice:
+    count = _sizes(case)[0] // case.world_size
+    return slice(rank * count, (rank + 1) * count)
+
+
+def _x(inputs: Sequence[tuple[Any, ...]], rows: slice, order: Sequence[int | None] | None = None) -> torch.Tensor:
+    """Some rows of X; ``order`` names the rank whose shard goes to each place, None zeros."""
+    places = range(len(inputs)) if order is None else order
+    return torch.cat([torch.zeros_like(inputs[0][0][rows]) if q is None else inputs[q][0][rows] for q in places], dim=1)
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    """The magnitude is the standard deviation of the output's rounding errors, in unit roundoffs: see :func:`tolerance`."""
+    _, w1, w2 = inputs[rank]
+    x = _x(inputs, _rows_of(case, rank)).to(FP64)
+    accumulation = ACCUMULATION / (_ROUNDINGS * UNIT_ROUNDOFF[case.dtype])
+    w1, w2 = w1.to(FP64), w2.to(FP64)
+    z = x @ w1
+    gate = torch.sigmoid(z)
+    a = z * gate
+    slope = gate + a * (1 - gate)
+    error = a.square() + (z * slope).square() + (accumulation * slope * (x.abs() @ w1.abs())).square()
+    magnitude = (error @ w2.square()).sqrt() + accumulation * (a.abs() @ w2.abs())
+    return Expected("output", a @ w2, case.dtype, magnitude=magnitude)
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    """Roundings of the pre-activation z, of a = silu(z) and of the output, and accumulation in float32.
+
+    The first two are independent over the inner dimension, so they add up to u sqrt(sum_f (a_f^2 + (z silu'(z))_f^2) W2_f^2) at most, of
+    which 5 are allowed. Normwise each rounding costs 0.43 u: together 2.9e-3 in bfloat16.
+    """
+    rows, _, _, out = _sizes(case)
+    normwise = 8e-3 if case.dtype == BF16 and rows // case.world_size * out >= 64 else None
+    return {
+        "output": Tolerance(relative=2 * UNIT_ROUNDOFF[case.dtype], magnitude=_ROUNDINGS * UNIT_ROUNDOFF[case.dtype], normwise=normwise)
+    }
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """A rank needs its own rows of X only, so that its shard is read once, and 1/W of it goes to every rank."""
+    rows, local, inner, out = _sizes(case)
+    world, size = case.world_size, case.dtype.itemsize
+    own, hidden = rows // world, local * world
+    port = (world - 1) * own * local * size
+    return Cost(
+        hbm_bytes=(rows * local + hidden * inner + inner * out + own * out) * size,
+        egress_bytes=port,
+        ingress_bytes=port,
+        flops={_matmul.FLOP_UNIT[case.dtype]: 2 * own * inner * (hidden + out)},
+    )
+
+
+def _mlp(case: Case, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, activation: Activation = F.silu) -> torch.Tensor:
+    """In float32, rounded once."""
+    return (activation(x.to(FP32) @ w1.to(FP32)) @ w2.to(FP32)).to(case.dtype)
+
+
+def _rounded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """Every step rounded to the dtype, the sigmoid too, and the first product summed shard by shard, the rank's own first."""
+    _, w1, w2 = inputs[rank]
+    world, rows = case.world_size, _rows_of(case, rank)
+    shards = w1.to(FP32).chunk(world)
+    order = [(rank + step) % world for step in range(world)]
+    z = torch.stack([inputs[q][0][rows].to(FP32) @ shards[q] for q in order]).sum(0).to(case.dtype)
+    a = z * torch.sigmoid(z)
+    return torch.mm(a.to(FP32), w2.to(FP32)).to(case.dtype)
+
+
+def _spoilt_x(order: Callable[[int, int], Sequence[int | None]]) -> Callable[[NullContext], torch.Tensor]:
+    """A wrong answer: ``order(rank, world_size)`` names the rank whose shard goes to each place of X; None leaves zeros there."""
+
+    def answer(context: NullContext) -> torch.Tensor:
+        x = _x(context.inputs, _rows_of(context.case, context.rank), order(context.rank, context.case.world_size))
+        return _mlp(context.case, x, *context.args[1:])
+
+    return answer
+
+
+def _other_rows(context: NullContext, owner: int) -> torch.Tensor:
+    return _mlp(context.case, _x(context.inputs, _rows_of(context.case, owner)), *context.args[1:])
+
+
+def _other_weights(context: NullContext, owner: int) -> torch.Tensor:
+    return _mlp(context.case, _x(context.inputs, _rows_of(context.case, context.rank)), *context.inputs[owner][1:])
+
+
+def _other_activation(activation: Activation) -> Callable[[NullContext], torch.Tensor]:
+    def answer(context: NullContext) -> torch.Tensor:
+        _, w1, w2 = context.args
+        return _mlp(context.case, _x(context.inputs, _rows_of(context.case, context.rank)), w1, w2, activation)
+
+    return answer
+
+
+def _summed_over_ranks(context: NullContext) -> torch.Tensor:
+    """As if W1 and W2 were shards of a larger layer."""
+    x = _x(context.inputs, _rows_of(context.case, context.rank))
+    return torch.stack([_mlp(context.case, x, *args[1:]).to(FP32) for args in context.inputs]).sum(0).to(context.case.dtype)
+
+
+def _activation_before_sum(context: NullContext) -> torch.Tensor:
+    """silu of every shard's product instead of silu of their sum."""
+    rows, (_, w1, w2) = _rows_of(context.case, context.rank), context.args
+    parts = zip(context.inputs, w1.to(FP32).chunk(context.case.world_size), strict=True)
+    a = torch.stack([F.silu(args[0][rows].to(FP32) @ shard) for args, shard in parts]).sum(0)
+    return torch.mm(a, w2.to(FP32)).to(context.case.dtype)
+
+
+def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> CaseSpec:
+    return case(label, dtype, **{"rows_per_rank": 5, "hidden_per_rank": 8, "inner": 16, "out": 9, **params})
+
+
+PRESETS = (
+    preset(
+        "small",
+        "ragged sizes; saturated, faint and unlike shards; zero rows; weights shared or not; NaN and infinities",
+        _small("tile_bf16"),
+        _small("ragged_bf16", rows_per_rank=3, hidden_per_rank=2, inner=5, out=7),
+        _small("ragged_fp32", FP32, rows_per_rank=3, hidden_per_rank=2, inner=5, out=7),
+        _small("tile_fp32", FP32),
+        _small("shared_weights_bf16", shared_weights=True),
+        _small("saturated_bf16", scale=20.0),
+        _small("faint_bf16", scale=0.01),
+        _small("rank_scale_bf16", pattern="rank_scale"),
+        _small("zero_rows_bf16", pattern="zero_rows"),
+        _small("special_bf16", pattern="special"),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape; and with activations as saturated as its weights of variance 1 make them",
+        case("bf16", BF16, rows=1024, hidden=256, inner=512, out=256),
+        case("saturated_bf16", BF16, rows=1024, hidden=256, inner=512, out=256, scale=16.0),
+    ),
+    preset(
+        "production_llama3_8b_mlp",
+        "4096 tokens, hidden 4096, inner 14336, one set of weights",
+        case("bf16", BF16, rows=4096, hidden=4096, inner=14336, out=4096, shared_weights=True),
+    ),
+    preset(
+        "production_qwen3_1p7b_mlp",
+        "16384 tokens, hidden 2048, inner 6144, one set of weights",
+        case("bf16", BF16, rows=16384, hidden=2048, inner=6144, out=2048, shared_weights=True),
+    ),
+    preset(
+        "production_vit_g",
+        "8192 patches, hidden 1536, inner 4096, another set of weights on every rank",
+        case("bf16", BF16, rows=8192, hidden=1536, inner=4096, out=1536),
+    ),
+)
+
+
+def _labels(wanted: Callable[[CaseSpec], bool]) -> tuple[str, ...]:
+    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if wanted(spec))
+
+
+def _ordinary(spec: CaseSpec) -> bool:
+    """Pre-activations of order one, where activation functions differ most."""
+    return spec.params.get("scale", 1.0) == 1.0 and spec.params.get("pattern") != "rank_scale"
+
+
+PROBLEM = Problem(
+    id=15,
+    slug="combined_sharded_gemms",
+    title="Two-layer SiLU perceptron: input sharded by columns, output by rows",
+    category="tensor_parallel",
+    parallelism=("tensor", "sequence"),
+    origin="MLP blocks between tensor- and sequence-parallel layouts, as in papers that fuse GEMMs with their collectives (Flux)",
+    summary=(
+        "x_local (M, H/W) holds columns [r H/W, (r+1) H/W) of X (M, H). Rank r returns silu(X[R] @ W1) @ W2 for its rows "
+        "R = [r M/W, (r+1) M/W), shape (M/W, H_out), with its own W1 (H, F) and W2 (F, H_out), which may differ from rank to rank; "
+        "silu(z) = z / (1 + exp(-z)). Products are accumulated in float32; z and silu(z) may be rounded to the inputs' dtype."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer(
+            "no_communication",
+            "the rank's own columns of X, the others zero",
+            _spoilt_x(lambda rank, world: [q if q == rank else None for q in range(world)]),
+        ),
+        NullAnswer("own_everywhere", "the rank's own shard in every place of X", _spoilt_x(lambda rank, world: [rank] * world)),
+        NullAnswer("shards_reversed", "X's shards in reverse order", _spoilt_x(lambda _, world: range(world - 1, -1, -1))),
+        NullAnswer("drop_last_rank", "X without the last rank's shard", _spoilt_x(lambda _, world: [*range(world - 1), None])),
+        NullAnswer("first_rows", "rank 0's rows on every rank", lambda c: _other_rows(c, 0)),
+        NullAnswer("mirrored_rows", "the rows of rank W - 1 - r", lambda c: _other_rows(c, c.case.world_size - 1 - c.rank)),
+        NullAnswer(
+            "first_weights",
+            "rank 0's weights on every rank",
+            lambda c: _other_weights(c, 0),
+            cases=_labels(lambda spec: not spec.params.get("shared_weights")),
+        ),
+        NullAnswer("summed_over_ranks", "the sum over ranks of what their weights give", _summed_over_ranks),
+        NullAnswer(
+            "activation_before_sum",
+            "silu of the shards' products instead of silu of their sum",
+            _activation_before_sum,
+            cases=_labels(lambda spec: spec.params.get("scale", 1.0) >= 1.0),
+        ),
+        NullAnswer("no_activation", "the two products alone", _other_activation(lambda z: z)),
+        NullAnswer("relu", "relu in place of silu", _other_activation(F.relu), cases=_labels(_ordinary)),
+        NullAnswer("gelu", "gelu in place of silu", _other_activation(F.gelu), cases=_labels(_ordinary)),
+    ),
+    honest_variants=(
+        HonestVariant(
+            "fp32_rounded_once",
+            lambda case, inputs, rank: _mlp(case, _x(inputs, _rows_of(case, rank)), *inputs[rank][1:]),
+        ),
+        HonestVariant("every_step_rounded", _rounded),
+    ),
+    notes=(
+        "The public reference gathers all of X, computes the first layer for all M rows on every rank, and ends with a reduce-scatter that "
+        "adds zeros. No sum over ranks is part of the problem; here the reference exchanges by all-to-all the rows that each rank needs.",
+        "Weights have variance 1 / fan-in instead of 1, which would saturate silu and let an absolute tolerance reject correctly rounded "
+        "answers. A second pkb case has the public pre-activations of standard deviation 16.",
+    ),
+)
