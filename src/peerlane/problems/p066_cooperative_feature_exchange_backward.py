@@ -1,0 +1,269 @@
+"""Problem 66: the adjoint of problem 65: gradients go back to the rows they came from, and add up there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems._collective import FP32, group_layout, group_members
+from peerlane.problems._draw import Draw
+from peerlane.problems._graph import count_table, fitted, least_table, skewed
+from peerlane.problems._spec import (
+    UNIT_ROUNDOFF,
+    Case,
+    Cost,
+    Expected,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems._tree import GroupRef
+from peerlane.problems.p065_cooperative_feature_exchange import by_rank, relative_counts
+
+FP64 = torch.float64
+
+# Bytes of float64 rows that the oracle holds at a time; it needs about three times as much.
+_CHUNK_BYTES = 2**30
+
+
+@torch.no_grad()
+def reference(
+    grad_output: torch.Tensor,
+    seed_inverse_ids: torch.Tensor,
+    seed_size: int,
+    counts_sent: list[int],
+    counts_received: list[int],
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    # Chunk j goes to rank (rank + j) mod W; rows, and the ids of those that come back, in the order of absolute ranks.
+    sent = grad_output.roll(-sum(counts_sent[: ranks - rank]), 0)
+    ids = seed_inverse_ids.roll(-sum(counts_received[: ranks - rank]))
+    received = sent.new_empty((ids.numel(), *sent.shape[1:]))
+    dist.all_to_all_single(received, sent, by_rank(counts_received, rank), by_rank(counts_sent, rank), group=group)
+    return received.new_zeros((seed_size, *received.shape[1:])).index_add_(0, ids, received)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """Gradients N(0, 1), in an integer draw whole numbers. Ids are :func:`skewed` by ``case["skew"]`` and below ``case["used"]``.
+
+    ``case["pattern"]``:
+
+    * ``one_row``: all ids are equal
+    * ``sorted``: ids ascend
+    * ``cancelling``: a gradient of about 1e6 in even rows is taken back, but for a rest of about 1, in the odd rows of the same id
+    """
+    members = group_members(case, rank)
+    table, pattern = count_table(case, len(members), draw.layout), case.params.get("pattern")
+    sent, received = relative_counts(table, members.index(rank))
+    shape, used = (sum(sent), case["depth"]), case.params.get("used", case["seeds"])
+    ids = skewed(draw, sum(received), used, case.params.get("skew", 1.0))
+    if pattern == "one_row":
+        ids = draw.integers(0, used, (1,)).expand(ids.shape).clone()
+    elif pattern == "sorted":
+        ids = ids.sort().values
+    elif pattern == "cancelling":
+        ids[1::2] = ids[: ids.numel() - 1 : 2]
+    gradient = draw.integers(-8, 9, shape, FP32) if draw.integer else draw.normal(shape, FP32)
+    if pattern == "cancelling" and not draw.integer:
+        large = draw.shared.normal((1, case["depth"]), FP32, scale=1e6)
+        gradient[::2] += large
+        gradient[1::2] -= large
+    group = next((GroupRef(name) for name in group_layout(case)), None)
+    return (gradient, ids, case["seeds"], sent, received, group)
+
+
+def _chunk(inputs: Sequence[tuple[Any, ...]], source: int, number: int) -> torch.Tensor:
+    """Chunk ``number`` of what world rank ``source`` sends."""
+    gradient, counts = inputs[source][0], inputs[source][3]
+    first = sum(counts[:number])
+    rows: torch.Tensor = gradient[first : first + counts[number]]
+    return rows
+
+
+def _received(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> list[torch.Tensor]:
+    """The chunks that come back to ``rank``, in the order of its ids."""
+    members = group_members(case, rank)
+    me, ranks = members.index(rank), len(members)
+    return [_chunk(inputs, members[(me + j) % ranks], -j % ranks) for j in range(ranks)]
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    """The float64 sums. The magnitude of a sum of m terms is m times the sum of their absolute values."""
+    ids, rows = inputs[rank][1], torch.cat(_received(case, inputs, rank))
+    value = torch.zeros((case["seeds"], case["depth"]), dtype=FP64, device=rows.device)
+    magnitude = torch.zeros_like(value)
+    step = max(1, _CHUNK_BYTES // (case["depth"] * FP64.itemsize))
+    for first in range(0, len(ids), step):
+        part = slice(first, first + step)
+        wide = rows[part].to(FP64)
+        value.index_add_(0, ids[part], wide)
+        magnitude.index_add_(0, ids[part], wide.abs_())
+    terms = torch.zeros(case["seeds"], dtype=FP64, device=rows.device).index_add_(0, ids, torch.ones_like(ids, dtype=FP64))
+    return Expected("gradient", value, FP32, magnitude=magnitude.mul_(terms.unsqueeze(1)))
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    """m terms added in float32 in any order err by (m - 1) u times the sum of their absolute values at most; one u more for the result.
+
+    A row that no id names is 0, exactly.
+    """
+    return {"gradient": Tolerance(magnitude=UNIT_ROUNDOFF[FP32])}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """The sender does not know which of its rows the receiver will add up, so every row is sent; sums are written once."""
+    members = group_members(case, rank)
+    me, table = members.index(rank), least_table(case, len(members))
+    row = case["depth"] * FP32.itemsize
+    sent, received = [line[me] for line in table], table[me]
+    return Cost(
+        hbm_bytes=row * (sum(sent) + case["seeds"]) + 8 * sum(received),
+        egress_bytes=row * (sum(sent) - sent[me]),
+        ingress_bytes=row * (sum(received) - received[me]),
+        flops={"fp32": case["depth"] * sum(received)},
+    )
+
+
+def _added(context: NullContext, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(context.answer).index_add_(0, ids, fitted(rows, ids.unsqueeze(1).expand(-1, context.case["depth"]).to(FP32)))
+
+
+def _chunks(context: NullContext, source: Any, number: Any) -> torch.Tensor:
+    """Added up: for every j chunk ``number(me, j, W)`` of group rank ``source(me, j, W)``."""
+    members = group_members(context.case, context.rank)
+    me, ranks = members.index(context.rank), len(members)
+    parts = [_chunk(context.inputs, members[source(me, j, ranks) % ranks], number(me, j, ranks) % ranks) for j in range(ranks)]
+    return _added(context, torch.cat(parts), context.args[1])
+
+
+def _last_wins(context: NullContext) -> torch.Tensor:
+    """Of rows with the same id, one is written over the others."""
+    rows = torch.cat(_received(context.case, context.inputs, context.rank))
+    result = torch.zeros_like(context.answer)
+    for id_, row in zip(context.args[1].tolist(), rows, strict=True):
+        result[id_] = row
+    return result
+
+
+def _mean(context: NullContext) -> torch.Tensor:
+    """Means in place of sums."""
+    counts = torch.bincount(context.args[1], minlength=context.case["seeds"]).clamp(min=1)
+    result: torch.Tensor = context.answer / counts.unsqueeze(1)
+    return result
+
+
+def _own_chunk_missing(context: NullContext) -> torch.Tensor:
+    """Nothing from the rank itself."""
+    own = context.args[4][0]
+    rows = torch.cat(_received(context.case, context.inputs, context.rank))
+    return _added(context, rows[own:], context.args[1][own:])
+
+
+def _received_sums(order: str) -> Any:
+    """Sums in float32, in the order of ids, or chunk by chunk from the last."""
+
+    def answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+        ids, parts = inputs[rank][1], _received(case, inputs, rank)
+        if order == "sorted":
+            places = ids.argsort(stable=True)
+            rows = torch.cat(parts)[places]
+            return torch.zeros((case["seeds"], case["depth"]), device=rows.device).index_add_(0, ids[places], rows)
+        total = torch.zeros((case["seeds"], case["depth"]), device=ids.device)
+        for part, where in reversed(list(zip(parts, torch.split(ids, inputs[rank][4]), strict=True))):
+            total += torch.zeros_like(total).index_add_(0, where, part)
+        return total
+
+    return answer
+
+
+_REPEATED = ("small/uneven", "small/sorted", "small/one_row", "small/hot", "pkb/fp32")
+_UNEVEN = ("small/uneven", "small/sorted", "small/hot", "small/unused_rows")
+
+PROBLEM = Problem(
+    id=66,
+    slug="cooperative_feature_exchange_backward",
+    title="Adjoint of the cooperative feature exchange: route gradients back and add them to seed rows",
+    category="graph_parallel",
+    parallelism=("graph", "data"),
+    origin="DGL GraphBolt, cooperative mini-batching: backward of the feature exchange",
+    summary=(
+        "The vector-Jacobian product of problem 65. grad_output (sum(counts_sent), D) float32 is cut into W chunks of counts_sent rows; "
+        "chunk j of rank r goes back to rank (r + j) mod W of the group (the world if None), where it is chunk -j mod W, of "
+        "counts_received rows. Row m of the chunks received, in that order, is added to row seed_inverse_ids[m] of the result "
+        "(seed_size, D) float32; rows that no id names are 0."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=(
+        preset(
+            "small",
+            "uneven, empty and one-sided counts; sorted, hot and unused rows, one row for all; cancellation; groups",
+            case("uneven", FP32, splits="uneven", seeds=7, depth=5),
+            case("idle", FP32, splits="idle", seeds=7, depth=5),
+            case("heavy", FP32, splits="heavy", rows=10, seeds=9, depth=3),
+            case("sorted", FP32, splits="uneven", seeds=7, depth=5, pattern="sorted"),
+            case("one_row", FP32, splits="uneven", seeds=7, depth=5, pattern="one_row"),
+            case("hot", FP32, splits="uneven", seeds=9, depth=4, skew=4.0),
+            case("unused_rows", FP32, splits="uneven", seeds=30, used=8, depth=3),
+            case("cancelling", FP32, splits="equal", rows=16, seeds=7, depth=5, pattern="cancelling"),
+            case("strided_group", FP32, splits="uneven", seeds=7, depth=5, group="strided", world_sizes=(4, 8)),
+        ),
+        preset("pkb", "the public benchmark's shape and equal counts", case("fp32", FP32, splits="equal", rows=1024, seeds=512, depth=128)),
+        preset(
+            "production_sage_hidden",
+            "GraphSAGE with 256 hidden features: 120 000 rows per rank into 40 000, a row's share a power law",
+            case("fp32", FP32, splits="diagonal", rows=120_000, seeds=40_000, depth=256, skew=1.8),
+        ),
+        preset(
+            "production_mag240m",
+            "MAG240M: gradients of features, 300 000 x 768 per rank into 200 000 rows",
+            case("fp32", FP32, splits="diagonal", rows=300_000, seeds=200_000, depth=768),
+        ),
+        preset(
+            "production_papers100m_sage",
+            "ogbn-papers100M: 200 000 x 128 per rank into 150 000 rows",
+            case("fp32", FP32, splits="diagonal", rows=200_000, seeds=150_000, depth=128),
+        ),
+    ),
+    null_answers=(
+        NullAnswer("no_communication", "the rank's own gradients added to its rows", lambda c: _added(c, c.args[0], c.args[1])),
+        NullAnswer(
+            "absolute_order",
+            "chunks taken in the order of ranks",
+            lambda c: _chunks(c, lambda me, j, w: j, lambda me, j, w: me - j),
+            cases=(*_UNEVEN, "pkb/fp32"),
+        ),
+        NullAnswer(
+            "absolute_chunks",
+            "chunk r taken to be for rank r",
+            lambda c: _chunks(c, lambda me, j, w: me + j, lambda me, j, w: me),
+            cases=(*_UNEVEN, "pkb/fp32"),
+        ),
+        NullAnswer("last_wins", "of rows with the same id one, not the sum", _last_wins, cases=_REPEATED),
+        NullAnswer("mean", "means in place of sums", _mean, cases=_REPEATED),
+        NullAnswer("own_chunk_missing", "only what other ranks send", _own_chunk_missing, cases=(*_UNEVEN, "small/heavy", "pkb/fp32")),
+    ),
+    honest_variants=(
+        HonestVariant("sorted_fp32", _received_sums("sorted")),
+        HonestVariant("chunkwise_reversed_fp32", _received_sums("chunkwise")),
+    ),
+    process_groups=group_layout,
+    integer_exact=True,
+    notes=(
+        "The public benchmark's counts are all equal and its ids uniform; here counts differ for every pair of ranks, and one row may "
+        "get all gradients.",
+        "Gradients are in float32, as the interface says; there is no bfloat16 preset.",
+    ),
+)

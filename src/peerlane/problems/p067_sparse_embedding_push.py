@@ -1,0 +1,237 @@
+"""Problem 67: push (id, row) pairs to the ranks that own the ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems._collective import BF16, FP32, group_layout, group_members
+from peerlane.problems._draw import Draw
+from peerlane.problems._graph import count_table, fitted, least_table, skewed
+from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, exactly, preset
+from peerlane.problems._tree import GroupRef
+
+INT32, INT64 = torch.int32, torch.int64
+
+
+@torch.no_grad()
+def reference(
+    idx: torch.Tensor, value: torch.Tensor, num_nodes: int, group: dist.ProcessGroup | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return idx, value
+    owner = idx.remainder(ranks)
+    order = owner.argsort(stable=True)
+    sent = torch.zeros(ranks, dtype=torch.int64, device=idx.device).index_add_(0, owner, torch.ones_like(idx, dtype=torch.int64))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    sent_sizes, received_sizes = torch.stack((sent, received)).tolist()
+
+    def pushed(rows: torch.Tensor) -> torch.Tensor:
+        result = rows.new_empty((sum(received_sizes), *rows.shape[1:]))
+        dist.all_to_all_single(result, rows[order], received_sizes, sent_sizes, group=group)
+        return result
+
+    return pushed(idx), pushed(value)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """How many rows go to which owner is layout, in which places they are is not.
+
+    An id is W q + owner with q :func:`skewed` over num_nodes / W by ``case["skew"]``; ``case["hot"]``: one q for half the ids of an owner.
+    """
+    members, nodes = group_members(case, rank), case["nodes"]
+    ranks = len(members)
+    counts = count_table(case, ranks, draw.layout)[members.index(rank)]
+    total = sum(counts)
+    owner = torch.arange(ranks, device=draw.device).repeat_interleave(torch.tensor(counts, device=draw.device), output_size=total)
+    quotient = skewed(draw, total, nodes // ranks, case.params.get("skew", 1.0))
+    if case.params.get("hot"):
+        quotient = torch.where(draw.uniform((total,), FP32) < 0.5, draw.integers(0, nodes // ranks, (1,)), quotient)
+    ids = (quotient * ranks + owner)[draw.permutation(total)].to(case.params.get("index", INT64))
+    group = next((GroupRef(name) for name in group_layout(case)), None)
+    return (ids, draw.normal((total, *case["row"]), case.dtype), nodes, group)
+
+
+def _received(inputs: Sequence[tuple[Any, ...]], members: Sequence[int], me: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(ids, rows) that every member has for member ``me``."""
+    owned = [(inputs[q][0], inputs[q][1], inputs[q][0] % len(members) == me) for q in members]
+    return [(ids[mine], rows[mine]) for ids, rows, mine in owned]
+
+
+def _joined(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    ids, rows = zip(*parts, strict=True)
+    return torch.cat(ids), torch.cat(rows)
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, Expected]:
+    members = group_members(case, rank)
+    ids, rows = _joined(_received(inputs, members, members.index(rank)))
+    return exactly("recv_idx", ids), exactly("recv_value", rows)
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """Pairs are read and written once. An id travels as its quotient by W, in 4 bytes."""
+    members = group_members(case, rank)
+    me, table = members.index(rank), least_table(case, len(members))
+    row, index = torch.Size(case["row"]).numel() * case.dtype.itemsize, case.params.get("index", INT64).itemsize
+    sent, received = table[me], [line[me] for line in table]
+    return Cost(
+        hbm_bytes=(sum(sent) + sum(received)) * (row + index),
+        egress_bytes=(sum(sent) - sent[me]) * (row + 4),
+        ingress_bytes=(sum(received) - received[me]) * (row + 4),
+    )
+
+
+def _by_selection(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Everything of everybody in one list, and a stable sort by owner."""
+    members = group_members(case, rank)
+    ids, rows = _joined([inputs[q][:2] for q in members])
+    order = (ids % len(members)).argsort(stable=True)
+    mine = order[(ids % len(members))[order] == members.index(rank)]
+    return ids[mine], rows[mine]
+
+
+def _fit(context: NullContext, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return fitted(pair[0], context.answer[0]), fitted(pair[1], context.answer[1])
+
+
+def _parts(context: NullContext) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    members = group_members(context.case, context.rank)
+    return _received(context.inputs, members, members.index(context.rank))
+
+
+def _by_range(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """Owners by ranges of ids."""
+    members, parts = group_members(context.case, context.rank), []
+    for q in members:
+        ids, rows = context.inputs[q][:2]
+        mine = ids // -(-context.case["nodes"] // len(members)) == members.index(context.rank)
+        parts.append((ids[mine], rows[mine]))
+    return _fit(context, _joined(parts))
+
+
+def _sorted_by_id(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every source's pairs in the order of their ids."""
+    return _joined([(ids.sort(stable=True).values, rows[ids.argsort(stable=True)]) for ids, rows in _parts(context)])
+
+
+def _unpermuted_rows(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """The right ids, with every source's first rows."""
+    members = group_members(context.case, context.rank)
+    parts = _parts(context)
+    rows = [context.inputs[q][1][: len(ids)] for q, (ids, _) in zip(members, parts, strict=True)]
+    return context.answer[0].clone(), torch.cat(rows)
+
+
+def _local_ids(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids turned into rows of the owner's shard."""
+    return context.answer[0] // len(group_members(context.case, context.rank)), context.answer[1].clone()
+
+
+def _added_up(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """Later pairs of an id get its first row, as a reduction of duplicates that keeps the shape would have it."""
+    ids, rows = context.answer
+    _, place = ids.unique(return_inverse=True)
+    first = torch.full((len(ids) + 1,), len(ids), dtype=INT64, device=ids.device)
+    first.scatter_reduce_(0, place, torch.arange(len(ids), device=ids.device), "amin")
+    return ids.clone(), rows[first[place]]
+
+
+def _contiguous_group(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """Neighbours taken for the group."""
+    size = len(group_members(context.case, context.rank))
+    first = context.rank // size * size
+    return _fit(context, _joined(_received(context.inputs, range(first, first + size), context.rank - first)))
+
+
+_MIXED = (
+    "small/uneven_bf16",
+    "small/uneven_fp32",
+    "small/hot_bf16",
+    "small/odd_row_bf16",
+    "pkb/bf16",
+    "production_wikidata5m_transe/fp32",
+    "production_dlrm_table/bf16",
+    "production_ogbn_mag/fp32",
+)
+
+PROBLEM = Problem(
+    id=67,
+    slug="sparse_embedding_push",
+    title="Push sparse (id, row) pairs to their owners under modulo partitioning",
+    category="graph_parallel",
+    parallelism=("graph", "data"),
+    origin="DGL: the push of sparse gradients to the owners of embedding rows, remainder partition",
+    summary=(
+        "Id i belongs to rank i mod W of the group (the world if None). Every rank receives the pairs (idx[k], value[k]) of all ranks "
+        "whose ids it owns, sources in the order of ranks and pairs of a source in their order there: (recv_idx (m,), recv_value "
+        "(m, *rest)), bit copies. Ids stay global and duplicates stay. A rank may have no pairs. num_nodes bounds the ids. On one rank "
+        "the arguments themselves are returned."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    cost=cost,
+    presets=(
+        preset(
+            "small",
+            "uneven owners, ranks without pairs, all ids with one owner, hot ids, odd and many-dimensional rows, int32 ids, groups",
+            case("uneven_bf16", BF16, splits="uneven", nodes=40, row=(4,)),
+            case("uneven_fp32", FP32, splits="uneven", nodes=40, row=(2, 3)),
+            case("uneven_int32_ids", FP32, splits="uneven", nodes=40, row=(3,), index=INT32),
+            case("idle_bf16", BF16, splits="idle", nodes=40, row=(4,)),
+            case("one_owner_bf16", BF16, splits="gather", rows=13, nodes=40, row=(4,)),
+            case("nothing_fp32", FP32, splits="nothing", nodes=40, row=(4,)),
+            case("heavy_fp32", FP32, splits="heavy", rows=10, nodes=400, row=(3,)),
+            case("hot_bf16", BF16, splits="uneven", nodes=400, row=(4,), hot=True),
+            case("odd_row_bf16", BF16, splits="uneven", nodes=40, row=(3,)),
+            case("strided_group_bf16", BF16, splits="uneven", nodes=40, row=(4,), group="strided", world_sizes=(4, 8)),
+        ),
+        preset(
+            "pkb",
+            "the public benchmark's shape: 1024 pairs per rank",
+            case("bf16", BF16, splits="equal", rows=1024, nodes=100_000, row=(128,)),
+        ),
+        preset(
+            "production_wikidata5m_transe",
+            "Wikidata5M, TransE: 200 000 gradients per rank of 512, Zipf-like ids",
+            case("fp32", FP32, splits="popular", rows=200_000, nodes=4_800_000, row=(512,), skew=6.0),
+        ),
+        preset(
+            "production_dlrm_table",
+            "DLRM-like table update: 1.5 million x 128 per rank",
+            case("bf16", BF16, splits="popular", rows=1_500_000, nodes=40_000_000, row=(128,), skew=3.0),
+        ),
+        preset(
+            "production_ogbn_mag",
+            "ogbn-mag, learnable features: 80 000 x 128 per rank, 30 % more or less",
+            case("fp32", FP32, splits="ragged", rows=80_000, nodes=1_940_000, row=(128,)),
+        ),
+    ),
+    null_answers=(
+        NullAnswer("no_communication", "the rank's own pairs, repeated or cut", lambda c: _fit(c, c.args[:2])),
+        NullAnswer("range_partition", "owners by ranges of ids", _by_range),
+        NullAnswer(
+            "sources_reversed", "the last source first", lambda c: _joined(_parts(c)[::-1]), cases=(*_MIXED, "small/one_owner_bf16")
+        ),
+        NullAnswer("sorted_by_id", "a source's pairs in the order of their ids", _sorted_by_id, cases=(*_MIXED, "small/one_owner_bf16")),
+        NullAnswer("unpermuted_rows", "ids sorted by owner, rows not", _unpermuted_rows, cases=_MIXED),
+        NullAnswer("local_ids", "ids divided by W", _local_ids),
+        NullAnswer("one_row_per_id", "duplicates of an id given the same row", _added_up, cases=("small/hot_bf16",)),
+        NullAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
+    ),
+    honest_variants=(HonestVariant("gather_and_sort", _by_selection),),
+    process_groups=group_layout,
+    graph=False,
+    graph_reason="how many pairs a rank receives depends on all ranks' ids, and the host must know it to allocate the result",
+    notes=(
+        "The public benchmark's uniform ids give all owners about the same number of pairs; here owners are wanted unequally, and ranks "
+        "may have no pairs. How many pairs go where is constant per slot, so that slots keep their shapes; which pairs they are is not.",
+        "num_nodes is not used by the definition.",
+    ),
+)
