@@ -67,26 +67,36 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, *, stride: Sequence[int], di
 
     One matrix product per tap, so that no unfolded copy of x is held and float64 runs at the speed of matrix products.
     """
-    kernel = weight.shape[2:]
-    positions = [(size - d * (taps - 1) - 1) // s + 1 for size, taps, s, d in zip(x.shape[2:], kernel, stride, dilation, strict=True)]
+    kernel, spatial = weight.shape[2:], x.shape[2:]
+    positions = [_positions(*axis) for axis in zip(spatial, kernel, stride, dilation, strict=True)]
     result = torch.zeros((x.shape[0], weight.shape[0], *positions), dtype=FP64, device=x.device)
     inner, outer = weight.shape[1], weight.shape[0] // groups
-    wide = weight.to(FP64)
+    wide = weight.to(FP64).flatten(2)
     for number, tap in enumerate(itertools.product(*(range(taps) for taps in kernel))):
-        window = [slice(t * d, t * d + s * (n - 1) + 1, s) for t, d, s, n in zip(tap, dilation, stride, positions, strict=True)]
-        factor = wide.flatten(2)[..., number]
+        window = [_window(*axis) for axis in zip(tap, positions, stride, dilation, strict=True)]
         for b, g in itertools.product(range(x.shape[0]), range(groups)):
             operand = x[(slice(b, b + 1), slice(g * inner, (g + 1) * inner), *window)].to(FP64).reshape(inner, -1)
             rows = slice(g * outer, (g + 1) * outer)
-            result[b, rows].view(outer, -1).addmm_(factor[rows], operand)
+            result[b, rows].view(outer, -1).addmm_(wide[rows, :, number], operand)
     return result
+
+
+def _positions(size: int, taps: int, stride: int, dilation: int) -> int:
+    """How many positions a kernel has along an axis of this size."""
+    return (size - dilation * (taps - 1) - 1) // stride + 1
+
+
+def _window(tap: int, positions: int, stride: int, dilation: int) -> slice:
+    """Which samples of an axis one tap of a kernel meets."""
+    return slice(tap * dilation, tap * dilation + stride * (positions - 1) + 1, stride)
 
 
 def terms_bound(x: torch.Tensor, weight: torch.Tensor, *, stride: Sequence[int], dilation: Sequence[int], groups: int = 1) -> torch.Tensor:
     """|w| |patch| of every output of :func:`convolve`: by Cauchy and Schwarz no less than the sum of its terms' absolute values."""
-    spatial = x.shape[2:]
     energy = torch.stack([part.to(FP64).square_().sum(1) for part in x.chunk(groups, 1)], 1)
-    box = torch.ones((1, 1, *weight.shape[2:]), dtype=FP64, device=x.device)
-    patches = convolve(energy.view(-1, 1, *spatial), box, stride=stride, dilation=dilation).clamp_(min=0.0).sqrt_()
-    patches = patches.view(x.shape[0], groups, *patches.shape[2:]).repeat_interleave(weight.shape[0] // groups, 1)
-    return patches.mul_(weight.to(FP64).flatten(1).norm(dim=1).view(-1, *[1] * len(spatial)))
+    for axis, (taps, step, spread) in enumerate(zip(weight.shape[2:], stride, dilation, strict=True), start=2):
+        positions = _positions(energy.shape[axis], taps, step, spread)
+        windows = [_window(tap, positions, step, spread) for tap in range(taps)]
+        energy = torch.stack([energy[(slice(None),) * axis + (window,)] for window in windows]).sum(0)
+    patches = energy.sqrt_().repeat_interleave(weight.shape[0] // groups, 1)
+    return patches.mul_(weight.to(FP64).flatten(1).norm(dim=1).view(-1, *[1] * (x.dim() - 2)))

@@ -1,0 +1,294 @@
+"""Problem 76: a three-dimensional convolution whose input channels are sharded, with an all-reduce of the partial sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from peerlane.problems._collective import group_layout, group_members, sequential_sum, stale_tail
+from peerlane.problems._conv import convolve, full_float32, terms_bound, without_group
+from peerlane.problems._draw import Draw
+from peerlane.problems._matmul import ACCUMULATION, BF16, FLOP_UNIT, FP32, FP64
+from peerlane.problems._spec import (
+    UNIT_ROUNDOFF,
+    Case,
+    CaseSpec,
+    Cost,
+    Expected,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems._tree import GroupRef
+
+Triple = int | tuple[int, int, int]
+
+
+@torch.no_grad()
+def reference(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: int | tuple[int, int, int],
+    padding: int | tuple[int, int, int],
+    dilation: int | tuple[int, int, int],
+    groups: int = 1,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    with full_float32():
+        result = F.conv3d(input, weight, None, stride, padding, dilation, groups)
+    dist.all_reduce(result, group=group)
+    return result if bias is None else result.add_(bias.view(-1, 1, 1, 1))
+
+
+def _triple(value: Triple) -> tuple[int, int, int]:
+    return (value, value, value) if isinstance(value, int) else value
+
+
+def _local_channels(case: Case, rank: int) -> int:
+    """``local`` input channels per rank, or ``channels`` on all ranks together."""
+    return int(case["local"] if "local" in case.params else case["channels"] // len(group_members(case, rank)))
+
+
+def _geometry(case: Case) -> tuple[Triple, Triple, Triple, int]:
+    """stride, padding, dilation and groups, as they are passed."""
+    return case.params.get("stride", 1), case.params.get("padding", 0), case.params.get("dilation", 1), case.params.get("groups", 1)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """Input of N(0, 1), weight of variance 1 / fan-in over all ranks, bias of N(0, 1), the same on all ranks. ``case["pattern"]``:
+
+    * ``cancelling``: neighbouring ranks' sums cancel but for noise of a quarter of their size
+    * ``zero_rank``: the first rank's input is zero
+    * ``nan``: the weights of one output channel are NaN on the last rank
+
+    Groups of ranks have the same operands, as replicas in data parallelism that were fed the same.
+    """
+    pattern, local, (*_, groups) = case.params.get("pattern"), _local_channels(case, rank), _geometry(case)
+    members = group_members(case, rank)
+    place, kernel = members.index(rank), case["kernel"]
+    scale = (len(members) * local // groups * kernel**3) ** -0.5
+    shape = (case["outputs"], local // groups, kernel, kernel, kernel)
+    bias = draw.shared.normal((case["outputs"],), case.dtype) if case.params.get("bias", True) else None
+    source = draw.shared if pattern == "cancelling" or "group" in case.params else draw
+    for _ in range(place + 1 if "group" in case.params else 1):
+        x = source.normal((case["batch"], local, *case["size"]), case.dtype)
+        weight = source.normal(shape, FP32, scale=scale)
+    if pattern == "cancelling":
+        weight = (-1.0) ** place * weight + draw.normal(shape, FP32, scale=0.25 * scale)
+    elif pattern == "zero_rank" and place == 0:
+        x.zero_()
+    elif pattern == "nan" and place == len(members) - 1:
+        weight[1] = float("nan")
+    group = GroupRef(case["group"]) if "group" in case.params else None
+    return (x, weight.to(case.dtype), bias, *_geometry(case), group)
+
+
+def _padded(x: torch.Tensor, padding: Triple) -> torch.Tensor:
+    t, h, w = _triple(padding)
+    return F.pad(x, (w, w, h, h, t, t))
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    """The magnitude is the sum of the partial sums' absolute values and the bias', with a bound on the sum of all terms weighted with the
+    error of accumulation in float32."""
+    members = group_members(case, rank)
+    stride, padding, dilation, groups = _geometry(case)
+    strides, dilations = _triple(stride), _triple(dilation)
+    weight = ACCUMULATION / _unit(case)
+    value = torch.zeros((case["batch"], case["outputs"], *_output_size(case)), dtype=FP64, device=inputs[rank][0].device)
+    magnitude = torch.zeros_like(value)
+    for q in members:
+        x = _padded(inputs[q][0], padding)
+        partial = convolve(x, inputs[q][1], stride=strides, dilation=dilations, groups=groups)
+        value += partial
+        magnitude += partial.abs_()
+        magnitude.add_(terms_bound(x, inputs[q][1], stride=strides, dilation=dilations, groups=groups), alpha=weight)
+    if (bias := inputs[rank][2]) is not None:
+        column = bias.to(FP64).view(-1, 1, 1, 1)
+        value += column
+        magnitude += column.abs()
+    return Expected("convolved", value, case.dtype, magnitude=magnitude)
+
+
+def _output_size(case: Case) -> tuple[int, ...]:
+    stride, padding, dilation, _ = map(_triple, _geometry(case))
+    return tuple(
+        (size + 2 * p - d * (case["kernel"] - 1) - 1) // s + 1
+        for size, s, p, d in zip(case["size"], stride, padding, dilation, strict=True)
+    )  # fmt: skip
+
+
+def _unit(case: Case) -> float:
+    return (case.world_size + 2) * UNIT_ROUNDOFF[case.dtype]
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    """Partial sums rounded to the working dtype, added in it in any order, and the bias: (W + 1) u (sum |P_q| + |bias|), and u to spare.
+
+    Normwise, bfloat16 partial sums leave 3e-3 on 2 ranks and 4e-3 on 8; cancelling partial sums have no normwise bound.
+    """
+    normwise = 1e-2 if case.dtype == BF16 and case.params.get("pattern") != "cancelling" else None
+    return {"convolved": Tolerance(magnitude=_unit(case), normwise=normwise)}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """Operands are read and the result written once; it is reduced and spread in parts, one for each rank.
+
+    Products are counted directly: Winograd's algorithm needs fewer, but to round its transformed operands costs more than is allowed.
+    """
+    ranks, local, (*_, groups) = len(group_members(case, rank)), _local_channels(case, rank), _geometry(case)
+    taps = local // groups * case["kernel"] ** 3
+    elements = case["batch"] * case["outputs"] * torch.Size(_output_size(case)).numel()
+    read = case["batch"] * local * torch.Size(case["size"]).numel() + case["outputs"] * taps
+    port = 2 * (ranks - 1) / ranks * elements * case.dtype.itemsize
+    return Cost(
+        hbm_bytes=(read + elements) * case.dtype.itemsize,
+        egress_bytes=port,
+        ingress_bytes=port,
+        flops={FLOP_UNIT[case.dtype]: 2 * elements * taps},
+    )
+
+
+def _partial(case: Case, args: tuple[Any, ...], *, flipped: bool = False) -> torch.Tensor:
+    """One rank's float32 sum over its channels, without bias."""
+    weight = args[1].to(FP32)
+    with full_float32():
+        return F.conv3d(args[0].to(FP32), weight.flip(2, 3, 4) if flipped else weight, None, *_geometry(case))
+
+
+def _sum(case: Case, inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int], *, biases: int = 1, flipped: bool = False) -> torch.Tensor:
+    """Some ranks' partial sums, and so many times the bias, added in float32 and rounded once."""
+    total = _partial(case, inputs[ranks[0]], flipped=flipped)
+    for q in ranks[1:]:
+        total += _partial(case, inputs[q], flipped=flipped)
+    if (bias := inputs[ranks[0]][2]) is not None:
+        total += biases * bias.to(FP32).view(-1, 1, 1, 1)
+    return total.to(case.dtype)
+
+
+def _in_dtype(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """Partial sums rounded, added from first to last in the dtype, then the bias."""
+    total = sequential_sum([_partial(case, inputs[q]).to(case.dtype) for q in group_members(case, rank)])
+    return total if inputs[rank][2] is None else total + inputs[rank][2].view(-1, 1, 1, 1)
+
+
+def _own_times_world(context: NullContext) -> torch.Tensor:
+    ranks = len(group_members(context.case, context.rank))
+    return _sum(context.case, [(ranks * args[0], *args[1:]) for args in context.inputs], [context.rank])
+
+
+def _members(context: NullContext) -> Sequence[int]:
+    return group_members(context.case, context.rank)
+
+
+def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+    return case(label, dtype, **{"batch": 1, "local": 4, "outputs": 6, "size": (5, 6, 7), "kernel": 3, **params})
+
+
+PRESETS = (
+    preset(
+        "small",
+        "strides, padding, dilation by axis; groups of channels; no bias; cancelling partial sums; a rank of zeros; NaN; groups of ranks",
+        _small("plain_bf16", BF16),
+        _small("plain_fp32", FP32),
+        _small("by_axis_bf16", BF16, stride=(1, 2, 2), padding=(1, 1, 0), dilation=(1, 1, 2), bias=False),
+        _small("by_axis_fp32", FP32, stride=(1, 2, 2), padding=(1, 1, 0), dilation=(1, 1, 2), bias=False),
+        _small("groups_bf16", BF16, batch=2, groups=2, padding=1),
+        _small("two_taps_fp32", FP32, kernel=2, stride=2, padding=1),
+        _small("cancelling_bf16", BF16, pattern="cancelling"),
+        _small("zero_rank_bf16", BF16, pattern="zero_rank"),
+        _small("nan_bf16", BF16, pattern="nan"),
+        _small("strided_group_bf16", BF16, group="strided", world_sizes=(4, 8)),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape: 512 channels, padded beforehand",
+        case("bf16", BF16, batch=1, channels=512, outputs=512, size=(19, 66, 66), kernel=3),
+    ),
+    preset(
+        "production_hunyuan_vae_mid",
+        "middle block of the HunyuanVideo and Open-Sora 2.0 video VAE: 512 channels, 17 x 96 x 160 latents",
+        case("bf16", BF16, batch=1, channels=512, outputs=512, size=(19, 98, 162), kernel=3),
+    ),
+    preset(
+        "production_hunyuan_vae_up",
+        "an up block of the same: 512 to 256 channels, 33 x 192 x 320",
+        case("bf16", BF16, batch=1, channels=512, outputs=256, size=(35, 194, 322), kernel=3),
+    ),
+    preset(
+        "production_video_vae_first",
+        "a first, causal stage: 128 channels, 65 x 256 x 256",
+        case("bf16", BF16, batch=1, channels=128, outputs=128, size=(67, 258, 258), kernel=3),
+    ),
+)
+
+
+def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
+    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if chosen(spec.params))
+
+
+_BIASED = _labels(lambda params: bool(params.get("bias", True)))
+
+PROBLEM = Problem(
+    id=76,
+    slug="conv3d_channel_parallel_allreduce",
+    title="Three-dimensional convolution with sharded input channels and an all-reduce",
+    category="tensor_parallel",
+    parallelism=("tensor",),
+    origin="Open-Sora 2.0's video VAE: a row-parallel Conv3d",
+    summary=(
+        "input (B, C, t, h, w) holds the rank's C of the W C input channels, weight (C', C / groups, k, k, k) the weights for them. Every "
+        "rank of the group (the world if None) returns the sum over ranks of conv3d(input, weight, stride, padding, dilation, groups), "
+        "plus bias, in the input's dtype; bias (C',) or None is the same on all ranks; stride, padding (zeros) and dilation are a number "
+        "or one for each axis. Partial sums are accumulated in float32; they may be rounded to the dtype and added in it."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer("no_communication", "the rank's own channels", lambda c: _sum(c.case, c.inputs, [c.rank])),
+        NullAnswer("own_times_world", "the rank's own channels, W times", _own_times_world),
+        NullAnswer("drop_last_rank", "without the last rank's channels", lambda c: _sum(c.case, c.inputs, _members(c)[:-1])),
+        NullAnswer("bias_ignored", "without bias", lambda c: _sum(c.case, c.inputs, _members(c), biases=0), cases=_BIASED),
+        NullAnswer(
+            "bias_from_every_rank",
+            "the bias W times",
+            lambda c: _sum(c.case, c.inputs, _members(c), biases=len(_members(c))),
+            cases=_BIASED,
+        ),
+        NullAnswer("kernel_flipped", "a convolution instead of a correlation", lambda c: _sum(c.case, c.inputs, _members(c), flipped=True)),
+        NullAnswer(
+            "whole_world",
+            "group ignored",
+            lambda c: _sum(c.case, c.inputs, group_members(without_group(c.case), c.rank)),
+            cases=_labels(lambda params: "group" in params),
+        ),
+        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+    ),
+    honest_variants=(
+        HonestVariant("fp32_sum", lambda case, inputs, rank: _sum(case, inputs, group_members(case, rank))),
+        HonestVariant("sequential_in_dtype", _in_dtype),
+    ),
+    excused={"another_rank": "all ranks have the same answer"},
+    process_groups=group_layout,
+    replicated=True,
+    notes=(
+        "The public benchmark's weights are unscaled, so that outputs of size 118 are held to an absolute tolerance, which only NCCL's own "
+        "order of additions meets; here outputs are of order one, and an error is measured by the size of the partial sums.",
+        "The public reference works in chunks of channels where a tensor has more than 2^31 elements; no case here is that large.",
+        "NaN stands in the weights of one output channel: in part of the image it would spread to voxels that Winograd's algorithm shares "
+        "with it.",
+    ),
+)
