@@ -203,6 +203,52 @@ def expert_mask(selected: torch.Tensor, experts: int, dtype: torch.dtype, *, per
     return torch.zeros((experts, k, tokens), dtype=dtype, device=selected.device).scatter_(0, selected.t().unsqueeze(0), 1)
 
 
+@dataclass(frozen=True)
+class Routing:
+    """One rank's routing under fixed counts.
+
+    Attributes:
+        selected: experts of every token and slot, (T, slots), int64.
+        routed: tokens that have rows at all, (T), bool.
+        dispatch: what the group's members send to each other.
+        me: the rank's place in its group.
+    """
+
+    selected: torch.Tensor
+    routed: torch.Tensor
+    dispatch: Dispatch
+    me: int
+
+    def metadata(self, device: torch.device) -> tuple[list[int], list[int], torch.Tensor]:
+        """input_splits, output_splits, and rows by source and own expert, (P, E / P)."""
+        per_local = torch.tensor(self.dispatch.per_local(self.me), device=device)
+        return self.dispatch.input_splits(self.me), self.dispatch.output_splits(self.me), per_local
+
+    def mask(self, experts: int, dtype: torch.dtype, *, permuted: bool = False) -> torch.Tensor:
+        """One-hot (E, slots, T), zero for tokens without rows; strides as :func:`expert_mask` has them."""
+        return expert_mask(self.selected, experts, dtype, permuted=permuted).mul_(self.routed)
+
+
+def fixed_routing(case: Case, rank: int, draw: Draw) -> Routing:
+    """Routing whose splits come from the layout (:func:`drawn_counts`) and whose contents are permuted under them.
+
+    ``case["dropped"]`` tokens have no rows, ``case["duplicates"]`` repeats one expert of every token in a further slot, and with
+    ``case["literal"]`` the splits are all equal, whatever the routing, as the public benchmark's are.
+    """
+    tokens, k, members = tokens_of(case, rank), case["k"], group_members(case, rank)
+    table = drawn_counts(case, draw)
+    selected = draw.integers(0, case["experts"], (tokens, k))
+    kept = draw.permutation(tokens)[: routed_tokens(case, rank)]
+    selected[kept] = assign_experts(draw, table[rank], len(kept), k, case.params.get("limit", (1, 1)))
+    if case.params.get("duplicates"):
+        selected = torch.cat([selected, selected[:, :1]], dim=1)
+    routed = torch.zeros(tokens, dtype=torch.bool, device=draw.device).index_fill_(0, kept, True)
+    counts = [table[q] for q in members]
+    if case.params.get("literal"):
+        counts = [(tokens * k // case["experts"],) * case["experts"]] * len(members)
+    return Routing(selected, routed, Dispatch(counts), members.index(rank))
+
+
 def expert_major(routing_map: torch.Tensor, rows: int) -> torch.Tensor:
     """Where the ``rows`` nonzero entries of (E, T) lie, row by row, as flat indices; does not wait for the device."""
     routed = (routing_map != 0).flatten().to(torch.uint8)
@@ -242,6 +288,16 @@ def distinct_ranks(case: Case, ranks: int) -> float:
         chosen = sum(1 - math.exp(-middle * weight) for weight in popularity)
         low, high = (middle, high) if chosen < taken else (low, middle)
     return sum(1 - math.exp(-low * sum(popularity[q * per_rank : (q + 1) * per_rank])) for q in range(ranks))
+
+
+def travelling_rows(case: Case, rank: int) -> float:
+    """The least number of rows that a rank must send, or receive, if a token's rows for one rank travel as one.
+
+    The mean over the ranks of the group, which the busiest, who alone bounds the time, cannot fall below.
+    """
+    members = group_members(case, rank)
+    tokens = sum(routed_tokens(case, q) for q in members) / len(members)
+    return tokens * distinct_ranks(case, len(members)) * (len(members) - 1) / len(members)
 
 
 def fitted(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
