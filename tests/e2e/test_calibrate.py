@@ -41,6 +41,7 @@ def test_infinite_ratios_survive_the_file() -> None:
         reference={"sum": 0.5},
         variants={},
         nulls={"zeros": {"sum": float("inf")}},
+        steps=(),
         complaints=("something",),
     )
     assert Calibration.model_validate_json(record.model_dump_json()) == record and not sound([record])

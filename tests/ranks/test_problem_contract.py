@@ -8,6 +8,7 @@ import pytest
 
 from peerlane import problems
 from peerlane.problems._calibration import Margins, margins, worst
+from peerlane.problems._count import cost_faults
 from peerlane.problems._spec import Case, Problem
 from peerlane.problems._tree import resolve_groups
 
@@ -49,6 +50,7 @@ def margins_on_rank(rank: int, world_size: int, number: int, preset: str, label:
 def test_case_is_sound(problem: Problem, case: Case, rank_pool: Any) -> None:
     found = worst(rank_pool(case.world_size).run(margins_on_rank, problem.id, case.preset, case.label))
     assert not found.complaints()
+    assert not cost_faults([problem.cost(case, rank) for rank in range(case.world_size)], found.counts)
     if not problem.honest_variants:
         assert not any(found.reference.values()), "an answer that is not exact needs an honest variant: is its tolerance fair?"
 

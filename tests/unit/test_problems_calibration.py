@@ -45,7 +45,7 @@ def test_standard_wrong_answers_must_fail_on_every_output_and_own_ones_on_one() 
 
 
 def test_honest_answers_need_half_the_tolerance_and_the_reference_all_of_it() -> None:
-    found = Margins(reference={"y": 1.5}, variants={"fp32": {"y": 0.6}}, changed=["x"])
+    found = Margins(reference={"y": 1.5}, variants={"fp32": {"y": 0.6}}, faults=["the reference changes its argument x"])
     assert found.complaints() == [
         "the reference changes its argument x",
         "the reference misses the oracle: y has ratio 1.5",

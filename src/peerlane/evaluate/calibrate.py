@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -18,10 +18,25 @@ from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.session import Session, case_request
 from peerlane.evaluate.store import append_line, whole_lines
 from peerlane.problems._calibration import Margins, worst
+from peerlane.problems._count import Count, Step, cost_faults
 from peerlane.problems._spec import Case
 from peerlane.settings import Deadlines
 
 Ratios = dict[str, float]
+
+
+class CountedStep(BaseModel):
+    """See :class:`peerlane.problems._count.Step`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+    times: int
+    ranks: int
+    egress_bytes: float
+    ingress_bytes: float
+    matmul_flops: float
+    touched_bytes: float
 
 
 class Calibration(BaseModel):
@@ -43,6 +58,8 @@ class Calibration(BaseModel):
     reference: Ratios
     variants: dict[str, Ratios]
     nulls: dict[str, Ratios]
+    steps: tuple[CountedStep, ...]
+    """what the reference did on rank 0: its collectives, and the operators between them"""
     complaints: tuple[str, ...]
 
     @property
@@ -130,11 +147,19 @@ def _margins(session: Session, case: Case) -> Margins | str:
     except GroupFailure as failure:
         session.drop_trusted()
         return str(failure).strip().splitlines()[-1]
-    return worst([Margins(**answer["margins"]) for answer in answers])
+    found = worst([_parsed(answer["margins"]) for answer in answers])
+    problem = problems.get(case.problem)
+    found.faults += cost_faults([problem.cost(case, rank) for rank in range(case.world_size)], found.counts)
+    return found
+
+
+def _parsed(message: dict[str, Any]) -> Margins:
+    counts = [Count([Step(**step) for step in count["steps"]], count["output_bytes"]) for count in message["counts"]]
+    return Margins(**{**message, "counts": counts})
 
 
 def _record(case: Case, node: str, found: Margins | str) -> Calibration:
-    margins = Margins() if isinstance(found, str) else found
+    margins = Margins(counts=[Count()]) if isinstance(found, str) else found
     return Calibration(
         evaluator_version=peerlane.__version__,
         torch_version=torch.__version__,
@@ -148,6 +173,7 @@ def _record(case: Case, node: str, found: Margins | str) -> Calibration:
         reference=margins.reference,
         variants=margins.variants,
         nulls=margins.nulls,
+        steps=tuple(CountedStep(**asdict(step)) for step in margins.counts[0].steps),
         complaints=(f"not calibrated: {found}",) if isinstance(found, str) else tuple(margins.complaints()),
     )
 

@@ -172,6 +172,7 @@ def physical_floor_us(costs: Sequence[Cost], profile: HardwareProfile, *, calls:
     * vector work at the tensor cores' rate for its type (tf32, fp64) where that is higher: sums may be written as matrix products;
     * memory bytes less twice the L2 cache, once for all calls: inputs may lie in it at the start, outputs at the end;
     * no latency term: a rank that starts late may find its data delivered;
+    * half of it all where the costs are means over layouts or contents (``Cost.typical``), of which a block's calls may fall short;
     * half the link bytes where the switches may reduce and multicast (``in_network``): an all-reduce then crosses each port (1 + 1/W) times
       instead of 2(W - 1)/W times.
 
@@ -186,7 +187,8 @@ def physical_floor_us(costs: Sequence[Cost], profile: HardwareProfile, *, calls:
     }
     ports = 2.0 if in_network else 1.0
     cached_bytes = 2 * profile.l2_mib * 2**20
-    return max(
+    certain = 0.5 if any(cost.typical for cost in costs) else 1.0
+    return certain * max(
         calls * _busiest(_operations_us(cost, tensor) for cost in costs),
         # The two vector types may run side by side, on the vector units and the tensor cores.
         calls * _busiest(max(cost.flops.get(dtype, 0.0) / (rate * _TFLOPS_PER_US) for dtype, rate in vector.items()) for cost in costs),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from peerlane.problems._count import Count, counted
 from peerlane.problems._draw import INTEGER, RANDOM, Draw
 from peerlane.problems._judge import (
     STANDARD_NULL_ANSWERS,
@@ -43,7 +44,8 @@ class Margins:
         reference: ratios by output, the larger of a random and, where the problem has them, an integer draw.
         variants: the same for every honest variant.
         nulls: by null answer; outputs for which it is excused are left out. Infinite where structure or an exact output differs.
-        changed: parameters that the reference changed although the problem does not say so.
+        faults: what else is wrong with the reference or the cost model, a line each.
+        counts: what the reference did in a random draw, by rank.
         bits: digests of the reference's replicated outputs on this rank.
         torn: replicated outputs whose bits differ between ranks.
     """
@@ -51,7 +53,8 @@ class Margins:
     reference: dict[str, float] = field(default_factory=dict)
     variants: dict[str, dict[str, float]] = field(default_factory=dict)
     nulls: dict[str, dict[str, float]] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    counts: list[Count] = field(default_factory=list)
     bits: dict[str, int] = field(default_factory=dict)
     torn: list[str] = field(default_factory=list)
 
@@ -64,7 +67,7 @@ class Margins:
     def complaints(self) -> list[str]:
         """What is wrong with the case: one line each, none if it is sound."""
         standard = {null.name for null in STANDARD_NULL_ANSWERS}
-        found = [f"the reference changes its argument {name}" for name in self.changed]
+        found = list(self.faults)
         found += [f"the reference's {name} must have the same bits on all ranks, and has not" for name in self.torn]
         found += [f"the reference misses the oracle: {name} has ratio {ratio:.3g}" for name, ratio in self.reference.items() if ratio > 1]
         for variant, ratios in self.variants.items():
@@ -80,10 +83,10 @@ class Margins:
 
 def worst(each: Sequence[Margins]) -> Margins:
     """The largest ratios over the ranks: a candidate passes only if it is right on every rank."""
-    total = Margins(bits=each[0].bits)
+    total = Margins(bits=each[0].bits, counts=[count for one in each for count in one.counts])
     total.torn = [name for name, bits in total.bits.items() if any(one.bits[name] != bits for one in each)]
     for one in each:
-        total.changed += [name for name in one.changed if name not in total.changed]
+        total.faults += [line for line in one.faults if line not in total.faults]
         _enlarge(total.reference, one.reference)
         for mine, theirs in ((total.variants, one.variants), (total.nulls, one.nulls)):
             for name, ratios in theirs.items():
@@ -129,8 +132,9 @@ def margins(
     for kind in (RANDOM, INTEGER) if problem.integer_exact else (RANDOM,):
         inputs = draw_all(problem, case, secret=secret, kind=kind, device=device)
         expected = problem.oracle(case, inputs, rank)
-        got, changed = _call_reference(problem, case, resolve(inputs[rank]))
-        result.changed += [name for name in changed if name not in result.changed]
+        got, count, faults = _call_reference(problem, case, resolve(inputs[rank]))
+        if kind == RANDOM:
+            result.counts, result.faults = [count], faults
         if (mismatch := type_mismatch(got, expected)) is not None:
             raise ValueError(f"{case.key}, rank {rank}: the reference and the oracle disagree about the output's type: {mismatch}")
         _enlarge(result.reference, ratios_of(problem, case, got, expected, kind))
@@ -148,12 +152,14 @@ def margins(
     return result
 
 
-def _call_reference(problem: Problem, case: Case, args: tuple[Any, ...]) -> tuple[Tree, list[str]]:
+def _call_reference(problem: Problem, case: Case, args: tuple[Any, ...]) -> tuple[Tree, Count, list[str]]:
+    """The answer, a count of what the call did, and a line for every argument that it changed and may not."""
     before = map_leaves(args, torch.clone)
-    returned = problem.reference_of(case.variant)(*args)
+    returned, count = counted(lambda: problem.reference_of(case.variant)(*args))
     pairs = zip(problem.parameters, before, args, strict=False)
     changed = [name for name, a, b in pairs if name not in problem.changeable and not _same(a, b)]
-    return map_leaves(problem.answer(returned, args), lambda tensor: tensor.detach().clone()), changed
+    answer = map_leaves(problem.answer(returned, args), lambda tensor: tensor.detach().clone())
+    return answer, count, [f"the reference changes its argument {name}" for name in changed]
 
 
 def _same(before: Tree, after: Tree) -> bool:

@@ -244,12 +244,12 @@ STANDARD_NULL_ANSWERS: tuple[NullAnswer, ...] = (
     NullAnswer(
         "previous_mean",
         "every output is the mean of the right answer to the slot before: a constant that could have been learnt",
-        lambda c: map_leaves(c.previous, lambda t: torch.full_like(t, _mean(t))),
+        lambda c: map_leaves(c.previous, lambda t: _constant(t, _mean(t))),
     ),
     NullAnswer(
         "input_mean",
         "every output is the mean of the rank's own inputs",
-        lambda c: _filled(c, lambda t: torch.full_like(t, _input_mean(c))),
+        lambda c: _filled(c, lambda t: _constant(t, _input_mean(c))),
     ),
     NullAnswer("nan", "all outputs NaN, or the largest value of an integer dtype", lambda c: _filled(c, _poison)),
     NullAnswer("echo", "the rank's own first tensor, cut or repeated to the output's size", _echo),
@@ -260,6 +260,14 @@ STANDARD_NULL_ANSWERS: tuple[NullAnswer, ...] = (
         lambda c: c.answers[(c.rank + 1) % c.case.world_size],
     ),
 )
+
+
+def _constant(leaf: torch.Tensor, value: float) -> torch.Tensor:
+    """Filled with the value, or with what comes nearest in an integer dtype."""
+    if leaf.dtype.is_floating_point or leaf.dtype.is_complex or leaf.dtype == torch.bool:
+        return torch.full_like(leaf, value)
+    info = torch.iinfo(leaf.dtype)
+    return torch.full_like(leaf, min(max(int(value), info.min), info.max))
 
 
 def _poison(leaf: torch.Tensor) -> torch.Tensor:

@@ -189,12 +189,14 @@ class Cost:
         flops: operations by unit: ``bf16``, ``fp16``, ``fp8`` (tensor cores), ``fp32``, ``fp64`` (vector units).
         hbm_bytes: compulsory reads and writes of device memory.
         egress_bytes, ingress_bytes: bytes that must leave or enter the rank's NVLink port.
+        typical: the amounts depend on a slot's layout or contents, and these are their mean: a single call may need less.
     """
 
     hbm_bytes: float
     egress_bytes: float
     ingress_bytes: float
     flops: Mapping[str, float] = field(default_factory=dict)
+    typical: bool = False
 
 
 @dataclass

@@ -123,6 +123,7 @@ def cost(case: Case, rank: int) -> Cost:
         hbm_bytes=(sent + received) * row,
         egress_bytes=(sent - table[me][me]) * row,
         ingress_bytes=(received - table[me][me]) * row,
+        typical=case["splits"] in ("uneven", "idle", "zipf"),
     )
 
 
