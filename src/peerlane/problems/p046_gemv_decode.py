@@ -1,0 +1,220 @@
+"""Problem 46: the vocabulary-parallel LM head in decoding: local logits with bias, then all-gather along the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from peerlane.problems import _matmul
+from peerlane.problems._collective import all_gather_single
+from peerlane.problems._draw import Draw
+from peerlane.problems._matmul import ACCUMULATION, BF16, FP32, FP64
+from peerlane.problems._spec import (
+    UNIT_ROUNDOFF,
+    Case,
+    CaseSpec,
+    Cost,
+    Expected,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+
+# Times the largest error of correct roundings.
+_SLACK = 2.5
+
+
+@torch.no_grad()
+def reference(hidden_states: torch.Tensor, weight_shard: torch.Tensor, bias_shard: torch.Tensor) -> torch.Tensor:
+    local = F.linear(hidden_states, weight_shard, bias_shard)
+    tokens, shard = local.shape
+    gathered = local.new_empty((dist.get_world_size() * tokens, shard))
+    all_gather_single(gathered, local)
+    return gathered.view(-1, tokens, shard).transpose(0, 1).flatten(1)
+
+
+def _shard(case: Case) -> int:
+    """Vocabulary entries per rank: ``shard``, or its share of ``vocab``."""
+    return int(case["shard"] if "shard" in case.params else case["vocab"] // case.world_size)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states equal on all ranks, weights that give logits of unit variance, N(0, 1) biases. ``case["pattern"]``:
+
+    * ``outliers``: one channel in 16 of the hidden states is 100 times as large
+    * ``large_bias``: biases 30 times as large
+    * ``masked``: padding entries, the last third of the last rank's, have the bias -inf
+    * ``nan_token``: the last token has a NaN
+    """
+    tokens, depth, shard, pattern = case["tokens"], case["hidden"], _shard(case), case.params.get("pattern")
+    hidden = _matmul.activations(case, rank, draw.shared, (tokens, depth), depth)
+    weight = _matmul.weights(case, draw, (shard, depth), depth)
+    if draw.integer:
+        return hidden, weight, draw.integers(-4, 5, (shard,), case.dtype)
+    bias = draw.normal((shard,), case.dtype, scale=30.0 if pattern == "large_bias" else 1.0)
+    if pattern == "masked" and rank == case.world_size - 1:
+        bias[-(shard // 3) :] = float("-inf")
+    elif pattern == "nan_token":
+        hidden[-1, depth // 2] = float("nan")
+    return hidden, weight, bias
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    """The magnitude is the product without bias, which may be rounded, plus |x| |w| weighted with the error of accumulation in float32."""
+    weight_of_sum = ACCUMULATION / (_SLACK * UNIT_ROUNDOFF[case.dtype])
+    blocks, magnitudes = [], []
+    for hidden, weight, bias in inputs:
+        hidden, weight = hidden.to(FP64), weight.to(FP64).t()
+        product = hidden @ weight
+        blocks.append(product + bias.to(FP64))
+        magnitudes.append(torch.addmm(product.abs_(), hidden.abs_(), weight.abs_(), alpha=weight_of_sum))
+    return Expected("logits", torch.cat(blocks, dim=1), case.dtype, magnitude=torch.cat(magnitudes, dim=1))
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    """The product may be rounded, and the sum with the bias is: u of each at most, and two and a half times that allowed.
+
+    Normwise, per token and over all, these roundings leave 2.4e-3 at most in bfloat16, if there are enough logits for an average.
+    """
+    u = UNIT_ROUNDOFF[case.dtype]
+    normwise = 6e-3 if case.dtype == BF16 and _shard(case) >= 64 else None
+    return {"logits": Tolerance(relative=_SLACK * u, magnitude=_SLACK * u, normwise=normwise, rowwise=normwise)}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """The weights' shard is read once; every rank's logits reach every other rank."""
+    tokens, depth, shard, world, size = case["tokens"], case["hidden"], _shard(case), case.world_size, case.dtype.itemsize
+    port = (world - 1) * tokens * shard * size
+    return Cost(
+        hbm_bytes=(shard * depth + shard + tokens * depth + world * tokens * shard) * size,
+        egress_bytes=port,
+        ingress_bytes=port,
+        flops={_matmul.FLOP_UNIT[case.dtype]: 2 * tokens * depth * shard},
+    )
+
+
+def _local(args: tuple[Any, ...], *, two_roundings: bool = False) -> torch.Tensor:
+    """One rank's logits from a product in float32."""
+    hidden, weight, bias = args
+    product = torch.mm(hidden.to(FP32), weight.to(FP32).t())
+    if two_roundings:
+        return torch.add(product.to(hidden.dtype), bias)
+    return torch.add(product, bias.to(FP32)).to(hidden.dtype)
+
+
+def _logits(inputs: Sequence[tuple[Any, ...]], *, two_roundings: bool = False) -> torch.Tensor:
+    return torch.cat([_local(args, two_roundings=two_roundings) for args in inputs], dim=1)
+
+
+def _arranged(order: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Callable[[NullContext], torch.Tensor]:
+    """The right logits of all ranks, put together in a wrong way: ``order(blocks, rank)``."""
+    return lambda context: order(list(context.answer.chunk(context.case.world_size, dim=1)), context.rank)
+
+
+def _bias_ignored(context: NullContext) -> torch.Tensor:
+    return _logits([(hidden, weight, torch.zeros_like(bias)) for hidden, weight, bias in context.inputs])
+
+
+def _own_bias_everywhere(context: NullContext) -> torch.Tensor:
+    return _logits([(hidden, weight, context.args[2]) for hidden, weight, _ in context.inputs])
+
+
+def _depth_cut(context: NullContext) -> torch.Tensor:
+    """Without the last of eight parts of the hidden dimension: a loop that forgets its tail."""
+    kept = context.case["hidden"] * 7 // 8
+    return _logits([(hidden[:, :kept], weight[:, :kept], bias) for hidden, weight, bias in context.inputs])
+
+
+def _first_token_everywhere(context: NullContext) -> torch.Tensor:
+    answer: torch.Tensor = context.answer
+    return answer[:1].expand_as(answer).contiguous()
+
+
+def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+    return case(label, dtype, **{"tokens": 3, "hidden": 48, "shard": 17, **params})
+
+
+PRESETS = (
+    preset(
+        "small",
+        "odd vocabularies, one token and several, outlier channels, large and -inf biases, a NaN token",
+        _small("tokens_bf16", BF16),
+        _small("tokens_fp32", FP32),
+        _small("single_token_bf16", BF16, tokens=1),
+        _small("odd_depth_bf16", BF16, hidden=51),
+        _small("wide_bf16", BF16, shard=131),
+        _small("outliers_bf16", BF16, pattern="outliers"),
+        _small("large_bias_bf16", BF16, pattern="large_bias"),
+        _small("masked_bf16", BF16, pattern="masked"),
+        _small("nan_token_bf16", BF16, pattern="nan_token"),
+    ),
+    preset("pkb", "the public benchmark's shape", case("bf16", BF16, tokens=1, hidden=1024, shard=1024)),
+    preset("production_llama3_70b", "one token, hidden 8192, vocabulary 128256", case("bf16", BF16, tokens=1, hidden=8192, vocab=128256)),
+    preset("production_qwen3_235b", "16 tokens, hidden 4096, vocabulary 151936", case("bf16", BF16, tokens=16, hidden=4096, vocab=151936)),
+    preset("production_deepseek_v3", "64 tokens, hidden 7168, vocabulary 129280", case("bf16", BF16, tokens=64, hidden=7168, vocab=129280)),
+)
+
+_SEVERAL_TOKENS = tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.params["tokens"] > 1)
+
+PROBLEM = Problem(
+    id=46,
+    slug="gemv_decode",
+    title="Vocabulary-parallel LM head for decoding: local logits and all-gather",
+    category="vocab_parallel",
+    parallelism=("vocabulary", "tensor"),
+    origin="The vocabulary-parallel LM head of Megatron-LM (column-parallel linear with gathered output) and vLLM, in decoding",
+    summary=(
+        "hidden_states (T, H) is the same on all ranks, weight_shard (V/W, H) and bias_shard (V/W,) are the rank's part of the vocabulary. "
+        "Every rank returns hidden_states @ weight^T + bias over the whole vocabulary in rank order, (T, V), contiguous, in the inputs' "
+        "dtype with the same bits everywhere. The product may be rounded before the bias is added, or be kept wider."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer(
+            "no_communication", "the rank's own logits W times", _arranged(lambda blocks, rank: torch.cat([blocks[rank]] * len(blocks), 1))
+        ),
+        NullAnswer("blocks_reversed", "the last rank's vocabulary first", _arranged(lambda blocks, rank: torch.cat(blocks[::-1], 1))),
+        NullAnswer(
+            "ring_order", "the rank's own vocabulary first", _arranged(lambda blocks, rank: torch.cat(blocks[rank:] + blocks[:rank], 1))
+        ),
+        NullAnswer(
+            "interleaved_vocabulary", "one entry of every rank in turn", _arranged(lambda blocks, rank: torch.stack(blocks, -1).flatten(1))
+        ),
+        NullAnswer(
+            "rank_major",
+            "the gathered memory as it comes: all tokens of the first rank first",
+            _arranged(lambda blocks, rank: torch.cat(blocks).view(blocks[0].shape[0], -1)),
+            cases=_SEVERAL_TOKENS,
+        ),
+        NullAnswer("first_token_everywhere", "the first token's logits for all", _first_token_everywhere, cases=_SEVERAL_TOKENS),
+        NullAnswer("bias_ignored", "logits without bias", _bias_ignored),
+        NullAnswer("own_bias_everywhere", "every shard with the rank's own bias", _own_bias_everywhere),
+        NullAnswer("depth_cut", "the last eighth of the hidden dimension left out", _depth_cut),
+    ),
+    honest_variants=(
+        HonestVariant("rounded_once", lambda case, inputs, rank: _logits(inputs)),
+        HonestVariant("rounded_twice", lambda case, inputs, rank: _logits(inputs, two_roundings=True)),
+    ),
+    excused={"another_rank": "all ranks have the same answer"},
+    replicated=True,
+    integer_exact=True,
+    notes=(
+        "The public benchmark has one token and a weight shard of 2 MB, which stays in cache, whatever the world size; production presets "
+        "have whole vocabularies, divided by the world size. Its weights have variance 1; here logits have, and biases matter.",
+        "A token with a NaN is NaN in all of its logits and in no other token's.",
+        "The order of logits that nearly tie is not part of the answer.",
+    ),
+)
