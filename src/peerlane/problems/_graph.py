@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Sequence
 
@@ -83,11 +84,18 @@ def skewed(draw: Draw, count: int, below: int, skew: float = 1.0) -> torch.Tenso
 
 @functools.cache
 def expected_distinct(count: int, below: int, skew: float = 1.0) -> float:
-    """The expected number of different values among those that :func:`skewed` draws."""
+    """The expected number of different values among those that :func:`skewed` draws: the sum over values v of 1 - (1 - p_v)^count."""
     if below == 0:
         return 0.0
-    edges = (torch.arange(below + 1, dtype=torch.float64) / below) ** (1 / skew)
-    return float((1 - (1 - edges.diff()).clamp(min=0) ** count).sum())
+    # Values beyond the first 2^16 are taken together where p_v changes by less than 0.1 %.
+    first = min(below, 2**16)
+    steps = int(math.log(below / first) / 1e-3) + 2
+    edges = torch.cat(
+        (torch.arange(first, dtype=torch.float64), torch.logspace(math.log2(first), math.log2(below), steps, 2, dtype=torch.float64))
+    )
+    width = edges.diff()
+    share = ((edges / below) ** (1 / skew)).diff() / width.clamp(min=1e-9)
+    return float((width * -torch.expm1(count * torch.log1p(-share.clamp(max=1 - 1e-12)))).sum())
 
 
 def fitted(rows: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
