@@ -300,11 +300,11 @@ def travelling_rows(case: Case, rank: int) -> float:
     return tokens * distinct_ranks(case, len(members)) * (len(members) - 1) / len(members)
 
 
-def fitted(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``rows`` repeated and cut to another tensor's length, so that contents and not the shape decide."""
+def fitted(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """``rows`` repeated and cut to a length, so that contents and not the shape decide; zeros if there are none."""
     if rows.shape[0] == 0:
-        return torch.zeros_like(like)
-    return torch.cat([rows] * -(-like.shape[0] // rows.shape[0]) + [rows[:0]])[: like.shape[0]]
+        return rows.new_zeros((length, *rows.shape[1:]))
+    return torch.cat([rows] * -(-length // rows.shape[0]) + [rows[:0]])[:length]
 
 
 def labels(presets: Sequence[Preset], world_sizes: Sequence[int], where: Callable[[Case], bool]) -> tuple[str, ...]:

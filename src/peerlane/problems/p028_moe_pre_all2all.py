@@ -100,7 +100,7 @@ def cost(case: Case, rank: int) -> Cost:
 
 def _with_rows(context: NullContext, rows: torch.Tensor) -> Tree:
     """The right answer but for its rows."""
-    return (_moe.fitted(rows, context.answer[0]), *context.answer[1:])
+    return (_moe.fitted(rows, context.answer[0].shape[0]), *context.answer[1:])
 
 
 def _arranged(arrange: Callable[[list[list[torch.Tensor]]], torch.Tensor]) -> Callable[[NullContext], Tree]:
