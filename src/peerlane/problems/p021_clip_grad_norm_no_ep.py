@@ -1,0 +1,333 @@
+"""Problem 21: clipping of gradients, in place, by their norm over all ranks' shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems import _clipping
+from peerlane.problems._clipping import Entry, Gradients, coefficient, narrow_norm, scaled, tensors
+from peerlane.problems._collective import BF16, FP32, group_layout, group_members
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
+from peerlane.problems._tree import GroupRef, leaves
+
+Answer = tuple[torch.Tensor, dict[str, Gradients]]
+
+
+def reference(
+    grad_tensors: list[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    fsdp_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    gradients = _clipping.present(grad_tensors)
+    total = _clipping.power_sum(gradients, norm_type)
+    if fsdp_group is not None:
+        dist.all_reduce(total, group=fsdp_group)
+    norm = total.pow(1.0 / norm_type)
+    _clipping.clip(gradients, norm, max_norm)
+    return norm
+
+
+def _llama3_2_1b() -> tuple[Entry, ...]:
+    """146 parameters: embedding (shared with the output), 16 layers, final norm."""
+    layer = ((2048, 2048), (512, 2048), (512, 2048), (2048, 2048), (8192, 2048), (8192, 2048), (2048, 8192), (2048,), (2048,))
+    return tensors(BF16, (128256, 2048), *(layer * 16), (2048,))
+
+
+def _qwen3_0p6b() -> tuple[Entry, ...]:
+    """310 parameters: embedding (shared with the output), 28 layers, final norm."""
+    attention = ((2048, 1024), (1024, 1024), (1024, 1024), (1024, 2048), (128,), (128,))
+    layer = (*attention, (3072, 1024), (3072, 1024), (1024, 3072), (1024,), (1024,))
+    return tensors(FP32, (151936, 1024), *(layer * 28), (1024,))
+
+
+_MODELS: Mapping[str, Callable[[], tuple[Entry, ...]]] = {
+    "llama3.2-1b": _llama3_2_1b,
+    "qwen3-0.6b": _qwen3_0p6b,
+    "quarter of llama3-8b, flat": lambda: tensors(FP32, (8_030_261_248 // 4,)),
+}
+
+
+def entries(case: Case, rank: int) -> tuple[Entry, ...]:
+    """The rank's part of ``case["model"]``, or ``case["tensors_by_rank"]`` (repeated as often as the world needs)."""
+    if "model" in case.params:
+        return _clipping.shard(_MODELS[case["model"]](), case.world_size, rank)
+    by_rank = case["tensors_by_rank"]
+    chosen: tuple[Entry, ...] = by_rank[rank % len(by_rank)]
+    return chosen
+
+
+def _members(case: Case, rank: int) -> Sequence[int]:
+    """The ranks whose gradients make up the norm: without a group, the rank alone."""
+    return group_members(case, rank) if group_layout(case) else [rank]
+
+
+def _norm_type(case: Case) -> float:
+    return float(case.params.get("norm_type", 2.0))
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """Gradients of :func:`_clipping.draw_gradients`. ``case``:
+
+    * ``near``: all gradients are scaled such that the norm is ``1 + near x U[0.5, 2)`` times max_norm
+    * ``poison``: this value stands in a gradient of rank 0
+    """
+    if "near" in case.params:
+        # Every rank draws all ranks' gradients, for their norm decides the scale.
+        lists = [_clipping.draw_gradients(case, q, draw.shared, entries(case, q), case["level"]) for q in range(case.world_size)]
+        sums = [_clipping.wide_power_sum(gradients, _norm_type(case)) for gradients in lists]
+        target = case["max_norm"] * (1.0 + case["near"] * draw.shared.uniform((), FP32, low=0.5, high=2.0))
+        gradients = scaled(lists[rank], target / _clipping.norm_of(sums, _norm_type(case), draw.device))
+    else:
+        gradients = _clipping.draw_gradients(case, rank, draw, entries(case, rank), case["level"])
+    if "poison" in case.params and rank == 0:
+        _clipping.poison(gradients, case["poison"])
+    group = next((GroupRef(name) for name in group_layout(case)), None)
+    return gradients, case["max_norm"], _norm_type(case), group
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, dict[str, list[Any]]]:
+    device = _device(inputs)
+    sums = [_clipping.wide_power_sum(inputs[q][0], _norm_type(case)) for q in _members(case, rank)]
+    norm = _clipping.norm_of(sums, _norm_type(case), device)
+    gradients = _clipping.clipped("gradient", inputs[rank][0], norm, case["max_norm"])
+    return Expected("norm", norm, FP32), {"grad_tensors": gradients}
+
+
+def _device(inputs: Sequence[tuple[Any, ...]]) -> torch.device:
+    return next(leaves(list(inputs))).device
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    lists = [entries(case, rank) for rank in range(case.world_size)]
+    return {"norm": _clipping.norm_tolerance(), **_clipping.tolerances("gradient", lists)}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """One float32 number is all-reduced; a direct exchange with every peer would send W / 2 times as much, and is quicker."""
+    hbm_bytes, operations = _clipping.traffic(entries(case, rank), clips=case["clips"])
+    ranks = len(_members(case, rank))
+    port = 2 * (ranks - 1) / ranks * FP32.itemsize
+    return Cost(hbm_bytes=hbm_bytes, egress_bytes=port, ingress_bytes=port, flops={"fp32": operations})
+
+
+def _answer(context: NullContext, norm: torch.Tensor, factor: torch.Tensor | float) -> Answer:
+    """A norm, and gradients times a factor."""
+    return norm, {"grad_tensors": scaled(context.args[0], factor)}
+
+
+def _with_norm_of(context: NullContext, ranks: Sequence[int], *, norm_type: float | None = None, factor: float = 1.0) -> Answer:
+    """Everything follows from the norm of some ranks' gradients, times a factor."""
+    p = norm_type or _norm_type(context.case)
+    norm = narrow_norm([context.inputs[q][0] for q in ranks], p, _device(context.inputs)) * factor
+    return _answer(context, norm, coefficient(norm, context.case["max_norm"]))
+
+
+def _local_times_root(context: NullContext) -> Answer:
+    return _with_norm_of(context, [context.rank], factor=len(_members(context.case, context.rank)) ** (1 / _norm_type(context.case)))
+
+
+def _gradients_kept(context: NullContext) -> Answer:
+    return _answer(context, context.answer[0], 1.0)
+
+
+def _clipped_by_local_norm(context: NullContext) -> Answer:
+    return context.answer[0], _with_norm_of(context, [context.rank])[1]
+
+
+def _clipped_norm(context: NullContext) -> Answer:
+    return context.answer[0].clamp(max=context.case["max_norm"]), context.answer[1]
+
+
+def _last_tensor_forgotten(context: NullContext) -> Answer:
+    right, original = context.answer[1]["grad_tensors"], context.args[0]
+    last = max(index for index, gradient in enumerate(original) if gradient is not None and gradient.numel())
+    return context.answer[0], {"grad_tensors": [*right[:last], original[last].clone(), *right[last + 1 :]]}
+
+
+def _always_scaled(context: NullContext) -> Answer:
+    return _answer(context, context.answer[0], context.case["max_norm"] / context.answer[0])
+
+
+def _usual_epsilon(context: NullContext) -> Answer:
+    return _answer(context, context.answer[0], context.case["max_norm"] / (context.answer[0] + 1e-6))
+
+
+def _sum_of_norms(context: NullContext) -> Answer:
+    norms = [narrow_norm([context.inputs[q][0]], _norm_type(context.case), _device(context.inputs)) for q in _members_of(context)]
+    norm = torch.stack(norms).sum()
+    return _answer(context, norm, coefficient(norm, context.case["max_norm"]))
+
+
+def _not_rooted(context: NullContext) -> Answer:
+    total = context.answer[0].pow(_norm_type(context.case))
+    return _answer(context, total, coefficient(total, context.case["max_norm"]))
+
+
+def _members_of(context: NullContext) -> Sequence[int]:
+    return _members(context.case, context.rank)
+
+
+def _float32(coarse: bool) -> HonestVariant:
+    """Norm and product in float32; ``coarse``: with the coefficient rounded to each gradient's dtype."""
+
+    def answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
+        norm = narrow_norm([inputs[q][0] for q in _members(case, rank)], _norm_type(case), _device(inputs))
+        return norm, {"grad_tensors": scaled(inputs[rank][0], coefficient(norm, case["max_norm"]), coarse=coarse)}
+
+    return HonestVariant("coefficient_rounded" if coarse else "rounded_once", answer)
+
+
+_RAGGED = (*tensors(BF16, (37, 5), (3, 7), (0,), None, (128,)), *tensors(FP32, (1,), (3, 3, 3)))
+_OTHER = (*tensors(BF16, (36, 5), None, (2, 9), (11,), (127,)), *tensors(FP32, None, (3, 3, 3)))
+_SINGLE = tensors(FP32, (37, 5), (1,), (0,), None, (128,), (3, 3, 3))
+_IDLE = tensors(BF16, None, (0,), None)
+
+_WORLD: dict[str, Any] = {"group": "world", "max_norm": 1.0, "level": 1.0, "clips": True}
+
+PRESETS = (
+    preset(
+        "small",
+        "lists that differ between ranks, with missing and empty entries; norms 1, 2 and 3; above, below and near the bound; groups; NaN, "
+        "infinity and overflow",
+        case("ragged", BF16, tensors_by_rank=(_RAGGED, _OTHER), rank_base=10.0, **_WORLD),
+        case("below", BF16, tensors_by_rank=(_RAGGED, _OTHER), **{**_WORLD, "max_norm": 1e6, "clips": False}),
+        case("norm_1", BF16, tensors_by_rank=(_RAGGED,), norm_type=1.0, **_WORLD),
+        case("norm_3", FP32, tensors_by_rank=(_SINGLE,), norm_type=3.0, **_WORLD),
+        case("no_group", BF16, tensors_by_rank=(_RAGGED, _OTHER), **{**_WORLD, "group": None}),
+        case("strided_group", BF16, tensors_by_rank=(_RAGGED,), world_sizes=(4, 8), **{**_WORLD, "group": "strided"}),
+        case("idle_rank", BF16, tensors_by_rank=(_RAGGED, _IDLE), **_WORLD),
+        case("just_above", FP32, tensors_by_rank=(_SINGLE,), near=1e-3, **_WORLD),
+        case("just_below", FP32, tensors_by_rank=(_SINGLE,), near=-1e-3, **{**_WORLD, "clips": False}),
+        case("tiny", FP32, tensors_by_rank=(_SINGLE,), **{**_WORLD, "level": 1e-6, "max_norm": 1e-6}),
+        case("nan", BF16, tensors_by_rank=(_RAGGED,), poison=float("nan"), **{**_WORLD, "clips": False}),
+        case("infinite", BF16, tensors_by_rank=(_RAGGED,), poison=float("inf"), **_WORLD),
+        case("overflow", FP32, tensors_by_rank=(_SINGLE,), **{**_WORLD, "level": 1e22}),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape: three tensors of 1024 x 1024",
+        case("bf16", BF16, tensors_by_rank=(tensors(BF16, *[(1024, 1024)] * 3),), **{**_WORLD, "level": 1e-2}),
+    ),
+    preset(
+        "production_llama3_2_1b_fsdp",
+        "all 146 parameters, sharded along axis 0",
+        case("bf16", BF16, model="llama3.2-1b", **{**_WORLD, "level": 1e-3}),
+    ),
+    preset(
+        "production_qwen3_0p6b_fsdp",
+        "all 310 parameters, sharded along axis 0, gradients in float32",
+        case("fp32", FP32, model="qwen3-0.6b", **{**_WORLD, "level": 1e-3}),
+    ),
+    preset(
+        "production_llama3_8b_flat",
+        "one flat float32 shard of a quarter of the model",
+        case("fp32", FP32, model="quarter of llama3-8b, flat", **{**_WORLD, "level": 1e-3}),
+    ),
+)
+
+_CLIPPING = ("ragged", "norm_1", "norm_3", "no_group", "strided_group", "idle_rank", "just_above", "tiny", "infinite", "overflow")
+_SHARED = ("ragged", "norm_1", "norm_3", "strided_group", "tiny")
+_FINITE = (*_SHARED, "idle_rank")
+_BELOW = ("small/below", "small/just_below")
+_SEVERAL = (*(f"small/{label}" for label in (*_FINITE, "below")), "pkb/bf16")
+
+
+def _everywhere(*labels: str) -> tuple[str, ...]:
+    """These small cases, and all cases of the other presets, which clip."""
+    return (*(f"small/{label}" for label in labels), *(f"{p.name}/{spec.label}" for p in PRESETS[1:] for spec in p.cases))
+
+
+def _excused() -> dict[str, str]:
+    found = {"another_rank/norm": "all ranks of the world have one norm"}
+    for label in ("small/below", "small/just_below", "small/nan"):
+        found[f"echo/gradient_0@{label}"] = "what is not clipped stays as it is"
+    found["nan/norm@small/nan"] = "the norm is NaN"
+    found["previous/norm@small/nan"] = "the norm is always NaN"
+    for label in ("small/infinite", "small/overflow"):
+        found[f"previous/norm@{label}"] = "the norm is always infinite"
+        for index in range(len(_RAGGED)):
+            for null in ("zeros", "previous", "previous_mean", "another_rank"):
+                found[f"{null}/gradient_{index}@{label}"] = "an infinite norm makes all finite gradients zero"
+    return found
+
+
+PROBLEM = Problem(
+    id=21,
+    slug="clip_grad_norm_no_ep",
+    title="Clipping of sharded gradients by their global norm, in place",
+    category="fsdp_zero",
+    parallelism=("fsdp", "data"),
+    origin="VeOmni: gradient clipping under FSDP2, for parameters that are not expert-parallel",
+    summary=(
+        "n = (sum of |g|^p over all elements of grad_tensors on all ranks of fsdp_group)^(1/p) with p = norm_type, in float32, beyond "
+        "whose range the sum is infinite; without a group the sum is the rank's own. Every rank returns n, a float32 scalar. If n > "
+        "max_norm, every gradient is multiplied in place by max_norm / n, without an epsilon; otherwise (also if n is NaN) gradients keep "
+        "their bits. Entries may be None or empty, or all of them, and count as zero; lists may differ from rank to rank."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer("no_communication", "the norm of the rank's own gradients", lambda c: _with_norm_of(c, [c.rank]), cases=_SEVERAL),
+        NullAnswer("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, cases=_SEVERAL),
+        NullAnswer(
+            "drop_last_rank",
+            "the norm without the group's last rank",
+            lambda c: _with_norm_of(c, _members_of(c)[:-1]),
+            cases=_everywhere("ragged", "norm_1", "norm_3", "strided_group", "tiny", "below"),
+        ),
+        NullAnswer(
+            "sum_of_norms", "the sum of the ranks' norms", _sum_of_norms, cases=_everywhere("ragged", "norm_3", "strided_group", "tiny")
+        ),
+        NullAnswer("not_rooted", "the sum of powers returned as the norm", _not_rooted, cases=_everywhere("ragged", "norm_3", "no_group")),
+        NullAnswer(
+            "euclidean",
+            "norm_type ignored",
+            lambda c: _with_norm_of(c, _members_of(c), norm_type=2.0),
+            cases=("small/norm_1", "small/norm_3"),
+        ),
+        NullAnswer(
+            "whole_world",
+            "the group, or that there is none, ignored",
+            lambda c: _with_norm_of(c, range(c.case.world_size)),
+            cases=("small/no_group", "small/strided_group"),
+        ),
+        NullAnswer("gradients_kept", "the right norm, and gradients as they were", _gradients_kept, cases=_everywhere(*_CLIPPING)),
+        NullAnswer("clipped_norm", "the norm after clipping", _clipped_norm, cases=_everywhere(*_FINITE, "no_group", "just_above")),
+        NullAnswer(
+            "clipped_by_local_norm",
+            "the right norm, gradients scaled by the rank's own",
+            _clipped_by_local_norm,
+            cases=_everywhere(*_SHARED),
+        ),
+        NullAnswer(
+            "last_tensor_forgotten",
+            "all gradients clipped but the last",
+            _last_tensor_forgotten,
+            cases=_everywhere("ragged", "norm_1", "norm_3", "no_group", "strided_group", "tiny"),
+        ),
+        NullAnswer("always_scaled", "gradients scaled to max_norm although they are below it", _always_scaled, cases=_BELOW),
+        NullAnswer("usual_epsilon", "max_norm / (n + 1e-6)", _usual_epsilon, cases=("small/tiny",)),
+    ),
+    honest_variants=(_float32(coarse=False), _float32(coarse=True)),
+    excused=_excused(),
+    process_groups=group_layout,
+    updates=("grad_tensors",),
+    notes=(
+        "The public benchmark compares the norm alone, which concentrates so much that a constant passes, and never looks at the clipped "
+        "gradients; here both are compared, scales differ by parameter, rank and call, and gradients are fresh in every call.",
+        "A coefficient rounded to the gradients' dtype, as a product with a GPU scalar takes it, is right as well as a float32 one.",
+        "The public reference creates the sum of an empty list on GPU 0 and returns 1 for norm_type = inf. Here empty lists are legal "
+        "everywhere, and norm_type is finite.",
+        "The flat shard of Llama 3 8B is a quarter of the model, to bound memory.",
+    ),
+)
