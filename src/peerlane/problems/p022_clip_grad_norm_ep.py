@@ -1,0 +1,478 @@
+"""Problem 22: clipping of expert-parallel and other gradients, in place, by one norm over different groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems import _clipping
+from peerlane.problems._clipping import Entry, Gradients, coefficient, narrow_power_sum, scaled, tensors
+from peerlane.problems._collective import BF16, FP32
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import (
+    Case,
+    Cost,
+    Expected,
+    GroupLayout,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems._tree import GroupRef, leaves
+
+FP64 = torch.float64
+
+Answer = tuple[torch.Tensor, dict[str, Gradients]]
+
+
+def reference(
+    non_ep_grad_tensors: list[torch.Tensor],
+    ep_grad_tensors: list[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    ep_size: int = 1,
+    fsdp_group: dist.ProcessGroup | None = None,
+    ep_fsdp_group: dist.ProcessGroup | None = None,
+    ep_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    non_ep, ep = _clipping.present(non_ep_grad_tensors), _clipping.present(ep_grad_tensors)
+    if ep_size > 1 and ep:
+        torch._foreach_mul_(ep, 1.0 / ep_size)
+    total, ep_total = _clipping.power_sum(non_ep, norm_type), _clipping.power_sum(ep, norm_type)
+    if fsdp_group is not None:
+        dist.all_reduce(total, group=fsdp_group)
+    if ep_fsdp_group is not None:
+        dist.all_reduce(ep_total, group=ep_fsdp_group)
+    if ep_group is not None:
+        dist.all_reduce(ep_total, group=ep_group)
+    norm = (total + ep_total).pow(1.0 / norm_type)
+    _clipping.clip(non_ep + ep, norm, max_norm)
+    return norm
+
+
+def _qwen3_30b_a3b(ep_ranks: int) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    """4 of 48 layers: attention, norms and router; and a rank's share of 128 experts, stacked."""
+    layer = ((4096, 2048), (512, 2048), (512, 2048), (2048, 4096), (128,), (128,), (128, 2048), (2048,), (2048,))
+    experts = 128 // ep_ranks
+    return tensors(BF16, *(layer * 4)), tensors(BF16, *([(experts, 768, 2048), (experts, 768, 2048), (experts, 2048, 768)] * 4))
+
+
+def _deepseek_v3(ep_ranks: int) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    """One of 58 layers: latent attention, norms, router and shared expert; and a rank's share of 64 of the 256 experts, stacked."""
+    attention = ((1536, 7168), (24576, 1536), (576, 7168), (32768, 512), (7168, 16384), (1536,), (512,))
+    layer = (*attention, (7168,), (7168,), (256, 7168), (2048, 7168), (2048, 7168), (7168, 2048))
+    experts = 64 // ep_ranks
+    return tensors(BF16, *layer), tensors(BF16, (experts, 2048, 7168), (experts, 2048, 7168), (experts, 7168, 2048))
+
+
+def _mixtral_8x7b(ep_ranks: int) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    """2 of 32 layers: attention, norms and router; and a rank's share of 8 experts, stacked."""
+    layer = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (8, 4096), (4096,), (4096,))
+    experts = 8 // ep_ranks
+    return tensors(BF16, *(layer * 2)), tensors(BF16, *([(experts, 14336, 4096), (experts, 14336, 4096), (experts, 4096, 14336)] * 2))
+
+
+_MODELS = {"qwen3-30b-a3b": _qwen3_30b_a3b, "deepseek-v3": _deepseek_v3, "mixtral-8x7b": _mixtral_8x7b}
+
+
+def _ep_ranks(case: Case) -> int:
+    """Ranks in an expert-parallel group: ``case["ep_ranks"]``, or 1/``case["replicas"]`` of the world, but at least one."""
+    if "ep_ranks" in case.params:
+        return int(case["ep_ranks"])
+    return max(1, case.world_size // int(case["replicas"]))
+
+
+def _divisor(case: Case) -> int:
+    """The argument ep_size: the size of an expert-parallel group, or ``case["divisor"]``."""
+    return int(case.params.get("divisor", _ep_ranks(case)))
+
+
+def process_groups(case: Case) -> GroupLayout:
+    """Rank b E + e, with E ranks per expert-parallel group, is number e of the contiguous group b; equal e share the same experts."""
+    size, world = _ep_ranks(case), range(case.world_size)
+    return {
+        "world": [world],
+        "ep": [world[first : first + size] for first in range(0, case.world_size, size)],
+        "ep_fsdp": [world[first::size] for first in range(size)],
+    }
+
+
+def _stages(case: Case) -> tuple[str | None, str | None, str | None]:
+    """The names of fsdp_group, ep_fsdp_group and ep_group, None where a stage is skipped; ``case["groups"]``: see :func:`inputs`."""
+    match case.params.get("groups", "grid"):
+        case "grid" if _ep_ranks(case) > 1:
+            return "world", "ep_fsdp", "ep"
+        case "grid":
+            return "world", "world", None
+        case "ep_fsdp_only":
+            return "world", "ep_fsdp", None
+        case "ep_only":
+            return None, None, "ep"
+        case other:
+            raise ValueError(f"unknown groups {other!r}")
+
+
+def entries(case: Case, rank: int) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    """Both lists of one rank: ``case["non_ep"]`` and ``case["ep"]``, or the rank's part of ``case["model"]``.
+
+    Of a model, other parameters are sharded along axis 0 over the world, experts along axis 1 over the ranks that share them.
+    """
+    if "model" not in case.params:
+        return case["non_ep"], case["ep"]
+    size = _ep_ranks(case)
+    non_ep, ep = _MODELS[case["model"]](size)
+    return (
+        _clipping.shard(non_ep, case.world_size, rank),
+        _clipping.shard(ep, case.world_size // size, rank // size, axis=1),
+    )
+
+
+def _norm_type(case: Case) -> float:
+    return float(case.params.get("norm_type", 2.0))
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """Gradients of :func:`_clipping.draw_gradients`, those of experts ``case["ep_level"]`` (if absent: ep_size) times as large.
+
+    ``case["groups"]``: ``grid`` (if absent) reduces over the world, and over both sides of the grid; ``ep_fsdp_only`` leaves out the
+    expert-parallel group; ``ep_only`` leaves out all but that. ``case["poison"]``: this value stands in an expert's gradient on rank 0.
+    """
+    non_ep, ep = entries(case, rank)
+    level = case["level"]
+    gradients = _clipping.draw_gradients(case, rank, draw, non_ep, level)
+    expert_gradients = _clipping.draw_gradients(case, rank, draw, ep, level * case.params.get("ep_level", _divisor(case)))
+    if "poison" in case.params and rank == 0:
+        _clipping.poison(expert_gradients, case["poison"])
+    groups = [None if name is None else GroupRef(name) for name in _stages(case)]
+    return gradients, expert_gradients, case["max_norm"], _norm_type(case), _divisor(case), *groups
+
+
+def _reduced(case: Case, sums: Sequence[torch.Tensor], stages: Sequence[str | None]) -> list[torch.Tensor]:
+    """Every rank's sum after all-reduces over the groups of these names, one after the other."""
+    layout, values = process_groups(case), list(sums)
+    for name in stages:
+        if name is not None:
+            members = [next(group for group in layout[name] if rank in group) for rank in range(case.world_size)]
+            values = [torch.stack([values[q] for q in group]).sum(0) for group in members]
+    return values
+
+
+def _device(inputs: Sequence[tuple[Any, ...]]) -> torch.device:
+    return next(leaves(list(inputs))).device
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, dict[str, list[Any]]]:
+    device, p, divisor = _device(inputs), _norm_type(case), _divisor(case)
+    fsdp, ep_fsdp, ep = _stages(case)
+    sums = [_clipping.wide_power_sum(args[0], p).to(device) for args in inputs]
+    expert_sums = [_clipping.wide_power_sum(args[1], p).to(device) / divisor**p for args in inputs]
+    own = [_reduced(case, sums, [fsdp])[rank], _reduced(case, expert_sums, [ep_fsdp, ep])[rank]]
+    norm = _clipping.norm_of(own, p, device)
+    return Expected("norm", norm, FP32), {
+        "non_ep_grad_tensors": _clipping.clipped("gradient", inputs[rank][0], norm, case["max_norm"]),
+        "ep_grad_tensors": _clipping.clipped("expert_gradient", inputs[rank][1], norm, case["max_norm"], divisor),
+    }
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    """An expert's gradient is divided by a power of two, which is exact, or in float32, where the norm's error leaves room for it."""
+    both = [entries(case, rank) for rank in range(case.world_size)]
+    return {
+        "norm": _clipping.norm_tolerance(),
+        **_clipping.tolerances("gradient", [non_ep for non_ep, _ in both]),
+        **_clipping.tolerances("expert_gradient", [ep for _, ep in both]),
+    }
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """Two float32 numbers are all-reduced over the world, which serves all groups."""
+    non_ep, ep = entries(case, rank)
+    always = ep if _divisor(case) > 1 else ()
+    hbm_bytes, operations = _clipping.traffic(non_ep if always else (*non_ep, *ep), clips=case["clips"], always_written=always)
+    port = 2 * (case.world_size - 1) / case.world_size * 2 * FP32.itemsize if case.params.get("groups", "grid") == "grid" else 0
+    return Cost(hbm_bytes=hbm_bytes, egress_bytes=port, ingress_bytes=port, flops={"fp32": operations})
+
+
+def _narrow_norm(
+    case: Case,
+    inputs: Sequence[tuple[Any, ...]],
+    rank: int,
+    *,
+    stages: Sequence[str | None] | None = None,
+    divisor: int | None = None,
+    norm_type: float | None = None,
+    weights: tuple[float, float] = (1.0, 1.0),
+) -> torch.Tensor:
+    """The norm in float32; with other groups, another divisor of experts, or other weights of the two lists, a wrong one."""
+    device, p = _device(inputs), norm_type or _norm_type(case)
+    fsdp, *ep_stages = _stages(case) if stages is None else stages
+    sums = [narrow_power_sum(args[0], p, device) for args in inputs]
+    expert_sums = [narrow_power_sum(args[1], p, device, divisor or _divisor(case)) for args in inputs]
+    total = weights[0] * _reduced(case, sums, [fsdp])[rank] + weights[1] * _reduced(case, expert_sums, ep_stages)[rank]
+    return total.pow(1.0 / p)
+
+
+def _updated(
+    case: Case,
+    args: tuple[Any, ...],
+    norm: torch.Tensor,
+    *,
+    factor: torch.Tensor | None = None,
+    divisor: int | None = None,
+    coarse: bool = False,
+) -> Answer:
+    """This norm, and gradients scaled by it (or by ``factor``), those of experts divided by ``divisor`` (if None, by the right one)."""
+    factor = coefficient(norm, case["max_norm"]) if factor is None else factor
+    return norm, {
+        "non_ep_grad_tensors": scaled(args[0], factor, coarse=coarse),
+        "ep_grad_tensors": scaled(scaled(args[1], 1.0 / (divisor or _divisor(case))), factor, coarse=coarse),
+    }
+
+
+def _with_norm_of(context: NullContext, **options: Any) -> Answer:
+    """Everything follows from a wrong norm."""
+    return _updated(context.case, context.args, _narrow_norm(context.case, context.inputs, context.rank, **options))
+
+
+def _local_times_root(context: NullContext) -> Answer:
+    local = _narrow_norm(context.case, context.inputs, context.rank, stages=(None, None, None))
+    return _updated(context.case, context.args, local * context.case.world_size ** (1 / _norm_type(context.case)))
+
+
+def _right_norm(context: NullContext, **options: Any) -> Answer:
+    """The right norm, and gradients with other factors."""
+    return _updated(context.case, context.args, context.answer[0], **options)
+
+
+def _all_divided(context: NullContext) -> Answer:
+    non_ep, ep = (scaled(gradients, 1.0 / _divisor(context.case)) for gradients in context.args[:2])
+    return _updated(context.case, (non_ep, ep), context.answer[0], divisor=1)
+
+
+def _one_list_scaled(context: NullContext, *, experts: bool) -> Answer:
+    norm, right = context.answer
+    _, kept = _right_norm(context, factor=torch.ones_like(norm))
+    name = "non_ep_grad_tensors" if experts else "ep_grad_tensors"
+    return norm, {**right, name: kept[name]}
+
+
+def _float32(coarse: bool) -> HonestVariant:
+    """Norm and products in float32; ``coarse``: with the coefficient rounded to each gradient's dtype."""
+
+    def answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
+        return _updated(case, inputs[rank], _narrow_norm(case, inputs, rank), coarse=coarse)
+
+    return HonestVariant("coefficient_rounded" if coarse else "rounded", answer)
+
+
+def _folded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
+    """Experts' divisor and coefficient in one factor, their norm from undivided gradients."""
+    fsdp, *ep_stages = _stages(case)
+    device, p = _device(inputs), _norm_type(case)
+    sums = [narrow_power_sum(args[0], p, device) for args in inputs]
+    expert_sums = [narrow_power_sum(args[1], p, device) * float(_divisor(case)) ** -p for args in inputs]
+    norm = (_reduced(case, sums, [fsdp])[rank] + _reduced(case, expert_sums, ep_stages)[rank]).pow(1.0 / p)
+    factor = coefficient(norm, case["max_norm"])
+    non_ep, ep = inputs[rank][:2]
+    return norm, {"non_ep_grad_tensors": scaled(non_ep, factor), "ep_grad_tensors": scaled(ep, factor / _divisor(case))}
+
+
+_NON_EP = (*tensors(BF16, (37, 5), (0,), None, (128,)), *tensors(FP32, (1,), (3, 3, 3)))
+_EP = (*tensors(BF16, (2, 5, 7), None, (2, 0, 3)), *tensors(FP32, (2, 9), (2, 3, 3)))
+_SINGLE = tensors(FP32, (37, 5), None, (3, 3, 3))
+
+_RAGGED: dict[str, Any] = {"non_ep": _NON_EP, "ep": _EP, "max_norm": 1.0, "level": 1.0, "clips": True}
+_LARGE: dict[str, Any] = {"max_norm": 1.0, "level": 1e-3, "clips": True}
+
+PRESETS = (
+    preset(
+        "small",
+        "lists with missing and empty entries or without any; one, two and all ranks per expert-parallel group; skipped reductions; norms "
+        "1 and 2; above and below the bound; a NaN",
+        case("grid", BF16, replicas=2, rank_base=10.0, **_RAGGED),
+        case("below", BF16, ep_ranks=2, **{**_RAGGED, "max_norm": 1e7, "clips": False}),
+        case("all_ranks", BF16, replicas=1, **_RAGGED),
+        case("no_non_ep", BF16, ep_ranks=2, **{**_RAGGED, "non_ep": ()}),
+        case("no_ep", BF16, ep_ranks=2, **{**_RAGGED, "ep": ()}),
+        case("norm_1", BF16, ep_ranks=2, norm_type=1.0, **_RAGGED),
+        case("divisor_3", FP32, ep_ranks=2, divisor=3, **{**_RAGGED, "non_ep": _SINGLE, "ep": _SINGLE}),
+        case("large_experts", BF16, ep_ranks=2, ep_level=1000.0, **_RAGGED),
+        case("ep_fsdp_only", BF16, ep_ranks=2, groups="ep_fsdp_only", rank_base=3.0, world_sizes=(4, 8), **_RAGGED),
+        case("ep_only", BF16, ep_ranks=2, groups="ep_only", **_RAGGED),
+        case("nan", BF16, ep_ranks=2, poison=float("nan"), **{**_RAGGED, "clips": False}),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape: a list of one 1024 x 1024 tensor each; W/2 ranks per expert-parallel group",
+        case(
+            "bf16", BF16, replicas=2, **{**_RAGGED, "non_ep": tensors(BF16, (1024, 1024)), "ep": tensors(BF16, (1024, 1024)), "level": 1e-2}
+        ),
+    ),
+    preset(
+        "production_qwen3_30b_a3b",
+        "4 layers, W/2 ranks per expert-parallel group",
+        case("bf16", BF16, model="qwen3-30b-a3b", replicas=2, **_LARGE),
+    ),
+    preset(
+        "production_deepseek_v3",
+        "one layer with a quarter of its experts, all ranks in one expert-parallel group",
+        case("bf16", BF16, model="deepseek-v3", replicas=1, **_LARGE),
+    ),
+    preset(
+        "production_mixtral_8x7b",
+        "2 layers, 2 ranks per expert-parallel group",
+        case("bf16", BF16, model="mixtral-8x7b", ep_ranks=2, **_LARGE),
+    ),
+)
+
+_OTHERS = tuple(f"{item.name}/{spec.label}" for item in PRESETS[1:] for spec in item.cases)
+_OTHERS_ON_MORE = tuple(f"{name}/w{world_size}" for name in _OTHERS for world_size in (4, 8))
+
+
+def _small(*labels: str) -> tuple[str, ...]:
+    return tuple(f"small/{label}" for label in labels)
+
+
+_BOTH = _small("all_ranks", "norm_1", "divisor_3")
+_REDUCED = (*_small("grid", "below", "large_experts"), *_BOTH)
+
+
+PROBLEM = Problem(
+    id=22,
+    slug="clip_grad_norm_ep",
+    title="Clipping of expert-parallel and other sharded gradients by their global norm, in place",
+    category="expert_parallel",
+    parallelism=("expert", "fsdp"),
+    origin="VeOmni: gradient clipping under FSDP2 with expert parallelism",
+    summary=(
+        "First, if ep_size > 1, every gradient of ep_grad_tensors is divided by ep_size in place. A is the sum of |g|^p (p = norm_type) "
+        "over non_ep_grad_tensors on all ranks of fsdp_group; E that over the divided ep_grad_tensors, summed over ep_fsdp_group and then "
+        "over ep_group; a group that is None skips its sum. Every rank returns n = (A + E)^(1/p), a float32 scalar; sums are float32, "
+        "infinite beyond its range. If n > max_norm, every gradient of both lists is multiplied in place by max_norm / n, without an "
+        "epsilon; otherwise (also if n is NaN) the others keep their bits. Entries may be None or empty, lists empty. ep_size is a "
+        "divisor, and need not be the size of a group."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer(
+            "no_communication",
+            "the norm of the rank's own gradients",
+            lambda c: _with_norm_of(c, stages=(None, None, None)),
+            cases=(*_REDUCED, *_small("no_non_ep", "no_ep", "ep_fsdp_only", "ep_only"), *_OTHERS),
+        ),
+        NullAnswer("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, cases=(*_REDUCED, *_OTHERS)),
+        NullAnswer(
+            "experts_not_reduced",
+            "experts' sum not reduced",
+            lambda c: _with_norm_of(c, stages=("world", None, None)),
+            cases=(*_REDUCED, *_OTHERS),
+        ),
+        NullAnswer(
+            "experts_reduced_over_sharers_only",
+            "experts' sum not reduced over the expert-parallel group",
+            lambda c: _with_norm_of(c, stages=("world", "ep_fsdp", None)),
+            cases=(*(f"{name}/w4" for name in _small("grid")), *_small("below"), *_BOTH, *_OTHERS_ON_MORE),
+        ),
+        NullAnswer(
+            "experts_reduced_over_ep_group_only",
+            "experts' sum not reduced over the ranks that share them",
+            lambda c: _with_norm_of(c, stages=("world", None, "ep")),
+            cases=(*_small("grid"), *(f"{name}/w4" for name in _small("below", "norm_1", "divisor_3"))),
+        ),
+        NullAnswer(
+            "groups_swapped",
+            "the expert-parallel group in place of the ranks that share experts, or the other way round",
+            lambda c: _with_norm_of(c, stages=("world", "ep", None) if _stages(c.case)[1] else (None, None, "ep_fsdp")),
+            cases=_small("ep_fsdp_only", "ep_only"),
+        ),
+        NullAnswer(
+            "whole_world",
+            "skipped sums taken",
+            lambda c: _with_norm_of(c, stages=("world", "world", None)),
+            cases=_small("ep_fsdp_only", "ep_only/w4"),
+        ),
+        NullAnswer(
+            "euclidean",
+            "norm_type ignored",
+            lambda c: _with_norm_of(c, norm_type=2.0),
+            cases=_small("norm_1"),
+        ),
+        NullAnswer(
+            "experts_left_out", "the norm of the other gradients", lambda c: _with_norm_of(c, weights=(1.0, 0.0)), cases=(*_BOTH, *_OTHERS)
+        ),
+        NullAnswer(
+            "others_left_out", "the norm of experts' gradients", lambda c: _with_norm_of(c, weights=(0.0, 1.0)), cases=(*_BOTH, *_OTHERS)
+        ),
+        NullAnswer(
+            "not_divided",
+            "ep_size ignored",
+            lambda c: _updated(c.case, c.args, _narrow_norm(c.case, c.inputs, c.rank, divisor=1), divisor=1),
+            cases=(*_small("below", "no_non_ep", "large_experts"), *_BOTH, *_OTHERS_ON_MORE),
+        ),
+        NullAnswer(
+            "divided_after_the_norm",
+            "the norm of undivided gradients of experts",
+            lambda c: _with_norm_of(c, divisor=1),
+            cases=(*_small("below", "no_non_ep", "large_experts"), *_BOTH, *_OTHERS_ON_MORE),
+        ),
+        NullAnswer(
+            "divided_for_the_norm_only",
+            "the right norm, experts' gradients not divided",
+            lambda c: _right_norm(c, divisor=1),
+            cases=(*_small("below", "no_non_ep", "large_experts", "nan"), *_BOTH, *_OTHERS_ON_MORE),
+        ),
+        NullAnswer(
+            "all_divided",
+            "the other gradients divided too",
+            _all_divided,
+            cases=(*_small("below", "no_ep", "nan"), *_BOTH, *_OTHERS_ON_MORE),
+        ),
+        NullAnswer(
+            "not_clipped",
+            "the right norm, gradients not scaled by it",
+            lambda c: _right_norm(c, factor=torch.ones_like(c.answer[0])),
+            cases=(*_small("grid", "no_non_ep", "no_ep", "ep_fsdp_only", "ep_only", "large_experts"), *_BOTH, *_OTHERS),
+        ),
+        NullAnswer(
+            "only_experts_clipped", "the other gradients not scaled", lambda c: _one_list_scaled(c, experts=True), cases=(*_BOTH, *_OTHERS)
+        ),
+        NullAnswer(
+            "only_others_clipped", "experts' gradients not scaled", lambda c: _one_list_scaled(c, experts=False), cases=(*_BOTH, *_OTHERS)
+        ),
+        NullAnswer(
+            "always_scaled",
+            "gradients scaled to max_norm although they are below it",
+            lambda c: _right_norm(c, factor=c.case["max_norm"] / c.answer[0]),
+            cases=_small("below"),
+        ),
+    ),
+    honest_variants=(_float32(coarse=False), _float32(coarse=True), HonestVariant("folded", _folded)),
+    excused={
+        "another_rank/norm": "all ranks of the world have one norm",
+        "echo/gradient_0@small/below": "what is not clipped stays as it is",
+        "echo/gradient_0@small/nan": "what is not clipped stays as it is",
+        "nan/norm@small/nan": "the norm is NaN",
+        "previous/norm@small/nan": "the norm is always NaN",
+    },
+    process_groups=process_groups,
+    updates=("non_ep_grad_tensors", "ep_grad_tensors"),
+    notes=(
+        "The public benchmark compares the norm alone, and its repeated calls divide the same experts' gradients until they are zero; "
+        "here divided and clipped gradients are compared as well, and gradients are fresh in every call.",
+        "Experts' gradients are ep_size times as large as the others before they are divided, so that both lists count in the norm.",
+        "A coefficient rounded to the gradients' dtype, as a product with a GPU scalar takes it, is right as well as a float32 one.",
+        "Of DeepSeek V3, one layer with 64 of its 256 experts, to bound memory. Experts of a layer are stacked into one tensor per weight.",
+    ),
+)
