@@ -141,6 +141,7 @@ def test_show_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         "signature": "str",
         "summary": "str",
         "notes": ["str"],
+        "speed_note": "str",
         "graph_reason": "str",
         "replicated": "bool",
         "integer_exact": "bool",

@@ -19,6 +19,7 @@ from peerlane.cli._console import ExitCode
 from peerlane.evaluate.verdict import Verdict
 from peerlane.hardware.profiles import PROFILES
 from peerlane.report import pages
+from peerlane.report.evidence import read_evidence
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -45,7 +46,7 @@ def commands_in(document: str) -> Iterator[list[str]]:
 
 
 def test_problem_pages_are_up_to_date() -> None:
-    assert pages.stale(ROOT / "docs" / "problems", pages.generate(problems.all_problems())) == [], "run `make docs`"
+    assert pages.stale(ROOT / "docs" / "problems", pages.generate(problems.all_problems(), read_evidence(ROOT))) == [], "run `make docs`"
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))

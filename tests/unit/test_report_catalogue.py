@@ -10,11 +10,15 @@ import torch
 
 from peerlane import problems
 from peerlane.errors import UsageError
+from peerlane.evaluate.calibrate import CountedStep
 from peerlane.hardware.profiles import B200_SXM, H200_SXM
 from peerlane.problems import Case, Cost, Draw, GroupRef, NullAnswer, Problem, Tolerance, case, preset
 from peerlane.problems._tree import describe
 from peerlane.report.catalogue import argument_text, find_profile, plain, problem_detail
+from peerlane.report.evidence import Evidence
+from peerlane.report.movement import MOST_STEPS, flowchart
 from peerlane.report.pages import overview, page, page_world_size
+from unit.sample_results import result
 
 
 def never_drawn(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, float]:
@@ -78,7 +82,7 @@ def test_cost_is_the_busiest_ranks_and_the_roofline_follows_the_profile() -> Non
 
 
 def test_page() -> None:
-    text = page(problem_detail(SAMPLE, world_size=4))
+    text = page(problem_detail(SAMPLE, world_size=4), Evidence())
     for line in (
         "solution(x: torch.Tensor, scale: float, group: object = None) -> torch.Tensor",
         "* **Launch modes:** eager (no CUDA graph: it synchronises)",
@@ -91,7 +95,7 @@ def test_page() -> None:
         "| `pkb` | 2e+09 bf16 | 4.8 MB | 1.35 MB | 0 B | 3 | nvlink |",
         "The bound is computed from the H200 SXM datasheet; it is not a measurement.",
         "One rounding of the result.",
-        "| y | small/a, pkb/bf16, production_x/bf16 | 0.00391 | - | - | - | - |",
+        "| y | small/a, pkb/bf16, pkb/public, production_x/bf16 | 0.00391 | - | - | - | - |",
         "* `special`: wrong here only (in pkb/bf16)",
         "* `previous`: it happens to be right",
         "* Worth knowing.",
@@ -101,9 +105,9 @@ def test_page() -> None:
 
 
 def test_overview_escapes_what_would_break_the_table() -> None:
-    rows = [line for line in overview([SAMPLE]).splitlines() if "sample" in line]
+    rows = [line for line in overview([SAMPLE], Evidence()).splitlines() if "sample" in line]
     assert rows == [
-        "| 900 | [sample](p900_sample.md) | A sample \\| with a bar | collective | tensor, data | 2, 4, 8 | eager | 3 |",
+        "| 900 | [sample](p900_sample.md): A sample \\| with a bar | tensor, data | 1.35 MB | 3 | 3 | nvlink | not measured | - |",
     ]
 
 
@@ -145,3 +149,32 @@ def test_profiles_are_found_by_their_first_word() -> None:
     assert find_profile("h200") is H200_SXM and find_profile(" H200 sxm ") is H200_SXM
     with pytest.raises(UsageError, match="there are: H100 SXM, H200 SXM, B200 SXM"):
         find_profile("h20")
+
+
+def step(kind: str, **more: float) -> CountedStep:
+    amounts = {"egress_bytes": 0.0, "ingress_bytes": 0.0, "matmul_flops": 0.0, "touched_bytes": 0.0} | more
+    return CountedStep(kind=kind, times=2, ranks=0 if kind == "compute" else 4, **amounts)
+
+
+def test_movement_is_drawn_from_what_was_counted() -> None:
+    steps = [step("compute", matmul_flops=2.5e9, touched_bytes=3e6), step("all_reduce", egress_bytes=1.5e6, ingress_bytes=1.5e6)]
+    text = page(problem_detail(SAMPLE, world_size=4), Evidence(counts={900: steps}))
+    assert '["2 operators<br/>2.5 GFLOP in matrix products<br/>touch 3 MB"]' in text
+    assert '{{"all-reduce x2<br/>1.5 MB out, 1.5 MB in"}}' in text
+    assert "in --> s0 --> s1 --> out" in text
+
+
+def test_a_long_chain_is_cut_in_the_middle_and_says_so() -> None:
+    chart = flowchart([step("compute" if number % 2 else "send") for number in range(MOST_STEPS + 6)], 4)
+    assert '["6 more steps"]' in chart and chart.count("operators") == chart.count("send") == MOST_STEPS // 2
+
+
+def test_times_compare_with_the_public_reference_and_say_why() -> None:
+    measured = result()
+    sample = dataclasses.replace(SAMPLE, speed_note="A better idiom.")
+    evidence = Evidence(references={900: [measured]}, public_us={900: 80.0})
+    text = page(problem_detail(sample, world_size=4), evidence)
+    assert "takes 80 us per call in eager mode on such a node, this one 40 us. A better idiom." in text
+    assert "| `pkb` | 4 | eager | 40 |" in text
+    assert "| 40 | 30 |" in overview([sample], evidence)
+    assert "not measured | - |" in overview([sample], Evidence())

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout with one result per file and documents with empty sections."""
-    (tmp_path / sections.NODE).mkdir(parents=True)
     for source, _ in sections.SECTIONS.values():
+        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / source).write_text(result().model_dump_json() + "\n")
     for path in sections.DOCUMENTS:
         (tmp_path / path).parent.mkdir(exist_ok=True)

@@ -21,9 +21,10 @@ def docs(
         raise UsageError("docs got " + ("both --write and --check" if write else "neither --write nor --check") + ": expected one of them")
     from peerlane import problems
     from peerlane.report import pages, sections
+    from peerlane.report.evidence import read_evidence
 
-    generated = pages.generate(problems.all_problems())
     root = folder.parent.parent
+    generated = pages.generate(problems.all_problems(), read_evidence(root))
     documents = all((root / path).is_file() for path in sections.DOCUMENTS)  # a folder elsewhere has pages alone
     if write:
         for change in [*pages.write(folder, generated), *(sections.write(root) if documents else [])]:

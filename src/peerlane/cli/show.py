@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,6 +20,7 @@ def show(
     """Show one problem: signature, meaning, presets with shapes, cost and roofline, error model, known wrong answers."""
     from peerlane import problems
     from peerlane.report.catalogue import find_profile, problem_detail
+    from peerlane.report.evidence import read_evidence
     from peerlane.report.pages import page, page_world_size
 
     problem = problems.get(number)
@@ -31,10 +33,10 @@ def show(
     if as_json:
         print_json(detail)
         return
-    out = console()
+    out, text = console(), page(detail, read_evidence(Path()))
     if not out.is_terminal:
-        print(page(detail), end="")
+        print(text, end="")
         return
     from rich.markdown import Markdown
 
-    out.print(Markdown(page(detail)))
+    out.print(Markdown(text))

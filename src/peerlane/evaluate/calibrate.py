@@ -170,12 +170,17 @@ def _record(case: Case, node: str, found: Margins | str) -> Calibration:
         label=case.label,
         variant=case.variant,
         world_size=case.world_size,
-        reference=margins.reference,
-        variants=margins.variants,
-        nulls=margins.nulls,
+        reference=_rounded(margins.reference),
+        variants={name: _rounded(ratios) for name, ratios in margins.variants.items()},
+        nulls={name: _rounded(ratios) for name, ratios in margins.nulls.items()},
         steps=tuple(CountedStep(**asdict(step)) for step in margins.counts[0].steps),
         complaints=(f"not calibrated: {found}",) if isinstance(found, str) else tuple(margins.complaints()),
     )
+
+
+def _rounded(ratios: Ratios) -> Ratios:
+    """To four digits: more would be noise that fills the file."""
+    return {name: float(f"{ratio:.4g}") for name, ratio in ratios.items()}
 
 
 def sound(records: Sequence[Calibration]) -> bool:

@@ -68,6 +68,7 @@ def whole_lines(path: Path) -> list[bytes]:
 def append_line(path: Path, line: bytes) -> None:
     """Adds a line to a file, whole or not at all, flushed to the disk before this returns; raises HarnessError if it cannot."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+b", buffering=0) as file:  # a buffer would be written again by truncate and close
             fcntl.flock(file, fcntl.LOCK_EX)
             end = _end_of_last_line(path.read_bytes())

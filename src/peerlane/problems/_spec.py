@@ -282,6 +282,7 @@ class Problem:
         excused: standard null answers that are right here, with the reason: ``name`` or ``name/output``, and ``@preset/label`` or
             ``@preset/label/wN`` behind it where that holds for one case only.
         notes: what differs from the public benchmark's problem of the same number, and why.
+        speed_note: why the reference is much faster or slower than the public benchmark's, where it is.
     """
 
     id: int
@@ -311,6 +312,7 @@ class Problem:
     updates: tuple[str, ...] = ()
     mutates: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+    speed_note: str = ""
 
     @property
     def signature(self) -> str:

@@ -48,12 +48,17 @@ def find_profile(name: str) -> HardwareProfile:
 
 
 def problem_detail(
-    problem: Problem, *, world_size: int, presets: Sequence[str] | None = None, profile: HardwareProfile = H200_SXM
+    problem: Problem,
+    *,
+    world_size: int,
+    presets: Sequence[str] | None = None,
+    profile: HardwareProfile = H200_SXM,
+    drawn: Sequence[str] = DRAWN_PRESETS,
 ) -> Entry:
     """Everything about one problem; its presets (all, or those named) as they are on ``world_size`` ranks.
 
-    ``profile``: whose datasheet the rooflines are computed from. Raises UnknownPreset, and UsageError if the problem does not run on that
-    many ranks.
+    ``profile``: whose datasheet the rooflines are computed from. ``drawn``: presets whose arguments are drawn. Raises UnknownPreset, and
+    UsageError if the problem does not run on that many ranks.
     """
     chosen = problem.presets if presets is None else tuple(problem.preset(name) for name in presets)
     return {
@@ -62,6 +67,7 @@ def problem_detail(
         "signature": problem.signature,
         "summary": problem.summary,
         "notes": list(problem.notes),
+        "speed_note": problem.speed_note,
         "graph_reason": problem.graph_reason,
         "replicated": problem.replicated if isinstance(problem.replicated, bool) else list(problem.replicated),
         "updates": list(problem.updates),
@@ -75,20 +81,20 @@ def problem_detail(
         "excused": dict(problem.excused),
         "world_size": world_size,
         "profile": profile.name,
-        "presets": [_preset_detail(problem, preset, world_size, profile) for preset in chosen],
+        "presets": [_preset_detail(problem, preset, world_size, profile, preset.name in drawn) for preset in chosen],
     }
 
 
-def _preset_detail(problem: Problem, preset: Preset, world_size: int, profile: HardwareProfile) -> Entry:
+def _preset_detail(problem: Problem, preset: Preset, world_size: int, profile: HardwareProfile, drawn: bool) -> Entry:
     cases = {case.label: case for variant in problem.variants for case in problem.cases(preset.name, world_size, variant)}
     return {
         "name": preset.name,
         "about": preset.about,
-        "cases": [_case_detail(problem, preset, spec, cases.get(spec.label), profile) for spec in preset.cases],
+        "cases": [_case_detail(problem, spec, cases.get(spec.label), profile, drawn) for spec in preset.cases],
     }
 
 
-def _case_detail(problem: Problem, preset: Preset, spec: CaseSpec, case: Case | None, profile: HardwareProfile) -> Entry:
+def _case_detail(problem: Problem, spec: CaseSpec, case: Case | None, profile: HardwareProfile, drawn: bool) -> Entry:
     entry: Entry = {
         "label": spec.label,
         "dtype": dtype_name(spec.dtype),
@@ -108,7 +114,7 @@ def _case_detail(problem: Problem, preset: Preset, spec: CaseSpec, case: Case | 
     entry["cost"] = _cost(costs)
     entry["roofline"] = _roofline(costs, profile)
     entry["process_groups"] = plain(problem.process_groups(case))
-    if preset.name in DRAWN_PRESETS:
+    if drawn:
         entry["arguments"] = _arguments(problem, case)
     return entry
 

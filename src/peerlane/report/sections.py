@@ -3,37 +3,45 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.verdict import Result
+from peerlane.evaluate.calibrate import read_calibrations
+from peerlane.report.calibration import calibration_table
+from peerlane.report.evidence import CALIBRATIONS, NODE, NOISE, PRODUCTION
 from peerlane.report.noise import acceptance_lines, noise_table
 from peerlane.report.records import read_results
 from peerlane.report.tables import environment_lines, reasons, result_table
 
-NODE = Path("results/h200x4")
 
-
-def _speeds(results: Sequence[Result]) -> str:
+def _speeds(path: Path) -> str:
+    results = read_results(path)
     return "\n".join([result_table(results).markdown(), *environment_lines(results), *reasons(results)])
 
 
-def _noise(results: Sequence[Result]) -> str:
+def _noise(path: Path) -> str:
+    results = read_results(path)
     return "\n".join(
         [noise_table(results).markdown(), *(f"* {line}" for line in acceptance_lines(results)), "", *environment_lines(results)]
     )
 
 
-SECTIONS: dict[str, tuple[Path, Callable[[Sequence[Result]], str]]] = {
+def _margins(path: Path) -> str:
+    return calibration_table(read_calibrations(path)).markdown()
+
+
+SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "results": (NODE / "examples.jsonl", _speeds),
     "examples": (NODE / "examples.jsonl", _speeds),
-    "production": (NODE / "production.jsonl", _speeds),
-    "noise": (NODE / "noise.jsonl", _noise),
+    "production": (PRODUCTION, _speeds),
+    "noise": (NOISE, _noise),
+    "margins_cpu": (CALIBRATIONS[0], _margins),
+    "margins_h200x4": (CALIBRATIONS[1], _margins),
 }
 """Name of a section -> the file of results it shows, relative to the checkout, and how."""
 
-DOCUMENTS = (Path("README.md"), Path("docs/measurements.md"))
+DOCUMENTS = (Path("README.md"), Path("docs/measurements.md"), Path("docs/calibration.md"))
 
 
 def filled(text: str, root: Path) -> str:
@@ -42,7 +50,7 @@ def filled(text: str, root: Path) -> str:
     def replace(match: re.Match[str]) -> str:
         name = match[1]
         source, show = SECTIONS[name]
-        return f"<!-- {name}:begin -->\n{show(read_results(root / source))}\n<!-- {name}:end -->"
+        return f"<!-- {name}:begin -->\n{show(root / source)}\n<!-- {name}:end -->"
 
     names = re.findall(r"<!-- (\w+):begin -->", text)
     for name in names:
