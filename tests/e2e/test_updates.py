@@ -1,0 +1,52 @@
+"""Parameters that a call updates in place are part of its answer: right norms do not help a candidate that leaves its gradients alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from e2e.runs import judge
+
+HEAD = """
+import torch
+import torch.distributed as dist
+
+
+def solution(grad_tensors, max_norm, norm_type=2.0, fsdp_group=None):
+    present = [g for g in grad_tensors if g is not None]
+    total = sum((torch.linalg.vector_norm(g, norm_type, dtype=torch.float32) ** norm_type for g in present), torch.zeros(()))
+    if fsdp_group is not None:
+        dist.all_reduce(total, group=fsdp_group)
+    norm = total ** (1.0 / norm_type)
+"""
+CLIPS = """
+    if norm > max_norm:
+        for g in present:
+            g.copy_(g.float() * (max_norm / norm))
+    return norm
+"""
+CLIPS_A_COPY = """
+    if norm > max_norm:
+        present = [g * (max_norm / norm) for g in present]
+    return norm
+"""
+CLIPS_THE_FIRST_ONLY = """
+    if norm > max_norm:
+        present[0].copy_(present[0].float() * (max_norm / norm))
+    return norm
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "verdict"),
+    [(CLIPS, "correct"), (CLIPS_A_COPY, "wrong_result"), (CLIPS_THE_FIRST_ONLY, "wrong_result")],
+    ids=["clips", "clips_a_copy", "clips_the_first_only"],
+)
+def test_clipping(body: str, verdict: str, tmp_path: Path) -> None:
+    candidate = tmp_path / "21_clip_pytorch.py"
+    candidate.write_text(HEAD + body, encoding="utf-8")
+    (result,) = judge(candidate)
+    assert result.verdict.kind == verdict, result.verdict
+    if verdict == "wrong_result":
+        assert result.verdict.output.startswith("gradient_"), result.verdict  # type: ignore[union-attr]
