@@ -87,8 +87,8 @@ def expected_distinct(count: int, below: int, skew: float = 1.0) -> float:
     """The expected number of different values among those that :func:`skewed` draws: the sum over values v of 1 - (1 - p_v)^count."""
     if below == 0:
         return 0.0
-    # Values beyond the first 2^16 are taken together where p_v changes by less than 0.1 %.
-    first = min(below, 2**16)
+    # Values beyond the first 2^12 are taken together where p_v changes by less than 0.1 %.
+    first = min(below, 2**12)
     steps = int(math.log(below / first) / 1e-3) + 2
     edges = torch.cat(
         (torch.arange(first, dtype=torch.float64), torch.logspace(math.log2(first), math.log2(below), steps, 2, dtype=torch.float64))
