@@ -21,8 +21,7 @@ from peerlane.report.pages import overview, page, page_world_size
 from unit.sample_results import result
 
 
-def never_drawn(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, float]:
-    assert case.preset in ("small", "pkb"), "production inputs may not fit into memory"
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, float]:
     return draw.normal((case["rows"], 8), case.dtype), 0.5
 
 
@@ -42,7 +41,7 @@ SAMPLE = dataclasses.replace(
     slug="sample",
     title="A sample | with a bar",
     reference=reference,
-    inputs=never_drawn,
+    inputs=inputs,
     tolerance=tolerance,
     cost=lambda case, rank: Cost(hbm_bytes=4.8e6, egress_bytes=rank * 450e3, ingress_bytes=0, flops={"bf16": 2e9}),
     presets=(
@@ -60,11 +59,21 @@ SAMPLE = dataclasses.replace(
 )
 
 
-def test_only_drawn_presets_have_arguments() -> None:
+def test_arguments_of_any_size_are_shown() -> None:
     small, pkb, production = problem_detail(SAMPLE, world_size=4)["presets"]
     assert small["cases"][0]["arguments"] == [{"name": "x", "value": "bfloat16[3, 8]"}, {"name": "scale", "value": "0.5"}]
     assert pkb["cases"][0]["arguments"][0]["value"] == "bfloat16[7, 8]"
-    assert production["cases"][0]["arguments"] is None and production["cases"][0]["params"] == {"rows": 10**9, "nested": {"k": [1, 2]}}
+    assert production["cases"][0]["arguments"][0]["value"] == "bfloat16[1000000000, 8]"
+    assert production["cases"][0]["params"] == {"rows": 10**9, "nested": {"k": [1, 2]}}
+
+
+def test_arguments_whose_shapes_hang_on_contents_are_drawn_where_they_are_small() -> None:
+    def kept(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, float]:
+        x = draw.normal((case["rows"], 8), case.dtype)
+        return x[: 1 + int(x.isfinite().all())], 0.5
+
+    small, _, production = problem_detail(dataclasses.replace(SAMPLE, inputs=kept), world_size=4)["presets"]
+    assert small["cases"][0]["arguments"][0]["value"] == "bfloat16[2, 8]" and production["cases"][0]["arguments"] is None
 
 
 def test_a_case_of_another_world_size_is_named_without_figures() -> None:
@@ -90,7 +99,7 @@ def test_page() -> None:
         "| a | bfloat16 | `x`: bfloat16[3, 8], `scale`: 0.5 |",
         "| b | float32 | only on 2 ranks |",
         "| public (variant pkb) | bfloat16 | `x`: bfloat16[7, 8], `scale`: 0.5 |",
-        "| bf16 | bfloat16 | rows = 1000000000, nested = {k: [1, 2]} |",
+        "| bf16 | bfloat16 | `x`: bfloat16[1000000000, 8], `scale`: 0.5 |",
         "## Cost and roofline on 4 ranks",
         "| `pkb` | 2e+09 bf16 | 4.8 MB | 1.35 MB | 0 B | 3 | nvlink |",
         "The bound is computed from the H200 SXM datasheet; it is not a measurement.",

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from peerlane.errors import UsageError
 from peerlane.hardware.profiles import H200_SXM, PROFILES, HardwareProfile
@@ -18,8 +19,8 @@ from peerlane.problems._tree import Description, describe, dtype_name
 
 Entry = dict[str, Any]
 
-DRAWN_PRESETS = ("small", "pkb")
-"""Presets whose arguments are drawn, on the CPU, to learn their shapes; the others may not fit this machine's memory."""
+SMALL_ENOUGH = ("small", "pkb")
+"""Presets whose arguments may be drawn for real, on the CPU, to learn their shapes; others may not fit this machine's memory."""
 
 
 def problem_entry(problem: Problem) -> Entry:
@@ -53,12 +54,12 @@ def problem_detail(
     world_size: int,
     presets: Sequence[str] | None = None,
     profile: HardwareProfile = H200_SXM,
-    drawn: Sequence[str] = DRAWN_PRESETS,
+    arguments: bool = True,
 ) -> Entry:
     """Everything about one problem; its presets (all, or those named) as they are on ``world_size`` ranks.
 
-    ``profile``: whose datasheet the rooflines are computed from. ``drawn``: presets whose arguments are drawn. Raises UnknownPreset, and
-    UsageError if the problem does not run on that many ranks.
+    ``profile``: whose datasheet the rooflines are computed from. ``arguments``: with their shapes. Raises UnknownPreset, and UsageError
+    if the problem does not run on that many ranks.
     """
     chosen = problem.presets if presets is None else tuple(problem.preset(name) for name in presets)
     return {
@@ -81,20 +82,20 @@ def problem_detail(
         "excused": dict(problem.excused),
         "world_size": world_size,
         "profile": profile.name,
-        "presets": [_preset_detail(problem, preset, world_size, profile, preset.name in drawn) for preset in chosen],
+        "presets": [_preset_detail(problem, preset, world_size, profile, arguments) for preset in chosen],
     }
 
 
-def _preset_detail(problem: Problem, preset: Preset, world_size: int, profile: HardwareProfile, drawn: bool) -> Entry:
+def _preset_detail(problem: Problem, preset: Preset, world_size: int, profile: HardwareProfile, arguments: bool) -> Entry:
     cases = {case.label: case for variant in problem.variants for case in problem.cases(preset.name, world_size, variant)}
     return {
         "name": preset.name,
         "about": preset.about,
-        "cases": [_case_detail(problem, spec, cases.get(spec.label), profile, drawn) for spec in preset.cases],
+        "cases": [_case_detail(problem, spec, cases.get(spec.label), profile, arguments) for spec in preset.cases],
     }
 
 
-def _case_detail(problem: Problem, spec: CaseSpec, case: Case | None, profile: HardwareProfile, drawn: bool) -> Entry:
+def _case_detail(problem: Problem, spec: CaseSpec, case: Case | None, profile: HardwareProfile, arguments: bool) -> Entry:
     entry: Entry = {
         "label": spec.label,
         "dtype": dtype_name(spec.dtype),
@@ -114,15 +115,24 @@ def _case_detail(problem: Problem, spec: CaseSpec, case: Case | None, profile: H
     entry["cost"] = _cost(costs)
     entry["roofline"] = _roofline(costs, profile)
     entry["process_groups"] = plain(problem.process_groups(case))
-    if drawn:
+    if arguments:
         entry["arguments"] = _arguments(problem, case)
     return entry
 
 
-def _arguments(problem: Problem, case: Case) -> list[Entry]:
-    """Rank 0's arguments. Shapes come from the case and the public layout, so any secret shows the same ones."""
+def _arguments(problem: Problem, case: Case) -> list[Entry] | None:
+    """Rank 0's arguments. Shapes come from the case and the public layout, so any secret shows the same ones.
+
+    They are drawn without memory; where that fails because contents decide something, for real; None if that takes too much.
+    """
     draw = Draw(secret="catalogue", case_key=case.key, slot=0, block=0, rank=0)
-    values = problem.inputs(case, 0, draw)
+    try:
+        with FakeTensorMode():
+            values = problem.inputs(case, 0, draw)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        if case.preset not in SMALL_ENOUGH:
+            return None
+        values = problem.inputs(case, 0, Draw(secret="catalogue", case_key=case.key, slot=0, block=0, rank=0))
     return [{"name": name, "value": argument_text(describe(value))} for name, value in zip(problem.parameters, values, strict=False)]
 
 

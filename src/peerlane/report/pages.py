@@ -61,7 +61,7 @@ def write(folder: Path, pages: Mapping[str, str]) -> list[str]:
 
 def overview(suite: Sequence[Problem], evidence: Evidence) -> str:
     """The problems by category, each linked to its page, with its size and what bounds it."""
-    details = [problem_detail(problem, world_size=page_world_size(problem), drawn=()) for problem in suite]
+    details = [problem_detail(problem, world_size=page_world_size(problem), arguments=False) for problem in suite]
     categories = dict.fromkeys(sorted(detail["category"] for detail in details))
     parts = [
         "# The problems\n",
