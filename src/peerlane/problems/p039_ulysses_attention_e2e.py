@@ -1,0 +1,437 @@
+"""Problem 39: a Ulysses attention block: QKV projection, exchange, attention, exchange back, output projection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.flop_counter import flop_registry
+
+from peerlane.problems import _ulysses
+from peerlane.problems._collective import BF16, FP32, group_layout, group_members
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import (
+    UNIT_ROUNDOFF,
+    Case,
+    CaseSpec,
+    Cost,
+    Expected,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems.p054_ring_attention import attention
+
+FP64 = torch.float64
+
+# PyTorch knows how many operations attention takes on GPUs; the CPU's operator has the same arguments.
+flop_registry.setdefault(
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, flop_registry[torch.ops.aten._scaled_dot_product_flash_attention]
+)
+
+Arguments = Sequence[tuple[Any, ...]]
+
+
+@torch.no_grad()
+def reference(
+    hidden_states: torch.Tensor,
+    w_qkv: torch.Tensor,
+    w_o: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    num_heads: int = 8,
+    causal: bool = False,
+) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+    return _block(hidden_states, w_qkv, w_o, group, num_heads, attend)
+
+
+@torch.no_grad()
+def legacy_reference(
+    hidden_states: torch.Tensor,
+    w_qkv: torch.Tensor,
+    w_o: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    num_heads: int = 8,
+    causal: bool = False,
+) -> torch.Tensor:
+    """The public semantics: in every position the heads of one rank attend to one another, and positions never meet."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return _block(hidden_states, w_qkv, w_o, group, num_heads, attend)
+
+
+def _block(
+    hidden_states: torch.Tensor,
+    w_qkv: torch.Tensor,
+    w_o: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    num_heads: int,
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """``attend`` gets q, k, v and returns the context, all (B, S, h / W, D), for the whole sequence and the rank's heads."""
+    qkv = _split(F.linear(hidden_states, w_qkv), num_heads)
+    context = attend(*_ulysses.exchange(qkv, 3, 1, group).unbind(2))
+    return F.linear(_ulysses.exchange(context, 1, 2, group).flatten(2), w_o)
+
+
+def _split(qkv: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B, S, 3 h D) as (B, S, 3, h, D)."""
+    return qkv.view(*qkv.shape[:-1], 3, heads, qkv.shape[-1] // (3 * heads))
+
+
+def _local_length(case: Case) -> int:
+    return int(case["local"] if "local" in case.params else case["length"] // case.world_size)
+
+
+def _heads(case: Case, rank: int) -> int:
+    """Heads of the model: ``heads``, or ``heads_per_rank`` times the group's size."""
+    ranks = len(group_members(case, rank))
+    return int(case["heads"] if "heads" in case.params else case["heads_per_rank"] * ranks)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """N(0, 1) hidden states; weights equal on all ranks, that give values and outputs of unit scale and scores N(0, case["spread"]^2)."""
+    heads, depth, hidden = _heads(case, rank), case["depth"], case["hidden"]
+    width, spread = heads * depth, case.params.get("spread", 1.0)
+    hidden_states = draw.normal((case["batch"], _local_length(case), hidden), case.dtype)
+    w_qkv = draw.shared.normal((3, width, hidden), FP32, scale=hidden**-0.5)
+    w_qkv[:2] *= math.sqrt(spread)
+    w_o = draw.shared.normal((case["out"], width), case.dtype, scale=width**-0.5)
+    return hidden_states, w_qkv.flatten(0, 1).to(case.dtype), w_o, _ulysses.group_argument(case), heads, case["causal"]
+
+
+def _projected(case: Case, inputs: Arguments, rank: int, work: torch.dtype) -> torch.Tensor:
+    """One rank's queries, keys and values (B, S_l, 3, h, D), in ``work``."""
+    hidden_states, w_qkv = (tensor.to(work) for tensor in inputs[rank][:2])
+    return _split(F.linear(hidden_states, w_qkv), _heads(case, rank))
+
+
+def _visible(case: Case, rank: int, causal: bool) -> list[int]:
+    """The group's ranks whose keys the rank's queries see; under a causal mask the last of them is the rank itself."""
+    members = list(group_members(case, rank))
+    return members[: members.index(rank) + 1] if causal else members
+
+
+def _context(case: Case, inputs: Arguments, rank: int, *, owners: Sequence[int], causal: bool, scale: float | None = None) -> torch.Tensor:
+    """Float64 attention (B, S_l, h, D) of the rank's queries to the owners' keys; under a causal mask the rank is the last owner."""
+    q = _projected(case, inputs, rank, FP64)[:, :, 0]
+    projected = [_projected(case, inputs, owner, FP64)[:, :, 1:] for owner in owners]
+    k, v = torch.cat(projected, dim=1).unbind(2)
+    value, _ = attention(q, k, v, scale=case["depth"] ** -0.5 if scale is None else scale, causal=causal)
+    return value
+
+
+def _among_heads(case: Case, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+    """(B, S, h, D) as (B S, h / W, W, D): the heads of a group take the place of positions, the groups that of heads."""
+    groups = len(group_members(case, rank))
+    split = tensor.view(*tensor.shape[:2], groups, tensor.shape[2] // groups, tensor.shape[3])
+    return split.transpose(2, 3).flatten(0, 1)
+
+
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, hidden: torch.Tensor | None, rounded: torch.dtype | None = None
+) -> torch.Tensor:
+    """Attention at once in q's dtype, (B, S_q, h, D) to (B, S_k, h, D); ``hidden`` (S_q, S_k) marks pairs that do not count.
+
+    ``rounded``: a dtype that probabilities are rounded to.
+    """
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
+    if hidden is not None:
+        scores.masked_fill_(hidden, -math.inf)
+    probabilities = torch.softmax(scores, dim=-1)
+    if rounded is not None:
+        probabilities = probabilities.to(rounded).to(q.dtype)
+    return torch.einsum("bhqk,bkhd->bqhd", probabilities, v)
+
+
+def _future(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """Keys behind each query, where the queries are the last positions of the keys' sequence."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu_(1 + keys - queries)
+
+
+def _legacy_context(
+    case: Case, inputs: Arguments, rank: int, *, causal: bool, work: torch.dtype, rounded: torch.dtype | None = None
+) -> torch.Tensor:
+    """The public semantics' context (B, S_l, h, D), in ``work``; with ``rounded``, rounded to that dtype before and inside attention."""
+    qkv = _projected(case, inputs, rank, work)
+    if rounded is not None:
+        qkv = qkv.to(rounded).to(work)
+    q, k, v = (_among_heads(case, rank, tensor) for tensor in qkv.unbind(2))
+    hidden = _future(q.shape[1], q.shape[1], q.device) if causal else None
+    context = _dense(q, k, v, scale=case["depth"] ** -0.5, hidden=hidden, rounded=rounded)
+    return context.transpose(1, 2).reshape(qkv.shape[:2] + qkv.shape[3:])
+
+
+def _output(inputs: Arguments, rank: int, context: torch.Tensor) -> torch.Tensor:
+    """The output projection, in the context's dtype."""
+    return F.linear(context.flatten(2), inputs[rank][2].to(context.dtype))
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    """The magnitude is the root mean square of each token's output."""
+    causal = case["causal"]
+    if case.variant == "pkb":
+        context = _legacy_context(case, inputs, rank, causal=causal, work=FP64)
+    else:
+        context = _context(case, inputs, rank, owners=_visible(case, rank, causal), causal=causal)
+    value = _output(inputs, rank, context)
+    return Expected("output", value, case.dtype, magnitude=value.square().mean(-1, keepdim=True).sqrt())
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    """Errors relative to the norm of a token's output, and elementwise six times as much as an average element of it may have.
+
+    In bfloat16 queries, keys, values, probabilities, context and output are rounded, 1.7e-3 normwise each; scores of deviation one then err
+    by 2.4e-3, as their weights do relatively, and all together leave 4.5e-3. Twice that is allowed over many tokens, and five times for a
+    token. In float32, 256 u for products in any order, and as much again times the spread of the scores, for their errors are the weights'.
+    """
+    spread = case.params.get("spread", 1.0)
+    rowwise = 2.5e-2 if case.dtype == BF16 else 256 * UNIT_ROUNDOFF[FP32] * (1 + spread)
+    normwise = 1e-2 if case.dtype == BF16 and case["batch"] * _local_length(case) >= 16 else None
+    return {"output": Tolerance(relative=2 * UNIT_ROUNDOFF[case.dtype], magnitude=6 * rowwise, normwise=normwise, rowwise=rowwise)}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """A rank sends and receives 3 (W - 1) / W of its projected tokens, and (W - 1) / W of its context.
+
+    On two ranks, to gather all hidden states and to project keys and values twice takes less. What is stored between the stages is not
+    counted, since they can be fused. In the public semantics nothing need travel.
+    """
+    members, size = group_members(case, rank), case.dtype.itemsize
+    ranks, tokens, hidden, width = len(members), case["batch"] * _local_length(case), case["hidden"], _heads(case, rank) * case["depth"]
+    if case.variant == "pkb":
+        group = _heads(case, rank) // ranks
+        pairs, port = tokens * group * ranks * group, 0.0
+        pairs = tokens * ranks * group * (group + 1) // 2 if case["causal"] else pairs
+    else:
+        length = _local_length(case) * ranks
+        positions = length * (length + 1) // 2 if case["causal"] else length**2
+        pairs = case["batch"] * positions * _heads(case, rank) // ranks
+        port = min(4 * (ranks - 1) / ranks * tokens * width, (ranks - 1) * tokens * hidden) * size
+    return Cost(
+        hbm_bytes=(tokens * (hidden + case["out"]) + width * (3 * hidden + case["out"])) * size,
+        egress_bytes=port,
+        ingress_bytes=port,
+        flops={"fp32" if case.dtype == FP32 else "bf16": 2 * tokens * width * (3 * hidden + case["out"]) + 4 * case["depth"] * pairs},
+    )
+
+
+def _in_steps(case: Case, inputs: Arguments, rank: int, rounded: torch.dtype | None) -> torch.Tensor:
+    """Dense attention in float32 arithmetic; with ``rounded``, every stage's result is rounded to that dtype."""
+    if case.variant == "pkb":
+        context = _legacy_context(case, inputs, rank, causal=case["causal"], work=FP32, rounded=rounded)
+    else:
+        owners = _visible(case, rank, case["causal"])
+        projected = [_projected(case, inputs, owner, FP32) for owner in owners]
+        if rounded is not None:
+            projected = [tensor.to(rounded).to(FP32) for tensor in projected]
+        q = projected[owners.index(rank)][:, :, 0]
+        k, v = torch.cat([tensor[:, :, 1:] for tensor in projected], dim=1).unbind(2)
+        hidden = _future(q.shape[1], k.shape[1], q.device) if case["causal"] else None
+        context = _dense(q, k, v, scale=case["depth"] ** -0.5, hidden=hidden, rounded=rounded)
+    if rounded is not None:
+        context = context.to(rounded).to(FP32)
+    return _output(inputs, rank, context).to(case.dtype)
+
+
+def _answer(
+    context: NullContext, *, owners: Sequence[int] | None = None, causal: bool | None = None, scale: float | None = None
+) -> torch.Tensor:
+    """The answer to another question: other owners of keys, mask or scale."""
+    case, rank = context.case, context.rank
+    masked = case["causal"] if causal is None else causal
+    chosen = _visible(case, rank, masked) if owners is None else owners
+    attended = _context(case, context.inputs, rank, owners=chosen, causal=masked, scale=scale)
+    return _output(context.inputs, rank, attended).to(case.dtype)
+
+
+def _legacy_answer(context: NullContext, *, causal: bool | None = None) -> torch.Tensor:
+    masked = context.case["causal"] if causal is None else causal
+    attended = _legacy_context(context.case, context.inputs, context.rank, causal=masked, work=FP64)
+    return _output(context.inputs, context.rank, attended).to(context.case.dtype)
+
+
+def _farthest_dropped(context: NullContext) -> torch.Tensor:
+    """Without the keys of the last rank, or of the first under a causal mask, unless it sees no others."""
+    visible = _visible(context.case, context.rank, context.case["causal"])
+    return _answer(context, owners=(visible[1:] if context.case["causal"] else visible[:-1]) or visible)
+
+
+def _later_ranks_visible(context: NullContext) -> torch.Tensor:
+    """A causal mask within the rank's own tokens only, whereas all of other ranks' keys count."""
+    case, rank, members = context.case, context.rank, group_members(context.case, context.rank)
+    q = _projected(case, context.inputs, rank, FP32)[:, :, 0]
+    k, v = torch.cat([_projected(case, context.inputs, owner, FP32)[:, :, 1:] for owner in members], dim=1).unbind(2)
+    local, place = q.shape[1], members.index(rank)
+    hidden = torch.zeros(local, k.shape[1], dtype=torch.bool, device=q.device)
+    hidden[:, place * local : (place + 1) * local] = _future(local, local, q.device)
+    attended = _dense(q, k, v, scale=case["depth"] ** -0.5, hidden=hidden)
+    return _output(context.inputs, rank, attended).to(case.dtype)
+
+
+def _values_only(context: NullContext) -> torch.Tensor:
+    """Every token attends to itself alone."""
+    values = _projected(context.case, context.inputs, context.rank, FP32)[:, :, 2]
+    return _output(context.inputs, context.rank, values).to(context.case.dtype)
+
+
+def _heads_rolled(context: NullContext) -> torch.Tensor:
+    """The right context with the heads of one rank in the place of another's."""
+    case, rank = context.case, context.rank
+    attended = _context(case, context.inputs, rank, owners=_visible(case, rank, case["causal"]), causal=case["causal"])
+    per_rank = attended.shape[2] // len(group_members(case, rank))
+    return _output(context.inputs, rank, attended.roll(per_rank, 2)).to(case.dtype)
+
+
+def _no_maximum(context: NullContext) -> torch.Tensor:
+    """A softmax whose exponentials overflow."""
+    case, rank = context.case, context.rank
+    q = _projected(case, context.inputs, rank, FP32)[:, :, 0]
+    owners = _visible(case, rank, False)
+    k, v = torch.cat([_projected(case, context.inputs, owner, FP32)[:, :, 1:] for owner in owners], dim=1).unbind(2)
+    weights = torch.exp(torch.einsum("bqhd,bkhd->bhqk", q, k) * case["depth"] ** -0.5)
+    attended = torch.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdim=True), v)
+    return _output(context.inputs, rank, attended).to(case.dtype)
+
+
+def _small(label: str, dtype: torch.dtype = BF16, *, causal: bool = False, **params: Any) -> CaseSpec:
+    return case(
+        label,
+        dtype,
+        variant=params.pop("variant", "default"),
+        world_sizes=params.pop("world_sizes", None),
+        causal=causal,
+        **{"batch": 2, "local": 3, "heads_per_rank": 2, "depth": 8, "hidden": 32, "out": 24, **params},
+    )
+
+
+_PUBLIC: dict[str, Any] = {"batch": 16, "length": 16, "heads": 8, "depth": 64, "hidden": 512, "out": 512}
+
+PRESETS = (
+    preset(
+        "small",
+        "causal and not, one token or one head per rank, an output narrower than the input, scores that overflow exp, a group",
+        _small("full_bf16"),
+        _small("causal_bf16", causal=True),
+        _small("full_fp32", FP32),
+        _small("causal_fp32", FP32, causal=True),
+        _small("one_token_bf16", batch=4, local=1),
+        _small("one_head_causal_bf16", causal=True, heads_per_rank=1, local=5),
+        _small("large_scores_fp32", FP32, spread=100.0),
+        _small("strided_group_bf16", causal=True, group="strided", world_sizes=(4, 8)),
+        _small("public_full_bf16", variant="pkb"),
+        _small("public_causal_fp32", FP32, causal=True, variant="pkb"),
+        _small("public_one_head_bf16", heads_per_rank=1, variant="pkb"),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape: 16 tokens over all ranks",
+        case("bf16", BF16, causal=False, **_PUBLIC),
+        case("public_bf16", BF16, causal=False, variant="pkb", **_PUBLIC),
+    ),
+    preset(
+        "production_llama2_7b_16k",
+        "32 heads of 128, 16384 tokens, causal",
+        case("bf16", BF16, causal=True, batch=1, length=16384, heads=32, depth=128, hidden=4096, out=4096),
+    ),
+    preset(
+        "production_wan21_14b_480p",
+        "video diffusion: 40 heads of 128, 32760 tokens, not causal",
+        case("bf16", BF16, causal=False, batch=1, length=32760, heads=40, depth=128, hidden=5120, out=5120),
+    ),
+    preset(
+        "production_hunyuan_video",
+        "video diffusion: 24 heads of 128, 65536 tokens, not causal",
+        case("bf16", BF16, causal=False, batch=1, length=65536, heads=24, depth=128, hidden=3072, out=3072),
+    ),
+)
+
+
+def _labels(keep: Callable[[CaseSpec], bool]) -> tuple[str, ...]:
+    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if keep(spec))
+
+
+_DEFAULT = _labels(lambda spec: spec.variant == "default")
+_CAUSAL = _labels(lambda spec: spec.variant == "default" and spec.params["causal"])
+# In the public semantics a single head per group has nothing to attend to but itself.
+_LEGACY_SEVERAL = ("small/public_full_bf16", "small/public_causal_fp32")
+
+PROBLEM = Problem(
+    id=39,
+    slug="ulysses_attention_e2e",
+    title="Ulysses attention block: QKV projection, exchange, attention, exchange back, output projection",
+    category="sequence_parallel",
+    parallelism=("sequence",),
+    origin="DeepSpeed-Ulysses' attention block, from the exchanges of VeOmni's sequence parallelism",
+    summary=(
+        "hidden_states (B, S/W, H) is the rank's part of a sequence that is sharded in rank order over the group (the world if None). "
+        "[q | k | v] = hidden_states @ w_qkv^T, each num_heads x D wide, head by head; w_qkv (3 h D, H) and w_o (H_out, h D) are the same "
+        "on all ranks. Every head's softmax(q k^T / sqrt(D)) v runs over all positions of the sequence, with causal over those up to the "
+        "query's own. Returns the heads' results @ w_o^T for the rank's tokens, (B, S/W, H_out), in the input dtype, to which all stages "
+        "may round. num_heads is a multiple of W."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer("no_communication", "attention to the rank's own tokens", lambda c: _answer(c, owners=[c.rank]), cases=_DEFAULT),
+        NullAnswer(
+            "heads_attended",
+            "heads of a rank attend to one another, in every position: the public semantics",
+            _legacy_answer,
+            cases=_DEFAULT,
+        ),
+        NullAnswer("farthest_dropped", "one rank's keys left out", _farthest_dropped, cases=_DEFAULT),
+        NullAnswer(
+            "mask_inverted",
+            "a causal mask instead of none, or none instead of a causal mask",
+            lambda c: _answer(c, causal=not c.case["causal"]),
+            cases=_DEFAULT,
+        ),
+        NullAnswer("later_ranks_visible", "a causal mask within the rank's own tokens only", _later_ranks_visible, cases=_CAUSAL),
+        NullAnswer("uniform", "equal weights for all keys", lambda c: _answer(c, scale=0.0), cases=_DEFAULT),
+        NullAnswer("unscaled", "scores not divided by sqrt(D)", lambda c: _answer(c, scale=1.0), cases=_DEFAULT),
+        NullAnswer("values_only", "every token attends to itself alone", _values_only, cases=(*_DEFAULT, *_LEGACY_SEVERAL)),
+        NullAnswer("heads_rolled", "heads put together in the wrong order", _heads_rolled, cases=_DEFAULT),
+        NullAnswer("no_maximum", "exponentials that overflow", _no_maximum, cases=("small/large_scores_fp32",)),
+        NullAnswer(
+            "positions_attended", "attention over the sequence, where the public semantics is asked for", _answer, cases=_LEGACY_SEVERAL
+        ),
+        NullAnswer(
+            "heads_mask_inverted",
+            "the mask over heads inverted",
+            lambda c: _legacy_answer(c, causal=not c.case["causal"]),
+            cases=_LEGACY_SEVERAL,
+        ),
+    ),
+    honest_variants=(
+        HonestVariant("wide", lambda case, inputs, rank: _in_steps(case, inputs, rank, None)),
+        HonestVariant("rounded_stages", lambda case, inputs, rank: _in_steps(case, inputs, rank, case.dtype)),
+    ),
+    variant_references={"pkb": legacy_reference},
+    process_groups=group_layout,
+    notes=(
+        "The public reference attends over the wrong axis: after the exchange, the h/W heads of a rank attend to one another in every "
+        "position, the causal mask lies over heads, tokens never meet, and no communication is needed. The default variant attends over "
+        "the sequence; the variant pkb keeps the public semantics, with its exchanges in the reference and none in the cost.",
+        "The public benchmark draws other weights on every rank, of variance 1, which makes scores so large that one key takes all; here "
+        "weights are the same on all ranks and scores have deviation one.",
+        "A score matrix in bfloat16 and probabilities in bfloat16 are within the tolerance.",
+    ),
+)
