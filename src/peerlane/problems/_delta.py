@@ -172,10 +172,10 @@ def delta_tolerance(case: Case) -> Mapping[str, Tolerance]:
     """The magnitude is the scale of an output's elements, see :func:`chunked_delta_rule`.
 
     In bfloat16 tensor cores round q, k, u, the state and the weights, k and u more than once, each of which leaves 0.43 u (1.7e-3) of the
-    scale on average: 5e-3 in all, and the largest of a million elements has five times that; the bounds are about three times as large.
+    scale on average: 5e-3 in all, and the largest of a million elements has five times that; the bounds are three to four times as large.
     In float32 the roundings of sums within chunks and of decays remain: 1e-6 at most.
     """
     u = UNIT_ROUNDOFF[case.dtype]
     if case.dtype == BF16:
-        return {"output": Tolerance(relative=2 * u, magnitude=16 * u, normwise=1.5e-2)}
+        return {"output": Tolerance(relative=2 * u, magnitude=20 * u, normwise=1.75e-2)}
     return {"output": Tolerance(relative=2 * u, magnitude=2e-5, normwise=1e-5)}

@@ -1,0 +1,401 @@
+"""Problem 74: Kimi Delta Attention over a sharded sequence, summed over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems._collective import all_gather_single
+from peerlane.problems._delta import Tokens, chunked_delta_rule, delta_tolerance, normalised, recurrence, rounded_matmul
+from peerlane.problems._draw import Draw
+from peerlane.problems._matmul import BF16, FLOP_UNIT, FP32, FP64
+from peerlane.problems._spec import (
+    Case,
+    CaseSpec,
+    Cost,
+    Expected,
+    GroupLayout,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    case,
+    preset,
+)
+from peerlane.problems._tree import GroupRef
+
+# The smallest norm that queries and keys are divided by, and the least logarithm of a token's decay.
+_FLOOR, _LEAST_LOG_DECAY = 1e-12, -5.0
+
+
+@torch.no_grad()
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    cp_group: dist.ProcessGroup | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    rank, ranks, local = dist.get_rank(cp_group), dist.get_world_size(cp_group), q.shape[1]
+
+    def whole_sequence(x: torch.Tensor) -> torch.Tensor:
+        gathered = x.new_empty((ranks * x.shape[0], *x.shape[1:]))
+        all_gather_single(gathered, x.contiguous(), group=cp_group)
+        return torch.cat(gathered.chunk(ranks), dim=1)
+
+    arguments = [whole_sequence(x) for x in (q, k, v, g, beta)]
+    # Later tokens do not matter to the rank's own.
+    first, length = rank * local, (rank + 1) * local
+    o, _ = chunked_delta_rule(lambda part: prepared(arguments, a_log, dt_bias, part, torch.float32), length, first=first)
+    result = o.to(q.dtype).transpose(1, 2).contiguous()
+    if tp_group is not None:
+        dist.all_reduce(result, group=tp_group)
+    return result
+
+
+def prepared(arguments: Sequence[torch.Tensor], a_log: torch.Tensor, dt_bias: torch.Tensor, part: slice, work: torch.dtype) -> Tokens:
+    """Some tokens of q, k, v, g and beta (B, L, H, ...), as (B, H, tokens, ...) in ``work``."""
+    q, k, v, g, beta = (x[:, part].to(work).transpose(1, 2) for x in arguments)
+    rate = torch.exp(a_log.to(work)).view(-1, 1, 1) * (g + dt_bias.to(work).view(-1, 1, g.shape[-1]))
+    return Tokens(
+        normalised(q, _FLOOR) * q.shape[-1] ** -0.5,
+        normalised(k, _FLOOR),
+        v,
+        _LEAST_LOG_DECAY * torch.sigmoid(rate),
+        torch.sigmoid(beta).unsqueeze(-1),
+    )
+
+
+def _tensor_parallel(case: Case) -> int:
+    """The size of a tensor-parallel group: 1, or ``case["tp"]`` where there are four ranks or more."""
+    return int(case.params.get("tp", 1)) if case.world_size >= 4 else 1
+
+
+def process_groups(case: Case) -> GroupLayout:
+    """Neighbours are tensor-parallel; ranks with the same place among them share a sequence. None (the world, nobody) otherwise."""
+    tp = _tensor_parallel(case)
+    if tp == 1:
+        return {}
+    return {
+        "cp": [range(first, case.world_size, tp) for first in range(tp)],
+        "tp": [range(first, first + tp) for first in range(0, case.world_size, tp)],
+    }
+
+
+def _sequence_ranks(case: Case, rank: int) -> list[int]:
+    """The ranks that share a sequence with this one, in order."""
+    tp = _tensor_parallel(case)
+    return list(range(rank % tp, case.world_size, tp))
+
+
+def _summed_ranks(case: Case, rank: int) -> list[int]:
+    """The ranks whose outputs are added."""
+    tp = _tensor_parallel(case)
+    return list(range(rank - rank % tp, rank - rank % tp + tp))
+
+
+def _local_length(case: Case) -> int:
+    """``local`` tokens per rank, or ``length`` in the whole sequence."""
+    return int(case["local"] if "local" in case.params else case["length"] // len(_sequence_ranks(case, 0)))
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """q, k and v of N(0, 1), beta of N(-1, 1), a_log of N(0, 0.01); g of N(-4, 1) and dt_bias in [-4, 3): decay 0.2 to 0.999 by channel.
+
+    ``case["pattern"]`` may make them hard:
+
+    * ``carried``: v is zero but on the first rank of the sequence, there is next to no decay, and beta is small on the other ranks
+    * ``repeated``: one key for all tokens, beta 1 and no decay: every write replaces the one before
+    * ``zeros``: every third token has a zero key, and every fourth a zero query
+    * ``fast``: decay by e^-5 a token
+    * ``large``: v is 1000 times as large
+    """
+    pattern, heads, depth = case.params.get("pattern"), case["heads"], case["key_depth"]
+    tokens = (case["batch"], _local_length(case), heads)
+    q, k = (draw.normal((*tokens, depth), case.dtype) for _ in "qk")
+    v = draw.normal((*tokens, case["value_depth"]), case.dtype, scale=1000.0 if pattern == "large" else 1.0)
+    g, beta = draw.normal((*tokens, depth), FP32, shift=-4.0), draw.normal(tokens, FP32, shift=-1.0)
+    a_log = draw.shared.normal((heads,), case.dtype, scale=0.1)
+    dt_bias = draw.shared.uniform((heads * depth,), case.dtype, low=-4.0, high=3.0)
+    match pattern:
+        case "carried":
+            g -= 8.0
+            if _sequence_ranks(case, rank).index(rank) > 0:
+                v.zero_()
+                beta -= 4.0
+        case "repeated":
+            k = draw.shared.normal((case["batch"], 1, heads, depth), case.dtype).expand_as(k).contiguous()
+            g.fill_(-40.0)
+            beta.fill_(40.0)
+        case "zeros":
+            k[:, 1::3] = 0.0
+            q[:, 2::4] = 0.0
+        case "fast":
+            g.fill_(40.0)
+    groups = (GroupRef("cp"), GroupRef("tp")) if process_groups(case) else (None, None)
+    return (q, k, v, g.to(case.dtype), beta.to(case.dtype), a_log, dt_bias, *groups)
+
+
+def _tokens(inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int], work: torch.dtype) -> Callable[[slice], Tokens]:
+    """The sequence that the ranks' shards make up, in this order."""
+    arguments = [torch.cat([inputs[q][i] for q in ranks], dim=1) for i in range(5)]
+    a_log, dt_bias = inputs[ranks[-1]][5:7]
+    return lambda part: prepared(arguments, a_log, dt_bias, part, work)
+
+
+def _until(case: Case, rank: int) -> list[int]:
+    """The ranks of the sequence up to this one: those that its outputs depend on."""
+    ranks = _sequence_ranks(case, rank)
+    return ranks[: ranks.index(rank) + 1]
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    local, sums = _local_length(case), []
+    for peer in _summed_ranks(case, rank):
+        ranks = _until(case, peer)
+        first = (len(ranks) - 1) * local
+        o, scale = chunked_delta_rule(_tokens(inputs, ranks, FP64), first + local, first=first, with_scale=True)
+        assert scale is not None
+        sums.append((o, scale))
+    value, magnitude = (torch.stack(terms).sum(0) for terms in zip(*sums, strict=True))
+    return Expected("output", value.transpose(1, 2), case.dtype, magnitude=magnitude.transpose(1, 2))
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """Along the sequence either tokens are exchanged for heads and back, or the state is handed on, rounded to the dtype; the less of both.
+
+    Outputs of tensor-parallel ranks are reduced and spread in parts. Operations as in the Gated DeltaNet: 6 K V per token and head with a
+    state, 2 S (K + V) without one.
+    """
+    ranks, tp, local, size = _sequence_ranks(case, rank), _tensor_parallel(case), _local_length(case), case.dtype.itemsize
+    place, heads, key_depth, value_depth = ranks.index(rank), case["heads"], case["key_depth"], case["value_depth"]
+    tokens = case["batch"] * local * heads
+    moved = tokens * (3 * key_depth + 2 * value_depth + 1) * size
+    exchanged = moved * (len(ranks) - 1) / len(ranks)
+    state = case["batch"] * heads * key_depth * value_depth * size
+    summed = 2 * (tp - 1) / tp * tokens * value_depth * size
+    operations = min(6 * key_depth * value_depth, 2 * local * len(ranks) * (key_depth + value_depth))
+    return Cost(
+        hbm_bytes=moved,
+        egress_bytes=summed + min(exchanged, state * (place < len(ranks) - 1)),
+        ingress_bytes=summed + min(exchanged, state * (place > 0)),
+        flops={FLOP_UNIT[case.dtype]: tokens * operations},
+    )
+
+
+Outputs = Callable[[Callable[[slice], Tokens], int, int], torch.Tensor]
+
+
+def _added(
+    case: Case,
+    inputs: Sequence[tuple[Any, ...]],
+    summed: Sequence[int],
+    outputs: Outputs,
+    sequence: Callable[[int], list[int]] | None = None,
+) -> torch.Tensor:
+    """``outputs(tokens, first, length)`` of the ranks in ``summed``, rounded and added in the dtype.
+
+    ``sequence`` names the shards that make up a rank's sequence, its own last; None: the right ones.
+    """
+    total: torch.Tensor | None = None
+    for peer in summed:
+        ranks = _until(case, peer) if sequence is None else sequence(peer)
+        length = len(ranks) * _local_length(case)
+        o = outputs(_tokens(inputs, ranks, FP32), length - _local_length(case), length).to(case.dtype)
+        total = o if total is None else total + o
+    assert total is not None
+    return total.transpose(1, 2)
+
+
+def _recurrent(tokens: Callable[[slice], Tokens], first: int, length: int) -> torch.Tensor:
+    return recurrence(tokens(slice(0, length)))[..., first:, :]
+
+
+def _tensor_cores(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """In chunks, with operands of products rounded to bfloat16 if the inputs are bfloat16."""
+    matmul = rounded_matmul if case.dtype == BF16 else torch.matmul
+
+    def outputs(tokens: Callable[[slice], Tokens], first: int, length: int) -> torch.Tensor:
+        return chunked_delta_rule(tokens, length, first=first, matmul=matmul)[0]
+
+    return _added(case, inputs, _summed_ranks(case, rank), outputs)
+
+
+def _mistaken(context: NullContext, change: Callable[[Tokens], Tokens] = lambda tokens: tokens, **mistakes: bool) -> torch.Tensor:
+    """Token by token, from changed tokens or with a mistake of :func:`recurrence`."""
+
+    def outputs(tokens: Callable[[slice], Tokens], first: int, length: int) -> torch.Tensor:
+        return recurrence(change(tokens(slice(0, length))), **mistakes)[..., first:, :]
+
+    return _added(context.case, context.inputs, _summed_ranks(context.case, context.rank), outputs)
+
+
+def _sequence_of(context: NullContext, sequence: Callable[[int], list[int]]) -> torch.Tensor:
+    """As if a rank's sequence were these ranks' shards."""
+    return _added(context.case, context.inputs, _summed_ranks(context.case, context.rank), _recurrent, sequence)
+
+
+def _ranks_reversed(context: NullContext) -> torch.Tensor:
+    def sequence(rank: int) -> list[int]:
+        ranks = _sequence_ranks(context.case, rank)
+        return ranks[ranks.index(rank) :][::-1]
+
+    return _sequence_of(context, sequence)
+
+
+def _bias_ignored(context: NullContext) -> torch.Tensor:
+    replaced = [(*args[:6], torch.zeros_like(args[6]), *args[7:]) for args in context.inputs]
+    return _added(context.case, replaced, _summed_ranks(context.case, context.rank), _recurrent)
+
+
+def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+    return case(label, dtype, **{"batch": 2, "local": 7, "heads": 2, "key_depth": 4, "value_depth": 6, **params})
+
+
+PRESETS = (
+    preset(
+        "small",
+        "with and without tensor parallelism; a state that only the first rank writes; one key; zero keys and queries; fast decay; large v",
+        _small("plain_bf16", BF16),
+        _small("plain_fp32", FP32),
+        _small("summed_bf16", BF16, tp=2, world_sizes=(4, 8)),
+        _small("summed_fp32", FP32, tp=2, world_sizes=(4, 8)),
+        _small("carried_bf16", BF16, pattern="carried"),
+        _small("carried_fp32", FP32, pattern="carried", local=17),
+        _small("repeated_fp32", FP32, pattern="repeated"),
+        _small("zeros_bf16", BF16, pattern="zeros"),
+        _small("fast_fp32", FP32, pattern="fast", local=40),
+        _small("large_bf16", BF16, pattern="large"),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape: 64 tokens per rank, 16 heads of 128; on four ranks and more, pairs are tensor-parallel",
+        case("bf16", BF16, batch=1, local=64, heads=16, key_depth=128, value_depth=128, tp=2),
+    ),
+    preset(
+        "production_kimi_linear_32k",
+        "Kimi-Linear-48B-A3B: 32 heads of 128, 32768 tokens",
+        case("bf16", BF16, batch=1, length=32768, heads=32, key_depth=128, value_depth=128),
+    ),
+    preset(
+        "production_kimi_linear_128k",
+        "Kimi-Linear-48B-A3B: 131072 tokens",
+        case("bf16", BF16, batch=1, length=131072, heads=32, key_depth=128, value_depth=128),
+    ),
+    preset(
+        "production_kimi_linear_tp2",
+        "Kimi-Linear-48B-A3B with two tensor-parallel ranks: 16 heads, 4096 tokens per rank",
+        case("bf16", BF16, batch=1, local=4096, heads=16, key_depth=128, value_depth=128, tp=2, world_sizes=(4, 8)),
+    ),
+)
+
+
+def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
+    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if chosen(spec.params))
+
+
+# Where earlier ranks' tokens make no difference: they are overwritten, or have decayed.
+_FORGETFUL = ("repeated", "fast")
+_REMEMBERING = _labels(lambda params: params.get("pattern") not in _FORGETFUL)
+_SUMMED = ("small/summed_bf16", "small/summed_fp32", "pkb/bf16/w4", "pkb/bf16/w8", "production_kimi_linear_tp2/bf16")
+
+PROBLEM = Problem(
+    id=74,
+    slug="kimi_delta_attention_cp_tp",
+    title="Kimi Delta Attention over a sharded sequence, summed over tensor-parallel ranks",
+    category="context_parallel",
+    parallelism=("context", "sequence", "tensor"),
+    origin="Kimi Delta Attention of Kimi Linear in flash-linear-attention; the sum over tensor-parallel ranks is synthetic",
+    summary=(
+        "The rank holds tokens [r L, (r + 1) L) of a sequence sharded over cp_group (the world if None): q, k, g (B, L, H, K), v "
+        "(B, L, H, V), beta (B, L, H); a_log (H,) and dt_bias (H K,) are the same on all ranks. With q~ = q / max(|q|, 1e-12) / sqrt(K), "
+        "k~ = k / max(|k|, 1e-12), d = exp(-5 sigmoid(exp(a_log) (g + dt_bias))) for every key channel, and a state M (K, V) that is "
+        "zero at first, per head and in float32: M <- diag(d_t) M; u = sigmoid(beta_t) (v_t - M^T k~_t); M <- M + k~_t u^T; "
+        "o_t = M^T q~_t. o, rounded to q's dtype, is summed in it over tp_group (no sum if None); the rank's tokens are returned, "
+        "(B, L, H, V)."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=delta_tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer(
+            "no_communication",
+            "the rank's tokens from a state of zero, and no sum",
+            lambda c: _added(c.case, c.inputs, [c.rank], _recurrent, lambda rank: [rank]),
+            cases=_REMEMBERING,
+        ),
+        NullAnswer(
+            "no_state", "every rank's tokens from a state of zero", lambda c: _sequence_of(c, lambda rank: [rank]), cases=_REMEMBERING
+        ),
+        NullAnswer("ranks_reversed", "the sequence in the reverse order of ranks", _ranks_reversed, cases=_REMEMBERING),
+        NullAnswer(
+            "drop_first_rank",
+            "the sequence without the first rank's tokens",
+            lambda c: _sequence_of(c, lambda rank: _until(c.case, rank)[1:] or [rank]),
+            cases=_REMEMBERING,
+        ),
+        NullAnswer(
+            "not_summed", "without the other tensor-parallel ranks", lambda c: _added(c.case, c.inputs, [c.rank], _recurrent), cases=_SUMMED
+        ),
+        NullAnswer(
+            "groups_ignored",
+            "the whole world as one sequence",
+            lambda c: _sequence_of(c, lambda rank: list(range(rank + 1))),
+            cases=_SUMMED,
+        ),
+        NullAnswer("linear_attention", "without the correction by M^T k", lambda c: _mistaken(c, corrected=False)),
+        NullAnswer("read_first", "outputs from the state before the token", lambda c: _mistaken(c, read_first=True)),
+        NullAnswer(
+            "decay_ignored",
+            "d = 1",
+            lambda c: _mistaken(c, lambda t: dataclasses.replace(t, log_decay=torch.zeros_like(t.log_decay))),
+            cases=_labels(lambda params: params.get("pattern") not in ("carried", "repeated")),
+        ),
+        NullAnswer(
+            "one_decay",
+            "the mean decay of a head's channels, as in Gated DeltaNet",
+            lambda c: _mistaken(c, lambda t: dataclasses.replace(t, log_decay=t.log_decay.mean(-1, keepdim=True))),
+            cases=_labels(lambda params: params.get("pattern") not in ("carried", *_FORGETFUL)),
+        ),
+        NullAnswer(
+            "dt_bias_ignored",
+            "decay without dt_bias",
+            _bias_ignored,
+            cases=_labels(lambda params: params.get("pattern") not in ("carried", *_FORGETFUL)),
+        ),
+        NullAnswer(
+            "beta_as_given",
+            "without the sigmoid",
+            lambda c: _mistaken(c, lambda t: dataclasses.replace(t, beta=torch.logit(t.beta, eps=1e-6))),
+        ),
+        NullAnswer(
+            "queries_not_scaled",
+            "without the factor 1 / sqrt(K)",
+            lambda c: _mistaken(c, lambda t: dataclasses.replace(t, q=t.q * c.case["key_depth"] ** 0.5)),
+        ),
+    ),
+    honest_variants=(
+        HonestVariant("recurrent_fp32", lambda case, inputs, rank: _added(case, inputs, _summed_ranks(case, rank), _recurrent)),
+        HonestVariant("tensor_cores", _tensor_cores),
+    ),
+    process_groups=process_groups,
+    notes=(
+        "The public benchmark's decay is 0.14 on average: the state dies with the next token, and an answer without communication passes. "
+        "Here decay is 0.2 to 0.999 by channel and half of beta below 0.27, so that hundreds of tokens are remembered, and errors are "
+        "measured by the size of the state.",
+        "The public reference goes token by token through the whole sequence and sums all of it; here it goes in chunks, up to the rank's "
+        "last token, and sums the rank's own tokens, which gives the same answer.",
+        "On two ranks there is no tensor parallelism, as in the public benchmark.",
+    ),
+)
