@@ -113,11 +113,11 @@ def history_answer(args: tuple[Any, ...]) -> Expected:
 def vector_and_history(case: Case, rank: int, draw: Draw, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A vector of N(0, s^2) and a history of ``case["history"]`` entries.
 
-    The standard deviation s is ``case["size"]`` (1) times 1.3^rank, and another for every run of 8 elements: 1 to 2^-21, drawn alike
+    The standard deviation s is ``case["size"]`` (1) times 2^rank, and another for every run of 8 elements: 1 to 2^-21, drawn alike
     on all ranks, as the tensors in a bucket are of unlike size. A fifth of them e4m3 holds with few bits, or not at all.
 
-    The history's first entry, which is dropped, is about 10 times the vector's amax; one of the others, about 2.5 times it, decides the
-    scale. ``case["history_of"]``: ``quiet`` (all 1e-8: the vector itself decides).
+    The history's first entry, which is dropped, is above 60 s; one of the others, between 6 s and 9 s, decides the scale, for max|x| is
+    less. ``case["history_of"]``: ``quiet`` (all 1e-8: the vector itself decides).
 
     ``case["data"]``:
 
@@ -129,7 +129,7 @@ def vector_and_history(case: Case, rank: int, draw: Draw, count: int) -> tuple[t
     * ``nan``, ``inf``: in one element of the last rank
     """
     data, last = case.params.get("data"), rank == case.world_size - 1
-    size = case.params.get("size", 1.0) * 1.3**rank
+    size = case.params.get("size", 1.0) * 2.0**rank
     if data == "rank_scale":
         size = case.params.get("size", 1.0) * 10.0 ** (6.0 * rank / (case.world_size - 1) - 6.0)
     elif data == "floor" and rank == 0:
@@ -140,9 +140,9 @@ def vector_and_history(case: Case, rank: int, draw: Draw, count: int) -> tuple[t
 
     entries = case["history"]
     history = draw.uniform((entries,), FP32, low=0.2, high=1.0) * (3.0 * size)
-    if entries > 2:
-        history[1 + draw.layout.randrange(entries - 1)] *= 2.5
-    history[0] *= 10.0
+    if entries > 1:
+        history[1 + draw.layout.randrange(entries - 1)] += 6.0 * size
+    history[0] += 60.0 * size
     if case.params.get("history_of") == "quiet":
         history.fill_(1e-8)
 

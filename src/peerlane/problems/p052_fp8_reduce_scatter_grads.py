@@ -1,0 +1,240 @@
+"""Problem 52: reduce-scatter (mean) of gradients after a round trip through FP8 with an amax history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems import _quant
+from peerlane.problems._collective import BF16, FP32, reduce_scatter_single, sequential_sum, sum_tolerance, wide_sum
+from peerlane.problems._draw import Draw
+from peerlane.problems._interval import Interval, comparison
+from peerlane.problems._quant import FP64, Arguments
+from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
+
+
+@torch.no_grad()
+def reference(flat_grads: torch.Tensor, amax_history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    world = dist.get_world_size()
+    decoded, history = _quant.fp8_round_trip(flat_grads, amax_history)
+    shard = decoded.new_empty(decoded.numel() // world)
+    reduce_scatter_single(shard, decoded)
+    return shard.div_(world), history
+
+
+def _shard(case: Case) -> int:
+    """Elements of a shard: ``shard``, or a W-th of ``elements``."""
+    return int(case["shard"] if "shard" in case.params else case["elements"] // case.world_size)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    return _quant.vector_and_history(case, rank, draw, case.world_size * _shard(case))
+
+
+def _slice(case: Case, vector: torch.Tensor, rank: int) -> torch.Tensor:
+    return vector.narrow(0, rank * _shard(case), _shard(case))
+
+
+def oracle(case: Case, inputs: Arguments, rank: int) -> tuple[Expected, Expected]:
+    """The mean in float64 of what the ranks' slices may be after their round trips."""
+    zeros = torch.zeros(_shard(case), dtype=FP64, device=inputs[0][0].device)
+    value, low, high, magnitude = zeros, zeros.clone(), zeros.clone(), zeros.clone()
+    for flat, history in inputs:
+        trip = _quant.decoded(_slice(case, flat, rank), _quant.exact_scale(_quant.push_history(flat, history)))
+        value += trip.value
+        low += trip.low
+        high += trip.high
+        magnitude += torch.maximum(trip.low.abs(), trip.high.abs())
+    for part in (value, low, high, magnitude):
+        part /= case.world_size
+    shard = Interval(name="shard", value=value, dtype=case.dtype, low=low, high=high, magnitude=magnitude)
+    return shard, _quant.history_answer(inputs[rank])
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    """That of a sum over ranks in the working dtype. Quantisation itself has none: every code must be the nearest."""
+    return {"shard": sum_tolerance(case, _shard(case))["sum"]}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """Codes of one byte go to the owners of the slices, with a float32 scale to each."""
+    shard, world = _shard(case), case.world_size
+    port = (world - 1) * (shard + FP32.itemsize)
+    return Cost(
+        hbm_bytes=(world + 1) * shard * case.dtype.itemsize,
+        egress_bytes=port,
+        ingress_bytes=port,
+        flops={"fp32": 3 * world * shard},
+    )
+
+
+Answer = tuple[torch.Tensor, torch.Tensor]
+
+
+def _mean(case: Case, slices: Sequence[torch.Tensor]) -> torch.Tensor:
+    return (torch.stack([part.to(FP32) for part in slices]).sum(0) / case.world_size).to(case.dtype)
+
+
+def _own_slices(context: NullContext) -> list[torch.Tensor]:
+    """The rank's slice of every rank's gradient, as it came."""
+    return [_slice(context.case, flat, context.rank) for flat, _ in context.inputs]
+
+
+def _with_scales(scale: Callable[[Arguments, int], torch.Tensor]) -> Callable[[NullContext], Answer]:
+    """The right history, and gradients quantised with another scale."""
+
+    def answer(context: NullContext) -> Answer:
+        slices = [_quant.through_codes(part, scale(context.inputs, q)) for q, part in enumerate(_own_slices(context))]
+        return _mean(context.case, slices), context.answer[1]
+
+    return answer
+
+
+def _right_scales(context: NullContext) -> list[torch.Tensor]:
+    return [_quant.history_scale(_quant.push_history(*args)) for args in context.inputs]
+
+
+def _in_format(context: NullContext, codes: torch.dtype, largest: float) -> Answer:
+    """With the other float8 format, scaled to its own largest number."""
+    scales = [scale * (_quant.E4M3_MAX / largest) for scale in _right_scales(context)]
+    slices = [_quant.through_codes(part, scale, codes) for part, scale in zip(_own_slices(context), scales, strict=True)]
+    return _mean(context.case, slices), context.answer[1]
+
+
+def _own_scale_decodes(context: NullContext) -> Answer:
+    scales = _right_scales(context)
+    slices = [_quant.decoded_elsewhere(part, scale, scales[context.rank]) for part, scale in zip(_own_slices(context), scales, strict=True)]
+    return _mean(context.case, slices), context.answer[1]
+
+
+def _of_ranks(context: NullContext, ranks: Sequence[int], divisor: int) -> Answer:
+    parts, scales = _own_slices(context), _right_scales(context)
+    total = torch.stack([_quant.through_codes(parts[q], scales[q]).to(FP32) for q in ranks]).sum(0)
+    return (total / divisor).to(context.case.dtype), context.answer[1]
+
+
+def _combine(
+    add: Callable[[Sequence[torch.Tensor]], torch.Tensor],
+) -> Callable[[Case, list[torch.Tensor], Arguments, int], Answer]:
+    def combine(case: Case, vectors: list[torch.Tensor], inputs: Arguments, rank: int) -> Answer:
+        total = add([_slice(case, vector, rank) for vector in vectors])
+        return total / case.world_size, _quant.push_history(*inputs[rank])
+
+    return combine
+
+
+PRESETS = (
+    preset(
+        "small",
+        "histories of 1 to 16 entries, ranks of unlike scale, an outlier, ties between codes, tiny and zero gradients, NaN and infinity",
+        case("history_4_bf16", BF16, shard=317, history=4),
+        case("history_16_fp32", FP32, shard=317, history=16),
+        case("history_1_fp32", FP32, shard=317, history=1),
+        case("bf16_history_fp32", FP32, shard=317, history=4, history_dtype=BF16),
+        case("rank_scale_bf16", BF16, shard=317, history=4, data="rank_scale"),
+        case("outlier_bf16", BF16, shard=317, history=4, data="outlier"),
+        case("ties_bf16", BF16, shard=317, history=4, data="ties"),
+        case("tiny_bf16", BF16, shard=317, history=4, size=1e-6),
+        case("idle_bf16", BF16, shard=317, history=4, data="idle"),
+        case("nan_bf16", BF16, shard=37, history=4, data="nan"),
+        case("inf_fp32", FP32, shard=37, history=4, data="inf"),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape; and its history, which never decides",
+        case("bf16", BF16, shard=4096, history=16),
+        case("quiet_bf16", BF16, shard=4096, history=16, history_of="quiet"),
+    ),
+    preset("production_ddp_bucket", "a 25 MiB bucket of bfloat16 gradients", case("bf16", BF16, elements=13107200, history=16)),
+    preset("production_llama3_8b_block", "the gradient of a transformer block", case("bf16", BF16, elements=218112000, history=1024)),
+    preset("production_llama3_70b_block", "the gradient of a transformer block", case("bf16", BF16, elements=855654400, history=1024)),
+)
+
+_POISONED = ("nan_bf16", "inf_fp32")
+
+
+def _labels(*without: str) -> tuple[str, ...]:
+    """The cases without NaN in the answer, but for those of some labels."""
+    return tuple(f"{p.name}/{s.label}" for p in PRESETS for s in p.cases if s.label not in (*without, *_POISONED))
+
+
+_FINITE = _labels()
+_WRONG_SCALE_CASES = {
+    # Without older entries that are larger, the current amax decides.
+    "history_ignored": _labels("history_1_fp32", "quiet_bf16", "outlier_bf16", "ties_bf16"),
+    # The other rank of two has a zero gradient.
+    "common_scale": _labels("idle_bf16"),
+}
+
+PROBLEM = Problem(
+    id=52,
+    slug="fp8_reduce_scatter_grads",
+    title="Reduce-scatter (mean) of gradients through FP8 with an amax history",
+    category="fsdp_zero",
+    parallelism=("fsdp", "zero", "data"),
+    origin="Per-tensor FP8 scaling from an amax history, as in NVIDIA Transformer Engine, with the FP8 gradient exchange of FP8-LM",
+    summary=(
+        "Every rank drops the oldest entry (the first) of its amax_history and appends max|x| of its flat_grads. Its scale is "
+        "s = max(largest entry, 1e-12) / 448 in float32; its gradients become float8_e4m3fn(x / s) times s, rounded to their dtype. Rank r "
+        "returns the mean over ranks of slice r of W (n / W elements, sums in any order and in the gradients' dtype or wider) and its own "
+        "new history. Scales differ between ranks. NaN or infinity anywhere makes a rank's whole contribution NaN."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    compare=comparison(tolerance),
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer(
+            "not_quantised",
+            "the mean of the gradients as they are",
+            lambda c: (_mean(c.case, _own_slices(c)), c.answer[1]),
+            cases=_FINITE,
+        ),
+        *(
+            NullAnswer(name, why, _with_scales(scale), cases=_WRONG_SCALE_CASES.get(name, _FINITE))
+            for name, (why, scale) in _quant.WRONG_SCALES.items()
+        ),
+        NullAnswer("own_scale_decodes", "all ranks' codes decoded with the rank's own scale", _own_scale_decodes, cases=_FINITE),
+        NullAnswer("e5m2", "the other float8 format", lambda c: _in_format(c, torch.float8_e5m2, 57344.0), cases=_FINITE),
+        NullAnswer("no_communication", "the rank's own slice", lambda c: _of_ranks(c, [c.rank], 1), cases=_FINITE),
+        NullAnswer("sum", "not divided by the world size", lambda c: _of_ranks(c, range(c.case.world_size), 1), cases=_FINITE),
+        NullAnswer(
+            "drop_last_rank",
+            "the mean without the last rank",
+            lambda c: _of_ranks(c, range(c.case.world_size - 1), c.case.world_size),
+            cases=_FINITE,
+        ),
+        NullAnswer(
+            "history_not_shifted",
+            "the amax in the place of the last entry",
+            lambda c: (c.answer[0], _quant.unshifted_history(c)),
+            cases=_labels("history_1_fp32", "quiet_bf16"),
+        ),
+        NullAnswer("history_unchanged", "the history as it came", lambda c: (c.answer[0], c.args[1])),
+    ),
+    honest_variants=(
+        *(_quant.trip_variants(_combine(wide_sum))),
+        HonestVariant(
+            "added_in_dtype",
+            lambda case, inputs, rank: _combine(sequential_sum)(case, [_quant.by_division(*args) for args in inputs], inputs, rank),
+        ),
+    ),
+    excused={
+        f"{name}/shard@small/{label}": "the shard is NaN on every rank and in every call"
+        for name in ("nan", "previous", "another_rank")
+        for label in _POISONED
+    },
+    notes=(
+        "The public benchmark's history is constant and tiny, so that it never decides, and all ranks have nearly the same amax. Here the "
+        "oldest entry is the largest and is dropped, another of the old ones decides the scale, and ranks' scales differ.",
+        "The gradients' size changes from run to run by up to 2^21, so that codes of few bits and zeros decide whether anything was "
+        "quantised: among normal numbers 4 bits and 8 differ too little to be told apart by the tolerance of a bfloat16 sum.",
+        "The scale is computed in float32 from the history, whatever its dtype. A quotient within 2^-20 of a tie, relatively, may be "
+        "rounded either way. NaN gradients give a NaN entry in the history.",
+    ),
+)
