@@ -1,0 +1,191 @@
+"""Problem 53: all-gather of parameter shards after a round trip through FP8 with an amax history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems import _quant
+from peerlane.problems._collective import BF16, FP32, all_gather_single
+from peerlane.problems._draw import Draw
+from peerlane.problems._interval import Interval, comparison
+from peerlane.problems._quant import Arguments
+from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, preset
+
+
+@torch.no_grad()
+def reference(flat_param_shard: torch.Tensor, amax_history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    decoded, history = _quant.fp8_round_trip(flat_param_shard, amax_history)
+    full = decoded.new_empty(dist.get_world_size() * decoded.numel())
+    all_gather_single(full, decoded)
+    return full, history
+
+
+def _shard(case: Case) -> int:
+    """Elements of a shard: ``shard``, or a W-th of ``elements``."""
+    return int(case["shard"] if "shard" in case.params else case["elements"] // case.world_size)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+    return _quant.vector_and_history(case, rank, draw, _shard(case))
+
+
+def oracle(case: Case, inputs: Arguments, rank: int) -> tuple[Expected, Expected]:
+    trips = [_quant.decoded(flat, _quant.exact_scale(_quant.push_history(flat, history))) for flat, history in inputs]
+    value, low, high = (torch.cat([getattr(trip, part) for trip in trips]) for part in ("value", "low", "high"))
+    return Interval(name="full", value=value, dtype=case.dtype, low=low, high=high), _quant.history_answer(inputs[rank])
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """Codes of one byte and a float32 scale go to every other rank; the shard is read and W of them are written."""
+    shard, world = _shard(case), case.world_size
+    port = (world - 1) * (shard + FP32.itemsize)
+    return Cost(
+        hbm_bytes=(world + 1) * shard * case.dtype.itemsize,
+        egress_bytes=port,
+        ingress_bytes=port,
+        flops={"fp32": (2 + world) * shard},
+    )
+
+
+Answer = tuple[torch.Tensor, torch.Tensor]
+
+
+def _with_scales(scale: Callable[[Arguments, int], torch.Tensor]) -> Callable[[NullContext], Answer]:
+    """The right history, and parameters quantised with another scale."""
+
+    def answer(context: NullContext) -> Answer:
+        trips = [_quant.through_codes(flat, scale(context.inputs, q)) for q, (flat, _) in enumerate(context.inputs)]
+        return torch.cat(trips), context.answer[1]
+
+    return answer
+
+
+def _right_scales(context: NullContext) -> list[torch.Tensor]:
+    return [_quant.history_scale(_quant.push_history(*args)) for args in context.inputs]
+
+
+def _own_scale_decodes(context: NullContext) -> Answer:
+    scales = _right_scales(context)
+    trips = [_quant.decoded_elsewhere(args[0], s, scales[context.rank]) for args, s in zip(context.inputs, scales, strict=True)]
+    return torch.cat(trips), context.answer[1]
+
+
+def _e5m2(context: NullContext) -> Answer:
+    """With the other float8 format, scaled to its own largest number."""
+    scales = [scale * (_quant.E4M3_MAX / torch.finfo(torch.float8_e5m2).max) for scale in _right_scales(context)]
+    trips = [_quant.through_codes(args[0], s, torch.float8_e5m2) for args, s in zip(context.inputs, scales, strict=True)]
+    return torch.cat(trips), context.answer[1]
+
+
+def _of_ranks(context: NullContext, ranks: Sequence[int]) -> Answer:
+    shards = context.answer[0].chunk(context.case.world_size)
+    return torch.cat([shards[q] for q in ranks]), context.answer[1]
+
+
+def _gathered(case: Case, vectors: list[torch.Tensor], inputs: Arguments, rank: int) -> Answer:
+    return torch.cat(vectors), _quant.push_history(*inputs[rank])
+
+
+PRESETS = (
+    preset(
+        "small",
+        "histories of 1 to 16 entries, ranks of unlike scale, an outlier, ties between codes, tiny, floored and zero shards, NaN, infinity",
+        case("history_4_bf16", BF16, shard=37, history=4),
+        case("history_16_fp32", FP32, shard=37, history=16),
+        case("history_1_fp32", FP32, shard=37, history=1),
+        case("bf16_history_fp32", FP32, shard=37, history=4, history_dtype=BF16),
+        case("rank_scale_bf16", BF16, shard=37, history=4, data="rank_scale"),
+        case("outlier_bf16", BF16, shard=317, history=4, data="outlier"),
+        case("ties_bf16", BF16, shard=317, history=4, data="ties"),
+        case("idle_bf16", BF16, shard=37, history=4, data="idle"),
+        case("floor_bf16", BF16, shard=37, history=4, data="floor"),
+        case("nan_bf16", BF16, shard=37, history=4, data="nan"),
+        case("inf_fp32", FP32, shard=37, history=4, data="inf"),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape; and its history, which never decides",
+        case("bf16", BF16, shard=4096, history=16),
+        case("quiet_bf16", BF16, shard=4096, history=16, history_of="quiet"),
+    ),
+    preset(
+        "production_fsdp_bucket", "a 25 MiB bucket of bfloat16 parameters", case("bf16", BF16, elements=13107200, size=0.02, history=16)
+    ),
+    preset(
+        "production_llama3_8b_block",
+        "the parameters of a transformer block",
+        case("bf16", BF16, elements=218112000, size=0.02, history=1024),
+    ),
+    preset(
+        "production_llama3_70b_block",
+        "the parameters of a transformer block",
+        case("bf16", BF16, elements=855654400, size=0.02, history=1024),
+    ),
+)
+
+
+def _labels(*without: str) -> tuple[str, ...]:
+    """All cases but those of some labels."""
+    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.label not in without)
+
+
+_WRONG_SCALE_CASES = {
+    # Without older entries that are larger, the current amax decides.
+    "history_ignored": _labels("history_1_fp32", "quiet_bf16", "outlier_bf16"),
+    # The other rank of two has a shard of zeros.
+    "common_scale": _labels("idle_bf16", "floor_bf16"),
+}
+
+PROBLEM = Problem(
+    id=53,
+    slug="fp8_allgather_params",
+    title="All-gather of parameter shards through FP8 with an amax history",
+    category="fsdp_zero",
+    parallelism=("fsdp",),
+    origin="The FP8 parameter all-gather of FSDP2 in torchao, with the amax history of NVIDIA Transformer Engine",
+    summary=(
+        "Every rank drops the oldest entry (the first) of its amax_history and appends max|x| of its flat_param_shard. Its scale is "
+        "s = max(largest entry, 1e-12) / 448 in float32; its parameters become float8_e4m3fn(x / s) times s, rounded to their dtype. Every "
+        "rank returns all ranks' parameters in rank order (W p elements), and its own new history. Scales differ between ranks. NaN or "
+        "infinity in a shard makes that whole shard NaN, and no other."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    compare=comparison(lambda _: {}),
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer(
+            "not_quantised", "the parameters as they are", lambda c: (torch.cat([args[0] for args in c.inputs]).clone(), c.answer[1])
+        ),
+        *(
+            NullAnswer(name, why, _with_scales(scale), cases=_WRONG_SCALE_CASES.get(name))
+            for name, (why, scale) in _quant.WRONG_SCALES.items()
+        ),
+        NullAnswer("own_scale_decodes", "all ranks' codes decoded with the rank's own scale", _own_scale_decodes),
+        NullAnswer("e5m2", "the other float8 format", _e5m2),
+        NullAnswer("no_communication", "the rank's own shard W times", lambda c: _of_ranks(c, [c.rank] * c.case.world_size)),
+        NullAnswer("ranks_reversed", "the last rank first", lambda c: _of_ranks(c, range(c.case.world_size - 1, -1, -1))),
+        NullAnswer(
+            "history_not_shifted",
+            "the amax in the place of the last entry",
+            lambda c: (c.answer[0], _quant.unshifted_history(c)),
+            cases=_labels("history_1_fp32", "quiet_bf16"),
+        ),
+        NullAnswer("history_unchanged", "the history as it came", lambda c: (c.answer[0], c.args[1])),
+    ),
+    honest_variants=_quant.trip_variants(_gathered),
+    excused={"another_rank/full": "all ranks have the same parameters"},
+    replicated=("full",),
+    notes=(
+        "The public benchmark's history is constant and tiny, so that it never decides, and all ranks have nearly the same amax. Here the "
+        "oldest entry is the largest and is dropped, another of the old ones decides the scale, and ranks' scales differ.",
+        "Codes and scales may travel and be decoded where they arrive: the bits are the same. A quotient within 2^-20 of a tie, "
+        "relatively, may be rounded either way, and so may the last rounding of a product that near to a tie.",
+        "The scale is computed in float32 from the history, whatever its dtype.",
+    ),
+)
