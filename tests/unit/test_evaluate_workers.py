@@ -15,9 +15,10 @@ from peerlane.errors import CompileError, DeviceTimeout
 from peerlane.evaluate.candidates import candidate_file
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.trial import verdict_of
-from peerlane.evaluate.trusted import _claimed_mismatch
+from peerlane.evaluate.trusted import _claimed_mismatch, _misplaced
 from peerlane.evaluate.worker import classify
 from peerlane.problems._spec import exactly
+from peerlane.problems._tree import describe
 
 
 @pytest.mark.parametrize("module", ["worker", "candidate", "trusted", "nursery", "build"])
@@ -133,3 +134,13 @@ def test_backend_and_problem_of_a_file(name: str, source: str, backend: str, pro
     path.write_text(source + "\n")
     candidate = candidate_file(path)
     assert (candidate.backend, candidate.problem, candidate.uses_extensions) == (backend, problem, extensions)
+
+
+@pytest.mark.parametrize(("wanted", "got"), [(False, False), (True, True), (False, True), (True, False)])
+def test_an_output_must_be_in_the_memory_that_the_problem_names(wanted: bool, got: bool) -> None:
+    expected = exactly("counts", torch.zeros(3), host=wanted)
+    claimed = {**describe(torch.zeros(3)), **({"host": True} if got else {})}
+    reason = _misplaced(claimed, expected, torch.device("cuda"))
+    assert (reason is None) == (wanted == got) and _misplaced(claimed, expected, torch.device("cpu")) is None
+    if wanted and not got:
+        assert reason == "counts: got a tensor on the rank's device, expected it in host memory"

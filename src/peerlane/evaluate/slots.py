@@ -60,15 +60,16 @@ _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def _describe_output(tree: Tree, device: torch.device, found: list[torch.Tensor]) -> Description:
-    """As :func:`describe`, for outputs: only plain tensors on the rank's device count as tensors."""
+    """As :func:`describe`, for outputs: only plain tensors count, on the rank's device or (``host``) in host memory."""
     kind = type(tree)
     if kind in _TENSOR_TYPES:
-        if tree.device != device:
+        if tree.device != device and tree.device.type != "cpu":
             return {"kind": "other", "type": f"tensor on {tree.device}"}
         if tree.layout != torch.strided:
             return {"kind": "other", "type": f"{tree.layout} tensor"}
         found.append(_detach(tree))
-        return describe(found[-1])
+        description = describe(found[-1])
+        return description if tree.device == device else {**description, "host": True}
     if isinstance(tree, torch.Tensor):
         return {"kind": "other", "type": f"{kind.__name__} (a tensor subclass)"}
     if kind is list or kind is tuple:

@@ -229,7 +229,7 @@ class TrustedRank(Rank):
         problem, case, slot = current.problem, current.case, snapshot.slot
         inputs = [self._inputs(problem, case, rank, slot, snapshot.block, snapshot.kind) for rank in range(self.world_size)]
         expected = problem.oracle(case, inputs, self.rank)
-        reason = _claimed_mismatch(snapshot.described, expected)
+        reason = _claimed_mismatch(snapshot.described, expected) or _misplaced(snapshot.described, expected, self.device)
         if reason is not None:
             return {"slot": slot, "type": reason}
         got = rebuild(current.output_layout[slot], iter(snapshot.tensors), current.groups.__getitem__)
@@ -291,6 +291,17 @@ def _claimed_mismatch(described: Description, expected: Tree) -> str | None:
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, RecursionError) as error:
         return f"the output's description is not valid: {error}"
     return type_mismatch(claimed, expected)
+
+
+def _misplaced(described: Description, expected: Tree, device: torch.device) -> str | None:
+    """Which output is in host memory and should be on the device, or the other way round."""
+    if device.type == "cpu":
+        return None
+    for leaf, claimed in zip(expected_leaves(expected), tensor_descriptions(described), strict=True):
+        if bool(claimed.get("host")) != leaf.host:
+            places = ("on the rank's device", "in host memory")
+            return f"{leaf.name}: got a tensor {places[not leaf.host]}, expected it {places[leaf.host]}"
+    return None
 
 
 def _others(described: Description) -> Any:

@@ -158,7 +158,8 @@ def _call_reference(problem: Problem, case: Case, args: tuple[Any, ...]) -> tupl
     returned, count = counted(lambda: problem.reference_of(case.variant)(*args))
     pairs = zip(problem.parameters, before, args, strict=False)
     changed = [name for name, a, b in pairs if name not in problem.changeable and not _same(a, b)]
-    answer = map_leaves(problem.answer(returned, args), lambda tensor: tensor.detach().clone())
+    device = next((tensor.device for tensor in leaves(args)), torch.device("cpu"))
+    answer = map_leaves(problem.answer(returned, args), lambda tensor: tensor.detach().to(device, copy=True))
     return answer, count, [f"the reference changes its argument {name}" for name in changed]
 
 

@@ -124,6 +124,7 @@ class Expected:
         exact: compare bit for bit (data movement, integers).
         magnitude: sum of the absolute values of the terms behind every element, broadcastable to ``value``; scales the part of the error
             that cancellation leaves behind. None where the error model does not use it.
+        host: the candidate must return it in host memory; anything else belongs on the rank's device.
     """
 
     name: str
@@ -131,11 +132,12 @@ class Expected:
     dtype: torch.dtype
     exact: bool = False
     magnitude: torch.Tensor | None = None
+    host: bool = False
 
 
-def exactly(name: str, value: torch.Tensor) -> Expected:
+def exactly(name: str, value: torch.Tensor, *, host: bool = False) -> Expected:
     """An answer that must be met bit for bit."""
-    return Expected(name, value, value.dtype, exact=True)
+    return Expected(name, value, value.dtype, exact=True, host=host)
 
 
 @dataclass(frozen=True)

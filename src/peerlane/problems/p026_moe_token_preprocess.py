@@ -68,7 +68,7 @@ def _metadata(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, change: 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, ...]:
     results = _metadata(case, inputs, rank, lambda counts: counts)
     names = ("input_splits", "output_splits", "per_local_expert", "sum_local_expert")
-    return tuple(exactly(name, value) for name, value in zip(names, results, strict=True))
+    return tuple(exactly(name, value, host=True) for name, value in zip(names, results, strict=True))
 
 
 def cost(case: Case, rank: int) -> Cost:
