@@ -1,0 +1,342 @@
+"""Problem 85: distributed sort of a one-dimensional array, with balanced output."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems._collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members
+from peerlane.problems._draw import Draw
+from peerlane.problems._graph import fitted
+from peerlane.problems._judge import compare_exact
+from peerlane.problems._spec import (
+    Case,
+    CaseSpec,
+    Cost,
+    Expected,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Score,
+    case,
+    exactly,
+    preset,
+)
+from peerlane.problems._tree import GroupRef
+
+FP64 = torch.float64
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# Samples that every rank takes of its sorted shard, per rank of the group.
+_OVERSAMPLING = 32
+
+
+@torch.no_grad()
+def reference(local_shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def gathered(row: torch.Tensor) -> torch.Tensor:
+        result = row.new_empty(ranks * row.numel())
+        all_gather_single(result, row.contiguous(), group=group)
+        return result.view(ranks, -1)
+
+    def exchanged(values: torch.Tensor, sizes: list[list[int]]) -> torch.Tensor:
+        """``sizes[source][target]`` values from every rank to every rank."""
+        received = [row[rank] for row in sizes]
+        result = values.new_empty(sum(received))
+        dist.all_to_all_single(result, values, received, sizes[rank], group=group)
+        return result
+
+    # Samples of every rank's sorted shard, each of which stands for a share of it, make the splitters.
+    shard = local_shard.sort().values
+    own = shard.numel()
+    keys = sort_keys(shard)
+    count = _OVERSAMPLING * ranks
+    places = torch.arange(count, device=keys.device).mul_(own).div_(count, rounding_mode="floor").clamp_(max=max(own - 1, 0))
+    samples = keys[places].to(torch.int64) if own else keys.new_zeros(count, dtype=torch.int64)
+    table = gathered(torch.cat((samples, samples.new_tensor([own]))))
+    candidates, order = table[:, :-1].flatten().sort()
+    weight = table[:, -1:].expand(ranks, count).flatten()[order].cumsum(0)
+    wanted = weight[-1] * torch.arange(1, ranks, device=weight.device) // ranks
+    splitters = candidates[torch.searchsorted(weight, wanted).clamp_(max=candidates.numel() - 1)]
+
+    # Everybody's part between two splitters to one rank.
+    ends = torch.searchsorted(keys, splitters.to(keys.dtype), right=True)
+    ends = torch.cat((ends.new_zeros(1), ends, ends.new_tensor([own])))
+    sizes = gathered(ends.diff()).tolist()
+    bucket = exchanged(shard, sizes).sort().values
+
+    # From uneven buckets to even parts.
+    filled = [sum(column) for column in zip(*sizes, strict=True)]
+    return exchanged(bucket, _overlaps(filled, balanced(sum(filled), ranks)))
+
+
+def sort_keys(values: torch.Tensor) -> torch.Tensor:
+    """Integers of the same width in the order of the floats, NaN last; both zeros have one key."""
+    words = (values + 0.0).view(_WORDS[values.itemsize])
+    top = torch.iinfo(words.dtype).max
+    return torch.where(words < 0, words ^ top, words).masked_fill_(values.isnan(), top)
+
+
+def balanced(total: int, ranks: int) -> list[int]:
+    """Parts of ``total`` that differ by one at most, larger ones first."""
+    return [total // ranks + (rank < total % ranks) for rank in range(ranks)]
+
+
+def _overlaps(before: Sequence[int], after: Sequence[int]) -> list[list[int]]:
+    """How much of the i-th of consecutive parts ``before`` lies in the j-th of the parts ``after``."""
+    old, new = ([0, *itertools.accumulate(sizes)] for sizes in (before, after))
+    return [[max(0, min(b, d) - max(a, c)) for c, d in itertools.pairwise(new)] for a, b in itertools.pairwise(old)]
+
+
+def _sizes(case: Case, ranks: int) -> list[int]:
+    """Elements of every rank. ``case["count"]``: one number, or numbers that repeat over ranks; or ``total`` divided equally."""
+    if "total" in case.params:
+        return [case["total"] // ranks] * ranks
+    count: int | Sequence[int] = case["count"]
+    return [count if isinstance(count, int) else count[rank % len(count)] for rank in range(ranks)]
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """N(0, 1), or by ``case["data"]``:
+
+    * ``uniform``: U[0, 1); ``log_normal``: exp(N(0, 1)), which in bfloat16 has many duplicates
+    * ``sorted``, ``reversed``: the ranks' values ascend, or descend, also from rank to rank
+    * ``few``: three different values; ``equal``: all values equal; ``hot``: half of the values are equal
+    * ``offset``: whole numbers from -50 to 49, less rank times the shard's length: ranges of ranks that hardly overlap
+    * ``special``: a NaN, infinities and zeros of both signs here and there
+    """
+    members = group_members(case, rank)
+    me, ranks = members.index(rank), len(members)
+    count = _sizes(case, ranks)[me]
+    values, kind = draw.normal((count,), FP64 if case.dtype == FP64 else FP32), case.params.get("data")
+    match kind:
+        case "uniform":
+            values = draw.uniform((count,), FP32).to(values.dtype) + draw.uniform((count,), FP32).to(values.dtype) * 2.0**-24
+        case "log_normal":
+            values.exp_()
+        case "sorted":
+            values = values.sort().values + 8.0 * me
+        case "reversed":
+            values = values.sort(descending=True).values - 8.0 * me
+        case "few":
+            values = draw.shared.normal((3,), FP32)[draw.integers(0, 3, (count,))]
+        case "equal":
+            values = draw.shared.normal((1,), FP32).repeat(count)
+        case "hot":
+            values = torch.where(draw.uniform((count,), FP32) < 0.5, draw.shared.normal((1,), FP32), values)
+        case "offset":
+            values = draw.integers(-50, 50, (count,), FP32) - float(me * count)
+        case "special":
+            specials = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0], device=draw.device)
+            choice = draw.integers(0, 12, (count,))
+            values = torch.where(choice < 5, specials[choice.clamp(max=4)], values)
+    return (values.to(case.dtype).contiguous(), *(GroupRef(name) for name in group_layout(case)))
+
+
+def _canonical(values: torch.Tensor) -> torch.Tensor:
+    """One zero and one NaN in place of all."""
+    return torch.where(values.isnan(), math.nan, values + 0.0)
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    members = group_members(case, rank)
+    everything = torch.cat([inputs[q][0] for q in members]).sort().values
+    return exactly("sorted", torch.split(everything, balanced(everything.numel(), len(members)))[members.index(rank)].clone())
+
+
+def compare(case: Case, got: torch.Tensor, expected: Expected, kind: str) -> list[Score]:
+    """Bit for bit, but for the signs of zeros and the bits of NaN."""
+    return [compare_exact("sorted", _canonical(got), _canonical(expected.value))]
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """The shard is read once, and the result written once; of elements in random places, all but every W-th change ranks.
+
+    Where values follow an order or repeat, fewer elements may have to, and none are counted.
+    """
+    members = group_members(case, rank)
+    ranks, sizes, size = len(members), _sizes(case, len(members)), case.dtype.itemsize
+    me = members.index(rank)
+    own, result = sizes[me], balanced(sum(sizes), ranks)[me]
+    scattered = case.params.get("data") in (None, "uniform", "log_normal")
+    return Cost(
+        hbm_bytes=size * (own + result),
+        egress_bytes=size * own * (ranks - 1) / ranks * scattered,
+        ingress_bytes=size * max(0.0, result - own / ranks) * scattered,
+    )
+
+
+def _parts(values: torch.Tensor, case: Case, rank: int) -> torch.Tensor:
+    members = group_members(case, rank)
+    return torch.split(values, balanced(values.numel(), len(members)))[members.index(rank)].clone()
+
+
+def _by_keys(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """A stable sort of integer keys, shards from last to first."""
+    values = torch.cat([inputs[q][0] for q in reversed(group_members(case, rank))])
+    return _parts(values[sort_keys(values).argsort(stable=True)], case, rank)
+
+
+def _by_merging(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """Sorted shards merged one after the other: every element goes to its own place plus the number of smaller ones in the other list."""
+    merged = inputs[group_members(case, rank)[0]][0].sort().values
+    for q in group_members(case, rank)[1:]:
+        other = inputs[q][0].sort().values
+        keys, other_keys = sort_keys(merged), sort_keys(other)
+        result = merged.new_empty(merged.numel() + other.numel())
+        result[torch.arange(merged.numel(), device=keys.device) + torch.searchsorted(other_keys, keys)] = merged
+        result[torch.arange(other.numel(), device=keys.device) + torch.searchsorted(keys, other_keys, right=True)] = other
+        merged = result
+    return _parts(merged, case, rank)
+
+
+def _own_sorted(context: NullContext) -> torch.Tensor:
+    return fitted(context.args[0].sort().values, context.answer)
+
+
+def _whole(context: NullContext) -> torch.Tensor:
+    return torch.cat([context.inputs[q][0] for q in group_members(context.case, context.rank)])
+
+
+def _unbalanced(context: NullContext) -> torch.Tensor:
+    """What starts where the rank's share would start if it had as many as it was given."""
+    members = group_members(context.case, context.rank)
+    first = sum(len(context.inputs[q][0]) for q in members[: members.index(context.rank)])
+    return fitted(_whole(context).sort().values[first:], context.answer)
+
+
+def _remainder_last(context: NullContext) -> torch.Tensor:
+    """The remainder's elements given to the last ranks: every part but the first starts too early."""
+    members, whole = group_members(context.case, context.rank), _whole(context).sort().values
+    sizes = balanced(len(whole), len(members))[::-1]
+    first = sum(sizes[: members.index(context.rank)])
+    return fitted(whole[first:], context.answer)
+
+
+def _other_order(context: NullContext, values: torch.Tensor) -> torch.Tensor:
+    return _parts(values, context.case, context.rank)
+
+
+def _without_duplicates(context: NullContext) -> torch.Tensor:
+    """Of equal values one each."""
+    whole = _whole(context).sort().values
+    differs = torch.ones(whole.shape, dtype=torch.bool, device=whole.device)
+    differs[1:] = sort_keys(whole).diff() != 0
+    return _other_order(context, fitted(whole[differs], whole))
+
+
+def _last_element(context: NullContext) -> torch.Tensor:
+    """The largest element of every part left over from the slot before."""
+    result: torch.Tensor = context.answer.clone()
+    result[-1:] = context.previous[-1:]
+    return result
+
+
+def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+    return case(label, dtype, **{"count": (9, 0, 17, 4), **params})
+
+
+PRESETS = (
+    preset(
+        "small",
+        "uneven, empty and single shards, fewer elements than ranks; order, duplicates, NaN, infinities and zeros of both signs; groups",
+        _small("uneven_fp32", FP32),
+        _small("uneven_fp64", FP64, data="uniform"),
+        _small("uneven_fp16", FP16, data="log_normal"),
+        _small("sorted_fp32", FP32, count=(9, 7, 17, 4), data="sorted"),
+        _small("reversed_bf16", BF16, count=(9, 7, 17, 4), data="reversed"),
+        _small("few_values_bf16", BF16, count=(37, 20, 31, 44), data="few"),
+        _small("hot_fp32", FP32, count=(37, 20, 31, 44), data="hot"),
+        _small("equal_fp32", FP32, data="equal"),
+        _small("special_fp32", FP32, count=(39, 0, 27, 14), data="special"),
+        _small("fewer_than_ranks_fp32", FP32, count=(0, 1, 0, 0)),
+        _small("empty_fp32", FP32, count=0),
+        _small("strided_group_fp32", FP32, count=(9, 9, 18, 4), group="strided", world_sizes=(4, 8)),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape: 1024 elements in all; its odd ranks are sometimes empty",
+        case("bf16", BF16, total=1024, data="offset"),
+        case("normal_bf16", BF16, total=1024),
+        case("odd_ranks_empty_bf16", BF16, count=(256, 0), data="offset"),
+    ),
+    preset("production_normal", "2^27 elements per rank, N(0, 1)", case("fp32", FP32, count=2**27)),
+    preset("production_uniform", "2^25 elements per rank in double precision, U[0, 1)", case("fp64", FP64, count=2**25, data="uniform")),
+    preset(
+        "production_log_normal",
+        "2^26 scores per rank, log-normal, nearly all of them duplicates; and one rank with most of the data",
+        case("bf16", BF16, count=2**26, data="log_normal"),
+        case("skewed_bf16", BF16, count=(2**26, 2**19, 2**19, 2**19), data="log_normal"),
+    ),
+)
+
+_UNEVEN = ("small/uneven_fp32", "small/uneven_fp64", "small/sorted_fp32", "small/special_fp32", "small/hot_fp32")
+_VARIED = (
+    *_UNEVEN,
+    "small/uneven_fp16",
+    "small/reversed_bf16",
+    "small/few_values_bf16",
+    "small/strided_group_fp32",
+    "pkb/bf16",
+    "pkb/normal_bf16",
+)
+_EQUAL = "all elements are equal in this case, on all ranks"
+
+PROBLEM = Problem(
+    id=85,
+    slug="distributed_sample_sort",
+    title="Distributed sort of a one-dimensional array with balanced output",
+    category="other",
+    parallelism=("data",),
+    origin="cuPyNumeric (Legate): distributed sample sort",
+    summary=(
+        "With A the ascending sort of all ranks' shards together, N its length, and W the size of the group (the world if None), rank r "
+        "returns N // W elements of A, one more if r < N % W, that follow those of rank r - 1. NaN comes last; signs of zeros and bits of "
+        "NaN are free. Shards may differ in length and be empty; the result has their dtype."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    compare=compare,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer("no_communication", "the rank's own shard, sorted, repeated or cut", _own_sorted, cases=_VARIED),
+        NullAnswer("unbalanced", "parts as long as the shards are", _unbalanced, cases=_UNEVEN),
+        NullAnswer(
+            "remainder_last", "the remainder with the last ranks", _remainder_last, cases=tuple(f"{name}/w4" for name in _UNEVEN[:3])
+        ),
+        NullAnswer(
+            "unsorted",
+            "shards one after the other",
+            lambda c: _other_order(c, _whole(c)),
+            cases=tuple(x for x in _VARIED if "sorted" not in x),
+        ),
+        NullAnswer("descending", "the largest first", lambda c: _other_order(c, _whole(c).sort(descending=True).values), cases=_VARIED),
+        NullAnswer(
+            "without_duplicates", "equal elements once", _without_duplicates, cases=("small/few_values_bf16", "small/hot_fp32", "pkb/bf16")
+        ),
+        NullAnswer("stale_last_element", "the last element of every part is that of the slot before", _last_element),
+    ),
+    honest_variants=(HonestVariant("by_keys", _by_keys), HonestVariant("by_merging", _by_merging)),
+    excused={
+        "another_rank@small/equal_fp32": _EQUAL,
+        "echo@small/equal_fp32": _EQUAL,
+        "input_mean@small/equal_fp32": _EQUAL,
+    },
+    process_groups=group_layout,
+    graph=False,
+    graph_reason="how many elements go from which rank to which depends on their values, and the host must know it for the exchange",
+    notes=(
+        "In the public benchmark's input ranks have ranges that hardly overlap, in reverse order, so that a result is mostly one other "
+        "rank's shard; the pkb preset has that shape, and a case in which every element may belong anywhere.",
+        "Integers, which the public reference does not sort, are left out.",
+    ),
+)
