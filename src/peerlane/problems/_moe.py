@@ -30,12 +30,21 @@ def tokens_of(case: Case, rank: int) -> int:
     return int(tokens if isinstance(tokens, int) else tokens[rank % len(tokens)])
 
 
+def experts_of(case: Case) -> int:
+    """E: ``case["experts"]``; or ``case["experts_per_rank"]`` times the world size; or the world size over ``case["replicas"]``."""
+    if "experts_per_rank" in case.params:
+        return int(case["experts_per_rank"]) * case.world_size
+    if "replicas" in case.params:
+        return case.world_size // int(case["replicas"])
+    return int(case["experts"])
+
+
 def log_popularity(case: Case, draw: Draw) -> torch.Tensor:
     """The logarithm of every expert's popularity, (E,), equal on all ranks and new in every call.
 
     Zipf's law with ``case["exponent"]`` (none: all equal) in random order; ``case["empty"]`` experts are chosen by nobody.
     """
-    experts = case["experts"]
+    experts = experts_of(case)
     place = draw.shared.permutation(experts)
     popularity = (place + 1).to(FP32).log() * -float(case.params.get("exponent", 0.0))
     return popularity.masked_fill(place >= experts - case.params.get("empty", 0), -math.inf)
@@ -126,6 +135,11 @@ def _count_table(
         rows = [apportion(pair * (k // chosen), pair, part) for pair, part in zip(pairs, by_group, strict=True)]
         table.append(tuple(n for part in rows for n in part))
     return tuple(table)
+
+
+def is_drawn(case: Case) -> bool:
+    """Whether :func:`drawn_counts` differ between slots."""
+    return bool(case.params.get("exponent") or case.params.get("empty") or case.params.get("one_rank"))
 
 
 def routed_tokens(case: Case, rank: int) -> int:
@@ -272,7 +286,7 @@ def distinct_ranks(case: Case, ranks: int) -> float:
     Equal popularity: P (1 - C(E - E/P, k) / C(E, k)). Otherwise experts are taken as independent, each chosen with probability
     1 - exp(-s p), s such that these add up to k; the number is least if the most popular experts share a rank.
     """
-    units, taken = case["experts"], case["k"]
+    units, taken = experts_of(case), case["k"]
     if "limit" in case.params:
         units, taken = case["limit"]
     exponent, empty = case.params.get("exponent", 0.0), case.params.get("empty", 0)

@@ -95,7 +95,7 @@ def cost(case: Case, rank: int) -> Cost:
     arriving = case["k"] * sum(_moe.routed_tokens(case, q) for q in members) / len(members)
     port = _moe.travelling_rows(case, rank) * row
     mask = case["experts"] * case["k"] * tokens * case["mask"].itemsize
-    return Cost(hbm_bytes=(tokens + arriving) * row + mask, egress_bytes=port, ingress_bytes=port)
+    return Cost(hbm_bytes=(tokens + arriving) * row + mask, egress_bytes=port, ingress_bytes=port, typical=_moe.is_drawn(case))
 
 
 def _with_rows(context: NullContext, rows: torch.Tensor) -> Tree:

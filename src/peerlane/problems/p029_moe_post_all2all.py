@@ -152,6 +152,7 @@ def cost(case: Case, rank: int) -> Cost:
         egress_bytes=port,
         ingress_bytes=port,
         flops={"fp32": 2 * case["k"] * _moe.routed_tokens(case, rank) * case["hidden"]},
+        typical=_moe.is_drawn(case),
     )
 
 
