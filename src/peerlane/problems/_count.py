@@ -17,6 +17,12 @@ from torch.utils.flop_counter import flop_registry
 from peerlane.problems._spec import Cost
 from peerlane.problems._tree import Tree, leaves
 
+# PyTorch knows how many operations attention takes on GPUs; the CPU's operator has the same arguments.
+_OPERATIONS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[torch.ops.aten._scaled_dot_product_flash_attention],
+    **flop_registry,
+}
+
 SLACK = 1.01
 """A declared minimum may exceed a count by so much: bounds are real numbers, tensors have whole elements."""
 
@@ -210,7 +216,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sources, results = [*_tensors(args), *_tensors(list(kwargs.values()))], list(_tensors(result))
         if not func._schema.is_mutable and any(_share_storage(a, b) for a in results for b in sources):
             return  # a view moves nothing
-        operations = flop_registry.get(func.overloadpacket)
+        operations = _OPERATIONS.get(func.overloadpacket)
         self._count.add(
             Step(
                 COMPUTE,
