@@ -1,0 +1,368 @@
+"""Problem 60: two-dimensional inverse real Fourier transform of a half spectrum whose rows are sharded across ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems._collective import group_layout, group_members
+from peerlane.problems._draw import Draw
+from peerlane.problems._fft import (
+    COMPLEX64,
+    COMPLEX128,
+    FP32,
+    axes,
+    contiguous_members,
+    exchange,
+    expected,
+    fft_flops,
+    fft_tolerance,
+    full_shape,
+    gathered,
+    other_norm,
+    part,
+    size,
+    slice_scales,
+)
+from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, preset
+from peerlane.problems._tree import GroupRef
+
+
+@torch.no_grad()
+def reference(
+    x: torch.Tensor,
+    s: Sequence[int] | None,
+    dim: Sequence[int],
+    norm: str = "ortho",
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    ranks = dist.get_world_size(group)
+    d0, d1 = (axis % x.dim() for axis in dim)
+    n0, n1 = (x.shape[d0] * ranks, 2 * (x.shape[d1] - 1)) if s is None else s
+    # The bins left out are conjugates, and the field is real: they count by doubling those that stand for them.
+    rows = torch.fft.ifft(x * bin_weights(n1, x.device), n=n1, dim=d1, norm=norm)
+    received = exchange(torch.stack(rows.chunk(ranks, dim=d1)), group)
+    field = torch.fft.ifft(torch.cat(received.unbind(), dim=d0), n=n0, dim=d0, norm=norm)
+    result: torch.Tensor = field.real
+    return result.contiguous()
+
+
+def bin_weights(columns: int, device: torch.device) -> torch.Tensor:
+    """(n1 // 2 + 1,): how many of the n1 bins of a real transform each bin of the half spectrum stands for."""
+    weights = torch.full((columns // 2 + 1,), 2.0, device=device)
+    weights[0] = 1.0
+    if columns % 2 == 0:
+        weights[-1] = 1.0
+    return weights
+
+
+def sizes(case: Case, ranks: int) -> tuple[int, int]:
+    """(n0, n1): rows and columns of the field."""
+    return size(case["rows"], ranks), size(case["columns"], ranks)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """Independent N(0, 1) real and imaginary parts, each slice with a scale of its own: no symmetry anywhere. ``case["spectrum"]``:
+
+    * ``steep``: parts fall with the third power of the wave number, to no less than 1e-3
+    * ``single``: one bin of the first rank is not zero; its mirror image is the last rank's. It is odd, so that ranks' columns differ
+    * ``constant_columns``: only the bins that stand for themselves, 0 and n1 / 2, are not zero, and have imaginary parts
+    """
+    members = group_members(case, rank)
+    place, ranks, (d0, d1) = members.index(rank), len(members), axes(case)
+    n0, n1 = sizes(case, ranks)
+    local, bins, shared = n0 // ranks, n1 // 2 + 1, draw.shared
+    row = torch.arange(place * local, (place + 1) * local, device=draw.device)
+    column = torch.arange(bins, device=draw.device)
+    match case.params.get("spectrum"):
+        case None:
+            factor = torch.ones((), device=draw.device)
+        case "steep":
+            number = torch.hypot(torch.minimum(row, n0 - row).to(FP32).unsqueeze(1), column.to(FP32))
+            factor = (1.0 + number).pow(-3.0).clamp_(min=1e-3)
+        case "single":
+            at = shared.integers(1, local, (1,)), 2 * shared.integers(0, (bins - 1) // 2, (1,)) + 1
+            factor = ((row == at[0]).unsqueeze(1) & (column == at[1])).to(FP32)
+        case "constant_columns":
+            factor = ((column == 0) | (2 * column == n1)).to(FP32)
+        case other:
+            raise ValueError(f"unknown spectrum {other!r}")
+    factor = factor.expand(*case["lead"], local, bins).movedim((-2, -1), (d0, d1)) * slice_scales(case, draw)
+    x = torch.complex(*(draw.normal(full_shape(case, local, bins), FP32) * factor for _ in range(2)))
+    group = next((GroupRef(name) for name in group_layout(case)), None)
+    s = None if case.params.get("sizes_from_x") else (n0, n1)
+    return (x, s, tuple(case["dim"]), case.params.get("norm", "ortho"), group)
+
+
+def inverse(spectrum: torch.Tensor, case: Case, ranks: int, norm: str) -> torch.Tensor:
+    """The whole real field of a whole half spectrum (n0 rows), in its precision: the real part of a sum over weighted bins.
+
+    Spelt out, since torch.fft.irfft2 on a GPU need not ignore the imaginary parts that belong to no real field.
+    """
+    (d0, d1), (n0, n1) = axes(case), sizes(case, ranks)
+    rows = torch.fft.ifft(spectrum * bin_weights(n1, spectrum.device), n=n1, dim=d1, norm=norm)
+    field: torch.Tensor = torch.fft.ifft(rows, n=n0, dim=d0, norm=norm).real
+    return field
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    (d0, d1), members = axes(case), group_members(case, rank)
+    field = inverse(gathered(inputs, members, d0, COMPLEX128), case, len(members), inputs[rank][3])
+    return expected("field", case, field, d1, rank, FP32)
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """What is received must determine the rank's columns of the field, and what is sent the rank's rows of the spectrum.
+
+    Both are fewer bytes than known schedules move: a transpose after the pass along d1 sends twice as much, or, if it leaves out one row of
+    every conjugate pair, a third more.
+    """
+    ranks, slices = len(group_members(case, rank)), math.prod(case["lead"])
+    n0, n1 = sizes(case, ranks)
+    bins, points = n0 // ranks * (n1 // 2 + 1), n0 * n1 // ranks
+    return Cost(
+        hbm_bytes=slices * (8 * bins + 4 * points),
+        egress_bytes=slices * min(8 * bins, 4 * points * (ranks - 1)),
+        ingress_bytes=slices * min(4 * points, 8 * bins * (ranks - 1)),
+        flops={"fp32": fft_flops(slices, n0, n1) / ranks},
+    )
+
+
+def _columns_of(case: Case, field: torch.Tensor, rank: int) -> torch.Tensor:
+    """The rank's columns of the whole field, in float32."""
+    members = group_members(case, rank)
+    return part(field, axes(case)[1], members.index(rank), len(members)).to(FP32).contiguous()
+
+
+def _weighted(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    members = group_members(case, rank)
+    return _columns_of(case, inverse(gathered(inputs, members, axes(case)[0], COMPLEX64), case, len(members), inputs[rank][3]), rank)
+
+
+def _extended(case: Case, spectrum: torch.Tensor, ranks: int) -> torch.Tensor:
+    """All n1 bins: G[k0, k1] = conj(S[(n0 - k0) mod n0, n1 - k1]) for those that are missing."""
+    (d0, d1), (_, n1) = axes(case), sizes(case, ranks)
+    mirrored = spectrum.narrow(d1, 1, (n1 - 1) // 2).flip(d0, d1).roll(1, d0).conj()
+    return torch.cat((spectrum, mirrored), dim=d1)
+
+
+def _by_extension(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    (d0, d1), members = axes(case), group_members(case, rank)
+    whole = _extended(case, gathered(inputs, members, d0, COMPLEX64), len(members))
+    return _columns_of(case, torch.fft.ifft2(whole, dim=(d0, d1), norm=inputs[rank][3]).real, rank)
+
+
+def _rows_first(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """Along d0 first; then every row is a half spectrum of its own, with real first and middle bins."""
+    (d0, d1), members, norm = axes(case), group_members(case, rank), inputs[rank][3]
+    n0, n1 = sizes(case, len(members))
+    half = torch.fft.ifft(gathered(inputs, members, d0, COMPLEX64), n=n0, dim=d0, norm=norm)
+    single = bin_weights(n1, half.device) == 1.0
+    half = torch.where(single, torch.complex(half.real, torch.zeros_like(half.real)), half)
+    return _columns_of(case, torch.fft.irfft(half, n=n1, dim=d1, norm=norm), rank)
+
+
+def _of_shards(arrange: Callable[[list[torch.Tensor], int], list[torch.Tensor]]) -> Callable[[NullContext], torch.Tensor]:
+    """A wrong answer: the field of shards that ``arrange(shards, place of the rank)`` has changed."""
+
+    def answer(context: NullContext) -> torch.Tensor:
+        case, members = context.case, group_members(context.case, context.rank)
+        spectrum = torch.cat(arrange([context.inputs[q][0] for q in members], members.index(context.rank)), dim=axes(case)[0])
+        return _columns_of(case, inverse(spectrum, case, len(members), context.args[3]), context.rank)
+
+    return answer
+
+
+def _of_spectrum(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[NullContext], torch.Tensor]:
+    """A wrong answer: the field of a spectrum that ``change(spectrum, n1)`` has spoilt."""
+
+    def answer(context: NullContext) -> torch.Tensor:
+        case, members = context.case, group_members(context.case, context.rank)
+        _, n1 = sizes(case, len(members))
+        spectrum = change(gathered(context.inputs, members, axes(case)[0], COMPLEX64), n1)
+        return _columns_of(case, inverse(spectrum, case, len(members), context.args[3]), context.rank)
+
+    return answer
+
+
+def _scaled_bins(spectrum: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return spectrum * factor
+
+
+def _real_parts_only(spectrum: torch.Tensor, n1: int) -> torch.Tensor:
+    """Without the imaginary parts of the bins that stand for themselves: what one-dimensional real transforms along d1 do first."""
+    single = bin_weights(n1, spectrum.device) == 1.0
+    return torch.where(single, torch.complex(spectrum.real, torch.zeros_like(spectrum.real)), spectrum)
+
+
+def _mirrored_in_own_row(context: NullContext) -> torch.Tensor:
+    """Missing bins taken from the same row, not from the row opposite."""
+    (d0, d1), members = axes(context.case), group_members(context.case, context.rank)
+    spectrum = gathered(context.inputs, members, d0, COMPLEX64)
+    _, n1 = sizes(context.case, len(members))
+    whole = torch.cat((spectrum, spectrum.narrow(d1, 1, (n1 - 1) // 2).flip(d1).conj()), dim=d1)
+    return _columns_of(context.case, torch.fft.ifft2(whole, dim=(d0, d1), norm=context.args[3]).real, context.rank)
+
+
+def _second_pass_skipped(context: NullContext) -> torch.Tensor:
+    (d0, d1), members = axes(context.case), group_members(context.case, context.rank)
+    _, n1 = sizes(context.case, len(members))
+    spectrum = gathered(context.inputs, members, d0, COMPLEX64)
+    rows = torch.fft.ifft(spectrum * bin_weights(n1, spectrum.device), n=n1, dim=d1, norm=context.args[3])
+    return _columns_of(context.case, rows.real, context.rank)
+
+
+def _other_norm(context: NullContext) -> torch.Tensor:
+    members = group_members(context.case, context.rank)
+    spectrum = gathered(context.inputs, members, axes(context.case)[0], COMPLEX64)
+    return _columns_of(context.case, inverse(spectrum, context.case, len(members), other_norm(context.args[3])), context.rank)
+
+
+def _rounded_to(dtype: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    return lambda spectrum, _: torch.view_as_complex(torch.view_as_real(spectrum).to(dtype).to(FP32))
+
+
+def _neighbours(context: NullContext) -> torch.Tensor:
+    members = contiguous_members(context)
+    spectrum = gathered(context.inputs, members, axes(context.case)[0], COMPLEX64)
+    return _columns_of(context.case, inverse(spectrum, context.case, len(members), context.args[3]), context.rank)
+
+
+def _small(label: str, **params: Any) -> CaseSpec:
+    return case(label, COMPLEX64, **{"lead": (1, 2), "rows": (4, 0), "columns": (6, 0), "dim": (2, 3), **params})
+
+
+PRESETS = (
+    preset(
+        "small",
+        "spectra without any symmetry; odd and even sizes, sizes left out, negative axes, all norms; single bins, single columns; a group",
+        _small("plain"),
+        _small("negative_axes_backward", dim=(-2, -1), norm="backward", spectrum="steep"),
+        _small("forward", rows=(3, 0), columns=(10, 0), norm="forward"),
+        _small("sizes_from_x", rows=(5, 0), sizes_from_x=True),
+        _small("rows_first_axis", lead=(3,), dim=(0, -1)),
+        _small("no_lead_huge", lead=(), dim=(0, 1), scale=1e30),
+        _small("single_bin", spectrum="single"),
+        _small("constant_columns", columns=(5, 0), spectrum="constant_columns"),
+        _small("strided_group", group="strided", world_sizes=(4, 8)),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape, for white noise and for a steep spectrum",
+        case("white", COMPLEX64, lead=(2, 10), rows=720, columns=1440, dim=(-2, -1)),
+        case("steep", COMPLEX64, lead=(2, 10), rows=720, columns=1440, dim=(-2, -1), spectrum="steep"),
+    ),
+    preset(
+        "production_fourcastnet_quarter_degree",
+        "ERA5 at 0.25 degrees, 2 x 73 channels of 720 x 1440",
+        case("steep", COMPLEX64, lead=(2, 73), rows=720, columns=1440, dim=(-2, -1), spectrum="steep"),
+    ),
+    preset(
+        "production_fno_4096",
+        "Fourier neural operator for Navier-Stokes on a 4096 x 4096 grid",
+        case("white", COMPLEX64, lead=(8,), rows=4096, columns=4096, dim=(1, 2)),
+    ),
+    preset(
+        "production_tenth_degree",
+        "weather at 0.1 degrees, 26 channels of 1800 x 3600, not normalised",
+        case("steep", COMPLEX64, lead=(1, 26), rows=1800, columns=3600, dim=(2, 3), norm="forward", spectrum="steep"),
+    ),
+)
+
+_LABELS = tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases)
+
+
+def _except(*labels: str) -> tuple[str, ...]:
+    return tuple(name for name in _LABELS if name not in labels)
+
+
+PROBLEM = Problem(
+    id=60,
+    slug="distributed_irfft2",
+    title="Two-dimensional inverse real FFT of a row-sharded half spectrum",
+    category="geometric_spatial",
+    parallelism=("spatial",),
+    origin="NVIDIA PhysicsNeMo: distributed inverse FFT of its AFNO and SFNO models",
+    summary=(
+        "x, complex64, is the rank's part of a half spectrum S of n0 rows (axis dim[0], sharded in rank order over the group, or the world "
+        "if None) and n1 // 2 + 1 bins (axis dim[1], the last). irfft2(S, s, dim, norm) as torch.fft defines it comes back sharded along "
+        "dim[1]: rank r returns all n0 rows and columns [r n1 / W, (r + 1) n1 / W), float32: the real part of the sum over all n1 bins, "
+        "missing ones being conj(S[-k0 mod n0, n1 - k1]). S need not be the spectrum of a real field. s = (n0, n1) or None, for n0 all "
+        "ranks' rows and n1 even. n0 and n1 are multiples of W. Axes may be negative."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=fft_tolerance("field"),
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer(
+            "no_communication",
+            "other ranks' rows taken for zero",
+            _of_shards(lambda shards, place: [shard if q == place else torch.zeros_like(shard) for q, shard in enumerate(shards)]),
+        ),
+        NullAnswer(
+            "last_shard_missing",
+            "the last rank's rows taken for zero",
+            _of_shards(lambda shards, _: [*shards[:-1], torch.zeros_like(shards[-1])]),
+            cases=_except("small/single_bin"),
+        ),
+        NullAnswer("shards_reversed", "shards in reverse order", _of_shards(lambda shards, _: shards[::-1])),
+        NullAnswer("other_norm", "another normalisation", _other_norm),
+        NullAnswer("conjugate", "the sign of the exponent", _of_spectrum(lambda spectrum, _: spectrum.conj())),
+        NullAnswer("second_pass_skipped", "no transform along d0", _second_pass_skipped),
+        NullAnswer(
+            "mirrored_in_own_row",
+            "missing bins taken from the same row",
+            _mirrored_in_own_row,
+            cases=_except("small/constant_columns"),
+        ),
+        NullAnswer(
+            "missing_bins_forgotten",
+            "every bin counted once",
+            _of_spectrum(lambda spectrum, n1: _scaled_bins(spectrum, 1 / bin_weights(n1, spectrum.device))),
+            cases=_except("small/constant_columns"),
+        ),
+        NullAnswer(
+            "every_bin_doubled",
+            "bins that stand for themselves counted twice",
+            _of_spectrum(lambda spectrum, n1: _scaled_bins(spectrum, 2 / bin_weights(n1, spectrum.device))),
+            cases=_except("small/single_bin"),
+        ),
+        NullAnswer(
+            "single_bins_made_real",
+            "imaginary parts of bins 0 and n1 / 2 dropped before the pass along d0",
+            _of_spectrum(_real_parts_only),
+            cases=_except("small/single_bin"),
+        ),
+        NullAnswer("sent_in_bfloat16", "the spectrum in bfloat16", _of_spectrum(_rounded_to(torch.bfloat16))),
+        NullAnswer(
+            "sent_in_half",
+            "the spectrum in float16",
+            _of_spectrum(_rounded_to(torch.float16)),
+            cases=("small/plain", "small/forward", "small/sizes_from_x", "pkb/white"),
+        ),
+        NullAnswer("contiguous_group", "neighbours taken for the group", _neighbours, cases=("small/strided_group",)),
+    ),
+    honest_variants=(
+        HonestVariant("weighted_bins_fp32", _weighted),
+        HonestVariant("extended_fp32", _by_extension),
+        HonestVariant("rows_first_fp32", _rows_first),
+    ),
+    process_groups=group_layout,
+    notes=(
+        "The public reference gathers the whole extended spectrum on every rank, eleven times the bytes that a good schedule moves on 8 "
+        "ranks, only to reverse the order of rows. No mirror image is needed: its terms are the conjugates of those that are there, and "
+        "the field is real. The reference here doubles bins instead.",
+        "With s = None the public reference takes the local number of rows for n0 and crops the field; here None means what it means in "
+        "torch.fft.irfft2.",
+        "The public benchmark transforms spectra of real fields only, so that bins 0 and n1 / 2 may be treated wrongly unnoticed; here "
+        "spectra have no symmetry.",
+        "Spectra hold no NaN or infinity. As in the public benchmark, dim[1] is always the last axis.",
+    ),
+)
