@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from peerlane import problems
 from peerlane.problems import Case, Draw, Expected
-from peerlane.problems.p054_ring_attention import attention
+from peerlane.problems._attention import attention
 
 FP64 = torch.float64
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from peerlane.problems import _attention
+from peerlane.problems._attention import BF16, FP32, Blocks, visible
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import (
-    UNIT_ROUNDOFF,
     Case,
     CaseSpec,
     Cost,
@@ -21,16 +22,10 @@ from peerlane.problems._spec import (
     NullAnswer,
     NullContext,
     Problem,
-    Tolerance,
     case,
     preset,
 )
 from peerlane.problems._tree import GroupRef
-
-BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-
-# Bytes of scores that the oracle holds at a time; the softmax needs about three times as much.
-_SCORE_BYTES = 2**29
 
 
 @torch.no_grad()
@@ -42,42 +37,8 @@ def reference(
     causal: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    successor, predecessor = (rank + 1) % world, (rank - 1) % world
-    if group is not None:
-        successor, predecessor = dist.get_global_rank(group, successor), dist.get_global_rank(group, predecessor)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-
-    queries = q.transpose(1, 2).to(torch.float32)  # (B, h, S, D), as everything below
-    blocks = [k.contiguous(), v.contiguous()]
-    output = queries.new_zeros(*queries.shape[:-1], v.shape[-1])
-    maximum = queries.new_full((*queries.shape[:-1], 1), -math.inf)
-    total = torch.zeros_like(maximum)
-    future = queries.new_ones(q.shape[1], k.shape[1], dtype=torch.bool).triu_(1) if causal else None
-    for step in range(world):
-        if step + 1 < world:
-            incoming = [torch.empty_like(block) for block in blocks]
-            transfers = [dist.P2POp(dist.isend, block, successor, group) for block in blocks]
-            transfers += [dist.P2POp(dist.irecv, block, predecessor, group) for block in incoming]
-            requests = dist.batch_isend_irecv(transfers)
-        owner = (rank - step) % world
-        if not causal or owner <= rank:
-            keys, values = (block.transpose(1, 2).to(torch.float32) for block in blocks)
-            scores = torch.matmul(queries, keys.transpose(-1, -2)).mul_(scale)
-            if future is not None and owner == rank:
-                scores.masked_fill_(future, -math.inf)
-            # Online softmax: what has been summed so far is rescaled to the new maximum.
-            new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
-            scores.sub_(new_maximum).exp_()
-            rescale = torch.exp(maximum - new_maximum)
-            total = total * rescale + scores.sum(-1, keepdim=True)
-            output = output * rescale + torch.matmul(scores, values)
-            maximum = new_maximum
-        if step + 1 < world:
-            for request in requests:
-                request.wait()
-            blocks = incoming
-    return (output / total).to(q.dtype).transpose(1, 2).contiguous()
+    return _attention.ring_attention(q, k, v, scale, causal, group)
 
 
 def process_groups(case: Case) -> GroupLayout:
@@ -139,65 +100,18 @@ def _scale(case: Case) -> float:
     return float(case["depth"] ** -0.5) if scale is None else scale
 
 
-def _visible(case: Case, rank: int) -> list[int]:
-    """The ranks whose keys the rank's queries see, in order; under a causal mask the last of them is the rank itself."""
+def _blocks(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Blocks, int]:
+    """q, k and v of the ranks of the ring that ``rank`` belongs to, and its place there."""
     ring = _ring(case, rank)
-    return ring[: ring.index(rank) + 1] if case["causal"] else ring
-
-
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    score_bytes: int = _SCORE_BYTES,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax attention of q (B, S_q, h, D) to k (B, S_k, h_kv, D) and v (B, S_k, h_kv, D_v), and to |v|: two of (B, S_q, h, D_v), float64.
-
-    Under a causal mask the queries are the last S_q positions of the keys' sequence. Computed by head, in chunks of queries whose scores
-    take no more than ``score_bytes``.
-    """
-    batch, queries, heads, _ = q.shape
-    keys = k.shape[1]
-    output = torch.empty((batch, queries, heads, v.shape[-1]), dtype=FP64, device=q.device)
-    magnitude = torch.empty_like(output)
-    rows = max(1, score_bytes // (keys * FP64.itemsize))
-    positions = torch.arange(keys, device=q.device)
-    for b in range(batch):
-        for head in range(heads):
-            kv_head = head % k.shape[2]
-            key, value = k[b, :, kv_head].to(FP64).t(), v[b, :, kv_head].to(FP64)
-            for first in range(0, queries, rows):
-                last = min(first + rows, queries)
-                scores = (q[b, first:last, head].to(FP64) @ key).mul_(scale)
-                if causal:
-                    own = positions[keys - queries + first : keys - queries + last]
-                    scores.masked_fill_(positions > own.unsqueeze(-1), -math.inf)
-                probabilities = torch.softmax(scores, dim=-1)
-                output[b, first:last, head] = probabilities @ value
-                magnitude[b, first:last, head] = probabilities @ value.abs()
-    return output, magnitude
+    return [inputs[q][:3] for q in ring], ring.index(rank)
 
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    visible = _visible(case, rank)
-    k, v = (torch.cat([inputs[q][i] for q in visible], dim=1) for i in (1, 2))
-    value, magnitude = attention(inputs[rank][0], k, v, scale=_scale(case), causal=case["causal"])
+    blocks, place = _blocks(case, inputs, rank)
+    seen = visible(place, len(blocks), case["causal"])
+    k, v = (torch.cat([blocks[owner][i] for owner in seen], dim=1) for i in (1, 2))
+    value, magnitude = _attention.attention(inputs[rank][0], k, v, scale=_scale(case), causal=case["causal"])
     return Expected("output", value, case.dtype, magnitude=magnitude)
-
-
-def tolerance(case: Case) -> Mapping[str, Tolerance]:
-    """Magnitude is the sum of p_j |v_j|: one u of it for probabilities rounded to the dtype, one for blocks' outputs rounded to it.
-
-    Normwise each of these roundings, and that of the output, costs 0.43 u on average (1.7e-3 in bfloat16), and hardly more than u in one
-    token and head. In float32 the scores' own error decides: scores up to 100 err by 100 u, the relative error of their weights.
-    """
-    u = UNIT_ROUNDOFF[case.dtype]
-    if case.dtype == FP32:
-        return {"output": Tolerance(relative=2 * u, magnitude=128 * u)}
-    return {"output": Tolerance(relative=2 * u, magnitude=2 * u, normwise=5e-3, rowwise=3 * u)}
 
 
 def cost(case: Case, rank: int) -> Cost:
@@ -208,8 +122,8 @@ def cost(case: Case, rank: int) -> Cost:
     place, world, causal = ring.index(rank), len(ring), case["causal"]
     tokens = case["batch"] * local
     block_bytes = tokens * kv_heads * (depth + value_depth) * size
-    pairs = place * local**2 + local * (local + 1) / 2 if causal else world * local**2
-    received, sent = (place, world - 1 - place) if causal else (world - 1, world - 1)
+    pairs = _attention.visible_pairs(place, world, local, causal)
+    sent, received = _attention.ring_traffic(place, world, causal)
     return Cost(
         hbm_bytes=tokens * heads * (depth + value_depth) * size + (received + 1) * block_bytes,
         egress_bytes=sent * block_bytes,
@@ -218,105 +132,61 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-Arguments = Sequence[tuple[Any, ...]]
-
-
-def _by_head(inputs: Arguments, answer: Callable[[Arguments], torch.Tensor]) -> torch.Tensor:
-    """``answer`` for one head after the other, so that only one head's scores are held."""
-    outputs = []
-    for head in range(inputs[0][0].shape[2]):
-        one = []
-        for q, k, v, *_ in inputs:
-            kv_head = head % k.shape[2]
-            one.append((q[:, :, head : head + 1], k[:, :, kv_head : kv_head + 1], v[:, :, kv_head : kv_head + 1]))
-        outputs.append(answer(one))
-    return torch.cat(outputs, dim=2)
-
-
-def _block_scores(inputs: Arguments, rank: int, owner: int, causal: bool, scale: float) -> torch.Tensor:
-    """Float32 scores (B, h, S_l, S_l) of the rank's queries with the owner's keys, masked within the rank's own block if causal."""
-    q, k = inputs[rank][0].transpose(1, 2).to(FP32), inputs[owner][1].transpose(1, 2).to(FP32)
-    scores = torch.matmul(q, k.transpose(-1, -2)) * scale
-    if causal and owner == rank:
-        scores.masked_fill_(torch.ones_like(scores[0, 0], dtype=torch.bool).triu_(1), -math.inf)
-    return scores
-
-
 def _dense(
     case: Case,
     inputs: Sequence[tuple[Any, ...]],
     rank: int,
-    owners: Sequence[int],
+    owners: Sequence[int] | None = None,
     *,
     causal: bool | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Dense float32 attention of the rank's queries to the owners' keys, one after the other."""
-    masked = case["causal"] if causal is None else causal
-    factor = _scale(case) if scale is None else scale
+    """Dense float32 attention to the keys at the owners' places in the ring; to all that the rank sees if None."""
+    blocks, place = _blocks(case, inputs, rank)
+    return _attention.dense(
+        blocks,
+        place,
+        visible(place, len(blocks), case["causal"]) if owners is None else owners,
+        causal=case["causal"] if causal is None else causal,
+        scale=_scale(case) if scale is None else scale,
+    )
 
-    def answer(one: Arguments) -> torch.Tensor:
-        scores = torch.cat([_block_scores(one, rank, owner, masked, factor) for owner in owners], dim=-1)
-        values = torch.cat([one[owner][2] for owner in owners], dim=1).transpose(1, 2).to(FP32)
-        return torch.matmul(torch.softmax(scores, dim=-1), values).to(case.dtype).transpose(1, 2)
 
-    return _by_head(inputs, answer)
-
-
-def _flash(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
-    """Blockwise, in ring order from the rank itself, with probabilities rounded to the inputs' dtype for their product with V."""
-    ring = _ring(case, rank)
-    order = [ring[(ring.index(rank) - step) % len(ring)] for step in range(len(ring))]
-    visible = set(_visible(case, rank))
-
-    def answer(one: Arguments) -> torch.Tensor:
-        output = total = torch.zeros((), device=one[rank][0].device)
-        maximum = torch.full_like(output, -math.inf)
-        for owner in (q for q in order if q in visible):
-            scores = _block_scores(one, rank, owner, case["causal"], _scale(case))
-            new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
-            weights, rescale = torch.exp(scores - new_maximum), torch.exp(maximum - new_maximum)
-            values = one[owner][2].transpose(1, 2).to(FP32)
-            output = output * rescale + torch.matmul(weights.to(case.dtype).to(FP32), values)
-            total = total * rescale + weights.sum(-1, keepdim=True)
-            maximum = new_maximum
-        return (output / total).to(case.dtype).transpose(1, 2)
-
-    return _by_head(inputs, answer)
+def _flash(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    return _attention.flash(*_blocks(case, inputs, rank), causal=case["causal"], scale=_scale(case))
 
 
 def _local_only(context: NullContext) -> torch.Tensor:
-    return _dense(context.case, context.inputs, context.rank, [context.rank])
+    return _dense(context.case, context.inputs, context.rank, [_ring(context.case, context.rank).index(context.rank)])
 
 
 def _drop_last_step(context: NullContext) -> torch.Tensor:
     """Without the block that travels farthest: the successor's, or the first rank's under a causal mask."""
     ring = _ring(context.case, context.rank)
-    farthest = 0 if context.case["causal"] else (ring.index(context.rank) + 1) % len(ring)
-    owners = [q for q in _visible(context.case, context.rank) if q != ring[farthest]]
-    return _dense(context.case, context.inputs, context.rank, owners or [context.rank])
+    place = ring.index(context.rank)
+    farthest = 0 if context.case["causal"] else (place + 1) % len(ring)
+    owners = [owner for owner in visible(place, len(ring), context.case["causal"]) if owner != farthest]
+    return _dense(context.case, context.inputs, context.rank, owners or [place])
 
 
 def _blocks_averaged(context: NullContext) -> torch.Tensor:
-    blocks = [_dense(context.case, context.inputs, context.rank, [q]).to(FP32) for q in _visible(context.case, context.rank)]
-    return torch.stack(blocks).mean(0).to(context.case.dtype)
+    ring = _ring(context.case, context.rank)
+    seen = visible(ring.index(context.rank), len(ring), context.case["causal"])
+    answers = [_dense(context.case, context.inputs, context.rank, [owner]).to(FP32) for owner in seen]
+    return torch.stack(answers).mean(0).to(context.case.dtype)
 
 
 def _mask_inverted(context: NullContext) -> torch.Tensor:
-    """A causal mask where there should be none, and none where there should be one."""
-    case, ring = context.case, _ring(context.case, context.rank)
-    causal = not case["causal"]
-    owners = ring[: ring.index(context.rank) + 1] if causal else ring
-    return _dense(case, context.inputs, context.rank, owners, causal=causal)
+    blocks, place = _blocks(context.case, context.inputs, context.rank)
+    return _attention.mask_inverted(blocks, place, causal=context.case["causal"], scale=_scale(context.case))
 
 
 def _own_block_unmasked(context: NullContext) -> torch.Tensor:
-    return _dense(context.case, context.inputs, context.rank, _visible(context.case, context.rank), causal=False)
+    return _dense(context.case, context.inputs, context.rank, causal=False)
 
 
 def _default_scale(context: NullContext) -> torch.Tensor:
-    scale = context.case["depth"] ** -0.5
-    return _dense(context.case, context.inputs, context.rank, _visible(context.case, context.rank), scale=scale)
+    return _dense(context.case, context.inputs, context.rank, scale=context.case["depth"] ** -0.5)
 
 
 def _values_rotated(context: NullContext) -> torch.Tensor:
@@ -325,12 +195,13 @@ def _values_rotated(context: NullContext) -> torch.Tensor:
     shifted = list(context.inputs)
     for place, rank in enumerate(ring):
         shifted[rank] = (*context.inputs[rank][:2], context.inputs[ring[place - 1]][2], *context.inputs[rank][3:])
-    return _dense(context.case, shifted, context.rank, _visible(context.case, context.rank))
+    return _dense(context.case, shifted, context.rank)
 
 
 def _whole_world(context: NullContext) -> torch.Tensor:
-    world = range(context.rank + 1 if context.case["causal"] else context.case.world_size)
-    return _dense(context.case, context.inputs, context.rank, world)
+    blocks: Blocks = [args[:3] for args in context.inputs]
+    owners, causal = visible(context.rank, len(blocks), context.case["causal"]), context.case["causal"]
+    return _attention.dense(blocks, context.rank, owners, causal=causal, scale=_scale(context.case))
 
 
 def _small(label: str, dtype: torch.dtype = BF16, *, causal: bool, world_sizes: Sequence[int] | None = None, **params: Any) -> CaseSpec:
@@ -400,7 +271,7 @@ PROBLEM = Problem(
     reference=reference,
     inputs=inputs,
     oracle=oracle,
-    tolerance=tolerance,
+    tolerance=_attention.softmax_tolerance,
     cost=cost,
     presets=PRESETS,
     null_answers=(
@@ -414,7 +285,7 @@ PROBLEM = Problem(
         NullAnswer("whole_world", "group ignored", _whole_world, cases=_labels(where="groups")),
     ),
     honest_variants=(
-        HonestVariant("dense_fp32", lambda case, inputs, rank: _dense(case, inputs, rank, _visible(case, rank))),
+        HonestVariant("dense_fp32", _dense),
         HonestVariant("flash_rounded_probabilities", _flash),
     ),
     process_groups=process_groups,
