@@ -1,0 +1,331 @@
+"""Problem 58: the sigmoid contrastive loss of every rank's images against the texts of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from peerlane.problems._collective import BF16, FP32, all_gather_single, group_layout, group_members
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import (
+    UNIT_ROUNDOFF,
+    Case,
+    CaseSpec,
+    Cost,
+    Expected,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems._tree import GroupRef
+
+FP64 = torch.float64
+
+
+@torch.no_grad()
+def reference(
+    image_features: torch.Tensor,
+    text_features: torch.Tensor,
+    logit_scale: float,
+    logit_bias: float = 0.0,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    batch, rank = image_features.shape[0], dist.get_rank(group)
+    texts = text_features.new_empty(dist.get_world_size(group) * batch, text_features.shape[1])
+    all_gather_single(texts, text_features.contiguous(), group=group)
+    logits = (image_features @ texts.t()).to(torch.float32).mul_(logit_scale).add_(logit_bias)
+    logits[:, rank * batch : (rank + 1) * batch].diagonal().neg_()
+    return (F.softplus(logits).sum() / batch).to(image_features.dtype)
+
+
+def _batch(case: Case, rank: int) -> int:
+    """B. ``case``: ``batch`` = B, or ``batch_total`` = W B."""
+    return int(case["batch"] if "batch" in case.params else case["batch_total"] // len(group_members(case, rank)))
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """Unit vectors. Images and texts of a pair share noise, so that their cosine is about ``case["pair_cosine"]``.
+
+    Some images and texts at random places ("hard" ones) also have a part along one direction that is common to all ranks, so that their
+    logits are around ``case["hard_logit"]``. On every other rank these are about 3/4 of the images, on the rest 1/4; of the texts 3/8 and
+    1/8: no rank's loss and no block of logits can stand for another. With ``gap`` g, images and texts lie apart, as in trained models: all
+    cosines are lower by g.
+
+    ``case["pattern"]``: ``duplicate``: all ranks have the same hard texts; ``nan``: an image of the first rank has a NaN.
+    """
+    batch, depth, scale, bias = _batch(case, rank), case["depth"], case["scale"], case["bias"]
+    gap, pair = case.params.get("gap", 0.0), case["pair_cosine"]
+    common, apart = F.normalize(draw.shared.normal((2, depth), FP32))
+    place = group_members(case, rank).index(rank)
+    sides = (draw.shared.integers(0, 2, (2,), FP32) * 2 - 1) * (-1) ** place
+    strength = ((case["hard_logit"] + draw.shared.uniform((), FP32, low=-0.5, high=0.5) - bias) / scale + gap).sqrt()
+    share = 0.5 + 0.25 * sides[0] + draw.uniform((), FP32, low=-0.1, high=0.1)
+    image_hard = strength * (draw.permutation(batch) < share * batch).unsqueeze(-1)
+    same = case.params.get("pattern") == "duplicate"
+    source = draw.shared if same else draw
+    share = 0.25 + 0.125 * sides[1] * (not same) + source.uniform((), FP32, low=-0.04, high=0.04)
+    text_hard = strength * (source.permutation(batch) < share * batch).unsqueeze(-1)
+    noise, other = (draw.normal((batch, depth), FP32, scale=depth**-0.5) for _ in range(2))
+    image_rest = math.sqrt(1 - gap) * noise + math.sqrt(gap) * apart
+    text_rest = math.sqrt(1 - gap) * (pair * noise + math.sqrt(1 - pair**2) * other) - math.sqrt(gap) * apart
+    images = image_hard * common + (1 - image_hard.square()).sqrt() * image_rest
+    texts = text_hard * common + (1 - text_hard.square()).sqrt() * text_rest
+    if case.params.get("pattern") == "nan" and place == 0:
+        images[batch // 2, depth // 3] = math.nan
+    group = next((GroupRef(name) for name in group_layout(case)), None)
+    return F.normalize(images).to(case.dtype), F.normalize(texts).to(case.dtype), scale, bias, group
+
+
+def _signed_logits(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, owner: int, work: torch.dtype = FP64) -> torch.Tensor:
+    """z of the rank's images and the owner's texts, those of matching pairs negated: the loss is the sum of softplus over them all."""
+    images, _, scale, bias, _ = inputs[rank]
+    z = torch.mm(images.to(work), inputs[owner][1].to(work).t()).mul_(scale).add_(bias)
+    if owner == rank:
+        z.diagonal().neg_()
+    return z
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    """The magnitude is the standard deviation of the loss, over u, if logits and their part without the bias err by u each."""
+    bias, batch = inputs[rank][3], inputs[rank][0].shape[0]
+    total = torch.zeros((), dtype=FP64, device=inputs[rank][0].device)
+    variance = torch.zeros_like(total)
+    for owner in group_members(case, rank):
+        z = _signed_logits(case, inputs, rank, owner)
+        slope = torch.sigmoid(z)
+        variance += (slope * (z.abs() + (z.abs() + abs(bias)))).square().sum()
+        total += F.softplus(z, threshold=700.0).sum()
+    return Expected("loss", total / batch, case.dtype, magnitude=variance.sqrt() / batch)
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    """The loss is a sum of positive terms, rounded once: a relative error.
+
+    In bfloat16 logits may be rounded, before and after the bias is added. These errors are independent and of 0.41 u each (root mean
+    square), so that 3 u times the magnitude are seven standard deviations of their sum. In float32: 1e-5 for a sum in any order.
+    """
+    u = UNIT_ROUNDOFF[case.dtype]
+    return {"loss": Tolerance(relative=1e-5 if case.dtype == FP32 else 2 * u, magnitude=3 * u)}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """Every text crosses the link to every other rank; logits never need to be stored."""
+    batch, ranks, depth, size = _batch(case, rank), len(group_members(case, rank)), case["depth"], case.dtype.itemsize
+    port = (ranks - 1) * batch * depth * size
+    return Cost(
+        hbm_bytes=2 * batch * depth * size + size,
+        egress_bytes=port,
+        ingress_bytes=port,
+        flops={"fp32" if case.dtype == FP32 else "bf16": 2 * batch**2 * depth * ranks},
+    )
+
+
+def _block_loss(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, owner: int) -> torch.Tensor:
+    """The float32 sum of softplus over one block of signed logits, divided by B."""
+    z = _signed_logits(case, inputs, rank, owner, FP32)
+    return F.softplus(z).sum() / z.shape[0]
+
+
+def _loss(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, owners: Sequence[int]) -> torch.Tensor:
+    return torch.stack([_block_loss(case, inputs, rank, owner) for owner in owners]).sum().to(case.dtype)
+
+
+def _rounded_logits(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """The product and the biased logits rounded to the features' dtype, and blocks in the order of a bidirectional ring."""
+    images, _, scale, bias, _ = inputs[rank]
+    members = group_members(case, rank)
+    place, ranks = members.index(rank), len(members)
+    steps = sorted(range(ranks), key=lambda step: (min(step, ranks - step), step))
+    total = torch.zeros((), device=images.device)
+    for owner in (members[(place + step) % ranks] for step in steps):
+        products = (images.to(FP32) @ inputs[owner][1].to(FP32).t() * scale).to(case.dtype)
+        z = (products + bias).to(FP32)
+        if owner == rank:
+            z.diagonal().neg_()
+        total = total + F.softplus(z).sum()
+    return torch.div(total, images.shape[0]).to(case.dtype)
+
+
+def _chosen(owners: Callable[[Sequence[int], int], Sequence[int]]) -> Callable[[NullContext], torch.Tensor]:
+    """A wrong answer: ``owners(members, place)`` names the ranks whose texts are used, ``members[place]`` being this rank."""
+
+    def answer(context: NullContext) -> torch.Tensor:
+        members = group_members(context.case, context.rank)
+        return _loss(context.case, context.inputs, context.rank, owners(members, members.index(context.rank)))
+
+    return answer
+
+
+def _positives_everywhere(context: NullContext) -> torch.Tensor:
+    """The diagonals of all blocks count as matching pairs."""
+    members = group_members(context.case, context.rank)
+    total = torch.zeros((), device=context.args[0].device)
+    for owner in members:
+        z = _signed_logits(context.case, context.inputs, context.rank, owner, FP32)
+        if owner != context.rank:
+            z.diagonal().neg_()
+        total = total + F.softplus(z).sum() / z.shape[0]
+    return total.to(context.case.dtype)
+
+
+def _no_positives(context: NullContext) -> torch.Tensor:
+    """Matching pairs count as negatives."""
+    z = _signed_logits(context.case, context.inputs, context.rank, context.rank, FP32).diagonal()
+    correction = (F.softplus(-z) - F.softplus(z)).sum() / z.shape[0]
+    return torch.add(context.answer, correction).to(context.case.dtype)
+
+
+def _with_scalars(context: NullContext, **scalars: float) -> torch.Tensor:
+    """The loss with another scale or bias."""
+    values = {"scale": context.args[2], "bias": context.args[3], **scalars}
+    changed = [(images, texts, values["scale"], values["bias"], group) for images, texts, _, _, group in context.inputs]
+    return _loss(context.case, changed, context.rank, group_members(context.case, context.rank))
+
+
+def _mean_over_ranks(context: NullContext) -> torch.Tensor:
+    members = group_members(context.case, context.rank)
+    return torch.stack([context.answers[q].to(FP32) for q in members]).mean().to(context.case.dtype)
+
+
+def _overflowing(context: NullContext) -> torch.Tensor:
+    """log(1 + exp(z)) without care for large z."""
+    blocks = [
+        torch.log(1 + torch.exp(_signed_logits(context.case, context.inputs, context.rank, owner, FP32)))
+        for owner in group_members(context.case, context.rank)
+    ]
+    return torch.div(torch.stack(blocks).sum(), context.args[0].shape[0]).to(context.case.dtype)
+
+
+def _half_of_the_texts(context: NullContext) -> torch.Tensor:
+    """The first half of every rank's texts, their negatives counted twice."""
+    total = torch.zeros((), device=context.args[0].device)
+    for owner in group_members(context.case, context.rank):
+        z = _signed_logits(context.case, context.inputs, context.rank, owner, FP32)
+        half = F.softplus(z)[:, : (z.shape[1] + 1) // 2].sum() * (z.shape[1] / ((z.shape[1] + 1) // 2))
+        total = total + half / z.shape[0]
+    return total.to(context.case.dtype)
+
+
+def _small(label: str, dtype: torch.dtype = FP32, **params: Any) -> CaseSpec:
+    return case(label, dtype, **{"batch": 9, "depth": 48, "scale": 10.0, "bias": -4.0, "hard_logit": 0.0, "pair_cosine": 0.8, **params})
+
+
+_PUBLIC: dict[str, Any] = {"batch_total": 1024, "depth": 1024, "scale": 10.0, "bias": -10.0, "hard_logit": -2.0, "pair_cosine": 0.8}
+_SO400M: dict[str, Any] = {"batch": 4096, "depth": 1152, "scale": 112.0, "bias": -16.5, "hard_logit": -6.0, "pair_cosine": 0.17}
+_B16: dict[str, Any] = {"batch": 4096, "depth": 768, "scale": 117.0, "bias": -13.0, "hard_logit": -6.0, "gap": 0.05, "pair_cosine": 0.2}
+_FINE_TUNING: dict[str, Any] = {"batch": 512, "depth": 1024, "scale": 10.0, "bias": -10.0, "hard_logit": -1.5, "pair_cosine": 0.8}
+
+PRESETS = (
+    preset(
+        "small",
+        "odd sizes, public and trained scalars, logits near 200, texts that all ranks share, a NaN on one rank, strided groups",
+        _small("fp32"),
+        _small("bf16", BF16),
+        _small("no_bias_fp32", bias=0.0, hard_logit=2.0),
+        _small("wide_bf16", BF16, batch=33, depth=70, pair_cosine=0.95),
+        _small("trained_fp32", batch=16, depth=384, scale=60.0, bias=-12.0, hard_logit=0.0, pair_cosine=0.3),
+        _small("trained_bf16", BF16, batch=16, depth=384, scale=60.0, bias=-12.0, hard_logit=1.0, pair_cosine=0.3),
+        _small("overflow_fp32", scale=250.0, bias=-20.0, hard_logit=180.0, pair_cosine=0.9),
+        _small("duplicate_fp32", pattern="duplicate"),
+        _small("nan_fp32", pattern="nan"),
+        _small("strided_group_bf16", BF16, group="strided", world_sizes=(4, 8)),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape, scale and bias, with learnt structure; and the same in float32",
+        case("bf16", BF16, **_PUBLIC),
+        case("fp32", FP32, **_PUBLIC),
+    ),
+    preset(
+        "production_siglip_so400m",
+        "SigLIP SO400M/14 training, 4096 pairs per GPU",
+        case("bf16", BF16, **_SO400M),
+        case("fp32", FP32, **_SO400M),
+    ),
+    preset(
+        "production_siglip_b16",
+        "SigLIP B/16 training, 4096 pairs per GPU",
+        case("bf16", BF16, **_B16),
+        case("fp32", FP32, **_B16),
+    ),
+    preset("production_fine_tuning", "512 pairs per GPU, float32 features, near-duplicate negatives", case("fp32", FP32, **_FINE_TUNING)),
+)
+
+
+def _labels(wanted: Callable[[CaseSpec], bool]) -> tuple[str, ...]:
+    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if wanted(spec))
+
+
+PROBLEM = Problem(
+    id=58,
+    slug="openclip_contrastive_loss",
+    title="Sigmoid contrastive loss of images and texts over all ranks",
+    category="other",
+    parallelism=("data",),
+    origin="OpenCLIP's SigLipLoss: texts exchanged between neighbours, logits never gathered",
+    summary=(
+        "image_features and text_features (B, D) are the rank's pairs. With z = logit_scale I T^T + logit_bias against the texts of every "
+        "rank of the group (the world if None), every rank returns, as a scalar in the features' dtype, its own loss: 1/B times the sum of "
+        "softplus(z) over all images and texts, with softplus(-z) for the rank's own pairs (its own diagonal). softplus(t) = log(1 + e^t). "
+        "There is no reduction over ranks. Logits may be rounded to the features' dtype; the sum is accumulated in float32."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer("local_block", "the rank's own texts only", _chosen(lambda members, place: [members[place]])),
+        NullAnswer(
+            "local_block_scaled", "the same times the number of ranks", _chosen(lambda members, place: [members[place]] * len(members))
+        ),
+        NullAnswer(
+            "opposite_dropped",
+            "without the rank on the other side of the ring",
+            _chosen(lambda members, place: [q for q in members if q != members[(place + len(members) // 2) % len(members)]]),
+        ),
+        NullAnswer(
+            "neighbour_twice",
+            "the right neighbour's texts in place of the left neighbour's",
+            _chosen(lambda members, place: [members[(place + 1) % len(members)] if q == members[place - 1] else q for q in members]),
+            cases=tuple(f"{name}/w{world}" for name in _labels(lambda s: s.dtype == FP32) for world in (4, 8)),
+        ),
+        NullAnswer("positives_everywhere", "diagonals of other ranks' blocks as matching pairs", _positives_everywhere),
+        NullAnswer("no_positives", "matching pairs as negatives", _no_positives),
+        NullAnswer("mean_over_ranks", "the mean of all ranks' losses", _mean_over_ranks),
+        NullAnswer("minus_bias", "the loss of matching pairs whose logit is the bias", lambda c: torch.full_like(c.answer, -c.args[3])),
+        NullAnswer("no_bias", "the bias left out", lambda c: _with_scalars(c, bias=0.0), cases=_labels(lambda s: s.params["bias"] != 0.0)),
+        NullAnswer("no_scale", "the scale left out", lambda c: _with_scalars(c, scale=1.0)),
+        NullAnswer("overflow", "softplus that overflows", _overflowing, cases=("small/overflow_fp32",)),
+        NullAnswer("half_of_the_texts", "an estimate from half of the texts", _half_of_the_texts, cases=_labels(lambda s: s.dtype == FP32)),
+        NullAnswer(
+            "whole_world",
+            "group ignored",
+            lambda c: _loss(c.case, c.inputs, c.rank, range(c.case.world_size)),
+            cases=("small/strided_group_bf16",),
+        ),
+    ),
+    honest_variants=(
+        HonestVariant("fp32_by_block", lambda case, inputs, rank: _loss(case, inputs, rank, group_members(case, rank))),
+        HonestVariant("rounded_logits", _rounded_logits),
+    ),
+    process_groups=group_layout,
+    notes=(
+        "The public benchmark's features are uncorrelated and of scale 10 and bias -10, so that the loss is 10 on every rank and in every "
+        "call, whatever the texts of other ranks are. Here pairs match, and some images and texts are hard to tell apart, in numbers that "
+        "differ from rank to rank, so that every rank's texts count.",
+        "The public reference rounds every step to bfloat16, the sum over blocks too. Here softplus and the sums are in float32; rounded "
+        "logits are accepted. Float32 cases of the same shapes give the scalar the resolution that bfloat16 lacks.",
+        "The public reference exchanges texts with both neighbours in turn; ours gathers them: the same bytes in one collective.",
+    ),
+)
