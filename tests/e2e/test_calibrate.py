@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from peerlane import problems
-from peerlane.evaluate.calibrate import Calibration, CalibrationPlan, calibrate, read_calibrations, sound
+from peerlane.evaluate.calibrate import Calibration, CalibrationPlan, Reach, calibrate, read_calibrations, sound
 from peerlane.report.calibration import calibration_table
 
 
@@ -16,15 +16,17 @@ def plan(out: Path | None = None) -> CalibrationPlan:
 def test_records_are_kept_and_not_made_twice(tmp_path: Path) -> None:
     out = tmp_path / "calibration.jsonl"
     made = list(calibrate(plan(out)))
-    assert sound(made) and len(made) == sum(len(problems.get(number).cases("small", 2)) for number in (2, 13))
+    assert sound(made) and [item.problem for item in made] == [2, 13]
+    assert all(item.cases == tuple(case.label for case in problems.get(item.problem).cases("small", 2)) for item in made)
     assert read_calibrations(out) == made
     with open(out, "ab") as file:
         file.write(b'{"cut off')  # as a killed run leaves it
     assert list(calibrate(plan(out))) == [] and read_calibrations(out) == made
-    gemm = next(item for item in made if item.problem == 13)
-    assert 0 < max(gemm.reference.values()) < 1 and gemm.variants and min(gemm.nulls["zeros"].values()) >= 10
+    gemm = made[1]
+    assert 0 < max(gemm.reference.values()) < 1 and gemm.variants and gemm.nulls["zeros"].ratio >= 10
+    assert gemm.weakest is not None and gemm.weakest[1].case in gemm.cases
     table = calibration_table(made)
-    assert [row[0] for row in table.rows] == ["2 allgather", "13 gemm_allreduce"] and table.rows[0][5] == "exact"
+    assert [row[0] for row in table.rows] == ["2 allgather", "13 gemm_allreduce"] and table.rows[0][4] == "exact"
 
 
 def test_infinite_ratios_survive_the_file() -> None:
@@ -35,12 +37,12 @@ def test_infinite_ratios_survive_the_file() -> None:
         problem=1,
         slug="allreduce",
         preset="small",
-        label="a",
         variant="default",
         world_size=2,
+        cases=("a",),
         reference={"sum": 0.5},
         variants={},
-        nulls={"zeros": {"sum": float("inf")}},
+        nulls={"zeros": Reach(ratio=float("inf"), case="a")},
         steps=(),
         complaints=("something",),
     )

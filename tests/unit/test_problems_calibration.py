@@ -12,7 +12,7 @@ import torch
 from peerlane import problems
 from peerlane.problems import Expected, NullAnswer, Tolerance
 from peerlane.problems._calibration import Margins, draw_all, null_ratios, ratios_of, worst
-from peerlane.problems._judge import is_excused, null_answers
+from peerlane.problems._judge import is_excused, null_answers, same_bits
 
 SUM = problems.get(1)
 CASE = SUM.case("small", "ragged_bf16", 2)
@@ -41,7 +41,7 @@ def test_standard_wrong_answers_must_fail_on_every_output_and_own_ones_on_one() 
     ratios = {"first": 100.0, "second": 3.0}
     assert Margins(nulls={"drop_last_rank": ratios}).complaints() == []
     assert Margins(nulls={"zeros": ratios}).complaints() == ["null answer zeros: second has ratio 3 only"]
-    assert Margins(nulls={"zeros": ratios, "own": ratios}).weakest() == ("zeros", 3.0)
+    assert Margins(nulls={"zeros": ratios, "own": ratios}).reach() == {"zeros": 3.0, "own": 100.0}
 
 
 def test_honest_answers_need_half_the_tolerance_and_the_reference_all_of_it() -> None:
@@ -90,3 +90,8 @@ def test_excuses_hold_where_they_say(key: str, excused: bool) -> None:
 @pytest.mark.parametrize(("cases", "applies"), [(None, True), (("small/ragged_bf16",), True), (("small/ragged_bf16/w4",), False)])
 def test_null_answers_apply_where_they_say(cases: Any, applies: bool) -> None:
     assert NullAnswer("wrong", "why", lambda context: None, cases=cases).applies(CASE) is applies
+
+
+def test_bits_of_a_single_element_are_compared_whatever_its_stride() -> None:
+    one = torch.tensor(1.5).expand(1)
+    assert one.stride() == (0,) and same_bits(one, torch.tensor([1.5])) and not same_bits(one, torch.tensor([2.5]))

@@ -28,7 +28,7 @@ def calibrate(
     sizes = None if world_size is None else positive_integers(world_size, "--world-size")
     chosen = choose_device(device)
 
-    from peerlane.evaluate.calibrate import CalibrationPlan, cases_of, read_calibrations, sound
+    from peerlane.evaluate.calibrate import CalibrationPlan, device_name, job_key, jobs_of, read_calibrations, sound
     from peerlane.evaluate.calibrate import calibrate as run
     from peerlane.report.calibration import calibration_table
 
@@ -36,13 +36,14 @@ def calibrate(
     notes = console(stderr=True)
     records = list(run(plan, notes.print))
     if out is not None:
-        keys = {(case.problem, case.name) for size in plan.world_sizes for case in cases_of(plan, size)}
-        records = [item for item in read_calibrations(out) if (item.problem, f"{item.preset}/{item.label}/w{item.world_size}") in keys]
+        name = device_name(plan)
+        asked = {job_key(job, name) for size in plan.world_sizes for job in jobs_of(plan, size)}
+        records = [item for item in read_calibrations(out) if item.key in asked]
     if as_json:
         print_json({"calibrations": [json.loads(item.model_dump_json()) for item in records]})
     else:
         console().print(calibration_table(records).rich())
         for item in records:
             for complaint in item.complaints:
-                console().print(f"{item.problem} {item.preset}/{item.label} W={item.world_size}: {complaint}")
+                console().print(f"{item.problem} {item.preset} W={item.world_size}: {complaint}")
     raise typer.Exit(ExitCode.OK if sound(records) else ExitCode.CHECK_FAILED)

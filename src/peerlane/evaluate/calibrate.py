@@ -19,7 +19,7 @@ from peerlane.evaluate.session import Session, case_request
 from peerlane.evaluate.store import append_line, whole_lines
 from peerlane.problems._calibration import Margins, worst
 from peerlane.problems._count import Count, Step, cost_faults
-from peerlane.problems._spec import Case
+from peerlane.problems._spec import Case, Problem
 from peerlane.settings import Deadlines
 
 Ratios = dict[str, float]
@@ -39,8 +39,20 @@ class CountedStep(BaseModel):
     touched_bytes: float
 
 
+class Reach(BaseModel):
+    """How near a wrong answer comes to passing: the ratio of its best case, and which one that is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="strings")
+
+    ratio: float
+    case: str
+
+
 class Calibration(BaseModel):
-    """The margins of one case, the worst over its ranks. A ratio is an error divided by the allowed one, by output; right iff at most 1."""
+    """The margins of one problem's preset at one world size: the worst over its cases and ranks.
+
+    A ratio is an error divided by the allowed one; right iff at most 1.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="strings")
 
@@ -51,26 +63,27 @@ class Calibration(BaseModel):
     """``cpu``, or the GPU's name"""
     problem: int
     slug: str
-    preset: str
-    label: str
     variant: str
+    preset: str
     world_size: int
+    cases: tuple[str, ...]
     reference: Ratios
+    """by output"""
     variants: dict[str, Ratios]
-    nulls: dict[str, Ratios]
+    nulls: dict[str, Reach]
     steps: tuple[CountedStep, ...]
-    """what the reference did on rank 0: its collectives, and the operators between them"""
+    """what the reference did on rank 0 in the timed case: its collectives, and the operators between them"""
     complaints: tuple[str, ...]
 
     @property
     def key(self) -> tuple[str, ...]:
         """Identifies the calibration: a second run with the same key has nothing to add."""
-        return (self.evaluator_version, self.device, str(self.problem), self.preset, self.label, str(self.world_size))
+        return (self.evaluator_version, self.device, str(self.problem), self.variant, self.preset, str(self.world_size))
 
     @property
-    def margins(self) -> Margins:
-        """The ratios as :class:`Margins`."""
-        return Margins(reference=self.reference, variants=self.variants, nulls=self.nulls)
+    def weakest(self) -> tuple[str, Reach] | None:
+        """The wrong answer that comes nearest to passing."""
+        return min(self.nulls.items(), key=lambda item: item[1].ratio) if self.nulls else None
 
 
 @dataclass(frozen=True)
@@ -95,50 +108,62 @@ def read_calibrations(path: Path) -> list[Calibration]:
         raise HarnessError(f"{path} holds a line that is no calibration of this version: {error.errors()[0]['msg']}") from None
 
 
-def cases_of(plan: CalibrationPlan, world_size: int) -> list[Case]:
-    """All cases of the plan at a world size, of every variant; problems that do not run on so many ranks have none."""
-    return [
-        case
+@dataclass(frozen=True)
+class Job:
+    """One record to make: the cases of one preset, in order."""
+
+    problem: Problem
+    variant: str
+    preset: str
+    world_size: int
+    cases: tuple[Case, ...]
+
+
+def jobs_of(plan: CalibrationPlan, world_size: int) -> list[Job]:
+    """All records of the plan at a world size; problems that do not run on so many ranks have none."""
+    jobs = [
+        Job(problem, variant, preset, world_size, tuple(case for case in problem.cases(preset, world_size, variant)))
         for problem in problems.select(plan.problems)
         if world_size in problem.world_sizes
         for preset in presets_of(problem, plan.presets)
         for variant in problem.variants
-        for case in problem.cases(preset, world_size, variant)
-        if case.variant == variant
     ]
+    return [job for job in jobs if job.cases]
+
+
+def job_key(job: Job, device: str) -> tuple[str, ...]:
+    """The key that a job's record will have."""
+    return (peerlane.__version__, device, str(job.problem.id), job.variant, job.preset, str(job.world_size))
 
 
 def calibrate(plan: CalibrationPlan, tell: Callable[[str], None] = lambda _: None) -> Iterator[Calibration]:
     """Calibrates what the plan names and its file does not hold yet; records are appended as they come.
 
-    A case that cannot be calibrated (out of memory, a defect) yields a record whose complaint says so. Raises :class:`UsageError` if the
-    machine has too few GPUs.
+    A case that cannot be calibrated (out of memory, a defect) leaves a complaint that says so. Raises :class:`UsageError` if the machine
+    has too few GPUs.
     """
-    node = _device_name(plan)
+    device = device_name(plan)
     done = set() if plan.out is None else {item.key for item in read_calibrations(plan.out)}
     for world_size in plan.world_sizes:
-        cases = [case for case in cases_of(plan, world_size) if _key(case, node) not in done]
-        if not cases:
+        jobs = [job for job in jobs_of(plan, world_size) if job_key(job, device) not in done]
+        if not jobs:
             continue
         with Session(plan.device, world_size, plan.deadlines) as session:
-            for number, case in enumerate(cases, 1):
-                tell(f"[{number}/{len(cases)}] {case.key}")
-                record = _record(case, node, _margins(session, case))
+            for number, job in enumerate(jobs, 1):
+                tell(f"[{number}/{len(jobs)}] {job.problem.id} {job.problem.slug} {job.preset} W={world_size}")
+                record = _record(job, device, [_margins(session, case) for case in job.cases])
                 if plan.out is not None:
                     append_line(plan.out, record.model_dump_json().encode())
                 yield record
 
 
-def _device_name(plan: CalibrationPlan) -> str:
+def device_name(plan: CalibrationPlan) -> str:
+    """As records name the device; raises UsageError if the machine has too few GPUs."""
     if plan.device == "cpu":
         return "cpu"
     if torch.cuda.device_count() < max(plan.world_sizes):
         raise UsageError(f"{max(plan.world_sizes)} ranks need as many GPUs; this machine has {torch.cuda.device_count()}")
     return torch.cuda.get_device_name(0)
-
-
-def _key(case: Case, node: str) -> tuple[str, ...]:
-    return (peerlane.__version__, node, str(case.problem), case.preset, case.label, str(case.world_size))
 
 
 def _margins(session: Session, case: Case) -> Margins | str:
@@ -158,29 +183,50 @@ def _parsed(message: dict[str, Any]) -> Margins:
     return Margins(**{**message, "counts": counts})
 
 
-def _record(case: Case, node: str, found: Margins | str) -> Calibration:
-    margins = Margins(counts=[Count()]) if isinstance(found, str) else found
+def _record(job: Job, device: str, found: Sequence[Margins | str]) -> Calibration:
+    complaints: list[str] = []
+    variants: dict[str, Ratios] = {}
+    nulls: dict[str, Reach] = {}
+    reference: Ratios = {}
+    for case, margins in zip(job.cases, found, strict=True):
+        if isinstance(margins, str):
+            complaints.append(f"{case.label}: not calibrated: {margins}")
+            continue
+        complaints += [f"{case.label}: {line}" for line in margins.complaints()]
+        _enlarge(reference, margins.reference)
+        for name, ratios in margins.variants.items():
+            _enlarge(variants.setdefault(name, {}), ratios)
+        for name, ratio in margins.reach().items():
+            if name not in nulls or ratio < nulls[name].ratio:
+                nulls[name] = Reach(ratio=_rounded(ratio), case=case.label)
+    timed = found[0]
+    steps = () if isinstance(timed, str) or not timed.counts else tuple(CountedStep(**asdict(step)) for step in timed.counts[0].steps)
     return Calibration(
         evaluator_version=peerlane.__version__,
         torch_version=torch.__version__,
-        device=node,
-        problem=case.problem,
-        slug=problems.get(case.problem).slug,
-        preset=case.preset,
-        label=case.label,
-        variant=case.variant,
-        world_size=case.world_size,
-        reference=_rounded(margins.reference),
-        variants={name: _rounded(ratios) for name, ratios in margins.variants.items()},
-        nulls={name: _rounded(ratios) for name, ratios in margins.nulls.items()},
-        steps=tuple(CountedStep(**asdict(step)) for step in margins.counts[0].steps),
-        complaints=(f"not calibrated: {found}",) if isinstance(found, str) else tuple(margins.complaints()),
+        device=device,
+        problem=job.problem.id,
+        slug=job.problem.slug,
+        variant=job.variant,
+        preset=job.preset,
+        world_size=job.world_size,
+        cases=tuple(case.label for case in job.cases),
+        reference=reference,
+        variants=variants,
+        nulls=nulls,
+        steps=steps,
+        complaints=tuple(complaints),
     )
 
 
-def _rounded(ratios: Ratios) -> Ratios:
+def _enlarge(into: Ratios, ratios: Ratios) -> None:
+    for name, ratio in ratios.items():
+        into[name] = max(into.get(name, 0.0), _rounded(ratio))
+
+
+def _rounded(ratio: float) -> float:
     """To four digits: more would be noise that fills the file."""
-    return {name: float(f"{ratio:.4g}") for name, ratio in ratios.items()}
+    return float(f"{ratio:.4g}")
 
 
 def sound(records: Sequence[Calibration]) -> bool:

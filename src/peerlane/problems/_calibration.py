@@ -32,6 +32,8 @@ from peerlane.problems._tree import Tree, leaves, map_leaves
 HONEST_LIMIT = 0.5
 WRONG_LIMIT = 10.0
 
+_STANDARD = frozenset(null.name for null in STANDARD_NULL_ANSWERS)
+
 Ratios = Mapping[str, float]
 """By output; outputs without elements are left out."""
 
@@ -58,22 +60,19 @@ class Margins:
     bits: dict[str, int] = field(default_factory=dict)
     torn: list[str] = field(default_factory=list)
 
-    def weakest(self) -> tuple[str, float] | None:
-        """The null answer that comes nearest to passing, and its ratio: of a standard one the output it misses least, else the largest."""
-        standard = {null.name for null in STANDARD_NULL_ANSWERS}
-        reach = {name: (min if name in standard else max)(ratios.values()) for name, ratios in self.nulls.items() if ratios}
-        return min(reach.items(), key=lambda item: item[1]) if reach else None
+    def reach(self) -> dict[str, float]:
+        """How far every null answer is from passing: of a standard one the output that it misses least, of an own one the largest miss."""
+        return {name: (min if name in _STANDARD else max)(ratios.values()) for name, ratios in self.nulls.items() if ratios}
 
     def complaints(self) -> list[str]:
         """What is wrong with the case: one line each, none if it is sound."""
-        standard = {null.name for null in STANDARD_NULL_ANSWERS}
         found = list(self.faults)
         found += [f"the reference's {name} must have the same bits on all ranks, and has not" for name in self.torn]
         found += [f"the reference misses the oracle: {name} has ratio {ratio:.3g}" for name, ratio in self.reference.items() if ratio > 1]
         for variant, ratios in self.variants.items():
             found += [f"honest variant {variant}: {name} has ratio {ratio:.3g}" for name, ratio in ratios.items() if ratio > HONEST_LIMIT]
         for null, ratios in self.nulls.items():
-            if null in standard:
+            if null in _STANDARD:
                 weak = {name: ratio for name, ratio in ratios.items() if ratio < WRONG_LIMIT}
             else:
                 weak = {} if not ratios or max(ratios.values()) >= WRONG_LIMIT else dict(ratios)

@@ -89,7 +89,8 @@ def _number(tensor: torch.Tensor, flat: int) -> float:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # the stride of a single element may be anything
+    return flat.view(torch.uint8)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
