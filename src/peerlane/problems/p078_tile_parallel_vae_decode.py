@@ -1,0 +1,474 @@
+"""Problem 78: tile-parallel decoding of a video, with blended overlaps; the decoder is trilinear upsampling."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from peerlane.problems._collective import all_gather_single, group_layout, group_members, stale_tail
+from peerlane.problems._conv import without_group
+from peerlane.problems._draw import Draw
+from peerlane.problems._matmul import BF16, FP32, FP64
+from peerlane.problems._spec import (
+    UNIT_ROUNDOFF,
+    Case,
+    CaseSpec,
+    Cost,
+    Expected,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems._tree import GroupRef
+
+Tile = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a latent volume is cut into tiles, who decodes them, and how they are blended. Triples are (time, height, width).
+
+    Attributes:
+        size: of the latent volume.
+        tile: the largest extent of a tile.
+        stride: between the first latents of neighbouring tiles.
+        upsample: pixels per latent.
+        blend: pixels over which a tile fades in, where it has a neighbour before it.
+        keep: pixels of a tile that remain.
+    """
+
+    size: Tile
+    tile: Tile
+    stride: Tile
+    upsample: Tile
+    blend: Tile
+    keep: Tile
+
+    @staticmethod
+    def of(
+        size: Sequence[int], tile: Tile, spatial_overlap: float, temporal_overlap: float, upsample: Tile, first_frame_as_image: bool
+    ) -> Tiling:
+        """From the arguments of a call; raises ValueError if a stride is not positive."""
+        tile = (tile[0] + int(first_frame_as_image), *tile[1:])
+        overlaps = (temporal_overlap, spatial_overlap, spatial_overlap)
+        strides = [int(extent * (1 - overlap)) for extent, overlap in zip(tile, overlaps, strict=True)]
+        if min(strides) < 1:
+            raise ValueError(f"got tiles of {tile} with overlaps {overlaps}, that is strides of {strides}: expected positive strides")
+        pixels = [extent * factor for extent, factor in zip(tile, upsample, strict=True)]
+        blend = [int(extent * overlap) for extent, overlap in zip(pixels, overlaps, strict=True)]
+        keep = [extent - fade for extent, fade in zip(pixels, blend, strict=True)]
+        return Tiling(_triple(size), tile, _triple(strides), upsample, _triple(blend), _triple(keep))
+
+    @property
+    def counts(self) -> Tile:
+        """Tiles along every axis."""
+        return _triple([-(-size // stride) for size, stride in zip(self.size, self.stride, strict=True)])
+
+    @property
+    def tiles(self) -> list[Tile]:
+        """All tiles by their place in the grid, the width running fastest."""
+        length, height, width = self.counts
+        return list(itertools.product(range(length), range(height), range(width)))
+
+    def latents(self, tile: Tile) -> tuple[slice, ...]:
+        """The part of the latent volume that a tile covers."""
+        ranges = zip(tile, self.stride, self.tile, self.size, strict=True)
+        return tuple(slice(place * stride, min(place * stride + extent, size)) for place, stride, extent, size in ranges)
+
+    def pixels(self, tile: Tile) -> Tile:
+        """The extent of a decoded tile."""
+        return _triple([(part.stop - part.start) * factor for part, factor in zip(self.latents(tile), self.upsample, strict=True)])
+
+    def kept(self, tile: Tile) -> tuple[slice, ...]:
+        """Where what remains of a tile, its first pixels, lies in the assembled volume."""
+        return tuple(self._kept(axis, place) for axis, place in enumerate(tile))
+
+    def _kept(self, axis: int, place: int) -> slice:
+        extents = [min(self.pixels(_triple([at if i == axis else 0 for i in range(3)]))[axis], self.keep[axis]) for at in range(place + 1)]
+        return slice(sum(extents[:-1]), sum(extents))
+
+    def owners(self, ranks: int) -> dict[Tile, int]:
+        """Who decodes each tile, in the order in which tiles are dealt out: the largest first, ties by place."""
+
+        def latent_count(tile: Tile) -> int:
+            return torch.Size(part.stop - part.start for part in self.latents(tile)).numel()
+
+        order = sorted(self.tiles, key=latent_count, reverse=True)
+        return {tile: place % ranks for place, tile in enumerate(order)}
+
+    def output(self) -> Tile:
+        """The extent of the assembled volume."""
+        return _triple([self._kept(axis, count - 1).stop for axis, count in enumerate(self.counts)])
+
+    def assembled(self, decoded: Mapping[Tile, torch.Tensor], fade: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """The volume (B, C, *output) from decoded tiles (B, C, *pixels).
+
+        ``fade(before, after, weight)`` blends the last pixels of a neighbour, as it was decoded, into a tile's first; weight runs from 0 to
+        below 1 along the axis.
+        """
+        first = decoded[0, 0, 0]
+        volume = first.new_empty((*first.shape[:2], *self.output()))
+        for tile, own in decoded.items():
+            blended = own
+            for axis in range(3):
+                if tile[axis]:
+                    before = decoded[_triple([place - (i == axis) for i, place in enumerate(tile)])]
+                    blended = self._blended(before, blended, axis, fade)
+            target = self.kept(tile)
+            cut(volume, target).copy_(cut(blended, [slice(part.stop - part.start) for part in target]))
+        return volume
+
+    def _blended(self, before: torch.Tensor, own: torch.Tensor, axis: int, fade: Callable[..., torch.Tensor]) -> torch.Tensor:
+        dim = axis + 2
+        extent = min(before.shape[dim], own.shape[dim], self.blend[axis])
+        if extent == 0:
+            return own
+        weight = torch.arange(extent, device=own.device, dtype=FP64).div_(extent).view(-1, *[1] * (2 - axis))
+        faded = fade(before.narrow(dim, before.shape[dim] - extent, extent), own.narrow(dim, 0, extent), weight)
+        return torch.cat([faded, own.narrow(dim, extent, own.shape[dim] - extent)], dim)
+
+
+def _triple(values: Sequence[int]) -> Tile:
+    first, second, third = values
+    return (first, second, third)
+
+
+def cut(volume: torch.Tensor, part: Sequence[slice]) -> torch.Tensor:
+    """A view of a part of (B, C, time, height, width)."""
+    return volume[(slice(None), slice(None), *part)]
+
+
+def three_channels(latents: torch.Tensor) -> torch.Tensor:
+    """The first three of C channels, which are repeated in turn if they are fewer."""
+    count = latents.shape[1]
+    return latents[:, :3] if count >= 3 else torch.cat([latents] * -(-3 // count), 1)[:, :3]
+
+
+def decode(latents: torch.Tensor, upsample: Tile) -> torch.Tensor:
+    """Trilinear upsampling of (B, C, t, h, w) to three channels, in the latents' dtype."""
+    return F.interpolate(three_channels(latents), scale_factor=[float(factor) for factor in upsample], mode="trilinear")
+
+
+def fade_rounding(before: torch.Tensor, after: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """before (1 - weight) + after weight, with both products and their sum rounded to the tensors' dtype."""
+    return (before * (1 - weight).to(FP32)).to(before.dtype) + (after * weight.to(FP32)).to(after.dtype)
+
+
+@torch.no_grad()
+def reference(
+    z: torch.Tensor,
+    tile_latent_min_length: int,
+    tile_latent_min_height: int,
+    tile_latent_min_width: int,
+    spatial_tile_overlap_factor: float,
+    temporal_tile_overlap_factor: float,
+    spatial_upsample: int,
+    temporal_upsample: int,
+    sr_ratio: int = 1,
+    first_frame_as_image: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    pixels = spatial_upsample * sr_ratio
+    tiling = Tiling.of(
+        z.shape[2:],
+        (tile_latent_min_length, tile_latent_min_height, tile_latent_min_width),
+        spatial_tile_overlap_factor,
+        temporal_tile_overlap_factor,
+        (temporal_upsample, pixels, pixels),
+        first_frame_as_image,
+    )
+    owners = tiling.owners(ranks)
+    owned = [[tile for tile, owner in owners.items() if owner == q] for q in range(ranks)]
+    shapes = {tile: (z.shape[0], 3, *tiling.pixels(tile)) for tile in owners}
+
+    # All ranks' decoded tiles, each rank's one after the other and filled up to the longest.
+    longest = max(sum(torch.Size(shapes[tile]).numel() for tile in tiles) for tiles in owned)
+    sent = z.new_zeros(longest, dtype=torch.bfloat16)
+    decoded = [decode(cut(z, tiling.latents(tile)).to(torch.float32), tiling.upsample) for tile in owned[rank]]
+    if decoded:
+        flat = torch.cat([tile.flatten() for tile in decoded])
+        sent[: flat.numel()] = flat
+    received = sent.new_empty(ranks * longest)
+    all_gather_single(received, sent, group=group)
+
+    gathered = {}
+    for row, tiles in zip(received.view(ranks, longest), owned, strict=True):
+        parts = row.split_with_sizes([*(sizes := [torch.Size(shapes[tile]).numel() for tile in tiles]), longest - sum(sizes)])
+        gathered.update({tile: part.view(shapes[tile]) for tile, part in zip(tiles, parts, strict=False)})
+    return tiling.assembled(gathered, fade_rounding)
+
+
+def _arguments(case: Case) -> tuple[Any, ...]:
+    """The arguments between z and group."""
+    overlaps, upsample = case["overlaps"], case["upsample"]
+    return (*case["tile"], *overlaps, *upsample, case.params.get("sr", 1), case.params.get("first_frame", False))
+
+
+def tiling_of(case: Case) -> Tiling:
+    """The tiling that a case's arguments stand for."""
+    length, height, width, spatial, temporal, pixels, frames, ratio, first_frame = _arguments(case)
+    pixels *= ratio
+    return Tiling.of(case["z"][2:], (length, height, width), spatial, temporal, (frames, pixels, pixels), first_frame)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """z of N(0, 1), another one on every rank, so that it matters who decodes a tile; with ``same``, the same one on all ranks.
+
+    ``nan``: the first rank's z is NaN. Groups of ranks have the same z, rank by rank.
+    """
+    place = group_members(case, rank).index(rank)
+    if case.params.get("same"):
+        z = draw.shared.normal(case["z"], case.dtype)
+    elif "group" in case.params:
+        z = [draw.shared.normal(case["z"], case.dtype) for _ in range(place + 1)][-1]
+    else:
+        z = draw.normal(case["z"], case.dtype)
+    if case.params.get("nan") and place == 0:
+        z.fill_(float("nan"))
+    group = GroupRef(case["group"]) if "group" in case.params else None
+    return (z, *_arguments(case), group)
+
+
+Owner = Callable[[Tile], int]
+
+
+def _decoded(
+    case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, work: torch.dtype, owner: Owner | None = None
+) -> dict[Tile, torch.Tensor]:
+    """All tiles, decoded in ``work`` from the z of the rank that ``owner`` names; None: the right one."""
+    tiling, members = tiling_of(case), group_members(case, rank)
+    owners = tiling.owners(len(members))
+    sources = {tile: members[owners[tile]] if owner is None else owner(tile) for tile in tiling.tiles}
+    return {tile: decode(cut(inputs[q][0], tiling.latents(tile)).to(work), tiling.upsample) for tile, q in sources.items()}
+
+
+def _fade(before: torch.Tensor, after: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    weight = weight.to(before.dtype)
+    return before * (1 - weight) + after * weight
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    tiling, decoded = tiling_of(case), _decoded(case, inputs, rank, FP64)
+    value = tiling.assembled(decoded, _fade)
+    magnitude = tiling.assembled({tile: pixels.abs_() for tile, pixels in decoded.items()}, _fade)
+    return Expected("video", value, BF16, magnitude=magnitude)
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    """A rounding of the decoded tile, and for every axis of blending those of two products and of their sum, all to bfloat16: 7 u, and
+    one to spare, of the blended absolute values."""
+    return {"video": Tolerance(magnitude=8 * UNIT_ROUNDOFF[BF16], normwise=6e-3)}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """The three channels that are decoded of the latents of every tile travel from its owner; the video is written."""
+    tiling, members = tiling_of(case), group_members(case, rank)
+    owners = tiling.owners(len(members))
+    cell = case["z"][0] * min(case["z"][1], 3) * case.dtype.itemsize
+    owned = []
+    for q in range(len(members)):
+        covered = torch.zeros(tiling.size, dtype=torch.bool)
+        for tile in tiling.tiles:
+            if owners[tile] == q:
+                covered[tiling.latents(tile)] = True
+        owned.append(int(covered.sum()) * cell)
+    own = owned[members.index(rank)]
+    pixels = case["z"][0] * 3 * torch.Size(tiling.output()).numel()
+    travels = 0 if case.params.get("same") else 1
+    return Cost(
+        hbm_bytes=own + pixels * BF16.itemsize,
+        egress_bytes=travels * own,
+        ingress_bytes=travels * (sum(owned) - own),
+        flops={"fp32": 2 * pixels},
+    )
+
+
+def _fp32(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """Decoded and blended in float32, rounded once."""
+    return tiling_of(case).assembled(_decoded(case, inputs, rank, FP32), _fade).to(BF16)
+
+
+def _rounded_tiles(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, owner: Owner | None = None) -> dict[Tile, torch.Tensor]:
+    return {tile: pixels.to(BF16) for tile, pixels in _decoded(case, inputs, rank, FP32, owner).items()}
+
+
+def _rounding(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, owner: Owner | None = None) -> torch.Tensor:
+    """Tiles rounded when they are decoded, and blended in bfloat16."""
+    return tiling_of(case).assembled(_rounded_tiles(case, inputs, rank, owner), fade_rounding)
+
+
+def _faded_by(context: NullContext, fade: Callable[..., torch.Tensor]) -> torch.Tensor:
+    return tiling_of(context.case).assembled(_rounded_tiles(context.case, context.inputs, context.rank), fade)
+
+
+def _dealt_by_place(context: NullContext) -> torch.Tensor:
+    """Tiles dealt out in the order of the grid, whatever their size."""
+    tiles, members = tiling_of(context.case).tiles, group_members(context.case, context.rank)
+    return _rounding(context.case, context.inputs, context.rank, lambda tile: members[tiles.index(tile) % len(members)])
+
+
+def _last_rank_forgotten(context: NullContext) -> torch.Tensor:
+    """Zeros in the tiles of the last rank that has any."""
+    case, members = context.case, group_members(context.case, context.rank)
+    owners, tiles = tiling_of(case).owners(len(members)), _rounded_tiles(case, context.inputs, context.rank)
+    last = max(owners.values())
+    return tiling_of(case).assembled(
+        {tile: pixels.zero_() if owners[tile] == last else pixels for tile, pixels in tiles.items()}, fade_rounding
+    )
+
+
+def _resampled(context: NullContext, mode: str, **options: bool) -> torch.Tensor:
+    case, members, tiling = context.case, group_members(context.case, context.rank), tiling_of(context.case)
+    tiles = {}
+    for tile, owner in tiling.owners(len(members)).items():
+        latents = three_channels(cut(context.inputs[members[owner]][0], tiling.latents(tile))).to(FP32)
+        tiles[tile] = F.interpolate(latents, size=list(tiling.pixels(tile)), mode=mode, **options).to(BF16)
+    return tiling.assembled(tiles, fade_rounding)
+
+
+def _last_channels(context: NullContext) -> torch.Tensor:
+    return _rounding(context.case, [(args[0].flip(1), *args[1:]) for args in context.inputs], context.rank)
+
+
+def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+    sizes = {"z": (1, 4, 4, 7, 8), "tile": (3, 4, 4), "overlaps": (0.25, 0.34), "upsample": (4, 2)}
+    return case(label, dtype, **{**sizes, **params})
+
+
+_IMAGE: dict[str, Any] = {"z": (1, 2, 3, 6, 5), "tile": (2, 4, 4), "overlaps": (0.5, 0.5), "upsample": (2, 2), "sr": 2, "first_frame": True}
+_SPATIAL: dict[str, Any] = {"z": (1, 3, 2, 6, 6), "tile": (2, 4, 4), "overlaps": (0.25, 0.0), "upsample": (2, 2)}
+_PUBLIC: dict[str, Any] = {"tile": (3, 32, 32), "overlaps": (0.25, 0.0), "upsample": (8, 4)}
+
+PRESETS = (
+    preset(
+        "small",
+        "overlaps on all axes and on none; last tiles thinner than the overlap; fewer tiles than ranks; one and two channels; NaN; groups",
+        _small("all_axes_bf16", BF16),
+        _small("all_axes_fp32", FP32, z=(1, 4, 3, 5, 8)),
+        _small("image_bf16", BF16, **_IMAGE),
+        _small("single_tile_fp32", FP32, z=(1, 1, 1, 3, 3)),
+        _small("two_tiles_bf16", BF16, **{**_SPATIAL, "z": (2, 5, 2, 6, 3)}),
+        _small("no_overlap_bf16", BF16, z=(1, 3, 5, 6, 6), overlaps=(0.0, 0.0)),
+        _small("same_bf16", BF16, same=True, **_SPATIAL),
+        _small("nan_bf16", BF16, nan=True, world_sizes=(4, 8), **_SPATIAL),
+        _small("strided_group_bf16", BF16, group="strided", world_sizes=(4, 8), **_SPATIAL),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape: 32 tiles; also with the same latents on all ranks",
+        case("bf16", BF16, z=(1, 16, 6, 90, 90), **_PUBLIC),
+        case("same_bf16", BF16, z=(1, 16, 6, 90, 90), same=True, **_PUBLIC),
+    ),
+    preset(
+        "production_magi1_720p",
+        "MAGI-1, 48 frames of 1280 x 720 pixels: 112 tiles",
+        case("bf16", BF16, z=(1, 16, 12, 90, 160), **_PUBLIC),
+    ),
+    preset(
+        "production_magi1_480p_temporal",
+        "96 frames of 832 x 480 pixels, tiles overlapping in time too",
+        case("bf16", BF16, z=(1, 16, 24, 60, 104), tile=(8, 32, 32), overlaps=(0.25, 0.25), upsample=(8, 4)),
+    ),
+)
+
+
+def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
+    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if chosen(spec.params))
+
+
+# The cases in which tiles fade into each other.
+_BLENDED = _labels(lambda params: params["overlaps"] != (0.0, 0.0) and params["z"] != (1, 1, 1, 3, 3))
+
+PROBLEM = Problem(
+    id=78,
+    slug="tile_parallel_vae_decode",
+    title="Tile-parallel video decoding with blended overlaps",
+    category="geometric_spatial",
+    parallelism=("spatial",),
+    origin="SandAI's MAGI-1: tile-parallel decoding by its video VAE, for which trilinear upsampling stands in",
+    summary=(
+        "z (B, C, T, H, W) is cut into tiles of (length, height, width), the length being one more if first_frame_as_image, at strides of "
+        "int(extent (1 - overlap)). Tiles are sorted by their number of latents, the largest first, ties by place (time, height, width); "
+        "the k-th is decoded from the z of rank k mod W of the group (the world if None): float32 trilinear upsampling with half-pixel "
+        "centres by (temporal_upsample, s, s), s = spatial_upsample sr_ratio, of the first three channels, repeated in turn if there are "
+        "fewer, rounded to bfloat16. Along time, then height, then width, a tile with a neighbour before it fades in over "
+        "E = min(both extents, int(tile pixels overlap)) pixels: pixel x < E becomes (1 - x / E) times the x-th of the neighbour's last E, "
+        "as they were decoded, plus x / E times the tile's own. Of each tile the first (tile pixels - int(tile pixels overlap)) remain. "
+        "Every rank returns the tiles put together, (B, 3, ...) in bfloat16."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer(
+            "no_communication",
+            "all tiles from the rank's own z",
+            lambda c: _rounding(c.case, c.inputs, c.rank, lambda tile: c.rank),
+            cases=_labels(lambda params: not params.get("same")),
+        ),
+        NullAnswer(
+            "dealt_by_place",
+            "tiles dealt out by place, whatever their size",
+            _dealt_by_place,
+            cases=_labels(lambda params: not params.get("same") and params["z"] not in ((1, 1, 1, 3, 3), (2, 5, 2, 6, 3), (1, 3, 2, 6, 6))),
+        ),
+        NullAnswer("last_rank_forgotten", "zeros for the tiles of the last rank", _last_rank_forgotten),
+        NullAnswer(
+            "not_blended", "tiles as they were decoded", lambda c: _faded_by(c, lambda before, after, weight: after), cases=_BLENDED
+        ),
+        NullAnswer(
+            "averaged",
+            "the mean of both tiles where they overlap",
+            lambda c: _faded_by(c, lambda before, after, weight: 0.5 * before + 0.5 * after),
+            cases=_BLENDED,
+        ),
+        NullAnswer(
+            "faded_out",
+            "weights exchanged",
+            lambda c: _faded_by(c, lambda before, after, weight: fade_rounding(after, before, weight)),
+            cases=_BLENDED,
+        ),
+        NullAnswer("nearest", "nearest-neighbour upsampling", lambda c: _resampled(c, "nearest")),
+        NullAnswer(
+            "aligned_corners", "corners aligned instead of half-pixel centres", lambda c: _resampled(c, "trilinear", align_corners=True)
+        ),
+        NullAnswer("last_channels", "channels from the last on", _last_channels, cases=_labels(lambda params: params["z"][1] > 1)),
+        NullAnswer(
+            "whole_world",
+            "group ignored",
+            lambda c: _rounding(without_group(c.case), c.inputs, c.rank),
+            cases=_labels(lambda params: "group" in params),
+        ),
+        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+    ),
+    honest_variants=(
+        HonestVariant("fp32_rounded_once", _fp32),
+        HonestVariant("rounded_blending", _rounding),
+    ),
+    excused={"another_rank": "all ranks have the same answer"},
+    process_groups=group_layout,
+    replicated=True,
+    notes=(
+        "The latents are meant to be the same on all ranks, and then no communication is needed. As in the public benchmark they differ, "
+        "and a tile is defined by its owner's; the same latents are a second case of the public shape.",
+        "The stub hides what tiles are for: latents are so much smaller than pixels that it is best to exchange latents and decode all.",
+        "Blending without rounding in between is as right as the public reference's, which rounds after every operation.",
+        "Tiles of 6 with a temporal overlap of 0.25 would repeat frames (18 frames remain of a tile, at strides of 16); the preset with "
+        "temporal overlap has tiles of 8.",
+        "NaN fills the latents of a rank whose one tile is the first: elsewhere it would depend on whether weights of zero are applied.",
+    ),
+)
