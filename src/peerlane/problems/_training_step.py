@@ -96,7 +96,7 @@ def draw_batch(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.T
     count, pattern = tokens(case, rank), case.params.get("pattern")
     x_shape, y_shape = (count, case["d_in"]), (count, case["d_out"])
     if pattern == "cancelling":
-        sign = -8.0 if rank % 2 else 8.0
+        sign = -4.0 if rank % 2 else 4.0
         y = draw.normal(y_shape, FP32) + sign * draw.shared.normal(y_shape, FP32)
         return draw.shared.normal(x_shape, case.dtype), y.to(case.dtype)
     x = draw.normal(x_shape, case.dtype)
@@ -131,19 +131,22 @@ def draw_parameters(case: Case, draw: Draw, start: int, stop: int) -> torch.Tens
     return values.to(case.dtype)
 
 
-def draw_moments(case: Case, draw: Draw, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Flat moments [start, stop) as earlier steps leave them whose gradients had the present one's scale: ``case["age"]`` steps, if absent
-    one less than ``step``, at least one.
-    """
+def past_moments(case: Case, draw: Draw, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Moments in float32 as earlier steps leave them whose gradients were N(0, 1): ``step`` - 1 of them, but at least one."""
     adam = adam_of(case)
-    age = case.params.get("age", max(1, adam.step - 1))
-    first = (1 - adam.beta1) * math.sqrt((1 - adam.beta1 ** (2 * age)) / (1 - adam.beta1**2))
-    exp_avg = draw.normal((stop - start,), FP32)
-    exp_avg_sq = 10.0 ** draw.uniform((stop - start,), FP32, low=-1.0, high=0.5)
+    age = max(1, adam.step - 1)
+    exp_avg = draw.normal((count,), FP32, scale=(1 - adam.beta1) * math.sqrt((1 - adam.beta1 ** (2 * age)) / (1 - adam.beta1**2)))
+    exp_avg_sq = 10.0 ** draw.uniform((count,), FP32, low=-1.0, high=0.5)
+    return exp_avg, exp_avg_sq.mul_(1 - adam.beta2**age)
+
+
+def draw_moments(case: Case, draw: Draw, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flat moments [start, stop) of :func:`past_moments`, of earlier gradients of the present one's scale."""
+    exp_avg, exp_avg_sq = past_moments(case, draw, stop - start)
     scales = gradient_scales(case)
     for index, part in _pieces(case, start, stop):
-        exp_avg[part] *= first * scales[index]
-        exp_avg_sq[part] *= (1 - adam.beta2**age) * scales[index] ** 2
+        exp_avg[part] *= scales[index]
+        exp_avg_sq[part] *= scales[index] ** 2
     return exp_avg.to(case.dtype), exp_avg_sq.to(case.dtype)
 
 
