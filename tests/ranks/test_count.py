@@ -72,7 +72,7 @@ def test_bytes_of_every_collective(name: str, world: int, rank_pool: Callable[[i
 def test_matrix_products_are_counted_and_views_are_free() -> None:
     a, b = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(16, 4, dtype=torch.bfloat16)
     result, count = counted(lambda: (a @ b).t().reshape(2, 16)[:, :8])
-    assert count.matmul_flops == 2 * 8 * 16 * 4 and result.shape == (2, 8)
+    assert count.flops == 2 * 8 * 16 * 4 and result.shape == (2, 8)
     product, copy = 2.0 * (8 * 16 + 16 * 4 + 8 * 4), 2.0 * 2 * 8 * 4  # reshape of a transposed matrix copies it
     assert count.touched_bytes == product + copy
     assert count.output_bytes == 2.0 * 16
@@ -81,13 +81,11 @@ def test_matrix_products_are_counted_and_views_are_free() -> None:
 def test_a_backward_pass_is_counted() -> None:
     w = torch.ones(4, 4, requires_grad=True)
     _, count = counted(lambda: torch.autograd.grad((torch.ones(8, 4) @ w).sum(), w)[0])
-    assert count.matmul_flops == 2 * (2 * 8 * 4 * 4)
+    assert count.flops == 2 * (2 * 8 * 4 * 4)
 
 
 def test_a_cost_above_the_count_is_a_fault() -> None:
-    count = Count(
-        [Step("all_reduce", ranks=2, egress_bytes=100, ingress_bytes=100), Step("compute", matmul_flops=50, touched_bytes=1000)], 10
-    )
+    count = Count([Step("all_reduce", ranks=2, egress_bytes=100, ingress_bytes=100), Step("compute", flops=50, touched_bytes=1000)], 10)
     fair = Cost(hbm_bytes=1000, egress_bytes=100, ingress_bytes=90, flops={"bf16": 50})
     assert cost_faults([fair], [count]) == []
     unfair = Cost(hbm_bytes=1300, egress_bytes=110, ingress_bytes=90, flops={"bf16": 51, "fp32": 9e9})
@@ -98,3 +96,11 @@ def test_a_cost_above_the_count_is_a_fault() -> None:
     ]
     mean = Cost(hbm_bytes=1300, egress_bytes=110, ingress_bytes=90, flops={"bf16": 51}, typical=True)
     assert cost_faults([mean], [count]) == []
+
+
+def test_fourier_transforms_are_counted() -> None:
+    x = torch.ones(3, 64)
+    _, count = counted(lambda: torch.fft.irfft(torch.fft.rfft(x)))
+    assert count.flops == 2 * 2.5 * 3 * 64 * 6
+    _, count = counted(lambda: torch.fft.fft2(torch.ones(2, 8, 8, dtype=torch.complex64)))
+    assert count.flops == 5 * 2 * 64 * 6

@@ -161,14 +161,14 @@ def test_profiles_are_found_by_their_first_word() -> None:
 
 
 def step(kind: str, **more: float) -> CountedStep:
-    amounts = {"egress_bytes": 0.0, "ingress_bytes": 0.0, "matmul_flops": 0.0, "touched_bytes": 0.0} | more
+    amounts = {"egress_bytes": 0.0, "ingress_bytes": 0.0, "flops": 0.0, "touched_bytes": 0.0} | more
     return CountedStep(kind=kind, times=2, ranks=0 if kind == "compute" else 4, **amounts)
 
 
 def test_movement_is_drawn_from_what_was_counted() -> None:
-    steps = [step("compute", matmul_flops=2.5e9, touched_bytes=3e6), step("all_reduce", egress_bytes=1.5e6, ingress_bytes=1.5e6)]
+    steps = [step("compute", flops=2.5e9, touched_bytes=3e6), step("all_reduce", egress_bytes=1.5e6, ingress_bytes=1.5e6)]
     text = page(problem_detail(SAMPLE, world_size=4), Evidence(counts={900: steps}))
-    assert '["2 operators<br/>2.5 GFLOP in matrix products<br/>touch 3 MB"]' in text
+    assert '["2 operators<br/>2.5 GFLOP<br/>touch 3 MB"]' in text
     assert '{{"all-reduce x2<br/>1.5 MB out, 1.5 MB in"}}' in text
     assert "in --> s0 --> s1 --> out" in text
 

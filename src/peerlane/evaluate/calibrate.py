@@ -35,7 +35,7 @@ class CountedStep(BaseModel):
     ranks: int
     egress_bytes: float
     ingress_bytes: float
-    matmul_flops: float
+    flops: float
     touched_bytes: float
 
 

@@ -5,6 +5,7 @@ It comes from watching the operators that PyTorch dispatches, and knows nothing 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,23 @@ from peerlane.problems._spec import Cost
 from peerlane.problems._tree import Tree, leaves
 
 # PyTorch knows how many operations attention takes on GPUs; the CPU's operator has the same arguments.
-_OPERATIONS = {
+
+
+def _transform(complex_to_complex: bool) -> Callable[..., float]:
+    """Operations of a fast Fourier transform: 5 N log2 N for N complex values, half as many where one side is real (Cooley and Tukey)."""
+
+    def operations(source: torch.Tensor, axes: Sequence[int], *_: Any, out_val: torch.Tensor) -> float:
+        larger = max(source, out_val, key=torch.Tensor.numel)
+        length = math.prod(larger.shape[axis] for axis in axes)
+        return (5.0 if complex_to_complex else 2.5) * larger.numel() * math.log2(max(length, 2))
+
+    return operations
+
+
+_OPERATIONS: Mapping[Any, Callable[..., float]] = {
+    torch.ops.aten._fft_c2c: _transform(True),
+    torch.ops.aten._fft_r2c: _transform(False),
+    torch.ops.aten._fft_c2r: _transform(False),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[torch.ops.aten._scaled_dot_product_flash_attention],
     **flop_registry,
 }
@@ -42,7 +59,8 @@ class Step:
         times: how many in a row.
         ranks: members of the group; 0 for compute.
         egress_bytes, ingress_bytes: out of and into the rank, by the collective's best algorithm, of all of them together.
-        matmul_flops, touched_bytes: of the operators between collectives; every operator reads its inputs and writes its outputs.
+        flops: operations of the matrix products, convolutions, attentions and Fourier transforms between collectives.
+        touched_bytes: what the operators between collectives read and write, each its inputs and its outputs.
     """
 
     kind: str
@@ -50,7 +68,7 @@ class Step:
     ranks: int = 0
     egress_bytes: float = 0.0
     ingress_bytes: float = 0.0
-    matmul_flops: float = 0.0
+    flops: float = 0.0
     touched_bytes: float = 0.0
 
     def merge(self, other: Step) -> None:
@@ -58,7 +76,7 @@ class Step:
         self.times += other.times
         self.egress_bytes += other.egress_bytes
         self.ingress_bytes += other.ingress_bytes
-        self.matmul_flops += other.matmul_flops
+        self.flops += other.flops
         self.touched_bytes += other.touched_bytes
 
 
@@ -83,9 +101,9 @@ class Count:
         return self._sum("ingress_bytes")
 
     @property
-    def matmul_flops(self) -> float:
-        """Operations of matrix products and convolutions."""
-        return self._sum("matmul_flops")
+    def flops(self) -> float:
+        """Operations of matrix products, convolutions, attentions and Fourier transforms."""
+        return self._sum("flops")
 
     @property
     def touched_bytes(self) -> float:
@@ -113,7 +131,7 @@ def cost_faults(costs: Sequence[Cost], counts: Sequence[Count]) -> list[str]:
         "hbm_bytes": (most(cost.hbm_bytes for cost in costs), most(count.touched_bytes + count.output_bytes for count in counts)),
         "tensor-core flops": (
             most(sum(cost.flops.get(unit, 0.0) for unit in TENSOR_UNITS) for cost in costs),
-            most(count.matmul_flops for count in counts),
+            most(count.flops for count in counts),
         ),
     }
     allowed = TYPICAL_SLACK if any(cost.typical for cost in costs) else SLACK
@@ -220,7 +238,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count.add(
             Step(
                 COMPUTE,
-                matmul_flops=float(operations(*args, **kwargs, out_val=result)) if operations else 0.0,
+                flops=float(operations(*args, **kwargs, out_val=result)) if operations else 0.0,
                 touched_bytes=float(sum(tensor.nbytes for tensor in [*sources, *results] if tensor.layout == torch.strided)),
             )
         )

@@ -118,11 +118,13 @@ def tolerance(case: Case) -> Mapping[str, Tolerance]:
 
 
 def cost(case: Case, rank: int) -> Cost:
-    """The cheaper of two ways: codes and scales to the owners of W slices, and the means back; or codes and scales to everybody."""
+    """The cheapest of three ways: codes and scales to the owners of W slices, and the means back; codes and scales to everybody; or, for
+    blocks so small that scales outweigh codes, the float32 products reduced in place of both."""
     count, world = torch.Size(case["shape"]).numel(), case.world_size
     coded = count + FP32.itemsize * -(-count // case["block"])
     owners = (world - 1) / world * (coded + count * case.dtype.itemsize)
-    port = min(owners, (world - 1) * coded)
+    products = 2 * (world - 1) / world * count * FP32.itemsize
+    port = min(owners, (world - 1) * coded, products)
     return Cost(
         hbm_bytes=2 * count * case.dtype.itemsize,
         egress_bytes=port,

@@ -66,7 +66,7 @@ def _shard(case: Case, ranks: int) -> int:
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """Ids are :func:`skewed` by ``case["skew"]``, popular ones spread over the whole table and shared by all ranks.
 
-    ``case["ids"]``: ``one_owner``: nine ids in ten belong to one rank; ``same``: a rank's ids are all equal; ``local``: a rank's own rows;
+    ``case["ids"]``: ``one_owner``: nine ids in ten belong to one rank; ``same``: a rank's ids are all equal, a row of the next rank; ``local``: a rank's own rows;
     ``boundary``: first and last rows of shards. ``case["projection"]``: ``shared``: equal on all ranks; ``identity``.
     """
     members = group_members(case, rank)
@@ -79,7 +79,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         case "one_owner":
             ids = torch.where(draw.uniform((count,), FP32) < 0.9, shard + ids % min(shard, nodes - shard), ids)
         case "same":
-            ids = draw.integers(0, nodes, (1,)).expand(count).clone()
+            ids = ((me + 1) % ranks * shard + draw.integers(0, nodes - (ranks - 1) * shard, (1,))).repeat(count)
         case "local":
             ids = me * shard + ids % rows
         case "boundary":
@@ -227,7 +227,7 @@ def _next_projection(context: NullContext) -> torch.Tensor:
 _UNEVEN = ("small/uneven_bf16", "small/uneven_fp32", "small/boundary_bf16")
 _RANDOM = (*_UNEVEN, "small/skewed_fp16", "small/one_owner_bf16", "small/int32_ids_bf16", "small/identity_bf16", "pkb/bf16")
 _PRODUCTION = ("production_papers100m/bf16", "production_mag240m/bf16", "production_recommender/bf16")
-_EVERYWHERE = (*_RANDOM, *_PRODUCTION, "small/same_fp32")
+_EVERYWHERE = (*_RANDOM, *_PRODUCTION)
 
 PROBLEM = Problem(
     id=68,

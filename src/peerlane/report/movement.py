@@ -31,7 +31,7 @@ def flowchart(steps: Sequence[CountedStep], ranks: int) -> str:
 
 def _label(step: CountedStep) -> str:
     if not step.ranks:
-        work = [f"{_quantity(step.matmul_flops)}FLOP in matrix products"] if step.matmul_flops else []
+        work = [f"{_quantity(step.flops)}FLOP"] if step.flops else []
         return "<br/>".join([f"{step.times} operator{'s' if step.times > 1 else ''}", *work, f"touch {_quantity(step.touched_bytes)}B"])
     times = f" x{step.times}" if step.times > 1 else ""
     traffic = f"{_quantity(step.egress_bytes)}B out, {_quantity(step.ingress_bytes)}B in"
