@@ -191,11 +191,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 
 
 def _router_bias(case: Case, draw: Draw) -> torch.Tensor:
-    """Half of the experts, every other one, are favoured by 1.2 natural units, more or less."""
+    """Half of the experts, every other one, are favoured by 1.8 natural units, more or less."""
     experts = _moe.experts_of(case)
     bias = draw.normal((experts,), FP32, scale=0.3, shift=_floor(experts, case["k"]))
-    bias[::2] += 0.6
-    bias[1::2] -= 0.6
+    bias[::2] += 0.9
+    bias[1::2] -= 0.9
     return bias.to(case.dtype)
 
 
