@@ -93,7 +93,7 @@ def _window(tap: int, positions: int, stride: int, dilation: int) -> slice:
 
 def terms_bound(x: torch.Tensor, weight: torch.Tensor, *, stride: Sequence[int], dilation: Sequence[int], groups: int = 1) -> torch.Tensor:
     """|w| |patch| of every output of :func:`convolve`: by Cauchy and Schwarz no less than the sum of its terms' absolute values."""
-    energy = torch.stack([part.to(FP64).square_().sum(1) for part in x.chunk(groups, 1)], 1)
+    energy = torch.stack([part.to(FP64).square().sum(1) for part in x.chunk(groups, 1)], 1)
     for axis, (taps, step, spread) in enumerate(zip(weight.shape[2:], stride, dilation, strict=True), start=2):
         positions = _positions(energy.shape[axis], taps, step, spread)
         windows = [_window(tap, positions, step, spread) for tap in range(taps)]

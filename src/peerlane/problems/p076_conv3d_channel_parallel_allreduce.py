@@ -124,7 +124,7 @@ def _output_size(case: Case) -> tuple[int, ...]:
     return tuple(
         (size + 2 * p - d * (case["kernel"] - 1) - 1) // s + 1
         for size, s, p, d in zip(case["size"], stride, padding, dilation, strict=True)
-    )  # fmt: skip
+    )
 
 
 def _unit(case: Case) -> float:
