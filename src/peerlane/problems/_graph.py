@@ -78,8 +78,13 @@ def _means(case: Case, ranks: int) -> list[list[float]]:
 
 def skewed(draw: Draw, count: int, below: int, skew: float = 1.0) -> torch.Tensor:
     """``count`` int64 numbers in [0, below): floor(below u^skew) with u uniform. With ``skew`` > 1 small numbers are more frequent."""
-    uniform = draw.uniform((count,), torch.float32).to(torch.float64)
-    return (uniform.pow_(skew) * below).to(torch.int64).clamp_(max=max(below - 1, 0))
+    return (fine_uniform(draw, count).pow_(skew) * below).to(torch.int64)
+
+
+def fine_uniform(draw: Draw, count: int) -> torch.Tensor:
+    """U[0, 1) in float64 with 48 random bits; a float32 has 24, too few to reach every row of a large table."""
+    coarse, fine = (draw.uniform((count,), torch.float32).to(torch.float64) for _ in range(2))
+    return coarse.add_(fine, alpha=2.0**-24)
 
 
 @functools.cache

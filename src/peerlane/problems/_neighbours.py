@@ -36,8 +36,8 @@ def degree_of(case: Case, uniform: torch.Tensor) -> torch.Tensor:
         return torch.full_like(uniform, params["degree"], dtype=INT64)
     if "max_degree" in params:
         return (uniform * (int(params["max_degree"]) + 1)).to(INT64)
-    # u^(-2/3), cut at 1000, has a mean of 2.94.
-    return ((1 - uniform).pow(-2 / 3).clamp(max=1000.0) * (float(params["power"]) / 2.94)).to(INT64)
+    # u^(-2/3), cut at 1000, has a mean of 2.94 and is at least 1: degrees begin at a twentieth of their mean.
+    return (((1 - uniform).pow(-2 / 3).clamp(max=1000.0) - 0.9) * (float(params["power"]) / 2.04)).round().to(INT64)
 
 
 def mean_taken(case: Case, fanout: int) -> float:
@@ -51,7 +51,7 @@ class Structure:
     """A directed graph of ``nodes`` nodes on ``ranks`` ranks. ``case`` has:
 
     * ``degree``: for all nodes; or ``max_degree``: degrees U{0, ..., max_degree}; or ``power``: the mean degree of a power law with
-      exponent 2.5, cut at 1000 times its smallest. Every 16th node has no neighbours if ``isolated``.
+      exponent 2.5, from a twentieth of the mean to 500 times it. Every 16th node has no neighbours if ``isolated``.
     * ``hub``: every node's first neighbour is node 0 for one node in two.
     * ``near``: this share of neighbours lies within 64 numbers of the node, the rest anywhere, small numbers preferred (``skew``).
     * ``parts``: ``modulo`` (node i on rank i mod W), ``blocks``, or ``random``.
@@ -98,7 +98,7 @@ class Structure:
         """
         kind, step = self.case.params.get("seeds_of"), torch.arange(count, device=device)
         if kind == "remote":
-            return (me + 1) % self.ranks + self.ranks * (step + me * count)
+            return (me + 1) % self.ranks + self.ranks * step
         if kind == "isolated" and me == 0:
             return 16 * step + 15
         stride = next(s for s in range(max(2, int(self.nodes * 0.618)), 2 * self.nodes) if _coprime(s, self.nodes))

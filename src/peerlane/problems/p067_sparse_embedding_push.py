@@ -188,7 +188,7 @@ PROBLEM = Problem(
             case("one_owner_bf16", BF16, splits="gather", rows=13, nodes=40, row=(4,)),
             case("nothing_fp32", FP32, splits="nothing", nodes=40, row=(4,)),
             case("heavy_fp32", FP32, splits="heavy", rows=10, nodes=400, row=(3,)),
-            case("hot_bf16", BF16, splits="uneven", nodes=400, row=(4,), hot=True),
+            case("hot_bf16", BF16, splits="popular", rows=60, nodes=4000, row=(4,), hot=True),
             case("odd_row_bf16", BF16, splits="uneven", nodes=40, row=(3,)),
             case("strided_group_bf16", BF16, splits="uneven", nodes=40, row=(4,), group="strided", world_sizes=(4, 8)),
         ),

@@ -66,8 +66,14 @@ def _shard(case: Case, ranks: int) -> int:
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """Ids are :func:`skewed` by ``case["skew"]``, popular ones spread over the whole table and shared by all ranks.
 
-    ``case["ids"]``: ``one_owner``: nine ids in ten belong to one rank; ``same``: a rank's ids are all equal, a row of the next rank; ``local``: a rank's own rows;
-    ``boundary``: first and last rows of shards. ``case["projection"]``: ``shared``: equal on all ranks; ``identity``.
+    ``case["ids"]``:
+
+    * ``one_owner``: nine ids in ten belong to one rank
+    * ``same``: a rank's ids are all equal, a row of the next rank
+    * ``local``: a rank's own rows
+    * ``boundary``: first and last rows of shards
+
+    ``case["projection"]``: ``shared``: equal on all ranks; ``identity``.
     """
     members = group_members(case, rank)
     me, ranks = members.index(rank), len(members)
@@ -255,7 +261,7 @@ PROBLEM = Problem(
             case("uneven_fp32", FP32, nodes_per_rank=10, extra=3, depth=8, width=6, queries=(7, 5)),
             case("boundary_bf16", BF16, nodes_per_rank=10, extra=3, depth=8, width=6, queries=40, ids="boundary"),
             case("skewed_fp16", FP16, nodes_per_rank=100, depth=8, width=10, queries=(30, 21), skew=6.0),
-            case("one_owner_bf16", BF16, nodes_per_rank=10, extra=1, depth=8, width=6, queries=30, ids="one_owner"),
+            case("one_owner_bf16", BF16, nodes_per_rank=10, extra=1, depth=8, width=6, queries=200, ids="one_owner"),
             case("same_fp32", FP32, nodes_per_rank=10, depth=8, width=6, queries=9, ids="same"),
             case("local_bf16", BF16, nodes_per_rank=10, extra=1, depth=8, width=6, queries=9, ids="local"),
             case("int32_ids_bf16", BF16, nodes_per_rank=20, depth=33, width=17, queries=16, index=INT32, projection="shared"),
@@ -291,6 +297,7 @@ PROBLEM = Problem(
             "modulo_partition",
             "row i taken from rank i mod W",
             lambda c: _partitioned(c, lambda ids, ranks, _: (ids % ranks, ids // ranks)),
+            cases=(*_RANDOM, *_PRODUCTION, "small/local_bf16"),
         ),
         NullAnswer("floor_partition", "shards of floor(N / W) rows", _floor, cases=_UNEVEN),
         NullAnswer("owner_order", "rows in the order of their owners, as they come back", _owner_order, cases=(*_RANDOM, *_PRODUCTION)),

@@ -248,8 +248,8 @@ PRESETS = (
         _small("ragged_fp16", FP16),
         _small("tied_fp32", FP32, pattern="tied"),
         _small("tied_bf16", BF16, pattern="tied"),
-        _small("saturated_fp32", FP32, pattern="saturated", negatives=1001),
-        _small("saturated_bf16", BF16, pattern="saturated"),
+        _small("saturated_fp32", FP32, pattern="saturated", positives=(17, 9), negatives=1001),
+        _small("saturated_bf16", BF16, pattern="saturated", positives=(17, 9)),
         _small("masked_bf16", BF16, pattern="masked"),
         _small("special_fp32", FP32, pattern="special"),
         _small("extremes_fp32", FP32, pattern="extremes"),
@@ -306,7 +306,7 @@ PROBLEM = Problem(
             cases=_TIES,
         ),
         NullAnswer("from_zero", "the number of negatives above, counted from 0", lambda c: c.answer - 1, cases=_STRICT),
-        NullAnswer("ascending", "the place from below", lambda c: _other(c, lambda p, n: 1 + (n < p.unsqueeze(1)).sum(1))),
+        NullAnswer("ascending", "the place from below", lambda c: _other(c, lambda p, n: 1 + (n < p.unsqueeze(1)).sum(1)), cases=_STRICT),
         NullAnswer(
             "ranks_reversed", "the last rank's positives first", lambda c: _other(c, _standard, group_members(c.case, c.rank)[::-1])
         ),
@@ -322,7 +322,7 @@ PROBLEM = Problem(
             lambda c: _other(c, _standard, range(c.case.world_size)),
             cases=("small/strided_group_bf16",),
         ),
-        NullAnswer("stale_tail", "the last ranks are those of the slot before", stale_tail),
+        NullAnswer("stale_tail", "the last ranks are those of the slot before", stale_tail, cases=_STRICT),
     ),
     honest_variants=(HonestVariant("by_counting", _by_counting), HonestVariant("by_sorting", _by_sorting)),
     excused={"another_rank": "all ranks have the same answer"},

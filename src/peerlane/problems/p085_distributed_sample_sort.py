@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from peerlane.problems._collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members
 from peerlane.problems._draw import Draw
-from peerlane.problems._graph import fitted
+from peerlane.problems._graph import fine_uniform, fitted
 from peerlane.problems._judge import compare_exact
 from peerlane.problems._spec import (
     Case,
@@ -118,7 +118,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     values, kind = draw.normal((count,), FP64 if case.dtype == FP64 else FP32), case.params.get("data")
     match kind:
         case "uniform":
-            values = draw.uniform((count,), FP32).to(values.dtype) + draw.uniform((count,), FP32).to(values.dtype) * 2.0**-24
+            values = fine_uniform(draw, count)
         case "log_normal":
             values.exp_()
         case "sorted":
@@ -232,10 +232,11 @@ def _without_duplicates(context: NullContext) -> torch.Tensor:
     return _other_order(context, fitted(whole[differs], whole))
 
 
-def _last_element(context: NullContext) -> torch.Tensor:
-    """The largest element of every part left over from the slot before."""
+def _stale_half(context: NullContext) -> torch.Tensor:
+    """The upper half of every part left over from the slot before."""
     result: torch.Tensor = context.answer.clone()
-    result[-1:] = context.previous[-1:]
+    half = len(result) // 2
+    result[half:] = context.previous[half:]
     return result
 
 
@@ -323,7 +324,7 @@ PROBLEM = Problem(
         NullAnswer(
             "without_duplicates", "equal elements once", _without_duplicates, cases=("small/few_values_bf16", "small/hot_fp32", "pkb/bf16")
         ),
-        NullAnswer("stale_last_element", "the last element of every part is that of the slot before", _last_element),
+        NullAnswer("stale_half", "the upper half of every part is that of the slot before", _stale_half),
     ),
     honest_variants=(HonestVariant("by_keys", _by_keys), HonestVariant("by_merging", _by_merging)),
     excused={
