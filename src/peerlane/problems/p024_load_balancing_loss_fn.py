@@ -1,0 +1,380 @@
+"""Problem 24: load-balancing loss of a mixture-of-experts router, averaged over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems._collective import BF16, FP32
+from peerlane.problems._draw import Draw
+from peerlane.problems._interval import Interval, comparison
+from peerlane.problems._spec import (
+    UNIT_ROUNDOFF,
+    Case,
+    CaseSpec,
+    Cost,
+    Expected,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+
+FP64 = torch.float64
+
+# Bytes of float64 probabilities that the oracle holds at a time; it needs about eight times as much.
+_CHUNK_BYTES = 2**28
+
+# Relative error of a sum of float32 probabilities over tokens, and of a softmax in float32: 168 unit roundoffs.
+_SUMS = 1e-5
+
+
+def reference(
+    gate_logits: torch.Tensor | tuple[torch.Tensor, ...],
+    num_experts: int,
+    top_k: int = 2,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    logits = gate_logits if isinstance(gate_logits, torch.Tensor) else torch.cat(list(gate_logits))
+    probabilities = torch.softmax(logits, dim=-1)
+    selected = probabilities.topk(top_k, dim=-1).indices
+    weights = _row_weights(logits, attention_mask)
+    total = weights.sum()
+
+    chosen = weights.new_zeros(num_experts)
+    chosen.scatter_add_(0, selected.flatten(), weights.unsqueeze(-1).expand(-1, top_k).flatten())
+    mean_probability = (probabilities.to(torch.float32) * weights.unsqueeze(-1)).sum(0) / total
+    loss = num_experts * (chosen / total * mean_probability).sum()
+    dist.all_reduce(loss)
+    return loss / dist.get_world_size()
+
+
+def _row_weights(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """(rows,) float32: the mask, repeated for every layer, or ones."""
+    if mask is None:
+        return logits.new_ones(logits.shape[0], dtype=torch.float32)
+    return mask.reshape(-1).to(torch.float32).repeat(logits.shape[0] // mask.numel())
+
+
+def _layers(case: Case) -> int:
+    return int(case.params.get("layers", 1))
+
+
+def _tokens(case: Case) -> int:
+    """Tokens of a layer: ``tokens``, or batch times sequence of ``batch``."""
+    return int(torch.Size(case["batch"]).numel() if "batch" in case.params else case["tokens"])
+
+
+def _padding(case: Case) -> list[int]:
+    """Masked tokens at the end of every sequence: none in the first, and more in each, a share of ``case["padding"]`` in all."""
+    batch, length = case.params.get("batch", (1, _tokens(case)))
+    step = int(batch * length * case.params.get("padding", 0.0)) // max(1, batch * (batch - 1) // 2)
+    return [step * sequence for sequence in range(batch)]
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """Logits N(0, 1) plus a slope over the experts, in an order that differs between ranks.
+
+    The slope is ``case["skew"]`` (10) or less from the most to the least popular expert, times a number for every rank, no two of which
+    are close, times one that all ranks share: ranks' losses lie between top_k and num_experts, and change from call to call. Padding
+    tokens prefer the least popular experts. ``case["data"]``:
+
+    * ``ties``: logits are multiples of a quarter
+    * ``collapsed``: on the last rank one expert takes nearly all tokens
+    * ``disabled``: the logits of two experts are -inf
+    * ``nan``: one logit of the last rank is NaN
+    * ``nothing_valid``: the last rank's mask is all zero
+    """
+    experts, tokens, layers, data = case["experts"], _tokens(case), _layers(case), case.params.get("data")
+    last = rank == case.world_size - 1
+    slope = torch.linspace(0.5, -0.5, experts, device=draw.device)[draw.permutation(experts)]
+    place = (draw.shared.permutation(case.world_size)[rank] + draw.uniform((1,), FP32, low=0.5)) / case.world_size
+    strength = place * draw.shared.uniform((1,), FP32, low=0.35) * case.params.get("skew", 10.0)
+    if data == "collapsed" and last:
+        strength = strength + 40.0
+    bias = slope * strength
+
+    mask = None
+    if "batch" in case.params:
+        mask = torch.ones(case["batch"], dtype=torch.int64, device=draw.device)
+        for sequence, padding in zip(mask, _padding(case), strict=True):
+            sequence[len(sequence) - padding :] = 0
+    logits = [draw.normal((tokens, experts), FP32) for _ in range(layers)]
+    for part in logits:
+        part += bias if mask is None else torch.where(mask.view(-1, 1) == 1, bias, -bias)
+        if data == "ties":
+            part.mul_(4.0).round_().div_(4.0)
+        elif data == "disabled":
+            part[:, draw.shared.permutation(experts)[:2]] = -torch.inf
+    if data == "nan" and last:
+        logits[0][tokens // 2, 0] = torch.nan
+    if data == "nothing_valid" and last and mask is not None:
+        mask.zero_()
+    parts = tuple(part.to(case.dtype) for part in logits)
+    return parts if case.params.get("as_tuple") else torch.cat(parts), experts, case["k"], mask
+
+
+def _whole(args: tuple[Any, ...]) -> torch.Tensor:
+    return args[0] if isinstance(args[0], torch.Tensor) else torch.cat(args[0])
+
+
+def _chunks(logits: torch.Tensor) -> list[slice]:
+    rows = max(1, _CHUNK_BYTES // (logits.shape[1] * FP64.itemsize))
+    return [slice(first, first + rows) for first in range(0, logits.shape[0], rows)]
+
+
+def mean_probabilities(logits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """(E,) float64: the weighted mean of softmax over rows."""
+    total = torch.zeros(logits.shape[1], dtype=FP64, device=logits.device)
+    for part in _chunks(logits):
+        total += weights[part].to(FP64) @ torch.softmax(logits[part].to(FP64), dim=-1)
+    return total / weights.to(FP64).sum()
+
+
+def local_loss(logits: torch.Tensor, weights: torch.Tensor, top_k: int, margin: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A rank's loss in float64, and the least and the largest that it may be.
+
+    A row's loss is the sum of mean probabilities over its experts. Experts whose probability is within ``margin`` of the k-th largest,
+    relatively, may change places; all that are above are chosen.
+    """
+    means = mean_probabilities(logits, weights)
+    value, low, high = (torch.zeros((), dtype=FP64, device=logits.device) for _ in range(3))
+    for part in _chunks(logits):
+        probabilities, weight = torch.softmax(logits[part].to(FP64), dim=-1), weights[part].to(FP64)
+        best = probabilities.topk(top_k, dim=-1)
+        edge = best.values[:, -1:]
+        certain = probabilities * (1.0 - margin) > edge
+        open_ = ~certain & (probabilities >= edge * (1.0 - margin))
+        left = top_k - certain.sum(-1, keepdim=True)
+        chosen = torch.where(certain, means, 0.0).sum(-1)
+        value += weight @ means[best.indices].sum(-1)
+        for bound, largest in ((low, False), (high, True)):
+            ordered = torch.where(open_, means, -torch.inf if largest else torch.inf).sort(-1, descending=largest).values
+            sums = ordered.masked_fill_(ordered.isinf(), 0.0).cumsum_(-1)
+            # With nothing left to choose there is no last place to read the sum at.
+            extra = sums.gather(-1, (left - 1).clamp(min=0)).squeeze(-1)
+            bound += weight @ (chosen + torch.where(left.squeeze(-1) > 0, extra, 0.0))
+    factor = logits.shape[1] / weights.to(FP64).sum()
+    return value * factor, low * factor, high * factor
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    """The mean of local losses. In bfloat16 two probabilities may be rounded to the same number if they differ by 2 u, relatively."""
+    margin = (2 * UNIT_ROUNDOFF[case.dtype] if case.dtype != FP32 else 0.0) + _SUMS
+    losses = []
+    for args in inputs:
+        logits = _whole(args)
+        losses.append(torch.stack(local_loss(logits, _row_weights(logits, args[3]), case["k"], margin)))
+    value, low, high = torch.stack(losses).mean(0)
+    return Interval(name="loss", value=value, dtype=FP32, low=low, high=high)
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    """One roundoff for mean probabilities in the logits' dtype (those of single tokens' probabilities average out), and that of sums."""
+    return {"loss": Tolerance(relative=(UNIT_ROUNDOFF[case.dtype] if case.dtype != FP32 else 0.0) + 2 * _SUMS)}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """The logits of tokens that count are read once; one float32 is all-reduced."""
+    rows, world = _layers(case) * (_tokens(case) - sum(_padding(case))), case.world_size
+    port = 2 * (world - 1) / world * FP32.itemsize
+    return Cost(
+        hbm_bytes=rows * case["experts"] * case.dtype.itemsize,
+        egress_bytes=port,
+        ingress_bytes=port,
+        flops={"fp32": 4 * rows * case["experts"]},
+    )
+
+
+def _loss(logits: torch.Tensor, weights: torch.Tensor, top_k: int, probabilities: torch.Tensor | None = None) -> torch.Tensor:
+    """A rank's loss in float32, with counts by one-hot vectors; ``probabilities`` are those of the logits unless given."""
+    p = torch.softmax(logits.to(FP32), dim=-1) if probabilities is None else probabilities
+    chosen = torch.zeros_like(p).scatter_(1, p.topk(top_k, dim=-1).indices, 1.0)
+    total, weight = weights.sum(), weights.unsqueeze(-1)
+    return logits.shape[1] * ((chosen * weight).sum(0) / total * ((p * weight).sum(0) / total)).sum()
+
+
+def _mean(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(losses)).mean(0)
+
+
+def _of_ranks(context: NullContext, ranks: Sequence[int]) -> torch.Tensor:
+    return _mean([_answer_of(context.inputs[q], context.case["k"]) for q in ranks])
+
+
+def _answer_of(args: tuple[Any, ...], top_k: int, masked: bool = True) -> torch.Tensor:
+    logits = _whole(args)
+    return _loss(logits, _row_weights(logits, args[3] if masked else None), top_k)
+
+
+def _global_batch(context: NullContext) -> torch.Tensor:
+    """The loss of all ranks' tokens together."""
+    logits = torch.cat([_whole(args) for args in context.inputs])
+    weights = torch.cat([_row_weights(_whole(args), args[3]) for args in context.inputs])
+    return _loss(logits, weights, context.case["k"])
+
+
+def _first_layer(context: NullContext) -> torch.Tensor:
+    return _mean([_answer_of((args[0][0], *args[1:]), context.case["k"]) for args in context.inputs])
+
+
+def _all_chosen(context: NullContext) -> torch.Tensor:
+    """Every ratio of tokens is k / E, as if the router were balanced: the loss is k."""
+    return torch.full_like(context.answer, float(context.case["k"]))
+
+
+def _probabilities_squared(context: NullContext) -> torch.Tensor:
+    """E times the sum of squared mean probabilities, times k: no choice is made."""
+    means = [mean_probabilities(_whole(args), _row_weights(_whole(args), args[3])) for args in context.inputs]
+    factor: int = context.case["k"] * context.case["experts"]
+    return _mean([part.square().sum() for part in means]).to(FP32) * factor
+
+
+def _wide(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    return _mean([_answer_of(args, case["k"]) for args in inputs])
+
+
+def _in_dtype(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """Probabilities rounded to the logits' dtype before the choice, and their mean after it."""
+    losses = []
+    for args in inputs:
+        logits = _whole(args)
+        p, weights = torch.softmax(logits, dim=-1), _row_weights(logits, args[3])
+        chosen = torch.zeros(p.shape, device=p.device).scatter_(1, p.topk(case["k"], dim=-1).indices, 1.0)
+        total = weights.sum()
+        means = ((p.to(FP32) * weights.unsqueeze(-1)).sum(0) / total).to(case.dtype)
+        losses.append(case["experts"] * ((weights @ chosen) / total * means).sum())
+    return _mean(losses)
+
+
+def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+    return case(label, dtype, **{"tokens": 61, "experts": 5, "k": 2, **params})
+
+
+_PADDED: Mapping[str, Any] = {"batch": (3, 20), "padding": 0.5, "layers": 2, "as_tuple": True}
+
+PRESETS = (
+    preset(
+        "small",
+        "one and several layers, masks, 1 to 8 choices, an odd number of experts, ties, collapsed routers, disabled experts, NaN",
+        _small("plain_fp32", FP32),
+        _small("plain_bf16", BF16),
+        _small("seven_tokens_fp32", FP32, tokens=7),
+        _small("three_layers_bf16", BF16, layers=3, as_tuple=True),
+        _small("masked_fp32", FP32, **_PADDED),
+        _small("masked_bf16", BF16, **_PADDED, experts=16, k=4),
+        _small("top_1_fp32", FP32, k=1),
+        _small("many_experts_bf16", BF16, tokens=97, experts=100, k=8),
+        _small("ties_bf16", BF16, data="ties", experts=8, skew=18.0),
+        _small("collapsed_fp32", FP32, data="collapsed", experts=8, k=1),
+        _small("disabled_bf16", BF16, data="disabled", experts=9),
+        _small("nan_fp32", FP32, data="nan"),
+        _small("nothing_valid_fp32", FP32, data="nothing_valid", **_PADDED),
+    ),
+    preset("pkb", "the public benchmark's shape", case("bf16", BF16, tokens=1024, experts=8, k=2)),
+    preset(
+        "production_mixtral_8x7b",
+        "32 layers x 4 sequences of 1024 tokens, a quarter of them padding",
+        case("bf16", BF16, batch=(4, 1024), padding=0.25, layers=32, as_tuple=True, experts=8, k=2),
+    ),
+    preset(
+        "production_qwen3_30b_a3b",
+        "48 layers x 8192 tokens, 8 of 128 experts",
+        case("bf16", BF16, tokens=8192, layers=48, as_tuple=True, experts=128, k=8),
+    ),
+    preset(
+        "production_deepseek_v3",
+        "58 layers x 4096 tokens, 8 of 256 experts",
+        case("fp32", FP32, tokens=4096, layers=58, as_tuple=True, experts=256, k=8),
+    ),
+)
+
+
+def _labels(test: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
+    """The cases whose parameters pass the test, but for those whose loss is NaN."""
+    hopeless = ("nan", "nothing_valid")
+    return tuple(
+        f"{item.name}/{spec.label}"
+        for item in PRESETS
+        for spec in item.cases
+        if test(spec.params) and spec.params.get("data") not in hopeless
+    )
+
+
+_DEFINED = _labels(lambda params: True)
+_FLOAT32 = tuple(label for label in _DEFINED if label.endswith("fp32"))
+
+PROBLEM = Problem(
+    id=24,
+    slug="load_balancing_loss_fn",
+    title="Router load-balancing loss, averaged over ranks",
+    category="expert_parallel",
+    parallelism=("expert", "data"),
+    origin="Switch Transformer's auxiliary loss as in Hugging Face Transformers' Mixtral, with the data-parallel mean of VeOmni",
+    summary=(
+        "gate_logits is (T, E), or one such tensor per layer, concatenated. With P the softmax over experts: f_e is the fraction of tokens "
+        "that have e among their top_k experts, g_e the mean of P over tokens, and a rank's loss is E times the sum of f_e g_e. An "
+        "attention_mask (batch, sequence) of 0 and 1 weighs the tokens of every layer; all zero gives NaN. Every rank returns the mean "
+        "of the ranks' losses, 0-d float32. Nearly equal probabilities may be chosen among in any way."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    compare=comparison(tolerance),
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer("no_communication", "the rank's own loss", lambda c: _of_ranks(c, [c.rank]), cases=_DEFINED),
+        NullAnswer("sum", "not divided by the world size", lambda c: c.answer * c.case.world_size, cases=_DEFINED),
+        NullAnswer(
+            "drop_last_rank",
+            "the mean over all ranks but the last",
+            lambda c: _of_ranks(c, range(c.case.world_size - 1)),
+            cases=_FLOAT32,
+        ),
+        NullAnswer("global_batch", "the loss of all ranks' tokens together", _global_batch, cases=_DEFINED),
+        NullAnswer("balanced", "the loss of a balanced router, top_k", _all_chosen),
+        NullAnswer(
+            "no_choice",
+            "mean probabilities in place of choices: not far off, for bfloat16",
+            _probabilities_squared,
+            cases=_FLOAT32,
+        ),
+        NullAnswer(
+            "mask_ignored",
+            "padding counted",
+            lambda c: _mean([_answer_of(args, c.case["k"], masked=False) for args in c.inputs]),
+            cases=_labels(lambda params: "batch" in params),
+        ),
+        NullAnswer(
+            "top_1",
+            "only the best expert counted, times k: not far off, for bfloat16",
+            lambda c: _mean([_answer_of(a, 1) for a in c.inputs]) * c.case["k"],
+            cases=tuple(label for label in _labels(lambda params: params["k"] > 1) if label in _FLOAT32),
+        ),
+    ),
+    honest_variants=(HonestVariant("one_hot_fp32", _wide), HonestVariant("probabilities_in_dtype", _in_dtype)),
+    excused={
+        "another_rank": "all ranks have the same answer",
+        **{
+            f"{name}@small/{label}": "the loss is NaN in every call"
+            for name in ("nan", "previous")
+            for label in ("nan_fp32", "nothing_valid_fp32")
+        },
+    },
+    replicated=True,
+    notes=(
+        "The mean of the ranks' losses is asked for, not the loss of the global batch: that is the public semantics.",
+        "The public benchmark's logits have no preferred expert, so that the constant top_k passes without a look at them. Here experts "
+        "are unequally popular, in another order and to another degree on every rank and in every call.",
+        "Skew that were only rotated from rank to rank would give every rank the same loss, and hide whether ranks communicate.",
+        "Of experts whose probabilities agree within bfloat16's rounding any may be chosen: the oracle gives the least and largest loss.",
+    ),
+)
