@@ -1,0 +1,184 @@
+"""What problems 55 and 56 share: an attention layer, from hidden states to its output projection, over a sequence-sharded context."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems import _attention
+from peerlane.problems._attention import BF16, FP32, FP64, Blocks, visible
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import UNIT_ROUNDOFF, Case, Tolerance
+
+# How the queries at one place of a ring attend to its blocks.
+Attend = Callable[[Blocks, int], torch.Tensor]
+
+
+def attention_layer(
+    hidden_states: torch.Tensor,
+    w_qkv: torch.Tensor,
+    w_o: torch.Tensor,
+    heads: int,
+    softmax_scale: float | None,
+    causal: bool,
+    cp_group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """hidden_states (B, S, H) @ w_qkv^T, ring attention over cp_group, @ w_o^T; w_qkv (3 h D, H): rows of Q, K and V, each head by head."""
+    q, k, v = split_heads(hidden_states @ w_qkv.t(), heads)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    context = _attention.ring_attention(q, k, v, scale, causal, cp_group)
+    return context.flatten(2) @ w_o.t()
+
+
+def split_heads(projected: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v (B, S, h, D) of (B, S, 3 h D)."""
+    batch, length, width = projected.shape
+    q, k, v = projected.view(batch, length, 3, heads, width // (3 * heads)).unbind(2)
+    return q, k, v
+
+
+def scale_of(case: Case) -> float:
+    """The softmax's scale. ``case``: ``scale``, or absent for depth^-0.5."""
+    scale: float | None = case.params.get("scale")
+    return float(case["depth"] ** -0.5) if scale is None else scale
+
+
+def local_length(case: Case, ring: int) -> int:
+    """Tokens per rank. ``case``: ``local``, or ``length``, the whole sequence's, divided by the ranks of a ring."""
+    return int(case["local"] if "local" in case.params else case["length"] // ring)
+
+
+def draw_hidden(case: Case, ring: int, place: int, shared: Draw) -> torch.Tensor:
+    """The hidden states (B, S, H) at one place of a ring, N(0, 1), equal on all ranks that hold this place.
+
+    ``case["pattern"]``: ``sink``: the first token is 2.5 times as large, so that many queries attend to little else; ``nan_last``: those
+    of the last place are NaN, for causal cases, where no other place may look at them.
+    """
+    local = local_length(case, ring)
+    whole = shared.normal((case["batch"], ring * local, case["hidden"]), case.dtype)
+    pattern = case.params.get("pattern")
+    if pattern == "sink":
+        whole[:, 0] *= 2.5
+    elif pattern == "nan_last":
+        whole[:, -local:] = math.nan
+    return whole[:, place * local : (place + 1) * local].clone()
+
+
+def wide_product(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """tokens (B, S, n) @ weight^T, weight (m, n), in float64."""
+    return torch.matmul(tokens.to(FP64), weight.to(FP64).t())
+
+
+def attended(case: Case, xs: Sequence[torch.Tensor], w_qkv: torch.Tensor, heads: int, place: int) -> torch.Tensor:
+    """The heads' outputs (B, S, h D) at one place of a ring with hidden states ``xs``, in float64."""
+    seen = visible(place, len(xs), case["causal"])
+    rows_q, rows_kv = w_qkv[: heads * case["depth"]], w_qkv[heads * case["depth"] :]
+    q = wide_product(xs[place], rows_q)
+    k, v = wide_product(torch.cat([xs[owner] for owner in seen], dim=1), rows_kv).chunk(2, dim=-1)
+    q, k, v = (tensor.reshape(*tensor.shape[:2], heads, case["depth"]) for tensor in (q, k, v))
+    return _attention.attention(q, k, v, scale=scale_of(case), causal=case["causal"])[0].flatten(2)
+
+
+def row_size(*summands: torch.Tensor) -> torch.Tensor:
+    """(B, S, 1): the root mean square, over a row, of summands' sizes added in quadrature."""
+    return torch.stack([part.square().mean(-1, keepdim=True) for part in summands]).sum(0).sqrt()
+
+
+def layer_tolerance(case: Case, layers: int, cancels: bool) -> Tolerance:
+    """Magnitude is a row's size, before partial sums cancel.
+
+    Roundings of q, k, v, of the probabilities, of the heads' outputs and of the result, and of the scores through q and k: about five
+    that cost 0.43 u each, 3.8e-3 in bfloat16 altogether, and spread by the projections evenly over a row. ``layers`` one after the other
+    add in quadrature. A short row with peaked scores errs by up to three times the average, an element by six times its row's average. In
+    float32 there is the accumulation, and scores up to 30 that err by 30 u.
+    """
+    if case.dtype == FP32:
+        return Tolerance(magnitude=512 * UNIT_ROUNDOFF[FP32] * layers)
+    depth = layers**0.5
+    whole = (None, None) if cancels else (1e-2 * depth, 3e-2 * depth)
+    return Tolerance(magnitude=14 * UNIT_ROUNDOFF[BF16] * depth, normwise=whole[0], rowwise=whole[1])
+
+
+def layer_flops(case: Case, heads: int, ring: int, place: int, out: int) -> float:
+    """Of the projections and of attention to the keys that are seen."""
+    local, depth = local_length(case, ring), case["depth"]
+    projections = 2 * local * heads * depth * (3 * case["hidden"] + out)
+    pairs = _attention.visible_pairs(place, ring, local, case["causal"])
+    return float(case["batch"] * (projections + 4 * heads * depth * pairs))
+
+
+def ring_bytes(case: Case, heads: int, ring: int, place: int) -> tuple[float, float]:
+    """Bytes out of and into a rank for the ring: keys and values of other places, or the hidden states to compute them from, if fewer."""
+    tokens = case["batch"] * local_length(case, ring)
+    block = tokens * min(2 * heads * case["depth"], case["hidden"]) * case.dtype.itemsize
+    sent, received = _attention.ring_traffic(place, ring, case["causal"])
+    return float(sent * block), float(received * block)
+
+
+def narrow(case: Case, xs: Sequence[torch.Tensor], w_qkv: torch.Tensor, heads: int, *, rounded: bool = False) -> Blocks:
+    """q, k and v of every place of a ring, in float32, or rounded to the dtype."""
+    dtype = case.dtype if rounded else FP32
+    return [split_heads(torch.matmul(x.to(FP32), w_qkv.to(FP32).t()).to(dtype), heads) for x in xs]
+
+
+def projected(heads_out: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
+    """The output projection, in float32."""
+    return torch.matmul(heads_out.flatten(2).to(FP32), w_o.to(FP32).t())
+
+
+def exact(case: Case) -> Attend:
+    """Attention as it should be, in the blocks' dtype."""
+
+    def attend(blocks: Blocks, place: int) -> torch.Tensor:
+        seen = visible(place, len(blocks), case["causal"])
+        return _attention.dense(blocks, place, seen, causal=case["causal"], scale=scale_of(case))
+
+    return attend
+
+
+def blockwise(case: Case) -> Attend:
+    """Attention with rounded probabilities, as flash kernels have it."""
+    return lambda blocks, place: _attention.flash(blocks, place, causal=case["causal"], scale=scale_of(case))
+
+
+def local_only(case: Case) -> Attend:
+    """A wrong answer: no ring."""
+    return lambda blocks, place: _attention.dense(blocks, place, [place], causal=case["causal"], scale=scale_of(case))
+
+
+def uniform(case: Case) -> Attend:
+    """A wrong answer: the mean of what can be seen."""
+    return lambda blocks, place: _attention.mean_of_visible(blocks, place, causal=case["causal"])
+
+
+def inverted(case: Case) -> Attend:
+    """A wrong answer: the mask where there should be none, or none."""
+    return lambda blocks, place: _attention.mask_inverted(blocks, place, causal=case["causal"], scale=scale_of(case))
+
+
+def default_scale(case: Case) -> Attend:
+    """A wrong answer: softmax_scale ignored."""
+
+    def attend(blocks: Blocks, place: int) -> torch.Tensor:
+        seen = visible(place, len(blocks), case["causal"])
+        return _attention.dense(blocks, place, seen, causal=case["causal"], scale=case["depth"] ** -0.5)
+
+    return attend
+
+
+def interleaved(case: Case) -> Attend:
+    """A wrong answer: rows of w_qkv taken to hold q, k and v head by head instead of all of Q, all of K, all of V."""
+
+    def attend(blocks: Blocks, place: int) -> torch.Tensor:
+        mixed = []
+        for block in blocks:
+            batch, length, heads, depth = block[0].shape
+            columns = torch.stack(block, dim=2).view(batch, length, heads, 3, depth)
+            q, k, v = columns.unbind(3)
+            mixed.append((q, k, v))
+        return exact(case)(mixed, place)
+
+    return attend

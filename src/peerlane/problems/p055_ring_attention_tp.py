@@ -1,0 +1,314 @@
+"""Problem 55: an attention layer with its heads sharded over one group and its sequence over another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems import _attention, _attention_block
+from peerlane.problems._attention import BF16, FP32, line
+from peerlane.problems._attention_block import Attend
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import (
+    Case,
+    CaseSpec,
+    Cost,
+    Expected,
+    GroupLayout,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems._tree import GroupRef
+
+
+@torch.no_grad()
+def reference(
+    hidden_states: torch.Tensor,
+    w_qkv: torch.Tensor,
+    w_o: torch.Tensor,
+    num_heads: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    tp_group: dist.ProcessGroup | None = None,
+    cp_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    ranks = dist.get_world_size(tp_group)
+    output = _attention_block.attention_layer(hidden_states, w_qkv, w_o, num_heads // ranks, softmax_scale, causal, cp_group)
+    if ranks > 1:
+        dist.all_reduce(output, group=tp_group)
+    return output
+
+
+def _axes(case: Case) -> tuple[list[list[int]], list[list[int]]]:
+    """The tensor- and the context-parallel groups. ``case``: ``tp``, the former's size or ``"world"``; ``inner``: ``tp`` or ``cp``."""
+    size = case.world_size if case["tp"] == "world" else case["tp"]
+    return _attention.grid(case.world_size, size, case.params.get("inner", "tp") == "tp")
+
+
+def process_groups(case: Case) -> GroupLayout:
+    """A group that is the whole world is passed as None."""
+    return {name: groups for name, groups in zip(("tensor", "context"), _axes(case), strict=True) if len(groups) > 1}
+
+
+def _lines(case: Case, rank: int) -> tuple[list[int], list[int]]:
+    """The members of the rank's tensor-parallel and of its context-parallel group."""
+    tensor, context = _axes(case)
+    return line(tensor, rank), line(context, rank)
+
+
+def _heads(case: Case) -> int:
+    return int(case["heads"] // len(_axes(case)[0][0]))
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """Weights of variance ``gain``^2 / fan-in, so that q and k are N(0, gain^2). See :func:`_attention_block.draw_hidden`.
+
+    ``case["pattern"]`` may also be ``cancelling``: heads of odd tensor-parallel ranks are those of the rank before, and so is their part of
+    w_o with the opposite sign, but for noise of half its size.
+    """
+    tensor, context = _lines(case, rank)
+    share, place = tensor.index(rank), context.index(rank)
+    hidden, width, gain = case["hidden"], _heads(case) * case["depth"], case.params.get("gain", 1.0)
+    x = _attention_block.draw_hidden(case, len(context), place, draw.shared)
+    w_qkv = draw.shared.normal((len(tensor), 3 * width, hidden), case.dtype, scale=gain * hidden**-0.5)
+    w_o = draw.shared.normal((len(tensor), case["out"], width), case.dtype, scale=(len(tensor) * width) ** -0.5)
+    if case.params.get("pattern") == "cancelling":
+        w_qkv[1::2] = w_qkv[0::2]
+        w_o[1::2] = w_o[1::2] / 2 - w_o[0::2]
+    groups = process_groups(case)
+    tp_group, cp_group = (GroupRef(name) if name in groups else None for name in ("tensor", "context"))
+    return x, w_qkv[share].clone(), w_o[share].clone(), case["heads"], case.params.get("scale"), case["causal"], tp_group, cp_group
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    tensor, context = _lines(case, rank)
+    xs, place = [inputs[q][0] for q in context], context.index(rank)
+    partials = []
+    for q in tensor:
+        heads_out = _attention_block.attended(case, xs, inputs[q][1], _heads(case), place)
+        partials.append(_attention_block.wide_product(heads_out, inputs[q][2]))
+    return Expected("output", torch.stack(partials).sum(0), case.dtype, magnitude=_attention_block.row_size(*partials))
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    return {"output": _attention_block.layer_tolerance(case, 1, case.params.get("pattern") == "cancelling")}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """The ring's bytes, and an all-reduce over the tensor-parallel group."""
+    tensor, context = _lines(case, rank)
+    heads, place, ranks, size = _heads(case), context.index(rank), len(tensor), case.dtype.itemsize
+    tokens = case["batch"] * _attention_block.local_length(case, len(context))
+    reduction = 2 * (ranks - 1) / ranks * tokens * case["out"] * size
+    sent, received = _attention_block.ring_bytes(case, heads, len(context), place)
+    return Cost(
+        hbm_bytes=(tokens * (case["hidden"] + case["out"]) + heads * case["depth"] * (3 * case["hidden"] + case["out"])) * size,
+        egress_bytes=sent + reduction,
+        ingress_bytes=received + reduction,
+        flops={"fp32" if case.dtype == FP32 else "bf16": _attention_block.layer_flops(case, heads, len(context), place, case["out"])},
+    )
+
+
+def _partial(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, ring: Sequence[int], attend: Attend) -> torch.Tensor:
+    """A rank's part of the output, in float32: its queries, and the keys and values of ``ring``, each computed with its rank's weights."""
+    blocks = [_attention_block.narrow(case, [inputs[q][0]], inputs[q][1], _heads(case))[0] for q in ring]
+    return _attention_block.projected(attend(blocks, list(ring).index(rank)), inputs[rank][2])
+
+
+def _layer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, attend: Attend) -> torch.Tensor:
+    tensor, _ = _lines(case, rank)
+    return torch.stack([_partial(case, inputs, q, _lines(case, q)[1], attend) for q in tensor]).sum(0).to(case.dtype)
+
+
+def _rounded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """Every step rounded to the dtype, probabilities and the sum of the parts too."""
+    total: torch.Tensor | None = None
+    for q in _lines(case, rank)[0]:
+        context = _lines(case, q)[1]
+        blocks = _attention_block.narrow(case, [inputs[p][0] for p in context], inputs[q][1], _heads(case), rounded=True)
+        heads_out = _attention_block.blockwise(case)(blocks, context.index(q))
+        part = _attention_block.projected(heads_out, inputs[q][2]).to(case.dtype)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def _with(attend: Callable[[Case], Attend]) -> Callable[[NullContext], torch.Tensor]:
+    """A wrong answer: another kind of attention."""
+    return lambda c: _layer(c.case, c.inputs, c.rank, attend(c.case))
+
+
+def _own_part(context: NullContext, factor: int) -> torch.Tensor:
+    """Without the all-reduce, times ``factor``."""
+    ring = _lines(context.case, context.rank)[1]
+    part = _partial(context.case, context.inputs, context.rank, ring, _attention_block.exact(context.case))
+    return (factor * part).to(context.case.dtype)
+
+
+def _groups_swapped(context: NullContext) -> torch.Tensor:
+    """The ring over the tensor-parallel group, and the sum over the context-parallel one."""
+    case = context.case
+    attend = _attention_block.exact(case)
+    summands = _lines(case, context.rank)[1]
+    return torch.stack([_partial(case, context.inputs, q, _lines(case, q)[0], attend) for q in summands]).sum(0).to(case.dtype)
+
+
+def _summed_over_world(context: NullContext) -> torch.Tensor:
+    """The sum over the tensor-parallel group, of all places' outputs."""
+    members = _lines(context.case, context.rank)[1]
+    return torch.stack([context.answers[q].to(FP32) for q in members]).sum(0).to(context.case.dtype)
+
+
+def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> CaseSpec:
+    sizes = {"batch": 2, "local": 3, "heads": 8, "depth": 16, "hidden": 40, "out": 24, "gain": 1.0}
+    return case(label, dtype, **{**sizes, "causal": True, "tp": 2, **params})
+
+
+def _llama(label: str, *, length: int, hidden: int, tp: int | str, world_sizes: Sequence[int]) -> CaseSpec:
+    """Multi-head attention of depth 128, as wide as the hidden states."""
+    return case(
+        label,
+        BF16,
+        batch=1,
+        length=length,
+        heads=hidden // 128,
+        depth=128,
+        hidden=hidden,
+        out=hidden,
+        causal=True,
+        tp=tp,
+        world_sizes=world_sizes,
+    )
+
+
+PRESETS = (
+    preset(
+        "small",
+        "grids of groups in both orders, either group alone; causal and not; an attention sink; parts that cancel",
+        _small("causal_bf16"),
+        _small("causal_fp32", FP32),
+        _small("scaled_full_fp32", FP32, causal=False, scale=0.4),
+        _small("scaled_full_bf16", causal=False, scale=0.4),
+        _small("ring_alone_bf16", tp=1),
+        _small("heads_alone_bf16", tp="world"),
+        _small("sink_bf16", pattern="sink"),
+        _small("cancelling_bf16", pattern="cancelling"),
+        _small("context_inner_bf16", inner="cp", world_sizes=(4, 8)),
+        _small("context_inner_full_fp32", FP32, inner="cp", causal=False, world_sizes=(4, 8)),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape: 16 tokens, two ranks share the heads",
+        case("bf16", BF16, batch=16, length=16, heads=8, depth=64, hidden=512, out=512, causal=True, tp=2),
+    ),
+    preset(
+        "production_llama2_7b_32k",
+        "32768 tokens, causal; two ranks share the heads",
+        _llama("bf16", length=32768, hidden=4096, tp=2, world_sizes=(4, 8)),
+    ),
+    preset(
+        "production_llama3_70b_16k",
+        "the width of Llama 3 70B, 16384 tokens, causal; W / 2 ranks share the heads",
+        _llama("bf16", length=16384, hidden=8192, tp=4, world_sizes=(8,)),
+        _llama("two_by_two_bf16", length=16384, hidden=8192, tp=2, world_sizes=(4,)),
+    ),
+    preset(
+        "production_llama3_70b_8k_heads",
+        "the width of Llama 3 70B, 8192 tokens, causal; all ranks share the heads, and there is no ring",
+        _llama("bf16", length=8192, hidden=8192, tp="world", world_sizes=(4, 8)),
+    ),
+    preset(
+        "production_llama2_7b_16k_ring",
+        "16384 tokens, causal; the ring alone",
+        _llama("bf16", length=16384, hidden=4096, tp=1, world_sizes=(4, 8)),
+    ),
+)
+
+
+def _names(wanted: Callable[[Case], bool]) -> tuple[str, ...]:
+    return _attention.case_names(PRESETS, wanted)
+
+
+def _ranks(case: Case) -> tuple[int, int]:
+    """Sizes of the tensor-parallel and of the context-parallel groups."""
+    tensor, context = _axes(case)
+    return len(tensor[0]), len(context[0])
+
+
+PROBLEM = Problem(
+    id=55,
+    slug="ring_attention_tp",
+    title="Attention layer: heads tensor-parallel, sequence in a ring",
+    category="context_parallel",
+    parallelism=("tensor", "context", "sequence"),
+    origin="Megatron-LM attention layers under tensor and context parallelism, with zhuzilin/ring-flash-attention's ring",
+    summary=(
+        "hidden_states (B, S, H) is the rank's part of a sequence sharded in rank order over cp_group, equal on all ranks of a tp_group; "
+        "w_qkv (3 h D, H) has the rows of Q, of K and of V for the rank's h = num_heads / tp heads, head by head, and w_o (H_out, h D) "
+        "the columns that belong to them. Projects to q, k and v, attends over the whole sequence of cp_group as in problem 54, projects, "
+        "and returns the sum over tp_group (B, S, H_out), in the dtype of the inputs. D = rows of w_qkv / (3 h); the softmax's scale is "
+        "D^-0.5 if None. A group that is None is the world. Between the steps values may be rounded to the inputs' dtype or kept wider."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer(
+            "no_ring", "attention to the rank's own keys", _with(_attention_block.local_only), cases=_names(lambda c: _ranks(c)[1] > 1)
+        ),
+        NullAnswer(
+            "uniform",
+            "the mean of the values that can be seen",
+            _with(_attention_block.uniform),
+            cases=_names(lambda c: c.params.get("pattern") != "cancelling"),
+        ),
+        NullAnswer("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _with(_attention_block.inverted)),
+        NullAnswer(
+            "interleaved_rows",
+            "rows of w_qkv taken to be q, k and v of one head after the other",
+            _with(_attention_block.interleaved),
+            cases=_names(lambda c: _heads(c) > 1),
+        ),
+        NullAnswer(
+            "default_scale", "softmax_scale ignored", _with(_attention_block.default_scale), cases=_names(lambda c: "scale" in c.params)
+        ),
+        NullAnswer("no_reduction", "the rank's own heads", lambda c: _own_part(c, 1), cases=_names(lambda c: _ranks(c)[0] > 1)),
+        NullAnswer(
+            "own_part_times_ranks",
+            "the rank's own heads times the size of tp_group",
+            lambda c: _own_part(c, _ranks(c.case)[0]),
+            cases=_names(lambda c: _ranks(c)[0] > 1),
+        ),
+        NullAnswer("groups_swapped", "the ring over tp_group and the sum over cp_group", _groups_swapped),
+        NullAnswer("summed_over_world", "the sum over all ranks", _summed_over_world, cases=_names(lambda c: _ranks(c)[1] > 1)),
+    ),
+    honest_variants=(
+        HonestVariant("fp32_rounded_once", lambda case, inputs, rank: _layer(case, inputs, rank, _attention_block.exact(case))),
+        HonestVariant("every_step_rounded", _rounded),
+    ),
+    excused={
+        f"another_rank@{name}": "all ranks share one place of the sequence, and have the same answer"
+        for name in _names(lambda c: _ranks(c)[1] == 1)
+    },
+    process_groups=process_groups,
+    notes=(
+        "The public benchmark's weights have standard deviation 0.02, which makes scores so small that attention is nearly a mean, and its "
+        "outputs so small that an absolute tolerance decides; here weights have variance 1 / fan-in or more.",
+        "Outputs are equal on all ranks of a tp_group by definition; that their bits are is not checked.",
+        "Groups in both orders occur, neighbouring ranks and strided ones, so that rank arithmetic in place of the groups fails. Groups "
+        "whose ranks are not ascending do not occur.",
+        "Leaving both groups None, the world as both at once, is legal in the public interface but models nothing, and does not occur.",
+        "The 70B preset splits the heads over W / 2 ranks, and 32k tokens give 8192 per rank on 8 ranks and 16384 on 4.",
+    ),
+)
