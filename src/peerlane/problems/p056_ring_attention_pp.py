@@ -1,0 +1,328 @@
+"""Problem 56: attention layers as stages of a pipeline, each with its sequence in a ring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems import _attention, _attention_block
+from peerlane.problems._attention import BF16, FP32, line
+from peerlane.problems._attention_block import Attend
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import (
+    Case,
+    CaseSpec,
+    Cost,
+    Expected,
+    GroupLayout,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems._tree import GroupRef
+
+
+@torch.no_grad()
+def reference(
+    hidden_states: torch.Tensor,
+    w_qkv: torch.Tensor,
+    w_o: torch.Tensor,
+    num_heads: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    cp_group: dist.ProcessGroup | None = None,
+    pp_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    stage, stages = (0, 1) if pp_group is None else (dist.get_rank(pp_group), dist.get_world_size(pp_group))
+    stage_input = hidden_states
+    if stage > 0:
+        stage_input = torch.empty_like(hidden_states)
+        dist.recv(stage_input, group=pp_group, group_src=stage - 1)
+    output = _attention_block.attention_layer(stage_input, w_qkv, w_o, num_heads, softmax_scale, causal, cp_group)
+    if stage + 1 < stages:
+        dist.send(output, group=pp_group, group_dst=stage + 1)
+    return output
+
+
+def _axes(case: Case) -> tuple[list[list[int]], list[list[int]]]:
+    """The pipelines and the rings. ``case``: ``pp``, the stages of a pipeline or ``"world"``; ``inner``: ``pp`` or ``cp``."""
+    size = case.world_size if case["pp"] == "world" else case["pp"]
+    return _attention.grid(case.world_size, size, case.params.get("inner", "cp") == "pp")
+
+
+def process_groups(case: Case) -> GroupLayout:
+    """With a single stage both groups are None: no pipeline, and the ring is the world."""
+    return {} if case["pp"] == 1 else dict(zip(("pipeline", "context"), _axes(case), strict=True))
+
+
+def _lines(case: Case, rank: int) -> tuple[list[int], list[int]]:
+    """The members of the rank's pipeline and of its ring."""
+    pipelines, rings = _axes(case)
+    return line(pipelines, rank), line(rings, rank)
+
+
+def _sizes(case: Case) -> tuple[int, int]:
+    """Stages, and ranks in a ring."""
+    pipelines, rings = _axes(case)
+    return len(pipelines[0]), len(rings[0])
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """Weights of variance ``gain``^2 / fan-in (gain 1 for w_o). See :func:`_attention_block.draw_hidden`.
+
+    Stages after the first, which must ignore hidden_states, find numbers of the same kind there, or NaN if ``case["stale"]`` is ``nan``.
+    ``case["pattern"]`` may also be ``stage_scale``: even stages' outputs are 100 times as large, and odd stages' w_qkv as much smaller.
+    """
+    pipeline, ring = _lines(case, rank)
+    stage, place = pipeline.index(rank), ring.index(rank)
+    hidden, width = case["hidden"], case["heads"] * case["depth"]
+    x = _attention_block.draw_hidden(case, len(ring), place, draw.shared)
+    w_qkv = draw.shared.normal((len(pipeline), 3 * width, hidden), case.dtype, scale=case.params.get("gain", 1.0) * hidden**-0.5)[stage]
+    w_o = draw.shared.normal((len(pipeline), hidden, width), case.dtype, scale=width**-0.5)[stage]
+    if case.params.get("pattern") == "stage_scale":
+        w_qkv, w_o = (w_qkv / 100, w_o) if stage % 2 else (w_qkv, w_o * 100)
+    if stage > 0:
+        x = torch.full_like(x, math.nan) if case.params.get("stale") == "nan" else draw.normal(x.shape, case.dtype)
+    groups = process_groups(case)
+    cp_group, pp_group = (GroupRef(name) if name in groups else None for name in ("context", "pipeline"))
+    return x, w_qkv.clone(), w_o.clone(), case["heads"], case.params.get("scale"), case["causal"], cp_group, pp_group
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    """Earlier stages in float64 too, at all places that the rank's queries see."""
+    pipeline, ring = _lines(case, rank)
+    seen = _attention.visible(ring.index(rank), len(ring), case["causal"])
+    xs = [inputs[line(_axes(case)[0], ring[place])[0]][0] for place in seen]
+    for member in pipeline[: pipeline.index(rank)]:
+        xs = [_wide_layer(case, inputs[member], xs, place) for place in range(len(xs))]
+    # Under a causal mask the rank's own place is the last of those it sees.
+    value = _wide_layer(case, inputs[rank], xs, ring.index(rank))
+    return Expected("output", value, case.dtype, magnitude=_attention_block.row_size(value))
+
+
+def _wide_layer(case: Case, args: tuple[Any, ...], xs: Sequence[torch.Tensor], place: int) -> torch.Tensor:
+    """One stage's output at one place of its ring, in float64."""
+    heads_out = _attention_block.attended(case, xs, args[1], case["heads"], place)
+    return _attention_block.wide_product(heads_out, args[2])
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    """That of as many layers as there are stages; a stage's own tolerance would be tighter before the last one."""
+    return {"output": _attention_block.layer_tolerance(case, _sizes(case)[0], cancels=False)}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """The ring's bytes; the stage's input from the stage before and its output to the next."""
+    pipeline, ring = _lines(case, rank)
+    stage, place, size = pipeline.index(rank), ring.index(rank), case.dtype.itemsize
+    heads, hidden = case["heads"], case["hidden"]
+    tokens = case["batch"] * _attention_block.local_length(case, len(ring))
+    activations = tokens * hidden * size
+    sent, received = _attention_block.ring_bytes(case, heads, len(ring), place)
+    return Cost(
+        hbm_bytes=2 * activations + 4 * heads * case["depth"] * hidden * size,
+        egress_bytes=sent + activations * (stage + 1 < len(pipeline)),
+        ingress_bytes=received + activations * (stage > 0),
+        flops={"fp32" if case.dtype == FP32 else "bf16": _attention_block.layer_flops(case, heads, len(ring), place, hidden)},
+    )
+
+
+def _stage(
+    case: Case, args: tuple[Any, ...], xs: Sequence[torch.Tensor], place: int, attend: Attend, *, rounded: bool = False
+) -> torch.Tensor:
+    """One stage's output at one place, in the dtype; steps within it in float32, or rounded."""
+    blocks = _attention_block.narrow(case, xs, args[1], case["heads"], rounded=rounded)
+    return _attention_block.projected(attend(blocks, place), args[2]).to(case.dtype)
+
+
+def _pipeline(
+    case: Case,
+    inputs: Sequence[tuple[Any, ...]],
+    rank: int,
+    attend: Attend,
+    *,
+    rounded: bool = False,
+    shift: int = 0,
+    last: int | None = None,
+) -> torch.Tensor:
+    """The output of the rank's stage, or of stage ``last``; activations come from ``shift`` places further along the ring."""
+    pipeline, ring = _lines(case, rank)
+    stage = pipeline.index(rank) if last is None else last
+    xs = [inputs[line(_axes(case)[0], q)[0]][0] for q in ring]
+    for member in pipeline[:stage]:
+        outputs = [_stage(case, inputs[member], xs, place, attend, rounded=rounded) for place in range(len(ring))]
+        xs = [outputs[(place + shift) % len(ring)] for place in range(len(ring))]
+    return _stage(case, inputs[pipeline[stage]], xs, ring.index(rank), attend, rounded=rounded)
+
+
+def _with(attend: Callable[[Case], Attend]) -> Callable[[NullContext], torch.Tensor]:
+    """A wrong answer: another kind of attention."""
+    return lambda c: _pipeline(c.case, c.inputs, c.rank, attend(c.case))
+
+
+def _own_hidden_states(context: NullContext) -> torch.Tensor:
+    """The stage applied to its own hidden_states: nothing received."""
+    case, ring = context.case, _lines(context.case, context.rank)[1]
+    xs = [context.inputs[q][0] for q in ring]
+    return _stage(case, context.args, xs, ring.index(context.rank), _attention_block.exact(case))
+
+
+def _first_input(context: NullContext) -> torch.Tensor:
+    """The stage applied to the first stage's input: earlier stages skipped."""
+    case, ring = context.case, _lines(context.case, context.rank)[1]
+    xs = [context.inputs[line(_axes(case)[0], q)[0]][0] for q in ring]
+    return _stage(case, context.args, xs, ring.index(context.rank), _attention_block.exact(case))
+
+
+def _last_stage(context: NullContext) -> torch.Tensor:
+    return _pipeline(context.case, context.inputs, context.rank, _attention_block.exact(context.case), last=_sizes(context.case)[0] - 1)
+
+
+def _residual(context: NullContext) -> torch.Tensor:
+    """The right layer's output added to its input, in the first stage; later ones as they should be."""
+    pipeline = _lines(context.case, context.rank)[0]
+    if context.rank != pipeline[0]:
+        answer: torch.Tensor = context.answer
+        return answer
+    return torch.add(context.answer, context.args[0])
+
+
+def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> CaseSpec:
+    sizes = {"batch": 2, "local": 3, "heads": 2, "depth": 16, "hidden": 40, "gain": 1.0}
+    return case(label, dtype, **{**sizes, "causal": True, "pp": 2, **params})
+
+
+def _llama(*, batch: int, length: int, hidden: int, pp: int) -> CaseSpec:
+    """Multi-head attention of depth 128, as wide as the hidden states."""
+    return case(
+        "bf16",
+        BF16,
+        batch=batch,
+        length=length,
+        heads=hidden // 128,
+        depth=128,
+        hidden=hidden,
+        causal=True,
+        pp=pp,
+        world_sizes=(4, 8),
+    )
+
+
+PRESETS = (
+    preset(
+        "small",
+        "two and more stages, or none; rings of neighbours and strided ones; NaN in hidden states that must be ignored; an attention sink",
+        _small("causal_bf16", stale="nan"),
+        _small("causal_fp32", FP32),
+        _small("scaled_full_fp32", FP32, causal=False, scale=0.4, stale="nan"),
+        _small("scaled_full_bf16", causal=False, scale=0.4),
+        _small("ring_alone_bf16", pp=1),
+        _small("chain_bf16", pp="world"),
+        _small("stage_scale_bf16", pattern="stage_scale"),
+        _small("sink_bf16", pattern="sink"),
+        _small("pipeline_inner_bf16", inner="pp", world_sizes=(4, 8)),
+        _small("nan_last_bf16", pattern="nan_last", world_sizes=(4, 8)),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape: 16 tokens, two stages",
+        case("bf16", BF16, batch=16, length=16, heads=8, depth=64, hidden=512, causal=True, pp=2),
+    ),
+    preset("production_llama2_7b_16k", "two stages, 16384 tokens, causal", _llama(batch=1, length=16384, hidden=4096, pp=2)),
+    preset(
+        "production_llama2_7b_batched",
+        "four stages, 4 sequences of 4096 tokens, causal: the batch can be split into micro-batches",
+        _llama(batch=4, length=4096, hidden=4096, pp=4),
+    ),
+    preset(
+        "production_llama3_70b_8k",
+        "the width of Llama 3 70B, two stages, 8192 tokens, causal",
+        _llama(batch=1, length=8192, hidden=8192, pp=2),
+    ),
+)
+
+
+def _names(wanted: Callable[[Case], bool]) -> tuple[str, ...]:
+    return _attention.case_names(PRESETS, wanted)
+
+
+def _needs_ring(case: Case) -> bool:
+    """Where no_ring is wrong: of two places with the last one NaN, the first needs no other."""
+    return _sizes(case)[1] > (2 if case.params.get("pattern") == "nan_last" else 1)
+
+
+_STAGED = _names(lambda c: _sizes(c)[0] > 1)
+
+PROBLEM = Problem(
+    id=56,
+    slug="ring_attention_pp",
+    title="Pipeline of attention layers, each over a ring",
+    category="pipeline_parallel",
+    parallelism=("pipeline", "context", "sequence"),
+    origin="Megatron-LM pipeline parallelism, with the ring of zhuzilin/ring-flash-attention in every stage",
+    summary=(
+        "A stage is the rank's place in pp_group (a single stage if None). The first stage's input is hidden_states (B, S, H), its part "
+        "of a sequence sharded in rank order over cp_group (the world if None); that of a later stage is the output of the stage before, "
+        "at the same place of the sequence, and its hidden_states give shape and dtype only. Every stage projects with its w_qkv (3 h D, "
+        "H: the rows of Q, of K and of V, head by head), attends over the whole sequence as in problem 54, projects with its w_o (H, h D), "
+        "and returns its own output (B, S, H). The softmax's scale is D^-0.5 if None. No residual, norm or bias. Between the steps of a "
+        "stage values may be rounded to the inputs' dtype or kept wider."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer("no_ring", "attention to the rank's own keys", _with(_attention_block.local_only), cases=_names(_needs_ring)),
+        NullAnswer("uniform", "the mean of the values that can be seen", _with(_attention_block.uniform)),
+        NullAnswer("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _with(_attention_block.inverted)),
+        NullAnswer(
+            "interleaved_rows", "rows of w_qkv taken to be q, k and v of one head after the other", _with(_attention_block.interleaved)
+        ),
+        NullAnswer(
+            "default_scale", "softmax_scale ignored", _with(_attention_block.default_scale), cases=_names(lambda c: "scale" in c.params)
+        ),
+        NullAnswer("own_hidden_states", "the stage applied to its own hidden_states", _own_hidden_states, cases=_STAGED),
+        NullAnswer("stages_skipped", "the stage applied to the first stage's input", _first_input, cases=_STAGED),
+        NullAnswer("last_stage", "the last stage's output on every stage", _last_stage, cases=_STAGED),
+        NullAnswer(
+            "neighbours_activations",
+            "activations received from the next place of the ring",
+            lambda c: _pipeline(c.case, c.inputs, c.rank, _attention_block.exact(c.case), shift=1),
+            cases=_names(lambda c: c["causal"] and min(_sizes(c)) > 1),
+        ),
+        NullAnswer(
+            "residual",
+            "the first stage's input added to its output",
+            _residual,
+            cases=_names(lambda c: c.params.get("pattern") != "stage_scale"),
+        ),
+    ),
+    honest_variants=(
+        HonestVariant("fp32_steps", lambda case, inputs, rank: _pipeline(case, inputs, rank, _attention_block.exact(case))),
+        HonestVariant(
+            "every_step_rounded",
+            lambda case, inputs, rank: _pipeline(case, inputs, rank, _attention_block.blockwise(case), rounded=True),
+        ),
+    ),
+    process_groups=process_groups,
+    notes=(
+        "The public benchmark's weights have standard deviation 0.02, so that the second stage's outputs are of the size of its absolute "
+        "tolerance; here weights have variance 1 / fan-in or more, and nothing is compared with an absolute tolerance.",
+        "In the public benchmark hidden_states of later stages equal the first stage's input; here they are other numbers, or NaN.",
+        "NaN fills the last rank's tokens only, under a causal mask, for the reason that problem 54 gives.",
+        "Float64 takes the answer through all stages; roundings of earlier stages are part of the tolerance.",
+        "The outputs of middle stages are returned too, as in the public benchmark. A good solution may cut the batch, or the queries, "
+        "into parts that follow each other through the stages.",
+    ),
+)
