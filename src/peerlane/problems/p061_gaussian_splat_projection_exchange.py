@@ -1,0 +1,642 @@
+"""Problem 61: Gaussians projected to all ranks' cameras, culled, and sent to the rank whose camera sees them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from peerlane.problems._collective import all_gather_single
+from peerlane.problems._draw import Draw
+from peerlane.problems._judge import compare_close, compare_exact
+from peerlane.problems._spec import (
+    UNIT_ROUNDOFF,
+    Case,
+    CaseSpec,
+    Cost,
+    Expected,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Score,
+    Tolerance,
+    case,
+    exactly,
+    preset,
+)
+from peerlane.problems._splat import EXTENT_SIGMAS, MIN_DETERMINANT, Projection, Scene, project, rotations, settled_gaussians
+
+FP32, FP64 = torch.float32, torch.float64
+
+NAMES = ("camera_ids", "gaussian_ids", "radii", "means2d", "depths", "conics", "opacities", "colors")
+Outputs = tuple[torch.Tensor, ...]
+
+# Gaussians of every rank that the cost model projects to find what share of them cameras see.
+_SAMPLE = 512
+
+
+def reference(
+    means: torch.Tensor,
+    quats: torch.Tensor,
+    scales: torch.Tensor,
+    opacities: torch.Tensor,
+    colors: torch.Tensor,
+    viewmats: torch.Tensor,
+    Ks: torch.Tensor,
+    image_width: int,
+    image_height: int,
+    eps2d: float = 0.3,
+    near_plane: float = 0.01,
+    far_plane: float = 1e10,
+    camera_model: str = "pinhole",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    if camera_model != "pinhole":
+        raise ValueError(f"camera_model is {camera_model!r}: expected 'pinhole'")
+    rank, ranks, cameras, device = dist.get_rank(), dist.get_world_size(), len(viewmats), means.device
+
+    counts = torch.empty(ranks, dtype=torch.int64, device=device)
+    all_gather_single(counts, torch.tensor([len(means)], device=device))
+    own_cameras = torch.cat((viewmats.flatten(1), Ks.flatten(1)), dim=1)
+    all_cameras = own_cameras.new_empty(ranks * cameras, own_cameras.shape[1])
+    all_gather_single(all_cameras, own_cameras)
+    views, intrinsics = all_cameras[:, :16].view(-1, 4, 4), all_cameras[:, 16:].view(-1, 3, 3)
+
+    radii, means2d, depths, conics = project_covariances(
+        means, quats, scales, views, intrinsics, image_width, image_height, eps2d, near_plane, far_plane
+    )
+    seen = (radii > 0).all(-1)
+    camera, gaussian = seen.nonzero(as_tuple=True)
+    sent = seen.view(ranks, -1).sum(1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    sent_rows, received_rows = torch.stack((sent, received)).tolist()
+
+    first = counts.cumsum(0)[rank] - counts[rank]
+    whole = torch.stack((camera % cameras, gaussian + first, *radii[camera, gaussian].unbind(-1)), dim=1)
+    real = torch.cat(
+        (
+            means2d[camera, gaussian],
+            depths[camera, gaussian].unsqueeze(1),
+            conics[camera, gaussian],
+            opacities[gaussian].unsqueeze(1),
+            colors[gaussian],
+        ),
+        dim=1,
+    )
+    whole_in, real_in = (rows.new_empty(sum(received_rows), rows.shape[1]) for rows in (whole, real))
+    dist.all_to_all_single(whole_in, whole, received_rows, sent_rows)
+    dist.all_to_all_single(real_in, real, received_rows, sent_rows)
+    means2d, depths, conics, opacities, colors = torch.split(real_in, [2, 1, 3, 1, colors.shape[1]], dim=1)
+    return (
+        whole_in[:, 0],
+        whole_in[:, 1],
+        whole_in[:, 2:].to(torch.int32),
+        means2d,
+        depths.squeeze(1),
+        conics,
+        opacities.squeeze(1),
+        colors,
+    )
+
+
+def project_covariances(
+    means: torch.Tensor,
+    quats: torch.Tensor,
+    scales: torch.Tensor,
+    viewmats: torch.Tensor,
+    intrinsics: torch.Tensor,
+    width: int,
+    height: int,
+    eps2d: float,
+    near: float,
+    far: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Radii (C, N, 2), zero where nothing is seen, means (C, N, 2), depths (C, N) and conics (C, N, 3), all in the inputs' dtype."""
+    w, x, y, z = F.normalize(quats, dim=-1).unbind(-1)
+    rotation = torch.stack(
+        (
+            1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y),
+            2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x),
+            2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y),
+        ),
+        dim=-1,
+    ).view(-1, 3, 3)  # fmt: skip
+    factor = rotation * scales.unsqueeze(-2)
+    turn = viewmats[:, None, :3, :3]
+    covariance = turn @ (factor @ factor.transpose(-1, -2)) @ turn.transpose(-1, -2)
+    p = (turn @ means.unsqueeze(-1)).squeeze(-1) + viewmats[:, None, :3, 3]
+    px, py, pz = p.unbind(-1)
+
+    fx, fy = intrinsics[:, None, 0, 0], intrinsics[:, None, 1, 1]
+    cx, cy = intrinsics[:, None, 0, 2], intrinsics[:, None, 1, 2]
+    beyond_x, beyond_y = 0.15 * width / fx, 0.15 * height / fy
+    u = pz * torch.clamp(px / pz, -(cx / fx + beyond_x), (width - cx) / fx + beyond_x)
+    v = pz * torch.clamp(py / pz, -(cy / fy + beyond_y), (height - cy) / fy + beyond_y)
+    zero = torch.zeros_like(pz)
+    jacobian = torch.stack((fx / pz, zero, -fx * u / pz**2, zero, fy / pz, -fy * v / pz**2), dim=-1).view(*pz.shape, 2, 3)
+    projected = jacobian @ covariance @ jacobian.transpose(-1, -2)
+    means2d = (p @ intrinsics[:, :2].transpose(-1, -2)) / pz.unsqueeze(-1)
+
+    a, d = projected[..., 0, 0] + eps2d, projected[..., 1, 1] + eps2d
+    b, c = projected[..., 0, 1], projected[..., 1, 0]
+    determinant = (a * d - b * c).clamp(min=MIN_DETERMINANT)
+    conics = torch.stack((d, -(b + c) / 2, a), dim=-1) / determinant.unsqueeze(-1)
+    radii = (EXTENT_SIGMAS * torch.stack((a, d), dim=-1).sqrt()).ceil()
+    size = means2d.new_tensor([width, height])
+    inside = ((means2d + radii > 0) & (means2d - radii < size)).all(-1) & (pz > near) & (pz < far)
+    return torch.where(inside.unsqueeze(-1), radii, 0.0).to(torch.int32), means2d, pz, conics
+
+
+def public_reference(*args: Any) -> Outputs:
+    """The reference with the public benchmark's numbers, which count from the first Gaussian of the destination rank."""
+    outputs = reference(*args)
+    count = torch.tensor([len(args[0])], device=args[0].device)
+    counts = count.new_empty(dist.get_world_size())
+    all_gather_single(counts, count)
+    before = counts.cumsum(0) - counts
+    source = torch.searchsorted(before, outputs[1].contiguous(), right=True) - 1
+    return (outputs[0], outputs[1] - before[source] + before[dist.get_rank()], *outputs[2:])
+
+
+def scene_of(case: Case) -> Scene:
+    counts = case["gaussians"]
+    per_rank = tuple(counts[rank % len(counts)] for rank in range(case.world_size))
+    return Scene(
+        name=case.key,
+        counts=per_rank,
+        cameras=case["cameras"],
+        width=case["width"],
+        height=case["height"],
+        extent=case.params.get("extent", 4.0),
+        distance=case.params.get("distance", 4.0),
+        focal=case.params.get("focal", 0.8),
+        size=case.params.get("size", 0.1),
+        near=case.params.get("near", 0.01),
+        far=case.params.get("far", 1e10),
+        eps2d=case.params.get("eps2d", 0.3),
+        blind=case.params.get("pattern") == "blind",
+    )
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """A scene that is the same in every call, in another place, another order and slightly changed.
+
+    How many Gaussians a camera sees decides the outputs' shapes, so that this must not change: a :class:`Scene` fixes it. Drawn anew are a
+    rigid motion of all Gaussians and cameras, the order of the rank's Gaussians, their colours and opacities, the lengths of their
+    quaternions, moves of their means by a fraction of a pixel, and scales by 5 %.
+
+    ``case["pattern"]``: ``blind``, see :class:`Scene`; ``edges``, see :func:`_edges`.
+    """
+    scene, count = scene_of(case), scene_of(case).counts[rank]
+    opacities = draw.uniform((count,), FP32, low=0.1, high=0.9)
+    colors = draw.uniform((count, case["channels"]), FP32)
+    rest = (case["width"], case["height"], scene.eps2d, scene.near, scene.far, "pinhole")
+    if case.params.get("pattern") == "edges":
+        return (*_edges(draw, scene, count), opacities, colors, *_edge_cameras(draw, scene, rank), *rest)
+    order = draw.permutation(count)
+    means, quats, scales, reach = (tensor[order] for tensor in settled_gaussians(scene, rank, draw.device))
+    means = means + reach * (2 * draw.uniform((count, 3), FP32) - 1)
+    scales = scales * (1 + 0.05 * (2 * draw.uniform((count, 3), FP32) - 1))
+
+    motion = F.normalize(draw.shared.normal((4,), FP64), dim=0)
+    turn, shift = rotations(motion), draw.shared.normal((3,), FP64)
+    means = means @ turn.to(FP32).t() + shift.to(FP32)
+    quats = _product(motion.to(FP32), quats) * torch.pow(10.0, 4 * draw.uniform((count, 1), FP32) - 2)
+    own = slice(rank * scene.cameras, (rank + 1) * scene.cameras)
+    views, intrinsics = (tensor[own].to(draw.device) for tensor in scene.viewpoints())
+    views[:, :3, :3] = views[:, :3, :3] @ turn.t()
+    views[:, :3, 3] -= views[:, :3, :3] @ shift
+    return (means, quats, scales, opacities, colors, views.to(FP32), intrinsics.to(FP32), *rest)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Products (N, 4) of one quaternion (4,) with many (N, 4): first the rotation on the right."""
+    w, u = left[0], left[1:].expand_as(right[:, 1:])
+    scalar = w * right[:, :1] - (u * right[:, 1:]).sum(-1, keepdim=True)
+    return torch.cat((scalar, w * right[:, 1:] + right[:, :1] * u + torch.linalg.cross(u, right[:, 1:])), dim=1)
+
+
+def _edges(draw: Draw, scene: Scene, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gaussians without size in places that float32 holds exactly, of radius 2 from eps2d alone, in random order.
+
+    Of every six one is somewhere in the picture, and others at the near plane, at the far plane, touching the picture's side from outside,
+    overlapping it by a quarter of a pixel, and behind the camera. Only the first and the fifth are seen.
+    """
+    places = [(0.0, 0.0, 1.0), (0.0, 0.0, scene.near), (0.0, 0.0, scene.far), (50 / 64, 0.0, 1.0), (49.75 / 64, 0.0, 1.0), (0.0, 0.0, -1.0)]
+    means = torch.tensor(places, device=draw.device).repeat(count // len(places), 1)
+    inside = means[:: len(places)]
+    inside[:, 2] = draw.integers(1, 3, (len(inside),), FP32)
+    inside[:, :2] = draw.integers(-40, 41, (len(inside), 2), FP32) / 64 * inside[:, 2:]
+    means = means[draw.permutation(len(means))]
+    return means, draw.normal((len(means), 4), FP32), torch.zeros_like(means)
+
+
+def _edge_cameras(draw: Draw, scene: Scene, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cameras in the origin, looking along z, upside down on every other rank: 64 pixels per unit of slope, centred in the picture."""
+    views = torch.eye(4, device=draw.device).repeat(scene.cameras, 1, 1)
+    views[:, :2] *= 1 - 2 * (rank % 2)
+    row = [[64.0, 0.0, scene.width / 2], [0.0, 64.0, scene.height / 2], [0.0, 0.0, 1.0]]
+    return views, torch.tensor(row, device=draw.device).repeat(scene.cameras, 1, 1)
+
+
+@dataclass(kw_only=True)
+class Radii(Expected):
+    """Radii in pixels: extents rounded up, of which each may be off by ``error``."""
+
+    extents: torch.Tensor
+    error: torch.Tensor
+
+
+@dataclass
+class _Rows:
+    """Rows of one rank's answer, in float64: source, camera, Gaussian within the source, and what is projected of it."""
+
+    source: torch.Tensor
+    camera: torch.Tensor
+    gaussian: torch.Tensor
+    extents: torch.Tensor
+    means2d: torch.Tensor
+    depths: torch.Tensor
+    conics: torch.Tensor
+    spread: torch.Tensor
+    position_spread: torch.Tensor
+    depth_spread: torch.Tensor
+    determinant: torch.Tensor
+    trace: torch.Tensor
+    smallest: torch.Tensor
+
+
+def _projection(args: tuple[Any, ...], viewer: tuple[Any, ...], camera: int, dtype: torch.dtype, **changes: Any) -> Projection:
+    """One camera's view of a rank's Gaussians."""
+    means, quats, scales = (tensor.to(dtype) for tensor in args[:3])
+    one = slice(camera, camera + 1)
+    width, height, eps2d, near, far, _ = viewer[7:]
+    kept = {"width": width, "height": height, "eps2d": eps2d, "near": near, "far": far, **changes}
+    return project(means, quats, scales, viewer[5][one].to(dtype), viewer[6][one].to(dtype), **kept)
+
+
+def _rows(inputs: Sequence[tuple[Any, ...]], rank: int, dtype: torch.dtype = FP64, **changes: Any) -> _Rows:
+    """What the rank's cameras see, by source, camera and Gaussian. ``changes`` (wrong) apply to what is seen, not to whether it is."""
+    viewer, parts = inputs[rank], []
+    for source, args in enumerate(inputs):
+        for camera in range(len(viewer[5])):
+            view = _projection(args, viewer, camera, FP64)
+            extents = view.extents()
+            seen = view.visible(extents.ceil(), *viewer[7:9])[0].nonzero().squeeze(1)
+            if changes or dtype != FP64:
+                view = _projection(args, viewer, camera, dtype, **changes)
+                extents = view.extents()
+            place = torch.full_like(seen, source), torch.full_like(seen, camera), seen
+            a, _, c = view.covariance[0, seen].unbind(-1)
+            values = (
+                extents, view.means2d, view.depths, view.conics(), view.spread, view.position_spread, view.depth_spread, view.determinant()
+            )  # fmt: skip
+            parts.append((*place, *(value[0, seen] for value in values), a + c, torch.minimum(a, c)))
+    return _Rows(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _first_of(inputs: Sequence[tuple[Any, ...]], device: torch.device) -> torch.Tensor:
+    """(W,): how many Gaussians the ranks before each have."""
+    counts = torch.tensor([len(args[0]) for args in inputs], device=device)
+    return counts.cumsum(0) - counts
+
+
+def _copied(inputs: Sequence[tuple[Any, ...]], rows: _Rows, argument: int) -> torch.Tensor:
+    """Rows of an argument that is sent as it is."""
+    first = _first_of(inputs, rows.source.device)
+    return torch.cat([args[argument] for args in inputs])[first[rows.source] + rows.gaussian]
+
+
+def _numbers(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, rows: _Rows) -> torch.Tensor:
+    first = _first_of(inputs, rows.source.device)
+    return rows.gaussian + (first[rank] if case.variant == "pkb" else first[rows.source])
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, ...]:
+    """In float64. Magnitudes are sums of absolute values of the terms; a covariance's error weighs more in the inverse of a narrow one."""
+    rows = _rows(inputs, rank)
+    u = UNIT_ROUNDOFF[FP32]
+    radius_error = 64 * u * (EXTENT_SIGMAS * rows.spread / rows.smallest.sqrt()).unsqueeze(1) + 8 * u * rows.extents
+    narrow = rows.spread * rows.trace / rows.determinant
+    conic_size = rows.spread.unsqueeze(1) / rows.determinant.unsqueeze(1) + rows.conics.abs() * narrow.unsqueeze(1)
+    return (
+        exactly("camera_ids", rows.camera),
+        exactly("gaussian_ids", _numbers(case, inputs, rank, rows)),
+        Radii("radii", rows.extents.ceil(), torch.int32, extents=rows.extents, error=radius_error),
+        Expected("means2d", rows.means2d, FP32, magnitude=rows.position_spread),
+        Expected("depths", rows.depths, FP32, magnitude=rows.depth_spread),
+        Expected("conics", rows.conics, FP32, magnitude=conic_size),
+        exactly("opacities", _copied(inputs, rows, 3)),
+        exactly("colors", _copied(inputs, rows, 4)),
+    )
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    """In units of u and of the terms' absolute values: 8 for a depth (three products and a sum), 16 for a position (a division more).
+
+    A covariance passes through three products of matrices before it is inverted: 64 of the largest term of its entries, and as many of the
+    inverse for every unit by which the determinant is smaller than the product of trace and largest term.
+    """
+    u = UNIT_ROUNDOFF[FP32]
+    return {
+        "means2d": Tolerance(relative=2 * u, magnitude=16 * u),
+        "depths": Tolerance(relative=2 * u, magnitude=8 * u),
+        "conics": Tolerance(relative=8 * u, magnitude=64 * u),
+    }
+
+
+def compare(case: Case, got: Outputs, expected: tuple[Expected, ...], kind: str) -> list[Score]:
+    """A radius may be any whole number to which an extent within its error is rounded up; the rest as everywhere."""
+    allowed = tolerance(case)
+    scores = []
+    for value, want in zip(got, expected, strict=True):
+        if isinstance(want, Radii):
+            scores.append(_radius_score(value, want))
+        elif want.exact:
+            scores.append(compare_exact(want.name, value, want.value))
+        else:
+            scores.append(compare_close(want.name, value, want, allowed[want.name]))
+    return scores
+
+
+def _radius_score(got: torch.Tensor, want: Radii) -> Score:
+    wrong = (got < (want.extents - want.error).ceil()) | (got > (want.extents + want.error).ceil())
+    count = int(wrong.sum())
+    if not count:
+        return Score(want.name, 0.0, "every radius is its extent rounded up")
+    worst = int(wrong.flatten().to(torch.uint8).argmax())
+    index = (worst // 2, worst % 2)
+    return Score(want.name, float("inf"), f"{count} of {wrong.numel()} radii wrong", index, float(got[index]), float(want.value[index]))
+
+
+@functools.lru_cache(maxsize=64)
+def _shares(scene: Scene) -> tuple[tuple[float, ...], ...]:
+    """Share of every rank's Gaussians (first index) that each camera of the world sees, from a sample."""
+    views, intrinsics = (tensor.to(FP32) for tensor in scene.viewpoints())
+    shares = []
+    for rank, count in enumerate(scene.counts):
+        means, quats, scales, _ = settled_gaussians(scene, rank, torch.device("cpu"), min(count, _SAMPLE))
+        view = project(
+            means, quats, scales, views, intrinsics,
+            width=scene.width, height=scene.height, eps2d=scene.eps2d, near=scene.near, far=scene.far,
+        )  # fmt: skip
+        seen = view.visible(view.extents().ceil(), scene.width, scene.height).to(FP32).mean(1)
+        shares.append(tuple(seen.tolist()))
+    return tuple(shares)
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """For the number of visible Gaussians that a sample of the scene suggests (in the scene of edges, a third).
+
+    Either a Gaussian's 11 + D numbers are sent once to a rank and projected there, or 7 + D numbers of its projection, with 14 bytes of
+    radii and numbers, to every camera that sees it: whichever is less.
+    """
+    scene, ranks, cameras, channels = scene_of(case), case.world_size, case["cameras"], case["channels"]
+    edges = case.params.get("pattern") == "edges"
+    shares = ((1 / 3,) * (ranks * cameras),) * ranks if edges else _shares(scene)
+
+    def rows(source: int, target: int) -> float:
+        return scene.counts[source] * sum(shares[source][target * cameras : (target + 1) * cameras])
+
+    def traffic(source: int, target: int) -> float:
+        return float(min(scene.counts[source] * 4 * (11 + channels), rows(source, target) * (4 * (7 + channels) + 14)))
+
+    others = [q for q in range(ranks) if q != rank]
+    received = sum(rows(q, rank) for q in range(ranks))
+    own = scene.counts[rank]
+    return Cost(
+        hbm_bytes=own * 12 + received * (24 + 4 * (7 + channels)),
+        egress_bytes=sum(traffic(rank, q) for q in others) + 100 * cameras * (ranks - 1),
+        ingress_bytes=sum(traffic(q, rank) for q in others) + 100 * cameras * (ranks - 1),
+        flops={"fp32": 40 * own * cameras * ranks + 200 * received},
+        typical=True,
+    )
+
+
+def _assembled(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, rows: _Rows, numbers: torch.Tensor | None = None) -> Outputs:
+    """Rows as a candidate would return them."""
+    ids = _numbers(case, inputs, rank, rows) if numbers is None else numbers
+    radii = rows.extents.ceil().to(torch.int32)
+    reals = (rows.means2d.to(FP32), rows.depths.to(FP32), rows.conics.to(FP32))
+    return (rows.camera, ids, radii, *reals, _copied(inputs, rows, 3), _copied(inputs, rows, 4))
+
+
+def _factored(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Outputs:
+    return _assembled(case, inputs, rank, _rows(inputs, rank, FP32))
+
+
+def _by_covariances(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Outputs:
+    """Every source's Gaussians projected where their camera is, from covariances in float32."""
+    viewer, parts = inputs[rank], []
+    first = _first_of(inputs, viewer[0].device)
+    for source, args in enumerate(inputs):
+        radii, means2d, depths, conics = project_covariances(*args[:3], *viewer[5:12])
+        camera, gaussian = (radii > 0).all(-1).nonzero(as_tuple=True)
+        at = (camera, gaussian)
+        ids = gaussian + first[rank if case.variant == "pkb" else source]
+        parts.append((camera, ids, radii[at], means2d[at], depths[at], conics[at], args[3][gaussian], args[4][gaussian]))
+    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+
+
+def _projected_wrongly(**changes: Any) -> Callable[[NullContext], Outputs]:
+    return lambda context: _assembled(context.case, context.inputs, context.rank, _rows(context.inputs, context.rank, **changes))
+
+
+def _with_arguments(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[NullContext], Outputs]:
+    """The right rows, but values projected from arguments that ``change`` has spoilt."""
+
+    def answer(context: NullContext) -> Outputs:
+        right, viewer = _rows(context.inputs, context.rank), context.args
+        views = [[_projection(change(args), viewer, camera, FP64) for camera in range(len(viewer[5]))] for args in context.inputs]
+        conics, extents = torch.empty_like(right.conics), torch.empty_like(right.extents)
+        for source, of_source in enumerate(views):
+            for camera, view in enumerate(of_source):
+                chosen = (right.source == source) & (right.camera == camera)
+                conics[chosen], extents[chosen] = view.conics()[0, right.gaussian[chosen]], view.extents()[0, right.gaussian[chosen]]
+        outputs = list(context.answer)
+        outputs[2], outputs[5] = extents.ceil().to(torch.int32), conics.to(FP32)
+        return tuple(outputs)
+
+    return answer
+
+
+def _numbered(number: Callable[[NullContext, _Rows, torch.Tensor], torch.Tensor]) -> Callable[[NullContext], Outputs]:
+    """The right answer but for the Gaussians' numbers: ``number(context, rows, first Gaussian of every rank)``."""
+
+    def answer(context: NullContext) -> Outputs:
+        rows = _rows(context.inputs, context.rank)
+        first = _first_of(context.inputs, rows.source.device)
+        return _assembled(context.case, context.inputs, context.rank, rows, number(context, rows, first))
+
+    return answer
+
+
+def _reordered(key: Callable[[_Rows], Sequence[torch.Tensor]]) -> Callable[[NullContext], Outputs]:
+    """The right rows in another order: by ``key``, first entry first."""
+
+    def answer(context: NullContext) -> Outputs:
+        order = torch.arange(len(context.answer[0]), device=context.answer[0].device)
+        for column in reversed(key(_rows(context.inputs, context.rank))):
+            order = order[column[order].argsort(stable=True)]
+        return tuple(output[order] for output in context.answer)
+
+    return answer
+
+
+def _world_cameras(context: NullContext) -> Outputs:
+    return (context.answer[0] + context.rank * context.case["cameras"], *context.answer[1:])
+
+
+def _small(label: str, **params: Any) -> CaseSpec:
+    defaults = {"gaussians": (64, 40, 90, 24), "cameras": 2, "width": 128, "height": 96, "channels": 3}
+    return case(label, FP32, variant=params.pop("variant", "default"), **{**defaults, **params})
+
+
+def _large(label: str, variant: str = "default", **params: Any) -> CaseSpec:
+    return case(label, FP32, variant=variant, **{"cameras": 1, "channels": 3, "gaussians": (1024,), **params})
+
+
+PRESETS = (
+    preset(
+        "small",
+        "uneven counts, several cameras and one, Gaussians behind, beside and larger than the picture; ranks that see or show nothing; "
+        "Gaussians on borders and at the near and far planes; one channel and many; the public benchmark's numbering",
+        _small("two_cameras"),
+        _small("one_camera", cameras=1, channels=1),
+        _small("large", size=2.0, focal=0.6, eps2d=0.5),
+        _small("narrow", focal=1.2, far=8.0, near=0.2, channels=17, gaussians=(150, 100)),
+        _small("blind", pattern="blind", cameras=1),
+        _small("edges", pattern="edges", cameras=2, near=0.5, far=8.0, width=96, gaussians=(12, 6, 18, 24)),
+        _small("public_numbers", variant="pkb"),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's sizes, in float32, and with its numbering",
+        _large("fp32", width=512, height=512, extent=2.0),
+        _large("public_numbers_fp32", "pkb", width=512, height=512, extent=2.0),
+    ),
+    preset(
+        "production_garden",
+        "Mip-NeRF 360 garden, 725000 Gaussians and a camera per rank",
+        _large("fp32", gaussians=(725_000,), width=1297, height=840, size=0.02),
+    ),
+    preset(
+        "production_city",
+        "a large aerial scene, 3.1 million Gaussians and a camera per rank, most of them out of sight",
+        _large("fp32", gaussians=(3_100_000,), width=1600, height=900, focal=1.2, extent=12.0, size=0.02),
+    ),
+    preset(
+        "production_four_cameras",
+        "250000 Gaussians and four cameras per rank",
+        _large("fp32", gaussians=(250_000,), cameras=4, width=1920, height=1080, size=0.02),
+    ),
+)
+
+
+def _labels(where: Callable[[CaseSpec], bool]) -> tuple[str, ...]:
+    return tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if where(spec))
+
+
+_GENERAL = _labels(lambda spec: spec.params.get("pattern") != "edges")
+_ONE_CAMERA = _labels(lambda spec: spec.params["cameras"] == 1)
+_SEVERAL_CAMERAS = _labels(lambda spec: spec.params["cameras"] > 1 and spec.params.get("pattern") != "edges")
+_NOT_BLIND = _labels(lambda spec: spec.params.get("pattern") != "blind")
+_DEFAULT = _labels(lambda spec: spec.variant == "default" and spec.params.get("pattern") != "blind")
+_FIXED = "how many Gaussians each camera sees of each rank is the same in every call"
+_EDGES = "small/edges"
+_POINTS = "all Gaussians are points there, whose projections are alike"
+_ZERO = "a rank's only camera has number 0"
+
+PROBLEM = Problem(
+    id=61,
+    slug="gaussian_splat_projection_exchange",
+    title="Gaussian splatting: project to all cameras, cull, and send to the camera's rank",
+    category="geometric_spatial",
+    parallelism=("spatial", "data"),
+    origin="gsplat and Grendel-GS: distributed front end of a renderer of 3D Gaussians",
+    summary=(
+        "A rank has N Gaussians (means (N, 3), quats (N, 4) as w, x, y, z of any length, scales (N, 3), opacities (N,), colors (N, D)) "
+        "and C cameras (viewmats (C, 4, 4) world to camera, Ks (C, 3, 3)), C equal on all ranks. With p = R mean + t and the covariance"
+        " Sigma = R R_q diag(scales)^2 R_q^T R^T: A = J Sigma J^T + eps2d I, J the Jacobian of the projection at p with p_x / p_z and "
+        "p_y / p_z kept within the picture widened by 15 % of its size on every side; radii = ceil(3.33 sqrt(diag A)); means2d = K p / "
+        "p_z, depth p_z, conic (A_11, -A_01, A_00) / det A. A Gaussian is seen if near < p_z < far and means2d +- radii overlaps (0, "
+        "width) x (0, height), strictly. A rank returns what its cameras see of all ranks' Gaussians, ordered by source rank, camera, "
+        "Gaussian: camera_ids (R,) from 0 to C - 1, gaussian_ids (R,) among all ranks' Gaussians in rank order, both int64, radii int32"
+        " (R, 2), and float32 means2d (R, 2), depths (R,), conics (R, 3), opacities (R,), colors (R, D)."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    compare=compare,
+    cost=cost,
+    presets=PRESETS,
+    variant_references={"pkb": public_reference},
+    null_answers=(
+        NullAnswer(
+            "local_numbers", "Gaussians numbered within their rank", _numbered(lambda c, rows, first: rows.gaussian), cases=_DEFAULT
+        ),
+        NullAnswer(
+            "destination_numbers",
+            "Gaussians counted from the destination's first",
+            _numbered(lambda c, rows, first: rows.gaussian + first[c.rank]),
+            cases=_DEFAULT,
+        ),
+        NullAnswer("world_cameras", "cameras numbered among all ranks'", _world_cameras, cases=_NOT_BLIND),
+        NullAnswer("sources_reversed", "the last rank's Gaussians first", _reordered(lambda rows: (-rows.source,)), cases=_NOT_BLIND),
+        NullAnswer("camera_major", "rows by camera, then source", _reordered(lambda rows: (rows.camera,)), cases=_SEVERAL_CAMERAS),
+        NullAnswer(
+            "gaussian_major",
+            "rows by source, then Gaussian",
+            _reordered(lambda rows: (rows.source, rows.gaussian)),
+            cases=_SEVERAL_CAMERAS,
+        ),
+        NullAnswer("jacobian_not_clamped", "J wherever the Gaussian is", _projected_wrongly(clamp=1e6), cases=("small/large",)),
+        NullAnswer("camera_not_turned", "covariances not turned to the camera", _projected_wrongly(turned=False), cases=_GENERAL),
+        NullAnswer("eps2d_forgotten", "covariances without eps2d", _projected_wrongly(eps2d=1e-3)),
+        NullAnswer(
+            "quaternions_reversed",
+            "the real part taken for the last",
+            _with_arguments(lambda args: (args[0], args[1].roll(1, 1), *args[2:])),
+            cases=_GENERAL,
+        ),
+        NullAnswer(
+            "conjugate_quaternions",
+            "rotations the other way round",
+            _with_arguments(lambda args: (args[0], args[1] * args[1].new_tensor([1.0, -1.0, -1.0, -1.0]), *args[2:])),
+            cases=_GENERAL,
+        ),
+    ),
+    honest_variants=(HonestVariant("factored_fp32", _factored), HonestVariant("covariances_fp32", _by_covariances)),
+    excused={
+        "previous/camera_ids": _FIXED,
+        **{f"previous/{name}@{_EDGES}": _POINTS for name in ("radii", "conics")},
+        f"previous_mean/radii@{_EDGES}": _POINTS,
+        **{
+            f"another_rank/{name}@{_EDGES}": "all ranks see the same Gaussians there, from two sides" for name in NAMES if name != "means2d"
+        },
+        **{
+            f"{null}/camera_ids@{name}": _ZERO
+            for name in _ONE_CAMERA
+            for null in ("zeros", "previous_mean", "input_mean", "another_rank", "echo")
+        },
+    },
+    graph=False,
+    graph_reason="how many rows a rank gets depends on what its cameras see, and the host must wait for that number",
+    notes=(
+        "gaussian_ids count from the source rank's first Gaussian. The public reference counts from the destination's, so that rows of "
+        "different sources cannot be told apart; the pkb variant of the small and pkb presets keeps that.",
+        "The public benchmark feeds bfloat16, in which pixels are two apart and a correctly rounded computation fails its check; here "
+        "everything is float32.",
+        "All its cameras are equal and see every Gaussian, so that nothing is culled and all splits are equal; here cameras stand around "
+        "the scene and see different parts of it, and ranks may see or show nothing (where the public reference crashes).",
+        "Numbers of rows must be the same in every call, so that a case has one scene; calls differ by a rigid motion, order, colours, "
+        "opacities and changes too small to decide what is seen. A radius next to a whole number may be rounded either way.",
+    ),
+)
