@@ -1,0 +1,194 @@
+"""Problem 30: sum of three LoRA gradients that all experts share, over the ranks of expert parallelism."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems._collective import (
+    BF16,
+    FP32,
+    group_layout,
+    group_members,
+    sequential_sum,
+    sum_expected,
+    sum_tolerance,
+    summand,
+    wide_sum,
+)
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
+from peerlane.problems._tree import GroupRef
+
+NAMES = ("grad_fc1_1_lora_A", "grad_fc1_2_lora_A", "grad_fc2_lora_B")
+
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@torch.no_grad()
+def reference(
+    grad_fc1_1_lora_A: torch.Tensor,
+    grad_fc1_2_lora_A: torch.Tensor,
+    grad_fc2_lora_B: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    for gradient in (grad_fc1_1_lora_A, grad_fc1_2_lora_A, grad_fc2_lora_B):
+        dist.all_reduce(gradient, group=group)
+    return grad_fc1_1_lora_A, grad_fc1_2_lora_A, grad_fc2_lora_B
+
+
+def _shapes(case: Case) -> Sequence[tuple[int, ...]]:
+    """``shapes``; or both A gradients (r, in) and the B gradient (out, r) of ``lora`` = (r, in, out)."""
+    if "shapes" in case.params:
+        shapes: Sequence[tuple[int, ...]] = case["shapes"]
+        return shapes
+    r, inner, outer = case["lora"]
+    return (r, inner), (r, inner), (outer, r)
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """See :func:`summand`. ``case["data"]`` = ``idle``: every rank of a group but its last has gradients of zero.
+
+    All ranks must return the same bits, so several groups have the same gradients, whole numbers whose sums are exact in any order.
+    """
+    members = group_members(case, rank)
+    gradients = [summand(case, members.index(rank), draw, shape) for shape in _shapes(case)]
+    if group_layout(case):
+        whole = [draw.shared.integers(-16, 17, (len(members), *shape), case.dtype) for shape in _shapes(case)]
+        gradients = [every[members.index(rank)].clone() for every in whole]
+    if case.params.get("data") == "idle" and rank != members[-1]:
+        gradients = [torch.zeros_like(gradient) for gradient in gradients]
+    return (*gradients, *(GroupRef(name) for name in group_layout(case)))
+
+
+def _terms(inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int], index: int) -> list[torch.Tensor]:
+    return [inputs[q][index] for q in ranks]
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, ...]:
+    members = group_members(case, rank)
+    sums = (sum_expected(_terms(inputs, members, index), case.dtype) for index in range(3))
+    return tuple(dataclasses.replace(expected, name=name) for name, expected in zip(NAMES, sums, strict=True))
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    shapes = zip(NAMES, _shapes(case), strict=True)
+    return {name: sum_tolerance(case, torch.Size(shape).numel())["sum"] for name, shape in shapes}
+
+
+def cost(case: Case, rank: int) -> Cost:
+    elements, ranks = sum(torch.Size(shape).numel() for shape in _shapes(case)), len(group_members(case, rank))
+    payload = elements * case.dtype.itemsize
+    port = 2 * (ranks - 1) / ranks * payload
+    return Cost(
+        hbm_bytes=2 * payload,
+        egress_bytes=port,
+        ingress_bytes=port,
+        flops={"fp32": (ranks - 1) / ranks * elements},
+    )
+
+
+def _sums(
+    inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int], add: Callable[[Sequence[torch.Tensor]], torch.Tensor] = wide_sum
+) -> Triple:
+    first, second, third = (add(_terms(inputs, ranks, index)) for index in range(3))
+    return first, second, third
+
+
+def _members(context: NullContext) -> Sequence[int]:
+    return group_members(context.case, context.rank)
+
+
+def _own(context: NullContext) -> Triple:
+    return _sums(context.inputs, [context.rank])
+
+
+def _only_first(context: NullContext) -> Triple:
+    """The sum of the first gradient, and the rank's own second and third."""
+    return (context.answer[0], *_own(context)[1:])
+
+
+def _mean(context: NullContext) -> Triple:
+    first, second, third = (total / len(_members(context)) for total in context.answer)
+    return first, second, third
+
+
+def _stale_last(context: NullContext) -> Triple:
+    """The last gradient's second half is that of the slot before."""
+    last = context.answer[2].clone()
+    half = last.numel() // 2
+    last.view(-1)[half:] = context.previous[2].reshape(-1)[half:]
+    return (*context.answer[:2], last)
+
+
+_ODD = ((3, 5), (3, 7), (11, 3))
+
+PROBLEM = Problem(
+    id=30,
+    slug="moe_epgroupgemm_lora_backward",
+    title="Sum of three shared LoRA gradients over expert-parallel ranks",
+    category="expert_parallel",
+    parallelism=("expert", "data"),
+    origin="VeOmni: the backward pass of its expert-parallel grouped GEMM with LoRA; two A matrices and a B are shared by all experts",
+    summary=(
+        "Every rank returns, for each of the three gradients, the elementwise sum over the ranks of the group (the world if None), in its "
+        "shape and dtype and with the same bits everywhere. The gradients may be overwritten, and may be what is returned. The order of "
+        "the additions and the width of the accumulator are free."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=(
+        preset(
+            "small",
+            "odd and unlike shapes, one empty, three axes, cancellation, idle ranks, NaN and infinities, a group",
+            case("odd_bf16", BF16, shapes=_ODD),
+            case("odd_fp32", FP32, shapes=_ODD),
+            case("empty_bf16", BF16, shapes=((3, 5), (0, 4), (11, 3))),
+            case("stacked_fp32", FP32, shapes=((2, 3, 5), (2, 3, 5), (2, 5, 3))),
+            case("cancelling_bf16", BF16, shapes=((5, 67), (5, 67), (33, 5)), data="cancelling"),
+            case("idle_bf16", BF16, shapes=_ODD, data="idle"),
+            case("special_fp32", FP32, shapes=_ODD, data="special"),
+            case("strided_group_bf16", BF16, shapes=_ODD, group="strided", world_sizes=(4, 8)),
+        ),
+        preset("pkb", "the public benchmark's shape", case("bf16", BF16, lora=(8, 1024, 1024))),
+        preset("production_qwen3_30b_a3b", "rank 64, hidden 2048: 768 KiB", case("bf16", BF16, lora=(64, 2048, 2048))),
+        preset("production_qwen3_235b", "rank 64, hidden 4096, float32: 3 MiB", case("fp32", FP32, lora=(64, 4096, 4096))),
+        preset(
+            "production_deepseek_v3",
+            "adapters of rank 128 of 32 experts, stacked: 176 MB",
+            case("bf16", BF16, shapes=((4096, 7168), (4096, 7168), (7168, 4096))),
+        ),
+    ),
+    null_answers=(
+        NullAnswer("no_communication", "the rank's own gradients", _own),
+        NullAnswer("only_first_summed", "the second and third gradient left as they are", _only_first),
+        NullAnswer("mean", "divided by the number of ranks", _mean),
+        NullAnswer("drop_last_rank", "the sum without the last rank", lambda c: _sums(c.inputs, _members(c)[:-1])),
+        NullAnswer("stale_half", "half of the last gradient is that of the slot before", _stale_last),
+        NullAnswer(
+            "whole_world", "group ignored", lambda c: _sums(c.inputs, range(c.case.world_size)), cases=("small/strided_group_bf16",)
+        ),
+    ),
+    honest_variants=(
+        HonestVariant("fp32_accumulation", lambda case, inputs, rank: _sums(inputs, group_members(case, rank))),
+        HonestVariant("sequential_in_dtype", lambda case, inputs, rank: _sums(inputs, group_members(case, rank), sequential_sum)),
+    ),
+    excused={"another_rank": "all ranks of a group have the same answer"},
+    process_groups=group_layout,
+    replicated=True,
+    integer_exact=True,
+    mutates=frozenset(NAMES),
+    notes=(
+        "The public reference sums in place and returns its arguments. Here what is returned counts; whether it is the arguments, and what "
+        "they hold afterwards, is free. Inputs are new in every call: the public benchmark sums the second and third again and again.",
+        "The public reference is judged by itself, so that a float32 accumulator fails it; here a float64 sum is the truth.",
+        "The title speaks of a grouped product's backward pass; only its communication is left.",
+    ),
+)
