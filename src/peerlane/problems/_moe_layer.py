@@ -210,13 +210,13 @@ def _low_rank_factors(case: Case, draw: Draw, layers: Sequence[torch.nn.Linear])
     * absent: B A adds half as much as the projection itself;
     * ``zero``: B is 0;
     * ``alone``: the projections are 0;
-    * ``cancelling``: the projections hold -B A, as large as what they are otherwise, too.
+    * ``cancelling``: the projections also hold -B A, 0.7 times as large as what they are otherwise.
     """
     if "low_rank" not in case.params:
         return []
     factors, kind, depth = [], case.params.get("factors"), case["low_rank"]
     for layer, (_, gain) in zip(layers, _projections(case["hidden"], case["inner"]), strict=True):
-        size = {None: _LOW_RANK, "zero": 0.0}.get(kind, 1.0)
+        size = {None: _LOW_RANK, "zero": 0.0, "cancelling": 0.7}.get(kind, 1.0)
         a = draw.normal((depth, layer.in_features), case.dtype, scale=layer.in_features**-0.5)
         b = draw.normal((layer.out_features, depth), case.dtype, scale=size * gain * depth**-0.5)
         weight = layer.weight.data

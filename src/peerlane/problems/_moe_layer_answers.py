@@ -235,7 +235,7 @@ def null_answers(presets: Sequence[Preset]) -> tuple[NullAnswer, ...]:
     remote = where(lambda c: ranks(c) > 1 and pattern(c) != "own")
     several = where(lambda c: c["k"] > 1)
     unlike = where(lambda c: c["k"] > 1 and pattern(c) not in ("one_rank", "together", "own"))
-    left_out = where(lambda c: experts(c) > c["k"])
+    left_out = where(lambda c: experts(c) >= 2 * c["k"])
     unequal = where(lambda c: ranks(c) > 1 and experts(c) > ranks(c))
     low_rank = where(lambda c: "low_rank" in c.params and c.params.get("factors") != "zero")
     found = [
@@ -262,7 +262,7 @@ def null_answers(presets: Sequence[Preset]) -> tuple[NullAnswer, ...]:
             "router_without_bias",
             "gate_bias ignored",
             _spoilt(router=_without_bias),
-            cases=where(lambda c: c.params.get("bias", True) and experts(c) > 1),
+            cases=where(lambda c: c.params.get("bias", True) and experts(c) > 1 and pattern(c) != "one_rank"),
         ),
         NullAnswer(
             "neighbours_router",
@@ -283,7 +283,9 @@ def null_answers(presets: Sequence[Preset]) -> tuple[NullAnswer, ...]:
             "first_ranks_experts",
             "the experts of the world's first ranks",
             _spoilt(owners=_first_neighbours),
-            cases=where(lambda c: any(list(owners_of(c, q)) != list(_first_neighbours(c, q)) for q in range(c.world_size))),
+            cases=where(
+                lambda c: any(_moe.tokens_of(c, q) and list(owners_of(c, q)) != list(_first_neighbours(c, q)) for q in range(c.world_size))
+            ),
         ),
     ]
     if low_rank:

@@ -1,0 +1,67 @@
+"""Problem 49: problem 31 with one expert per rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from peerlane.problems import _moe_layer_answers as _layer
+from peerlane.problems._collective import BF16, FP32
+from peerlane.problems._spec import CaseSpec, case, preset
+
+
+def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+    base = {"tokens": (96, 0, 40, 64), "hidden": 64, "inner": 16, "experts_per_rank": 1, "k": 1}
+    return case(label, dtype, **{**base, **params})
+
+
+PRESETS = (
+    preset(
+        "small",
+        "exactly balanced, everything to one peer after the other, nothing remote, every rank, an expert that nobody chooses",
+        _small("balanced_bf16", BF16, pattern="balanced"),
+        _small("balanced_fp32", FP32, pattern="balanced"),
+        _small("rotated_bf16", BF16, pattern="rotated"),
+        _small("own_bf16", BF16, pattern="own"),
+        _small("one_rank_bf16", BF16, pattern="one_rank", tokens=(96, 64, 0, 40)),
+        _small("every_rank_bf16", BF16, k=2, tokens=(31, 0, 17, 11)),
+        _small("dead_expert_bf16", BF16, k=2, empty=1, exponent=0.6, world_sizes=(4, 8)),
+        _small("three_of_four_bf16", BF16, k=3, bias=False, world_sizes=(4, 8)),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape, exactly balanced; and drawn",
+        case("bf16", BF16, tokens=1024, hidden=1024, inner=128, experts_per_rank=1, k=2, pattern="balanced"),
+        case("drawn_bf16", BF16, tokens=1024, hidden=1024, inner=128, experts_per_rank=1, k=2),
+    ),
+    preset(
+        "production_mixtral_8x7b",
+        "prefill, 4096 tokens, 2 experts, balanced; on 8 ranks the model, on fewer as many of its experts",
+        case("bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts_per_rank=1, k=2, pattern="balanced"),
+    ),
+    preset(
+        "production_mixtral_8x22b",
+        "2048 tokens, 2 experts, drawn evenly; on 8 ranks the model, on fewer as many of its experts",
+        case("bf16", BF16, tokens=2048, hidden=6144, inner=16384, experts_per_rank=1, k=2),
+    ),
+    preset(
+        "production_mixtral_8x7b_decode",
+        "64 tokens: bound by reading the weights",
+        case("bf16", BF16, tokens=64, hidden=4096, inner=14336, experts_per_rank=1, k=2),
+    ),
+)
+
+PROBLEM = _layer.layer(
+    PRESETS,
+    id=49,
+    slug="moe_ep_balanced",
+    title="Mixture-of-experts layer with one expert per rank, forward",
+    origin="VeOmni: the expert-parallel mixture-of-experts layer",
+    summary=f"Problem 31 with as many experts as ranks. {_layer.ROUTING}{_layer.SWIGLU}{_layer.RESULT}",
+    notes=(
+        "The public benchmark's problem is named for its balance, but its routing is drawn. Here the timed public shape has exactly "
+        "T k / E rows for every pair of ranks, and other cases are as unbalanced as can be.",
+        "On two ranks with two experts each there is nothing to choose; the cases with one expert per token have a choice there too.",
+    ),
+)
