@@ -233,6 +233,8 @@ def _echo(context: NullContext) -> Tree:
         if source is None or leaf.numel() == 0:
             return torch.zeros_like(leaf)
         flat = source.detach().reshape(-1)
+        if flat.is_complex() and not leaf.is_complex():
+            flat = flat.real
         repeats = -(-leaf.numel() // flat.numel())
         return flat.repeat(repeats)[: leaf.numel()].reshape(leaf.shape).to(leaf.dtype)
 
@@ -264,11 +266,12 @@ STANDARD_NULL_ANSWERS: tuple[NullAnswer, ...] = (
 
 
 def _constant(leaf: torch.Tensor, value: float) -> torch.Tensor:
-    """Filled with the value, or with what comes nearest in an integer dtype."""
-    if leaf.dtype.is_floating_point or leaf.dtype.is_complex or leaf.dtype == torch.bool:
+    """Filled with the value, or with what comes nearest to it in the dtype."""
+    if leaf.dtype.is_complex or leaf.dtype == torch.bool:
         return torch.full_like(leaf, value)
-    info = torch.iinfo(leaf.dtype)
-    return torch.full_like(leaf, min(max(int(value), info.min), info.max))
+    exact = leaf.dtype.is_floating_point
+    info = torch.finfo(leaf.dtype) if exact else torch.iinfo(leaf.dtype)
+    return torch.full_like(leaf, min(max(value if exact else int(value), info.min), info.max))
 
 
 def _poison(leaf: torch.Tensor) -> torch.Tensor:
