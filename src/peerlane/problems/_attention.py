@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -212,24 +213,57 @@ def mask_inverted(blocks: Blocks, place: int, *, causal: bool, scale: float) -> 
     return dense(blocks, place, visible(place, len(blocks), not causal), causal=not causal, scale=scale)
 
 
-def grid(world: int, size: int, inner: bool) -> tuple[list[list[int]], list[list[int]]]:
-    """The world as a grid of ranks: the groups along an axis of ``size`` ranks, and the groups across it.
+@dataclass(frozen=True)
+class Grid:
+    """The world as a grid of ranks.
 
-    The groups of the inner axis are neighbouring ranks, those of the other axis lie as far apart as the inner axis is long.
+    Attributes:
+        along: the groups along one axis, ranks ascending.
+        across: the groups along the other axis.
     """
 
-    def neighbours(count: int) -> list[list[int]]:
-        return [list(range(first, first + count)) for first in range(0, world, count)]
+    along: list[list[int]]
+    across: list[list[int]]
 
-    def strided(count: int) -> list[list[int]]:
-        return [list(range(first, world, world // count)) for first in range(world // count)]
+    @classmethod
+    def of(cls, case: Case, axis: str, inner: str) -> Grid:
+        """``case[axis]``: ranks in a group of the first axis, or ``"world"``. ``case["inner"]``, or else ``inner``: the axis of neighbours.
 
-    return (neighbours(size), strided(world // size)) if inner else (strided(size), neighbours(world // size))
+        The groups of the inner axis are neighbouring ranks, those of the other axis lie as far apart as the inner axis is long.
+        """
+        world = case.world_size
+        size = world if case[axis] == "world" else case[axis]
+
+        def neighbours(count: int) -> list[list[int]]:
+            return [list(range(first, first + count)) for first in range(0, world, count)]
+
+        def strided(count: int) -> list[list[int]]:
+            return [list(range(first, world, world // count)) for first in range(world // count)]
+
+        if case.params.get("inner", inner) == axis:
+            return cls(neighbours(size), strided(world // size))
+        return cls(strided(size), neighbours(world // size))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Ranks in a group of the first axis, and of the other."""
+        return len(self.along[0]), len(self.across[0])
+
+    def lines(self, rank: int) -> tuple[list[int], list[int]]:
+        """The two groups that ``rank`` belongs to."""
+        along, across = (next(members for members in groups if rank in members) for groups in (self.along, self.across))
+        return along, across
 
 
-def line(groups: Sequence[Sequence[int]], rank: int) -> list[int]:
-    """The group that ``rank`` belongs to."""
-    return next(list(members) for members in groups if rank in members)
+def scale_of(case: Case) -> float:
+    """The softmax's scale. ``case``: ``scale``, or absent for depth^-0.5."""
+    scale: float | None = case.params.get("scale")
+    return float(case["depth"] ** -0.5) if scale is None else scale
+
+
+def local_length(case: Case, ring: int) -> int:
+    """Tokens per rank. ``case``: ``local``, or ``length``, the whole sequence's, divided by the ranks of a ring."""
+    return int(case["local"] if "local" in case.params else case["length"] // ring)
 
 
 def case_names(presets: Sequence[Preset], wanted: Callable[[Case], bool], world_sizes: Sequence[int] = (2, 4, 8)) -> tuple[str, ...]:

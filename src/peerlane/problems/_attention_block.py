@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import _attention
-from peerlane.problems._attention import BF16, FP32, FP64, Blocks, visible
+from peerlane.problems._attention import BF16, FP32, FP64, Blocks, local_length, scale_of, visible
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import UNIT_ROUNDOFF, Case, Tolerance
 
@@ -38,17 +38,6 @@ def split_heads(projected: torch.Tensor, heads: int) -> tuple[torch.Tensor, torc
     batch, length, width = projected.shape
     q, k, v = projected.view(batch, length, 3, heads, width // (3 * heads)).unbind(2)
     return q, k, v
-
-
-def scale_of(case: Case) -> float:
-    """The softmax's scale. ``case``: ``scale``, or absent for depth^-0.5."""
-    scale: float | None = case.params.get("scale")
-    return float(case["depth"] ** -0.5) if scale is None else scale
-
-
-def local_length(case: Case, ring: int) -> int:
-    """Tokens per rank. ``case``: ``local``, or ``length``, the whole sequence's, divided by the ranks of a ring."""
-    return int(case["local"] if "local" in case.params else case["length"] // ring)
 
 
 def draw_hidden(case: Case, ring: int, place: int, shared: Draw) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import _attention
-from peerlane.problems._attention import BF16, FP32, Blocks, visible
+from peerlane.problems._attention import BF16, FP32, Blocks, local_length, scale_of, visible
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import (
     Case,
@@ -53,10 +53,6 @@ def _ring(case: Case, rank: int) -> list[int]:
     return list(range(rank % count, case.world_size, count))
 
 
-def _local_length(case: Case) -> int:
-    return int(case["local"] if "local" in case.params else case["length"] // len(_ring(case, 0)))
-
-
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """N(0, 1) entries, queries twice as large, so that scores have the spread of trained models. ``case["pattern"]`` may make them hard:
 
@@ -65,7 +61,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     * ``degenerate``: head 0 has zero queries, in head 1 all keys of all ranks are equal, head 2 has scores so large that one key wins;
     * ``nan_last``: the last rank's keys and values of head 0 are NaN, for causal cases, where no other rank may look at them.
     """
-    ring, local, heads = _ring(case, rank), _local_length(case), case["heads"]
+    ring, heads = _ring(case, rank), case["heads"]
+    local = local_length(case, len(ring))
     batch, depth = case["batch"], case["depth"]
     kv_heads, value_depth = case.params.get("kv_heads", heads), case.params.get("value_depth", depth)
     q = draw.normal((batch, local, heads, depth), FP32, scale=2.0)
@@ -83,7 +80,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         if place == (0 if pattern == "spike_first" else len(ring) - 1):
             # Under a causal mask all queries see the spike only in the first place.
             position = 0 if case["causal"] else int(draw.permutation(local)[0])
-            k[:, position, 0] = direction * (8.0 / _scale(case))
+            k[:, position, 0] = direction * (8.0 / scale_of(case))
     elif pattern == "degenerate":
         q[:, :, 0] = 0.0
         k[:, :, 1] = draw.shared.normal((depth,), FP32)
@@ -93,11 +90,6 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     group = GroupRef("context") if "groups" in case.params else None
     q, k, v = (tensor.to(case.dtype) for tensor in (q, k, v))
     return q, k, v, case.params.get("scale"), case["causal"], group
-
-
-def _scale(case: Case) -> float:
-    scale: float | None = case.params.get("scale")
-    return float(case["depth"] ** -0.5) if scale is None else scale
 
 
 def _blocks(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Blocks, int]:
@@ -110,13 +102,14 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
     blocks, place = _blocks(case, inputs, rank)
     seen = visible(place, len(blocks), case["causal"])
     k, v = (torch.cat([blocks[owner][i] for owner in seen], dim=1) for i in (1, 2))
-    value, magnitude = _attention.attention(inputs[rank][0], k, v, scale=_scale(case), causal=case["causal"])
+    value, magnitude = _attention.attention(inputs[rank][0], k, v, scale=scale_of(case), causal=case["causal"])
     return Expected("output", value, case.dtype, magnitude=magnitude)
 
 
 def cost(case: Case, rank: int) -> Cost:
     """Under a causal mask a rank needs only earlier ranks' keys and values: work and traffic differ by rank."""
-    ring, local, heads, size = _ring(case, rank), _local_length(case), case["heads"], case.dtype.itemsize
+    ring, heads, size = _ring(case, rank), case["heads"], case.dtype.itemsize
+    local = local_length(case, len(ring))
     depth = case["depth"]
     value_depth, kv_heads = case.params.get("value_depth", depth), case.params.get("kv_heads", heads)
     place, world, causal = ring.index(rank), len(ring), case["causal"]
@@ -148,12 +141,12 @@ def _dense(
         place,
         visible(place, len(blocks), case["causal"]) if owners is None else owners,
         causal=case["causal"] if causal is None else causal,
-        scale=_scale(case) if scale is None else scale,
+        scale=scale_of(case) if scale is None else scale,
     )
 
 
 def _flash(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
-    return _attention.flash(*_blocks(case, inputs, rank), causal=case["causal"], scale=_scale(case))
+    return _attention.flash(*_blocks(case, inputs, rank), causal=case["causal"], scale=scale_of(case))
 
 
 def _local_only(context: NullContext) -> torch.Tensor:
@@ -178,7 +171,7 @@ def _blocks_averaged(context: NullContext) -> torch.Tensor:
 
 def _mask_inverted(context: NullContext) -> torch.Tensor:
     blocks, place = _blocks(context.case, context.inputs, context.rank)
-    return _attention.mask_inverted(blocks, place, causal=context.case["causal"], scale=_scale(context.case))
+    return _attention.mask_inverted(blocks, place, causal=context.case["causal"], scale=scale_of(context.case))
 
 
 def _own_block_unmasked(context: NullContext) -> torch.Tensor:
@@ -201,7 +194,7 @@ def _values_rotated(context: NullContext) -> torch.Tensor:
 def _whole_world(context: NullContext) -> torch.Tensor:
     blocks: Blocks = [args[:3] for args in context.inputs]
     owners, causal = visible(context.rank, len(blocks), context.case["causal"]), context.case["causal"]
-    return _attention.dense(blocks, context.rank, owners, causal=causal, scale=_scale(context.case))
+    return _attention.dense(blocks, context.rank, owners, causal=causal, scale=scale_of(context.case))
 
 
 def _small(label: str, dtype: torch.dtype = BF16, *, causal: bool, world_sizes: Sequence[int] | None = None, **params: Any) -> CaseSpec:

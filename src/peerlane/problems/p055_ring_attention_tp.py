@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import _attention, _attention_block
-from peerlane.problems._attention import BF16, FP32, line
+from peerlane.problems._attention import BF16, FP32, Grid
 from peerlane.problems._attention_block import Attend
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import (
@@ -47,25 +47,19 @@ def reference(
     return output
 
 
-def _axes(case: Case) -> tuple[list[list[int]], list[list[int]]]:
-    """The tensor- and the context-parallel groups. ``case``: ``tp``, the former's size or ``"world"``; ``inner``: ``tp`` or ``cp``."""
-    size = case.world_size if case["tp"] == "world" else case["tp"]
-    return _attention.grid(case.world_size, size, case.params.get("inner", "tp") == "tp")
+def _grid(case: Case) -> Grid:
+    """Tensor-parallel groups and rings. ``case``: ``tp``, the former's size or ``"world"``; ``inner``: ``tp`` or ``cp``."""
+    return Grid.of(case, "tp", inner="tp")
 
 
 def process_groups(case: Case) -> GroupLayout:
     """A group that is the whole world is passed as None."""
-    return {name: groups for name, groups in zip(("tensor", "context"), _axes(case), strict=True) if len(groups) > 1}
-
-
-def _lines(case: Case, rank: int) -> tuple[list[int], list[int]]:
-    """The members of the rank's tensor-parallel and of its context-parallel group."""
-    tensor, context = _axes(case)
-    return line(tensor, rank), line(context, rank)
+    grid = _grid(case)
+    return {name: groups for name, groups in (("tensor", grid.along), ("context", grid.across)) if len(groups) > 1}
 
 
 def _heads(case: Case) -> int:
-    return int(case["heads"] // len(_axes(case)[0][0]))
+    return int(case["heads"] // _grid(case).sizes[0])
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
@@ -74,7 +68,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     ``case["pattern"]`` may also be ``cancelling``: heads of odd tensor-parallel ranks are those of the rank before, and so is their part of
     w_o with the opposite sign, but for noise of half its size.
     """
-    tensor, context = _lines(case, rank)
+    tensor, context = _grid(case).lines(rank)
     share, place = tensor.index(rank), context.index(rank)
     hidden, width, gain = case["hidden"], _heads(case) * case["depth"], case.params.get("gain", 1.0)
     x = _attention_block.draw_hidden(case, len(context), place, draw.shared)
@@ -89,7 +83,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    tensor, context = _lines(case, rank)
+    tensor, context = _grid(case).lines(rank)
     xs, place = [inputs[q][0] for q in context], context.index(rank)
     partials = []
     for q in tensor:
@@ -104,9 +98,9 @@ def tolerance(case: Case) -> Mapping[str, Tolerance]:
 
 def cost(case: Case, rank: int) -> Cost:
     """The ring's bytes, and an all-reduce over the tensor-parallel group."""
-    tensor, context = _lines(case, rank)
+    tensor, context = _grid(case).lines(rank)
     heads, place, ranks, size = _heads(case), context.index(rank), len(tensor), case.dtype.itemsize
-    tokens = case["batch"] * _attention_block.local_length(case, len(context))
+    tokens = case["batch"] * _attention.local_length(case, len(context))
     reduction = 2 * (ranks - 1) / ranks * tokens * case["out"] * size
     sent, received = _attention_block.ring_bytes(case, heads, len(context), place)
     return Cost(
@@ -124,15 +118,15 @@ def _partial(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, ring: Seq
 
 
 def _layer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, attend: Attend) -> torch.Tensor:
-    tensor, _ = _lines(case, rank)
-    return torch.stack([_partial(case, inputs, q, _lines(case, q)[1], attend) for q in tensor]).sum(0).to(case.dtype)
+    tensor, _ = _grid(case).lines(rank)
+    return torch.stack([_partial(case, inputs, q, _grid(case).lines(q)[1], attend) for q in tensor]).sum(0).to(case.dtype)
 
 
 def _rounded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
     """Every step rounded to the dtype, probabilities and the sum of the parts too."""
     total: torch.Tensor | None = None
-    for q in _lines(case, rank)[0]:
-        context = _lines(case, q)[1]
+    for q in _grid(case).lines(rank)[0]:
+        context = _grid(case).lines(q)[1]
         blocks = _attention_block.narrow(case, [inputs[p][0] for p in context], inputs[q][1], _heads(case), rounded=True)
         heads_out = _attention_block.blockwise(case)(blocks, context.index(q))
         part = _attention_block.projected(heads_out, inputs[q][2]).to(case.dtype)
@@ -148,7 +142,7 @@ def _with(attend: Callable[[Case], Attend]) -> Callable[[NullContext], torch.Ten
 
 def _own_part(context: NullContext, factor: int) -> torch.Tensor:
     """Without the all-reduce, times ``factor``."""
-    ring = _lines(context.case, context.rank)[1]
+    ring = _grid(context.case).lines(context.rank)[1]
     part = _partial(context.case, context.inputs, context.rank, ring, _attention_block.exact(context.case))
     return (factor * part).to(context.case.dtype)
 
@@ -157,13 +151,13 @@ def _groups_swapped(context: NullContext) -> torch.Tensor:
     """The ring over the tensor-parallel group, and the sum over the context-parallel one."""
     case = context.case
     attend = _attention_block.exact(case)
-    summands = _lines(case, context.rank)[1]
-    return torch.stack([_partial(case, context.inputs, q, _lines(case, q)[0], attend) for q in summands]).sum(0).to(case.dtype)
+    summands = _grid(case).lines(context.rank)[1]
+    return torch.stack([_partial(case, context.inputs, q, _grid(case).lines(q)[0], attend) for q in summands]).sum(0).to(case.dtype)
 
 
 def _summed_over_world(context: NullContext) -> torch.Tensor:
     """The sum over the tensor-parallel group, of all places' outputs."""
-    members = _lines(context.case, context.rank)[1]
+    members = _grid(context.case).lines(context.rank)[1]
     return torch.stack([context.answers[q].to(FP32) for q in members]).sum(0).to(context.case.dtype)
 
 
@@ -237,12 +231,6 @@ def _names(wanted: Callable[[Case], bool]) -> tuple[str, ...]:
     return _attention.case_names(PRESETS, wanted)
 
 
-def _ranks(case: Case) -> tuple[int, int]:
-    """Sizes of the tensor-parallel and of the context-parallel groups."""
-    tensor, context = _axes(case)
-    return len(tensor[0]), len(context[0])
-
-
 PROBLEM = Problem(
     id=55,
     slug="ring_attention_tp",
@@ -265,7 +253,7 @@ PROBLEM = Problem(
     presets=PRESETS,
     null_answers=(
         NullAnswer(
-            "no_ring", "attention to the rank's own keys", _with(_attention_block.local_only), cases=_names(lambda c: _ranks(c)[1] > 1)
+            "no_ring", "attention to the rank's own keys", _with(_attention_block.local_only), cases=_names(lambda c: _grid(c).sizes[1] > 1)
         ),
         NullAnswer(
             "uniform",
@@ -283,15 +271,15 @@ PROBLEM = Problem(
         NullAnswer(
             "default_scale", "softmax_scale ignored", _with(_attention_block.default_scale), cases=_names(lambda c: "scale" in c.params)
         ),
-        NullAnswer("no_reduction", "the rank's own heads", lambda c: _own_part(c, 1), cases=_names(lambda c: _ranks(c)[0] > 1)),
+        NullAnswer("no_reduction", "the rank's own heads", lambda c: _own_part(c, 1), cases=_names(lambda c: _grid(c).sizes[0] > 1)),
         NullAnswer(
             "own_part_times_ranks",
             "the rank's own heads times the size of tp_group",
-            lambda c: _own_part(c, _ranks(c.case)[0]),
-            cases=_names(lambda c: _ranks(c)[0] > 1),
+            lambda c: _own_part(c, _grid(c.case).sizes[0]),
+            cases=_names(lambda c: _grid(c).sizes[0] > 1),
         ),
         NullAnswer("groups_swapped", "the ring over tp_group and the sum over cp_group", _groups_swapped),
-        NullAnswer("summed_over_world", "the sum over all ranks", _summed_over_world, cases=_names(lambda c: _ranks(c)[1] > 1)),
+        NullAnswer("summed_over_world", "the sum over all ranks", _summed_over_world, cases=_names(lambda c: _grid(c).sizes[1] > 1)),
     ),
     honest_variants=(
         HonestVariant("fp32_rounded_once", lambda case, inputs, rank: _layer(case, inputs, rank, _attention_block.exact(case))),
@@ -299,7 +287,7 @@ PROBLEM = Problem(
     ),
     excused={
         f"another_rank@{name}": "all ranks share one place of the sequence, and have the same answer"
-        for name in _names(lambda c: _ranks(c)[1] == 1)
+        for name in _names(lambda c: _grid(c).sizes[1] == 1)
     },
     process_groups=process_groups,
     notes=(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import _attention, _attention_block
-from peerlane.problems._attention import BF16, FP32, line
+from peerlane.problems._attention import BF16, FP32, Grid
 from peerlane.problems._attention_block import Attend
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import (
@@ -52,27 +52,19 @@ def reference(
     return output
 
 
-def _axes(case: Case) -> tuple[list[list[int]], list[list[int]]]:
-    """The pipelines and the rings. ``case``: ``pp``, the stages of a pipeline or ``"world"``; ``inner``: ``pp`` or ``cp``."""
-    size = case.world_size if case["pp"] == "world" else case["pp"]
-    return _attention.grid(case.world_size, size, case.params.get("inner", "cp") == "pp")
+def _grid(case: Case) -> Grid:
+    """Pipelines and rings. ``case``: ``pp``, the stages of a pipeline or ``"world"``; ``inner``: ``pp`` or ``cp``."""
+    return Grid.of(case, "pp", inner="cp")
 
 
 def process_groups(case: Case) -> GroupLayout:
     """With a single stage both groups are None: no pipeline, and the ring is the world."""
-    return {} if case["pp"] == 1 else dict(zip(("pipeline", "context"), _axes(case), strict=True))
+    return {} if case["pp"] == 1 else {"pipeline": _grid(case).along, "context": _grid(case).across}
 
 
-def _lines(case: Case, rank: int) -> tuple[list[int], list[int]]:
-    """The members of the rank's pipeline and of its ring."""
-    pipelines, rings = _axes(case)
-    return line(pipelines, rank), line(rings, rank)
-
-
-def _sizes(case: Case) -> tuple[int, int]:
-    """Stages, and ranks in a ring."""
-    pipelines, rings = _axes(case)
-    return len(pipelines[0]), len(rings[0])
+def _first_inputs(case: Case, inputs: Sequence[tuple[Any, ...]], ring: Sequence[int]) -> list[torch.Tensor]:
+    """What the first stage finds at the places of these ranks."""
+    return [inputs[_grid(case).lines(q)[0][0]][0] for q in ring]
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
@@ -81,7 +73,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     Stages after the first, which must ignore hidden_states, find numbers of the same kind there, or NaN if ``case["stale"]`` is ``nan``.
     ``case["pattern"]`` may also be ``stage_scale``: even stages' outputs are 100 times as large, and odd stages' w_qkv as much smaller.
     """
-    pipeline, ring = _lines(case, rank)
+    pipeline, ring = _grid(case).lines(rank)
     stage, place = pipeline.index(rank), ring.index(rank)
     hidden, width = case["hidden"], case["heads"] * case["depth"]
     x = _attention_block.draw_hidden(case, len(ring), place, draw.shared)
@@ -98,9 +90,9 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
     """Earlier stages in float64 too, at all places that the rank's queries see."""
-    pipeline, ring = _lines(case, rank)
+    pipeline, ring = _grid(case).lines(rank)
     seen = _attention.visible(ring.index(rank), len(ring), case["causal"])
-    xs = [inputs[line(_axes(case)[0], ring[place])[0]][0] for place in seen]
+    xs = _first_inputs(case, inputs, [ring[place] for place in seen])
     for member in pipeline[: pipeline.index(rank)]:
         xs = [_wide_layer(case, inputs[member], xs, place) for place in range(len(xs))]
     # Under a causal mask the rank's own place is the last of those it sees.
@@ -116,15 +108,15 @@ def _wide_layer(case: Case, args: tuple[Any, ...], xs: Sequence[torch.Tensor], p
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
     """That of as many layers as there are stages; a stage's own tolerance would be tighter before the last one."""
-    return {"output": _attention_block.layer_tolerance(case, _sizes(case)[0], cancels=False)}
+    return {"output": _attention_block.layer_tolerance(case, _grid(case).sizes[0], cancels=False)}
 
 
 def cost(case: Case, rank: int) -> Cost:
     """The ring's bytes; the stage's input from the stage before and its output to the next."""
-    pipeline, ring = _lines(case, rank)
+    pipeline, ring = _grid(case).lines(rank)
     stage, place, size = pipeline.index(rank), ring.index(rank), case.dtype.itemsize
     heads, hidden = case["heads"], case["hidden"]
-    tokens = case["batch"] * _attention_block.local_length(case, len(ring))
+    tokens = case["batch"] * _attention.local_length(case, len(ring))
     activations = tokens * hidden * size
     sent, received = _attention_block.ring_bytes(case, heads, len(ring), place)
     return Cost(
@@ -154,9 +146,9 @@ def _pipeline(
     last: int | None = None,
 ) -> torch.Tensor:
     """The output of the rank's stage, or of stage ``last``; activations come from ``shift`` places further along the ring."""
-    pipeline, ring = _lines(case, rank)
+    pipeline, ring = _grid(case).lines(rank)
     stage = pipeline.index(rank) if last is None else last
-    xs = [inputs[line(_axes(case)[0], q)[0]][0] for q in ring]
+    xs = _first_inputs(case, inputs, ring)
     for member in pipeline[:stage]:
         outputs = [_stage(case, inputs[member], xs, place, attend, rounded=rounded) for place in range(len(ring))]
         xs = [outputs[(place + shift) % len(ring)] for place in range(len(ring))]
@@ -170,25 +162,27 @@ def _with(attend: Callable[[Case], Attend]) -> Callable[[NullContext], torch.Ten
 
 def _own_hidden_states(context: NullContext) -> torch.Tensor:
     """The stage applied to its own hidden_states: nothing received."""
-    case, ring = context.case, _lines(context.case, context.rank)[1]
+    case, ring = context.case, _grid(context.case).lines(context.rank)[1]
     xs = [context.inputs[q][0] for q in ring]
     return _stage(case, context.args, xs, ring.index(context.rank), _attention_block.exact(case))
 
 
 def _first_input(context: NullContext) -> torch.Tensor:
     """The stage applied to the first stage's input: earlier stages skipped."""
-    case, ring = context.case, _lines(context.case, context.rank)[1]
-    xs = [context.inputs[line(_axes(case)[0], q)[0]][0] for q in ring]
+    case, ring = context.case, _grid(context.case).lines(context.rank)[1]
+    xs = _first_inputs(case, context.inputs, ring)
     return _stage(case, context.args, xs, ring.index(context.rank), _attention_block.exact(case))
 
 
 def _last_stage(context: NullContext) -> torch.Tensor:
-    return _pipeline(context.case, context.inputs, context.rank, _attention_block.exact(context.case), last=_sizes(context.case)[0] - 1)
+    return _pipeline(
+        context.case, context.inputs, context.rank, _attention_block.exact(context.case), last=_grid(context.case).sizes[0] - 1
+    )
 
 
 def _residual(context: NullContext) -> torch.Tensor:
     """The right layer's output added to its input, in the first stage; later ones as they should be."""
-    pipeline = _lines(context.case, context.rank)[0]
+    pipeline = _grid(context.case).lines(context.rank)[0]
     if context.rank != pipeline[0]:
         answer: torch.Tensor = context.answer
         return answer
@@ -256,10 +250,10 @@ def _names(wanted: Callable[[Case], bool]) -> tuple[str, ...]:
 
 def _needs_ring(case: Case) -> bool:
     """Where no_ring is wrong: of two places with the last one NaN, the first needs no other."""
-    return _sizes(case)[1] > (2 if case.params.get("pattern") == "nan_last" else 1)
+    return _grid(case).sizes[1] > (2 if case.params.get("pattern") == "nan_last" else 1)
 
 
-_STAGED = _names(lambda c: _sizes(c)[0] > 1)
+_STAGED = _names(lambda c: _grid(c).sizes[0] > 1)
 
 PROBLEM = Problem(
     id=56,
@@ -299,7 +293,7 @@ PROBLEM = Problem(
             "neighbours_activations",
             "activations received from the next place of the ring",
             lambda c: _pipeline(c.case, c.inputs, c.rank, _attention_block.exact(c.case), shift=1),
-            cases=_names(lambda c: c["causal"] and min(_sizes(c)) > 1),
+            cases=_names(lambda c: c["causal"] and min(_grid(c).sizes) > 1),
         ),
         NullAnswer(
             "residual",
