@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,14 @@ class Tiling:
 
         order = sorted(self.tiles, key=latent_count, reverse=True)
         return {tile: place % ranks for place, tile in enumerate(order)}
+
+    @functools.cache  # noqa: B019 (there are few tilings, and every rank asks for the same)
+    def decoded_latents(self, ranks: int) -> tuple[int, ...]:
+        """How many latents each rank decodes, those in the overlap of two of its tiles counted once."""
+        covered = torch.zeros((ranks, *self.size), dtype=torch.bool)
+        for tile, owner in self.owners(ranks).items():
+            covered[owner][self.latents(tile)] = True
+        return tuple(covered.flatten(1).sum(1).tolist())
 
     def output(self) -> Tile:
         """The extent of the assembled volume."""

@@ -153,15 +153,8 @@ def tolerance(case: Case) -> Mapping[str, Tolerance]:
 def cost(case: Case, rank: int) -> Cost:
     """The three channels that are decoded of the latents of every tile travel from its owner; the video is written."""
     tiling, members = tiling_of(case), group_members(case, rank)
-    owners = tiling.owners(len(members))
     cell = case["z"][0] * min(case["z"][1], 3) * case.dtype.itemsize
-    owned = []
-    for q in range(len(members)):
-        covered = torch.zeros(tiling.size, dtype=torch.bool)
-        for tile in tiling.tiles:
-            if owners[tile] == q:
-                covered[tiling.latents(tile)] = True
-        owned.append(int(covered.sum()) * cell)
+    owned = [latents * cell for latents in tiling.decoded_latents(len(members))]
     own = owned[members.index(rank)]
     pixels = case["z"][0] * 3 * torch.Size(tiling.output()).numel()
     travels = 0 if case.params.get("same") else 1
