@@ -60,6 +60,8 @@ class TimingRules:
     """of the ratio of a race, by launch mode; a speedup joins two races"""
     budget_s: float = 20.0
     compared_share: float = 0.25
+    judging_s: float = 3.0
+    """for comparing the outputs of a race; where that does not do for the share, fewer are compared, chosen over all rounds"""
     max_waiting_bytes: int = 4 << 30
     """of snapshots that wait for the end of a race to be compared"""
     time_only_slots: int = 32

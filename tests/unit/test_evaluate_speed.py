@@ -47,6 +47,7 @@ class FakeTrial:
     slots: int = SLOTS
     captured: bool = True
     span_us: float | None = None
+    judge_s: float = 0.0
     trusted_hand_off_s: float = 0.0
     other_hand_off_s: float = 0.0
     log: list[str] = field(default_factory=list)
@@ -173,6 +174,14 @@ def test_timed_outputs_are_collected_at_random_with_the_last_and_judged_after_th
     assert len({tuple(slots) for slots in trial.collected}) > 1
     assert trial.log[-1] == "judge timing"
     assert trial.log.count("judge timing") == 1
+
+
+@pytest.mark.parametrize(("judge_s", "expected"), [(0.1, 3.0 / 9 / 0.1), (10.0, 3.0 / 9 / 10.0)])
+def test_where_judging_takes_long_fewer_outputs_are_collected_at_random(judge_s: float, expected: float) -> None:
+    trial = steady(slots=40, judge_s=judge_s)
+    chosen = [race(trial)._chosen_slots() for _ in range(3000)]
+    assert sum(map(len, chosen)) / len(chosen) == pytest.approx(expected, rel=0.5)
+    assert {slot for slots in chosen for slot in slots} >= ({39} if expected < 1 else set(range(40))) and len({*map(tuple, chosen)}) > 1
 
 
 def test_reference_against_reference_is_not_judged() -> None:

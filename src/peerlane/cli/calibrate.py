@@ -14,7 +14,9 @@ from peerlane.cli.evaluation import WORLD_SIZES_HELP, choose_device, default_wor
 
 def calibrate(
     problem: Annotated[str, typer.Option(help="Problems, such as 1-8,13, or all.")] = "all",
-    preset: Annotated[str, typer.Option(help="Presets, separated by commas: small, pkb, production, or one by name.")] = "small",
+    preset: Annotated[
+        str, typer.Option(help="Presets, separated by commas: small, pkb, production, production_first, or one by name.")
+    ] = "small",
     world_size: Annotated[str | None, typer.Option(help=WORLD_SIZES_HELP)] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="File that records are added to; what it holds is not done again.")] = None,

@@ -125,7 +125,7 @@ def jobs_of(plan: CalibrationPlan, world_size: int) -> list[Job]:
         Job(problem, variant, preset, world_size, tuple(case for case in problem.cases(preset, world_size, variant)))
         for problem in problems.select(plan.problems)
         if world_size in problem.world_sizes
-        for preset in presets_of(problem, plan.presets)
+        for preset in presets_of(problem, plan.presets, world_size)
         for variant in problem.variants
     ]
     return [job for job in jobs if job.cases]

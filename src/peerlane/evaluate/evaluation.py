@@ -28,7 +28,7 @@ from peerlane.problems._spec import Problem
 from peerlane.settings import Deadlines, TimingRules
 
 Device = Literal["cuda", "cpu"]
-PRODUCTION = "production"
+PRODUCTION, PRODUCTION_FIRST = "production", "production_first"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class EvaluationPlan:
     Attributes:
         candidates: see :func:`discover`.
         problems: ``"1-8,13"``, ``"all"``, or None: by the candidates' file names (all, for the reference).
-        presets: names; ``production`` stands for all production presets of a problem.
+        presets: names; ``production`` stands for all production presets of a problem, ``production_first`` for the first that has a case
+            at the world size.
         variant: ``default``, or ``pkb``: the public benchmark's semantics, for the problems where those differ.
         world_sizes: numbers of ranks.
         modes: launch modes to time.
@@ -165,7 +166,7 @@ def make_jobs(plan: EvaluationPlan) -> list[Job]:
     for world_size in plan.world_sizes:
         for candidate in plan.candidates:
             for problem in _problems_of(candidate, selected):
-                for preset in presets_of(problem, plan.presets):
+                for preset in presets_of(problem, plan.presets, world_size):
                     problem.cases(preset, world_size)  # raises for a world size that the mathematics forbids
                     variant = plan.variant if plan.variant in problem.variants else "default"
                     jobs.append(Job(candidate, problem, preset, world_size, plan.modes, variant))
@@ -185,12 +186,15 @@ def _problems_of(candidate: CandidateFile, selected: tuple[Problem, ...] | None)
     return selected
 
 
-def presets_of(problem: Problem, names: tuple[str, ...]) -> list[str]:
+def presets_of(problem: Problem, names: tuple[str, ...], world_size: int) -> list[str]:
     """The presets of a problem that these names stand for."""
+    production = [item.name for item in problem.presets if item.name.startswith("production_")]
     chosen: list[str] = []
     for name in names:
         if name == PRODUCTION:
-            chosen += [item.name for item in problem.presets if item.name.startswith("production_")]
+            chosen += production
+        elif name == PRODUCTION_FIRST:
+            chosen += [item for item in production if problem.cases(item, world_size)][:1]
         elif len(names) == 1 or not name.startswith("production_"):
             chosen.append(problem.preset(name).name)
         else:  # of several production presets, every problem takes its own

@@ -141,7 +141,9 @@ class Examination:
         if job.preset != "small":
             cases += job.problem.cases("small", job.world_size, job.variant)
         for number, case in enumerate(cases):
-            self._check(case, first=number == 0)
+            judge_s = self._check(case, first=number == 0)
+            if number == 0 and speed is not None:
+                speed.trial.judge_s = judge_s
         if speed is None:
             why = "no GPU: times on CPU ranks say nothing about a kernel"
             self.speeds = [NotMeasured(mode=mode, why=why) for mode in job.modes]
@@ -179,7 +181,8 @@ class Examination:
             return "compiles, but needs a GPU to run; run it on a GPU node"
         return None
 
-    def _check(self, case: Case, *, first: bool) -> None:
+    def _check(self, case: Case, *, first: bool) -> float:
+        """Judges the candidate on a case; what that took per slot, in seconds."""
         assert self.group is not None
         limits = self.session.deadlines
         trial = Trial(self.session, self.group, self.job.problem, case, "check", CHECKED_SLOTS)
@@ -198,6 +201,7 @@ class Examination:
                 self.evidence[case.key] = trial.evidence.record(case)
             if trial.aliased:
                 self.flags.add("aliased_output")
+        return trial.judge_s
 
     def _time(self, speed: SpeedTrial) -> None:
         for mode in self.job.modes:

@@ -139,9 +139,9 @@ class Race:
 
     def _collect(self, answers: list[Message]) -> None:
         """Keeps some of the slots for comparison, which waits for the end of the race: neighbouring blocks stay close in time."""
-        trial = self.trial
-        count = max(1, math.ceil(self.rules.compared_share * trial.slots))
-        chosen = sorted({trial.slots - 1, *random.SystemRandom().sample(range(trial.slots), count)})
+        trial, chosen = self.trial, self._chosen_slots()
+        if not chosen:
+            return
         outputs = []
         for rank, answer in enumerate(answers):
             described = answer.get("outputs")
@@ -150,6 +150,19 @@ class Race:
             outputs.append([described[slot] for slot in chosen])
         if trial.collect(chosen, outputs) > self.rules.max_waiting_bytes:
             trial.judge("timing")
+
+    def _chosen_slots(self) -> list[int]:
+        """The slots of a block to be compared: a share of them at random and the last one, or as many at random as can be judged in time.
+
+        Where even one per round is too many, some rounds have none; which, nobody knows beforehand.
+        """
+        slots, dice = self.trial.slots, random.SystemRandom()
+        share = max(1, math.ceil(self.rules.compared_share * slots))
+        affordable = self.rules.judging_s / self.rules.min_rounds / max(self.trial.judge_s, 1e-9)
+        if share + 1 <= affordable:
+            return sorted({slots - 1, *dice.sample(range(slots), share)})
+        count = int(affordable) + (dice.random() < affordable % 1)
+        return sorted(dice.sample(range(slots), min(count, slots)))
 
     def _warm(self, budget_s: float) -> None:
         """Rounds until two neighbours agree on both sides, from ``warm_calls`` to ``max_warm_calls`` calls a side, or time is up."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,6 +98,8 @@ class Trial:
     layouts: list[Message] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     aliased: bool = False
+    judge_s: float = 0.0
+    """what comparing one slot took, last time"""
     _waiting: list[str] = field(default_factory=list)
 
     def trusted(self, requests: str | Sequence[Message], **more: Any) -> list[Message]:
@@ -180,8 +183,11 @@ class Trial:
 
     def judge(self, phase: Phase, *, check_inputs: bool = False) -> None:
         """Has the trusted ranks compare what was collected; raises :class:`Rejected`."""
+        begin = time.monotonic()
         answers = self.trusted("judge", check_inputs=check_inputs)
         kinds, self._waiting = self._waiting, []
+        if kinds:
+            self.judge_s = (time.monotonic() - begin) / len(kinds)
         self._raise_if_wrong(phase, answers)
         self.evidence.slots += len(kinds)
         self.evidence.integer_slots += kinds.count(INTEGER)
