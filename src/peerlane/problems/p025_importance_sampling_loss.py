@@ -1,0 +1,391 @@
+"""Problem 25: policy-gradient loss with importance ratios, from hidden states and a language-model head, with metrics over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from peerlane.problems._draw import Draw
+from peerlane.problems._importance import CLAMP, Tokens, evaluate, extremes, global_mean
+from peerlane.problems._matmul import BF16, FLOP_UNIT, FP32
+from peerlane.problems._quant import student_t
+from peerlane.problems._spec import (
+    UNIT_ROUNDOFF,
+    Case,
+    CaseSpec,
+    Cost,
+    Expected,
+    HonestVariant,
+    NullAnswer,
+    NullContext,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+
+Answer = tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def reference(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    ignore_index: int = -100,
+) -> tuple[torch.Tensor, Any, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = hidden_states.flatten(0, -2) @ weight.t()
+    cross_entropy = F.cross_entropy(logits.to(torch.float32), labels.flatten(), ignore_index=ignore_index, reduction="none")
+    cross_entropy = cross_entropy.view(labels.shape)
+    valid = labels != ignore_index
+    log_ratio = torch.where(valid, -cross_entropy - old_logprobs, 0.0).clamp(-20.0, 20.0)
+    ratio = log_ratio.exp()
+    policy_gradient = torch.where(valid, -ratio * advantages, 0.0)
+
+    terms = (policy_gradient, ratio, ratio - log_ratio - 1.0, cross_entropy, torch.ones_like(ratio))
+    sums = torch.stack([torch.where(valid, term, 0.0).sum() for term in terms])
+    dist.all_reduce(sums)
+    extremes = torch.stack([torch.where(valid, sign * ratio, -math.inf).max() for sign in (-1.0, 1.0)])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    loss, mean_ratio, kl, entropy = (sums[:4] / sums[4].clamp(min=1.0)).unbind()
+    metrics = torch.stack([mean_ratio, -extremes[0], extremes[1], kl, entropy])
+    gradient_dtype = torch.promote_types(logits.dtype, torch.promote_types(old_logprobs.dtype, advantages.dtype))
+    return loss, None, (-cross_entropy).to(logits.dtype), policy_gradient.to(gradient_dtype), metrics
+
+
+def _tokens(case: Case) -> int:
+    return torch.Size(case["tokens"]).numel()
+
+
+def _ignored(case: Case, rank: int) -> int:
+    """Ignored tokens: ``case["ignored"]`` of all, times 1/2, 1, 3/2, 1/2 ... by rank; with ``case["silent"]`` all, on one rank or every."""
+    silent = case.params.get("silent")
+    if silent == "every" or (silent == "last" and rank == case.world_size - 1):
+        return _tokens(case)
+    return int(_tokens(case) * case.params.get("ignored", 0.0) * (1 + rank % 3) / 2)
+
+
+def _aux_dtype(case: Case) -> torch.dtype:
+    """The dtype of old log-probabilities and advantages."""
+    dtype: torch.dtype = case.params.get("aux_dtype", case.dtype)
+    return dtype
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """Hidden states near the head's row of their label, so that labels are as probable as sampled tokens: most between 0.01 and 0.95.
+
+    The other logits have a standard deviation of ``case["spread"]`` (2.5). Log-ratios are Student's t times ``case["noise"]`` (0.1) around
+    a drift between -3 and 3, new in every call, and about 1 more or less by rank: errors of bfloat16 are some percent of the metrics, and
+    wrong answers must be far off. For the same reason advantages are N(2, 1) times a sign and a size between 2^-12 and 2^-2, new in
+    every call, and a number for every rank. The head is the same on all ranks, unless ``case["own_heads"]``.
+
+    ``case["data"]``: ``clamped`` (a token in seven has a log-ratio of about -30, and one on the last rank 30), ``one_ratio`` (one token on
+    the last rank has a log-ratio of about 18), ``last_label`` (labels are the vocabulary's last but for one in four).
+    """
+    count, depth, vocab, data = _tokens(case), case["hidden"], case["vocab"], case.params.get("data")
+    spread, shared, ignore = case.params.get("spread", 2.5), draw.shared, case.params.get("ignore", -100)
+    weight = (draw if case.params.get("own_heads") else shared).normal((vocab, depth), case.dtype, scale=spread * depth**-0.5)
+    labels = draw.integers(0 if ignore < 0 else ignore + 1, vocab, (count,))
+    if data == "last_label":
+        labels = torch.where(draw.uniform((count,), FP32) < 0.75, vocab - 1, labels)
+
+    # The other logits add up to about V exp(spread^2 / 2) after exponentiation.
+    rest = math.log(vocab) + spread**2 / 2
+    rows = weight[labels].to(FP32)
+    lift = (rest + draw.uniform((count, 1), FP32, low=-4.0, high=3.0)) / spread**2
+    hidden = draw.normal((count, depth), FP32).addcmul_(rows, lift).to(case.dtype)
+    own = (hidden.to(FP32) * rows).sum(-1)
+    predicted = own - torch.logaddexp(own, torch.full_like(own, rest))
+    drift = shared.uniform((1,), FP32, low=-3.0, high=3.0) + draw.uniform((1,), FP32, low=0.5, high=1.5) * (-1) ** rank
+    old = (predicted - drift - case.params.get("noise", 0.1) * student_t(draw, (count,))).clamp_(max=0.0)
+    if data == "clamped":
+        old[::7] += 30.0
+    if data in ("clamped", "one_ratio") and rank == case.world_size - 1:
+        old[count // 2] = predicted[count // 2] - (30.0 if data == "clamped" else 18.0)
+
+    sign = shared.integers(0, 2, (1,), FP32) * 2.0 - 1.0
+    size = sign * torch.exp2(shared.uniform((1,), FP32, low=-12.0, high=-2.0)) * draw.uniform((1,), FP32, low=0.5, high=1.5)
+    advantages = draw.normal((count,), FP32, shift=2.0) * size
+    dropped = draw.permutation(count)[: _ignored(case, rank)]
+    if data in ("clamped", "one_ratio"):
+        dropped = dropped[dropped != count // 2]
+    labels[dropped] = ignore
+    shape, aux = tuple(case["tokens"]), _aux_dtype(case)
+    arguments = (hidden.view(*shape, depth), weight, labels.view(shape), old.to(aux).view(shape), advantages.to(aux).view(shape))
+    return arguments if ignore == -100 else (*arguments, ignore)
+
+
+def _ignore_index(args: Sequence[Any]) -> int:
+    return args[5] if len(args) > 5 else -100
+
+
+def _evaluated(args: Sequence[Any]) -> Tokens:
+    labels, old, advantages = (tensor.flatten() for tensor in args[2:5])
+    return evaluate(args[0].flatten(0, -2), args[1], labels, old, advantages, _ignore_index(args))
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, None, Expected, Expected, Expected]:
+    tokens, u = [_evaluated(args) for args in inputs], UNIT_ROUNDOFF[case.dtype]
+    count = torch.stack([part.valid.sum() for part in tokens]).sum().clamp(min=1)
+    loss, loss_error = global_mean([t.policy_gradient for t in tokens], [t.policy_gradient * t.ratio_error for t in tokens], count, u)
+    mean, mean_error = global_mean([t.ratio for t in tokens], [t.ratio * t.ratio_error for t in tokens], count, u)
+    excess, excess_error = global_mean([t.excess for t in tokens], [t.excess_error for t in tokens], count, u)
+    entropy, entropy_error = global_mean([-t.log_probability for t in tokens], [2 * t.error for t in tokens], count, u)
+    curvature = torch.stack([t.curvature.sum() for t in tokens]).sum() / count
+    (least, least_error), (largest, largest_error) = extremes(tokens)
+    metrics = torch.stack([mean, least, largest, excess, entropy])
+    allowed = torch.stack([mean_error + curvature, least_error, largest_error, excess_error + curvature, entropy_error])
+    own, shape = tokens[rank], tuple(case["tokens"])
+    gradient, gradient_error = own.policy_gradient.view(shape), (own.policy_gradient.abs() * own.ratio_error).view(shape)
+    return (
+        Expected("loss", loss, FP32, magnitude=loss_error),
+        None,
+        Expected("logprobs", own.log_probability.view(shape), case.dtype, magnitude=2 * own.error.view(shape)),
+        Expected("policy_gradient", gradient, torch.promote_types(case.dtype, _aux_dtype(case)), magnitude=gradient_error),
+        Expected("metrics", metrics, FP32, magnitude=allowed),
+    )
+
+
+def tolerance(case: Case) -> Mapping[str, Tolerance]:
+    """The oracle derives every output's error from that of the log-probabilities, and gives it as magnitude."""
+    return dict.fromkeys(("loss", "logprobs", "policy_gradient", "metrics"), Tolerance(magnitude=1.0))
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """Only valid tokens need a product. Five sums, a minimum and a maximum are all-reduced as one message of float32."""
+    count, valid, world = _tokens(case), _tokens(case) - _ignored(case, rank), case.world_size
+    depth, vocab, size, aux = case["hidden"], case["vocab"], case.dtype.itemsize, _aux_dtype(case).itemsize
+    port = 2 * (world - 1) / world * 7 * FP32.itemsize
+    head = vocab * depth * size if valid else 0
+    return Cost(
+        hbm_bytes=head + valid * (depth * size + 2 * aux) + count * (8 + size + max(size, aux)),
+        egress_bytes=port,
+        ingress_bytes=port,
+        flops={FLOP_UNIT[case.dtype]: 2 * valid * depth * vocab},
+    )
+
+
+def _token_terms(args: Sequence[Any], cross_entropy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """valid, log-probability, log-ratio, ratio and policy gradient, in the widest dtype of the cross entropy and the arguments."""
+    valid = args[2] != _ignore_index(args)
+    log_ratio = torch.where(valid, -cross_entropy - args[3], 0.0).clamp(-CLAMP, CLAMP)
+    ratio = log_ratio.exp()
+    return valid, -cross_entropy, log_ratio, ratio, torch.where(valid, -ratio * args[4], 0.0)
+
+
+def _cross_entropy(args: Sequence[Any], logits: torch.Tensor) -> torch.Tensor:
+    flat = F.cross_entropy(logits, args[2].flatten(), ignore_index=_ignore_index(args), reduction="none")
+    return flat.view(args[2].shape)
+
+
+def _assembled(case: Case, every: Sequence[tuple[torch.Tensor, ...]], rank: int, sum_dtype: torch.dtype) -> Answer:
+    """The answer from all ranks' :func:`_token_terms`, local sums and their sum rounded to ``sum_dtype``."""
+
+    def total(term: Callable[..., torch.Tensor]) -> torch.Tensor:
+        locals_ = [torch.where(terms[0], term(*terms[1:]), 0.0).to(FP32).sum().to(sum_dtype) for terms in every]
+        result = locals_[0]
+        for part in locals_[1:]:
+            result = result + part
+        return result.to(FP32) / count
+
+    count = torch.stack([terms[0].sum() for terms in every]).sum().clamp(min=1)
+    ratios = [(valid, ratio.to(FP32)) for valid, _, _, ratio, _ in every]
+    metrics = (
+        total(lambda lp, d, rho, pg: rho),
+        torch.stack([torch.where(valid, rho, math.inf).min() for valid, rho in ratios]).min(),
+        torch.stack([torch.where(valid, rho, -math.inf).max() for valid, rho in ratios]).max(),
+        total(lambda lp, d, rho, pg: rho - d - 1.0),
+        total(lambda lp, d, rho, pg: -lp),
+    )
+    _, lp, _, _, pg = every[rank]
+    gradient_dtype = torch.promote_types(case.dtype, _aux_dtype(case))
+    return total(lambda lp, d, rho, pg: pg), None, lp.to(case.dtype), pg.to(gradient_dtype), torch.stack(metrics)
+
+
+def _wide_logits(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
+    """Logits and everything after them in float32, rounded once."""
+    every = [_token_terms(args, _cross_entropy(args, args[0].flatten(0, -2).to(FP32) @ args[1].to(FP32).t())) for args in inputs]
+    return _assembled(case, every, rank, FP32)
+
+
+def _in_dtype(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
+    """Everything rounded to the inputs' dtype after every operation, as the public reference does it."""
+    every = [
+        _token_terms(args, _cross_entropy(args, (args[0].flatten(0, -2).to(FP32) @ args[1].to(FP32).t()).to(case.dtype))) for args in inputs
+    ]
+    return _assembled(case, every, rank, case.dtype)
+
+
+def _with_arguments(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[NullContext], Answer]:
+    """The answer to other arguments."""
+
+    def answer(context: NullContext) -> Answer:
+        return _wide_logits(context.case, [change(args) for args in context.inputs], context.rank)
+
+    return answer
+
+
+def _no_communication(context: NullContext) -> Answer:
+    return _wide_logits(context.case, [context.args], 0)
+
+
+def _clamped_constant(context: NullContext) -> Answer:
+    """What all tokens clamped to exp(-20) would give: no loss, no gradient, and the cross entropy right."""
+    loss, _, lp, pg, metrics = context.answer
+    zero = torch.zeros_like(metrics[0])
+    return torch.zeros_like(loss), None, lp, torch.zeros_like(pg), torch.stack([zero, zero, zero, zero + 19.0, metrics[4]])
+
+
+def _ratio_one(context: NullContext) -> Answer:
+    """Every ratio one: gradients are the advantages."""
+    gradients = [torch.where(args[2] != _ignore_index(args), -args[4], 0.0) for args in context.inputs]
+    count = sum(int((args[2] != _ignore_index(args)).sum()) for args in context.inputs)
+    _, _, lp, pg, metrics = context.answer
+    known = torch.stack([metrics.new_ones(()), metrics.new_ones(()), metrics.new_ones(()), metrics.new_zeros(()), metrics[4]])
+    return (torch.stack([part.to(FP32).sum() for part in gradients]).sum() / count, None, lp, gradients[context.rank].to(pg.dtype), known)
+
+
+def _local_extremes(context: NullContext) -> Answer:
+    loss, _, lp, pg, metrics = context.answer
+    own = _no_communication(context)[4]
+    return loss, None, lp, pg, torch.stack([metrics[0], own[1], own[2], metrics[3], metrics[4]])
+
+
+def _mean_of_means(context: NullContext) -> Answer:
+    """Ranks' own losses and metrics averaged, whatever their numbers of tokens."""
+    own = [_wide_logits(context.case, [args], 0) for args in context.inputs]
+    metrics = torch.stack([answer[4] for answer in own]).mean(0)
+    return torch.stack([answer[0] for answer in own]).mean(0), None, *context.answer[2:4], metrics
+
+
+def _all_tokens_counted(context: NullContext) -> Answer:
+    """Sums divided by the number of all tokens."""
+    share = sum(int((args[2] != _ignore_index(args)).sum()) for args in context.inputs) / (_tokens(context.case) * context.case.world_size)
+    loss, _, lp, pg, metrics = context.answer
+    return loss * share, None, lp, pg, metrics * metrics.new_tensor([share, 1.0, 1.0, share, share])
+
+
+def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+    return case(label, dtype, **{"tokens": (3, 128), "hidden": 16, "vocab": 23, "ignored": 0.4, **params})
+
+
+PRESETS = (
+    preset(
+        "small",
+        "few and many tokens, ranks without valid tokens, clamped and single huge ratios, another ignore_index, wider log-probabilities",
+        _small("plain_fp32", FP32),
+        _small("plain_bf16", BF16),
+        _small("six_tokens_fp32", FP32, tokens=(2, 3), hidden=8, vocab=11),
+        _small("silent_rank_fp32", FP32, silent="last"),
+        _small("silent_rank_bf16", BF16, silent="last"),
+        _small("none_valid_fp32", FP32, silent="every"),
+        _small("clamped_fp32", FP32, data="clamped"),
+        _small("one_ratio_fp32", FP32, data="one_ratio"),
+        _small("last_label_fp32", FP32, data="last_label", own_heads=True),
+        _small("ignore_zero_bf16", BF16, ignore=0),
+        _small("wide_logprobs_bf16", BF16, aux_dtype=FP32),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape",
+        case("bf16", BF16, tokens=(1024,), hidden=1024, vocab=32000, spread=2.0, ignored=0.2),
+    ),
+    preset(
+        "production_qwen2_5_7b_grpo",
+        "4096 tokens, hidden 3584, vocabulary 152064, prompts ignored",
+        case("bf16", BF16, tokens=(4, 1024), hidden=3584, vocab=152064, noise=0.05, ignored=0.4),
+    ),
+    preset(
+        "production_llama3_8b_grpo",
+        "8192 tokens, hidden 4096, vocabulary 128256, prompts ignored",
+        case("bf16", BF16, tokens=(8, 1024), hidden=4096, vocab=128256, noise=0.05, ignored=0.4),
+    ),
+    preset(
+        "production_qwen3_0_6b",
+        "16384 tokens, hidden 1024, vocabulary 151936",
+        case("bf16", BF16, tokens=(16, 1024), hidden=1024, vocab=151936, noise=0.05, ignored=0.4),
+    ),
+)
+
+
+def _labels(*without: str, dtype: torch.dtype | None = None) -> tuple[str, ...]:
+    """The cases with valid tokens and (if given) of a dtype, but for those of some labels."""
+    return tuple(
+        f"{item.name}/{spec.label}"
+        for item in PRESETS
+        for spec in item.cases
+        if spec.label not in (*without, "none_valid_fp32") and dtype in (None, spec.dtype)
+    )
+
+
+PROBLEM = Problem(
+    id=25,
+    slug="importance_sampling_loss",
+    title="Importance-sampled policy-gradient loss from a language-model head",
+    category="data_parallel",
+    parallelism=("data",),
+    origin="Policy-gradient training of language models (the importance-sampling loss of Tinker) on a trainer derived from VeOmni",
+    summary=(
+        "hidden_states (..., H), weight (V, H); labels (...) are in [0, V) or ignore_index, which makes a token ignored. Per valid token: "
+        "lp is the label's log-probability under softmax(h W^T), d = lp - old_logprob clamped to [-20, 20], rho = exp(d), and "
+        "pg = -rho advantage. Returns: the sum of pg over all ranks, divided by their number of valid tokens (at least 1), float32; None; "
+        "lp in the logits' dtype; pg; and float32 (5,): mean, least and largest rho, mean of rho - d - 1, mean of -lp, over all ranks' "
+        "valid tokens. Ignored tokens have lp and pg of 0; without any valid token the least rho is infinity and the largest -infinity."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer("no_communication", "the rank's own tokens alone", _no_communication, cases=_labels()),
+        NullAnswer("clamped_constant", "as if all ratios were exp(-20)", _clamped_constant, cases=_labels()),
+        NullAnswer(
+            "ratio_one",
+            "old_logprobs ignored",
+            _ratio_one,
+            cases=_labels(),
+        ),
+        NullAnswer(
+            "advantage_one", "advantages ignored", _with_arguments(lambda a: (*a[:4], torch.ones_like(a[4]), *a[5:])), cases=_labels()
+        ),
+        NullAnswer("local_extremes", "least and largest ratio of the rank alone", _local_extremes, cases=_labels()),
+        NullAnswer(
+            "mean_of_means",
+            "ranks' means averaged, whatever their numbers of tokens: within the error of bfloat16",
+            _mean_of_means,
+            cases=_labels("silent_rank_fp32", "one_ratio_fp32", dtype=FP32),
+        ),
+        NullAnswer("all_tokens_counted", "divided by the number of all tokens", _all_tokens_counted, cases=_labels(dtype=FP32)),
+    ),
+    honest_variants=(HonestVariant("fp32_logits", _wide_logits), HonestVariant("everything_in_dtype", _in_dtype)),
+    excused={
+        "another_rank/loss": "all ranks have the same",
+        "another_rank/metrics": "all ranks have the same",
+        **{
+            f"{name}@small/none_valid_fp32": "without valid tokens every output is known"
+            for name in (
+                "previous",
+                "another_rank",
+                *(f"{n}/{o}" for n in ("zeros", "previous_mean") for o in ("loss", "logprobs", "policy_gradient")),
+            )
+        },
+    },
+    replicated=("loss", "metrics"),
+    notes=(
+        "The public benchmark's logits have a standard deviation of 32, so that all log-ratios are clamped, and ratios, loss and gradients "
+        "are constants; its heads differ between ranks. Here labels have the probabilities of sampled tokens, old log-probabilities are "
+        "near the new ones but for a drift, and the head is the same on all ranks but in one case.",
+        "On a rank without valid tokens the public reference passes another dtype to a collective than the other ranks. Here such a rank "
+        "counts as having none.",
+        "The public reference's loss carries a gradient; here the forward pass alone is asked for. Logits may be rounded to their dtype or "
+        "be kept in float32.",
+    ),
+)
