@@ -321,6 +321,16 @@ def fitted(rows: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([rows] * -(-length // rows.shape[0]) + [rows[:0]])[:length]
 
 
+def group_size(case: Case) -> int:
+    """P: the number of ranks that exchange rows."""
+    return len(group_members(case, 0))
+
+
+def several_sources(case: Case) -> bool:
+    """Whether more than one rank of a group has rows to send, if only to itself."""
+    return sum(tokens_of(case, q) > 0 for q in group_members(case, 0)) > 1
+
+
 def labels(presets: Sequence[Preset], world_sizes: Sequence[int], where: Callable[[Case], bool]) -> tuple[str, ...]:
     """``preset/label/wN`` of all cases that ``where`` is true of."""
     cases = [

@@ -230,17 +230,13 @@ def _where(where: Callable[[Case], bool]) -> tuple[str, ...]:
     return _moe.labels(PRESETS, (2, 4, 8), where)
 
 
-def _ranks(case: Case) -> int:
-    return len(group_members(case, 0))
-
-
 def _several(case: Case) -> bool:
-    return _ranks(case) > 1
+    return _moe.group_size(case) > 1
 
 
 def _several_local(case: Case) -> bool:
     """Whether a rank has several experts, and receives from several ranks."""
-    return _several(case) and case["experts"] > _ranks(case)
+    return _several(case) and case["experts"] > _moe.group_size(case)
 
 
 def _reverse_sources(chunks: list[list[torch.Tensor]]) -> torch.Tensor:
@@ -255,7 +251,7 @@ def _as_received(chunks: list[list[torch.Tensor]]) -> torch.Tensor:
     return torch.cat([chunk for by_source in chunks for chunk in by_source])
 
 
-_TWO_SOURCES = _where(lambda c: _several(c) and (c["tokens"] not in ((29, 0, 17, 41),) or c.world_size > 2))
+_TWO_SOURCES = _where(_moe.several_sources)
 
 PROBLEM = Problem(
     id=28,

@@ -304,23 +304,13 @@ def _where(where: Callable[[Case], bool]) -> tuple[str, ...]:
     return _moe.labels(PRESETS, (2, 4, 8), where)
 
 
-def _ranks(case: Case) -> int:
-    return len(group_members(case, 0))
+def _several(case: Case) -> bool:
+    return _moe.group_size(case) > 1
 
 
-def _regular(case: Case) -> bool:
-    """Whether most tokens have finite answers."""
-    return "poisoned" not in case.params
-
-
-def _crowded(case: Case) -> bool:
-    """Whether more than one rank has rows for others."""
-    return _ranks(case) > 1 and sum(_moe.tokens_of(case, q) > 0 for q in group_members(case, 0)) > 1
-
-
-def _several_sources(case: Case) -> bool:
+def _several_returned(case: Case) -> bool:
     """Whether a rank's rows come back from several ranks."""
-    return _ranks(case) > 1 and "one_rank" not in case.params
+    return _several(case) and "one_rank" not in case.params
 
 
 PROBLEM = Problem(
@@ -345,9 +335,9 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     null_answers=(
-        NullAnswer("no_communication", "the rank's own rows, repeated or cut", _own_rows, cases=_where(lambda c: _ranks(c) > 1)),
-        NullAnswer("not_ungrouped", "rows sent back as the experts left them", _not_ungrouped, cases=_where(_crowded)),
-        NullAnswer("sources_reversed", "the last source first", _sources_reversed, cases=_where(_several_sources)),
+        NullAnswer("no_communication", "the rank's own rows, repeated or cut", _own_rows, cases=_where(_several)),
+        NullAnswer("not_ungrouped", "rows sent back as the experts left them", _not_ungrouped, cases=_where(_moe.several_sources)),
+        NullAnswer("sources_reversed", "the last source first", _sources_reversed, cases=_where(_several_returned)),
         NullAnswer(
             "last_source_missing",
             "zeros for the last rank's rows",
@@ -362,7 +352,7 @@ PROBLEM = Problem(
             "zero_weights_skipped",
             "rows of weight 0 left out, NaN among them",
             _zero_weights_skipped,
-            cases=_where(lambda c: not _regular(c)),
+            cases=_where(lambda c: "poisoned" in c.params),
         ),
         NullAnswer(
             "first_slot_only",
@@ -374,7 +364,7 @@ PROBLEM = Problem(
             "contiguous_group",
             "neighbours taken for the group",
             _contiguous_group,
-            cases=_where(lambda c: "group" in c.params and _ranks(c) > 1),
+            cases=_where(lambda c: "group" in c.params and _several(c)),
         ),
     ),
     honest_variants=(HonestVariant("fp32_accumulation", _wide), HonestVariant("added_by_rank", _added_by_rank)),
