@@ -1,0 +1,433 @@
+"""Problem 77: attention over ranges of keys, its sequence sharded before and after and its heads in between, query range by query range."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from peerlane.problems import _attention
+from peerlane.problems._attention import BF16, FP32, softmax_tolerance
+from peerlane.problems._collective import group_layout, group_members
+from peerlane.problems._draw import Draw
+from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, preset
+from peerlane.problems._tree import GroupRef
+
+
+@torch.no_grad()
+def reference(
+    query: torch.Tensor,
+    key_value: torch.Tensor,
+    k_ranges: torch.Tensor,
+    cp_shuffle_num: int,
+    clip_token_nums: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    world, (tokens, _, depth) = dist.get_world_size(group), query.shape
+    if tokens % cp_shuffle_num:
+        raise ValueError(f"{tokens} tokens are no multiple of cp_shuffle_num = {cp_shuffle_num}")
+    if key_value.shape[1] < world and world % key_value.shape[1] == 0:
+        key_value = key_value.repeat_interleave(world // key_value.shape[1], dim=1)
+    if key_value.shape[1] % world:
+        raise ValueError(f"{key_value.shape[1]} key heads cannot be shared by {world} ranks")
+    clip = clip_token_nums or world * tokens // cp_shuffle_num
+
+    def by_head(x: torch.Tensor) -> torch.Tensor:
+        """(s, h, d) to blocks of heads for the ranks, (W, s, h / W, d)."""
+        return torch.stack(x.chunk(world, dim=1))
+
+    def exchange(blocks: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+        received = torch.empty_like(blocks)
+        return received, dist.all_to_all_single(received, blocks, group=group, async_op=True)
+
+    arriving = exchange(by_head(key_value))
+    queries = [exchange(by_head(part)) for part in query.chunk(cp_shuffle_num)]
+    # Where the ranges end decides which keys take part: the host has to wait for that.
+    ranges = k_ranges.tolist()
+    arriving[1].wait()
+    # (W, R, spb, h, 2 D) to (h, R, W spb, 2 D): within a range the ranks' tokens follow each other.
+    ranks_keys = arriving[0].view(world, cp_shuffle_num, tokens // cp_shuffle_num, -1, 2 * depth)
+    keys, values = ranks_keys.permute(3, 1, 0, 2, 4).flatten(2, 3)[:, :, :clip].flatten(1, 2).chunk(2, dim=-1)
+    outputs = []
+    for (received, request), (first, last) in zip(queries, ranges, strict=True):
+        request.wait()
+        attended = F.scaled_dot_product_attention(
+            received.flatten(0, 1).transpose(0, 1).unsqueeze(0),
+            keys[:, first:last].unsqueeze(0),
+            values[:, first:last].unsqueeze(0),
+            enable_gqa=True,
+        )
+        by_rank = attended.squeeze(0).transpose(0, 1).reshape(received.shape).contiguous()
+        outputs.append(exchange(by_rank))
+    results = []
+    for received, request in outputs:
+        request.wait()
+        results.append(torch.cat(received.unbind(), dim=1))
+    return torch.cat(results)
+
+
+def _ranks(case: Case) -> int:
+    return len(group_members(case, 0))
+
+
+def _sizes(case: Case) -> tuple[int, int, int]:
+    """R, tokens of a rank per range, and the keys of a range. ``case``: ``clip`` = (a, b) stands for a W + b keys, and rows to hold them.
+
+    Without ``clip`` there is ``rows``, the tokens of a rank per range, and no padding.
+    """
+    ranks = _ranks(case)
+    if "clip" not in case.params:
+        return case["ranges"], case["rows"], ranks * case["rows"]
+    per_rank, rest = case["clip"]
+    clip = per_rank * ranks + rest
+    return case["ranges"], -(-clip // ranks), clip
+
+
+def _heads(case: Case) -> tuple[int, int]:
+    """Query and key heads. ``case``: ``heads`` and ``kv_heads``, or these ``_per_rank``."""
+    ranks = _ranks(case)
+    heads, kv_heads = (case[name] if name in case.params else case[f"{name}_per_rank"] * ranks for name in ("heads", "kv_heads"))
+    return heads, kv_heads
+
+
+def key_ranges(case: Case) -> list[tuple[int, int]]:
+    """[first, last) in the sequence of all keys, for every range of queries. ``case["see"]``:
+
+    * ``own``: the keys of the range itself
+    * ``past``: and of all ranges before
+    * ``two``: and of the range before
+    * ``odd``: ranges that overlap, repeat and are cut anywhere; the first sees a single key
+    """
+    count, _, clip = _sizes(case)
+    match case["see"]:
+        case "own":
+            return [(i * clip, (i + 1) * clip) for i in range(count)]
+        case "past":
+            return [(0, (i + 1) * clip) for i in range(count)]
+        case "two":
+            return [(max(i - 1, 0) * clip, (i + 1) * clip) for i in range(count)]
+        case "odd":
+            last = count * clip
+            return [(last - 2, last - 1), *((clip // 2, last - 1 - i // 2) for i in range(count - 1))]
+        case other:
+            raise ValueError(f"unknown key ranges {other!r}: expected own, past, two or odd")
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
+    """Values are N(0, 1), queries and keys such that scores are N(0, spread^2), spread 4 unless the case says else.
+
+    ``case["pattern"]`` ``nan_padding``: keys and values of padding tokens are NaN.
+    ``case["no_clip"]``: what is passed where there is no padding, None or 0.
+    """
+    (count, rows, clip), (heads, kv_heads), depth = _sizes(case), _heads(case), case["depth"]
+    members = group_members(case, rank)
+    query = draw.normal((count * rows, heads, depth), case.dtype, scale=case.params.get("spread", 4.0))
+    key_value = draw.normal((count * rows, kv_heads, 2 * depth), case.dtype)
+    if case.params.get("pattern") == "nan_padding":
+        padding = max(rows - max(clip - members.index(rank) * rows, 0), 0)
+        key_value.view(count, rows, -1)[:, rows - padding :] = math.nan
+    ranges = torch.tensor(key_ranges(case), dtype=torch.int64, device=draw.device)
+    group = next((GroupRef(name) for name in group_layout(case)), None)
+    return query, key_value, ranges, count, clip if "clip" in case.params else case.params.get("no_clip"), group
+
+
+def _assembled(case: Case, inputs: Sequence[tuple[Any, ...]], members: Sequence[int], clip: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (1, R clip, Hkv, D) in global order."""
+    count, rows, _ = _sizes(case)
+    parts = torch.stack([inputs[q][1].unflatten(0, (count, rows)) for q in members], dim=1)
+    keys, values = parts.flatten(1, 2)[:, :clip].flatten(0, 1).unsqueeze(0).chunk(2, dim=-1)
+    return keys, values
+
+
+def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
+    keys, values = _assembled(case, inputs, group_members(case, rank), _sizes(case)[2])
+    query = inputs[rank][0].chunk(case["ranges"])
+    outputs = [
+        _attention.attention(part.unsqueeze(0), keys[:, first:last], values[:, first:last], scale=case["depth"] ** -0.5, causal=False)
+        for part, (first, last) in zip(query, key_ranges(case), strict=True)
+    ]
+    value, magnitude = (torch.cat(parts, dim=1).squeeze(0) for parts in zip(*outputs, strict=True))
+    return Expected("output", value, case.dtype, magnitude=magnitude)
+
+
+def _used_keys(case: Case) -> list[int]:
+    """Keys of every rank that some range sees: neither padding nor outside of all ranges."""
+    count, rows, clip = _sizes(case)
+    borders = sorted({0, count * clip, *(border for pair in key_ranges(case) for border in pair)})
+    seen = [
+        (first, last) for first, last in itertools.pairwise(borders) if any(low <= first and last <= high for low, high in key_ranges(case))
+    ]
+
+    def overlap(low: int, high: int) -> int:
+        return sum(max(min(high, last) - max(low, first), 0) for first, last in seen)
+
+    return [
+        sum(overlap(i * clip + min(place * rows, clip), i * clip + min((place + 1) * rows, clip)) for i in range(count))
+        for place in range(_ranks(case))
+    ]
+
+
+def cost(case: Case, rank: int) -> Cost:
+    """Either queries and outputs travel to the ranks of their heads and back, with a key head to every rank that has queries for it, or all
+    keys travel to all ranks, and queries stay. The smaller of the two bounds the port."""
+    (count, rows, _), (heads, kv_heads), depth, size = _sizes(case), _heads(case), case["depth"], case.dtype.itemsize
+    members, used = group_members(case, rank), _used_keys(case)
+    ranks, own = len(members), used[members.index(rank)]
+    foreign = sum(used) - own
+    queries = 2 * (ranks - 1) / ranks * count * rows * heads * depth
+    pair = 2 * depth
+    by_head = max(kv_heads / ranks, 1) * pair
+    pairs = heads * rows * sum(last - first for first, last in key_ranges(case))
+    return Cost(
+        hbm_bytes=(2 * count * rows * heads * depth + own * kv_heads * pair) * size,
+        egress_bytes=min(queries + (ranks - 1) * own * by_head, (ranks - 1) * own * kv_heads * pair) * size,
+        ingress_bytes=min(queries + foreign * by_head, foreign * kv_heads * pair) * size,
+        flops={"fp32" if case.dtype == FP32 else "bf16": 4 * depth * pairs},
+    )
+
+
+def _attend(
+    case: Case,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    ranges: Sequence[tuple[int, int]],
+    *,
+    scale: float | None = None,
+    rounded: bool = False,
+    blocks: int = 1,
+) -> torch.Tensor:
+    """Every range of queries (R spb, Hq, D) to its keys (1, S, Hkv, D), in float32; ``rounded``: probabilities too, for their product."""
+    heads, outputs = query.shape[1], []
+    for part, (first, last) in zip(query.chunk(len(ranges)), ranges, strict=True):
+        output = torch.empty((1, *part.shape[:2], values.shape[-1]), device=query.device)
+        pieces = _attention.score_pieces(
+            part.unsqueeze(0), keys[:, first:last], scale=scale or case["depth"] ** -0.5, offset=None, work=FP32
+        )
+        for chosen, rows, scores in pieces:
+            value = _attention.key_heads(values[:, first:last], chosen, heads).transpose(1, 2).to(FP32)
+            weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+            total = weights.sum(-1, keepdim=True)
+            if rounded:
+                weights = weights.to(case.dtype).to(FP32)
+            # From the last block of keys to the first: another order of summation.
+            products = [w @ v for w, v in zip(weights.chunk(blocks, -1), value.chunk(blocks, -2), strict=True)]
+            output[:, rows, chosen] = (torch.stack(products[::-1]).sum(0) / total).transpose(1, 2)
+        outputs.append(output.squeeze(0))
+    return torch.cat(outputs).to(case.dtype)
+
+
+def _answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, **how: Any) -> torch.Tensor:
+    keys, values = _assembled(case, inputs, group_members(case, rank), _sizes(case)[2])
+    return _attend(case, inputs[rank][0], keys, values, key_ranges(case), **how)
+
+
+def _other_ranges(ranges: Callable[[Case], Sequence[tuple[int, int]]]) -> Callable[[NullContext], torch.Tensor]:
+    """A wrong answer: other keys for the ranges of queries."""
+
+    def answer(context: NullContext) -> torch.Tensor:
+        keys, values = _assembled(context.case, context.inputs, group_members(context.case, context.rank), _sizes(context.case)[2])
+        return _attend(context.case, context.args[0], keys, values, ranges(context.case))
+
+    return answer
+
+
+def _local_keys(context: NullContext) -> torch.Tensor:
+    """Of the keys that a range of queries should see, the rank's own alone; all of its own where there are none."""
+    case, members = context.case, group_members(context.case, context.rank)
+    count, rows, clip = _sizes(case)
+    owner = torch.arange(clip, device=context.args[0].device).div(rows, rounding_mode="floor").repeat(count) == members.index(context.rank)
+    keys, values = _assembled(case, context.inputs, members, clip)
+    outputs = []
+    for part, (first, last) in zip(context.args[0].chunk(count), key_ranges(case), strict=True):
+        mine = owner[first:last].nonzero().squeeze(1) + first
+        mine = mine if mine.numel() else owner.nonzero().squeeze(1)
+        outputs.append(_attend(case, part, keys[:, mine], values[:, mine], [(0, mine.numel())]))
+    return torch.cat(outputs)
+
+
+def _rank_major(context: NullContext) -> torch.Tensor:
+    """All of the first rank's keys first, then all of the second's."""
+    case, (count, _, clip) = context.case, _sizes(context.case)
+    members = group_members(case, context.rank)
+    whole = torch.cat([context.inputs[q][1] for q in members])[: count * clip]
+    keys, values = whole.unsqueeze(0).chunk(2, dim=-1)
+    return _attend(case, context.args[0], keys, values, key_ranges(case))
+
+
+def _padding_kept(context: NullContext) -> torch.Tensor:
+    """clip_token_nums ignored: padding takes part, and moves later ranges' keys."""
+    case, (_, rows, _) = context.case, _sizes(context.case)
+    members = group_members(case, context.rank)
+    keys, values = _assembled(case, context.inputs, members, len(members) * rows)
+    return _attend(case, context.args[0], keys, values, key_ranges(case))
+
+
+def _padding_dropped(context: NullContext) -> torch.Tensor:
+    """Zeros for the queries of padding tokens."""
+    (count, rows, clip), members = _sizes(context.case), group_members(context.case, context.rank)
+    real = min(max(clip - members.index(context.rank) * rows, 0), rows)
+    result: torch.Tensor = context.answer.clone()
+    result.view(count, rows, -1)[:, real:] = 0.0
+    return result
+
+
+def _strided_heads(context: NullContext) -> torch.Tensor:
+    """Query head h uses key head h mod Hkv."""
+    keys, values = _assembled(context.case, context.inputs, group_members(context.case, context.rank), _sizes(context.case)[2])
+    (heads, kv_heads), device = _heads(context.case), context.args[0].device
+    index = torch.arange(heads, device=device) % kv_heads
+    return _attend(context.case, context.args[0], keys[:, :, index], values[:, :, index], key_ranges(context.case))
+
+
+def _ranges_rotated(context: NullContext) -> torch.Tensor:
+    """Outputs of a range in the place of the next."""
+    result: torch.Tensor = context.answer
+    return result.roll(_sizes(context.case)[1], dims=0)
+
+
+def _whole_world(context: NullContext) -> torch.Tensor:
+    """Keys of all ranks of the world, as many as the ranges allow."""
+    case, (_, _, clip) = context.case, _sizes(context.case)
+    keys, values = _assembled(case, context.inputs, range(case.world_size), clip * case.world_size // _ranks(case))
+    return _attend(case, context.args[0], keys, values, key_ranges(case))
+
+
+def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
+    sizes = {"depth": 32, "heads_per_rank": 4, "spread": 2.0}
+    return case(label, dtype, **{**sizes, **params})
+
+
+def _magi(*, see: str, clip: int, heads: int, ranges: int = 4, world_sizes: Sequence[int] | None = None, label: str = "bf16") -> CaseSpec:
+    """Depth 128, 8 key heads."""
+    return case(label, BF16, ranges=ranges, clip=(0, clip), heads=heads, kv_heads=8, depth=128, see=see, world_sizes=world_sizes)
+
+
+PRESETS = (
+    preset(
+        "small",
+        "key heads fewer than, as many as and more than ranks; padding, also NaN; ranges disjoint, growing, overlapping, of one key",
+        _small("own_fp32", FP32, ranges=4, rows=3, kv_heads_per_rank=1, see="own"),
+        _small("past_bf16", BF16, ranges=4, rows=3, kv_heads_per_rank=1, see="past", no_clip=0),
+        _small("one_range_fp32", FP32, ranges=1, clip=(5, -1), kv_heads_per_rank=2, see="own"),
+        _small("one_key_head_bf16", BF16, ranges=2, rows=4, kv_heads=1, see="own"),
+        _small("one_key_head_past_fp32", FP32, ranges=2, rows=4, kv_heads=1, see="past"),
+        _small("padded_own_bf16", BF16, ranges=3, clip=(2, -1), kv_heads_per_rank=1, see="own"),
+        _small("padded_past_fp32", FP32, ranges=3, clip=(2, -1), kv_heads_per_rank=1, see="past"),
+        _small("odd_bf16", BF16, ranges=4, clip=(3, -1), kv_heads_per_rank=2, see="odd"),
+        _small("large_scores_bf16", BF16, ranges=3, rows=4, kv_heads_per_rank=1, see="two", spread=50.0),
+        _small("nan_padding_bf16", BF16, ranges=3, clip=(4, -1), kv_heads_per_rank=1, see="past", pattern="nan_padding"),
+        _small("strided_group_bf16", BF16, ranges=3, rows=4, kv_heads_per_rank=1, see="past", group="strided", world_sizes=(4, 8)),
+    ),
+    preset(
+        "pkb",
+        "the public benchmark's shape: four ranges that see their own keys",
+        _magi(see="own", clip=12150, heads=24, world_sizes=(2, 4)),
+        _magi(see="own", clip=21600, heads=48, world_sizes=(8,), label="bf16_w8"),
+    ),
+    preset(
+        "production_magi1_24b_720p",
+        "MAGI-1 24B, four chunks of 21600 tokens, each sees all chunks before",
+        _magi(see="past", clip=21600, heads=48, world_sizes=(4, 8)),
+    ),
+    preset(
+        "production_magi1_4_5b_720p",
+        "MAGI-1 4.5B, four chunks of 12150 tokens, each sees the chunk before",
+        _magi(see="two", clip=12150, heads=24),
+    ),
+    preset("production_magi1_24b_short", "a single chunk of 5400 tokens: latency", _magi(see="own", clip=5400, heads=48, ranges=1)),
+)
+
+
+def _names(wanted: Callable[[Case], bool]) -> tuple[str, ...]:
+    return _attention.case_names(PRESETS, wanted)
+
+
+def _padded(case: Case) -> bool:
+    _, rows, clip = _sizes(case)
+    return _ranks(case) * rows > clip
+
+
+def _ordinary(case: Case) -> bool:
+    return case["see"] != "odd" and case.params.get("pattern") is None
+
+
+PROBLEM = Problem(
+    id=77,
+    slug="range_shuffled_async_attention",
+    title="Attention over key ranges with queries exchanged range by range",
+    category="context_parallel",
+    parallelism=("context", "sequence"),
+    origin="SandAI MAGI-1 inference: context shuffle overlap, an all-to-all of heads and tokens for every range of queries",
+    summary=(
+        "query (T, Hq, D) and key_value (T, Hkv, 2 D: key, then value) are the rank's tokens in R = cp_shuffle_num equal ranges; in the "
+        "global order a range has the first rank's tokens, then the second's, and so on. Of each range's keys the first clip_token_nums "
+        "count (all W T / R if None or 0; the rest is padding), one range after the other. Queries of range i, those of padding too, "
+        "attend to the keys [k_ranges[i, 0], k_ranges[i, 1]) of that sequence, with scale D^-0.5 and no mask; query head h uses key head "
+        "h // (Hq / Hkv). Returns the output for the rank's own tokens, (T, Hq, D) in their order, in query's dtype. Hq must be a multiple "
+        "of W, and so must Hkv unless it divides W; ranges are not empty. Probabilities may be rounded to the dtype; sums are in float32."
+    ),
+    reference=reference,
+    inputs=inputs,
+    oracle=oracle,
+    tolerance=softmax_tolerance,
+    cost=cost,
+    presets=PRESETS,
+    null_answers=(
+        NullAnswer("local_keys", "the rank's own keys alone", _local_keys, cases=_names(_ordinary)),
+        NullAnswer(
+            "all_keys",
+            "k_ranges ignored",
+            _other_ranges(lambda c: [(0, c["ranges"] * _sizes(c)[2])] * c["ranges"]),
+            cases=_names(lambda c: c["ranges"] > 1),
+        ),
+        NullAnswer(
+            "own_range",
+            "every range of queries sees its own range of keys",
+            _other_ranges(lambda c: [(i * _sizes(c)[2], (i + 1) * _sizes(c)[2]) for i in range(c["ranges"])]),
+            cases=_names(lambda c: c["see"] != "own"),
+        ),
+        NullAnswer(
+            "first_range",
+            "the first range's keys for all queries",
+            _other_ranges(lambda c: key_ranges(c)[:1] * c["ranges"]),
+            cases=_names(lambda c: c["ranges"] > 1),
+        ),
+        NullAnswer("rank_major", "keys in the order of ranks instead of ranges", _rank_major, cases=_names(lambda c: c["ranges"] > 1)),
+        NullAnswer(
+            "padding_kept",
+            "clip_token_nums ignored, which shifts keys of later ranges",
+            _padding_kept,
+            cases=_names(lambda c: _padded(c) and c["ranges"] > 1),
+        ),
+        NullAnswer("padding_dropped", "zeros for the queries of padding tokens", _padding_dropped, cases=_names(_padded)),
+        NullAnswer("strided_key_heads", "query head h with key head h mod Hkv", _strided_heads, cases=_names(lambda c: _heads(c)[1] > 1)),
+        NullAnswer(
+            "ranges_rotated", "every range's output in the place of the next", _ranges_rotated, cases=_names(lambda c: c["ranges"] > 1)
+        ),
+        NullAnswer("no_scale", "scores not divided by sqrt(D)", lambda c: _answer(c.case, c.inputs, c.rank, scale=1.0)),
+        NullAnswer("whole_world", "group ignored", _whole_world, cases=("small/strided_group_bf16",)),
+    ),
+    honest_variants=(
+        HonestVariant("dense_fp32", _answer),
+        HonestVariant("rounded_probabilities_by_block", lambda case, inputs, rank: _answer(case, inputs, rank, rounded=True, blocks=4)),
+    ),
+    process_groups=group_layout,
+    graph=False,
+    graph_reason="k_ranges are on the device, and where they end decides how many keys a matrix product has: the host waits for them",
+    notes=(
+        "The public benchmark's ranges are disjoint, so that a range needs no keys but its own, and its scores are N(0, 1) over thousands "
+        "of keys, so that outputs are hardly larger than its tolerance. Here scores have a standard deviation of 4, and other presets have "
+        "MAGI-1's ranges: all chunks before, or the last two.",
+        "The public reference sends the output of one range together with the queries of a later one, and reads k_ranges range by range; "
+        "ours starts all exchanges of queries at once and reads k_ranges once.",
+        "Values are not scaled by 10: no tolerance is absolute.",
+        "NaN is in keys and values of padding, which must not count. It is not in queries: fused kernels differ in what they make of it.",
+        "W = 8 has 48 heads and 21600 keys per range in pkb, fewer ranks 24 and 12150, as in the public benchmark.",
+    ),
+)
