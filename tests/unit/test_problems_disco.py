@@ -18,7 +18,7 @@ PROBLEM = problems.get(62)
 
 
 def whole_sphere(case: Case, inputs: list[tuple[Any, ...]]) -> torch.Tensor:
-    """The definition, point by point, on one rank: (B, C_out, nlat_out, nlon_out) in float64."""
+    """The definition on one rank, with dense filters: (B, C_out, nlat_out, nlon_out) in float64."""
     azimuths, polars = disco._grid(case)
     grid = [[inputs[p * azimuths + a] for a in range(azimuths)] for p in range(polars)]
     x = torch.cat([torch.cat([args[0] for args in row], 3) for row in grid], 2).to(FP64)
@@ -28,16 +28,15 @@ def whole_sphere(case: Case, inputs: list[tuple[Any, ...]]) -> torch.Tensor:
     weight, groups, bias = inputs[0][2].to(FP64), inputs[0][3], inputs[0][8]
     output = torch.zeros(x.shape[0], weight.shape[0], case["nlat_out"], nlon_out, dtype=FP64)
     per_group, inner = weight.shape[0] // groups, x.shape[1] // groups
-    for q in range(nlon_out):
-        longitudes = [(j + q * (nlon_in // nlon_out)) % nlon_in for j in range(nlon_in)]
-        y = torch.einsum("khij,bcij->bckh", psi, x[..., longitudes])
-        for o in range(weight.shape[0]):
-            first = o // per_group * inner
-            output[:, o, :, q] = torch.einsum("bckh,ck->bh", y[:, first : first + inner], weight[o])
+    turned = torch.stack([x.roll(-q * (nlon_in // nlon_out), 3) for q in range(nlon_out)])
+    y = torch.einsum("khij,qbcij->bckhq", psi, turned)
+    for o in range(weight.shape[0]):
+        first = o // per_group * inner
+        output[:, o] = torch.einsum("bckhq,ck->bhq", y[:, first : first + inner], weight[o])
     return output if bias is None else output + bias.to(FP64).view(-1, 1, 1)
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [4, 8])
 @pytest.mark.parametrize("label", [spec.label for spec in PROBLEM.preset("small").cases])
 def test_oracles_make_up_the_convolution_of_the_whole_sphere(label: str, world: int) -> None:
     case = PROBLEM.case("small", label, world)
