@@ -38,7 +38,7 @@ NAMES = ("camera_ids", "gaussian_ids", "radii", "means2d", "depths", "conics", "
 Outputs = tuple[torch.Tensor, ...]
 
 # Gaussians of every rank that the cost model projects to find what share of them cameras see.
-_SAMPLE = 512
+_SAMPLE = 160
 
 
 def reference(
