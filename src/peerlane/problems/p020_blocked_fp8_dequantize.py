@@ -67,7 +67,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     scales = torch.exp2(draw.uniform((_blocks(case),), FP32, low=low, high=high))
     if data == "extreme":
         scales[:: 5 + rank] = 0.0
-        scales[1::4] = 2.0**119  # with codes of 448: beyond float32
+        scales[1::4] = 2.0**120  # times 448: beyond float32
     if not case.params.get("flat_scales"):
         scales = scales.view(case.world_size, -1)
     block = (case["block"],) if "block" in case.params else ()
