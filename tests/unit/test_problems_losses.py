@@ -88,7 +88,9 @@ def switch_loss(logits: torch.Tensor, top_k: int, weights: torch.Tensor) -> torc
     return logits.shape[1] * (share * mean).sum()
 
 
-@pytest.mark.parametrize("label", ["plain_fp32", "masked_fp32", "masked_bf16", "many_experts_bf16", "collapsed_fp32", "disabled_bf16"])
+@pytest.mark.parametrize(
+    "label", ["plain_fp32", "masked_fp32", "masked_bf16", "many_experts_bf16", "collapsed_fp32", "disabled_experts_bf16"]
+)
 def test_balancing_loss_is_the_mean_of_local_losses(label: str) -> None:
     problem = problems.get(24)
     case = problem.case("small", label, 4)

@@ -81,9 +81,9 @@ def _padding(case: Case) -> list[int]:
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """Logits N(0, 1) plus a slope over the experts, in an order that differs between ranks.
 
-    The slope is ``case["skew"]`` (10) or less from the most to the least popular expert, times a number for every rank, no two of which
-    are close, times one that all ranks share: ranks' losses lie between top_k and num_experts, and change from call to call. Padding
-    tokens prefer the least popular experts. ``case["data"]``:
+    The slope is 20 or less from the most to the least popular expert: times a number for every rank, no two of which are close, and times
+    one that all ranks share. Ranks' losses lie between top_k and num_experts, and change from call to call. Padding tokens prefer the
+    least popular experts. ``case["data"]``:
 
     * ``ties``: logits are multiples of a quarter
     * ``collapsed``: on the last rank one expert takes nearly all tokens
@@ -95,7 +95,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     last = rank == case.world_size - 1
     slope = torch.linspace(0.5, -0.5, experts, device=draw.device)[draw.permutation(experts)]
     place = (draw.shared.permutation(case.world_size)[rank] + draw.uniform((1,), FP32, low=0.5)) / case.world_size
-    strength = place * draw.shared.uniform((1,), FP32, low=0.35) * case.params.get("skew", 10.0)
+    strength = place * draw.shared.uniform((1,), FP32, low=0.1) * 20.0
     if data == "collapsed" and last:
         strength = strength + 40.0
     bias = slope * strength
@@ -271,9 +271,9 @@ PRESETS = (
         _small("masked_bf16", BF16, **_PADDED, experts=16, k=4),
         _small("top_1_fp32", FP32, k=1),
         _small("many_experts_bf16", BF16, tokens=97, experts=100, k=8),
-        _small("ties_bf16", BF16, data="ties", experts=8, skew=18.0),
+        _small("ties_bf16", BF16, data="ties", experts=8),
         _small("collapsed_fp32", FP32, data="collapsed", experts=8, k=1),
-        _small("disabled_bf16", BF16, data="disabled", experts=9),
+        _small("disabled_experts_bf16", BF16, data="disabled", experts=9),
         _small("nan_fp32", FP32, data="nan"),
         _small("nothing_valid_fp32", FP32, data="nothing_valid", **_PADDED),
     ),
