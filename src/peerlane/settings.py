@@ -43,7 +43,7 @@ class Deadlines:
 class TimingRules:
     """The protocol of speed; see docs/evaluating.md for the reasons."""
 
-    min_block_us: float = 2_500.0
+    min_block_us: float = 2_000.0
     max_block_us: float = 20_000.0
     l2_multiple: float = 3.0
     max_slots: int = 160
@@ -51,16 +51,16 @@ class TimingRules:
     arena_share: float = 0.06
     """of the device's memory, for the inputs of one case; outputs get as much again"""
     warm_calls: int = 20
-    max_warm_calls: int = 500
+    max_warm_calls: int = 160
     warm_agreement: float = 0.02
     min_rounds: int = 9
-    max_rounds: int = 30
+    max_rounds: int = 16
     rounds_per_capture: int = 2
     target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.012})
     """of the ratio of a race, by launch mode; a speedup joins two races"""
     budget_s: float = 20.0
     compared_share: float = 0.25
-    judging_s: float = 3.0
+    judging_s: float = 1.5
     """for comparing the outputs of a race; where that does not do for the share, fewer are compared, chosen over all rounds"""
     max_waiting_bytes: int = 4 << 30
     """of snapshots that wait for the end of a race to be compared"""

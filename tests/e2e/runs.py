@@ -14,7 +14,7 @@ from peerlane.settings import Deadlines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GOOD = EXAMPLES / "pytorch" / "1_allreduce_pytorch.py"
-DEADLINES = Deadlines(spawn=60.0, build=60.0, load=20.0, exit=2.0).with_calls(4.0)
+DEADLINES = Deadlines(spawn=60.0, build=60.0, load=20.0, exit=4.0).with_calls(4.0)
 MARK = "PEERLANE_TEST_MARK"
 
 

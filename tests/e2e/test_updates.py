@@ -26,6 +26,13 @@ CLIPS = """
             g.copy_(g.float() * (max_norm / norm))
     return norm
 """
+PUTS_OTHERS_IN_THEIR_PLACE = """
+    if norm > max_norm:
+        for i, g in enumerate(grad_tensors):
+            if g is not None:
+                grad_tensors[i] = (g.float() * (max_norm / norm)).to(g.dtype)
+    return norm
+"""
 CLIPS_A_COPY = """
     if norm > max_norm:
         present = [g * (max_norm / norm) for g in present]
@@ -40,8 +47,13 @@ CLIPS_THE_FIRST_ONLY = """
 
 @pytest.mark.parametrize(
     ("body", "verdict"),
-    [(CLIPS, "correct"), (CLIPS_A_COPY, "wrong_result"), (CLIPS_THE_FIRST_ONLY, "wrong_result")],
-    ids=["clips", "clips_a_copy", "clips_the_first_only"],
+    [
+        (CLIPS, "correct"),
+        (PUTS_OTHERS_IN_THEIR_PLACE, "correct"),
+        (CLIPS_A_COPY, "wrong_result"),
+        (CLIPS_THE_FIRST_ONLY, "wrong_result"),
+    ],
+    ids=["clips", "puts_others_in_their_place", "clips_a_copy", "clips_the_first_only"],
 )
 def test_clipping(body: str, verdict: str, tmp_path: Path) -> None:
     candidate = tmp_path / "21_clip_pytorch.py"

@@ -20,7 +20,7 @@ from peerlane import problems
 from peerlane.evaluate import extensions
 from peerlane.evaluate.arena import Arena
 from peerlane.evaluate.protocol import Message
-from peerlane.evaluate.slots import ArgumentSlots, OutputRegions, updated_of
+from peerlane.evaluate.slots import ArgumentSlots, OutputRegions, updates_of
 from peerlane.evaluate.timing import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.worker import Rank
 from peerlane.problems._tree import Description, dtype_of, tensor_descriptions
@@ -86,7 +86,7 @@ class CandidateRank(Rank):
         problem = problems.get(request["problem"])
         arguments = ArgumentSlots(data[: max(base, 1)], request["arguments"], groups.__getitem__)
         region = data[base : base + max(request["output_bytes"], 1)]
-        outputs = OutputRegions(region, request["outputs"], self.device, updated_of(problem, arguments.args))
+        outputs = OutputRegions(region, request["outputs"], self.device, updates_of(problem))
         self._spaces[request["space"]] = AttachedCase(arena, arguments, outputs)
         if not self._loaded:
             self._reference = problem.reference_of(request["variant"])
@@ -142,8 +142,9 @@ class CandidateRank(Rank):
         previous = None
         for slot in request["slots"]:
             self._poison(outputs.layout[slot])
-            output = solution(*attached.arguments.args[slot])
-            outputs.take(slot, output)
+            args = outputs.fresh(attached.arguments.args[slot])
+            output = solution(*args)
+            outputs.take(slot, output, args)
             previous = output  # kept until the next call is over, so that the same storage again means the candidate's own reuse
             self.synchronize()
         del previous

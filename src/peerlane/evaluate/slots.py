@@ -6,7 +6,7 @@ Both sides build their views from the same descriptions, which travel as JSON.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,28 +84,38 @@ def _describe_output(tree: Tree, device: torch.device, found: list[torch.Tensor]
     return {"kind": "other", "type": kind.__name__}
 
 
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 class OutputRegions:
     """Where the outputs of every slot are snapshot, in stream order, right after the call.
 
-    ``updated``: for every slot, the arguments that the call updates in place, which are part of its answer.
+    ``updates``: the arguments that a call updates in place, which are part of its answer: names and positions.
     """
 
     def __init__(
-        self, data: torch.Tensor, layout: list[Description], device: torch.device, updated: Sequence[dict[str, Tree]] | None = None
+        self, data: torch.Tensor, layout: list[Description], device: torch.device, updates: Mapping[str, int] | None = None
     ) -> None:
-        self._device, self._updated = device, updated
+        self._device, self._updates = device, updates or {}
         self.layout = layout
         self.views = [[view(data, placed) for placed in tensor_descriptions(item)] for item in layout]
         self.descriptions: list[Description] = [{} for _ in layout]
         self.pointers: list[tuple[int, ...]] = [() for _ in layout]
 
-    def take(self, slot: int, output: Tree) -> None:
-        """Describes the output and copies every tensor that has the expected shape and dtype into its region."""
+    def fresh(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments for one call: what it updates gets lists of its own, for it may put other tensors in the place of those it got."""
+        if not self._updates:
+            return args
+        return tuple(map_leaves(item, _same) if place in self._updates.values() else item for place, item in enumerate(args))
+
+    def take(self, slot: int, output: Tree, args: tuple[Any, ...]) -> None:
+        """Describes what a call with ``args`` returned, and copies every tensor that has the expected shape and dtype into its region."""
         found: list[torch.Tensor] = []
         self.descriptions[slot] = _describe_output(output, self._device, found)
         self.pointers[slot] = tuple(_data_ptr(tensor) for tensor in found)
-        if self._updated is not None:
-            state = _describe_output(self._updated[slot], self._device, found)
+        if self._updates:
+            state = _describe_output({name: args[place] for name, place in self._updates.items()}, self._device, found)
             self.descriptions[slot] = {"kind": "tuple", "items": [self.descriptions[slot], state]}
         regions = self.views[slot]
         if len(found) != len(regions):
@@ -120,9 +130,9 @@ class OutputRegions:
         return any(a == b and any(a) for a, b in itertools.pairwise(taken))
 
 
-def updated_of(problem: Problem, args: Sequence[tuple[Any, ...]]) -> list[dict[str, Tree]] | None:
-    """For every slot, the arguments that a call updates in place; None for a problem that updates none."""
-    return [problem.answer(None, each)[1] for each in args] if problem.updates else None
+def updates_of(problem: Problem) -> dict[str, int]:
+    """The parameters that a call updates in place, and their positions."""
+    return {name: problem.parameters.index(name) for name in problem.updates}
 
 
 def contiguous_layout(outputs: Iterator[Tree]) -> tuple[list[Description], int]:

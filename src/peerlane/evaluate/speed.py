@@ -158,7 +158,7 @@ class Race:
         """
         slots, dice = self.trial.slots, random.SystemRandom()
         share = max(1, math.ceil(self.rules.compared_share * slots))
-        affordable = self.rules.judging_s / self.rules.min_rounds / max(self.trial.judge_s, 1e-9)
+        affordable = self.rules.judging_s / self.rules.max_rounds / max(self.trial.judge_s, 1e-9)
         if share + 1 <= affordable:
             return sorted({slots - 1, *dice.sample(range(slots), share)})
         count = int(affordable) + (dice.random() < affordable % 1)

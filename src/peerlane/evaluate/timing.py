@@ -89,11 +89,11 @@ class EagerBlock(Block):
 
     def _run(self) -> None:
         solution, take = self._solution, self._outputs.take
-        for slot, args in enumerate(self._args):
+        for slot, args in enumerate(map(self._outputs.fresh, self._args)):
             _record(self._starts[slot])
             output = solution(*args)
             _record(self._ends[slot])
-            take(slot, output)
+            take(slot, output, args)
             del output
 
 
@@ -123,13 +123,13 @@ class GraphBlock(Block):
     def _capture(self) -> list[torch.cuda.CUDAGraph]:
         graphs = []
         pool = torch.cuda.graph_pool_handle()
-        for slot, args in enumerate(self._args):
+        for slot, args in enumerate(map(self._outputs.fresh, self._args)):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 _record(self._starts[slot])
                 output = self._solution(*args)
                 _record(self._ends[slot])
-                self._outputs.take(slot, output)
+                self._outputs.take(slot, output, args)
                 del output
             graphs.append(graph)
         return graphs
