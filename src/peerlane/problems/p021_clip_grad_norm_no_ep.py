@@ -81,7 +81,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         # Every rank draws all ranks' gradients, for their norm decides the scale.
         lists = [_clipping.draw_gradients(case, q, draw.shared, entries(case, q), case["level"]) for q in range(case.world_size)]
         sums = [_clipping.wide_power_sum(gradients, _norm_type(case)) for gradients in lists]
-        target = case["max_norm"] * (1.0 + case["near"] * draw.shared.uniform((), FP32, low=0.5, high=2.0))
+        target = case["max_norm"] * (1.0 + case["near"] * draw.shared.apart((), low=0.5, high=2.0))
         gradients = scaled(lists[rank], target / _clipping.norm_of(sums, _norm_type(case), draw.device))
     else:
         gradients = _clipping.draw_gradients(case, rank, draw, entries(case, rank), case["level"])

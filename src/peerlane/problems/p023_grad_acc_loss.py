@@ -63,8 +63,9 @@ def token_counts(case: Case, draw: Draw) -> torch.Tensor:
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor | None, ...]:
     """Losses between 0.5 and 12, NaN on ranks without tokens. The global count is ``case["steps"]`` (1) times the sum of the ranks' counts.
 
-    In bfloat16, where answers are right within a few percent, losses are near a number that changes from call to call by up to 2^28 and
-    is larger on ranks with fewer tokens, in proportion; upstream gradients change by up to 2^16: wrong answers are then far off.
+    In bfloat16, where answers are right within a few percent, losses and upstream gradients are larger on ranks with fewer tokens, in
+    proportion, and change from call to call by more than numbers of tokens do; losses are far below 1, and gradients far above, eight
+    times as large from rank to rank: wrong answers are then far off.
 
     Upstream gradients: ``case["grad"]`` (0.37) times U[0.5, 1.5) for the normalised loss, and ``case["grad_sum"]``, None if absent, times
     the same for the sum. They differ between ranks. ``case["data"]``: ``negative`` (losses of either sign), ``infinite`` (an infinity on
@@ -75,8 +76,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor | None, ...]
     size = torch.ones_like(loss)
     if case.dtype == BF16:
         share = counts[rank].clamp(min=1) / counts.sum()
-        loss = draw.uniform((), FP32, low=0.8, high=1.25) / share * torch.exp2(draw.shared.uniform((), FP32, low=-30.0, high=-2.0))
-        size = torch.exp2(draw.uniform((), FP32, low=-8.0, high=8.0))
+        loss = draw.uniform((), FP32, low=0.8, high=1.25) / share * torch.exp2(draw.shared.apart((), low=-86.0, high=-28.0))
+        size = torch.exp2(draw.shared.apart((), low=22.0, high=50.0) + 3 * rank) / share
     if data == "infinite" and rank == case.world_size - 1:
         loss.fill_(math.inf)
     if case.params.get("idle") and rank % 5 == 0:
@@ -185,7 +186,7 @@ PRESETS = (
         case("ragged_fp32", FP32, tokens=_RAGGED),
         case("ragged_bf16", BF16, tokens=_RAGGED),
         case("gradient_of_sum_fp32", FP32, tokens=_RAGGED, grad_sum=1e-4),
-        case("gradient_of_sum_bf16", BF16, tokens=_RAGGED, grad_sum=1e-4),
+        case("gradient_of_sum_bf16", BF16, tokens=_RAGGED, grad_sum=1e-3),
         case("idle_fp32", FP32, tokens=_RAGGED, idle=True, grad_sum=1e-4),
         case("idle_bf16", BF16, tokens=_RAGGED, idle=True),
         case("idle_infinite_fp32", FP32, tokens=_RAGGED, idle=True, data="zero_infinite"),

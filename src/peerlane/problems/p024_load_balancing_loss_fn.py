@@ -79,11 +79,11 @@ def _padding(case: Case) -> list[int]:
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    """Logits N(0, 1) plus a slope over the experts, in an order that differs between ranks.
+    """Logits N(0, 1) plus a slope over the experts, in an order that is rotated from rank to rank.
 
     The slope is 20 or less from the most to the least popular expert: times a number for every rank, no two of which are close, and times
-    one that all ranks share. Ranks' losses lie between top_k and num_experts, and change from call to call. Padding tokens prefer the
-    least popular experts. ``case["data"]``:
+    one that all ranks share, by turns large and small. Ranks' losses lie between top_k and num_experts, and change from call to call.
+    Padding tokens prefer the least popular experts. ``case["data"]``:
 
     * ``ties``: logits are multiples of a quarter
     * ``collapsed``: on the last rank one expert takes nearly all tokens
@@ -93,9 +93,10 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """
     experts, tokens, layers, data = case["experts"], _tokens(case), _layers(case), case.params.get("data")
     last = rank == case.world_size - 1
-    slope = torch.linspace(0.5, -0.5, experts, device=draw.device)[draw.permutation(experts)]
-    place = (draw.shared.permutation(case.world_size)[rank] + draw.uniform((1,), FP32, low=0.5)) / case.world_size
-    strength = place * draw.shared.uniform((1,), FP32, low=0.1) * 20.0
+    order = draw.shared.permutation(experts).roll(rank * experts // case.world_size)
+    slope = torch.linspace(0.5, -0.5, experts, device=draw.device)[order]
+    place = (draw.shared.permutation(case.world_size)[rank] + draw.uniform((1,), FP32, low=0.8)) / case.world_size
+    strength = 20.0 * place.square() * torch.exp2(draw.shared.apart((1,), low=-3.0, high=0.0))
     if data == "collapsed" and last:
         strength = strength + 40.0
     bias = slope * strength

@@ -57,8 +57,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 
     Some images and texts at random places ("hard" ones) also have a part along one direction that is common to all ranks, so that their
     logits are around ``case["hard_logit"]``. On every other rank these are about 3/4 of the images, on the rest 1/4; of the texts 3/8 and
-    1/8: no rank's loss and no block of logits can stand for another. With ``gap`` g, images and texts lie apart, as in trained models: all
-    cosines are lower by g.
+    1/8; ranks change sides from call to call: no rank's loss and no block of logits can stand for another, nor can the call before. With
+    ``gap`` g, images and texts lie apart, as in trained models: all cosines are lower by g.
 
     ``case["pattern"]``: ``duplicate``: all ranks have the same hard texts; ``nan``: an image of the first rank has a NaN.
     """
@@ -66,9 +66,9 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     gap, pair = case.params.get("gap", 0.0), case["pair_cosine"]
     common, apart = F.normalize(draw.shared.normal((2, depth), FP32))
     place = group_members(case, rank).index(rank)
-    sides = (draw.shared.integers(0, 2, (2,), FP32) * 2 - 1) * (-1) ** place
+    sides = draw.shared.apart((2,), low=-1.0, high=1.0).sign() * (-1) ** place
     strength = ((case["hard_logit"] + draw.shared.uniform((), FP32, low=-0.5, high=0.5) - bias) / scale + gap).sqrt()
-    share = 0.5 + 0.25 * sides[0] + draw.uniform((), FP32, low=-0.1, high=0.1)
+    share = 0.5 + 0.25 * sides[0] + draw.uniform((), FP32, low=-0.05, high=0.05)
     image_hard = strength * (draw.permutation(batch) < share * batch).unsqueeze(-1)
     same = case.params.get("pattern") == "duplicate"
     source = draw.shared if same else draw
@@ -229,7 +229,7 @@ PRESETS = (
         "small",
         "odd sizes, public and trained scalars, logits near 200, texts that all ranks share, a NaN on one rank, strided groups",
         _small("fp32"),
-        _small("bf16", BF16),
+        _small("bf16", BF16, batch=24),
         _small("no_bias_fp32", bias=0.0, hard_logit=2.0),
         _small("wide_bf16", BF16, batch=33, depth=70, pair_cosine=0.95),
         _small("trained_fp32", batch=16, depth=384, scale=60.0, bias=-12.0, hard_logit=0.0, pair_cosine=0.3),
