@@ -161,7 +161,7 @@ PROBLEM = Problem(
             _small("late_step_fp32", FP32, step=1000),
             _small("bf16_gradient", FP32, gradient_dtype=BF16),
             _small("still_fp32", FP32, pattern="still"),
-            _small("huge_bf16", BF16, pattern="huge"),
+            _small("huge_bf16", BF16, size=101, pattern="huge"),
             _small("large_eps_fp32", FP32, eps=1e-3),
             _small("nan_fp32", FP32, pattern="nan"),
         ),

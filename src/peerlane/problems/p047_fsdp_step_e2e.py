@@ -154,15 +154,15 @@ PROBLEM = Problem(
             "small",
             "first, early and late steps; weight decay from none to large; shards that begin inside a bias or a row, and of unlike scale; "
             "dead hidden units, which decay and old moments alone move; a NaN in a batch",
-            _small("bf16", BF16, world_sizes=(2, 4)),
+            _small("bf16", BF16, h=16, d_out=16, world_sizes=(2, 4)),
             _small("fp32", FP32, step=7),
             _small("first_step_fp32", FP32, step=1),
             _small("late_step_fp32", FP32, step=1000),
             _small("no_decay_fp32", FP32, weight_decay=0.0),
-            _small("large_decay_bf16", BF16, weight_decay=10.0),
+            _small("large_decay_bf16", BF16, h=16, d_out=16, weight_decay=10.0),
             _small("unlike_shards_fp32", FP32, shard_base=30.0),
             _small("dead_units_fp32", FP32, pattern="dead"),
-            _small("nan_bf16", BF16, pattern="nan"),
+            _small("nan_bf16", BF16, h=16, d_out=16, pattern="nan"),
             _small("wide_bf16", BF16, d_in=24, h=40, d_out=16, tokens=32, lr=0.01, step=3),
         ),
         preset(
