@@ -76,11 +76,11 @@ def shard(entries: Sequence[Entry], ranks: int, place: int, axis: int = 0) -> tu
 
 
 def draw_gradients(case: Case, rank: int, draw: Draw, entries: Sequence[Entry], level: float) -> Gradients:
-    """N(0, s^2) with s = level x 10^U(-1, 1) x rank_base^rank, where every parameter has its own U, the same on all ranks.
+    """N(0, s^2) with s = level x 10^U(-0.6, 0.6) x rank_base^rank, where every parameter has its own U, the same on all ranks.
 
     ``case["rank_base"]`` is 1.5 if absent. The level itself moves by a factor of U[1, 3), the same on all ranks.
     """
-    exponents = draw.shared.uniform((len(entries) + 1,), FP32, low=-1.0, high=1.0)
+    exponents = draw.shared.uniform((len(entries) + 1,), FP32, low=-0.6, high=0.6)
     common = level * case.params.get("rank_base", 1.5) ** rank * draw.shared.uniform((1,), FP32, low=1.0, high=3.0)
     scales = (common * 10.0**exponents).unbind()
     result: Gradients = []
