@@ -70,7 +70,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """White noise, different on every rank, each slice with a scale of its own. ``case["field"]``:
 
     * ``steep``: a few plane waves, from amplitude 1 down like the third power of the wave number, and noise of 1e-3
-    * ``delta``: one element of the whole field is not zero, every time another
+    * ``delta``: one element of the whole field is not zero, every time another; its row is odd, so that no two ranks' spectra are equal
     * ``constant``: one value per slice
     """
     members = group_members(case, rank)
@@ -86,7 +86,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         shape = [*case["lead"], rows, local]
         x = torch.movedim(waves.reshape(shape), (-2, -1), (d0, d1)) + _NOISE * x
     elif field == "delta":
-        row, column = shared.integers(0, rows, (1,)), shared.integers(0, columns, (1,))
+        row, column = 2 * shared.integers(0, rows // 2, (1,)) + 1, shared.integers(0, columns, (1,))
         at = (torch.arange(rows, device=draw.device) == row).unsqueeze(1) & (position == column)
         x = torch.movedim(at.expand(*case["lead"], rows, local), (-2, -1), (d0, d1)).to(FP32)
     elif field == "constant":

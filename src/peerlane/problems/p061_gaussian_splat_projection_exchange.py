@@ -231,7 +231,7 @@ def _edges(draw: Draw, scene: Scene, count: int) -> tuple[torch.Tensor, torch.Te
     places = [(0.0, 0.0, 1.0), (0.0, 0.0, scene.near), (0.0, 0.0, scene.far), (50 / 64, 0.0, 1.0), (49.75 / 64, 0.0, 1.0), (0.0, 0.0, -1.0)]
     means = torch.tensor(places, device=draw.device).repeat(count // len(places), 1)
     inside = means[:: len(places)]
-    inside[:, 2] = draw.integers(1, 3, (len(inside),), FP32)
+    inside[:, 2] = draw.integers(128, 256, (len(inside),), FP32) / 64
     inside[:, :2] = draw.integers(-40, 41, (len(inside), 2), FP32) / 64 * inside[:, 2:]
     means = means[draw.permutation(len(means))]
     return means, draw.normal((len(means), 4), FP32), torch.zeros_like(means)

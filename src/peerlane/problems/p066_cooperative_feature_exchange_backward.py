@@ -59,7 +59,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 
     * ``one_row``: all ids are equal
     * ``sorted``: ids ascend
-    * ``cancelling``: a gradient of about 1e6 in even rows is taken back, but for a rest of about 1, in the odd rows of the same id
+    * ``cancelling``: a gradient of about 1e4 in even rows is taken back, but for a rest of about 1, in the odd rows of the same id
     """
     members = group_members(case, rank)
     table, pattern = count_table(case, len(members), draw.layout), case.params.get("pattern")
@@ -74,7 +74,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         ids[1::2] = ids[: ids.numel() - 1 : 2]
     gradient = draw.integers(-8, 9, shape, FP32) if draw.integer else draw.normal(shape, FP32)
     if pattern == "cancelling" and not draw.integer:
-        large = draw.shared.normal((1, case["depth"]), FP32, scale=1e6)
+        large = draw.shared.normal((1, case["depth"]), FP32, scale=1e4)
         gradient[::2] += large
         gradient[1::2] -= large
     group = next((GroupRef(name) for name in group_layout(case)), None)

@@ -257,8 +257,8 @@ PROBLEM = Problem(
         preset(
             "small",
             "an uneven last shard; ranks without ids; repeated, local, skewed ids, and those at shards' boundaries; identity; groups",
-            case("uneven_bf16", BF16, nodes_per_rank=10, extra=3, depth=8, width=6, queries=(7, 0, 12, 3)),
-            case("uneven_fp32", FP32, nodes_per_rank=10, extra=3, depth=8, width=6, queries=(7, 5)),
+            case("uneven_bf16", BF16, nodes_per_rank=10, extra=3, depth=8, width=6, queries=(23, 0, 17, 9)),
+            case("uneven_fp32", FP32, nodes_per_rank=10, extra=3, depth=8, width=6, queries=(19, 14)),
             case("boundary_bf16", BF16, nodes_per_rank=10, extra=3, depth=8, width=6, queries=40, ids="boundary"),
             case("skewed_fp16", FP16, nodes_per_rank=100, depth=8, width=10, queries=(30, 21), skew=6.0),
             case("one_owner_bf16", BF16, nodes_per_rank=10, extra=1, depth=8, width=6, queries=200, ids="one_owner"),

@@ -64,7 +64,8 @@ def _rows(case: Case, rank: int) -> int:
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """Logits like cosines: N(0, 0.25^2), moved per prototype by what all ranks share and by what is the rank's own, within +-limit.
 
-    The number of masked patches is any number. ``case["pattern"]``:
+    The number of masked patches exceeds that of rows and is odd on every other rank, so that neither rows nor one rank tell all of them.
+    ``case["pattern"]``:
 
     * ``popular``: one prototype is the favourite of every sample
     * ``flat``: all logits of every other sample are equal
@@ -82,7 +83,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         elif pattern == "flat":
             logits[::2] = draw.normal((rows, 1), FP32, scale=0.25 * limit)[::2]
         logits.clamp_(-limit, limit)
-    masked = draw.integers(1, 2 * rows + 3, (1,))
+    place = group_members(case, rank).index(rank)
+    masked = 2 * (rows // 2 + 1 + draw.integers(0, rows // 2 + 2, (1,))) + place % 2
     group = next((GroupRef(name) for name in group_layout(case)), None)
     return (logits.to(case.dtype), case["temp"], masked, case["iterations"], group)
 

@@ -171,7 +171,7 @@ def _occlusion_times(case: Case, order: torch.Tensor, shared: Draw) -> torch.Ten
             times = index
         case _:
             times = shared.integers(-1, 5, (total,))
-            times[:4] = torch.where(index[:4] == 2, shared.integers(1, 5, (1,)), -(index[:4] % 2))
+            times[:4] = torch.where(index[:4] == 2, shared.integers(1, 5, (1,)), -(index[:4] == 1).to(index.dtype))
     return torch.empty_like(order).scatter_(0, order, times)
 
 
