@@ -267,9 +267,9 @@ PROBLEM = Problem(
         NullAnswer("summed_over_ranks", "the sum over ranks of what their weights give", _summed_over_ranks),
         NullAnswer(
             "activation_before_sum",
-            "silu of the shards' products instead of silu of their sum",
+            "silu of the shards' products instead of silu of their sum: not far off where one shard outweighs the others",
             _activation_before_sum,
-            cases=_labels(lambda spec: spec.params.get("scale", 1.0) >= 1.0),
+            cases=_labels(lambda spec: spec.params.get("scale", 1.0) >= 1.0 and spec.params.get("pattern") != "rank_scale"),
         ),
         NullAnswer("no_activation", "the two products alone", _other_activation(lambda z: z)),
         NullAnswer("relu", "relu in place of silu", _other_activation(F.relu), cases=_labels(_ordinary)),

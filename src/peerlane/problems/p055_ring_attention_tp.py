@@ -261,7 +261,12 @@ PROBLEM = Problem(
             _with(_attention_block.uniform),
             cases=_names(lambda c: c.params.get("pattern") != "cancelling"),
         ),
-        NullAnswer("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _with(_attention_block.inverted)),
+        NullAnswer(
+            "mask_inverted",
+            "a causal mask instead of none, or none instead of a causal mask",
+            _with(_attention_block.inverted),
+            cases=_names(lambda c: c.params.get("pattern") != "cancelling"),
+        ),
         NullAnswer(
             "interleaved_rows",
             "rows of w_qkv taken to be q, k and v of one head after the other",

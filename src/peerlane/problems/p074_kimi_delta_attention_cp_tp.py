@@ -366,7 +366,7 @@ PROBLEM = Problem(
             "one_decay",
             "the mean decay of a head's channels, as in Gated DeltaNet",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, log_decay=t.log_decay.mean(-1, keepdim=True))),
-            cases=_labels(lambda params: params.get("pattern") not in ("carried", *_FORGETFUL) and "tp" not in params),
+            cases=_labels(lambda params: params.get("pattern") not in ("carried", "zeros", *_FORGETFUL) and "tp" not in params),
         ),
         NullAnswer(
             "dt_bias_ignored",
