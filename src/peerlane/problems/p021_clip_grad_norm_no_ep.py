@@ -105,7 +105,8 @@ def _device(inputs: Sequence[tuple[Any, ...]]) -> torch.device:
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
     lists = [entries(case, rank) for rank in range(case.world_size)]
-    return {"norm": _clipping.norm_tolerance(), **_clipping.tolerances("gradient", lists)}
+    error = _clipping.norm_error(lists)
+    return {"norm": Tolerance(relative=error), **_clipping.tolerances("gradient", lists, error)}
 
 
 def cost(case: Case, rank: int) -> Cost:

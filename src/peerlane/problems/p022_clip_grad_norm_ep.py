@@ -183,11 +183,12 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Ex
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
     """An expert's gradient is divided by a power of two, which is exact, or in float32, where the norm's error leaves room for it."""
-    both = [entries(case, rank) for rank in range(case.world_size)]
+    non_ep, ep = zip(*(entries(case, rank) for rank in range(case.world_size)), strict=True)
+    error = _clipping.norm_error(non_ep, ep)
     return {
-        "norm": _clipping.norm_tolerance(),
-        **_clipping.tolerances("gradient", [non_ep for non_ep, _ in both]),
-        **_clipping.tolerances("expert_gradient", [ep for _, ep in both]),
+        "norm": Tolerance(relative=error),
+        **_clipping.tolerances("gradient", non_ep, error),
+        **_clipping.tolerances("expert_gradient", ep, error),
     }
 
 

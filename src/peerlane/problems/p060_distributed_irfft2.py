@@ -54,9 +54,9 @@ def reference(
 def bin_weights(columns: int, device: torch.device) -> torch.Tensor:
     """(n1 // 2 + 1,): how many of the n1 bins of a real transform each bin of the half spectrum stands for."""
     weights = torch.full((columns // 2 + 1,), 2.0, device=device)
-    weights[0] = 1.0
+    weights[:1].fill_(1.0)  # an assignment would copy from the host, which a capture forbids
     if columns % 2 == 0:
-        weights[-1] = 1.0
+        weights[-1:].fill_(1.0)
     return weights
 
 
