@@ -54,7 +54,7 @@ class TimingRules:
     max_warm_calls: int = 160
     warm_agreement: float = 0.02
     min_rounds: int = 9
-    max_rounds: int = 16
+    max_rounds: int = 24
     rounds_per_capture: int = 2
     target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.012})
     """of the ratio of a race, by launch mode; a speedup joins two races"""

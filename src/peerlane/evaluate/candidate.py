@@ -90,6 +90,7 @@ class CandidateRank(Rank):
         self._spaces[request["space"]] = AttachedCase(arena, arguments, outputs)
         if not self._loaded:
             self._reference = problem.reference_of(request["variant"])
+        self.settle()
         return {}
 
     def load(self, request: Message) -> dict[str, Any]:

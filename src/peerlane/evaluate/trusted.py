@@ -136,6 +136,7 @@ class TrustedRank(Rank):
             OutputRegions(own, output_layout, self.device, updates_of(problem)),
             arena,
         )
+        self.settle()
         return {
             "arena": arena.handle,
             "arguments": layout,
