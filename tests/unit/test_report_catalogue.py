@@ -181,9 +181,16 @@ def test_a_long_chain_is_cut_in_the_middle_and_says_so() -> None:
 def test_times_compare_with_the_public_reference_and_say_why() -> None:
     measured = result()
     sample = dataclasses.replace(SAMPLE, speed_note="A better idiom.")
-    evidence = Evidence(references={900: [measured]}, public_us={900: 80.0})
+    evidence = Evidence(references={900: [measured]}, undisturbed=frozenset({900}), public_us={900: 80.0})
     text = page(problem_detail(sample, world_size=4), evidence)
     assert "takes 80 us per call in eager mode on such a node, this one 40 us. A better idiom." in text
     assert "| `pkb` | 4 | eager | 40 |" in text
     assert "| 40 | 30 |" in overview([sample], evidence)
     assert "not measured | - |" in overview([sample], Evidence())
+
+
+def test_times_of_a_disturbed_host_say_so_and_are_not_compared() -> None:
+    evidence = Evidence(references={900: [result()]}, public_us={900: 80.0})
+    text = page(problem_detail(SAMPLE, world_size=4), evidence)
+    assert "The host was disturbed" in text and "takes 80 us" not in text
+    assert "| (40) | 30 |" in overview([SAMPLE], evidence)

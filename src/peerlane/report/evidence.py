@@ -14,7 +14,8 @@ from peerlane.report.records import read_results
 RESULTS = Path("results")
 NODE = RESULTS / "h200x4"
 NODE_NAME = "4x H200"
-NOISE, PRODUCTION, PUBLIC = NODE / "noise.jsonl", NODE / "production.jsonl", NODE / "public_references.json"
+NOISE, REFERENCES = NODE / "noise.jsonl", NODE / "references.jsonl"
+PRODUCTION, PUBLIC = NODE / "production.jsonl", NODE / "public_references.json"
 CALIBRATIONS = (RESULTS / "cpu" / "calibration.jsonl", NODE / "calibration.jsonl")
 COUNTED_WORLD_SIZE = 4
 
@@ -24,29 +25,40 @@ class Evidence:
     """Recorded results of the references, by problem number.
 
     Attributes:
-        references: evaluations of the reference as its own candidate, at any preset, oldest first.
+        references: evaluations of the reference as its own candidate, one for every preset and world size.
+        undisturbed: the problems whose ``pkb`` times come from the accuracy run, on a quiet host.
         counts: what the reference does in one call of the timed ``pkb`` case on rank 0 of four; see :mod:`peerlane.problems._count`.
         public_us: what the public benchmark's reference of the same number takes, eager, on the same class of node.
     """
 
     references: Mapping[int, Sequence[Result]] = field(default_factory=dict)
+    undisturbed: frozenset[int] = frozenset()
     counts: Mapping[int, Sequence[CountedStep]] = field(default_factory=dict)
     public_us: Mapping[int, float] = field(default_factory=dict)
 
 
 def read_evidence(root: Path) -> Evidence:
     """The evidence below a checkout; what is not there has not been measured."""
-    references: dict[int, list[Result]] = {}
-    for name in (NOISE, PRODUCTION):
-        for result in read_results(root / name) if (root / name).is_file() else ():
+    references: dict[int, dict[tuple[str, int], Result]] = {}
+    for name in (REFERENCES, NOISE, PRODUCTION):  # the accuracy run counts for more than the run over everything
+        for result in _results(root / name):
             if result.candidate.backend == "reference" and result.correct:
-                references.setdefault(result.problem.id, []).append(result)
+                references.setdefault(result.problem.id, {})[result.preset, result.world_size] = result
     counts: dict[int, Sequence[CountedStep]] = {}
     for item in all_calibrations(root):
         if item.preset == "pkb" and item.world_size == COUNTED_WORLD_SIZE and item.variant == "default" and item.steps:
             counts.setdefault(item.problem, item.steps)
     public = json.loads((root / PUBLIC).read_text(encoding="utf-8"))["mean_us"] if (root / PUBLIC).is_file() else {}
-    return Evidence(references, counts, {int(number): float(value) for number, value in public.items()})
+    return Evidence(
+        {number: list(results.values()) for number, results in references.items()},
+        frozenset(result.problem.id for result in _results(root / NOISE)),
+        counts,
+        {int(number): float(value) for number, value in public.items()},
+    )
+
+
+def _results(path: Path) -> list[Result]:
+    return read_results(path) if path.is_file() else []
 
 
 def all_calibrations(root: Path) -> list[Calibration]:

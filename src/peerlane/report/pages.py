@@ -71,7 +71,7 @@ def overview(suite: Sequence[Problem], evidence: Evidence) -> str:
         _summary(details, list(categories)),
         f"Below, sizes and bounds are those of the timed `pkb` case on {PAGE_WORLD_SIZE} ranks (the busiest one), and of the production "
         "preset with the longest bound, computed from the H200 datasheet; reference times were measured on "
-        f"{NODE_NAME}.\n",
+        f"{NODE_NAME}. Eager times in parentheses come from a run on a disturbed host and may be several times too long.\n",
     ]
     for category in categories:
         parts.append(f"## {category.replace('_', ' ')}\n")
@@ -115,10 +115,16 @@ def _category_table(details: Sequence[Entry], evidence: Evidence) -> str:
             "-" if pkb is None else f"{pkb['roofline']['bound_us']:.3g}",
             f"{production['roofline']['bound_us']:.3g}",
             production["roofline"]["bound_by"],
-            times.get("eager", "not measured"),
+            _eager(times, detail["id"] in evidence.undisturbed),
             times.get("graph", "not measured" if "graph" in detail["modes"] else "-"),
         )
     return table.markdown()
+
+
+def _eager(times: Mapping[str, str], undisturbed: bool) -> str:
+    if "eager" not in times:
+        return "not measured"
+    return times["eager"] if undisturbed else f"({times['eager']})"
 
 
 def _reference_us(results: Sequence[Result], preset: str) -> dict[str, str]:
@@ -312,8 +318,10 @@ def _times(detail: Entry, evidence: Evidence) -> str:
                 f"{measured.reference:.1%}",
             )
     parts.append(f"On {NODE_NAME}; bounds from the node's measured ceilings.\n\n{table.markdown()}")
+    if detail["id"] not in evidence.undisturbed:
+        parts.append("The host was disturbed when `pkb` was timed: eager times may be several times too long.\n")
     public_us, own = evidence.public_us.get(detail["id"]), _reference_us(results, "pkb").get("eager")
-    if public_us is not None and own is not None:
+    if public_us is not None and own is not None and detail["id"] in evidence.undisturbed:
         sentence = f"The public benchmark's reference takes {public_us:.3g} us per call in eager mode on such a node, this one {own} us."
         parts.append(f"{sentence} {detail['speed_note']}".rstrip() + "\n")
     return "\n".join(parts)
