@@ -177,7 +177,7 @@ def _other_order(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Sc
 
 
 # The tokens of one rank: ragged, packed sequences of 8192, those of a reinforcement-learning batch, and 2^21 or fewer.
-_RAGGED, _PACKED, _MASKED, _MILLION = (3, 10**6), (2000, 4 * 8192), (50, 8192), (2**8, 2**21)
+_RAGGED, _PACKED, _MASKED, _MILLION = (300, 10**6), (2000, 4 * 8192), (50, 8192), (2**8, 2**21)
 
 PRESETS = (
     preset(
@@ -186,7 +186,7 @@ PRESETS = (
         case("ragged_fp32", FP32, tokens=_RAGGED),
         case("ragged_bf16", BF16, tokens=_RAGGED),
         case("gradient_of_sum_fp32", FP32, tokens=_RAGGED, grad_sum=1e-4),
-        case("gradient_of_sum_bf16", BF16, tokens=_RAGGED, grad_sum=1e-3),
+        case("gradient_of_sum_bf16", BF16, tokens=_RAGGED, grad_sum=5e-5),
         case("idle_fp32", FP32, tokens=_RAGGED, idle=True, grad_sum=1e-4),
         case("idle_bf16", BF16, tokens=_RAGGED, idle=True),
         case("idle_infinite_fp32", FP32, tokens=_RAGGED, idle=True, data="zero_infinite"),

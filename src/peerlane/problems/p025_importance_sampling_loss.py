@@ -110,7 +110,12 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         old[count // 2] = predicted[count // 2] - (30.0 if data == "clamped" else 18.0)
 
     sign = shared.apart((1,), low=-1.0, high=1.0).sign()
-    size = sign * torch.exp2(shared.uniform((1,), FP32, low=-22.0, high=-12.0)) * draw.uniform((1,), FP32, low=0.5, high=1.5)
+    size = (
+        sign
+        * torch.exp2(shared.uniform((1,), FP32, low=-22.0, high=-12.0))
+        * draw.uniform((1,), FP32, low=0.7, high=1.0)
+        * (0.3 if rank % 2 else 1.5)
+    )
     advantages = draw.normal((count,), FP32, scale=0.5, shift=3.0) * size
     dropped = draw.permutation(count)[: _ignored(case, rank)]
     if data in ("clamped", "one_ratio"):
@@ -283,7 +288,7 @@ PRESETS = (
         _small("plain_bf16", BF16),
         _small("six_tokens_fp32", FP32, tokens=(2, 3), hidden=8, vocab=11),
         _small("silent_rank_fp32", FP32, silent="last"),
-        _small("silent_rank_bf16", BF16, silent="last"),
+        _small("silent_rank_bf16", BF16, tokens=(3, 256), silent="last"),
         _small("none_valid_fp32", FP32, silent="every"),
         _small("clamped_fp32", FP32, data="clamped"),
         _small("one_ratio_fp32", FP32, data="one_ratio"),

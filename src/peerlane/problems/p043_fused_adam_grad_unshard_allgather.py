@@ -155,7 +155,7 @@ PROBLEM = Problem(
             "small",
             "odd shards, first and late steps, narrow gradients with wide state, elements without gradient or moments, overflowing "
             "squares, a large eps, NaN",
-            _small("bf16", BF16),
+            _small("bf16", BF16, size=101),
             _small("fp32", FP32),
             _small("first_step_fp32", FP32, step=1),
             _small("late_step_fp32", FP32, step=1000),

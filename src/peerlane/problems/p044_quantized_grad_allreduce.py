@@ -202,7 +202,7 @@ PRESETS = (
         "a ragged last block, one block and none, block size 1, two axes, unlike ranks, outliers, ties, blocks below the floor, NaN",
         case("ragged_bf16", BF16, shape=(1013,), block=64),
         case("ragged_fp32", FP32, shape=(1013,), block=64),
-        case("one_short_block_fp32", FP32, shape=(3,), block=16),
+        case("one_short_block_fp32", FP32, shape=(13,), block=16),
         case("blocks_of_one_fp32", FP32, shape=(64,), block=1),
         case("two_axes_bf16", BF16, shape=(17, 15), block=16),
         case("empty_bf16", BF16, shape=(0,), block=16),

@@ -217,7 +217,7 @@ PRESETS = (
         _small("causal_bf16", stale="nan"),
         _small("causal_fp32", FP32),
         _small("scaled_full_fp32", FP32, causal=False, scale=0.4, stale="nan"),
-        _small("scaled_full_bf16", causal=False, scale=0.4),
+        _small("scaled_full_bf16", causal=False, scale=0.6),
         _small("ring_alone_bf16", pp=1),
         _small("chain_bf16", pp="world"),
         _small("stage_scale_bf16", pattern="stage_scale"),

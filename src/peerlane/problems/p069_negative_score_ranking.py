@@ -322,7 +322,12 @@ PROBLEM = Problem(
             lambda c: _other(c, _standard, range(c.case.world_size)),
             cases=("small/strided_group_bf16",),
         ),
-        NullAnswer("stale_tail", "the last ranks are those of the slot before", stale_tail, cases=_STRICT),
+        NullAnswer(
+            "stale_tail",
+            "the last ranks are those of the slot before, which are often the same where sigmoids saturate",
+            stale_tail,
+            cases=tuple(label for label in _STRICT if "saturated" not in label),
+        ),
     ),
     honest_variants=(HonestVariant("by_counting", _by_counting), HonestVariant("by_sorting", _by_sorting)),
     excused={"another_rank": "all ranks have the same answer"},

@@ -318,7 +318,7 @@ PROBLEM = Problem(
             "linear_attention",
             "without the correction by M^T k",
             lambda c: _mistaken(c, corrected=False),
-            cases=_labels(lambda params: params.get("pattern") != "fast"),
+            cases=_labels(lambda params: params.get("pattern") not in ("fast", "zeros")),
         ),
         NullAnswer("read_first", "outputs from the state before the token", lambda c: _mistaken(c, read_first=True)),
         NullAnswer(

@@ -331,7 +331,7 @@ PRESETS = (
         _small("identical_bf16", pattern="identical", counts=(5, 3)),
         _small("chain_fp32", FP32, pattern="chain", counts=(3, 4, 0, 2)),
         _small("void_fp32", FP32, pattern="void", counts=(6, 4)),
-        _small("single_bf16", counts=(0, 1, 0, 0)),
+        _small("single_bf16", counts=(0, 1, 0, 0), score_shape=(7,)),
         _small("strided_group_bf16", counts=(3, 2), group="strided", world_sizes=(4, 8)),
     ),
     preset("pkb", "the public benchmark's shape", case("bf16", BF16, counts=(1, 2, 3), size=(256, 256))),
