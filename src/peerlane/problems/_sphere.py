@@ -8,6 +8,7 @@ import math
 import torch
 
 from peerlane.problems._matmul import FP64
+from peerlane.problems._spec import Case
 
 
 def shares(size: int, count: int) -> list[int]:
@@ -22,6 +23,17 @@ def span(size: int, count: int, place: int) -> range:
     """What of ``size`` items the rank at ``place`` holds."""
     each = shares(size, count)
     return range(sum(each[:place]), sum(each[: place + 1]))
+
+
+def grid_of(case: Case) -> tuple[int, int]:
+    """Ranks along longitude and along latitude. ``case["azimuth"]``: the former, or ``"world"``."""
+    azimuths = case.world_size if case["azimuth"] == "world" else case["azimuth"]
+    return azimuths, case.world_size // azimuths
+
+
+def place_of(case: Case, rank: int) -> tuple[int, int]:
+    """The rank's place along longitude and along latitude; neighbouring ranks share a band of latitudes."""
+    return rank % grid_of(case)[0], rank // grid_of(case)[0]
 
 
 @functools.lru_cache(maxsize=64)
@@ -100,3 +112,10 @@ def crossing_points(
         paired = dict(zip(nearest.tolist(), widest.tolist(), strict=True))  # every input row serves one output row at most
         sideways = sum(min(2 * max(width, 0) // step, limit) for width in paired.values())
     return max(inward, sideways), max(outward, sideways)
+
+
+def mixed(y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: int) -> torch.Tensor:
+    """y (q, K, h, B, C) to (B, C_out, h, q)."""
+    wide = y.reshape(*y.shape[:4], groups, y.shape[4] // groups)
+    output = torch.einsum("qkhbgc,gock->bgohq", wide, weight.view(groups, -1, *weight.shape[1:])).flatten(1, 2)
+    return (output if bias is None else output + bias.view(-1, 1, 1)).contiguous()

@@ -20,6 +20,9 @@ _CLAMP = 0.3
 # Pairs of a Gaussian and a camera that are looked at together when a scene is made.
 _PAIRS = 2**23
 
+# Gaussians of every rank that the cost model projects to find what share of them cameras see.
+_SAMPLE = 160
+
 
 @dataclass
 class Projection:
@@ -122,6 +125,54 @@ def project(
     )
 
 
+def project_covariances(
+    means: torch.Tensor,
+    quats: torch.Tensor,
+    scales: torch.Tensor,
+    viewmats: torch.Tensor,
+    intrinsics: torch.Tensor,
+    width: int,
+    height: int,
+    eps2d: float,
+    near: float,
+    far: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Radii (C, N, 2), zero where nothing is seen, means (C, N, 2), depths (C, N) and conics (C, N, 3), all in the inputs' dtype."""
+    w, x, y, z = torch.nn.functional.normalize(quats, dim=-1).unbind(-1)
+    rotation = torch.stack(
+        (
+            1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y),
+            2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x),
+            2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y),
+        ),
+        dim=-1,
+    ).view(-1, 3, 3)  # fmt: skip
+    factor = rotation * scales.unsqueeze(-2)
+    turn = viewmats[:, None, :3, :3]
+    covariance = turn @ (factor @ factor.transpose(-1, -2)) @ turn.transpose(-1, -2)
+    p = (turn @ means.unsqueeze(-1)).squeeze(-1) + viewmats[:, None, :3, 3]
+    px, py, pz = p.unbind(-1)
+
+    fx, fy = intrinsics[:, None, 0, 0], intrinsics[:, None, 1, 1]
+    cx, cy = intrinsics[:, None, 0, 2], intrinsics[:, None, 1, 2]
+    beyond_x, beyond_y = 0.15 * width / fx, 0.15 * height / fy
+    u = pz * torch.clamp(px / pz, -(cx / fx + beyond_x), (width - cx) / fx + beyond_x)
+    v = pz * torch.clamp(py / pz, -(cy / fy + beyond_y), (height - cy) / fy + beyond_y)
+    zero = torch.zeros_like(pz)
+    jacobian = torch.stack((fx / pz, zero, -fx * u / pz**2, zero, fy / pz, -fy * v / pz**2), dim=-1).view(*pz.shape, 2, 3)
+    projected = jacobian @ covariance @ jacobian.transpose(-1, -2)
+    means2d = (p @ intrinsics[:, :2].transpose(-1, -2)) / pz.unsqueeze(-1)
+
+    a, d = projected[..., 0, 0] + eps2d, projected[..., 1, 1] + eps2d
+    b, c = projected[..., 0, 1], projected[..., 1, 0]
+    determinant = (a * d - b * c).clamp(min=MIN_DETERMINANT)
+    conics = torch.stack((d, -(b + c) / 2, a), dim=-1) / determinant.unsqueeze(-1)
+    radii = (EXTENT_SIGMAS * torch.stack((a, d), dim=-1).sqrt()).ceil()
+    size = means2d.new_tensor([width, height])
+    inside = ((means2d + radii > 0) & (means2d - radii < size)).all(-1) & (pz > near) & (pz < far)
+    return torch.where(inside.unsqueeze(-1), radii, 0.0).to(torch.int32), means2d, pz, conics
+
+
 @dataclass(frozen=True)
 class Scene:
     """What a case's Gaussians and cameras are drawn from, the same in every call.
@@ -216,6 +267,22 @@ def settled_gaussians(scene: Scene, rank: int, device: torch.device, count: int 
     up = means.new_tensor([0.0, 0.0, 1e3 * scene.distance])
     means = torch.where(unsure.unsqueeze(1), up, means)
     return means, quats, scales, (0.25 * reach.unsqueeze(1)).masked_fill_(unsure.unsqueeze(1), 0.0)
+
+
+@functools.lru_cache(maxsize=64)
+def visible_shares(scene: Scene) -> tuple[tuple[float, ...], ...]:
+    """Share of every rank's Gaussians (first index) that each camera of the world sees, from a sample."""
+    views, intrinsics = (tensor.to(FP32) for tensor in scene.viewpoints())
+    shares = []
+    for rank, count in enumerate(scene.counts):
+        means, quats, scales, _ = settled_gaussians(scene, rank, torch.device("cpu"), min(count, _SAMPLE))
+        view = project(
+            means, quats, scales, views, intrinsics,
+            width=scene.width, height=scene.height, eps2d=scene.eps2d, near=scene.near, far=scene.far,
+        )  # fmt: skip
+        seen = view.visible(view.extents().ceil(), scene.width, scene.height).to(FP32).mean(1)
+        shares.append(tuple(seen.tolist()))
+    return tuple(shares)
 
 
 def means_shape(device: torch.device) -> torch.Tensor:

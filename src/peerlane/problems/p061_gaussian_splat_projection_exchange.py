@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,6 @@ from peerlane.problems._spec import (
     Expected,
     HonestVariant,
     NullAnswer,
-    NullContext,
     Problem,
     Score,
     Tolerance,
@@ -30,15 +28,22 @@ from peerlane.problems._spec import (
     exactly,
     preset,
 )
-from peerlane.problems._splat import EXTENT_SIGMAS, MIN_DETERMINANT, Projection, Scene, project, rotations, settled_gaussians
-
-FP32, FP64 = torch.float32, torch.float64
+from peerlane.problems._splat import EXTENT_SIGMAS, FP32, FP64, Scene, project_covariances, rotations, settled_gaussians, visible_shares
+from peerlane.problems._splat_answers import (
+    Outputs,
+    by_covariances,
+    copied,
+    factored,
+    numbered,
+    numbers_of,
+    projected_wrongly,
+    reordered,
+    visible_rows,
+    with_arguments,
+    world_cameras,
+)
 
 NAMES = ("camera_ids", "gaussian_ids", "radii", "means2d", "depths", "conics", "opacities", "colors")
-Outputs = tuple[torch.Tensor, ...]
-
-# Gaussians of every rank that the cost model projects to find what share of them cameras see.
-_SAMPLE = 160
 
 
 def reference(
@@ -103,54 +108,6 @@ def reference(
         opacities.squeeze(1),
         colors,
     )
-
-
-def project_covariances(
-    means: torch.Tensor,
-    quats: torch.Tensor,
-    scales: torch.Tensor,
-    viewmats: torch.Tensor,
-    intrinsics: torch.Tensor,
-    width: int,
-    height: int,
-    eps2d: float,
-    near: float,
-    far: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Radii (C, N, 2), zero where nothing is seen, means (C, N, 2), depths (C, N) and conics (C, N, 3), all in the inputs' dtype."""
-    w, x, y, z = F.normalize(quats, dim=-1).unbind(-1)
-    rotation = torch.stack(
-        (
-            1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y),
-            2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x),
-            2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y),
-        ),
-        dim=-1,
-    ).view(-1, 3, 3)  # fmt: skip
-    factor = rotation * scales.unsqueeze(-2)
-    turn = viewmats[:, None, :3, :3]
-    covariance = turn @ (factor @ factor.transpose(-1, -2)) @ turn.transpose(-1, -2)
-    p = (turn @ means.unsqueeze(-1)).squeeze(-1) + viewmats[:, None, :3, 3]
-    px, py, pz = p.unbind(-1)
-
-    fx, fy = intrinsics[:, None, 0, 0], intrinsics[:, None, 1, 1]
-    cx, cy = intrinsics[:, None, 0, 2], intrinsics[:, None, 1, 2]
-    beyond_x, beyond_y = 0.15 * width / fx, 0.15 * height / fy
-    u = pz * torch.clamp(px / pz, -(cx / fx + beyond_x), (width - cx) / fx + beyond_x)
-    v = pz * torch.clamp(py / pz, -(cy / fy + beyond_y), (height - cy) / fy + beyond_y)
-    zero = torch.zeros_like(pz)
-    jacobian = torch.stack((fx / pz, zero, -fx * u / pz**2, zero, fy / pz, -fy * v / pz**2), dim=-1).view(*pz.shape, 2, 3)
-    projected = jacobian @ covariance @ jacobian.transpose(-1, -2)
-    means2d = (p @ intrinsics[:, :2].transpose(-1, -2)) / pz.unsqueeze(-1)
-
-    a, d = projected[..., 0, 0] + eps2d, projected[..., 1, 1] + eps2d
-    b, c = projected[..., 0, 1], projected[..., 1, 0]
-    determinant = (a * d - b * c).clamp(min=MIN_DETERMINANT)
-    conics = torch.stack((d, -(b + c) / 2, a), dim=-1) / determinant.unsqueeze(-1)
-    radii = (EXTENT_SIGMAS * torch.stack((a, d), dim=-1).sqrt()).ceil()
-    size = means2d.new_tensor([width, height])
-    inside = ((means2d + radii > 0) & (means2d - radii < size)).all(-1) & (pz > near) & (pz < far)
-    return torch.where(inside.unsqueeze(-1), radii, 0.0).to(torch.int32), means2d, pz, conics
 
 
 def public_reference(*args: Any) -> Outputs:
@@ -253,87 +210,22 @@ class Radii(Expected):
     error: torch.Tensor
 
 
-@dataclass
-class _Rows:
-    """Rows of one rank's answer, in float64: source, camera, Gaussian within the source, and what is projected of it."""
-
-    source: torch.Tensor
-    camera: torch.Tensor
-    gaussian: torch.Tensor
-    extents: torch.Tensor
-    means2d: torch.Tensor
-    depths: torch.Tensor
-    conics: torch.Tensor
-    spread: torch.Tensor
-    position_spread: torch.Tensor
-    depth_spread: torch.Tensor
-    determinant: torch.Tensor
-    trace: torch.Tensor
-    smallest: torch.Tensor
-
-
-def _projection(args: tuple[Any, ...], viewer: tuple[Any, ...], camera: int, dtype: torch.dtype, **changes: Any) -> Projection:
-    """One camera's view of a rank's Gaussians."""
-    means, quats, scales = (tensor.to(dtype) for tensor in args[:3])
-    one = slice(camera, camera + 1)
-    width, height, eps2d, near, far, _ = viewer[7:]
-    kept = {"width": width, "height": height, "eps2d": eps2d, "near": near, "far": far, **changes}
-    return project(means, quats, scales, viewer[5][one].to(dtype), viewer[6][one].to(dtype), **kept)
-
-
-def _rows(inputs: Sequence[tuple[Any, ...]], rank: int, dtype: torch.dtype = FP64, **changes: Any) -> _Rows:
-    """What the rank's cameras see, by source, camera and Gaussian. ``changes`` (wrong) apply to what is seen, not to whether it is."""
-    viewer, parts = inputs[rank], []
-    for source, args in enumerate(inputs):
-        for camera in range(len(viewer[5])):
-            view = _projection(args, viewer, camera, FP64)
-            extents = view.extents()
-            seen = view.visible(extents.ceil(), *viewer[7:9])[0].nonzero().squeeze(1)
-            if changes or dtype != FP64:
-                view = _projection(args, viewer, camera, dtype, **changes)
-                extents = view.extents()
-            place = torch.full_like(seen, source), torch.full_like(seen, camera), seen
-            a, _, c = view.covariance[0, seen].unbind(-1)
-            values = (
-                extents, view.means2d, view.depths, view.conics(), view.spread, view.position_spread, view.depth_spread, view.determinant()
-            )  # fmt: skip
-            parts.append((*place, *(value[0, seen] for value in values), a + c, torch.minimum(a, c)))
-    return _Rows(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
-
-
-def _first_of(inputs: Sequence[tuple[Any, ...]], device: torch.device) -> torch.Tensor:
-    """(W,): how many Gaussians the ranks before each have."""
-    counts = torch.tensor([len(args[0]) for args in inputs], device=device)
-    return counts.cumsum(0) - counts
-
-
-def _copied(inputs: Sequence[tuple[Any, ...]], rows: _Rows, argument: int) -> torch.Tensor:
-    """Rows of an argument that is sent as it is."""
-    first = _first_of(inputs, rows.source.device)
-    return torch.cat([args[argument] for args in inputs])[first[rows.source] + rows.gaussian]
-
-
-def _numbers(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, rows: _Rows) -> torch.Tensor:
-    first = _first_of(inputs, rows.source.device)
-    return rows.gaussian + (first[rank] if case.variant == "pkb" else first[rows.source])
-
-
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, ...]:
     """In float64. Magnitudes are sums of absolute values of the terms; a covariance's error weighs more in the inverse of a narrow one."""
-    rows = _rows(inputs, rank)
+    rows = visible_rows(inputs, rank)
     u = UNIT_ROUNDOFF[FP32]
     radius_error = 64 * u * (EXTENT_SIGMAS * rows.spread / rows.smallest.sqrt()).unsqueeze(1) + 8 * u * rows.extents
     narrow = rows.spread * rows.trace / rows.determinant
     conic_size = rows.spread.unsqueeze(1) / rows.determinant.unsqueeze(1) + rows.conics.abs() * narrow.unsqueeze(1)
     return (
         exactly("camera_ids", rows.camera),
-        exactly("gaussian_ids", _numbers(case, inputs, rank, rows)),
+        exactly("gaussian_ids", numbers_of(case, inputs, rank, rows)),
         Radii("radii", rows.extents.ceil(), torch.int32, extents=rows.extents, error=radius_error),
         Expected("means2d", rows.means2d, FP32, magnitude=rows.position_spread),
         Expected("depths", rows.depths, FP32, magnitude=rows.depth_spread),
         Expected("conics", rows.conics, FP32, magnitude=conic_size),
-        exactly("opacities", _copied(inputs, rows, 3)),
-        exactly("colors", _copied(inputs, rows, 4)),
+        exactly("opacities", copied(inputs, rows, 3)),
+        exactly("colors", copied(inputs, rows, 4)),
     )
 
 
@@ -375,22 +267,6 @@ def _radius_score(got: torch.Tensor, want: Radii) -> Score:
     return Score(want.name, float("inf"), f"{count} of {wrong.numel()} radii wrong", index, float(got[index]), float(want.value[index]))
 
 
-@functools.lru_cache(maxsize=64)
-def _shares(scene: Scene) -> tuple[tuple[float, ...], ...]:
-    """Share of every rank's Gaussians (first index) that each camera of the world sees, from a sample."""
-    views, intrinsics = (tensor.to(FP32) for tensor in scene.viewpoints())
-    shares = []
-    for rank, count in enumerate(scene.counts):
-        means, quats, scales, _ = settled_gaussians(scene, rank, torch.device("cpu"), min(count, _SAMPLE))
-        view = project(
-            means, quats, scales, views, intrinsics,
-            width=scene.width, height=scene.height, eps2d=scene.eps2d, near=scene.near, far=scene.far,
-        )  # fmt: skip
-        seen = view.visible(view.extents().ceil(), scene.width, scene.height).to(FP32).mean(1)
-        shares.append(tuple(seen.tolist()))
-    return tuple(shares)
-
-
 def cost(case: Case, rank: int) -> Cost:
     """For the number of visible Gaussians that a sample of the scene suggests (in the scene of edges, a third).
 
@@ -399,7 +275,7 @@ def cost(case: Case, rank: int) -> Cost:
     """
     scene, ranks, cameras, channels = scene_of(case), case.world_size, case["cameras"], case["channels"]
     edges = case.params.get("pattern") == "edges"
-    shares = ((1 / 3,) * (ranks * cameras),) * ranks if edges else _shares(scene)
+    shares = ((1 / 3,) * (ranks * cameras),) * ranks if edges else visible_shares(scene)
 
     def rows(source: int, target: int) -> float:
         return scene.counts[source] * sum(shares[source][target * cameras : (target + 1) * cameras])
@@ -417,80 +293,6 @@ def cost(case: Case, rank: int) -> Cost:
         flops={"fp32": 40 * own * cameras * ranks + 200 * received},
         typical=True,
     )
-
-
-def _assembled(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, rows: _Rows, numbers: torch.Tensor | None = None) -> Outputs:
-    """Rows as a candidate would return them."""
-    ids = _numbers(case, inputs, rank, rows) if numbers is None else numbers
-    radii = rows.extents.ceil().to(torch.int32)
-    reals = (rows.means2d.to(FP32), rows.depths.to(FP32), rows.conics.to(FP32))
-    return (rows.camera, ids, radii, *reals, _copied(inputs, rows, 3), _copied(inputs, rows, 4))
-
-
-def _factored(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Outputs:
-    return _assembled(case, inputs, rank, _rows(inputs, rank, FP32))
-
-
-def _by_covariances(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Outputs:
-    """Every source's Gaussians projected where their camera is, from covariances in float32."""
-    viewer, parts = inputs[rank], []
-    first = _first_of(inputs, viewer[0].device)
-    for source, args in enumerate(inputs):
-        radii, means2d, depths, conics = project_covariances(*args[:3], *viewer[5:12])
-        camera, gaussian = (radii > 0).all(-1).nonzero(as_tuple=True)
-        at = (camera, gaussian)
-        ids = gaussian + first[rank if case.variant == "pkb" else source]
-        parts.append((camera, ids, radii[at], means2d[at], depths[at], conics[at], args[3][gaussian], args[4][gaussian]))
-    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
-
-
-def _projected_wrongly(**changes: Any) -> Callable[[NullContext], Outputs]:
-    return lambda context: _assembled(context.case, context.inputs, context.rank, _rows(context.inputs, context.rank, **changes))
-
-
-def _with_arguments(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[NullContext], Outputs]:
-    """The right rows, but values projected from arguments that ``change`` has spoilt."""
-
-    def answer(context: NullContext) -> Outputs:
-        right, viewer = _rows(context.inputs, context.rank), context.args
-        views = [[_projection(change(args), viewer, camera, FP64) for camera in range(len(viewer[5]))] for args in context.inputs]
-        conics, extents = torch.empty_like(right.conics), torch.empty_like(right.extents)
-        for source, of_source in enumerate(views):
-            for camera, view in enumerate(of_source):
-                chosen = (right.source == source) & (right.camera == camera)
-                conics[chosen], extents[chosen] = view.conics()[0, right.gaussian[chosen]], view.extents()[0, right.gaussian[chosen]]
-        outputs = list(context.answer)
-        outputs[2], outputs[5] = extents.ceil().to(torch.int32), conics.to(FP32)
-        return tuple(outputs)
-
-    return answer
-
-
-def _numbered(number: Callable[[NullContext, _Rows, torch.Tensor], torch.Tensor]) -> Callable[[NullContext], Outputs]:
-    """The right answer but for the Gaussians' numbers: ``number(context, rows, first Gaussian of every rank)``."""
-
-    def answer(context: NullContext) -> Outputs:
-        rows = _rows(context.inputs, context.rank)
-        first = _first_of(context.inputs, rows.source.device)
-        return _assembled(context.case, context.inputs, context.rank, rows, number(context, rows, first))
-
-    return answer
-
-
-def _reordered(key: Callable[[_Rows], Sequence[torch.Tensor]]) -> Callable[[NullContext], Outputs]:
-    """The right rows in another order: by ``key``, first entry first."""
-
-    def answer(context: NullContext) -> Outputs:
-        order = torch.arange(len(context.answer[0]), device=context.answer[0].device)
-        for column in reversed(key(_rows(context.inputs, context.rank))):
-            order = order[column[order].argsort(stable=True)]
-        return tuple(output[order] for output in context.answer)
-
-    return answer
-
-
-def _world_cameras(context: NullContext) -> Outputs:
-    return (context.answer[0] + context.rank * context.case["cameras"], *context.answer[1:])
 
 
 def _small(label: str, **params: Any) -> CaseSpec:
@@ -579,41 +381,39 @@ PROBLEM = Problem(
     presets=PRESETS,
     variant_references={"pkb": public_reference},
     null_answers=(
-        NullAnswer(
-            "local_numbers", "Gaussians numbered within their rank", _numbered(lambda c, rows, first: rows.gaussian), cases=_DEFAULT
-        ),
+        NullAnswer("local_numbers", "Gaussians numbered within their rank", numbered(lambda c, rows, first: rows.gaussian), cases=_DEFAULT),
         NullAnswer(
             "destination_numbers",
             "Gaussians counted from the destination's first",
-            _numbered(lambda c, rows, first: rows.gaussian + first[c.rank]),
+            numbered(lambda c, rows, first: rows.gaussian + first[c.rank]),
             cases=_DEFAULT,
         ),
-        NullAnswer("world_cameras", "cameras numbered among all ranks'", _world_cameras, cases=_NOT_BLIND),
-        NullAnswer("sources_reversed", "the last rank's Gaussians first", _reordered(lambda rows: (-rows.source,)), cases=_NOT_BLIND),
-        NullAnswer("camera_major", "rows by camera, then source", _reordered(lambda rows: (rows.camera,)), cases=_SEVERAL_CAMERAS),
+        NullAnswer("world_cameras", "cameras numbered among all ranks'", world_cameras, cases=_NOT_BLIND),
+        NullAnswer("sources_reversed", "the last rank's Gaussians first", reordered(lambda rows: (-rows.source,)), cases=_NOT_BLIND),
+        NullAnswer("camera_major", "rows by camera, then source", reordered(lambda rows: (rows.camera,)), cases=_SEVERAL_CAMERAS),
         NullAnswer(
             "gaussian_major",
             "rows by source, then Gaussian",
-            _reordered(lambda rows: (rows.source, rows.gaussian)),
+            reordered(lambda rows: (rows.source, rows.gaussian)),
             cases=_SEVERAL_CAMERAS,
         ),
-        NullAnswer("jacobian_not_clamped", "J wherever the Gaussian is", _projected_wrongly(clamp=1e6), cases=("small/large",)),
-        NullAnswer("camera_not_turned", "covariances not turned to the camera", _projected_wrongly(turned=False), cases=_GENERAL),
-        NullAnswer("eps2d_forgotten", "covariances without eps2d", _projected_wrongly(eps2d=1e-3)),
+        NullAnswer("jacobian_not_clamped", "J wherever the Gaussian is", projected_wrongly(clamp=1e6), cases=("small/large",)),
+        NullAnswer("camera_not_turned", "covariances not turned to the camera", projected_wrongly(turned=False), cases=_GENERAL),
+        NullAnswer("eps2d_forgotten", "covariances without eps2d", projected_wrongly(eps2d=1e-3)),
         NullAnswer(
             "quaternions_reversed",
             "the real part taken for the last",
-            _with_arguments(lambda args: (args[0], args[1].roll(1, 1), *args[2:])),
+            with_arguments(lambda args: (args[0], args[1].roll(1, 1), *args[2:])),
             cases=_GENERAL,
         ),
         NullAnswer(
             "conjugate_quaternions",
             "rotations the other way round",
-            _with_arguments(lambda args: (args[0], args[1] * args[1].new_tensor([1.0, -1.0, -1.0, -1.0]), *args[2:])),
+            with_arguments(lambda args: (args[0], args[1] * args[1].new_tensor([1.0, -1.0, -1.0, -1.0]), *args[2:])),
             cases=_GENERAL,
         ),
     ),
-    honest_variants=(HonestVariant("factored_fp32", _factored), HonestVariant("covariances_fp32", _by_covariances)),
+    honest_variants=(HonestVariant("factored_fp32", factored), HonestVariant("covariances_fp32", by_covariances)),
     excused={
         "previous/camera_ids": _FIXED,
         **{f"previous/{name}@{_EDGES}": _POINTS for name in ("radii", "conics")},

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from peerlane.problems._attention import case_names
 from peerlane.problems._collective import FP32
 from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import ACCUMULATION, FP64
+from peerlane.problems._matmul import ACCUMULATION
 from peerlane.problems._spec import (
     Case,
     CaseSpec,
@@ -20,16 +20,29 @@ from peerlane.problems._spec import (
     GroupLayout,
     HonestVariant,
     NullAnswer,
-    NullContext,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._sphere import crossing_points, disks, reach, shares, span
+from peerlane.problems._sphere import crossing_points, disks, mixed, place_of, reach, shares, span
+from peerlane.problems._sphere import grid_of as _grid
+from peerlane.problems._sphere_answers import (
+    Arguments,
+    backwards,
+    bands_reversed,
+    channels_interleaved,
+    finished,
+    last_band_dropped,
+    mixed_first,
+    own_arc,
+    own_band,
+    remixed,
+    tensor_float32,
+    total_of,
+    wrong,
+)
 from peerlane.problems._tree import GroupRef
-
-Arguments = Sequence[tuple[Any, ...]]
 
 
 def _exchange(blocks: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup | None) -> Sequence[torch.Tensor]:
@@ -85,25 +98,7 @@ def reference(
     # Back to all channels at some longitudes.
     shapes = [(column_shares[azimuth], *shape[1:4], count) for count in channel_shares]
     y = torch.cat(list(_exchange(torch.split(y, column_shares), shapes, azimuth_group)), 4)
-    return _mixed(y, weight, bias, groups)
-
-
-def _mixed(y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, groups: int) -> torch.Tensor:
-    """y (q, K, h, B, C) to (B, C_out, h, q)."""
-    wide = y.reshape(*y.shape[:4], groups, y.shape[4] // groups)
-    output = torch.einsum("qkhbgc,gock->bgohq", wide, weight.view(groups, -1, *weight.shape[1:])).flatten(1, 2)
-    return (output if bias is None else output + bias.view(-1, 1, 1)).contiguous()
-
-
-def _grid(case: Case) -> tuple[int, int]:
-    """Ranks along longitude and along latitude. ``case["azimuth"]``: the former, or ``"world"``."""
-    azimuths = case.world_size if case["azimuth"] == "world" else case["azimuth"]
-    return azimuths, case.world_size // azimuths
-
-
-def _place(case: Case, rank: int) -> tuple[int, int]:
-    """The rank's place along longitude and along latitude; neighbouring ranks share a band of latitudes."""
-    return rank % _grid(case)[0], rank // _grid(case)[0]
+    return mixed(y, weight, bias, groups)
 
 
 def process_groups(case: Case) -> GroupLayout:
@@ -163,7 +158,7 @@ def _filters(case: Case, polar: int, draw: Draw) -> torch.Tensor:
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """x of N(0, 1) times ``case["scale"]``; weight of variance 1 / fan-in and bias of the output's scale, equal on all ranks."""
-    (azimuths, polars), (azimuth, polar) = _grid(case), _place(case, rank)
+    (azimuths, polars), (azimuth, polar) = _grid(case), place_of(case, rank)
     scale = case.params.get("scale", 1.0)
     rows, columns = span(case["nlat_in"], polars, polar), span(case["nlon_in"], azimuths, azimuth)
     x = draw.normal((case["batch"], case["channels"], len(rows), len(columns)), FP32, scale=scale)
@@ -176,75 +171,9 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     return x, filters, weight, case["groups"], case["nlon_out"], case["nlon_in"], azimuth_group, polar_group, bias
 
 
-def _band_sum(
-    case: Case,
-    inputs: Arguments,
-    rank: int,
-    polar: int,
-    *,
-    work: torch.dtype = FP64,
-    absolute: bool = False,
-    arcs: Sequence[int] | None = None,
-    step: int | None = None,
-    from_zero: bool = False,
-    closed: bool = True,
-) -> torch.Tensor:
-    """What one band of latitudes adds to the rank's rows and longitudes of y, all channels: (q, K, h, B, C).
-
-    ``absolute``: the sum of absolute values. The others make mistakes: only some azimuth ranks' longitudes, another step, output
-    longitudes from 0 on, a circle that is cut at longitude 0.
-    """
-    (azimuths, polars), (azimuth, own_polar) = _grid(case), _place(case, rank)
-    source = range(polar * azimuths, (polar + 1) * azimuths)
-    h_span, q_span = span(case["nlat_out"], polars, own_polar), span(case["nlon_out"], azimuths, azimuth)
-    nlon, batch, taps = case["nlon_in"], case["batch"], case["taps"]
-    step = nlon // case["nlon_out"] if step is None else step
-    circles = torch.cat([inputs[q][0] if arcs is None or i in arcs else torch.zeros_like(inputs[q][0]) for i, q in enumerate(source)], 3)
-    found = []
-    for owner, channels in zip(source, torch.split(circles, shares(case["channels"], azimuths), 1), strict=True):
-        k, h, column = inputs[owner][1].indices()
-        kept = (h >= h_span.start) & (h < h_span.stop)
-        rows, values = k * len(h_span) + h - h_span.start, inputs[owner][1].values().to(work)
-        filters = torch.sparse_coo_tensor(
-            torch.stack([rows, column])[:, kept],
-            values[kept].abs() if absolute else values[kept],
-            (taps * len(h_span), channels.shape[2] * nlon),
-            is_coalesced=True,
-            check_invariants=False,
-        )
-        wide = channels.to(work).permute(2, 3, 0, 1).flatten(2)
-        wide = wide.abs() if absolute else wide
-        turned = []
-        for q in range(len(q_span)) if from_zero else q_span:
-            view = wide.roll(-q * step, 1)
-            if not closed:
-                view[:, nlon - q * step :] = 0.0
-            turned.append(torch.sparse.mm(filters, view.flatten(0, 1)))
-        found.append(torch.stack(turned).view(len(q_span), taps, len(h_span), batch, channels.shape[1]))
-    return torch.cat(found, 4)
-
-
-def _total(case: Case, inputs: Arguments, rank: int, polars: Sequence[int] | None = None, **options: Any) -> torch.Tensor:
-    """y from all bands, or from some."""
-    bands = range(_grid(case)[1]) if polars is None else polars
-    total = _band_sum(case, inputs, rank, bands[0], **options)
-    for polar in bands[1:]:
-        total += _band_sum(case, inputs, rank, polar, **options)
-    return total
-
-
-def _finished(inputs: Arguments, rank: int, y: torch.Tensor, *, absolute: bool = False, biased: bool = True) -> torch.Tensor:
-    """The output from y, in y's dtype."""
-    _, _, weight, groups, _, _, _, _, bias = inputs[rank]
-    weight, bias = weight.to(y.dtype), bias.to(y.dtype) if bias is not None and biased else None
-    if absolute:
-        weight, bias = weight.abs(), None if bias is None else bias.abs()
-    return _mixed(y, weight, bias, groups)
-
-
 def oracle(case: Case, inputs: Arguments, rank: int) -> Expected:
-    value = _finished(inputs, rank, _total(case, inputs, rank))
-    magnitude = _finished(inputs, rank, _total(case, inputs, rank, absolute=True), absolute=True)
+    value = finished(inputs, rank, total_of(case, inputs, rank))
+    magnitude = finished(inputs, rank, total_of(case, inputs, rank, absolute=True), absolute=True)
     return Expected("output", value, FP32, magnitude=magnitude)
 
 
@@ -284,7 +213,7 @@ def cost(case: Case, rank: int) -> Cost:
     Per pair of rows that a filter joins there is at least one multiplication per output point and channel, however wide the filter: a
     Fourier transform along the circle makes do with two. Channels may be mixed before or after, on the smaller grid.
     """
-    (azimuths, polars), (azimuth, polar) = _grid(case), _place(case, rank)
+    (azimuths, polars), (azimuth, polar) = _grid(case), place_of(case, rank)
     sizes = (case["nlat_in"], case["nlon_in"], case["nlat_out"], case["nlon_out"])
     points_in = len(span(sizes[0], polars, polar)) * len(span(sizes[1], azimuths, azimuth))
     points_out = len(span(sizes[2], polars, polar)) * len(span(sizes[3], azimuths, azimuth))
@@ -300,63 +229,6 @@ def cost(case: Case, rank: int) -> Cost:
         ingress_bytes=4 * batch * narrow * inward,
         flops={"fp32": mixing + turning},
     )
-
-
-def _bands_reversed(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
-    return _finished(inputs, rank, _total(case, inputs, rank, range(_grid(case)[1])[::-1], work=FP32))
-
-
-def _mixed_first(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
-    """Channels mixed within every band, before the sum over bands."""
-    bands = range(_grid(case)[1])
-    parts = [_finished(inputs, rank, _band_sum(case, inputs, rank, polar, work=FP32), biased=polar == 0) for polar in bands]
-    return torch.stack(parts).sum(0)
-
-
-def _wrong(**options: Any) -> Callable[[NullContext], torch.Tensor]:
-    """An answer with mistakes of :func:`_band_sum`."""
-    return lambda c: _finished(c.inputs, c.rank, _total(c.case, c.inputs, c.rank, work=FP32, **options))
-
-
-def _own_arc(context: NullContext) -> torch.Tensor:
-    return _wrong(arcs=[_place(context.case, context.rank)[0]])(context)
-
-
-def _own_band(context: NullContext) -> torch.Tensor:
-    return _wrong(polars=[_place(context.case, context.rank)[1]])(context)
-
-
-def _last_band_dropped(context: NullContext) -> torch.Tensor:
-    return _wrong(polars=range(_grid(context.case)[1] - 1))(context)
-
-
-def _backwards(context: NullContext) -> torch.Tensor:
-    return _wrong(step=-(context.case["nlon_in"] // context.case["nlon_out"]))(context)
-
-
-def _remixed(
-    context: NullContext,
-    *,
-    y: Callable[[torch.Tensor], torch.Tensor] = lambda y: y,
-    weight: Callable[[torch.Tensor], torch.Tensor] = lambda weight: weight,
-    biased: bool = True,
-) -> torch.Tensor:
-    """With y or the weight changed before channels are mixed."""
-    args = context.args
-    changed = {context.rank: (*args[:2], weight(args[2]), *args[3:])}
-    total = _total(context.case, context.inputs, context.rank, work=FP32)
-    return _finished([changed.get(q, item) for q, item in enumerate(context.inputs)], context.rank, y(total), biased=biased)
-
-
-def _channels_interleaved(context: NullContext) -> torch.Tensor:
-    """Groups of every n-th channel instead of consecutive ones."""
-    groups = context.case["groups"]
-    return _remixed(context, y=lambda y: y.view(*y.shape[:4], -1, groups).transpose(4, 5).flatten(4))
-
-
-def _tensor_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """Rounded to 10 bits of fraction."""
-    return ((tensor.view(torch.int32) + 0x1000) & ~0x1FFF).view(FP32)
 
 
 def _small(label: str, **params: Any) -> CaseSpec:
@@ -495,21 +367,21 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     null_answers=(
-        NullAnswer("own_longitudes", "zeros at other ranks' longitudes", _own_arc, cases=_ARCS),
-        NullAnswer("own_rows", "the rank's own rows only", _own_band, cases=_BANDS),
-        NullAnswer("last_band_dropped", "without the last rank of the polar group", _last_band_dropped, cases=_FULL_BANDS),
-        NullAnswer("turned_backwards", "x turned the other way", _backwards),
-        NullAnswer("step_ignored", "outputs at neighbouring longitudes", _wrong(step=1), cases=_STEPPED),
-        NullAnswer("longitudes_from_zero", "every rank's outputs begin at longitude 0", _wrong(from_zero=True), cases=_ARCS),
-        NullAnswer("circle_cut", "nothing beyond the last longitude", _wrong(closed=False)),
-        NullAnswer("filters_reversed", "weights for the filters in reverse order", lambda c: _remixed(c, weight=lambda w: w.flip(2))),
-        NullAnswer("channels_interleaved", "groups of every n-th channel", _channels_interleaved, cases=_GROUPED),
-        NullAnswer("bias_ignored", "without bias", lambda c: _remixed(c, biased=False), cases=_BIASED),
-        NullAnswer("tensor_float32", "channels mixed in TensorFloat32", lambda c: _remixed(c, y=_tensor_float32, weight=_tensor_float32)),
+        NullAnswer("own_longitudes", "zeros at other ranks' longitudes", own_arc, cases=_ARCS),
+        NullAnswer("own_rows", "the rank's own rows only", own_band, cases=_BANDS),
+        NullAnswer("last_band_dropped", "without the last rank of the polar group", last_band_dropped, cases=_FULL_BANDS),
+        NullAnswer("turned_backwards", "x turned the other way", backwards),
+        NullAnswer("step_ignored", "outputs at neighbouring longitudes", wrong(step=1), cases=_STEPPED),
+        NullAnswer("longitudes_from_zero", "every rank's outputs begin at longitude 0", wrong(from_zero=True), cases=_ARCS),
+        NullAnswer("circle_cut", "nothing beyond the last longitude", wrong(closed=False)),
+        NullAnswer("filters_reversed", "weights for the filters in reverse order", lambda c: remixed(c, weight=lambda w: w.flip(2))),
+        NullAnswer("channels_interleaved", "groups of every n-th channel", channels_interleaved, cases=_GROUPED),
+        NullAnswer("bias_ignored", "without bias", lambda c: remixed(c, biased=False), cases=_BIASED),
+        NullAnswer("tensor_float32", "channels mixed in TensorFloat32", lambda c: remixed(c, y=tensor_float32, weight=tensor_float32)),
     ),
     honest_variants=(
-        HonestVariant("bands_reversed", _bands_reversed),
-        HonestVariant("mixed_before_the_sum", _mixed_first),
+        HonestVariant("bands_reversed", bands_reversed),
+        HonestVariant("mixed_before_the_sum", mixed_first),
     ),
     process_groups=process_groups,
     notes=(
