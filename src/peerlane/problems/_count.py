@@ -43,8 +43,8 @@ _OPERATIONS: Mapping[Any, Callable[..., float]] = {
 SLACK = 1.01
 """A declared minimum may exceed a count by so much: bounds are real numbers, tensors have whole elements."""
 
-TYPICAL_SLACK = 2.0
-"""The same for a mean over layouts or contents (:attr:`Cost.typical`): one call may need less."""
+TYPICAL_SLACK, TYPICAL_SPARE_BYTES = 2.0, 1024.0
+"""The same for a mean over layouts or contents (:attr:`Cost.typical`): one call may need less, and a tiny one none at all."""
 
 COMPUTE = "compute"
 TENSOR_UNITS = ("bf16", "fp16", "fp8")
@@ -134,11 +134,12 @@ def cost_faults(costs: Sequence[Cost], counts: Sequence[Count]) -> list[str]:
             most(count.flops for count in counts),
         ),
     }
-    allowed = TYPICAL_SLACK if any(cost.typical for cost in costs) else SLACK
+    typical = any(cost.typical for cost in costs)
+    allowed, spare = (TYPICAL_SLACK, TYPICAL_SPARE_BYTES) if typical else (SLACK, 0.0)
     return [
         f"the cost model's {name} are {declared:.6g}, but the reference needs only {counted:.6g}"
         for name, (declared, counted) in pairs.items()
-        if declared > allowed * counted
+        if declared > allowed * counted + spare
     ]
 
 

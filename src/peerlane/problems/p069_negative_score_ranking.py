@@ -42,7 +42,9 @@ _TINY = 2.0**-125
 def reference(local_pos_scores: torch.Tensor, local_neg_scores: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     ranks, own = dist.get_world_size(group), local_pos_scores.shape[0]
     positive, negative = local_pos_scores.sigmoid().unsqueeze(1), local_neg_scores.sigmoid()
-    above = (negative > positive) | (negative.isnan() & ~positive.isnan())
+    # Equal scores are never above one another, even where a vectorised sigmoid rounds one of them another way.
+    higher = (negative > positive) & (local_neg_scores > local_pos_scores.unsqueeze(1))
+    above = higher | (negative.isnan() & ~positive.isnan())
     ranking = 1 + above.sum(1)
 
     # Everybody's, padded to the largest number for the gather.
