@@ -37,7 +37,6 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "production": (PRODUCTION, _speeds),
     "noise": (NOISE, _noise),
     "margins_cpu": (CALIBRATIONS[0], _margins),
-    "margins_h200x4": (CALIBRATIONS[1], _margins),
 }
 """Name of a section -> the file of results it shows, relative to the checkout, and how."""
 
