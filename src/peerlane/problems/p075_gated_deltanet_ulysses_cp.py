@@ -346,9 +346,9 @@ PROBLEM = Problem(
         ),
         NullAnswer(
             "own_parameters",
-            "all heads with the decay of the rank's own heads",
+            "all heads with the decay of the rank's own heads: shows where there are many and none forgets",
             _own_parameters,
-            cases=_labels(lambda params: params.get("pattern") not in ("carried", *_FORGETFUL)),
+            cases=_labels(lambda params: params.get("pattern") not in ("carried", *_FORGETFUL) and "group" not in params),
         ),
         NullAnswer(
             "whole_world",
