@@ -47,3 +47,13 @@ def test_infinite_ratios_survive_the_file() -> None:
         complaints=("something",),
     )
     assert Calibration.model_validate_json(record.model_dump_json()) == record and not sound([record])
+
+
+def test_what_could_not_be_calibrated_is_done_again(tmp_path: Path) -> None:
+    out = tmp_path / "calibration.jsonl"
+    (made,) = calibrate(CalibrationPlan(problems="2", presets=("pkb",), world_sizes=(2,), out=out))
+    failed = made.model_copy(update={"complaints": ("bf16: not calibrated: hang",)})
+    assert made.finished and not failed.finished
+    out.write_text(failed.model_dump_json() + "\n", encoding="utf-8")
+    assert [item.problem for item in calibrate(CalibrationPlan(problems="2", presets=("pkb",), world_sizes=(2,), out=out))] == [2]
+    assert [item.finished for item in read_calibrations(out)] == [True]

@@ -17,12 +17,15 @@ from peerlane.evaluate.evaluation import Device, presets_of
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.session import Session, case_request
 from peerlane.evaluate.store import append_line, whole_lines
+from peerlane.hardware.environment import record as record_environment
 from peerlane.problems._calibration import Margins, worst
 from peerlane.problems._count import Count, Step, cost_faults
 from peerlane.problems._spec import Case, Problem
 from peerlane.settings import Deadlines
 
 Ratios = dict[str, float]
+
+_NOT_CALIBRATED = "not calibrated"
 
 
 class CountedStep(BaseModel):
@@ -81,6 +84,11 @@ class Calibration(BaseModel):
         return (self.evaluator_version, self.device, str(self.problem), self.variant, self.preset, str(self.world_size))
 
     @property
+    def finished(self) -> bool:
+        """Whether every case could be calibrated; if not, it is to be done again."""
+        return not any(_NOT_CALIBRATED in line for line in self.complaints)
+
+    @property
     def weakest(self) -> tuple[str, Reach] | None:
         """The wrong answer that comes nearest to passing."""
         return min(self.nulls.items(), key=lambda item: item[1].ratio) if self.nulls else None
@@ -99,11 +107,12 @@ class CalibrationPlan:
 
 
 def read_calibrations(path: Path) -> list[Calibration]:
-    """The records of a file, oldest first; none if there is no file. Raises HarnessError for a line that is no record."""
+    """The records of a file, the newest of every key; none if there is no file. Raises HarnessError for a line that is no record."""
     if not path.exists():
         return []
     try:
-        return [Calibration.model_validate_json(line) for line in whole_lines(path)]
+        found = (Calibration.model_validate_json(line) for line in whole_lines(path))
+        return list({item.key: item for item in found}.values())
     except ValidationError as error:
         raise HarnessError(f"{path} holds a line that is no calibration of this version: {error.errors()[0]['msg']}") from None
 
@@ -143,7 +152,7 @@ def calibrate(plan: CalibrationPlan, tell: Callable[[str], None] = lambda _: Non
     has too few GPUs.
     """
     device = device_name(plan)
-    done = set() if plan.out is None else {item.key for item in read_calibrations(plan.out)}
+    done = set() if plan.out is None else {item.key for item in read_calibrations(plan.out) if item.finished}
     for world_size in plan.world_sizes:
         jobs = [job for job in jobs_of(plan, world_size) if job_key(job, device) not in done]
         if not jobs:
@@ -163,7 +172,7 @@ def device_name(plan: CalibrationPlan) -> str:
         return "cpu"
     if torch.cuda.device_count() < max(plan.world_sizes):
         raise UsageError(f"{max(plan.world_sizes)} ranks need as many GPUs; this machine has {torch.cuda.device_count()}")
-    return torch.cuda.get_device_name(0)
+    return str(record_environment()["gpus"][0]["name"])
 
 
 def _margins(session: Session, case: Case) -> Margins | str:
@@ -190,7 +199,7 @@ def _record(job: Job, device: str, found: Sequence[Margins | str]) -> Calibratio
     reference: Ratios = {}
     for case, margins in zip(job.cases, found, strict=True):
         if isinstance(margins, str):
-            complaints.append(f"{case.label}: not calibrated: {margins}")
+            complaints.append(f"{case.label}: {_NOT_CALIBRATED}: {margins}")
             continue
         complaints += [f"{case.label}: {line}" for line in margins.complaints()]
         _enlarge(reference, margins.reference)
