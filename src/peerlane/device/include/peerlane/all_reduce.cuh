@@ -11,8 +11,8 @@
 // the grid. All blocks must be resident together. Launches that share a workspace are ordered by one stream.
 #pragma once
 
-#include "comm.cuh"
-#include "numeric.cuh"
+#include <peerlane/comm.cuh>
+#include <peerlane/numeric.cuh>
 
 namespace peerlane {
 

@@ -5,7 +5,7 @@
 // host can read it, and traps.
 #pragma once
 
-#include "ptx.cuh"
+#include <peerlane/ptx.cuh>
 
 namespace peerlane {
 
@@ -32,7 +32,7 @@ struct Arena {
 
 // Report a wait that will not end and stop the kernel. The first thread to come writes the record; the others give it time to do so.
 [[noreturn]] __device__ inline void fail(const Arena& arena, u32 source, u32 slot, u32 expected, u32 seen) {
-    if (atomicExch(reinterpret_cast<u32*>(arena.local(0)), 1u) == 0) {
+    if (ptx::exchange_relaxed_system(reinterpret_cast<u32*>(arena.local(0)), 1u) == 0) {
         FaultRecord* record = arena.fault;
         ptx::store_relaxed_system(&record->rank, arena.rank);
         ptx::store_relaxed_system(&record->source, source);

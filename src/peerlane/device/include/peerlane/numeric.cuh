@@ -3,7 +3,7 @@
 // An element type E has `lanes` (elements per word), `widen(word, float*)` and `narrow(const float*)`, which rounds to nearest even.
 #pragma once
 
-#include "ptx.cuh"
+#include <peerlane/ptx.cuh>
 
 namespace peerlane {
 
@@ -13,25 +13,13 @@ struct BFloat16 {
         out[0] = __uint_as_float(word << 16);
         out[1] = __uint_as_float(word & 0xffff0000u);
     }
-    __device__ static u32 narrow(const float* in) {
-        u32 word;
-        asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(in[0]), "f"(in[1]));
-        return word;
-    }
+    __device__ static u32 narrow(const float* in) { return ptx::pack_bf16x2(in[0], in[1]); }
 };
 
 struct Float16 {
     static constexpr int lanes = 2;
-    __device__ static void widen(u32 word, float* out) {
-        asm("{\n\t.reg .b16 low, high;\n\tmov.b32 {low, high}, %2;\n\tcvt.f32.f16 %0, low;\n\tcvt.f32.f16 %1, high;\n\t}"
-            : "=f"(out[0]), "=f"(out[1])
-            : "r"(word));
-    }
-    __device__ static u32 narrow(const float* in) {
-        u32 word;
-        asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(in[0]), "f"(in[1]));
-        return word;
-    }
+    __device__ static void widen(u32 word, float* out) { ptx::unpack_f16x2(word, out[0], out[1]); }
+    __device__ static u32 narrow(const float* in) { return ptx::pack_f16x2(in[0], in[1]); }
 };
 
 struct Float32 {

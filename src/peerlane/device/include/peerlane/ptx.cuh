@@ -1,10 +1,15 @@
 // One PTX instruction (or one idiom of two) per function; nothing here knows about ranks or protocols.
 //
+// The lowest layer of the kit, in three headers: ptx.cuh (clocks, memory order, conversions), ptx_async.cuh (mbarriers and bulk copies) and
+// whatever a matrix unit needs beside them. Everything above it is plain C++ and is also compiled for the CPU by the emulator, which has
+// headers of the same names in front of these on its search path: hence <peerlane/...> in every include, and no inline assembly elsewhere.
+//
 // Headers of peerlane include no toolkit header, so NVRTC compiles them in tens of milliseconds and needs no include path but this one.
 #pragma once
 
 namespace peerlane {
 
+using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -15,6 +20,8 @@ struct alignas(16) Vec16 {
 };
 
 namespace ptx {
+
+// ---- clocks and control ----------------------------------------------------------------------------------------------------------------
 
 // Nanoseconds of a clock that all SMs of a GPU share; it advances in steps of up to a microsecond.
 __device__ inline u64 globaltimer() {
@@ -30,8 +37,41 @@ __device__ inline void sleep(u32 nanoseconds) { asm volatile("nanosleep.u32 %0;"
     __builtin_unreachable();
 }
 
+// The SM that this thread runs on; it may change only when a debugger moves the block.
+__device__ inline u32 sm_id() {
+    u32 id;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
+    return id;
+}
+
+// True in one thread of a converged warp, the same one every time.
+__device__ inline bool elect_one() {
+    u32 elected;
+    asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p, 0xffffffff;\n\tselp.u32 %0, 1, 0, p;\n\t}" : "=r"(elected));
+    return elected != 0;
+}
+
+// A barrier among `threads` threads (a multiple of 32) of the block; number 0 is __syncthreads's. `arrive` does not wait.
+__device__ inline void barrier_sync(u32 number, u32 threads) { asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+__device__ inline void barrier_arrive(u32 number, u32 threads) { asm volatile("barrier.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
+
+// ---- fences ----------------------------------------------------------------------------------------------------------------------------
+
 // Release and acquire in one, for the threads of every GPU and the host.
 __device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// The same for the threads of this GPU.
+__device__ inline void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// Orders ordinary accesses and those of the asynchronous proxy (bulk copies, TMA, wgmma) to the same memory, in both directions.
+__device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// The same for shared memory alone.
+__device__ inline void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- accesses with an order and a scope ------------------------------------------------------------------------------------------------
+//
+// relaxed: atomic, orders nothing; pair it with a fence. system: all GPUs and the host; gpu: this GPU.
 
 __device__ inline u32 load_relaxed_system(const u32* address) {
     u32 value;
@@ -41,6 +81,35 @@ __device__ inline u32 load_relaxed_system(const u32* address) {
 
 __device__ inline void store_relaxed_system(u32* address, u32 value) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ inline u32 load_relaxed_gpu(const u32* address) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ inline void store_relaxed_gpu(u32* address, u32 value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// The value before the addition.
+__device__ inline u32 add_relaxed_gpu(u32* address, u32 value) {
+    u32 before;
+    asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+    return before;
+}
+
+__device__ inline u32 add_relaxed_system(u32* address, u32 value) {
+    u32 before;
+    asm volatile("atom.relaxed.sys.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+    return before;
+}
+
+__device__ inline u32 exchange_relaxed_system(u32* address, u32 value) {
+    u32 before;
+    asm volatile("atom.relaxed.sys.global.exch.b32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+    return before;
 }
 
 // A 128-bit scalar: never torn, unlike a vector of four words.
@@ -65,6 +134,25 @@ __device__ inline void store_relaxed_system(Vec16* address, const Vec16& value) 
         "st.relaxed.sys.global.b128 [%0], whole;\n\t}" ::"l"(address),
         "r"(value.word[0]), "r"(value.word[1]), "r"(value.word[2]), "r"(value.word[3])
         : "memory");
+}
+
+// ---- conversions -----------------------------------------------------------------------------------------------------------------------
+
+// Two floats to two 16-bit floats in one word, `low` in the low half, rounded to nearest even.
+__device__ inline u32 pack_bf16x2(float low, float high) {
+    u32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(low), "f"(high));
+    return word;
+}
+
+__device__ inline u32 pack_f16x2(float low, float high) {
+    u32 word;
+    asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(low), "f"(high));
+    return word;
+}
+
+__device__ inline void unpack_f16x2(u32 word, float& low, float& high) {
+    asm("{\n\t.reg .b16 l, h;\n\tmov.b32 {l, h}, %2;\n\tcvt.f32.f16 %0, l;\n\tcvt.f32.f16 %1, h;\n\t}" : "=f"(low), "=f"(high) : "r"(word));
 }
 
 }  // namespace ptx
