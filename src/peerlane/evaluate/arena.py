@@ -137,6 +137,11 @@ def place(description: dict[str, Any], offset: int) -> tuple[dict[str, Any], int
     return {**description, "offset": offset}, offset + aligned(_span(description) * itemsize)
 
 
+def end_of(placed: dict[str, Any]) -> int:
+    """The offset behind a placed tensor."""
+    return int(placed["offset"]) + aligned(_span(placed) * dtype_of(placed["dtype"]).itemsize)
+
+
 def _span(description: dict[str, Any]) -> int:
     """Elements from the first to the last that the strides reach."""
     shape, stride = description["shape"], description["stride"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from peerlane.evaluate.arena import place, view
+from peerlane.evaluate.arena import end_of, place, view
 from peerlane.problems._spec import Problem
 from peerlane.problems._tree import Description, Tree, describe, leaves, map_leaves, rebuild, tensor_descriptions
 
@@ -32,6 +32,12 @@ def place_all(description: Description, offset: int) -> tuple[Description, int]:
             items.append(placed)
         return {**description, "items": items}, offset
     return description, offset
+
+
+def slot_range(layout: Description) -> slice:
+    """The bytes of an arena in which a placed slot lies: its tensors follow each other."""
+    placed = list(tensor_descriptions(layout))
+    return slice(placed[0]["offset"], end_of(placed[-1])) if placed else slice(0, 0)
 
 
 class ArgumentSlots:

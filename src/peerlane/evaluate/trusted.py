@@ -12,27 +12,43 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from peerlane.evaluate.arena import Arena, view
 from peerlane.evaluate.protocol import Message
-from peerlane.evaluate.slots import ArgumentSlots, OutputRegions, contiguous_layout, place_all, strip_overlap, updates_of
+from peerlane.evaluate.slots import ArgumentSlots, OutputRegions, contiguous_layout, place_all, slot_range, strip_overlap, updates_of
 from peerlane.evaluate.timing import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.worker import Rank
 from peerlane.problems._draw import RANDOM, Draw
 from peerlane.problems._judge import digest, expected_leaves, same_bits, score, type_mismatch
 from peerlane.problems._spec import Case, Problem
-from peerlane.problems._tree import Description, Tree, describe, dtype_of, leaves, rebuild, resolve_groups, tensor_descriptions
+from peerlane.problems._tree import (
+    Description,
+    GroupRef,
+    Tree,
+    describe,
+    dtype_of,
+    leaves,
+    rebuild,
+    resolve_groups,
+    tensor_descriptions,
+)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a candidate returned for one slot of one block, as its rank described it, and the bytes in its region."""
+    """What a candidate returned for one slot of one block, as its rank described it, the bytes in its region, and those of its inputs."""
 
     slot: int
-    block: int
     kind: str
     described: Description
     tensors: list[torch.Tensor]
+    inputs: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Of memory that it holds."""
+        return self.inputs.nbytes + sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass
@@ -50,8 +66,9 @@ class OpenCase:
     output_bytes: int
     private_outputs: OutputRegions
     arena: Arena
+    layouts: list[list[Description]]
+    """of the arguments on every rank"""
     kinds: list[str] = field(default_factory=list)
-    block: int = -1
     blocks: dict[str, Block] = field(default_factory=dict)
     snapshots: list[Snapshot] = field(default_factory=list)
 
@@ -123,6 +140,8 @@ class TrustedRank(Rank):
         shared = arena.data
         public = ArgumentSlots(shared[: max(input_bytes, 1)], layout, groups.__getitem__)
         own = torch.empty(max(output_bytes, 1), dtype=torch.uint8, device=self.device)
+        layouts: list[list[Description]] = [[] for _ in range(self.world_size)]
+        dist.all_gather_object(layouts, layout)
         self._open[request["space"]] = OpenCase(
             problem,
             case,
@@ -135,6 +154,7 @@ class TrustedRank(Rank):
             output_bytes,
             OutputRegions(own, output_layout, self.device, updates_of(problem)),
             arena,
+            layouts,
         )
         self.settle()
         return {
@@ -166,9 +186,9 @@ class TrustedRank(Rank):
     def mint(self, request: Message) -> dict[str, Any]:
         """New contents for every slot, in private memory; ``kinds`` says which slots are integer draws."""
         current = self.opened(request)
-        current.block, current.kinds = request["block"], request["kinds"]
+        current.kinds = request["kinds"]
         for slot, kind in enumerate(current.kinds):
-            tree = self._inputs(current.problem, current.case, self.rank, slot, current.block, kind)
+            tree = self._inputs(current.problem, current.case, self.rank, slot, request["block"], kind)
             current.private.fill(slot, strip_overlap(tree))
         self.synchronize()
         return {}
@@ -203,15 +223,17 @@ class TrustedRank(Rank):
     def collect(self, request: Message) -> dict[str, Any]:
         """Copies the candidate's snapshots of ``slots`` out of the arena: whatever is written there afterwards comes too late.
 
-        ``outputs`` are the candidate's own descriptions of what it returned. Returns the bytes that wait for :meth:`judge`.
+        The slots' inputs are kept too, as they were minted. ``outputs`` are the candidate's own descriptions of what it returned. Returns the
+        bytes that wait for :meth:`judge`.
         """
         current = self.opened(request)
         data = current.arena.data[current.input_bytes : current.input_bytes + current.output_bytes]
         for slot, described in zip(request["slots"], request["outputs"], strict=True):
             tensors = [view(data, placed).clone() for placed in tensor_descriptions(current.output_layout[slot])]
-            current.snapshots.append(Snapshot(slot, current.block, current.kinds[slot], described, tensors))
+            inputs = current.staging[slot_range(current.private.layout[slot])].clone()
+            current.snapshots.append(Snapshot(slot, current.kinds[slot], described, tensors, inputs))
         self.synchronize()
-        return {"bytes": sum(tensor.nbytes for snapshot in current.snapshots for tensor in snapshot.tensors)}
+        return {"bytes": sum(snapshot.nbytes for snapshot in current.snapshots)}
 
     def discard(self, request: Message) -> dict[str, Any]:
         """Forgets collected snapshots, of a race that was broken off."""
@@ -227,8 +249,7 @@ class TrustedRank(Rank):
 
     def _judge(self, current: OpenCase, snapshot: Snapshot) -> dict[str, Any]:
         problem, case, slot = current.problem, current.case, snapshot.slot
-        inputs = [self._inputs(problem, case, rank, slot, snapshot.block, snapshot.kind) for rank in range(self.world_size)]
-        expected = problem.oracle(case, inputs, self.rank)
+        expected = problem.oracle(case, self._all_inputs(current, snapshot), self.rank)
         reason = _claimed_mismatch(snapshot.described, expected) or _misplaced(snapshot.described, expected, self.device)
         if reason is not None:
             return {"slot": slot, "type": reason}
@@ -250,6 +271,21 @@ class TrustedRank(Rank):
             named = zip(expected_leaves(expected), snapshot.tensors, strict=True)
             answer["digest"] = [digest(tensor) for leaf, tensor in named if problem.is_replicated(leaf.name)]
         return answer
+
+    def _all_inputs(self, current: OpenCase, snapshot: Snapshot) -> list[tuple[Any, ...]]:
+        """The slot's arguments on every rank, for the oracle; process groups stay references by name."""
+        layouts = [layout[snapshot.slot] for layout in current.layouts]
+        width = max(slot_range(layout).stop - slot_range(layout).start for layout in layouts)
+        own = torch.zeros(max(width, 1), dtype=torch.uint8, device=self.device)
+        own[: snapshot.inputs.numel()] = snapshot.inputs
+        everyone = [torch.empty_like(own) for _ in layouts]
+        dist.all_gather(everyone, own)
+        trees = []
+        for layout, data in zip(layouts, everyone, strict=True):
+            start = slot_range(layout).start
+            tensors = [view(data, {**placed, "offset": placed["offset"] - start}) for placed in tensor_descriptions(layout)]
+            trees.append(rebuild(layout, iter(tensors), GroupRef))
+        return trees
 
     def margins(self, request: Message) -> dict[str, Any]:
         """This rank's margins of a case (see :mod:`peerlane.problems._calibration`): the reference, honest variants and wrong answers."""
