@@ -90,7 +90,7 @@ def interrupted(tmp_path: Path) -> Iterator[Run]:
 
 def test_interrupt_leaves_nothing(interrupted: Run) -> None:
     interrupted.process.send_signal(signal.SIGINT)
-    assert interrupted.process.wait(10) == 130
+    assert interrupted.process.wait(30) == 130
     wait_for(interrupted.gone, 10, "the end of all processes")
 
 
