@@ -75,10 +75,10 @@ def compile_cubin(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"the cache folder {folder} can not be made ({error}); set PEERLANE_CACHE_DIR to a writable folder") from error
-    with _one_process(folder / f"{key}.lock"):
+    with one_process(folder / f"{key}.lock"):
         if path.exists():
             return Cubin(path, arch, compiled_here=False)
-        _write_atomically(path, _compile(name, text, [*options, *(f"--include-path={folder}" for folder in search)]))
+        write_atomically(path, _compile(name, text, [*options, *(f"--include-path={folder}" for folder in search)]))
     return Cubin(path, arch, compiled_here=True)
 
 
@@ -138,7 +138,7 @@ def _headers(text: str, search: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
 
 
 @contextmanager
-def _one_process(lock: Path) -> Iterator[None]:
+def one_process(lock: Path) -> Iterator[None]:
     """Held by one process of the node at a time; the kernel lets go of it when a holder dies."""
     give_up = time.monotonic() + _LOCK_BUDGET_S
     with lock.open("w") as file:
@@ -153,7 +153,7 @@ def _one_process(lock: Path) -> Iterator[None]:
         yield
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:16], suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:

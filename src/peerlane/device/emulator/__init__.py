@@ -1,0 +1,26 @@
+"""Run device code of several ranks on the CPU, under many schedules, and find races and deadlocks without a GPU.
+
+scenario = Scenario("mine", SOURCE, world_size=2)
+arena = scenario.arena(1 << 16)
+out = scenario.buffer("out", [torch.zeros(64)] * 2, expected=[...])
+scenario.launch("kernel", grid=2, block=64, args=(arena, out))
+print(check(scenario, schedules=300))
+"""
+
+from peerlane.device.emulator.build import Program, compile_program
+from peerlane.device.emulator.check import Finding, Frame, Report, Side, check
+from peerlane.device.emulator.scenario import Buffer, EmulatedArena, Launch, Scenario
+
+__all__ = [
+    "Buffer",
+    "EmulatedArena",
+    "Finding",
+    "Frame",
+    "Launch",
+    "Program",
+    "Report",
+    "Scenario",
+    "Side",
+    "check",
+    "compile_program",
+]

@@ -1,0 +1,100 @@
+"""Runs one job in a process of its own: a crash of device code ends this process only. Standard library alone, so that it starts fast.
+
+python _child.py JOB      JOB is a JSON file beside the bytes it names; prints the findings as JSON
+"""
+
+import ctypes
+import json
+import mmap
+import sys
+from pathlib import Path
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = (
+        ("begin", ctypes.c_uint64),
+        ("end", ctypes.c_uint64),
+        ("rank", ctypes.c_int64),
+        ("initial", ctypes.c_void_p),
+        ("expected", ctypes.c_void_p),
+    )
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("kernel", ctypes.c_void_p),
+        ("arguments", ctypes.c_void_p),
+        ("argument_count", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
+        ("stream", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+    )
+
+
+class _Run(ctypes.Structure):
+    _fields_ = (
+        ("base", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("buffers", ctypes.POINTER(_Buffer)),
+        ("launches", ctypes.POINTER(_Launch)),
+        ("fault_buffers", ctypes.POINTER(ctypes.c_int32)),
+        ("buffer_count", ctypes.c_uint32),
+        ("launch_count", ctypes.c_uint32),
+        ("fault_count", ctypes.c_uint32),
+        ("first_schedule", ctypes.c_uint32),
+        ("schedules", ctypes.c_uint32),
+        ("resident_blocks", ctypes.c_uint32),
+    )
+
+
+def main() -> None:
+    path = Path(sys.argv[1])
+    job = json.loads(path.read_text())
+    with open(job["data"], "r+b") as file:
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+    def address(place: int | None) -> int | None:
+        return None if place is None else start + place
+
+    program = ctypes.CDLL(job["program"])
+    buffers = (_Buffer * len(job["buffers"]))(
+        *(_Buffer(b["begin"], b["end"], b["rank"], address(b["initial"]), address(b["expected"])) for b in job["buffers"])
+    )
+    pointers = [(ctypes.c_void_p * max(len(item["arguments"]), 1))(*map(address, item["arguments"])) for item in job["launches"]]
+    launches = (_Launch * len(job["launches"]))(
+        *(
+            _Launch(
+                ctypes.cast(getattr(program, "peerlane_launch_" + item["kernel"]), ctypes.c_void_p).value,
+                ctypes.addressof(arguments),
+                len(item["arguments"]),
+                item["rank"],
+                item["stream"],
+                item["shared_bytes"],
+                (ctypes.c_uint32 * 3)(*item["grid"]),
+                (ctypes.c_uint32 * 3)(*item["block"]),
+            )
+            for item, arguments in zip(job["launches"], pointers, strict=True)
+        )
+    )
+    faults = (ctypes.c_int32 * max(len(job["fault_buffers"]), 1))(*job["fault_buffers"])
+    run = _Run(
+        job["base"],
+        job["seed"],
+        buffers,
+        launches,
+        faults,
+        len(buffers),
+        len(launches),
+        len(job["fault_buffers"]),
+        job["first_schedule"],
+        job["schedules"],
+        job["resident_blocks"],
+    )
+    program.peerlane_emulator_run.restype = ctypes.c_char_p
+    sys.stdout.write(program.peerlane_emulator_run(ctypes.byref(run)).decode())
+
+
+main()

@@ -1,0 +1,161 @@
+"""Device source to a program for the CPU, by g++, through a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from peerlane import settings
+from peerlane.device.jit import INCLUDE_DIR, one_process, write_atomically
+from peerlane.errors import CompileError, MissingDependency, UsageError
+
+COMPILER = "g++"
+_HERE = Path(__file__).parent
+RUNTIME = _HERE / "runtime" / "runtime.cpp"
+STAND_INS = _HERE / "include"
+_CUDA_NAMES = STAND_INS / "peerlane_emulator" / "cuda.h"
+
+_LANGUAGE = ("-std=c++20", "-fPIC", "-Wno-attributes", "-Wno-unknown-pragmas")
+# The sanitizer's pass puts a call before every access; its library is not linked, the runtime answers the calls. Nothing may be hidden from
+# the return addresses, and shared variables must be found by __tls_get_addr.
+_DEVICE = (
+    "-O1",
+    "-g",
+    "-fsanitize=thread",
+    "--param=tsan-instrument-func-entry-exit=0",
+    "--param=tsan-distinguish-volatile=1",
+    "-fno-optimize-sibling-calls",
+    "-fno-gnu-unique",
+    "-fno-exceptions",
+    "-ftls-model=global-dynamic",
+    "-ffp-contract=off",
+)
+_RUNTIME_FLAGS = ("-O2", "-g1", "-fno-exceptions")
+_LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs")
+
+# What cuda.h makes of __global__.
+_KERNEL = re.compile(r'extern "C"\s+__attribute__\(\(__flatten__, noinline\)\)\s+void\s+(\w+)\s*\(')
+# nvcc takes a standard attribute after __shared__, the language does not after thread_local.
+_MISPLACED = re.compile(r"\bthread_local\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))")
+_CALLER = """
+namespace peerlane::emulator {
+template <unsigned... i> struct Indices {};
+template <unsigned n, unsigned... i> struct Count : Count<n - 1, n - 1, i...> {};
+template <unsigned... i> struct Count<0, i...> { using type = Indices<i...>; };
+template <class... P, unsigned... i>
+__attribute__((no_sanitize("thread"))) void call(void (*kernel)(P...), void** arguments, Indices<i...>) {
+    kernel(*static_cast<P*>(arguments[i])...);
+}
+template <class... P>
+void call(void (*kernel)(P...), void** arguments) { call(kernel, arguments, typename Count<sizeof...(P)>::type{}); }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Device code for the CPU, in the cache."""
+
+    path: Path
+    kernels: tuple[str, ...]
+
+
+def compile_program(source: str | Path, *, defines: Mapping[str, str | int] | None = None, include_dirs: Sequence[Path] = ()) -> Program:
+    """Compile ``source`` (text, or the Path of a file) for the emulator.
+
+    Takes what ``compile_cubin`` takes; kernels are declared ``extern "C" __global__``. Raises CompileError with the compiler's log and
+    MissingDependency where there is no g++.
+    """
+    own_dir = [source.resolve().parent] if isinstance(source, Path) else []
+    unit, kernels = _kernels(_preprocess(source, [*own_dir, *include_dirs], defines or {}))
+    if not kernels:
+        raise UsageError('the source has no kernel that can be found by name; declare it extern "C" __global__ void name(...)')
+    runtime = _runtime()
+    key = hashlib.sha256("\0".join((_version(), runtime.name, *_LANGUAGE, *_DEVICE, unit)).encode()).hexdigest()
+    path = _folder() / f"{key}.so"
+    if not path.exists():
+        with one_process(path.with_suffix(".lock")):
+            if not path.exists():
+                _build(unit, path, runtime)
+    return Program(path, kernels)
+
+
+def _build(unit: str, path: Path, runtime: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        text, code, program = (Path(folder) / name for name in ("source.ii", "source.o", "program.so"))
+        text.write_text(unit, encoding="utf-8")
+        _run([*_LANGUAGE, *_DEVICE, "-c", str(text), "-o", str(code)])
+        _run([*_LINK, str(code), str(runtime), "-o", str(program)])
+        write_atomically(path, program.read_bytes())
+
+
+def _runtime() -> Path:
+    """The emulator itself, compiled once a version."""
+    files = sorted([*RUNTIME.parent.iterdir(), *(STAND_INS / "peerlane_emulator").iterdir()])
+    content = b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in files if path.suffix in (".h", ".cpp"))
+    key = hashlib.sha256("\0".join((_version(), *_LANGUAGE, *_RUNTIME_FLAGS)).encode() + content).hexdigest()
+    path = _folder() / f"runtime-{key}.o"
+    if not path.exists():
+        with one_process(path.with_suffix(".lock")):
+            if not path.exists():
+                with tempfile.TemporaryDirectory() as folder:
+                    code = Path(folder) / "runtime.o"
+                    _run([*_LANGUAGE, *_RUNTIME_FLAGS, "-c", str(RUNTIME), "-o", str(code)])
+                    write_atomically(path, code.read_bytes())
+    return path
+
+
+def _preprocess(source: str | Path, include_dirs: Sequence[Path], defines: Mapping[str, str | int]) -> str:
+    options = [
+        *_LANGUAGE,
+        *(f"-D{macro}={value}" for macro, value in sorted(defines.items())),
+        *(f"-I{folder}" for folder in (*include_dirs, STAND_INS, INCLUDE_DIR)),
+        "-include",
+        str(_CUDA_NAMES),
+    ]
+    if isinstance(source, Path):
+        return _run([*options, "-x", "c++", "-E", str(source)])
+    # The text's own name in messages and findings.
+    return _run([*options, "-x", "c++", "-E", "-"], f'#line 1 "source.cu"\n{source}')
+
+
+def _kernels(unit: str) -> tuple[str, tuple[str, ...]]:
+    """The preprocessed text with a caller for each kernel, and the kernels' names."""
+    names = tuple(dict.fromkeys(_KERNEL.findall(unit)))
+    callers = "".join(
+        f'extern "C" void peerlane_launch_{name}(void** arguments) {{ peerlane::emulator::call(&{name}, arguments); }}\n' for name in names
+    )
+    return _MISPLACED.sub(r"\1 thread_local", unit) + _CALLER + callers, names
+
+
+def _folder() -> Path:
+    folder = settings.cache_dir() / "emulator"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the cache folder {folder} can not be made ({error}); set PEERLANE_CACHE_DIR to a writable folder") from error
+    return folder
+
+
+@cache
+def _version() -> str:
+    return _run(["--version"]).partition("\n")[0]
+
+
+def _run(options: Sequence[str], text: str | None = None) -> str:
+    compiler = shutil.which(COMPILER)
+    if compiler is None:
+        raise MissingDependency(
+            f"the emulator compiles device code with {COMPILER} 12 or newer, which is not installed: apt-get install g++ (or the like)"
+        )
+    done = subprocess.run([compiler, *options], input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise CompileError(f"the device source does not compile for the emulator:\n{done.stderr.rstrip()}")
+    return done.stdout

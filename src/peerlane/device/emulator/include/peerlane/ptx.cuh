@@ -1,0 +1,67 @@
+// The kit's <peerlane/ptx.cuh> for the CPU: the same names, in terms of what the emulator offers.
+#pragma once
+
+#include "../peerlane_emulator/cuda.h"
+
+namespace peerlane {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+struct alignas(16) Vec16 {
+    u32 word[4];
+};
+
+namespace ptx {
+
+// ---- clocks and control
+
+PEERLANE_INLINE u64 globaltimer() { return emulator::peerlane_time(); }
+PEERLANE_INLINE void sleep(u32) { emulator::peerlane_pause(); }
+[[noreturn]] PEERLANE_INLINE void trap() { emulator::peerlane_trap(); }
+PEERLANE_INLINE u32 sm_id() { return blockIdx.x; }
+PEERLANE_INLINE bool elect_one() { return emulator::lane() == 0; }
+PEERLANE_INLINE void barrier_sync(u32 number, u32 threads) { emulator::peerlane_barrier(number, threads, true); }
+PEERLANE_INLINE void barrier_arrive(u32 number, u32 threads) { emulator::peerlane_barrier(number, threads, false); }
+
+// ---- fences
+
+PEERLANE_INLINE void fence_system() { emulator::peerlane_fence(emulator::system_scope); }
+PEERLANE_INLINE void fence_gpu() { emulator::peerlane_fence(emulator::gpu_scope); }
+PEERLANE_INLINE void fence_proxy_async() { emulator::peerlane_proxy_fence(emulator::all_proxies); }
+PEERLANE_INLINE void fence_proxy_async_shared() { emulator::peerlane_proxy_fence(emulator::shared_proxy); }
+
+// ---- accesses with an order and a scope
+
+PEERLANE_INLINE u32 load_relaxed_system(const u32* address) { return emulator::load(address, emulator::system_scope); }
+PEERLANE_INLINE void store_relaxed_system(u32* address, u32 value) { emulator::store(address, value, emulator::system_scope); }
+PEERLANE_INLINE u32 load_relaxed_gpu(const u32* address) { return emulator::load(address, emulator::gpu_scope); }
+PEERLANE_INLINE void store_relaxed_gpu(u32* address, u32 value) { emulator::store(address, value, emulator::gpu_scope); }
+PEERLANE_INLINE u32 add_relaxed_gpu(u32* address, u32 value) {
+    return emulator::update(address, emulator::gpu_scope, [value](u32 old) { return old + value; });
+}
+PEERLANE_INLINE u32 add_relaxed_system(u32* address, u32 value) {
+    return emulator::update(address, emulator::system_scope, [value](u32 old) { return old + value; });
+}
+PEERLANE_INLINE u32 exchange_relaxed_system(u32* address, u32 value) {
+    return emulator::update(address, emulator::system_scope, [value](u32) { return value; });
+}
+PEERLANE_INLINE Vec16 load_relaxed_system(const Vec16* address) { return emulator::load(address, emulator::system_scope); }
+PEERLANE_INLINE void store_relaxed_system(Vec16* address, const Vec16& value) { emulator::store(address, value, emulator::system_scope); }
+
+// ---- conversions
+
+PEERLANE_INLINE u32 pack_bf16x2(float low, float high) { return emulator::narrow_bf16(low) | u32(emulator::narrow_bf16(high)) << 16; }
+PEERLANE_INLINE u32 pack_f16x2(float low, float high) { return emulator::narrow_f16(low) | u32(emulator::narrow_f16(high)) << 16; }
+PEERLANE_INLINE void unpack_f16x2(u32 word, float& low, float& high) {
+    low = emulator::widen_f16(static_cast<u16>(word));
+    high = emulator::widen_f16(static_cast<u16>(word >> 16));
+}
+
+// The block's dynamic shared memory.
+PEERLANE_INLINE char* dynamic_shared() { return emulator::peerlane_dynamic_shared(); }
+
+}  // namespace ptx
+}  // namespace peerlane

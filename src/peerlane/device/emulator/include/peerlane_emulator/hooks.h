@@ -1,0 +1,137 @@
+// What device code that was compiled for the CPU asks of the emulator.
+//
+// Headers that stand in for the kit's lowest layer (peerlane/ptx*.cuh beside this folder) are written in these terms alone. Every function
+// takes the place of its caller in the source from its return address, so wrappers around them are PEERLANE_INLINE.
+#pragma once
+
+#define PEERLANE_INLINE __attribute__((always_inline)) inline
+
+namespace peerlane::emulator {
+
+// Which threads an access or a fence is meant for.
+enum Scope : unsigned { block_scope, gpu_scope, system_scope };
+
+// What a fence adds to an access, for instructions that have both in one.
+enum Order : unsigned { relaxed, acquire, release, acquire_release };
+
+// Memory whose ordinary accesses a proxy fence makes known to asynchronous operations.
+enum Proxy : unsigned { shared_proxy, all_proxies };
+
+// What an asynchronous copy does at its target.
+enum class Combine : unsigned { replace, add_f32, add_f16, add_bf16, add_u32 };
+
+// One contiguous piece of an asynchronous operation. No source: zeros are written. No target: the source is only read, by a matrix unit, say.
+struct Segment {
+    void* target;
+    const void* source;
+    unsigned bytes;
+};
+
+// Asynchronous operations of a thread are counted in groups, separately for each of these.
+enum Queue : unsigned { bulk_queue, matrix_queue };
+
+struct Uint3 {
+    unsigned x, y, z;
+};
+
+// Changes the value at `address` in one step; returns whether it stored anything.
+using Change = bool (*)(void* address, void* context);
+
+extern "C" {
+
+// ---- who and when
+Uint3 peerlane_thread_index() noexcept __attribute__((const));
+Uint3 peerlane_block_index() noexcept __attribute__((const));
+Uint3 peerlane_block_size() noexcept __attribute__((const));
+Uint3 peerlane_grid_size() noexcept __attribute__((const));
+unsigned long long peerlane_time();  // nanoseconds; goes on only as the schedule does
+void peerlane_pause();               // lets other threads run
+[[noreturn]] void peerlane_trap();
+
+// ---- single accesses; `bytes` is 1, 2, 4, 8 or 16
+void peerlane_load(const void* address, void* value, unsigned bytes, unsigned scope, unsigned order);
+void peerlane_store(void* address, const void* value, unsigned bytes, unsigned scope, unsigned order);
+void peerlane_update(void* address, unsigned bytes, unsigned scope, unsigned order, Change change, void* context);
+void peerlane_fence(unsigned scope);
+void peerlane_proxy_fence(unsigned proxy);
+
+// ---- threads of a block
+void peerlane_barrier(unsigned number, unsigned threads, bool wait);  // threads 0: all of the block
+void peerlane_warp_barrier(unsigned mask);
+// Every thread of the mask puts one value in and sees all; valid until the warp's next exchange. Orders nothing.
+const unsigned long long* peerlane_warp_exchange(unsigned mask, unsigned long long value);
+unsigned peerlane_active_mask();
+
+// ---- shared memory
+char* peerlane_dynamic_shared();
+unsigned peerlane_shared_address(const void* pointer);
+void* peerlane_shared_pointer(unsigned address);
+
+// ---- asynchronous operations: they read and write at a time of their own between issue and wait
+void peerlane_mbarrier_init(unsigned long long* barrier, unsigned arrivals);
+void peerlane_mbarrier_arrive(unsigned long long* barrier, unsigned expected_bytes);
+bool peerlane_mbarrier_try_wait(unsigned long long* barrier, unsigned parity);
+// With an mbarrier the operation counts its bytes there, without one it belongs to the open group of the thread's queue.
+void peerlane_async(const Segment* segments, unsigned count, Combine combine, unsigned long long* barrier, unsigned queue);
+void peerlane_async_commit(unsigned queue);
+void peerlane_async_wait(unsigned queue, unsigned pending, bool sources_only);
+
+}  // extern "C"
+
+template <class T>
+PEERLANE_INLINE T load(const T* address, Scope scope, Order order = relaxed) {
+    T value;
+    peerlane_load(address, &value, sizeof(T), scope, order);
+    return value;
+}
+
+template <class T>
+PEERLANE_INLINE void store(T* address, const T& value, Scope scope, Order order = relaxed) {
+    peerlane_store(address, &value, sizeof(T), scope, order);
+}
+
+// Replaces the value by change(value) and returns what it was.
+template <class T, class F>
+PEERLANE_INLINE T update(T* address, Scope scope, const F& change, Order order = relaxed) {
+    struct Context {
+        const F& change;
+        T before;
+    } context{change, T{}};
+    peerlane_update(
+        address,
+        sizeof(T),
+        scope,
+        order,
+        [](void* place, void* data) {
+            Context& inner = *static_cast<Context*>(data);
+            inner.before = *static_cast<T*>(place);
+            *static_cast<T*>(place) = inner.change(inner.before);
+            return true;
+        },
+        &context);
+    return context.before;
+}
+
+// Stores `value` if the value is `compare`; returns what it was.
+template <class T>
+PEERLANE_INLINE T compare_exchange(T* address, const T& compare, const T& value, Scope scope, Order order = relaxed) {
+    struct Context {
+        T compare, value, before;
+    } context{compare, value, T{}};
+    peerlane_update(
+        address,
+        sizeof(T),
+        scope,
+        order,
+        [](void* place, void* data) {
+            Context& inner = *static_cast<Context*>(data);
+            inner.before = *static_cast<T*>(place);
+            if (!(inner.before == inner.compare)) return false;
+            *static_cast<T*>(place) = inner.value;
+            return true;
+        },
+        &context);
+    return context.before;
+}
+
+}  // namespace peerlane::emulator

@@ -1,0 +1,220 @@
+// Asynchronous operations: mbarriers, and copies that read and write at a time of their own.
+#pragma once
+
+#include "../include/peerlane_emulator/half.h"
+#include "machine.h"
+
+namespace peerlane::emulator {
+
+// ---- mbarriers -----------------------------------------------------------------------------------------------------------------------------------
+
+inline void Machine::mbarrier_init(std::uint64_t* barrier, std::uint32_t arrivals, std::uint32_t site) {
+    maybe_pause();
+    const std::uint64_t offset = memory.offset(barrier);
+    touch(offset, 8, writes, site);
+    std::deque<Mbarrier>& all = current->block->mbarriers;
+    Mbarrier* known = current->block->mbarrier(offset);
+    if (!known) known = &all.emplace_back();
+    *known = Mbarrier{offset, arrivals, arrivals, 0, 0, {}, {}};
+}
+
+inline Mbarrier& Machine::find_mbarrier(const std::uint64_t* barrier, std::uint32_t site) {
+    Mbarrier* known = current->block->mbarrier(memory.offset(barrier));
+    if (!known) {
+        current->site = site;
+        fatal({"misuse", "an mbarrier of this block that nobody has initialised before", {side(*current, "uses an mbarrier")}});
+    }
+    return *known;
+}
+
+inline void Machine::end_phase(Mbarrier& barrier) {
+    if (barrier.pending || barrier.bytes) return;
+    barrier.ended = std::exchange(barrier.meeting.sum, View{});
+    barrier.meeting.last = View{};
+    barrier.pending = barrier.expected;
+    ++barrier.phase;
+    ++version_;
+}
+
+inline void Machine::mbarrier_arrive(std::uint64_t* barrier, std::uint32_t bytes, std::uint32_t site) {
+    maybe_pause();
+    Mbarrier& known = find_mbarrier(barrier, site);
+    touch(known.offset, 8, writes | updates | atomic | block_scope << scope_shift, site);
+    if (known.pending == 0) {
+        current->site = site;
+        fatal({"misuse", "more arrivals in a phase of an mbarrier than it was initialised for", {side(*current, "arrives")}});
+    }
+    contribute(known.meeting, *current);
+    known.bytes += bytes;
+    --known.pending;
+    end_phase(known);
+}
+
+inline bool Machine::mbarrier_try_wait(std::uint64_t* barrier, std::uint32_t parity, std::uint32_t site) {
+    maybe_pause();
+    Mbarrier& known = find_mbarrier(barrier, site);
+    poll(known.offset, 8, site);
+    touch(known.offset, 8, atomic | block_scope << scope_shift, site);
+    if ((known.phase & 1) == parity) return false;
+    current->view.absorb(known.ended);
+    current->polls = 0;
+    return true;
+}
+
+// ---- issue and wait ------------------------------------------------------------------------------------------------------------------------------
+
+inline Slot& Machine::free_slot(Fiber& fiber) {
+    for (Slot& slot : fiber.slots) {
+        if (at(fiber.view.seen[View::ordinary], slot.actor) >= slot.clock) return slot;
+    }
+    if (actors_.size() >= 0xffff) {
+        std::fprintf(stderr, "peerlane emulator: more than 65535 threads and copies under way; check a smaller case\n");
+        std::exit(1);
+    }
+    const auto actor = static_cast<Actor>(actors_.size());
+    actors_.push_back({&fiber, static_cast<int>(fiber.block->launch->rank), fiber.block->key, true});
+    Vector::actors = static_cast<std::uint32_t>(actors_.size());
+    fiber.slots.push_back({actor, Vector::floor});
+    return fiber.slots.back();
+}
+
+inline void Machine::async(
+    const Segment* segments, std::uint32_t count, Combine combine, std::uint64_t* barrier, unsigned queue, std::uint32_t site) {
+    maybe_pause();
+    Fiber& fiber = *current;
+    fiber.site = site;
+    if (barrier) find_mbarrier(barrier, site);
+    bool reads_shared = false, writes_shared = false;
+    for (const Segment* segment = segments; segment != segments + count; ++segment) {
+        for (const void* end : {static_cast<const void*>(segment->target), segment->source}) {
+            const std::uint64_t offset = memory.offset(end);
+            if (end && memory.holds(offset) && allowed(fiber, offset, segment->bytes)) {
+                (end == segment->source ? reads_shared : writes_shared) |= is_shared(offset);
+            } else if (end) {
+                Finding finding{"illegal_address", "", {side(fiber, end == segment->source ? "copies from here" : "copies to here")}};
+                finding.buffer = static_cast<int>(memory.holds(offset) ? memory.number_at(offset) : 0);
+                finding.offset = offset - memory.buffers()[finding.buffer].begin;
+                finding.bytes = segment->bytes;
+                fatal(std::move(finding));
+            }
+        }
+    }
+    Slot& slot = free_slot(fiber);
+    auto copy = std::make_shared<Copy>();
+    copy->issuer = &fiber;
+    copy->block = fiber.block;
+    copy->stream = fiber.block->stream;
+    copy->actor = slot.actor;
+    copy->clock = std::max(slot.clock, Vector::floor) + 1;
+    copy->view = snapshot(fiber)->view;
+    copy->segments.assign(segments, segments + count);
+    copy->combine = combine;
+    copy->barrier = barrier ? memory.offset(barrier) : ~0ull;
+    copy->site = site;
+    slot.clock = copy->clock + 1;
+    slot.must_know = writes_shared ? slot.clock : reads_shared ? copy->clock : Vector::floor;
+    slot.site = site;
+    ++copy->stream->copies;
+    copies_.push_back(copy);
+    if (!barrier) fiber.groups[queue].open.push_back(copy);
+    ++version_;
+}
+
+inline void Machine::async_commit(unsigned queue) {
+    Groups& groups = current->groups[queue];
+    groups.closed.push_back(std::exchange(groups.open, {}));
+}
+
+inline void Machine::async_wait(unsigned queue, std::uint32_t pending, bool sources_only, std::uint32_t site) {
+    maybe_pause();
+    Fiber& fiber = *current;
+    auto& groups = fiber.groups[queue].closed;
+    const std::size_t count = groups.size() > pending ? groups.size() - pending : 0;
+    for (std::size_t i = 0; i < count; ++i) {
+        for (const auto& copy : groups[i]) {
+            while (copy->stage < (sources_only ? Copy::read : Copy::written)) wait("waits for copies", site, true);
+            const Clock clock = sources_only ? copy->clock : copy->clock + 1;
+            if (at(fiber.view.seen[View::ordinary], copy->actor) < clock) set(fiber.view.seen[View::ordinary], copy->actor, clock);
+        }
+    }
+    if (!sources_only) groups.erase(groups.begin(), groups.begin() + static_cast<std::ptrdiff_t>(count));
+}
+
+// ---- what copies do ------------------------------------------------------------------------------------------------------------------------------
+
+inline bool Machine::copy_judges(
+    Copy& copy, const Record& record, std::uint16_t part, const Access& access, std::uint64_t offset, std::uint32_t bytes) {
+    if (record.actor == access.actor) return true;
+    const bool known = record.clock <= at(copy.view.seen[View::ordinary], record.actor);
+    Finding finding;
+    if (known) {
+        const auto kind = is_shared(offset) ? View::async_shared : View::async_global;
+        const bool written = record.flags() & writes && !(record.flags() & asynchronous);
+        if (!written || record.clock <= at(copy.view.seen[kind], record.actor)) return true;
+        finding.kind = "proxy_fence";
+    } else if (!at_odds(record, part, access, finding)) {
+        return false;
+    }
+    const auto earlier_bytes = static_cast<std::uint32_t>(__builtin_popcount(record.bytes));
+    finding.sides = {
+        side(record.actor, record.clock, record.flags(), earlier_bytes, record.site),
+        side(access.actor, access.clock, access.flags, bytes, access.site)};
+    finding.buffer = static_cast<int>(memory.number_at(offset));
+    finding.offset = offset - memory.buffers()[finding.buffer].begin;
+    finding.bytes = bytes;
+    report(std::move(finding));
+    return true;
+}
+
+inline void Machine::copy_access(Copy& copy, std::uint64_t offset, std::uint32_t bytes, std::uint8_t flags, Clock clock) {
+    const Access access{copy.actor, static_cast<std::uint8_t>(flags | asynchronous), clock, copy.site};
+    if (flags & writes) memory.written(offset, bytes);
+    shadow_.access(offset, bytes, access, [&](const Record& record, std::uint16_t part) {
+        return copy_judges(copy, record, part, access, offset, bytes);
+    });
+}
+
+// First all sources are read, at some later time all targets are written.
+inline void Machine::copy_goes_on(std::size_t index) {
+    const std::shared_ptr<Copy> copy = copies_[index];
+    std::uint64_t total = 0;
+    bool targets = false;
+    for (const Segment& segment : copy->segments) total += segment.bytes, targets |= segment.target != nullptr;
+    std::size_t at_byte = 0;
+    if (copy->stage == Copy::issued) {
+        copy->data.resize(targets ? total : 0);
+        for (const Segment& segment : copy->segments) {
+            if (segment.source) copy_access(*copy, memory.offset(segment.source), segment.bytes, 0, copy->clock);
+            if (segment.source && targets) std::memcpy(&copy->data[at_byte], segment.source, segment.bytes);
+            at_byte += segment.bytes;
+        }
+        copy->stage = Copy::read;
+    } else {
+        // An adding copy adds in one step, at the memory that it adds to.
+        constexpr std::uint8_t adds = writes | updates | atomic | system_scope << scope_shift;
+        const std::uint8_t how = copy->combine == Combine::replace ? std::uint8_t(writes) : adds;
+        for (const Segment& segment : copy->segments) {
+            if (segment.target) {
+                copy_access(*copy, memory.offset(segment.target), segment.bytes, how, copy->clock + 1);
+                combine(copy->combine, segment.target, &copy->data[at_byte], segment.bytes);
+            }
+            at_byte += segment.bytes;
+        }
+        copy->stage = Copy::written;
+        if (copy->barrier != ~0ull) {
+            Mbarrier& barrier = *copy->block->mbarrier(copy->barrier);
+            copy_access(*copy, copy->barrier, 8, writes | updates | atomic | block_scope << scope_shift, copy->clock + 1);
+            set(barrier.meeting.sum.seen[View::ordinary], copy->actor, copy->clock + 1);
+            barrier.bytes -= static_cast<std::int64_t>(total);
+            end_phase(barrier);
+        }
+        std::swap(copies_[index], copies_.back());
+        copies_.pop_back();
+        --copy->stream->copies;
+        stream_goes_on(*copy->stream);
+    }
+    ++version_;
+    if (copy->issuer->state == State::blocked && copy->issuer->waits_for_copies) enlist(*copy->issuer, State::runnable);
+}
+
+}  // namespace peerlane::emulator

@@ -1,0 +1,101 @@
+// What was found, each thing once, as JSON for the host, which turns sites into source lines.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../include/peerlane_emulator/hooks.h"
+
+namespace peerlane::emulator {
+
+// One thread's part in a finding.
+struct Side {
+    int rank = 0, launch = 0;
+    Uint3 block{}, thread{};
+    std::string action;
+    std::uint32_t site = 0;
+    int buffer = -1;  // what it waits at, in a deadlock
+    std::uint64_t offset = 0;
+};
+
+struct Finding {
+    std::string kind;
+    std::string detail;
+    std::vector<Side> sides;
+    int buffer = -1;  // the memory concerned, if any
+    std::uint64_t offset = 0;
+    std::uint32_t bytes = 0;
+    int schedule = 0;  // the first one that showed it
+    int schedules = 1;
+};
+
+class Findings {
+  public:
+    // Notes a finding of this schedule; the same kind at the same places is counted once a schedule.
+    void add(int schedule, Finding finding) {
+        const Key key{finding.kind, finding.sides.empty() ? 0 : finding.sides[0].site, finding.sides.size() < 2 ? 0 : finding.sides[1].site};
+        if (last_schedule_ != schedule) {
+            last_schedule_ = schedule;
+            ++schedules_;
+        }
+        const auto [known, is_new] = seen_.try_emplace(key, Seen{schedule, list_.size()});
+        if (is_new) {
+            finding.schedule = schedule;
+            list_.push_back(std::move(finding));
+        } else if (known->second.schedule != schedule) {
+            known->second.schedule = schedule;
+            ++list_[known->second.index].schedules;
+        }
+    }
+
+    // How many schedules had a finding.
+    int schedules() const { return schedules_; }
+
+    std::string json() const {
+        std::string text = "[";
+        for (const Finding& finding : list_) {
+            if (text.size() > 1) text += ",";
+            text += "{\"kind\":" + quoted(finding.kind) + ",\"detail\":" + quoted(finding.detail) + ",\"schedule\":" +
+                    std::to_string(finding.schedule) + ",\"schedules\":" + std::to_string(finding.schedules) + ",\"buffer\":" +
+                    std::to_string(finding.buffer) + ",\"offset\":" + std::to_string(finding.offset) + ",\"bytes\":" +
+                    std::to_string(finding.bytes) + ",\"sides\":[";
+            for (const Side& side : finding.sides) {
+                if (&side != finding.sides.data()) text += ",";
+                text += "{\"rank\":" + std::to_string(side.rank) + ",\"launch\":" + std::to_string(side.launch) + ",\"block\":" +
+                        json(side.block) + ",\"thread\":" + json(side.thread) + ",\"action\":" + quoted(side.action) + ",\"site\":" +
+                        std::to_string(side.site) + ",\"buffer\":" + std::to_string(side.buffer) + ",\"offset\":" + std::to_string(side.offset) + "}";
+            }
+            text += "]}";
+        }
+        return text + "]";
+    }
+
+  private:
+    using Key = std::tuple<std::string, std::uint32_t, std::uint32_t>;
+    struct Seen {
+        int schedule;
+        std::size_t index;
+    };
+
+    static std::string json(const Uint3& three) {
+        return "[" + std::to_string(three.x) + "," + std::to_string(three.y) + "," + std::to_string(three.z) + "]";
+    }
+    static std::string quoted(const std::string& text) {
+        std::string result = "\"";
+        for (const char c : text) {
+            if (c == '"' || c == '\\') result += '\\';
+            result += c == '\n' ? ' ' : c;
+        }
+        return result + "\"";
+    }
+
+    std::vector<Finding> list_;
+    std::map<Key, Seen> seen_;
+    int last_schedule_ = -1;
+    int schedules_ = 0;
+};
+
+}  // namespace peerlane::emulator

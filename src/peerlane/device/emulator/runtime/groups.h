@@ -1,0 +1,131 @@
+// Where threads of a block meet: barriers and warp-wide operations, and the ends of threads and blocks.
+#pragma once
+
+#include "machine.h"
+
+namespace peerlane::emulator {
+
+inline void Machine::contribute(Meeting& meeting, Fiber& fiber) {
+    for (int kind = 0; kind < View::kinds; ++kind) {
+        if (meeting.last.seen[kind] == fiber.view.seen[kind]) continue;
+        meeting.sum.seen[kind] = join(meeting.sum.seen[kind], fiber.view.seen[kind]);
+        meeting.last.seen[kind] = fiber.view.seen[kind];
+    }
+    set(meeting.sum.seen[View::ordinary], fiber.id, fiber.clock++);
+    ++meeting.arrived;
+}
+
+// Everybody who waits goes on, with what all knew.
+inline void Machine::conclude(Meeting& meeting) {
+    for (Fiber* fiber : meeting.waiting) {
+        fiber->view = meeting.sum;
+        enlist(*fiber, State::runnable);
+    }
+    meeting.waiting.clear();
+    meeting.sum = meeting.last = View{};
+    meeting.arrived = 0;
+    ++version_;
+}
+
+inline void Machine::barrier(std::uint32_t number, std::uint32_t threads, bool wait_for_it, std::uint32_t site) {
+    Fiber& fiber = *current;
+    Meeting& meeting = fiber.block->barriers[number % 16];
+    meeting.expected = threads;
+    contribute(meeting, fiber);
+    if (wait_for_it) meeting.waiting.push_back(&fiber);
+    if (meeting.arrived == (threads ? threads : fiber.block->live)) {
+        conclude(meeting);
+        if (wait_for_it) leave(State::runnable);
+    } else if (wait_for_it) {
+        wait("waits at a barrier", site);
+    }
+}
+
+inline Warp::Exchange& Machine::exchange(std::vector<std::unique_ptr<Warp::Exchange>>& exchanges, std::uint32_t mask) {
+    for (const auto& known : exchanges) {
+        if (known->mask == mask) return *known;
+    }
+    exchanges.push_back(std::make_unique<Warp::Exchange>());
+    exchanges.back()->mask = mask;
+    return *exchanges.back();
+}
+
+// Waits until every live thread of the mask is here.
+inline void Machine::meet(Warp::Exchange& exchange, bool orders, const char* name, std::uint32_t site) {
+    Fiber& fiber = *current;
+    Warp& warp = fiber.block->warps[fiber.index / 32];
+    Meeting& meeting = exchange.meeting;
+    if (orders) contribute(meeting, fiber);
+    exchange.arrived |= 1u << fiber.index % 32;
+    meeting.waiting.push_back(&fiber);
+    if ((exchange.arrived & warp.live) != (exchange.mask & warp.live)) {
+        wait(name, site);
+        return;
+    }
+    warp_concludes(exchange, orders);
+    leave(State::runnable);
+}
+
+inline void Machine::warp_concludes(Warp::Exchange& exchange, bool orders) {
+    exchange.arrived = 0;
+    exchange.turn ^= 1;
+    if (orders) {
+        conclude(exchange.meeting);
+    } else {
+        for (Fiber* fiber : exchange.meeting.waiting) enlist(*fiber, State::runnable);
+        exchange.meeting.waiting.clear();
+        ++version_;
+    }
+}
+
+inline void Machine::warp_barrier(std::uint32_t mask, std::uint32_t site) {
+    meet(exchange(current->block->warps[current->index / 32].barriers, mask), true, "waits at __syncwarp", site);
+}
+
+inline const unsigned long long* Machine::warp_exchange(std::uint32_t mask, unsigned long long value, std::uint32_t site) {
+    Warp::Exchange& meeting = exchange(current->block->warps[current->index / 32].exchanges, mask);
+    unsigned long long* values = meeting.values[meeting.turn];
+    values[current->index % 32] = value;
+    meet(meeting, false, "waits in a warp-wide operation", site);
+    return values;
+}
+
+// A thread that has ended is waited for no more. Not on its own stack, which the next launch may need.
+inline void Machine::thread_ends(Fiber& fiber) {
+    Block& block = *fiber.block;
+    Warp& warp = block.warps[fiber.index / 32];
+    warp.live &= ~(1u << fiber.index % 32);
+    --block.live;
+    contribute(block.end, fiber);
+    for (Meeting& barrier : block.barriers) {
+        if (barrier.arrived && !barrier.expected && barrier.arrived == block.live) conclude(barrier);
+    }
+    for (const auto& known : warp.barriers) {
+        if (known->arrived && (known->arrived & warp.live) == (known->mask & warp.live)) warp_concludes(*known, true);
+    }
+    for (const auto& known : warp.exchanges) {
+        if (known->arrived && (known->arrived & warp.live) == (known->mask & warp.live)) warp_concludes(*known, false);
+    }
+    ++version_;
+    if (block.live == 0) block_ends(block);
+}
+
+// Shared memory is given away with the block: no copy may still use it, as far as the block's threads know.
+inline void Machine::block_ends(Block& block) {
+    for (Fiber* fiber = block.first; fiber != block.first + block.threads; ++fiber) {
+        for (const Slot& slot : fiber->slots) {
+            if (at(block.end.sum.seen[View::ordinary], slot.actor) >= slot.must_know) continue;
+            Finding finding{"unfinished_copy", "", {side(*fiber, "starts a copy that nobody waits for before the block ends")}};
+            finding.sides[0].site = slot.site;
+            report(std::move(finding));
+        }
+    }
+    Stream& stream = *block.stream;
+    stream.end.absorb(block.end.sum);
+    --stream.live_blocks;
+    --resident_[stream.rank];
+    start_blocks();
+    stream_goes_on(stream);
+}
+
+}  // namespace peerlane::emulator

@@ -1,0 +1,175 @@
+// The machine that runs the threads of all ranks on one CPU thread. Its parts:
+// order.h (accesses and fences), groups.h (barriers and warps), copies.h (asynchronous operations), schedule.h (who runs next).
+#pragma once
+
+#include "parts.h"
+
+namespace peerlane::emulator {
+
+struct Copy {
+    Fiber* issuer;
+    Stream* stream;
+    Block* block;
+    Actor actor;
+    Clock clock;  // of its reads; its writes have the next one
+    View view;    // of the issuer when it was issued
+    std::vector<Segment> segments;
+    Combine combine;
+    std::uint64_t barrier;  // offset, or ~0
+    std::uint32_t site;
+    enum Stage { issued, read, written } stage = issued;
+    std::vector<char> data;
+};
+
+// How one schedule treats its threads. Drawn anew for each.
+struct Style {
+    std::uint32_t accesses;     // ordinary accesses between two preemptions, on average
+    std::uint32_t pause_one_in;  // of the atomic accesses and fences
+    std::uint32_t copy_one_in;   // of the switches, a copy goes on; 0: only when no thread can
+    bool newest_first;           // the thread that became runnable last runs on
+    std::uint32_t slow_ranks;    // a bit each; rarely run while others can
+    std::uint32_t slow_parity;   // 0: no block is slow; else those whose number has this bit
+};
+
+class Machine {
+  public:
+    // What the host says before the run.
+    std::vector<Launch> launches;
+    std::uint32_t resident_blocks = 132;
+    std::uint64_t max_switches = 50'000'000;
+    std::vector<int> fault_buffers;  // by rank
+
+    void prepare(std::uint64_t base, std::vector<Buffer> buffers, std::uint64_t static_shared_bytes);
+    void run(int schedule, std::uint64_t seed);
+    // Ends a schedule whose current thread has crashed; the caller is on the scheduler's stack.
+    void abandon(const char* what);
+
+    Memory memory;
+    Findings findings;
+    Fiber* current = nullptr;  // none while the machine itself works
+    std::uint64_t switches = 0;
+
+    // order.h
+    void plain(const void* address, std::uint32_t bytes, std::uint8_t flags, std::uint32_t site);
+    void load(const void* address, void* value, std::uint32_t bytes, unsigned scope, unsigned order, std::uint32_t site);
+    void store(void* address, const void* value, std::uint32_t bytes, unsigned scope, unsigned order, std::uint32_t site);
+    void update(void* address, std::uint32_t bytes, unsigned scope, unsigned order, Change change, void* context, std::uint32_t site);
+    void fence(unsigned scope);
+    void proxy_fence(unsigned proxy);
+    std::uint64_t time(std::uint32_t site);
+    void pause();
+    [[noreturn]] void trap(std::uint32_t site);
+    [[noreturn]] void crash(const char* what, std::uint32_t site);
+
+    // groups.h
+    void barrier(std::uint32_t number, std::uint32_t threads, bool wait, std::uint32_t site);
+    void warp_barrier(std::uint32_t mask, std::uint32_t site);
+    const unsigned long long* warp_exchange(std::uint32_t mask, unsigned long long value, std::uint32_t site);
+
+    // copies.h
+    void mbarrier_init(std::uint64_t* barrier, std::uint32_t arrivals, std::uint32_t site);
+    void mbarrier_arrive(std::uint64_t* barrier, std::uint32_t bytes, std::uint32_t site);
+    bool mbarrier_try_wait(std::uint64_t* barrier, std::uint32_t parity, std::uint32_t site);
+    void async(const Segment* segments, std::uint32_t count, Combine combine, std::uint64_t* barrier, unsigned queue, std::uint32_t site);
+    void async_commit(unsigned queue);
+    void async_wait(unsigned queue, std::uint32_t pending, bool sources_only, std::uint32_t site);
+
+    char* shared_base() const { return memory.address(current->block->dynamic_shared); }
+    char* static_shared_base() const { return memory.address(current->block->static_shared); }
+    bool is_stack_guard(const void* address) const { return stacks_->is_guard(address); }
+
+  private:
+    struct Identity {
+        Fiber* fiber;
+        int rank, block;
+        bool asynchronous;
+    };
+
+    // order.h
+    void touch(std::uint64_t offset, std::uint32_t bytes, std::uint8_t flags, std::uint32_t site);
+    bool allowed(const Fiber& fiber, std::uint64_t offset, std::uint32_t bytes) const;
+    bool happened(const Record& record, std::uint16_t part, const Access& access, std::uint64_t offset, std::uint32_t bytes);
+    bool at_odds(const Record& record, std::uint16_t part, const Access& access, Finding& finding) const;
+    Scope relation(Actor a, Actor b) const;
+    Handover* handover(std::uint64_t offset);
+    Handover& make_handover(std::uint64_t offset);
+    Ref<Snapshot> snapshot(Fiber& fiber);
+    static void learn(Fiber& fiber, Scope needed, const Ref<Snapshot>& known, unsigned order);
+    void take_over(Fiber& fiber, unsigned scope);
+    void poll(std::uint64_t offset, std::uint32_t bytes, std::uint32_t site);
+    bool outside(const void* address, std::uint32_t bytes, std::uint32_t site);
+    void report(Finding finding);
+    Side side(Actor actor, Clock clock, std::uint8_t flags, std::uint32_t bytes, std::uint32_t site) const;
+    Side side(const Fiber& fiber, std::string action) const;
+    [[noreturn]] void fatal(Finding finding);
+
+    // groups.h
+    static void contribute(Meeting& meeting, Fiber& fiber);
+    void conclude(Meeting& meeting);
+    void meet(Warp::Exchange& exchange, bool orders, const char* name, std::uint32_t site);
+    void warp_concludes(Warp::Exchange& exchange, bool orders);
+    static Warp::Exchange& exchange(std::vector<std::unique_ptr<Warp::Exchange>>& exchanges, std::uint32_t mask);
+    void thread_ends(Fiber& fiber);
+    void block_ends(Block& block);
+
+    // copies.h
+    Mbarrier& find_mbarrier(const std::uint64_t* barrier, std::uint32_t site);
+    void end_phase(Mbarrier& barrier);
+    Slot& free_slot(Fiber& fiber);
+    void copy_goes_on(std::size_t index);
+    void copy_access(Copy& copy, std::uint64_t offset, std::uint32_t bytes, std::uint8_t flags, Clock clock);
+    bool copy_judges(Copy& copy, const Record& record, std::uint16_t part, const Access& access, std::uint64_t offset, std::uint32_t bytes);
+    bool is_shared(std::uint64_t offset) const { return memory.buffers()[memory.number_at(offset)].block >= 0; }
+
+    // schedule.h
+    void draw_style();
+    void start_blocks();
+    void start_block(Stream& stream);
+    void stream_goes_on(Stream& stream);
+    Fiber* next();
+    bool is_slow(const Fiber& fiber) const;
+    void resume(Fiber& fiber);
+    void enlist(Fiber& fiber, State state);
+    void delist(Fiber& fiber);
+    void leave(State state);
+    void wait(const char* what, std::uint32_t site, bool for_copies = false);
+    void maybe_pause();
+    void no_progress();
+    void deadlock();
+    std::string fault(int rank) const;
+    std::string unstarted() const;
+    void clear();
+    void compare();
+    bool done() const;
+    static void thread_main();
+
+    Shadow shadow_;
+    std::uint32_t* handover_of_ = nullptr;  // by word of memory
+    std::vector<Handover> handovers_;
+    std::vector<Stream> streams_;
+    std::vector<Fiber> fibers_;
+    std::vector<Identity> actors_;
+    std::deque<Block> blocks_;
+    std::vector<std::shared_ptr<Copy>> copies_;  // under way
+    std::unique_ptr<Stacks> stacks_;
+    std::uint64_t static_shared_bytes_ = 0;
+
+    Random random_{0};
+    Style style_{};
+    int schedule_ = 0;
+    void* scheduler_ = nullptr;  // its stack pointer
+    std::vector<Fiber*> lists_[2];  // runnable, polling
+    std::vector<std::uint32_t> resident_;  // blocks by rank
+    std::uint64_t version_ = 1;  // of all that a thread could wait for
+    std::uint64_t time_ = 0, time_step_ = 0;
+    std::uint32_t patience_ = 0;  // polls left to a thread that was asked to go on alone
+    bool desperate_ = false;      // nothing goes on: time is made to run out
+    bool wrote_ = false;
+    bool aborted_ = false;
+    std::uint32_t budget_ = 1;  // ordinary accesses until the next preemption
+    std::uint64_t schedule_switches_ = 0;
+};
+
+inline Machine* machine = nullptr;
+
+}  // namespace peerlane::emulator

@@ -1,0 +1,117 @@
+// Which accesses to each byte a new one must still be compared with.
+//
+// Sixteen bytes share a cell: a chain of records, each with the bytes it touched. A record goes when a later access makes it superfluous:
+// whoever is unordered with it is unordered with the later one too. So every unordered pair is found, in whatever order a schedule runs it.
+#pragma once
+
+#include "clock.h"
+#include "memory.h"
+
+namespace peerlane::emulator {
+
+// How an access was made. The scope's two bits count for atomic accesses only.
+enum Flags : std::uint8_t {
+    writes = 1,
+    atomic = 2,
+    updates = 4,       // reads and writes in one step
+    asynchronous = 8,  // by a bulk copy or a matrix unit
+    scope_shift = 4,
+    same_value = 64,   // stored what was there already
+};
+
+struct Access {
+    Actor actor;
+    std::uint8_t flags;
+    Clock clock;
+    std::uint32_t site;  // offset of the code in the program
+};
+
+struct Record {
+    Clock clock;  // 0: empty
+    std::uint32_t site;
+    std::uint32_t next_and_flags;  // 24 bits for the next record of the chain, 0 for none
+    Actor actor;
+    std::uint16_t bytes;  // one bit each
+
+    std::uint32_t next() const { return next_and_flags >> 8; }
+    std::uint8_t flags() const { return next_and_flags & 0xff; }
+    void link(std::uint32_t next) { next_and_flags = next << 8 | flags(); }
+};
+static_assert(sizeof(Record) == cell_bytes);
+
+class Shadow {
+  public:
+    void map(std::uint64_t memory_bytes) {
+        cells_ = reinterpret_cast<Record*>(Memory::reserve(nullptr, memory_bytes, 0));
+        pool_.resize(1);
+    }
+
+    // Notes an access and calls judge(record, bytes) for each earlier one to some of the same bytes; it says whether the earlier
+    // one happened before.
+    template <class Judge>
+    void access(std::uint64_t offset, std::uint32_t size, const Access& access, const Judge& judge) {
+        while (size) {
+            const std::uint32_t within = offset % cell_bytes;
+            const std::uint32_t part = std::min<std::uint32_t>(size, cell_bytes - within);
+            note(cells_[offset / cell_bytes], static_cast<std::uint16_t>(((1u << part) - 1) << within), access, judge);
+            offset += part;
+            size -= part;
+        }
+    }
+
+  private:
+    template <class Judge>
+    void note(Record& head, std::uint16_t bytes, const Access& access, const Judge& judge) {
+        if (head.clock == access.clock && head.actor == access.actor && head.bytes == bytes && head.next_and_flags == access.flags) return;
+        Record* place = nullptr;
+        Record* previous = nullptr;
+        for (Record* record = &head; record;) {
+            if (record->clock && record->bytes & bytes && judge(*record, bytes) && supersedes(access, bytes, *record)) record->clock = 0;
+            const std::uint32_t next = record->next();
+            if (record->clock) {
+                previous = record;
+            } else if (record == &head) {
+                place = previous = record;
+            } else {
+                previous->link(next);
+                record->link(free_);
+                free_ = static_cast<std::uint32_t>(record - pool_.data());
+            }
+            record = next ? &pool_[next] : nullptr;
+        }
+        if (!place) {
+            const std::uint32_t index = take();
+            place = &pool_[index];
+            place->link(head.next());
+            head.link(index);
+        }
+        *place = {access.clock, access.site, place->next() << 8 | access.flags, access.actor, bytes};
+    }
+
+    static bool supersedes(const Access& later, std::uint16_t bytes, const Record& record) {
+        const std::uint8_t flags = record.flags();
+        if (record.bytes & ~bytes || (flags & writes && !(later.flags & writes))) return false;
+        if (!(later.flags & atomic)) return true;
+        return flags & atomic && (later.flags >> scope_shift & 3) <= (flags >> scope_shift & 3);
+    }
+
+    std::uint32_t take() {
+        if (free_) {
+            const std::uint32_t index = free_;
+            free_ = pool_[index].next();
+            return index;
+        }
+        if (pool_.size() >> 24) {
+            std::fprintf(stderr, "peerlane emulator: more than 2^24 unordered accesses to keep; check a smaller case\n");
+            std::exit(1);
+        }
+        pool_.push_back({});
+        return static_cast<std::uint32_t>(pool_.size() - 1);
+    }
+
+    Record* cells_ = nullptr;
+    std::vector<Record> pool_;  // [0] is nobody's
+    std::uint32_t free_ = 0;
+};
+
+}  // namespace peerlane::emulator
