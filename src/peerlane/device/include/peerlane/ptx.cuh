@@ -55,6 +55,13 @@ __device__ inline bool elect_one() {
 __device__ inline void barrier_sync(u32 number, u32 threads) { asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 __device__ inline void barrier_arrive(u32 number, u32 threads) { asm volatile("barrier.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 
+// The block's dynamic shared memory, aligned for every use (a swizzled tile needs 1024 bytes). The one place where it is declared: every
+// kernel starts from here, so that names and alignments can not differ between two headers of one kernel.
+__device__ inline char* dynamic_shared() {
+    extern __shared__ __align__(1024) char peerlane_dynamic_shared[];
+    return peerlane_dynamic_shared;
+}
+
 // ---- fences ----------------------------------------------------------------------------------------------------------------------------
 
 // Release and acquire in one, for the threads of every GPU and the host.
