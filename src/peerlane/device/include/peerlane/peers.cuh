@@ -31,18 +31,6 @@ struct BulkAddOf<BFloat16> { static constexpr ptx::BulkAdd type = ptx::BulkAdd::
 template <>
 struct BulkAddOf<Int32> { static constexpr ptx::BulkAdd type = ptx::BulkAdd::u32; };
 
-// Vectors of 16 bytes [first, end) of a range of `count`.
-struct VectorRange {
-    u64 first, end;
-};
-
-// Part `index` of `parts` nearly equal ones; the last may be shorter or empty.
-__device__ inline VectorRange part_of(u64 count, u32 index, u32 parts) {
-    const u64 length = (count + parts - 1) / parts;
-    const u64 first = index * length;
-    return {first < count ? first : count, first + length < count ? first + length : count};
-}
-
 // Flags: one u32, on a line of its own, per (slot, source). flag_bytes(slots) of the arena at `flags`, zero at first. A flag holds a number
 // that only grows and belongs to whoever numbers the events of that slot.
 template <int W, class Team = Block>
@@ -124,7 +112,7 @@ class Peers {
     __device__ void all_reduce(u64 range, u64 bytes) const {
         fuzz(arena_, role_, span_reduce);
         const Span span(arena_, role_, span_reduce, team_.thread() == 0);
-        const VectorRange own = part_of((bytes + sizeof(Vec16) - 1) / sizeof(Vec16), arena_.rank, W);
+        const Part own = part_of((bytes + sizeof(Vec16) - 1) / sizeof(Vec16), arena_.rank, W);
         for (u64 v = own.first + team_.thread(); v < own.end; v += team_.size()) {
             u32 total[4];
             sum_vector<E>(range, v, bytes, total);
@@ -182,10 +170,9 @@ class Peers {
         wait_all(slot, number);
     }
 
-  private:
-    __device__ u32* flag(int rank, u32 slot, u32 source) const {
-        return reinterpret_cast<u32*>(arena_.peer(rank, flags_ + (u64(slot) * W + source) * line_bytes));
-    }
+  protected:
+    __device__ u64 flag_offset(u32 slot, u32 source) const { return flags_ + (u64(slot) * W + source) * line_bytes; }
+    __device__ u32* flag(int rank, u32 slot, u32 source) const { return reinterpret_cast<u32*>(arena_.peer(rank, flag_offset(slot, source))); }
 
     __device__ void start_store(u32 kind) const {
         fuzz(arena_, role_, kind);

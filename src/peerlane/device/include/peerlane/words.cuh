@@ -6,6 +6,18 @@
 
 namespace peerlane {
 
+// Items [first, end).
+struct Part {
+    u64 first, end;
+};
+
+// Part `index` of `parts` of `count` items; the last ones may be shorter or empty.
+__device__ inline Part part_of(u64 count, u32 index, u32 parts) {
+    const u64 length = (count + parts - 1) / parts;
+    const u64 first = index * length;
+    return {first < count ? first : count, first + length < count ? first + length : count};
+}
+
 template <class T>
 __device__ inline bool aligned_for(const void* address) {
     return reinterpret_cast<u64>(address) % sizeof(T) == 0;

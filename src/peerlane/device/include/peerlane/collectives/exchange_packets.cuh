@@ -63,7 +63,8 @@ __device__ inline void exchange_packets(const Arena& arena, const CollectiveWork
     }
 }
 
-// All messages to one rank have one length and are terms of a sum, which goes to out + receive_at[rank]. Added as in all_reduce.cuh.
+// All messages to one rank have one length and are terms of a sum, which goes to out + receive_at[rank]. Added as in all_reduce.cuh. A rank
+// that gets no sum keeps its message to itself: copies it to that place, unless it is there already.
 template <class E, int W>
 __device__ inline void reduce_packets(const Arena& arena, const CollectiveWorkspace& space, const Messages& messages, const char* in, char* out) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(space.epochs)));
@@ -81,6 +82,9 @@ __device__ inline void reduce_packets(const Arena& arena, const CollectiveWorksp
         sum_in_rank_order<E, W>(rank, own, terms, total);
         store_words(out + messages.receive_at[rank], u64(i) * packet_data_bytes, bytes, total);
     }
+    if (bytes != 0 || in + messages.send_at[rank] == out + messages.receive_at[rank]) return;
+    const Part part = part_of(messages.send_bytes[rank], blockIdx.x, gridDim.x);
+    copy_bytes(Block{}, out + messages.receive_at[rank] + part.first, in + messages.send_at[rank] + part.first, part.end - part.first);
 }
 
 }  // namespace peerlane

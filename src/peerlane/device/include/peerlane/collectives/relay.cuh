@@ -2,8 +2,8 @@
 // gives sends each owner its share; owners sum what they got and send the sum to whoever takes. A route says who is what:
 //
 //   RelayAllReduce   all own, give and take                                       bytes per port: 2 (W - 1) / W of the tensor each way
-//   RelayReduce      the root takes; the others own, unless there is one only     once the tensor into the root's port, not W - 1 times
-//   RelayBroadcast   the root gives; the others own and take                      once the tensor out of the root's port
+//   RelayReduce      the root takes; the others own and keep                      once the tensor into the root's port, not W - 1 times
+//   RelayBroadcast   the root gives and keeps; the others own and take            once the tensor out of the root's port
 //
 // Terms are added in rank order in fp32 and rounded once, by one rank for each element: all ranks have the same bits.
 //
@@ -15,7 +15,8 @@
 
 namespace peerlane {
 
-// A route: `sums`, number of owners, share_of(rank) (-1 for who owns none), gives, takes, and keeps: who copies its own tensor to `out`.
+// A route: `sums`, number of owners, share_of(rank) (-1 for who owns none), gives, takes, and keeps: who copies its own
+// tensor to `out`.
 template <int W>
 struct RelayAllReduce {
     static constexpr bool sums = true;
@@ -27,7 +28,7 @@ struct RelayAllReduce {
     __device__ bool keeps(int) const { return false; }
 };
 
-// With two ranks the root sums: its port takes in the tensor either way, and one trip is shorter than two. `out` is written at the root only.
+// With two ranks the root sums: its port takes in the tensor either way, and one trip is shorter than two.
 template <int W>
 struct RelayReduce {
     static constexpr bool sums = true;
@@ -40,7 +41,7 @@ struct RelayReduce {
     }
     __device__ bool gives(int) const { return true; }
     __device__ bool takes(int rank) const { return rank == root; }
-    __device__ bool keeps(int) const { return false; }
+    __device__ bool keeps(int rank) const { return rank != root; }
 };
 
 template <int W>
@@ -75,6 +76,7 @@ __device__ inline void relay(
     const u32 first_number = *number_at;
     const int rank = arena.rank;
     const int own_share = route.share_of(rank);
+    const bool keeps = route.keeps(rank) && out != in;
 
     const u64 vectors = (bytes + sizeof(Vec16) - 1) / sizeof(Vec16);
     const u64 share = (vectors + route.owners() - 1) / route.owners();
@@ -116,7 +118,7 @@ __device__ inline void relay(
                     const int of_share = route.share_of(q);
                     if (of_share < 0) continue;
                     send(q, target, v, data[k - 1]);
-                    if (route.keeps(rank) && out != in) store_words(out, offset(of_share, i, v), bytes, data[k - 1]);
+                    if (keeps) store_words(out, offset(of_share, i, v), bytes, data[k - 1]);
                 }
             }
         }
@@ -144,6 +146,7 @@ __device__ inline void relay(
                     if (route.takes(q)) send(q, target, v, total);
                 }
                 if (route.takes(rank)) store_words(out, at, bytes, total);
+                if (route.gives(rank) && keeps) store_words(out, at, bytes, own);
             }
         }
         if (i >= 2 && route.takes(rank)) {
