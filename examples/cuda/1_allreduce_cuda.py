@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import Arena, Kernel, Launch, compile_cubin, plans
-from peerlane.device.collectives import element_type
+from peerlane.device.kernels import element_type
 from peerlane.device.workspace import Workspace, workspace_bytes
 
 SOURCE = r"""

@@ -6,7 +6,7 @@
 
 Every method is called by all ranks of the group, in the same order, on streams that are ordered alike. Sums are taken in rank order in fp32
 (int32: in int32) and rounded once; all ranks get the same bits. Roots are numbers within the group. Which kernel serves which size is in
-``plans.py``, who sends what to whom in ``messages.py``, the device code in ``include/peerlane/collectives``.
+``plans.py``, who sends what to whom in ``messages.py``, the kernels in ``kernels.py``.
 """
 
 from __future__ import annotations
@@ -20,42 +20,15 @@ import torch.distributed as dist
 from peerlane.device import messages as message_tables
 from peerlane.device import plans
 from peerlane.device.arena import Arena
-from peerlane.device.jit import INCLUDE_DIR, Cubin, compile_cubin
+from peerlane.device.kernels import compile_kernel
 from peerlane.device.launch import Kernel, Launch
 from peerlane.device.messages import Member
 from peerlane.device.plans import Machine, Plan
 from peerlane.device.workspace import Messages, Workspace, workspace_bytes
 from peerlane.errors import UsageError
 
-ELEMENT_TYPES = {
-    torch.bfloat16: "peerlane::BFloat16",
-    torch.float16: "peerlane::Float16",
-    torch.float32: "peerlane::Float32",
-    torch.float8_e4m3fn: "peerlane::Float8E4M3",
-    torch.float8_e5m2: "peerlane::Float8E5M2",
-    torch.int32: "peerlane::Int32",
-}
-"""The C++ element type of each dtype that can be summed. What is only moved may have any dtype."""
-
-SOURCE = INCLUDE_DIR / "peerlane" / "collectives" / "kernels.cu"
-SUM_KERNELS = frozenset({"all_reduce_one_shot", "all_reduce_two_shot", "all_reduce_relay", "reduce_relay", "reduce_packets", "reduce_ring"})
 # Places of the arguments that change from call to call.
 _MESSAGES, _IN, _OUT = 2, 3, 4
-
-
-def compile_kernel(kernel: str, world_size: int, dtype: torch.dtype, arch: str) -> Cubin:
-    """The cubin that holds ``kernel`` for a world size; ``dtype`` matters where it sums."""
-    defines: dict[str, str | int] = {"WORLD_SIZE": world_size}
-    if kernel in SUM_KERNELS:
-        defines["ELEMENT"] = element_type(dtype)
-    return compile_cubin(SOURCE, arch=arch, defines=defines)
-
-
-def element_type(dtype: torch.dtype) -> str:
-    """The C++ type that sums this dtype; raises UsageError where there is none."""
-    if dtype not in ELEMENT_TYPES:
-        raise UsageError(f"a sum of {dtype}: expected one of {', '.join(map(str, ELEMENT_TYPES))}; convert the tensor")
-    return ELEMENT_TYPES[dtype]
 
 
 class Communicator:

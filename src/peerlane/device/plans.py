@@ -18,7 +18,7 @@ PORT_PACKET_LIMIT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch of a kernel of ``collectives/kernels.cu``."""
+    """One launch of a kernel of ``kernels.KERNELS``."""
 
     kernel: str
     grid: int

@@ -23,6 +23,13 @@ __device__ inline bool aligned_for(const void* address) {
     return reinterpret_cast<u64>(address) % sizeof(T) == 0;
 }
 
+// The words as one number, shifted down by a byte; `byte` comes in at the top.
+template <int words>
+__device__ inline void shift_in(u32 (&value)[words], u8 byte) {
+#pragma unroll
+    for (int w = 0; w < words; ++w) value[w] = value[w] >> 8 | (w + 1 < words ? value[w + 1 < words ? w + 1 : w] : u32{byte}) << 24;
+}
+
 // `words` words of 32 bits at `offset` of a buffer of `bytes`; what lies behind the end reads as zero.
 template <int words>
 __device__ inline void load_words(const char* buffer, u64 offset, u64 bytes, u32 (&value)[words]) {
@@ -42,15 +49,8 @@ __device__ inline void load_words(const char* buffer, u64 offset, u64 bytes, u32
             return;
         }
     }
-#pragma unroll
-    for (int w = 0; w < words; ++w) {
-        value[w] = 0;
 #pragma unroll 1
-        for (int b = 0; b < 4; ++b) {
-            const int at = 4 * w + b;
-            if (offset + at < bytes) value[w] |= static_cast<u32>(static_cast<u8>(source[at])) << (8 * b);
-        }
-    }
+    for (int b = 0; b < 4 * words; ++b) shift_in(value, offset + b < bytes ? static_cast<u8>(source[b]) : u8{0});
 }
 
 // The reverse; nothing is written behind the end.
@@ -70,13 +70,13 @@ __device__ inline void store_words(char* buffer, u64 offset, u64 bytes, const u3
             return;
         }
     }
+    u32 rest[words];
 #pragma unroll
-    for (int w = 0; w < words; ++w) {
+    for (int w = 0; w < words; ++w) rest[w] = value[w];
 #pragma unroll 1
-        for (int b = 0; b < 4; ++b) {
-            const int at = 4 * w + b;
-            if (offset + at < bytes) target[at] = static_cast<char>(value[w] >> (8 * b));
-        }
+    for (int b = 0; b < 4 * words && offset + b < bytes; ++b) {
+        target[b] = static_cast<char>(rest[0]);
+        shift_in(rest, u8{0});
     }
 }
 
