@@ -2,7 +2,9 @@
 
 The data goes straight from the caller's tensor into the peers' memory, so inputs may lie anywhere and change from call to call. Small
 tensors are sent as packets (data and flag in one store), once to everybody; medium ones as packets in two shots; large ones in two shots
-through rings of tiles. The device code is ``peerlane/all_reduce.cuh``.
+through rings of tiles. The device code is ``peerlane/collectives/all_reduce.cuh`` and ``relay.cuh``.
+
+``peerlane.device.communicator().all_reduce`` does the same in one line; here every step is in sight: source, arena, workspace, launch.
 """
 
 from __future__ import annotations
@@ -12,23 +14,25 @@ import ctypes
 import torch
 import torch.distributed as dist
 
-from peerlane.device import Arena, Kernel, Launch, compile_cubin
-from peerlane.device.all_reduce import ELEMENT_TYPES, Workspace, plan, workspace_bytes
+from peerlane.device import Arena, Kernel, Launch, compile_cubin, plans
+from peerlane.device.kernels import element_type
+from peerlane.device.workspace import Workspace, workspace_bytes
 
 SOURCE = r"""
-#include <peerlane/all_reduce.cuh>
+#include <peerlane/collectives/all_reduce.cuh>
+#include <peerlane/collectives/relay.cuh>
+
+using namespace peerlane;
 
 #define KERNEL extern "C" __global__ void __launch_bounds__(512)
 #define PARAMETERS \
-    const __grid_constant__ peerlane::Arena arena, const __grid_constant__ peerlane::AllReduceWorkspace space, \
-    const char* in, char* out, unsigned long long bytes
+    const __grid_constant__ Arena arena, const __grid_constant__ CollectiveWorkspace space, const char* in, char* out, u64 bytes
 
-KERNEL one_shot(PARAMETERS) { peerlane::one_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes); }
-KERNEL two_shot(PARAMETERS) { peerlane::two_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes); }
-KERNEL two_shot_ring(PARAMETERS) { peerlane::two_shot_ring<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes); }
+KERNEL all_reduce_one_shot(PARAMETERS) { one_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes); }
+KERNEL all_reduce_two_shot(PARAMETERS) { two_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes); }
+KERNEL all_reduce_relay(PARAMETERS) { relay<ELEMENT, WORLD_SIZE>(arena, space, RelayAllReduce<WORLD_SIZE>{}, in, out, bytes); }
 """
 IN, OUT = 2, 3  # places of the arguments that change from call to call
-ALIGNMENT_BYTES = 16
 
 
 class AllReduce:
@@ -36,15 +40,14 @@ class AllReduce:
 
     def __init__(self) -> None:
         self.arena = Arena(workspace_bytes(dist.get_world_size()), timeout_s=10.0)
-        self.workspace = Workspace.take(self.arena)
+        self.workspace = Workspace.take(self.arena, self.arena.world_size)
+        self.arena.seal()
         self.launches: dict[tuple[int, torch.dtype], Launch] = {}
 
     def bind(self, numel: int, dtype: torch.dtype) -> Launch:
-        if dtype not in ELEMENT_TYPES:
-            raise TypeError(f"all-reduce of {dtype}: expected one of {', '.join(map(str, ELEMENT_TYPES))}; convert the tensor")
         nbytes = numel * dtype.itemsize
-        chosen = plan(nbytes, self.arena.world_size, self.arena.sm_count)
-        cubin = compile_cubin(SOURCE, defines={"ELEMENT": ELEMENT_TYPES[dtype], "WORLD_SIZE": self.arena.world_size})
+        chosen = plans.all_reduce(nbytes, plans.Machine(self.arena.world_size, self.arena.sm_count))
+        cubin = compile_cubin(SOURCE, defines={"ELEMENT": element_type(dtype), "WORLD_SIZE": self.arena.world_size})
         kernel = Kernel(cubin, chosen.kernel, on_failure=self.arena.raise_fault)
         pointers = (ctypes.c_void_p(), ctypes.c_void_p())
         args = (self.arena.view, self.workspace, *pointers, ctypes.c_uint64(nbytes))
@@ -55,8 +58,7 @@ class AllReduce:
         launch = self.launches.get(key)
         if launch is None:
             launch = self.launches[key] = self.bind(*key)
-        if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT_BYTES:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        tensor = tensor.contiguous()
         out = torch.empty_like(tensor)
         launch.args[IN].value = tensor.data_ptr()
         launch.args[OUT].value = out.data_ptr()

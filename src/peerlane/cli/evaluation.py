@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Device: TypeAlias = Literal["cuda", "cpu"]
 Mode: TypeAlias = Literal["eager", "graph"]
 
-CANDIDATES_HELP = "Files named <id>_<name>_<backend>.py, folders of them, or the word reference."
+CANDIDATES_HELP = "Files named <id>_<name>_<backend>.py, folders of them, or the words reference and solutions (peerlane's own)."
 WORLD_SIZES_HELP = "Numbers of ranks, separated by commas; by default 2,4 on CPU, and those of 2,4,8 that the GPUs allow on CUDA."
 
 

@@ -4,12 +4,14 @@
     kernel = Kernel(cubin, "name")                    loaded into PyTorch's context
     launch = kernel.bind(grid, block, args)           a few microseconds per call afterwards
     arena = Arena(nbytes)                             memory that every rank of a group can address
+    Communicator().all_reduce(tensor)                 collectives on it
 
 Device headers lie in ``include/peerlane`` and are included as ``<peerlane/comm.cuh>``.
 """
 
 from peerlane.device.arena import Arena, ArenaView
+from peerlane.device.collectives import Communicator, communicator
 from peerlane.device.jit import Cubin, compile_cubin
 from peerlane.device.launch import Kernel, Launch
 
-__all__ = ["Arena", "ArenaView", "Cubin", "Kernel", "Launch", "compile_cubin"]
+__all__ = ["Arena", "ArenaView", "Communicator", "Cubin", "Kernel", "Launch", "communicator", "compile_cubin"]

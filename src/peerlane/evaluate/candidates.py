@@ -1,4 +1,4 @@
-"""Finds candidates: files, folders of files, or the word ``reference``."""
+"""Finds candidates: files, folders of files, or the words ``reference`` and ``solutions``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from peerlane.errors import CandidateNotFound
 Backend = Literal["pytorch", "cuda", "triton", "reference"]
 
 REFERENCE = "reference"
+SOLUTIONS = "solutions"
+_NUMBER = re.compile(r"p?(\d+)_")
 _EXTENSION_MARKS = ("cpp_extension", "load_inline", "compile_cuda_extension")
 _CUDA_MARKS = (*_EXTENSION_MARKS, "peerlane.device", "cuda.core", "cuda.bindings", "cupy")
 
@@ -29,7 +31,7 @@ class CandidateFile:
         sha256: of the file's bytes (of name and version for the reference).
         backend: by the file name's ending, else by what the source imports.
         uses_extensions: compiles with torch.utils.cpp_extension.
-        problem: the number that starts the file's name (``13_gemm_allreduce_cuda.py``), if any.
+        problem: the number that starts the file's name (``13_gemm_allreduce_cuda.py``, ``p013_gemm_allreduce.py``), if any.
     """
 
     name: str
@@ -57,7 +59,7 @@ def candidate_file(path: Path) -> CandidateFile:
         data = path.read_bytes()
     except OSError as error:
         raise CandidateNotFound(f"cannot read the candidate {path}: {error.strerror}") from None
-    number = re.match(r"(\d+)_", path.name)
+    number = _NUMBER.match(path.name)
     source = data.decode(errors="replace")
     return CandidateFile(
         path.stem,
@@ -85,20 +87,23 @@ def _backend(stem: str, source: str) -> Backend:
 def discover(arguments: Sequence[str]) -> list[CandidateFile]:
     """The candidates that the arguments name, in order. Folders give their numbered ``.py`` files, sorted by number and name.
 
+    ``reference`` stands for the problems' references and ``solutions`` for peerlane's own solutions; ``./solutions`` is a folder.
     Raises :class:`CandidateNotFound` for a path that does not exist and for a folder without candidates.
     """
     found: list[CandidateFile] = []
     for argument in arguments:
-        path = Path(argument)
+        path = Path(peerlane.__file__).parent / SOLUTIONS if argument == SOLUTIONS else Path(argument)
         if argument == REFERENCE:
             found.append(reference_candidate())
         elif path.is_dir():
-            inside = [candidate_file(item) for item in path.glob("*.py") if re.match(r"\d+_", item.name)]
+            inside = [candidate_file(item) for item in path.glob("*.py") if _NUMBER.match(item.name)]
             if not inside:
                 raise CandidateNotFound(f"no candidates in {path}: expected files named <id>_<name>_<backend>.py")
             found += sorted(inside, key=lambda item: (item.problem or 0, item.name))
         elif path.is_file():
             found.append(candidate_file(path))
         else:
-            raise CandidateNotFound(f"there is no candidate {argument!r}: expected a .py file, a folder, or the word {REFERENCE!r}")
+            raise CandidateNotFound(
+                f"there is no candidate {argument!r}: expected a .py file, a folder, or the word {REFERENCE!r} or {SOLUTIONS!r}"
+            )
     return found

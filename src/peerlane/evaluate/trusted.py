@@ -223,8 +223,8 @@ class TrustedRank(Rank):
     def collect(self, request: Message) -> dict[str, Any]:
         """Copies the candidate's snapshots of ``slots`` out of the arena: whatever is written there afterwards comes too late.
 
-        The slots' inputs are kept too, as they were minted. ``outputs`` are the candidate's own descriptions of what it returned. The answer
-        says how many bytes wait for :meth:`judge`.
+        The slots' inputs are kept too, as they were minted. ``outputs`` are the candidate's own descriptions of what it returned.
+        Returns the bytes that wait for :meth:`judge`.
         """
         current = self.opened(request)
         data = current.arena.data[current.input_bytes : current.input_bytes + current.output_bytes]

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from peerlane.device.arena import LINE_BYTES, MAX_RANKS, ArenaView
+from peerlane.device.arena import MAX_RANKS, ArenaView
+from peerlane.device.layout import LINE_BYTES
 from peerlane.errors import UsageError
 
 BASE = 0x2000_0000_0000

@@ -1,6 +1,7 @@
-// Element types as they lie in 32-bit words, and sums of them in fp32.
+// Element types as they lie in 32-bit words, and sums of them.
 //
-// An element type E has `lanes` (elements per word), `widen(word, float*)` and `narrow(const float*)`, which rounds to nearest even.
+// An element type E has `lanes` (elements per word), `Sum` (what sums are kept in: float, for integers the integer),
+// `widen(word, Sum*)` and `narrow(const Sum*)`, which rounds to nearest even.
 #pragma once
 
 #include <peerlane/ptx.cuh>
@@ -8,6 +9,7 @@
 namespace peerlane {
 
 struct BFloat16 {
+    using Sum = float;
     static constexpr int lanes = 2;
     __device__ static void widen(u32 word, float* out) {
         out[0] = __uint_as_float(word << 16);
@@ -17,21 +19,52 @@ struct BFloat16 {
 };
 
 struct Float16 {
+    using Sum = float;
     static constexpr int lanes = 2;
     __device__ static void widen(u32 word, float* out) { ptx::unpack_f16x2(word, out[0], out[1]); }
     __device__ static u32 narrow(const float* in) { return ptx::pack_f16x2(in[0], in[1]); }
 };
 
 struct Float32 {
+    using Sum = float;
     static constexpr int lanes = 1;
     __device__ static void widen(u32 word, float* out) { out[0] = __uint_as_float(word); }
     __device__ static u32 narrow(const float* in) { return __float_as_uint(in[0]); }
 };
 
-// The sum of some `words` 32-bit words of E, added one source at a time in fp32.
+// Wraps around.
+struct Int32 {
+    using Sum = u32;
+    static constexpr int lanes = 1;
+    __device__ static void widen(u32 word, u32* out) { out[0] = word; }
+    __device__ static u32 narrow(const u32* in) { return in[0]; }
+};
+
+// 8-bit floats; sums too large for the type become its largest number, NaN stays NaN.
+struct Float8E4M3 {
+    using Sum = float;
+    static constexpr int lanes = 4;
+    __device__ static void widen(u32 word, float* out) {
+        ptx::unpack_f16x2(ptx::unpack_e4m3x2(static_cast<u16>(word)), out[0], out[1]);
+        ptx::unpack_f16x2(ptx::unpack_e4m3x2(static_cast<u16>(word >> 16)), out[2], out[3]);
+    }
+    __device__ static u32 narrow(const float* in) { return ptx::pack_e4m3x2(in[0], in[1]) | u32(ptx::pack_e4m3x2(in[2], in[3])) << 16; }
+};
+
+struct Float8E5M2 {
+    using Sum = float;
+    static constexpr int lanes = 4;
+    __device__ static void widen(u32 word, float* out) {
+        ptx::unpack_f16x2(ptx::unpack_e5m2x2(static_cast<u16>(word)), out[0], out[1]);
+        ptx::unpack_f16x2(ptx::unpack_e5m2x2(static_cast<u16>(word >> 16)), out[2], out[3]);
+    }
+    __device__ static u32 narrow(const float* in) { return ptx::pack_e5m2x2(in[0], in[1]) | u32(ptx::pack_e5m2x2(in[2], in[3])) << 16; }
+};
+
+// The sum of some `words` 32-bit words of E, added one source at a time.
 template <class E, int words>
 struct Accumulator {
-    float sum[words * E::lanes];
+    typename E::Sum sum[words * E::lanes];
 
     __device__ void set(const u32* source) {
 #pragma unroll
@@ -40,7 +73,7 @@ struct Accumulator {
     __device__ void add(const u32* source) {
 #pragma unroll
         for (int w = 0; w < words; ++w) {
-            float term[E::lanes];
+            typename E::Sum term[E::lanes];
             E::widen(source[w], term);
 #pragma unroll
             for (int lane = 0; lane < E::lanes; ++lane) sum[w * E::lanes + lane] += term[lane];
@@ -51,5 +84,24 @@ struct Accumulator {
         for (int w = 0; w < words; ++w) target[w] = E::narrow(sum + w * E::lanes);
     }
 };
+
+// The sum of all ranks' terms in rank order, so that the same bits come out wherever it is done. The caller's term is `own`; element
+// `rank` of `terms` is not read.
+template <class E, int W, int words>
+__device__ inline void sum_in_rank_order(u32 rank, const u32 (&own)[words], const u32 (&terms)[W][words], u32 (&result)[words]) {
+    Accumulator<E, words> total;
+#pragma unroll
+    for (int q = 0; q < W; ++q) {
+        u32 term[words];
+#pragma unroll
+        for (int w = 0; w < words; ++w) term[w] = q == rank ? own[w] : terms[q][w];
+        if (q == 0) {
+            total.set(term);
+        } else {
+            total.add(term);
+        }
+    }
+    total.round(result);
+}
 
 }  // namespace peerlane

@@ -55,6 +55,13 @@ __device__ inline bool elect_one() {
 __device__ inline void barrier_sync(u32 number, u32 threads) { asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 __device__ inline void barrier_arrive(u32 number, u32 threads) { asm volatile("barrier.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 
+// The block's dynamic shared memory, aligned for every use (a swizzled tile needs 1024 bytes). The one place where it is declared: every
+// kernel starts from here, so that names and alignments can not differ between two headers of one kernel.
+__device__ inline char* dynamic_shared() {
+    extern __shared__ __align__(1024) char peerlane_dynamic_shared[];
+    return peerlane_dynamic_shared;
+}
+
 // ---- fences ----------------------------------------------------------------------------------------------------------------------------
 
 // Release and acquire in one, for the threads of every GPU and the host.
@@ -153,6 +160,32 @@ __device__ inline u32 pack_f16x2(float low, float high) {
 
 __device__ inline void unpack_f16x2(u32 word, float& low, float& high) {
     asm("{\n\t.reg .b16 l, h;\n\tmov.b32 {l, h}, %2;\n\tcvt.f32.f16 %0, l;\n\tcvt.f32.f16 %1, h;\n\t}" : "=f"(low), "=f"(high) : "r"(word));
+}
+
+// Two 8-bit floats (`low` in the low byte) to two halves in one word, exactly; and back from floats, rounded to nearest even, with what is
+// too large made the largest number of the type. NaN stays NaN.
+__device__ inline u32 unpack_e4m3x2(u16 pair) {
+    u32 word;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(word) : "h"(pair));
+    return word;
+}
+
+__device__ inline u32 unpack_e5m2x2(u16 pair) {
+    u32 word;
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(word) : "h"(pair));
+    return word;
+}
+
+__device__ inline u16 pack_e4m3x2(float low, float high) {
+    u16 pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %2, %1;" : "=h"(pair) : "f"(low), "f"(high));
+    return pair;
+}
+
+__device__ inline u16 pack_e5m2x2(float low, float high) {
+    u16 pair;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %2, %1;" : "=h"(pair) : "f"(low), "f"(high));
+    return pair;
 }
 
 }  // namespace ptx

@@ -1,0 +1,226 @@
+// The eight primitives, as methods of what a team knows of its peers. Which order each of them guarantees is said at each.
+//
+// What goes wrong in hand-written protocols can not be written with them: a signal waits until the team's asynchronous stores have been
+// written at their peers, not only read; it has one release fence however many ranks it tells; behind a wait both ordinary and asynchronous
+// reads see what was signalled; polls are relaxed, with one acquire fence at their end, and end at the arena's deadline.
+//
+//   peers.store_async(q, at, tile, bytes);    the same step in every rank's loop: push,
+//   peers.signal(q, slot, number);            tell,
+//   peers.wait(p, slot, number);              hear,
+//   ... read what p pushed ...                use
+//
+// Offsets are bytes in the arena. Every method is called by all threads of the team together, with the same arguments.
+#pragma once
+
+#include <peerlane/numeric.cuh>
+#include <peerlane/observe.cuh>
+#include <peerlane/ptx_async.cuh>
+#include <peerlane/team.cuh>
+#include <peerlane/words.cuh>
+
+namespace peerlane {
+
+template <class E>
+struct BulkAddOf;
+template <>
+struct BulkAddOf<Float32> { static constexpr ptx::BulkAdd type = ptx::BulkAdd::f32; };
+template <>
+struct BulkAddOf<Float16> { static constexpr ptx::BulkAdd type = ptx::BulkAdd::f16; };
+template <>
+struct BulkAddOf<BFloat16> { static constexpr ptx::BulkAdd type = ptx::BulkAdd::bf16; };
+template <>
+struct BulkAddOf<Int32> { static constexpr ptx::BulkAdd type = ptx::BulkAdd::u32; };
+
+// Flags: one u32, on a line of its own, per (slot, source). flag_bytes(slots) of the arena at `flags`, zero at first. A flag holds a number
+// that only grows and belongs to whoever numbers the events of that slot.
+template <int W, class Team = Block>
+class Peers {
+  public:
+    __device__ Peers(const Arena& arena, u64 flags, Team team = {}, u32 role = whole_block) : arena_(arena), flags_(flags), team_(team), role_(role) {}
+
+    __device__ static constexpr u64 flag_bytes(u64 slots) { return slots * W * line_bytes; }
+
+    // ---- stores: seen by a peer once it has waited for a later signal of this team ---------------------------------------------------
+
+    // `bytes` of shared memory to `target` of rank `peer`, asynchronously. Multiples of 16 at 16-byte aligned addresses. What the team has
+    // written to `tile` is taken along; the tile may be written again after `reuse_tiles` or a signal.
+    __device__ void store_async(int peer, u64 target, const void* tile, u32 bytes) const {
+        start_store(span_store);
+        if (team_.thread() != 0) return;
+        ptx::bulk_store(arena_.peer(peer, target), tile, bytes);
+        ptx::bulk_commit();
+    }
+
+    // The same, adding to what is there, element by element, in no fixed order, in the precision of E: results may differ from run to run.
+    // What was there before must have come in by a signal too.
+    template <class E>
+    __device__ void store_add_async(int peer, u64 target, const void* tile, u32 bytes) const {
+        start_store(span_store);
+        if (team_.thread() != 0) return;
+        ptx::bulk_add<BulkAddOf<E>::type>(arena_.peer(peer, target), tile, bytes);
+        ptx::bulk_commit();
+    }
+
+    // Until the tiles of this team's stores may be written again. Says nothing about what peers see: that is what `signal` is for.
+    __device__ void reuse_tiles() const {
+        ptx::bulk_wait_read<0>();
+        team_.sync();
+    }
+
+    // ---- loads: behind a wait for whatever wrote the source ----------------------------------------------------------------------------
+
+    // `bytes` at `source` of rank `peer` (or of the caller's own memory) to shared memory, asynchronously; ends the phase of `barrier`, which
+    // expects one arrival. Multiples of 16 at 16-byte aligned addresses. The team has finished with what the tile held.
+    __device__ void load_async(void* tile, int peer, u64 source, u32 bytes, u64* barrier) const {
+        load_async(tile, arena_.peer(peer, source), bytes, barrier);
+    }
+    __device__ void load_async(void* tile, const char* source, u32 bytes, u64* barrier) const {
+        ptx::fence_proxy_async();
+        team_.sync();
+        if (team_.thread() != 0) return;
+        ptx::mbarrier_arrive_expect(barrier, bytes);
+        ptx::bulk_load(tile, source, bytes, barrier);
+    }
+
+    // Until the load that ends the phase of this parity has landed; then every thread sees the tile.
+    __device__ void wait_load(u64* barrier, u32 parity) const {
+        Deadline deadline;
+        while (!ptx::mbarrier_try_wait(barrier, parity)) {
+            if (deadline.expired(arena_)) fail(arena_, Awaited{role_, arena_.rank, 0, parity}, parity ^ 1);
+        }
+    }
+
+    // ---- sums: the same range of all ranks, in rank order, in fp32 (integers: as they are), rounded once --------------------------------
+
+    // Sum of `bytes` at `source` of all ranks to local memory. Behind a wait for all of them; a source may be written again after a signal
+    // from here. The source is 16-byte aligned; `bytes` is a multiple of the element size.
+    template <class E>
+    __device__ void reduce(char* target, u64 source, u64 bytes) const {
+        fuzz(arena_, role_, span_reduce);
+        const Span span(arena_, role_, span_reduce, team_.thread() == 0);
+        const u64 vectors = (bytes + sizeof(Vec16) - 1) / sizeof(Vec16);
+        for (u64 v = team_.thread(); v < vectors; v += team_.size()) {
+            u32 total[4];
+            sum_vector<E>(source, v, bytes, total);
+            store_words(target, v * sizeof(Vec16), bytes, total);
+        }
+    }
+
+    // Sum of `bytes` at `range` of all ranks into that range of all ranks: each sums its own part and stores it everywhere. Between two
+    // barriers, or waits that say as much: before it all ranks have written, after it all have stored.
+    template <class E>
+    __device__ void all_reduce(u64 range, u64 bytes) const {
+        fuzz(arena_, role_, span_reduce);
+        const Span span(arena_, role_, span_reduce, team_.thread() == 0);
+        const Part own = part_of((bytes + sizeof(Vec16) - 1) / sizeof(Vec16), arena_.rank, W);
+        for (u64 v = own.first + team_.thread(); v < own.end; v += team_.size()) {
+            u32 total[4];
+            sum_vector<E>(range, v, bytes, total);
+#pragma unroll
+            for (int k = 0; k < W; ++k) store_words(arena_.peer(rank_after<W>(arena_.rank, k), range), v * sizeof(Vec16), bytes, total);
+        }
+    }
+
+    // ---- signals and waits ---------------------------------------------------------------------------------------------------------------
+
+    // All that this team has stored and read, at any rank, comes before what follows the matching wait at rank `peer`. Release, system scope.
+    __device__ void signal(int peer, u32 slot, u32 number) const {
+        finish_stores();
+        if (team_.thread() != 0) return;
+        release();
+        ptx::store_relaxed_system(flag(peer, slot, arena_.rank), number);
+    }
+
+    // The same for every other rank, behind one fence.
+    __device__ void signal_all(u32 slot, u32 number) const {
+        finish_stores();
+        if (team_.thread() != 0) return;
+        release();
+#pragma unroll
+        for (int k = 1; k < W; ++k) ptx::store_relaxed_system(flag(rank_after<W>(arena_.rank, k), slot, arena_.rank), number);
+    }
+
+    // Until rank `source` has signalled `number` or a later one here. Acquire, system scope, for ordinary and asynchronous reads.
+    __device__ void wait(int source, u32 slot, u32 number) const {
+        fuzz(arena_, role_, span_wait);
+        const Span span(arena_, role_, span_wait, team_.thread() == 0);
+        if (team_.thread() == 0) {
+            poll(source, slot, number);
+            acquire();
+        }
+        team_.sync();
+    }
+
+    // Until every other rank has.
+    __device__ void wait_all(u32 slot, u32 number) const {
+        fuzz(arena_, role_, span_wait);
+        const Span span(arena_, role_, span_wait, team_.thread() == 0);
+        if (team_.thread() < W) {
+            for (u32 q = team_.thread(); q < W; q += team_.size()) {
+                if (q != arena_.rank) poll(q, slot, number);
+            }
+            acquire();
+        }
+        team_.sync();
+    }
+
+    // Every rank's team at this slot has come here: what each did before comes before what any does after.
+    __device__ void barrier(u32 slot, u32 number) const {
+        signal_all(slot, number);
+        wait_all(slot, number);
+    }
+
+  protected:
+    __device__ u64 flag_offset(u32 slot, u32 source) const { return flags_ + (u64(slot) * W + source) * line_bytes; }
+    __device__ u32* flag(int rank, u32 slot, u32 source) const { return reinterpret_cast<u32*>(arena_.peer(rank, flag_offset(slot, source))); }
+
+    __device__ void start_store(u32 kind) const {
+        fuzz(arena_, role_, kind);
+        ptx::fence_proxy_async_shared();
+        team_.sync();
+    }
+
+    // Each thread waits for the stores that it has started itself; behind the barrier all of the team's are at their peers.
+    __device__ void finish_stores() const {
+        fuzz(arena_, role_, span_signal);
+        ptx::bulk_wait<0>();
+        team_.sync();
+    }
+
+    __device__ void release() const {
+        ptx::fence_proxy_async();
+        ptx::fence_system();
+    }
+
+    __device__ void acquire() const {
+        ptx::fence_system();
+        ptx::fence_proxy_async();
+    }
+
+    __device__ void poll(u32 source, u32 slot, u32 number) const {
+        const u32* place = flag(arena_.rank, slot, source);
+        Deadline deadline;
+        u32 seen;
+        while (!reached(seen = ptx::load_relaxed_system(place), number)) {
+            if (deadline.expired(arena_)) fail(arena_, Awaited{role_, source, slot, number}, seen);
+        }
+    }
+
+    template <class E>
+    __device__ void sum_vector(u64 source, u64 v, u64 bytes, u32 (&total)[4]) const {
+        u32 own[4], terms[W][4];
+        load_words(arena_.local(source), v * sizeof(Vec16), bytes, own);
+#pragma unroll
+        for (int q = 0; q < W; ++q) {
+            if (q != arena_.rank) load_words(arena_.peer(q, source), v * sizeof(Vec16), bytes, terms[q]);
+        }
+        sum_in_rank_order<E, W>(arena_.rank, own, terms, total);
+    }
+
+    const Arena& arena_;
+    u64 flags_;
+    Team team_;
+    u32 role_;
+};
+
+}  // namespace peerlane

@@ -1,0 +1,81 @@
+"""The kernels of the collectives: one source each, compiled when it is first used, for one world size and element type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from peerlane.device.jit import Cubin, compile_cubin
+from peerlane.errors import UsageError
+
+ELEMENT_TYPES = {
+    torch.bfloat16: "peerlane::BFloat16",
+    torch.float16: "peerlane::Float16",
+    torch.float32: "peerlane::Float32",
+    torch.float8_e4m3fn: "peerlane::Float8E4M3",
+    torch.float8_e5m2: "peerlane::Float8E5M2",
+    torch.int32: "peerlane::Int32",
+}
+"""The C++ element type of each dtype that can be summed. What is only moved may have any dtype."""
+
+_SOURCE = """
+#include <peerlane/collectives/{header}.cuh>
+using namespace peerlane;
+extern "C" __global__ void __launch_bounds__({threads}, 1) {name}(
+    const __grid_constant__ Arena arena, const __grid_constant__ CollectiveWorkspace space, const __grid_constant__ Messages messages,
+    const char* in, char* out, u64 bytes, int root) {{
+    peerlane::{call};
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel: its header, the call it consists of, whether it adds elements, and the threads of its blocks (by default at most 512)."""
+
+    header: str
+    call: str
+    sums: bool = False
+    threads: str = "512"
+
+    def text(self, name: str) -> str:
+        """CUDA C++, to be compiled with WORLD_SIZE and, for a sum, ELEMENT. All kernels take the same arguments."""
+        return _SOURCE.format(name=name, header=self.header, call=self.call, threads=self.threads)
+
+
+KERNELS = {
+    "all_reduce_one_shot": Source("all_reduce", "one_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes)", sums=True),
+    "all_reduce_two_shot": Source("all_reduce", "two_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes)", sums=True),
+    "all_reduce_relay": Source(
+        "relay", "relay<ELEMENT, WORLD_SIZE>(arena, space, RelayAllReduce<WORLD_SIZE>{}, in, out, bytes)", sums=True
+    ),
+    "reduce_relay": Source("relay", "relay<ELEMENT, WORLD_SIZE>(arena, space, RelayReduce<WORLD_SIZE>{root}, in, out, bytes)", sums=True),
+    "reduce_packets": Source("exchange_packets", "reduce_packets<ELEMENT, WORLD_SIZE>(arena, space, messages, in, out)", sums=True),
+    "reduce_ring": Source(
+        "exchange",
+        "reduce_scatter<ELEMENT, WORLD_SIZE>(arena, space, messages, in, out)",
+        sums=True,
+        threads="exchange_threads<WORLD_SIZE>()",
+    ),
+    "broadcast_relay": Source("relay", "relay<void, WORLD_SIZE>(arena, space, RelayBroadcast<WORLD_SIZE>{root}, in, out, bytes)"),
+    "exchange_packets": Source("exchange_packets", "exchange_packets<WORLD_SIZE>(arena, space, messages, in, out)"),
+    "exchange_ring": Source("exchange", "exchange<WORLD_SIZE>(arena, space, messages, in, out)", threads="exchange_threads<WORLD_SIZE>()"),
+}
+"""Every kernel of the collectives, by name."""
+
+
+def compile_kernel(name: str, world_size: int, dtype: torch.dtype, arch: str) -> Cubin:
+    """The cubin of a kernel for a world size; ``dtype`` matters where it sums."""
+    kernel = KERNELS[name]
+    defines: dict[str, str | int] = {"WORLD_SIZE": world_size}
+    if kernel.sums:
+        defines["ELEMENT"] = element_type(dtype)
+    return compile_cubin(kernel.text(name), arch=arch, defines=defines)
+
+
+def element_type(dtype: torch.dtype) -> str:
+    """The C++ type that sums this dtype; raises UsageError where there is none."""
+    if dtype not in ELEMENT_TYPES:
+        raise UsageError(f"a sum of {dtype}: expected one of {', '.join(map(str, ELEMENT_TYPES))}; convert the tensor")
+    return ELEMENT_TYPES[dtype]

@@ -1,0 +1,59 @@
+"""Sub-allocation by plain counting: ranks that take the same sizes in the same order get the same offsets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peerlane.errors import UsageError
+
+LINE_BYTES = 128
+
+
+class Layout:
+    """Offsets in ``nbytes`` of memory, the first ``reserved`` of which are taken already."""
+
+    def __init__(self, nbytes: int, *, reserved: int = 0) -> None:
+        self.nbytes = nbytes
+        self.taken = reserved
+        self.takes = 0
+        self._digest = hashlib.sha256()
+
+    def take(self, nbytes: int, *, align: int = LINE_BYTES) -> int:
+        """Offset of ``nbytes`` that nobody else has taken."""
+        if nbytes < 0 or align < 1 or align & (align - 1):
+            raise UsageError(f"take({nbytes}, align={align}): expected a size of 0 or more and a power of two")
+        offset = -(-self.taken // align) * align
+        if offset + nbytes > self.nbytes:
+            raise UsageError(
+                f"the arena is full: {nbytes} bytes asked for, {max(self.nbytes - offset, 0)} left of {self.nbytes}; create a larger one"
+            )
+        self.taken = offset + nbytes
+        self.takes += 1
+        self._digest.update(f"{nbytes}/{align};".encode())
+        return offset
+
+    def record(self) -> LayoutRecord:
+        """What has been taken so far, in a form that ranks can exchange."""
+        return LayoutRecord(self.takes, self.taken, int.from_bytes(self._digest.digest()[:7], "little"))
+
+
+@dataclass(frozen=True)
+class LayoutRecord:
+    """Number of takes, bytes taken, and a fingerprint of sizes and order (less than 2**56)."""
+
+    takes: int
+    taken: int
+    fingerprint: int
+
+
+def check_layouts(records: Sequence[LayoutRecord]) -> None:
+    """Raise UsageError unless every rank has taken the same sizes in the same order."""
+    if len(set(records)) <= 1:
+        return
+    told = ", ".join(f"rank {rank}: {record.takes} of {record.taken} bytes together" for rank, record in enumerate(records))
+    raise UsageError(
+        f"the ranks have taken different parts of the arena ({told}); sizes and order must be the same on every rank: "
+        "offsets would mean different things otherwise. Look for a size that depends on the rank or its data"
+    )

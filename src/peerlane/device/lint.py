@@ -1,0 +1,129 @@
+"""Rules of memory order that a kernel's PTX can be checked against, with no GPU: what reviews miss and tests rarely hit.
+
+    for finding in lint(cubin.ptx()): print(finding)
+
+A rule sees one function's instructions in the order of the text, so it judges straight-line idioms, not paths: it finds the mistakes that
+are made when such code is written by hand, and is no proof. The emulator is the judge of protocols.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from peerlane.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One PTX instruction or label, and its line in the text (from 1)."""
+
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A rule that a function breaks, and where."""
+
+    rule: str
+    function: str
+    instruction: Instruction
+
+    def __str__(self) -> str:
+        return f"{self.function}, line {self.instruction.line}: {self.instruction.text}\n    {self.rule}: {RULES[self.rule].reason}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``find`` yields the offending instructions of one function; ``reason`` says what is wrong with them and what to do."""
+
+    reason: str
+    find: Callable[[Sequence[Instruction]], Iterator[Instruction]]
+
+
+_RELEASING_STORE = re.compile(r"\b(st|red|atom)\.(relaxed|release|acq_rel)\.sys\b|\bst\.volatile\.global\b")
+_READ_WAIT = re.compile(r"cp\.async\.bulk\.wait_group\.read\b")
+_FULL_WAIT = re.compile(r"cp\.async\.bulk\.wait_group\s+0\b")
+_ACQUIRING_LOAD = re.compile(r"\bld\.acquire\.(sys|gpu)\b")
+_RESTRICTED_LOAD = re.compile(r"\bld\.global(\.\w+)*\.nc\b")
+_MULTICAST = re.compile(r"\bmultimem\.")
+_PACKET = re.compile(r"\.b128\b")
+_BRANCH = re.compile(r"\bbra(\.uni)?\s+(\$\w+)")
+_LABEL = re.compile(r"^(\$\w+):")
+
+
+def _read_wait_before_signal(body: Sequence[Instruction]) -> Iterator[Instruction]:
+    waited_for_reads_only = False
+    for instruction in body:
+        if _READ_WAIT.search(instruction.text):
+            waited_for_reads_only = True
+        elif _FULL_WAIT.search(instruction.text):
+            waited_for_reads_only = False
+        elif waited_for_reads_only and _RELEASING_STORE.search(instruction.text) and not _PACKET.search(instruction.text):
+            yield instruction
+
+
+def _acquire_in_loop(body: Sequence[Instruction]) -> Iterator[Instruction]:
+    labels = {match[1]: position for position, item in enumerate(body) if (match := _LABEL.match(item.text))}
+    reported: set[int] = set()
+    for end, item in enumerate(body):
+        branch = _BRANCH.search(item.text)
+        start = labels.get(branch[2], end) if branch else end
+        for position in range(start, end):
+            if position not in reported and _ACQUIRING_LOAD.search(body[position].text):
+                reported.add(position)
+                yield body[position]
+
+
+def _all_that_match(pattern: re.Pattern[str]) -> Callable[[Sequence[Instruction]], Iterator[Instruction]]:
+    return lambda body: (instruction for instruction in body if pattern.search(instruction.text))
+
+
+RULES: dict[str, Rule] = {
+    "signal after a .read wait": Rule(
+        "the wait says that shared memory has been read, not that the peer has the data; put cp.async.bulk.wait_group 0 before a flag",
+        _read_wait_before_signal,
+    ),
+    "acquire in a poll loop": Rule(
+        "every try throws the L1 cache away; poll with ld.relaxed and put one fence.acq_rel behind the loop", _acquire_in_loop
+    ),
+    "read-only load": Rule(
+        "ld.global.nc may return what was there before a peer wrote; take `const __restrict__` and __ldg away from what peers write",
+        _all_that_match(_RESTRICTED_LOAD),
+    ),
+    "multicast": Rule(
+        "multimem works on multicast addresses only, which not every machine has; keep it in kernels that ask arena.multicast first",
+        _all_that_match(_MULTICAST),
+    ),
+}
+
+
+def lint(ptx: str, allow: Sequence[str] = ()) -> list[Finding]:
+    """What breaks a rule in the functions of ``ptx``, by function and line; rules named in ``allow`` are left out."""
+    if unknown := set(allow) - set(RULES):
+        raise UsageError(f"no lint rule named {sorted(unknown)}; expected some of {list(RULES)}")
+    return [
+        Finding(name, function, instruction)
+        for function, body in _functions(ptx)
+        for name, rule in RULES.items()
+        if name not in allow
+        for instruction in rule.find(body)
+    ]
+
+
+def _functions(ptx: str) -> Iterator[tuple[str, list[Instruction]]]:
+    """Name and instructions of every function that has a body."""
+    name, body, depth = "", list[Instruction](), 0
+    for number, raw in enumerate(ptx.splitlines(), start=1):
+        line = raw.split("//")[0].strip()
+        if depth == 0 and (match := re.search(r"\.(?:entry|func)\b(?:\s*\([^)]*\))?\s*([\w$]+)", line)):
+            name, body = match[1], []
+        if depth > 0 and name and line and not line.startswith((".", "{", "}")):
+            body.append(Instruction(number, line))
+        was_inside = depth > 0
+        depth += line.count("{") - line.count("}")
+        if was_inside and depth == 0 and name:
+            yield name, body
+            name = ""  # what else has braces, such as debug information, is no function

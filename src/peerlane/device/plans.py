@@ -1,0 +1,100 @@
+"""Which kernel a collective uses for a size, with which grid: pure functions of what all ranks know, so that all ranks plan alike.
+
+The limits come from a model (packets carry a third more bytes than data, a ring costs a few microseconds before it flows, a port takes in
+343 GB/s), not from a search.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peerlane.device import workspace
+
+ONE_SHOT_EXCESS_BYTES = 512 << 10
+"""Bytes per port that a second trip over the link is worth: about 1.5 us at 343 GB/s."""
+PORT_PACKET_LIMIT_BYTES = 1 << 20
+"""Most data that one port takes in or sends out as packets in an exchange: the third more costs 1 us, less than a ring's start."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch of a kernel of ``kernels.KERNELS``."""
+
+    kernel: str
+    grid: int
+    block: int
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan depends on besides sizes: ranks, and the smallest number of SMs of any of them."""
+
+    world_size: int
+    sm_count: int
+
+
+def all_reduce(nbytes: int, machine: Machine) -> Plan:
+    """``nbytes`` > 0 on every rank."""
+    if nbytes > workspace.PACKET_LIMIT_BYTES:
+        return _relay("all_reduce_relay", machine)
+    packets = -(-nbytes // workspace.PACKET_DATA_BYTES)
+    others = machine.world_size - 1
+    # Per port, one shot sends (W - 1) S and two shots 2 (W - 1) / W S, each times 4 / 3.
+    excess = others * (1 - 2 / machine.world_size) * packets * workspace.PACKET_BYTES
+    if excess <= ONE_SHOT_EXCESS_BYTES:
+        return Plan("all_reduce_one_shot", *_spread(packets, machine))
+    return Plan("all_reduce_two_shot", *_spread(-(-packets // machine.world_size), machine))
+
+
+def broadcast(nbytes: int, machine: Machine) -> Plan:
+    """``nbytes`` > 0 from one rank to all."""
+    return _rooted("exchange_packets", "broadcast_relay", nbytes, machine)
+
+
+def reduce(nbytes: int, machine: Machine) -> Plan:
+    """``nbytes`` > 0 of every rank summed on one."""
+    return _rooted("reduce_packets", "reduce_relay", nbytes, machine)
+
+
+def exchange(message: int, machine: Machine) -> Plan:
+    """Messages of ``message`` > 0 bytes from or to every other rank at the busiest port: all-gather, all-to-all, gather, scatter."""
+    return _messages("exchange_packets", "exchange_ring", message, machine)
+
+
+def reduce_scatter(shard: int, machine: Machine) -> Plan:
+    """Sums of ``shard`` > 0 bytes on every rank."""
+    return _messages("reduce_packets", "reduce_ring", shard, machine)
+
+
+def uneven_exchange(machine: Machine) -> Plan:
+    """Messages whose lengths only their two ends know: by rings, whatever they are."""
+    return _ring("exchange_ring", machine)
+
+
+def _messages(packets: str, ring: str, message: int, machine: Machine) -> Plan:
+    if (machine.world_size - 1) * message <= PORT_PACKET_LIMIT_BYTES:
+        return Plan(packets, *_spread(-(-message // workspace.PACKET_DATA_BYTES), machine))
+    return _ring(ring, machine)
+
+
+def _rooted(packets: str, relay: str, nbytes: int, machine: Machine) -> Plan:
+    if (machine.world_size - 1) * nbytes <= PORT_PACKET_LIMIT_BYTES:
+        return Plan(packets, *_spread(-(-nbytes // workspace.PACKET_DATA_BYTES), machine))
+    return _relay(relay, machine)
+
+
+def _relay(kernel: str, machine: Machine) -> Plan:
+    return Plan(kernel, min(workspace.RELAY_BLOCKS, machine.sm_count), 512)
+
+
+def _ring(kernel: str, machine: Machine) -> Plan:
+    world_size = machine.world_size
+    grid = min(workspace.exchange_blocks(world_size), machine.sm_count)
+    return Plan(kernel, grid, workspace.exchange_threads(world_size), workspace.exchange_shared_bytes(world_size))
+
+
+def _spread(items: int, machine: Machine) -> tuple[int, int]:
+    """Grid and block for ``items`` threads' work: small blocks on many SMs, at most one block per SM."""
+    block = next((threads for threads in (128, 256, 512) if items <= threads * machine.sm_count), 512)
+    return min(-(-items // block), machine.sm_count), block

@@ -1,0 +1,35 @@
+"""Expert solutions: one file per problem, numbered and named like the problems, each with a ``solution`` of the problem's signature.
+
+    from peerlane.solutions import load
+    all_reduce = load(1)
+
+They need CUDA and 2 to 8 ranks of one node, and say so where they find none: nothing falls back on another library. As candidates they are
+named by the word ``solutions``: ``peerlane eval solutions --problem 1-8``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from peerlane.errors import UnknownProblem
+
+__all__ = ["files", "load"]
+
+
+def files() -> dict[int, Path]:
+    """The file of every problem that has a solution, by the problem's number."""
+    found = sorted(Path(__file__).parent.glob("p[0-9][0-9][0-9]_*.py"))
+    return {int(match[1]): path for path in found if (match := re.match(r"p(\d+)_", path.name))}
+
+
+def load(problem: int) -> Callable[..., Any]:
+    """The ``solution`` of a problem; raises UnknownProblem where there is none."""
+    path = files().get(problem)
+    if path is None:
+        raise UnknownProblem(f"problem {problem} has no solution here; those with one: {', '.join(map(str, files()))}")
+    solution: Callable[..., Any] = importlib.import_module(f"{__name__}.{path.stem}").solution
+    return solution

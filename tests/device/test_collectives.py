@@ -1,0 +1,140 @@
+"""The host side of the collectives: layouts, messages and plans. No GPU is needed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from peerlane.device import messages, plans, workspace
+from peerlane.device.arena import check_members, describe_fault
+from peerlane.device.kernels import KERNELS
+from peerlane.device.layout import Layout, check_layouts
+from peerlane.device.messages import Member
+from peerlane.device.plans import Machine
+from peerlane.device.workspace import Messages, Workspace
+from peerlane.errors import UsageError
+
+SIZES = (1, 2, 12, 4096, 65536, 1 << 20, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 1 << 28, (1 << 33) + 2)
+
+
+def test_ranks_that_take_alike_get_the_same_places() -> None:
+    first, second = Layout(4096, reserved=128), Layout(4096, reserved=128)
+    assert [layout.take(size, align=align) for layout in (first, second) for size, align in ((3, 128), (40, 256), (0, 1))] == [
+        128,
+        256,
+        296,
+    ] * 2
+    check_layouts([first.record(), second.record()])
+
+
+@pytest.mark.parametrize("sizes", [(256, 128), (128, 128, 128), (128, 512)], ids=["order", "number", "size"])
+def test_ranks_that_take_different_parts_are_told(sizes: tuple[int, ...]) -> None:
+    layouts = [Layout(1 << 20), Layout(1 << 20)]
+    for layout, wanted in zip(layouts, ((128, 256), sizes), strict=True):
+        for size in wanted:
+            layout.take(size)
+    with pytest.raises(UsageError, match=r"rank 0: 2 of 384 bytes together, rank 1: "):
+        check_layouts([layout.record() for layout in layouts])
+
+
+def test_a_full_layout_says_what_is_left() -> None:
+    layout = Layout(1024)
+    layout.take(1000)
+    with pytest.raises(UsageError, match="100 bytes asked for, 0 left of 1024"):
+        layout.take(100)
+    with pytest.raises(UsageError, match="a power of two"):
+        layout.take(8, align=3)
+
+
+def test_members_of_an_arena_agree_on_size_and_host() -> None:
+    check_members([64, 64], [7, 7])
+    with pytest.raises(UsageError, match=r"different sizes: \[64, 128\] bytes"):
+        check_members([64, 128], [7, 7])
+    with pytest.raises(UsageError, match=r"ranks \[2\] are on another host than rank 0"):
+        check_members([64, 64, 64], [7, 7, 8])
+
+
+def test_a_fault_says_who_waited_for_whom() -> None:
+    assert describe_fault([0] * 8, 10**9) == ""
+    message = describe_fault([1, 3, 2, 0, 17, 5, 41, 40], 2 * 10**9)
+    assert "rank 3 (consumer) waited for rank 0 longer than 2 s (block 17, slot 5, expected 41, seen 40)" in message
+
+
+def rows(table: Messages, world_size: int) -> dict[str, list[int]]:
+    return {name: list(getattr(table, name))[:world_size] for name, _ in table._fields_}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_both_ends_of_a_message_agree_on_its_length(world_size: int) -> None:
+    members = [Member(rank, world_size) for rank in range(world_size)]
+    root, size = world_size - 1, 1000
+    splits = [[(7 * r + 3 * q) % 5 for q in range(world_size)] for r in range(world_size)]
+    tables = {
+        "all_gather": [messages.all_gather(member, size) for member in members],
+        "broadcast": [messages.broadcast(member, size, root) for member in members],
+        "gather": [messages.gather(member, size, root) for member in members],
+        "scatter": [messages.scatter(member, size, root) for member in members],
+        "reduce_scatter": [messages.reduce_scatter(member, size) for member in members],
+        "all_to_all": [messages.all_to_all(splits[r], [splits[q][r] for q in range(world_size)]) for r in range(world_size)],
+    }
+    for name, by_rank in tables.items():
+        for sender, receiver in itertools.product(range(world_size), repeat=2):
+            assert by_rank[sender].send_bytes[receiver] == by_rank[receiver].receive_bytes[sender], (name, sender, receiver)
+    assert sum(rows(tables["scatter"][root], world_size)["send_bytes"]) == world_size * size
+    assert rows(tables["gather"][root], world_size)["receive_at"] == [q * size for q in range(world_size)]
+    assert rows(tables["all_to_all"][0], world_size)["send_at"] == [sum(splits[0][:q]) for q in range(world_size)]
+
+
+def test_who_gets_no_sum_keeps_its_own() -> None:
+    root, other = (rows(messages.reduce(Member(rank, 3), 96, 1), 3) for rank in (1, 2))
+    assert root["send_bytes"] == [0, 96, 0] and root["receive_bytes"] == [96, 96, 96]
+    assert other["send_bytes"] == [0, 96, 96] and other["receive_bytes"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_plans_fit_the_workspace_and_the_device(world_size: int) -> None:
+    machine = Machine(world_size, sm_count=132)
+    space = workspace.packet_buffer_bytes(world_size)
+    for nbytes in SIZES:
+        reduced = plans.all_reduce(nbytes, machine)
+        packets = -(-nbytes // workspace.PACKET_DATA_BYTES)
+        needed = {
+            "all_reduce_one_shot": world_size * packets * workspace.PACKET_BYTES,
+            "all_reduce_two_shot": 2 * world_size * -(-packets // world_size) * workspace.PACKET_BYTES,
+            "all_reduce_relay": 0,
+        }
+        assert needed[reduced.kernel] <= space
+        chosen = [reduced, *(plan(nbytes, machine) for plan in (plans.broadcast, plans.reduce, plans.exchange, plans.reduce_scatter))]
+        for plan in (*chosen, plans.uneven_exchange(machine)):
+            assert plan.kernel in KERNELS and 1 <= plan.grid <= 132
+            if plan.kernel.endswith("_packets"):
+                assert nbytes <= workspace.packet_message_bytes(world_size)
+            if plan.kernel.endswith("_ring"):
+                assert plan.grid <= workspace.exchange_blocks(world_size)
+                assert plan.block <= 1024 and plan.shared_bytes <= 226 << 10
+            else:
+                assert plan.block in (128, 256, 512) and plan.shared_bytes == 0 and plan.grid <= workspace.MAX_EPOCH_BLOCKS
+            if plan.kernel.endswith("_relay"):
+                assert plan.grid <= workspace.RELAY_BLOCKS
+
+
+def test_small_tensors_go_as_packets_and_large_ones_through_rings() -> None:
+    machine = Machine(4, 132)
+    assert [plans.all_reduce(size, machine).kernel for size in (4 << 10, 2 << 20, 64 << 20)] == [
+        "all_reduce_one_shot",
+        "all_reduce_two_shot",
+        "all_reduce_relay",
+    ]
+    assert plans.all_reduce(2 << 20, Machine(2, 132)).kernel == "all_reduce_one_shot"
+    assert [plans.exchange(size, machine).kernel for size in (2048, 2 << 20)] == ["exchange_packets", "exchange_ring"]
+    assert [plans.reduce(size, machine).kernel for size in (4096, 2 << 20)] == ["reduce_packets", "reduce_relay"]
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_a_workspace_takes_what_it_says(world_size: int) -> None:
+    layout = Layout(1 << 30)
+    space = Workspace.take(layout, world_size)
+    assert layout.taken == workspace.workspace_bytes(world_size)
+    places = [space.epochs, space.packets, space.relay_tiles, space.relay_flags, space.copies.tiles, space.copies.flags, space.sums.tiles]
+    assert places == sorted(places) and all(place % workspace.LINE_BYTES == 0 for place in places)

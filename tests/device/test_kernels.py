@@ -1,0 +1,134 @@
+"""Every kernel of the repository compiles, stays within its registers and obeys the rules of memory order; broken samples do not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from peerlane.device import compile_cubin
+from peerlane.device.kernels import ELEMENT_TYPES, KERNELS, compile_kernel
+from peerlane.device.lint import RULES, lint
+from peerlane.device.resources import resources
+from peerlane.errors import UsageError
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs pip install 'peerlane[cuda]'")
+
+REGISTER_BUDGET = {
+    "all_reduce_one_shot": 96,
+    "all_reduce_two_shot": 96,
+    "all_reduce_relay": 128,
+    "reduce_relay": 128,
+    "reduce_packets": 96,
+    "reduce_ring": 128,
+    "broadcast_relay": 128,
+    "exchange_packets": 96,
+    "exchange_ring": 128,
+}
+"""Registers a thread may take at most, at any world size: a block of 512 threads has 128 for each. None may spill."""
+
+
+def test_the_budget_covers_all_kernels() -> None:
+    assert set(REGISTER_BUDGET) == set(KERNELS)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "arch"),
+    [
+        (2, torch.float32, "sm_90a"),
+        (3, torch.float8_e5m2, "sm_90a"),
+        (4, torch.bfloat16, "sm_90a"),
+        (8, torch.float16, "sm_90a"),
+        (4, torch.int32, "sm_100a"),
+    ],
+)
+def test_a_kernel_fits_its_budget_and_obeys_the_rules(kernel: str, world_size: int, dtype: torch.dtype, arch: str) -> None:
+    cubin = compile_kernel(kernel, world_size, dtype, arch)
+    assert lint(cubin.ptx()) == []
+    taken = resources(cubin)
+    assert set(taken) == {kernel}
+    assert 16 <= taken[kernel].registers <= REGISTER_BUDGET[kernel]
+    assert taken[kernel].frame_bytes == 0
+    assert taken[kernel].shared_bytes <= 2048
+
+
+def test_a_dtype_without_a_sum_is_refused() -> None:
+    assert len(ELEMENT_TYPES) == 6
+    with pytest.raises(UsageError, match=r"a sum of torch\.int64: expected one of torch\.bfloat16"):
+        compile_kernel("all_reduce_relay", 2, torch.int64, "sm_90a")
+
+
+@pytest.mark.parametrize("defines", [{"PEERLANE_FUZZ": 1}, {"PEERLANE_TIMELINE": 1}], ids=lambda defines: next(iter(defines)))
+def test_kernels_compile_with_delays_and_with_a_timeline(defines: dict[str, int]) -> None:
+    source = """
+    #include <peerlane/comm.cuh>
+    using namespace peerlane;
+    extern "C" __global__ void step(const __grid_constant__ Arena arena, u32 number) {
+        const Peers<4> peers(arena, 4096);
+        peers.barrier(blockIdx.x, number);
+        peers.all_reduce<Float32>(1 << 20, 4096);
+        peers.barrier(blockIdx.x, number + 1);
+    }
+    """
+    usual, watched = compile_cubin(source), compile_cubin(source, defines=defines)
+    mark = {"PEERLANE_FUZZ": "nanosleep.u32", "PEERLANE_TIMELINE": "atom.relaxed.gpu.global.add.u32"}[next(iter(defines))]
+    assert watched.ptx().count(mark) > usual.ptx().count(mark)
+
+
+MULTICAST = """
+#include <peerlane/multimem.cuh>
+using namespace peerlane;
+extern "C" __global__ void step(const __grid_constant__ Arena arena, char* out, u32 number) {
+    const MulticastPeers<4> peers(arena, 4096);
+    peers.barrier(blockIdx.x, number);
+    peers.reduce<BFloat16>(out, 1 << 20, 4098);
+    peers.reduce<Float16>(out, 1 << 20, 4098);
+    peers.all_reduce<Float32>(1 << 20, 4100);
+}
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_multicast_forms_compile_and_are_told_from_the_others(arch: str) -> None:
+    ptx = compile_cubin(MULTICAST, arch=arch).ptx()
+    for instruction in ("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2", "multimem.st.relaxed.sys.global"):
+        assert instruction in ptx
+    assert {finding.rule for finding in lint(ptx)} == {"multicast"}
+    assert lint(ptx, allow=["multicast"]) == []
+
+
+BROKEN = {
+    "signal after a .read wait": """
+        ptx::bulk_store(data, ptx::dynamic_shared(), 1024);
+        ptx::bulk_commit();
+        ptx::bulk_wait_read<0>();
+        ptx::fence_system();
+        ptx::store_relaxed_system(flag, 1);
+    """,
+    "acquire in a poll loop": """
+        u32 seen;
+        do asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory"); while (seen == 0);
+        *data = seen;
+    """,
+    "read-only load": "*data = __ldg(flag);",
+    "multicast": 'asm volatile("multimem.red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(flag), "r"(1) : "memory");',
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_broken_sample_is_found(rule: str) -> None:
+    source = '#include <peerlane/ptx_async.cuh>\nusing namespace peerlane;\nextern "C" __global__ void broken(u32* flag, u32* data) {'
+    findings = lint(compile_cubin(source + BROKEN[rule] + "}").ptx())
+    assert [(finding.rule, finding.function) for finding in findings] == [(rule, "broken")]
+    assert RULES[rule].reason in str(findings[0])
+
+
+def test_a_full_wait_makes_the_signal_right() -> None:
+    body = BROKEN["signal after a .read wait"].replace("ptx::fence_system();", "ptx::bulk_wait<0>(); ptx::fence_system();")
+    source = '#include <peerlane/ptx_async.cuh>\nusing namespace peerlane;\nextern "C" __global__ void k(u32* flag, u32* data) {'
+    assert lint(compile_cubin(source + body + "}").ptx()) == []
+
+
+def test_only_rules_that_exist_can_be_allowed() -> None:
+    with pytest.raises(UsageError, match="no lint rule named"):
+        lint("", allow=["multicas"])
