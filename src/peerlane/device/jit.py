@@ -27,7 +27,7 @@ DEFAULT_ARCH = "sm_90a"
 INCLUDE_DIR = Path(__file__).parent / "include"
 
 # Part of every key: raise it when the meaning of a cached file changes.
-_CACHE_FORMAT = "1"
+_CACHE_FORMAT = "2"
 # A compile takes seconds at most. Who has waited longer than this for another process compiles too, which the atomic rename makes harmless.
 _LOCK_BUDGET_S = 60.0
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
@@ -41,6 +41,11 @@ class Cubin:
     arch: str
     compiled_here: bool
     """Whether this call compiled it, rather than finding it."""
+
+    @property
+    def ptx_path(self) -> Path:
+        """What the machine code was made from, beside it: shows which instructions a kernel has."""
+        return self.path.with_suffix(".ptx")
 
 
 def compile_cubin(
@@ -78,8 +83,11 @@ def compile_cubin(
     with one_process(folder / f"{key}.lock"):
         if path.exists():
             return Cubin(path, arch, compiled_here=False)
-        write_atomically(path, _compile(name, text, [*options, *(f"--include-path={folder}" for folder in search)]))
-    return Cubin(path, arch, compiled_here=True)
+        cubin = Cubin(path, arch, compiled_here=True)
+        machine_code, ptx = _compile(name, text, [*options, *(f"--include-path={folder}" for folder in search)])
+        write_atomically(cubin.ptx_path, ptx)  # first: where there is a cubin, its PTX is there too
+        write_atomically(path, machine_code)
+    return cubin
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -164,7 +172,8 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
-def _compile(name: str, text: str, options: Sequence[str]) -> bytes:
+def _compile(name: str, text: str, options: Sequence[str]) -> tuple[bytes, bytes]:
+    """The cubin and its PTX."""
     nvrtc = _cuda.nvrtc()
     status, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], [])
     if status:
@@ -181,6 +190,9 @@ def _compile(name: str, text: str, options: Sequence[str]) -> bytes:
         _, size = nvrtc.nvrtcGetCUBINSize(program)
         cubin = bytearray(size)
         nvrtc.nvrtcGetCUBIN(program, cubin)
-        return bytes(cubin)
+        _, size = nvrtc.nvrtcGetPTXSize(program)
+        ptx = bytearray(size)
+        nvrtc.nvrtcGetPTX(program, ptx)
+        return bytes(cubin), bytes(ptx).rstrip(b"\0")
     finally:
         nvrtc.nvrtcDestroyProgram(program)

@@ -68,7 +68,8 @@ def result_table(results: Iterable[Result]) -> TextTable:
     """
     table = TextTable(RESULT_COLUMNS, right={"W", "reference us", "candidate us"})
     for result in results:
-        verdict = result.verdict.kind + (f" ({', '.join(result.flags)})" if result.flags else "")
+        remarks = (*(("custom track",) if result.track == "custom" else ()), *result.flags)
+        verdict = result.verdict.kind + (f" ({', '.join(remarks)})" if remarks else "")
         head = (result.candidate.name, _problem(result), result.preset, str(result.world_size), verdict)
         measured = [speed for mode in result.modes if (speed := result.speed_in(mode)) is not None]
         unmeasured = tuple(item.mode for item in result.speed if item.status == "not_measured")
