@@ -55,7 +55,7 @@ class AttachedCase:
 
 
 class CandidateRank(Rank):
-    """Serves ``attach_case``, ``detach``, ``load``, ``call``, ``prepare``, ``block``; for audits ``rehearse``, ``loaded_code``, ``probe``."""
+    """Serves ``attach_case``, ``detach``, ``load``, ``call``, ``prepare``, ``block``; audits: ``rehearse``, ``loaded_code``, ``probe``."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__(config, rank, memory_fd)

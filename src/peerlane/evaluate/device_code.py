@@ -41,7 +41,7 @@ def in_ptx(text: str) -> Kernels:
     """The kernels of a PTX module. What functions that are not inlined hold counts for every kernel of the module."""
     text = _PTX_COMMENT.sub("", text)
     starts = [(match.start(), match[1]) for match in _ENTRY.finditer(text)]
-    ends = [start for start, _ in starts[1:]] + [len(text)]
+    ends = [*(start for start, _ in starts[1:]), len(text)][: len(starts)]
     kernels: dict[str, frozenset[str]] = {}
     shared: frozenset[str] = frozenset()
     for (start, kind), end in zip(starts, ends, strict=True):

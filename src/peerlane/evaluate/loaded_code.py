@@ -27,8 +27,11 @@ _FATBIN = b".nv_fatbin"
 
 
 def mapped_libraries() -> frozenset[str]:
-    """The shared libraries that this process has mapped."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
+    """The shared libraries that this process has mapped; none where it may not know."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:  # forbidden by a sandbox
+        return frozenset()
     paths = (line.split(maxsplit=5)[-1] for line in lines if "/" in line)
     return frozenset(path for path in paths if path.endswith(".so") or ".so." in path)
 
