@@ -95,6 +95,20 @@ def reasons(results: Iterable[Result]) -> list[str]:
     return list(lines)
 
 
+def mechanism_lines(results: Iterable[Result]) -> list[str]:
+    """A line for every audited result: how it moved data between ranks, mechanism by mechanism, and how sure that is."""
+    return [
+        f"{result.candidate.name}, problem {_problem(result)}, {result.preset}, W={result.world_size} moves data by: {_mechanisms(result)}"
+        for result in results
+        if result.audit is not None
+    ]
+
+
+def _mechanisms(result: Result) -> str:
+    found = [f"{item.name} ({item.confidence})" for item in result.mechanisms]
+    return ", ".join(found) or "nothing that was recognised"
+
+
 def _problem(result: Result) -> str:
     variant = "" if result.problem.variant == "default" else f" ({result.problem.variant})"
     return f"{result.problem.id} {result.problem.slug}{variant}"
