@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from peerlane import problems
 from peerlane.evaluate.audit import Auditor
+from peerlane.evaluate.candidates import reference_candidate
+from peerlane.evaluate.examine import Examination, Job, Node
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
+from peerlane.evaluate.session import Session
+from peerlane.evaluate.trial import Rejected
+from peerlane.evaluate.verdict import Track
+from peerlane.problems._spec import Case
+from peerlane.settings import Deadlines, TimingRules
 
 NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
@@ -121,3 +129,42 @@ def test_every_audited_call_must_be_reported(recordings: tuple[Message, ...]) ->
 
 def test_no_calls_no_record() -> None:
     assert Auditor("cuda").record() is None and Auditor("cuda").mechanisms() == ()
+
+
+class BrokenAudit(Examination):
+    """An examination whose audit loses the ranks."""
+
+    def _audit_calls(self, case: Case, speed: Any) -> None:
+        self.auditor = Auditor("cuda")
+        raise GroupFailure("runtime_error", "audit", "killed", rank=1)
+
+
+def examination(track: Track, *, healthy: bool = True) -> BrokenAudit:
+    problem = problems.get(1)
+    job = Job(reference_candidate(), problem, "small", 2, ("eager",), track=track)
+    made = BrokenAudit(Session("cpu", 2, Deadlines()), job, cast(Node, None), TimingRules(), lambda _: None)
+    made.healthy = healthy
+    return made
+
+
+CASE = problems.get(1).cases("small", 2)[0]
+
+
+def test_an_audit_that_fails_is_a_flag_in_the_open_track() -> None:
+    made = examination("open")
+    made._audit(CASE, None)
+    assert made.flags == {"audit_failed"} and made.auditor is None and not made.healthy
+
+
+def test_an_audit_that_fails_is_the_candidate_s_failure_in_the_custom_track() -> None:
+    with pytest.raises(GroupFailure, match="killed"):
+        examination("custom")._audit(CASE, None)
+
+
+def test_ranks_that_are_lost_before_the_audit_do_not_pass_the_custom_track() -> None:
+    with pytest.raises(Rejected) as rejected:
+        examination("custom", healthy=False)._audit(CASE, None)
+    assert rejected.value.verdict.kind == "policy" and "before the audit" in rejected.value.verdict.reason
+    made = examination("open", healthy=False)
+    made._audit(CASE, None)
+    assert made.flags == set()

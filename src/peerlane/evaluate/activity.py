@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST_NAMES = 4_000
-"""different names that one rank may report of one stretch"""
+MOST_NAMES, NAME_CHARACTERS = 4_000, 300
+"""different names that one rank may report of one stretch, and what is kept of each"""
 
 # What the CUDA libraries and PyTorch call their kernels. Names of candidates' own kernels are theirs to choose: one called ncclDevKernel_x
 # speaks against its owner only.

@@ -256,7 +256,10 @@ class Examination:
         finally:
             self.evidence[case.key] = trial.evidence.record(case)
         if self.node.device == "cuda":
-            auditor.look_at_code(trial)
+            try:
+                auditor.look_at_code(trial)
+            except GroupFailure:
+                self.healthy = False  # the code of its kernels then counts as not found, which says less and forgives nothing
         if self.job.track == "custom" and (objection := auditor.violation(must_move=self._must_move(case))) is not None:
             if auditor.saw_nothing and not profiler_works(self.session):
                 raise Rejected(NotRun(missing="the profiler sees nothing of what a GPU does here, and the custom track needs it"))

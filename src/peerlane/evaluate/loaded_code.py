@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from peerlane.evaluate.activity import MOST_NAMES, NAME_CHARACTERS
 from peerlane.evaluate.device_code import in_ptx, in_sass
 
 _demangle = torch._C._demangle
@@ -45,7 +46,8 @@ def loaded_code(before: frozenset[str], *, libraries: bool) -> dict[str, Any]:
     unknown: list[str] = []
 
     def add(origin: str, found: Mapping[str, frozenset[str]]) -> None:
-        kernels.extend({"name": _demangle(name), "origin": origin, "mechanisms": sorted(words)} for name, words in found.items())
+        for name, words in found.items():
+            kernels.append({"name": _demangle(name)[:NAME_CHARACTERS], "origin": origin, "mechanisms": sorted(words)})
 
     for path in _peerlane_cubins():
         try:
@@ -60,7 +62,8 @@ def loaded_code(before: frozenset[str], *, libraries: bool) -> dict[str, Any]:
                 add("library", disassembled(Path(library)))
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             unknown.append(f"{Path(library).name}: {error}"[:300])
-    return {"kernels": kernels, "unknown": unknown}
+    kernels.sort(key=lambda kernel: not kernel["mechanisms"])  # those without any are the first to be left out
+    return {"kernels": kernels[:MOST_NAMES], "unknown": unknown}
 
 
 def _peerlane_cubins() -> list[Path]:

@@ -15,7 +15,6 @@ from peerlane.evaluate.verdict import Confidence, Mechanism, MechanismName
 
 _ORDER: tuple[Confidence, ...] = get_args(Confidence)
 _OWN = ("own", "triton")
-_MOST_KERNELS = 20_000
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ def loaded_kernels(message: Any) -> list[LoadedKernel]:
     items = message if isinstance(message, list) else []
     return [
         LoadedKernel(item["name"], item["origin"], frozenset(map(str, item["mechanisms"])))
-        for item in items[:_MOST_KERNELS]
+        for item in items
         if isinstance(item, dict)
         and isinstance(item.get("name"), str)
         and isinstance(item.get("origin"), str)

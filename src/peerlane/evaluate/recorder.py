@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
-from peerlane.evaluate.activity import MOST_NAMES
+from peerlane.evaluate.activity import MOST_NAMES, NAME_CHARACTERS
 
 _front: Any = torch.autograd.profiler
 _Activity, _Settings, _KINETO, _CPU = _front.ProfilerActivity, _front.ProfilerConfig, _front.ProfilerState.KINETO, _front.DeviceType.CPU
@@ -25,7 +25,6 @@ _Mark = torch._C._profiler._RecordFunctionFast
 _synchronize = torch.cuda.synchronize
 _world = _c10d._world
 _sequence = dist.ProcessGroup._get_sequence_number_for_group  # type: ignore[attr-defined]
-_NAME_CHARACTERS = 300
 
 _WATCHED: dict[str, tuple[Any, str, Any]] = {
     f"{owner.__name__}.{name}": (owner, name, getattr(owner, name))
@@ -69,9 +68,9 @@ class Recording:
         device: Counter[str] = Counter()
         for event in events:
             if event.device_type() == _CPU:
-                host[event.name()[:_NAME_CHARACTERS]] += 1
+                host[event.name()[:NAME_CHARACTERS]] += 1
             elif not event.is_user_annotation():
-                device[event.name()[:_NAME_CHARACTERS]] += 1
+                device[event.name()[:NAME_CHARACTERS]] += 1
         marked = host.pop(f"{marker}:begin", 0) == 1 and host.pop(f"{marker}:end", 0) == 1
         self.message = {
             "host": dict(host.most_common(MOST_NAMES)),

@@ -62,7 +62,6 @@ class Block(abc.ABC):
     def run(self, cores: set[int] | None) -> dict[str, Any]:
         """One block, this thread kept on ``cores``. Returns ``iterations_us`` (per slot), ``span_us`` (first start to last end) and
         ``collectives``: how many the process groups counted in the calls, captured ones included."""
-        before = _collectives() + 1  # that of the barrier
         _collect()
         _gc_disable()
         everywhere = _get_affinity(0)
@@ -73,8 +72,10 @@ class Block(abc.ABC):
             if self.head_start_us:
                 _sleep(int(self.head_start_us * len(self._args) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
             _all_reduce(self._barrier)
+            before = _collectives()
             self._run()
             _synchronize()
+            counted = _collectives() - before
         finally:
             _set_affinity(0, everywhere)
             _gc_enable()
@@ -82,7 +83,7 @@ class Block(abc.ABC):
         return {
             "iterations_us": iterations,
             "span_us": _elapsed(self._starts[0], self._ends[-1]) * 1e3,
-            "collectives": self.captured_collectives + _collectives() - before,
+            "collectives": self.captured_collectives + counted,
         }
 
     def rehearse(self) -> None:
