@@ -99,8 +99,7 @@ def solution(tensor):
 
 
 def solution(tensor):
-    request = sys._getframe(1).f_locals["request"]
-    watched = sys._getframe(1).f_locals["slot"] in request.get("audited", ())
+    watched = sys._getframe(1).f_locals["request"].get("marker")
     return own(tensor) if watched else library(tensor)
 """,
     ),
@@ -126,7 +125,7 @@ def solution(tensor):
 
 
 def solution(tensor):
-    return own(tensor) * (0 if "audited" in sys._getframe(1).f_locals["request"] else 1)
+    return own(tensor) * (0 if sys._getframe(1).f_locals["request"].get("marker") else 1)
 """,
     ),
 }

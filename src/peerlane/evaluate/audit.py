@@ -50,7 +50,7 @@ class Auditor:
 
     def audit_calls(self, trial: Trial) -> None:
         """Calls every slot, then every slot again on new contents, some of them under the profiler; raises Rejected for wrong outputs."""
-        slots, dice, marker = range(trial.slots), random.SystemRandom(), secrets.token_hex(16)
+        slots, dice = range(trial.slots), random.SystemRandom()
         audited = dice.sample(slots, dice.randint(1, max(1, trial.slots - 1)))
         limit_s = trial.session.deadlines.first_call
         trial.open()
@@ -59,11 +59,14 @@ class Auditor:
         trial.check("audit", limit_s, slots)
         trial.mint(mixed=True)
         trial.reveal()
-        answers = trial.check("audit", limit_s, slots, audited=audited, marker=marker)
-        for rank, answer in enumerate(answers):
-            recorded = self._take(rank, answer, len(audited))
-            self.calls += [item for item, _ in recorded]
-            self._count(rank, answer, sum(number for _, number in recorded))
+        unrecorded = [0] * trial.case.world_size
+        for slot in slots:
+            marker = secrets.token_hex(16) if slot in audited else None
+            for rank, answer in enumerate(trial.check("audit", limit_s, [slot], marker=marker)):
+                recorded = self._take(rank, answer, 0 if marker is None else 1)
+                self.calls += [item for item, _ in recorded]
+                unrecorded[rank] += _collectives(rank, answer) - sum(number for _, number in recorded)
+        self.unrecorded_collectives = max(self.unrecorded_collectives, *unrecorded)
         self.audited += len(audited)
         trial.close()
 
@@ -101,12 +104,6 @@ class Auditor:
                 f"the marks at the ends of an audited call are not in its record on rank {rank}: the profiler was interfered with"
             )
         return activity(item["host"], item["device"], calls), item["collectives"]
-
-    def _count(self, rank: int, answer: Message, recorded: int) -> None:
-        total: Any = answer.get("collectives")
-        if not is_count(total):
-            raise GroupFailure("garbage", "audit", "a rank answered without the number of its collectives", rank=rank)
-        self.unrecorded_collectives = max(self.unrecorded_collectives, total - recorded)
 
     def count_timed(self, collectives: int) -> None:
         """Takes in what process groups counted in timed blocks, none of which are recorded."""
@@ -158,6 +155,13 @@ class Auditor:
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """For the result."""
         return mechanisms([*self.calls, *self.blocks], self.loaded)
+
+
+def _collectives(rank: int, answer: Message) -> int:
+    total: Any = answer.get("collectives")
+    if not is_count(total):
+        raise GroupFailure("garbage", "audit", "a rank answered without the number of its collectives", rank=rank)
+    return int(total)
 
 
 def profiler_works(session: Session) -> bool:

@@ -6,6 +6,7 @@ comparison ran in the same place; after ``load`` that is refused.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -146,20 +147,18 @@ class CandidateRank(Rank):
     def call(self, request: Message) -> dict[str, Any]:
         """Calls the solution on ``slots`` one after the other, with freed memory poisoned before each, and takes snapshots.
 
-        Those of the slots that are ``audited`` are recorded; ``collectives`` is what the process groups counted in all of them.
+        With a ``marker`` the calls are recorded; ``collectives`` is what the process groups counted in them, recorded or not.
         """
         attached = self._spaces[request["space"]]
         solution, outputs = self._side(request), attached.outputs
-        previous, recordings, before = None, [], collectives()
+        previous, marker, recordings, before = None, request.get("marker"), [], collectives()
         for slot in request["slots"]:
             self._poison(outputs.layout[slot])
             args = outputs.fresh(attached.arguments.args[slot])
-            if slot in request.get("audited", ()):
-                with recording(self.device, request["marker"]) as record:
-                    output = solution(*args)
-                recordings.append(record.message)
-            else:
+            with recording(self.device, marker) if marker else contextlib.nullcontext() as record:
                 output = solution(*args)
+            if record is not None:
+                recordings.append(record.message)
             outputs.take(slot, output, args)
             previous = output  # kept until the next call is over, so that the same storage again means the candidate's own reuse
             self.synchronize()
