@@ -68,6 +68,8 @@ def test_good_example(index: int, good_results: list[Result]) -> None:
     assert result.candidate.backend == GOOD[index].stem.rsplit("_", 1)[-1]
     assert {item.status for item in result.speed} == {"not_measured"}
     assert all(item.timed_slots == 0 and item.slots > 0 for item in result.correctness)
+    assert result.track == "open" and result.audit is not None and result.audit.operators
+    assert [(item.name, item.confidence) for item in result.mechanisms] == [("gloo", "seen")]
 
 
 def test_four_ranks() -> None:

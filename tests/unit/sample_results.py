@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from peerlane.evaluate.verdict import (
+    Audit,
     CandidateInfo,
     CaseEvidence,
     Correct,
@@ -52,6 +53,23 @@ def measured(mode: str, reference_us: float, candidate_us: float, noise_floor: f
             Utilisation(ceilings="measured", profile="H200 SXM", bound_us=9.0, bound_by="nvlink", reference=0.2, candidate=0.5),
         ),
     )
+
+
+def own_audit(**changes: Any) -> Audit:
+    """An audit that saw a kernel of the candidate's own and nothing else."""
+    fields: dict[str, Any] = {
+        "calls": 2,
+        "block_modes": ("eager", "graph"),
+        "kernels": {"own": 1},
+        "copies": {},
+        "memsets": 0,
+        "operators": {},
+        "other": 3,
+        "kernel_names": ("two_shot",),
+        "unrecorded_collectives": 0,
+        "complete": True,
+    }
+    return Audit(**{**fields, **changes})
 
 
 def result(**changes: Any) -> Result:

@@ -22,7 +22,7 @@ COMMAND_LINE = {
     "doctor": ["--measure", "--json"],
     "list": ["--json"],
     "show": ["number", "--preset", "--world-size", "--profile", "--json"],
-    "eval": ["candidates", "--problem", "--preset", "--world-size", "--variant", "--mode", "--device", "--out", "--json"],
+    "eval": ["candidates", "--problem", "--preset", "--world-size", "--variant", "--track", "--mode", "--device", "--out", "--json"],
     "calibrate": ["--problem", "--preset", "--world-size", "--device", "--out", "--json"],
     "report": ["files", "--noise"],
     "demo": ["--examples", "--preset", "--world-size", "--device", "--json"],

@@ -52,6 +52,7 @@ class FakeTrial:
     other_hand_off_s: float = 0.0
     log: list[str] = field(default_factory=list)
     collected: list[list[int]] = field(default_factory=list)
+    counted: int = 0
 
     def _block(self, call_us: float, hand_off_s: float) -> list[dict[str, Any]]:
         time.sleep(hand_off_s)
@@ -67,7 +68,7 @@ class FakeTrial:
         self.log.append(f"other {op}")
         return (
             self._block(next(self.other_us), self.other_hand_off_s)
-            if op == "block"
+            if op in ("block", "rehearse")
             else [{"captured": self.captured, "why": "no capture"}] * RANKS
         )
 
@@ -91,6 +92,9 @@ class FakeTrial:
         self.log.append("collect")
         return 0
 
+    def count_collectives(self, answers: list[dict[str, Any]]) -> None:
+        self.counted += 1
+
     def judge(self, phase: str) -> None:
         self.log.append(f"judge {phase}")
 
@@ -111,6 +115,22 @@ def test_the_ratio_is_that_of_the_slowest_ranks_and_a_narrow_interval_ends_the_r
     assert len(run.others) == len(run.references) == RULES.min_rounds
     assert run.times_us().median == 50.0
     assert run.quantile_us(0.9) == 50.0
+
+
+def test_collectives_are_counted_once_warm_up_is_over() -> None:
+    """A candidate may still set up what belongs to a pointer then; the reference may do what it likes."""
+    trial, reference = steady(), steady()
+    run = race(trial)
+    run.run(budget_s=10)
+    race(reference, side="reference").run(budget_s=10)
+    assert trial.counted == len(run.others) and reference.counted == 0
+
+
+def test_a_rehearsal_is_judged_and_not_timed() -> None:
+    trial = steady()
+    assert len(race(trial, mode="graph").rehearse("marker")) == RANKS
+    expected = ["mint", "reveal", "trusted prepare", "other prepare", "mint", "reveal", "other rehearse", "collect", "judge audit"]
+    assert trial.log == expected and SLOTS - 1 in trial.collected[0]
 
 
 def test_a_wide_interval_goes_on_to_the_last_round() -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sample_results import on_cpu, result, wrong
+from sample_results import on_cpu, own_audit, result, wrong
 
 from peerlane.errors import HarnessError
 from peerlane.evaluate.store import ResultsStore
@@ -36,6 +36,7 @@ def test_key_tells_evaluations_apart() -> None:
         {"preset": "small"},
         {"world_size": 2},
         {"evaluator_version": "0.2.0"},
+        {"track": "custom", "audit": own_audit()},
         {"candidate": base.candidate.model_copy(update={"sha256": "1" * 64})},
         {"problem": base.problem.model_copy(update={"id": 2})},
     ]

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
-from sample_results import estimate, measured, on_cpu, result
+from sample_results import estimate, measured, on_cpu, own_audit, result
 
 from peerlane.evaluate.verdict import CaseEvidence, Estimate, NotMeasured, Record, Result, Verdict
 
@@ -122,13 +122,19 @@ WHY = "no GPU"
         {"speed": (*result().speed, NotMeasured(mode="graph", why=WHY))},
         {"modes": ("eager",)},
         {"modes": ()},
+        {"track": "custom"},
+        {"track": "custom", "audit": own_audit(complete=False)},
+        {"track": "custom", "audit": own_audit(unrecorded_collectives=1)},
+        {"track": "custom", "audit": own_audit(operators={"c10d::allreduce_": 1})},
+        {"track": "custom", "audit": own_audit(kernels={"nccl": 1, "own": 1})},
         *({"verdict": verdict(kind)} for kind in VERDICTS if kind != "correct"),
         *({"verdict": verdict(kind), "speed": on_cpu().speed} for kind in VERDICTS if kind != "correct"),
     ],
     ids=lambda changes: "-".join([*changes, getattr(changes.get("verdict"), "kind", "")]),
 )
 def test_inconsistent_result(changes: dict[str, Any]) -> None:
-    """A correct result has evidence and a word on the speed in every mode; any other has no speed at all."""
+    """A correct result has evidence, in the custom track that of an audit too, and a word on the speed in every mode; any other has no
+    speed at all."""
     with pytest.raises(ValidationError):
         result(**changes)
 
@@ -162,6 +168,13 @@ def test_faster_means_beyond_the_noise() -> None:
     assert not speed.model_copy(update={"speedup": estimate(1.2, spread=0.3), "noise_floor": 0.0}).faster
 
 
+def test_a_record_from_before_audits_is_still_one_of_the_open_track() -> None:
+    fields = json.loads(result().model_dump_json())
+    del fields["audit"], fields["mechanisms"]
+    old = Result.model_validate(fields)
+    assert old == result() and old.key == result().key
+
+
 def shape_of(schema: Any) -> Any:
     """A JSON schema without its prose."""
     if isinstance(schema, dict):
@@ -170,5 +183,6 @@ def shape_of(schema: Any) -> Any:
 
 
 def test_schema_is_frozen() -> None:
-    """Files of results outlive versions: whoever changes the records raises ``schema_version`` and writes a schema of that number."""
+    """Files of results outlive versions: a field may be added if it has a default, which older records then have; whoever changes more
+    raises ``schema_version`` and writes a schema of that number."""
     assert shape_of(Result.model_json_schema()) == json.loads(SCHEMA.read_text())

@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from peerlane.errors import UsageError
+from peerlane.evaluate.verdict import Mechanism
 from peerlane.report.records import read_results
-from peerlane.report.tables import RESULT_COLUMNS, TextTable, environment_lines, reasons, result_table
-from unit.sample_results import hung, measured, on_cpu, result, wrong
+from peerlane.report.tables import RESULT_COLUMNS, TextTable, environment_lines, mechanism_lines, reasons, result_table
+from unit.sample_results import hung, measured, on_cpu, own_audit, result, wrong
 
 
 def test_one_row_per_measured_mode() -> None:
@@ -75,6 +76,20 @@ def test_flags_and_variant_are_named() -> None:
     sample = sample.model_copy(update={"problem": sample.problem.model_copy(update={"variant": "pkb"})})
     row = result_table([sample]).rows[0]
     assert row[1] == "1 allreduce (pkb)" and row[4] == "correct (aliased_output)"
+
+
+def test_the_custom_track_is_named() -> None:
+    (row, _) = result_table([result(track="custom", audit=own_audit(), flags=("aliased_output",))]).rows
+    assert row[RESULT_COLUMNS.index("verdict")] == "correct (custom track, aliased_output)"
+
+
+def test_mechanisms_are_told_of_audited_results() -> None:
+    push = Mechanism(name="tma", confidence="seen", evidence="instructions in peerlane.device kernel push")
+    signal = Mechanism(name="sm_load_store", confidence="possible", evidence="instructions in peerlane.device kernel push")
+    assert mechanism_lines([result(audit=own_audit(), mechanisms=(signal, push)), result(), result(audit=own_audit())]) == [
+        "1_allreduce_cuda, problem 1 allreduce, pkb, W=4 moves data by: sm_load_store (possible), tma (seen)",
+        "1_allreduce_cuda, problem 1 allreduce, pkb, W=4 moves data by: nothing that was recognised",
+    ]
 
 
 def test_markdown_and_terminal_show_the_same_cells() -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 Device: TypeAlias = Literal["cuda", "cpu"]
 Mode: TypeAlias = Literal["eager", "graph"]
+Track: TypeAlias = Literal["open", "custom"]
 
 CANDIDATES_HELP = "Files named <id>_<name>_<backend>.py, folders of them, or the words reference and solutions (peerlane's own)."
 WORLD_SIZES_HELP = "Numbers of ranks, separated by commas; by default 2,4 on CPU, and those of 2,4,8 that the GPUs allow on CUDA."
@@ -33,6 +34,10 @@ def evaluate_candidates(
     variant: Annotated[
         str, typer.Option(help="default, or pkb: the public benchmark's semantics, for problems where those are not the right ones.")
     ] = "default",
+    track: Annotated[
+        str,
+        typer.Option(help="open: anything goes; custom: communication must be the candidate's own, no NCCL, gloo or torch.distributed."),
+    ] = "open",
     mode: Annotated[str, typer.Option(help="Launch modes to time, separated by commas.")] = "eager,graph",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     out: Annotated[Path, typer.Option(help="Folder that results are added to.")] = Path("peerlane-results"),
@@ -59,6 +64,7 @@ def evaluate_candidates(
         device=chosen,
         out=out,
         variant=one_of(variant, ("default", "pkb"), "--variant"),
+        track=cast(Track, one_of(track, ("open", "custom"), "--track")),
     )
     with progress() as shown:
         evaluate(plan, shown)

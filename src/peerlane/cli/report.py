@@ -17,10 +17,11 @@ def report(
     """Print recorded results as a Markdown table."""
     from peerlane.report.noise import acceptance_lines, noise_table
     from peerlane.report.records import read_results
-    from peerlane.report.tables import environment_lines, reasons, result_table
+    from peerlane.report.tables import environment_lines, mechanism_lines, reasons, result_table
 
     results = [result for file in files for result in read_results(file)]
     table = noise_table(results) if noise else result_table(results)
     print(table.markdown(), end="")
-    for line in [*(acceptance_lines(results) if noise else []), *environment_lines(results), *reasons(results)]:
+    told = acceptance_lines(results) if noise else mechanism_lines(results)
+    for line in [*told, *environment_lines(results), *reasons(results)]:
         print(f"\n{line}")

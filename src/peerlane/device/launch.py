@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -132,6 +133,11 @@ class Launch:
             f"kernel {self.kernel.name!r} was not launched (grid {sizes[:3]}, block {sizes[3:6]}, {sizes[6]} bytes of shared memory): "
             f"{_cuda.describe(status)}; an error of an earlier kernel shows up here too: run with CUDA_LAUNCH_BLOCKING=1 to see which"
         )
+
+
+def loaded_cubins() -> list[Path]:
+    """The files of all cubins that this process has loaded."""
+    return sorted({Path(path) for path, _ in _modules})
 
 
 def _module(cubin: Cubin, device: int) -> Any:

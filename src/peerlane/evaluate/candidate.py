@@ -6,6 +6,7 @@ comparison ran in the same place; after ``load`` that is refused.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -19,7 +20,9 @@ import torch
 from peerlane import problems
 from peerlane.evaluate import extensions
 from peerlane.evaluate.arena import Arena
+from peerlane.evaluate.loaded_code import loaded_code, mapped_libraries
 from peerlane.evaluate.protocol import Message
+from peerlane.evaluate.recorder import collectives, recording
 from peerlane.evaluate.slots import ArgumentSlots, OutputRegions, updates_of
 from peerlane.evaluate.timing import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.worker import Rank
@@ -53,11 +56,12 @@ class AttachedCase:
 
 
 class CandidateRank(Rank):
-    """Serves ``attach_case``, ``detach``, ``prepare``, ``block``, ``load``, ``call``."""
+    """Serves ``attach_case``, ``detach``, ``load``, ``call``, ``prepare``, ``block``; audits: ``rehearse``, ``loaded_code``, ``probe``."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__(config, rank, memory_fd)
         self._loaded = False
+        self._own_libraries: frozenset[str] = frozenset()
         self._solution: Solution | None = None
         self._reference: Solution | None = None
         self._spaces: dict[str, AttachedCase] = {}
@@ -67,6 +71,9 @@ class CandidateRank(Rank):
             "block": self.timed_block,
             "load": self.load,
             "call": self.call,
+            "rehearse": self.rehearse,
+            "loaded_code": self.loaded_code,
+            "probe": self.probe,
             "detach": self.detach,
         }
 
@@ -101,6 +108,7 @@ class CandidateRank(Rank):
             self._solution = problems.get(request["problem"]).reference_of(request["variant"])
             return {}
         self._loaded, self._reference = True, None
+        self._own_libraries = mapped_libraries()
         if self.device.type == "cpu":
             _interpret_triton()
         solution = getattr(import_candidate(Path(request["path"])), "solution", None)
@@ -137,19 +145,47 @@ class CandidateRank(Rank):
         return {**times, "outputs": attached.outputs.descriptions}
 
     def call(self, request: Message) -> dict[str, Any]:
-        """Calls the solution on ``slots`` one after the other, with freed memory poisoned before each, and takes snapshots."""
+        """Calls the solution on ``slots`` one after the other, with freed memory poisoned before each, and takes snapshots.
+
+        With a ``marker`` the calls are recorded; ``collectives`` is what the process groups counted in them, recorded or not.
+        """
         attached = self._spaces[request["space"]]
         solution, outputs = self._side(request), attached.outputs
-        previous = None
+        previous, marker, recordings, before = None, request.get("marker"), [], collectives()
         for slot in request["slots"]:
             self._poison(outputs.layout[slot])
             args = outputs.fresh(attached.arguments.args[slot])
-            output = solution(*args)
+            with recording(self.device, marker) if marker else contextlib.nullcontext() as record:
+                output = solution(*args)
+            if record is not None:
+                recordings.append(record.message)
             outputs.take(slot, output, args)
             previous = output  # kept until the next call is over, so that the same storage again means the candidate's own reuse
             self.synchronize()
         del previous
-        return {"outputs": [outputs.descriptions[slot] for slot in request["slots"]], "aliased": outputs.aliased(request["slots"])}
+        return {
+            "outputs": [outputs.descriptions[slot] for slot in request["slots"]],
+            "aliased": outputs.aliased(request["slots"]),
+            "recordings": recordings,
+            "collectives": collectives() - before,
+        }
+
+    def rehearse(self, request: Message) -> dict[str, Any]:
+        """The block that was prepared, recorded and without clocks; what its calls returned."""
+        attached = self._spaces[request["space"]]
+        with recording(self.device, request["marker"]) as record:
+            attached.blocks[request["mode"]].rehearse()
+        return {"recordings": [record.message], "outputs": attached.outputs.descriptions}
+
+    def loaded_code(self, request: Message) -> dict[str, Any]:
+        """What device code there is since the candidate was loaded."""
+        return loaded_code(self._own_libraries, libraries=request["libraries"])
+
+    def probe(self, request: Message) -> dict[str, Any]:
+        """Records a kernel of PyTorch's, to see whether the profiler works here."""
+        with recording(self.device, request["marker"]) as record:
+            torch.zeros(1, device=self.device)
+        return {"recordings": [record.message]}
 
     def _poison(self, layout: Description) -> None:
         """Fills memory that the next allocations are likely to get, so that what is never written shows."""

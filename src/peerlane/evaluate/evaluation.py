@@ -14,12 +14,12 @@ import torch
 import peerlane
 from peerlane import problems
 from peerlane.errors import HarnessError, UsageError
-from peerlane.evaluate.candidates import CandidateFile
+from peerlane.evaluate.candidates import REFERENCE, CandidateFile
 from peerlane.evaluate.examine import Examination, Job, Node
 from peerlane.evaluate.groups import RankGroup
 from peerlane.evaluate.session import Session
 from peerlane.evaluate.store import ResultsStore
-from peerlane.evaluate.verdict import Mode, NotRun, Result, result_key
+from peerlane.evaluate.verdict import EvaluationKey, Mode, NotRun, Result, Track
 from peerlane.hardware.ceilings import load_ceilings
 from peerlane.hardware.environment import node_class, record
 from peerlane.hardware.profiles import profile_for
@@ -40,6 +40,7 @@ class EvaluationPlan:
         problems: ``"1-8,13"``, ``"all"``, or None: by the candidates' file names (all, for the reference).
         presets: names; ``production`` stands for all production presets of a problem, ``production_first`` for the first that has a case
             at the world size.
+        track: ``open``: anything goes; ``custom``: what a call communicates must be the candidate's own doing. See docs/tracks.md.
         variant: ``default``, or ``pkb``: the public benchmark's semantics, for the problems where those differ.
         world_sizes: numbers of ranks.
         modes: launch modes to time.
@@ -56,6 +57,7 @@ class EvaluationPlan:
     device: Device = "cpu"
     out: Path | None = None
     variant: str = "default"
+    track: Track = "open"
     deadlines: Deadlines = field(default_factory=Deadlines)
     rules: TimingRules = field(default_factory=TimingRules)
 
@@ -161,6 +163,8 @@ def make_jobs(plan: EvaluationPlan) -> list[Job]:
     """The evaluations of a plan, in order; raises :class:`UsageError` if any part of it cannot be."""
     if not plan.candidates:
         raise UsageError("no candidates: expected at least one file, folder or the word 'reference'")
+    if plan.track == "custom" and any(candidate.is_reference for candidate in plan.candidates):
+        raise UsageError(f"{REFERENCE!r} has no place in the custom track: it communicates by NCCL or gloo; evaluate it in the open track")
     selected = None if plan.problems is None else problems.select(plan.problems)
     jobs = []
     for world_size in plan.world_sizes:
@@ -169,7 +173,7 @@ def make_jobs(plan: EvaluationPlan) -> list[Job]:
                 for preset in presets_of(problem, plan.presets, world_size):
                     problem.cases(preset, world_size)  # raises for a world size that the mathematics forbids
                     variant = plan.variant if plan.variant in problem.variants else "default"
-                    jobs.append(Job(candidate, problem, preset, world_size, plan.modes, variant))
+                    jobs.append(Job(candidate, problem, preset, world_size, plan.modes, variant, plan.track))
     if not jobs:
         raise UsageError("nothing to evaluate: no candidate belongs to the chosen problems, or none of them has the chosen presets")
     return jobs
@@ -220,10 +224,19 @@ def describe_node(device: Device) -> Node:
     return Node(secrets.token_hex(6), device, gpus, environment, profile, tuple(peaks), float(gpu["memory_bytes"]))
 
 
-def job_key(job: Job, device: str) -> tuple[str, ...]:
+def job_key(job: Job, device: Device) -> EvaluationKey:
     """The identity of the result that a job will have; see :attr:`Result.key`."""
-    version, sha256, problem = peerlane.__version__, job.candidate.sha256, job.problem.id
-    return result_key(version, sha256, problem, job.variant, job.preset, job.world_size, device, job.modes)
+    return EvaluationKey(
+        evaluator_version=peerlane.__version__,
+        sha256=job.candidate.sha256,
+        problem=job.problem.id,
+        variant=job.variant,
+        preset=job.preset,
+        world_size=job.world_size,
+        device=device,
+        modes=job.modes,
+        track=job.track,
+    )
 
 
 def _not_run(job: Job, node: Node, plan: EvaluationPlan, missing: str) -> Result:

@@ -13,11 +13,12 @@ import torch
 
 import peerlane
 from peerlane.errors import HarnessError
+from peerlane.evaluate.audit import Auditor, profiler_works
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.groups import GroupFailure, RankGroup
 from peerlane.evaluate.session import Session
 from peerlane.evaluate.stopwatch import SpeedTrial, Unmeasurable
-from peerlane.evaluate.trial import Rejected, Trial, verdict_of
+from peerlane.evaluate.trial import Evidence, Rejected, Trial, verdict_of
 from peerlane.evaluate.verdict import (
     CandidateInfo,
     CaseEvidence,
@@ -29,8 +30,10 @@ from peerlane.evaluate.verdict import (
     NotMeasured,
     NotRun,
     Phase,
+    Policy,
     ProblemInfo,
     Result,
+    Track,
     Verdict,
 )
 from peerlane.hardware.profiles import HardwareProfile
@@ -51,6 +54,7 @@ class Job:
     world_size: int
     modes: tuple[Mode, ...]
     variant: str = "default"
+    track: Track = "open"
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ class Examination:
     flags: set[str] = field(default_factory=set)
     evidence: dict[str, CaseEvidence] = field(default_factory=dict)
     speeds: list[ModeSpeed | NotMeasured] = field(default_factory=list)
+    auditor: Auditor | None = None
     healthy: bool = True
 
     def run(self) -> Result:
@@ -150,6 +155,11 @@ class Examination:
         else:
             with self._in("timing"):
                 self._time(speed)
+        if not job.candidate.is_reference:
+            with self._in("audit"):
+                self._audit(cases[0], speed)
+        if speed is not None and self.healthy:
+            speed.trial.close()
         if not job.candidate.is_reference and self.healthy:
             with self._in("exit"):
                 self._leave()
@@ -216,8 +226,47 @@ class Examination:
                     self.speeds += [NotMeasured(mode=m, why=f"the ranks were lost in {mode} mode") for m in rest]
                     break
         self.evidence[speed.trial.case.key] = speed.merged(self.evidence[speed.trial.case.key])
-        if self.healthy:
-            speed.trial.close()
+
+    def _audit(self, case: Case, speed: SpeedTrial | None) -> None:
+        """Records what some calls run. The custom track stands or falls with it; in the open one it is evidence, and failing is a flag."""
+        custom = self.job.track == "custom"
+        if not self.healthy:
+            if custom:
+                raise Rejected(Policy(what="the ranks were lost under graph replay, before the audit: nothing shows what calls run"))
+            return
+        try:
+            self._audit_calls(case, speed)
+        except GroupFailure:
+            if custom:
+                raise
+            self.auditor, self.healthy = None, False
+            self.flags.add("audit_failed")
+
+    def _audit_calls(self, case: Case, speed: SpeedTrial | None) -> None:
+        assert self.group is not None
+        auditor = self.auditor = Auditor(self.node.device)
+        if speed is not None:
+            for item in self.speeds:
+                if isinstance(item, ModeSpeed):
+                    auditor.audit_block(speed, item.mode)
+            auditor.count_timed(speed.trial.collectives)
+        trial = Trial(self.session, self.group, self.job.problem, case, "check", CHECKED_SLOTS, Evidence.of(self.evidence[case.key]))
+        try:
+            auditor.audit_calls(trial)
+        finally:
+            self.evidence[case.key] = trial.evidence.record(case)
+        if self.node.device == "cuda":
+            try:
+                auditor.look_at_code(trial)
+            except GroupFailure:
+                self.healthy = False  # the code of its kernels then counts as not found, which says less and forgives nothing
+        if self.job.track == "custom" and (objection := auditor.violation(must_move=self._must_move(case))) is not None:
+            if auditor.saw_nothing and not profiler_works(self.session):
+                raise Rejected(NotRun(missing="the profiler sees nothing of what a GPU does here, and the custom track needs it"))
+            raise Rejected(objection)
+
+    def _must_move(self, case: Case) -> bool:
+        return any(self.job.problem.cost(case, rank).ingress_bytes > 0 for rank in range(case.world_size))
 
     def _leave(self) -> None:
         assert self.group is not None
@@ -244,10 +293,12 @@ class Examination:
             device=self.node.device,
             modes=job.modes,
             isolation="L0",
-            track="open",
+            track=job.track,
             verdict=verdict,
             correctness=tuple(self.evidence.values()),
             speed=tuple(self.speeds) if correct else (),
+            audit=None if self.auditor is None else self.auditor.record(),
+            mechanisms=() if self.auditor is None else self.auditor.mechanisms(),
             flags=tuple(sorted(self.flags)),
             phases_s=self.phases_s,
             log_tail=log,

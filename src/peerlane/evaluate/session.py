@@ -28,6 +28,7 @@ class Session:
         environment = {
             "OMP_NUM_THREADS": "1",  # the nursery must have one thread when it forks
             "OPENBLAS_NUM_THREADS": "1",
+            "KINETO_LOG_LEVEL": "99",  # audits would print a line for each end of every record
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking how many GPUs there are must not initialise CUDA
         }
         if self.device == "cpu":

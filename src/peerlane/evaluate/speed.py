@@ -122,8 +122,24 @@ class Race:
         answers = trial.ask("block", "timing", trial.session.deadlines.timing, mode=self.mode, side=self.side)
         times = BlockTimes.of(answers, trial.slots, (time.perf_counter() - begin) * 1e6)
         if compared:
+            trial.count_collectives(answers)
             self._collect(answers)
         return times
+
+    def rehearse(self, marker: str) -> list[Message]:
+        """A block of the candidate's on new contents, recorded instead of timed, its outputs judged; what the ranks answered.
+
+        Raises :class:`CaptureFailed`."""
+        trial = self.trial
+        trial.mint()
+        trial.reveal()
+        self.prepare()
+        trial.mint()
+        trial.reveal()
+        answers = trial.ask("rehearse", "audit", trial.session.deadlines.first_call, mode=self.mode, marker=marker)
+        self._collect(answers)
+        trial.judge("audit")
+        return answers
 
     def _round(self, *, warming: bool = False) -> tuple[BlockTimes, BlockTimes]:
         """A block of each side in random order, on the same new contents; a candidate's outputs are compared, but for warm-up."""

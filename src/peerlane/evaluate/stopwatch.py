@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peerlane.evaluate.groups import GroupFailure
+from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import case_request
 from peerlane.evaluate.speed import CaptureFailed, Race, choose_slots
 from peerlane.evaluate.statistics import Interval
@@ -112,6 +113,13 @@ class SpeedTrial:
             if isinstance(rejected.verdict, Tampered):
                 raise
             raise Unmeasurable(f"wrong under graph replay: {rejected.verdict.reason}") from None
+
+    def rehearse(self, mode: Mode, marker: str) -> list[Message]:
+        """A block of a mode that was measured, under the profiler; what the ranks answered. Raises :class:`Rejected` or GroupFailure."""
+        try:
+            return Race(self.trial, mode, "candidate", self.rules).rehearse(marker)
+        except CaptureFailed as failure:
+            raise GroupFailure("runtime_error", "audit", f"was captured to be timed, but not to be audited: {failure}") from None
 
     def _race(self, mode: Mode) -> ModeSpeed:
         trial, baseline = self.trial, self.baselines[mode]

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from peerlane.errors import HarnessError
-from peerlane.evaluate.verdict import Result
+from peerlane.evaluate.verdict import EvaluationKey, Result
 
 _TO_REPEAT = ("harness_error", "not_run")  # these say nothing about the candidate
 
@@ -47,7 +47,7 @@ class ResultsStore:
         """All results, oldest first."""
         return list(self._results)
 
-    def has(self, key: tuple[str, ...]) -> bool:
+    def has(self, key: EvaluationKey) -> bool:
         """True if this evaluation is done. One that failed in the harness, or could not be run, is to be done again."""
         return key in self._keys
 

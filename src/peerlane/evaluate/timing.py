@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from peerlane.evaluate.recorder import collectives
 from peerlane.evaluate.slots import OutputRegions
 from peerlane.problems._tree import Tree
 
@@ -28,6 +29,7 @@ _CYCLES_PER_US = 1_800  # SM clock
 _replay = torch.cuda.CUDAGraph.replay
 _all_reduce = dist.all_reduce
 _get_affinity, _set_affinity = os.sched_getaffinity, os.sched_setaffinity
+_collectives = collectives
 _collect, _gc_enable, _gc_disable = gc.collect, gc.enable, gc.disable
 
 Solution = Callable[..., Tree]
@@ -44,6 +46,8 @@ class Block(abc.ABC):
     """
 
     head_start_us = 0.0
+    captured_collectives = 0
+    """what process groups counted while the calls were captured"""
 
     def __init__(self, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> None:
         self._solution, self._args, self._outputs = solution, args, outputs
@@ -56,7 +60,8 @@ class Block(abc.ABC):
         """Enqueues the calls of all slots."""
 
     def run(self, cores: set[int] | None) -> dict[str, Any]:
-        """One block, this thread kept on ``cores``. Returns ``iterations_us`` (per slot) and ``span_us`` (first start to last end)."""
+        """One block, this thread kept on ``cores``. Returns ``iterations_us`` (per slot), ``span_us`` (first start to last end) and
+        ``collectives``: how many the process groups counted in the calls, captured ones included."""
         _collect()
         _gc_disable()
         everywhere = _get_affinity(0)
@@ -67,8 +72,10 @@ class Block(abc.ABC):
             if self.head_start_us:
                 _sleep(int(self.head_start_us * len(self._args) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
             _all_reduce(self._barrier)
+            before = _collectives()
             self._run()
             _synchronize()
+            counted = _collectives() - before
         finally:
             _set_affinity(0, everywhere)
             _gc_enable()
@@ -76,7 +83,13 @@ class Block(abc.ABC):
         return {
             "iterations_us": iterations,
             "span_us": _elapsed(self._starts[0], self._ends[-1]) * 1e3,
+            "collectives": self.captured_collectives + counted,
         }
+
+    def rehearse(self) -> None:
+        """The calls of all slots once more, without clocks and barrier, until they have ended."""
+        self._run()
+        _synchronize()
 
 
 class EagerBlock(Block):
@@ -112,13 +125,20 @@ class GraphBlock(Block):
         self._ends = [_timer(external=True) for _ in args]
         _all_reduce(self._barrier)
         _synchronize()
-        stream = _current_stream()
+        stream, before = _current_stream(), _collectives()
         try:
             self._graphs = self._capture()
         except BaseException:
             _set_stream(stream)  # torch.cuda.graph stays on its own stream when a broken capture cannot be ended
             raise
+        self.captured_collectives = _collectives() - before
         _synchronize()
+
+    def rehearse(self) -> None:
+        """As above, captured anew before."""
+        self._graphs = self._capture()
+        _synchronize()
+        super().rehearse()
 
     def _capture(self) -> list[torch.cuda.CUDAGraph]:
         graphs = []

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peerlane.errors import HarnessError, ProtocolError
+from peerlane.evaluate.activity import is_count
 from peerlane.evaluate.groups import GroupFailure, RankGroup
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import Session, case_request
@@ -73,6 +74,11 @@ class Evidence:
     timed_slots: int = 0
     worst_ratio: float = 0.0
 
+    @classmethod
+    def of(cls, record: CaseEvidence) -> Evidence:
+        """What is to be added to."""
+        return cls(record.slots, record.integer_slots, record.timed_slots, record.worst_ratio)
+
     def record(self, case: Case) -> CaseEvidence:
         """The immutable form."""
         return CaseEvidence(
@@ -98,6 +104,8 @@ class Trial:
     layouts: list[Message] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     aliased: bool = False
+    collectives: int = 0
+    """the most that a rank's process groups counted in a timed block of the candidate, warm-up apart"""
     judge_s: float = 0.0
     """what comparing one slot took, last time"""
     _waiting: list[str] = field(default_factory=list)
@@ -160,12 +168,20 @@ class Trial:
         """Makes the minted contents visible to the candidate."""
         self.trusted("reveal")
 
-    def check(self, phase: Phase, deadline_s: float, slots: Sequence[int]) -> None:
-        """Calls the candidate on these slots of the revealed inputs and judges them; raises :class:`Rejected`."""
-        answers = self.ask("call", phase, deadline_s, side="candidate", slots=list(slots))
+    def check(self, phase: Phase, deadline_s: float, slots: Sequence[int], **more: Any) -> list[Message]:
+        """Calls the candidate on these slots of the revealed inputs and judges them; returns the answers, raises :class:`Rejected`."""
+        answers = self.ask("call", phase, deadline_s, side="candidate", slots=list(slots), **more)
         self.aliased |= any(bool(answer.get("aliased")) for answer in answers)
         self.collect(slots, [_outputs(answer, len(slots)) for answer in answers])
         self.judge(phase, check_inputs=True)
+        return answers
+
+    def count_collectives(self, answers: Sequence[Message]) -> None:
+        """Takes in what the candidate's process groups counted in a timed block."""
+        for rank, answer in enumerate(answers):
+            if not is_count(answer.get("collectives")):
+                raise GroupFailure("garbage", "timing", "a rank answered without the number of its collectives", rank=rank)
+            self.collectives = max(self.collectives, int(answer["collectives"]))
 
     def collect(self, slots: Sequence[int], outputs: Sequence[list[Any]]) -> int:
         """Has the trusted ranks take copies of the snapshots, ``outputs[rank][i]`` describing slot ``slots[i]``; the bytes that wait."""

@@ -6,12 +6,15 @@ Read :class:`Result` first. Runs only on the supervisor's side; rank workers nev
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Phase = Literal["spawn", "build", "import", "first_call", "correctness", "timing", "exit"]
+Phase = Literal["spawn", "build", "import", "first_call", "correctness", "timing", "audit", "exit"]
 Mode = Literal["eager", "graph"]
+Track = Literal["open", "custom"]
+MechanismName = Literal["copy_engine", "sm_load_store", "tma", "nvls", "nccl", "gloo"]
+Confidence = Literal["seen", "possible", "loaded"]
 
 
 class Record(BaseModel):
@@ -296,6 +299,52 @@ class NotMeasured(Record):
 Speed = Annotated[ModeSpeed | NotMeasured, Field(discriminator="status")]
 
 
+class EvaluationKey(NamedTuple):
+    """The identity of an evaluation; see :attr:`Result.key`."""
+
+    evaluator_version: str
+    sha256: str
+    problem: int
+    variant: str
+    preset: str
+    world_size: int
+    device: str
+    modes: tuple[Mode, ...]
+    track: Track
+
+
+class Audit(Record):
+    """What ran in audited calls. Counts are per call: the largest of any rank and call."""
+
+    calls: int = Field(ge=1, description="audited calls, on every rank")
+    block_modes: tuple[Mode, ...] = Field(description="launch modes in which a whole block was recorded too")
+    kernels: dict[str, int] = Field(description="by whose they are: own, triton, library, aten, nccl")
+    copies: dict[str, int] = Field(description="by the memory at their ends: peer, same_gpu, host")
+    memsets: int = Field(ge=0)
+    operators: dict[str, int] = Field(description="PyTorch's operators of communication, by name")
+    other: int = Field(ge=0, description="all else that was recorded: other operators, calls of the CUDA runtime")
+    kernel_names: tuple[str, ...] = Field(description="of the kernels that ran, the most frequent first, 32 at most")
+    unrecorded_collectives: int = Field(ge=0, description="that process groups counted in calls which were not recorded")
+    complete: bool = Field(description="every record has both marks that were set at its ends, and the profiler was left alone")
+
+    @property
+    def own_communication(self) -> bool:
+        """True if the record is complete and holds no communication but the candidate's own."""
+        return self.complete and not (self.operators or self.unrecorded_collectives or self.kernels.get("nccl", 0))
+
+
+class Mechanism(Record):
+    """A way to move data between ranks, and what speaks for its use.
+
+    ``seen``: in an audited call, or instructions for it in a kernel that ran there. ``possible``: what ran there may have served it or
+    something else. ``loaded``: instructions in code that was loaded and did not run there.
+    """
+
+    name: MechanismName
+    confidence: Confidence
+    evidence: str = Field(min_length=1)
+
+
 class Result(Record):
     """One candidate, one problem, one preset, one world size. The unit of ``results.jsonl``."""
 
@@ -310,10 +359,12 @@ class Result(Record):
     device: Literal["cuda", "cpu"]
     modes: tuple[Mode, ...] = Field(min_length=1, description="launch modes asked for")
     isolation: Literal["L0", "L1", "L2"]
-    track: Literal["open", "custom"]
+    track: Track
     verdict: Verdict
     correctness: tuple[CaseEvidence, ...] = ()
     speed: tuple[Speed, ...] = ()
+    audit: Audit | None = Field(default=None, description="None where no call was audited: the reference, failures before, older records")
+    mechanisms: tuple[Mechanism, ...] = Field(default=(), description="how it moves data, by evidence; says nothing without an audit")
     flags: tuple[str, ...] = Field(default=(), description="remarkable but legitimate, such as aliased_output")
     phases_s: dict[str, float] = Field(default_factory=dict, description="wall time by phase, seconds")
     log_tail: str = Field(default="", description="the end of what the candidate's ranks printed, after a failure")
@@ -328,6 +379,8 @@ class Result(Record):
                 raise ValueError("a correct verdict cannot have an error ratio above 1")
             if tuple(item.mode for item in self.speed) != self.modes:
                 raise ValueError("a correct verdict states the speed, or why it was not measured, for every mode asked for")
+            if self.track == "custom" and (self.audit is None or not self.audit.own_communication):
+                raise ValueError("a correct verdict in the custom track needs an audit that shows no communication but the candidate's own")
         elif self.speed:
             raise ValueError(f"a {self.verdict.kind} verdict cannot carry a speed")
         return self
@@ -338,17 +391,18 @@ class Result(Record):
         return isinstance(self.verdict, Correct)
 
     @property
-    def key(self) -> tuple[str, ...]:
+    def key(self) -> EvaluationKey:
         """Identifies the evaluation: a second run with the same key has nothing to add."""
-        return result_key(
-            self.evaluator_version,
-            self.candidate.sha256,
-            self.problem.id,
-            self.problem.variant,
-            self.preset,
-            self.world_size,
-            self.device,
-            self.modes,
+        return EvaluationKey(
+            evaluator_version=self.evaluator_version,
+            sha256=self.candidate.sha256,
+            problem=self.problem.id,
+            variant=self.problem.variant,
+            preset=self.preset,
+            world_size=self.world_size,
+            device=self.device,
+            modes=self.modes,
+            track=self.track,
         )
 
     def speed_in(self, mode: str) -> ModeSpeed | None:
@@ -357,10 +411,3 @@ class Result(Record):
             if isinstance(item, ModeSpeed) and item.mode == mode:
                 return item
         return None
-
-
-def result_key(
-    version: str, sha256: str, problem: int, variant: str, preset: str, world_size: int, device: str, modes: tuple[str, ...]
-) -> tuple[str, ...]:
-    """The identity of an evaluation; see :attr:`Result.key`."""
-    return (version, sha256, str(problem), variant, preset, str(world_size), device, "+".join(modes))

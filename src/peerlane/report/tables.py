@@ -68,7 +68,8 @@ def result_table(results: Iterable[Result]) -> TextTable:
     """
     table = TextTable(RESULT_COLUMNS, right={"W", "reference us", "candidate us"})
     for result in results:
-        verdict = result.verdict.kind + (f" ({', '.join(result.flags)})" if result.flags else "")
+        remarks = (*(("custom track",) if result.track == "custom" else ()), *result.flags)
+        verdict = result.verdict.kind + (f" ({', '.join(remarks)})" if remarks else "")
         head = (result.candidate.name, _problem(result), result.preset, str(result.world_size), verdict)
         measured = [speed for mode in result.modes if (speed := result.speed_in(mode)) is not None]
         unmeasured = tuple(item.mode for item in result.speed if item.status == "not_measured")
@@ -92,6 +93,20 @@ def reasons(results: Iterable[Result]) -> list[str]:
             if speed.status == "not_measured":
                 lines[f"{speed.mode} not measured: {speed.why}"] = None
     return list(lines)
+
+
+def mechanism_lines(results: Iterable[Result]) -> list[str]:
+    """A line for every audited result: how it moved data between ranks, mechanism by mechanism, and how sure that is."""
+    return [
+        f"{result.candidate.name}, problem {_problem(result)}, {result.preset}, W={result.world_size} moves data by: {_mechanisms(result)}"
+        for result in results
+        if result.audit is not None
+    ]
+
+
+def _mechanisms(result: Result) -> str:
+    found = [f"{item.name} ({item.confidence})" for item in result.mechanisms]
+    return ", ".join(found) or "nothing that was recognised"
 
 
 def _problem(result: Result) -> str:

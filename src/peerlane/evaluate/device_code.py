@@ -1,0 +1,62 @@
+"""Which transfer mechanisms a kernel's machine code has instructions for, from PTX or from SASS as cuobjdump prints it.
+
+Pure: text in, sets of words out. The words are ``nvls`` (multicast loads and stores), ``tma`` (bulk and tensor copies from or to global
+memory) and ``sm_load_store`` (loads, stores, atomics or fences of system scope, which is what talking to another GPU takes; talking to the
+host takes the same, so it is a hint). An instruction in the text need not be executed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+Kernels = Mapping[str, frozenset[str]]
+"""Mangled name of every kernel -> the mechanisms that its code has instructions for."""
+
+_PTX = {
+    "nvls": re.compile(r"\bmultimem\.(ld_reduce|st|red|cp)"),
+    # Both directions name .global; what stays between the shared memories of a cluster, and what only fills the L2 cache, does not count.
+    "tma": re.compile(r"\bcp\.(?:reduce\.)?async\.bulk\.(?!prefetch|commit_group|wait_group)[\w.:]*\bglobal\b"),
+    "sm_load_store": re.compile(
+        r"(?<![\w.])(?:(?:ld|st|red|atom)\.[\w.:]*\b(?:sys|mmio)\b|fence\.[\w.:]*\bsys\b|membar\.sys\b|(?:ld|st)\.volatile\.(?!shared|local))"
+    ),
+}
+# In SASS multimem.st and multimem.red look like ordinary stores: only PTX shows them.
+_SASS = {
+    "nvls": re.compile(r"\bLDGMC\b"),
+    "tma": re.compile(r"\b(?:UBLKCP|UBLKRED|UTMALDG|UTMASTG|UTMAREDG)\b"),
+    "sm_load_store": re.compile(r"\b(?:LDG?|STG?|REDG?|ATOMG?)\.[\w.]*\bSYS\b|\bMEMBAR\.[\w.]*\bSYS\b"),
+}
+_ENTRY = re.compile(r"^[ \t]*(?:\.(?:visible|weak|extern)[ \t]+)*\.(entry|func)\b", re.MULTILINE)
+_ENTRY_NAME = re.compile(r"\.entry\s+([\w$]+)")
+_PTX_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_FUNCTION = re.compile(r"^\s*Function : (\S+)[ \t]*$", re.MULTILINE)
+
+
+def _mechanisms(text: str, patterns: Mapping[str, re.Pattern[str]]) -> frozenset[str]:
+    return frozenset(name for name, pattern in patterns.items() if pattern.search(text))
+
+
+def in_ptx(text: str) -> Kernels:
+    """The kernels of a PTX module. What functions that are not inlined hold counts for every kernel of the module."""
+    text = _PTX_COMMENT.sub("", text)
+    starts = [(match.start(), match[1]) for match in _ENTRY.finditer(text)]
+    ends = [*(start for start, _ in starts[1:]), len(text)][: len(starts)]
+    kernels: dict[str, frozenset[str]] = {}
+    shared: frozenset[str] = frozenset()
+    for (start, kind), end in zip(starts, ends, strict=True):
+        found = _mechanisms(text[start:end], _PTX)
+        if kind == "func":
+            shared |= found
+        elif name := _ENTRY_NAME.search(text, start, end):
+            kernels[name[1]] = found
+    return {name: found | shared for name, found in kernels.items()}
+
+
+def in_sass(text: str) -> Kernels:
+    """The kernels in what ``cuobjdump -sass`` prints; a kernel that is there for several architectures counts once."""
+    parts = _FUNCTION.split(text)[1:]
+    kernels: dict[str, frozenset[str]] = {}
+    for name, body in zip(parts[::2], parts[1::2], strict=True):
+        kernels[name] = kernels.get(name, frozenset()) | _mechanisms(body, _SASS)
+    return kernels
