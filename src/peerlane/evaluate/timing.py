@@ -136,6 +136,7 @@ class GraphBlock(Block):
 
     def rehearse(self) -> None:
         """As above, captured anew before."""
+        self._graphs.clear()
         self._graphs = self._capture()
         _synchronize()
         super().rehearse()
