@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 import traceback
+import weakref
 from typing import Any, NoReturn
 
 from peerlane.evaluate.logs import LogTail
@@ -149,6 +150,8 @@ def main(fd: int) -> None:
     orders = socket.socket(fileno=fd)
     from peerlane.evaluate import worker  # noqa: F401  (imports torch, the slow part, before any fork)
 
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch takes back its operators one by one, for 0.1 s, in every process that ends
     gc.collect()
     gc.freeze()  # what is imported by now never needs collecting: ranks collect in microseconds, and share the pages
     orders.send(b"ready")
