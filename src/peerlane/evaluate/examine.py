@@ -128,6 +128,8 @@ class Examination:
 
     def _blame(self, failure: GroupFailure) -> Verdict:
         if failure.phase == "build" or self.loaded:
+            if failure.phase == "spawn":  # it was asked to map another case's memory
+                failure.phase = self.phase
             return verdict_of(failure)
         return HarnessFailure(phase=self.phase, message=f"the ranks failed before any candidate code was loaded: {failure}")
 

@@ -22,7 +22,7 @@ from peerlane.evaluate.protocol import Channel, Message, encode
 
 _REPORTED_KINDS = {"runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run"}
 _SEND_S = 10  # a rank that does not read its requests for this long has failed, and the answer's deadline will say so
-_GRACE_S = 0.05  # after the first rank fails, the leader has this long to be found dead, which would be the cause
+_GRACE_S = 0.1  # after the first rank fails, the leader or another rank has this long to be found dead, which would be the cause
 
 
 class GroupFailure(Exception):
@@ -50,6 +50,13 @@ class GroupFailure(Exception):
         super().__init__(f"{kind} in {phase}: {message}")
         self.kind, self.phase, self.message = kind, phase, message
         self.rank, self.ranks, self.deadline_s = rank, tuple(ranks), deadline_s
+
+
+def _cause(first: GroupFailure | None, second: GroupFailure) -> GroupFailure:
+    """Which of two failures, in the order of their arrival, explains the other: ranks raise when one that they wait for has ended."""
+    if first is None or (first.kind == "runtime_error" and second.kind == "exit"):
+        return second
+    return first
 
 
 class RankGroup:
@@ -135,14 +142,14 @@ class RankGroup:
                     if isinstance(outcome, GroupFailure):
                         if outcome.kind == "exit":  # the leader knows the status; wait for its report a moment
                             outcome = self._await_exit(key.data, phase) or self._exit_failure(key.data, phase)
-                        failure = failure or outcome
+                        failure = _cause(failure, outcome)
                     else:
                         answers[key.data] = outcome
                     waiting.discard(key.data)
                     selector.unregister(key.fileobj)
                 for rank in sorted(waiting & set(self._exits)):
                     waiting.discard(rank)
-                    failure = failure or self._exit_failure(rank, phase)
+                    failure = _cause(failure, self._exit_failure(rank, phase))
                 if failure is not None:
                     end = min(end, time.monotonic() + _GRACE_S)
         if failure is not None:

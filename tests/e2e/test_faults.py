@@ -1,0 +1,169 @@
+"""Whatever dies, wherever in the conversation, the verdict blames the right side, and the next evaluation is unaffected."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.faults import Message, Switchboard, close_channel, garble, kill_leader, kill_rank, switchboard
+from e2e.runs import DEADLINES, EXAMPLES, marked, marked_processes, wait_for, within
+from peerlane.evaluate import EvaluationPlan, Result, discover
+from peerlane.evaluate.evaluation import Run, Silent, describe_node, make_jobs
+from peerlane.evaluate.groups import Nursery, RankGroup
+from peerlane.evaluate.processes import descendants
+from peerlane.evaluate.store import ResultsStore
+from peerlane.settings import Supply
+
+GOOD = EXAMPLES / "pytorch" / "8_alltoall_pytorch.py"  # of the problem with the fewest cases
+SUPPLY = Supply(spares=1, builds=0, back_off_s=0.01)
+MARKED = f"faults-{os.getpid()}"
+
+Fault = Callable[[Switchboard, RankGroup], None]
+
+
+class Conversation:
+    """One session in which evaluations follow each other, each with its own fault."""
+
+    def __init__(self, board: Switchboard, out: Path, candidates: list[Path]) -> None:
+        self.board, self.store, self.notes = board, ResultsStore(out), Notes()
+        plan = EvaluationPlan(
+            discover([str(path) for path in candidates]), presets=("small",), world_sizes=(2,), deadlines=DEADLINES, supply=SUPPLY
+        )
+        self.judged = Run(plan, self.notes, describe_node("cpu")).judge(make_jobs(plan), 2)
+
+    def evaluate(self, at: Message | None = None, fault: Fault | None = None) -> Result:
+        """The next evaluation; its result has been stored."""
+        self.board.arm(at, fault)
+        with within(60):
+            result = next(self.judged)
+        assert at is None or self.board.struck, f"the evaluation ended before {at}: {result.verdict}"
+        self.store.append(result)
+        return result
+
+
+class Notes(Silent):
+    """Remembers what is said."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@pytest.fixture
+def board() -> Iterator[Switchboard]:
+    with marked(MARKED), switchboard() as board:
+        yield board
+    wait_for(lambda: marked_processes(MARKED) == [], 10, "the end of all processes")
+
+
+def phase_of(message: Message) -> str:
+    """The phase in which a candidate's rank is sent this."""
+    if message.op in ("load", "exit"):
+        return {"load": "import", "exit": "exit"}[message.op]
+    return "first_call" if message.ordinal == 0 and message.op != "detach" else "correctness"
+
+
+def test_every_message_boundary(board: Switchboard, tmp_path: Path) -> None:
+    conversation = Conversation(board, tmp_path, [GOOD] * 400)
+    with closing(conversation.judged):
+        assert conversation.evaluate().correct and conversation.evaluate().correct
+        messages = list(board.seen)
+        firsts = [message for message in messages if message.ordinal == 0]
+        points = [*itertools.product(messages, [kill_rank]), *itertools.product(firsts, [kill_leader, garble])]
+        points += [(message, close_channel) for message in firsts if message.op in ("call", "mint")]
+        assert {message.role for message in messages} == {"trusted", "candidate"} and len(points) > 50
+        for message, fault in points:
+            result = conversation.evaluate(message, fault)
+            case = f"{fault.__name__} at {message}: {result.verdict}"
+            if message.role == "trusted":
+                assert result.verdict.kind == "harness_error", case
+            elif message.op == "init":
+                assert result.correct, case  # it was the spare for the next one
+            else:
+                kinds = {kill_rank: "runtime_error", close_channel: "runtime_error", kill_leader: "tampered", garble: "tampered"}
+                verdict: Any = result.verdict
+                assert (verdict.kind, verdict.phase) == (kinds[fault], phase_of(message)), case
+                assert fault is not kill_rank or (verdict.rank == 1 and "SIGKILL" in verdict.message), case
+        assert conversation.evaluate().correct
+    stored = ResultsStore(tmp_path).results()
+    assert stored == conversation.store.results() and len(stored) == len(points) + 3
+
+
+@pytest.mark.parametrize(("op", "verdict"), [("init", "correct"), ("secret", "harness_error")])
+def test_trusted_ranks_that_do_not_start(op: str, verdict: str, board: Switchboard, tmp_path: Path) -> None:
+    conversation = Conversation(board, tmp_path, [GOOD] * 3)
+    with closing(conversation.judged):
+        assert conversation.evaluate(Message("trusted", op, 0), kill_rank).verdict.kind == verdict
+        assert conversation.evaluate(Message("candidate", "init", 0), kill_rank).correct
+        assert conversation.evaluate().correct
+    assert any("did not start" in text for text in conversation.notes.texts), conversation.notes.texts
+
+
+def test_builders(board: Switchboard, tmp_path: Path) -> None:
+    """What dies while it compiles a candidate is the candidate's; what dies before is ours."""
+    points = [("init", kill_rank, "harness_error"), ("build", kill_rank, "runtime_error")]
+    points += [("init", garble, "harness_error"), ("build", garble, "tampered"), ("build", kill_leader, "tampered")]
+    candidates = [tmp_path / f"8_build{number}_cuda.py" for number in range(len(points) + 1)]
+    for number, path in enumerate(candidates):
+        path.write_text(f"import time\ntime.sleep(0.2)  # {number}: no two are the same file\n")
+    conversation = Conversation(board, tmp_path, candidates)
+    with closing(conversation.judged):
+        for op, fault, kind in points:
+            verdict: Any = conversation.evaluate(Message("builder", op, 0), fault).verdict
+            assert (verdict.kind, verdict.phase) == (kind, "build"), verdict
+        assert conversation.evaluate().verdict.kind == "not_run"  # compiles, but needs a GPU
+
+
+def test_a_killed_nursery_is_replaced(board: Switchboard, tmp_path: Path) -> None:
+    conversation = Conversation(board, tmp_path, [GOOD] * 2)
+
+    def kill_nursery(board: Switchboard, group: RankGroup) -> None:
+        (nursery,) = board.nurseries
+        os.kill(nursery.pid, signal.SIGKILL)
+        wait_for(lambda: not nursery.alive, 10, "the end of the nursery")
+
+    with closing(conversation.judged):
+        results = [conversation.evaluate(Message("candidate", "load", 0), kill_nursery), conversation.evaluate()]
+    assert all(result.correct for result in results), [result.verdict for result in results]
+
+
+def test_a_supervisor_killed_at_any_message(board: Switchboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A valid file of results, and no process: the nursery's leaders end their groups when the supervisor's sockets close."""
+    nursery = Nursery({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"})
+    monkeypatch.setattr("peerlane.evaluate.session.Nursery", lambda *_: nursery)
+
+    def supervise(at: Message | None) -> int:
+        """The status of a process that judges two candidates, unless it is killed during the second."""
+        if (child := os.fork()) == 0:
+            try:
+                conversation = Conversation(board, tmp_path, [GOOD] * 2)
+                conversation.evaluate()
+                conversation.evaluate(at, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+                os.write(report, b"\n".join(f"{item.op} {item.ordinal} {item.role}".encode() for item in board.seen))
+            finally:
+                os._exit(1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    reading, report = os.pipe()
+    try:
+        supervise(None)
+        lines = [line.split() for line in os.read(reading, 1 << 16).decode().splitlines()]
+        messages = {Message(role, op, 0) for op, _, role in lines}
+        assert len(messages) > 8
+        for number, message in enumerate(sorted(messages, key=str)):
+            assert supervise(message) == -signal.SIGKILL, message
+            wait_for(lambda: descendants(nursery.pid) == [], 20, f"the end of all processes after {message}")
+            assert len(ResultsStore(tmp_path).results()) == 3 + number
+    finally:
+        os.close(reading)
+        os.close(report)
+        nursery.close()
