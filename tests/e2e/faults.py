@@ -32,7 +32,6 @@ class Switchboard:
     """Counts the requests of an evaluation, and calls ``fault`` with the group that is about to be sent ``at``."""
 
     leaders: dict[int, int] = field(default_factory=dict)
-    nurseries: set[Nursery] = field(default_factory=set)
     seen: list[Message] = field(default_factory=list)
     at: Message | None = None
     fault: Callable[[Switchboard, RankGroup], None] | None = None
@@ -101,7 +100,6 @@ def switchboard() -> Iterator[Switchboard]:
         begin(group, requests, phase, deadline_s)
 
     def seen_spawn(nursery: Nursery, *arguments: Any) -> RankGroup:
-        board.nurseries.add(nursery)
         before = children(nursery.pid)
         group = spawn(nursery, *arguments)
         found: set[int] = set()

@@ -58,11 +58,39 @@ class Notes(Silent):
         self.texts.append(text)
 
 
+class LentNursery(Nursery):
+    """Serves session after session, and the processes that are forked from this one."""
+
+    owner = os.getpid()
+
+    @property
+    def alive(self) -> bool:
+        return os.getpid() != self.owner or super().alive
+
+    def close(self) -> None:
+        self.end_groups()
+
+
+@pytest.fixture(scope="module")
+def lent() -> Iterator[Nursery]:
+    with marked(MARKED):
+        nursery = LentNursery({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"})
+    yield nursery
+    Nursery.close(nursery)
+    assert marked_processes(MARKED) == []
+
+
 @pytest.fixture
-def board() -> Iterator[Switchboard]:
+def nursery(lent: Nursery, monkeypatch: pytest.MonkeyPatch) -> Nursery:
+    monkeypatch.setattr("peerlane.evaluate.session.Nursery", lambda *_: lent)
+    return lent
+
+
+@pytest.fixture
+def board(nursery: Nursery) -> Iterator[Switchboard]:
     with marked(MARKED), switchboard() as board:
         yield board
-    wait_for(lambda: marked_processes(MARKED) == [], 10, "the end of all processes")
+    wait_for(lambda: descendants(nursery.pid) == [], 10, "the end of all groups")
 
 
 def phase_of(message: Message) -> str:
@@ -124,44 +152,47 @@ def test_builders(board: Switchboard, tmp_path: Path) -> None:
         assert conversation.evaluate().verdict.kind == "not_run"  # compiles, but needs a GPU
 
 
-def test_a_killed_nursery_is_replaced(board: Switchboard, tmp_path: Path) -> None:
-    conversation = Conversation(board, tmp_path, [GOOD] * 2)
+def test_a_killed_nursery_is_replaced(board: Switchboard, nursery: Nursery, tmp_path: Path) -> None:
+    conversation = Conversation(board, tmp_path, [GOOD] * 3)
 
     def kill_nursery(board: Switchboard, group: RankGroup) -> None:
-        (nursery,) = board.nurseries
         os.kill(nursery.pid, signal.SIGKILL)
         wait_for(lambda: not nursery.alive, 10, "the end of the nursery")
 
     with closing(conversation.judged):
-        results = [conversation.evaluate(Message("candidate", "load", 0), kill_nursery), conversation.evaluate()]
-    assert all(result.correct for result in results), [result.verdict for result in results]
+        results = [conversation.evaluate(Message("candidate", "load", 0), kill_nursery)]
+        results += [conversation.evaluate(), conversation.evaluate()]
+    assert nursery.alive and all(result.correct for result in results), [result.verdict for result in results]
 
 
 KILLED_AT = [("candidate", op) for op in ("init", "load", "call", "exit")] + [("trusted", op) for op in ("mint", "judge")]
 
 
-def test_a_killed_supervisor_leaves_valid_results_and_no_process(
-    board: Switchboard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Leaders end their groups when the supervisor's sockets close, for whatever reason. One nursery serves all the supervisors."""
-    nursery = Nursery({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"})
-    monkeypatch.setattr("peerlane.evaluate.session.Nursery", lambda *_: nursery)
+def test_a_killed_supervisor_leaves_valid_results_and_no_process(nursery: Nursery, tmp_path: Path) -> None:
+    """Leaders end their groups when the supervisor's sockets close, for whatever reason."""
 
     def supervise(at: Message) -> int:
         """The status of a process that is killed during its second evaluation."""
         if (child := os.fork()) == 0:
             try:
-                conversation = Conversation(board, tmp_path, [GOOD] * 3)
-                conversation.evaluate()
-                conversation.evaluate(at, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+                with switchboard() as board:
+                    conversation = Conversation(board, tmp_path, [GOOD] * 3)
+                    conversation.evaluate()
+                    conversation.evaluate(at, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
             finally:
                 os._exit(1)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
-    try:
-        for number, (role, op) in enumerate(KILLED_AT, 1):
-            assert supervise(Message(role, op, 0)) == -signal.SIGKILL, (role, op)
-            wait_for(lambda: descendants(nursery.pid) == [], 20, f"the end of all processes after {role} {op}")
-            assert len(ResultsStore(tmp_path).results()) == number
-    finally:
-        nursery.close()
+    for number, (role, op) in enumerate(KILLED_AT, 1):
+        assert supervise(Message(role, op, 0)) == -signal.SIGKILL, (role, op)
+        wait_for(lambda: descendants(nursery.pid) == [], 20, f"the end of all processes after {role} {op}")
+        assert len(ResultsStore(tmp_path).results()) == number
+
+
+def test_a_stopped_leader_does_not_keep_its_group(nursery: Nursery) -> None:
+    with switchboard() as board:
+        group = nursery.spawn("builder", 1, {"device": "cpu", "timed_ranks": 0})
+    group.ask({"op": "init"}, "build", 30)
+    os.kill(board.leader(group), signal.SIGSTOP)
+    group.kill(0.2)
+    wait_for(lambda: descendants(nursery.pid) == [], 20, "the end of the group")

@@ -346,10 +346,14 @@ class Nursery:
 
     def close(self) -> None:
         """Kills all groups, then the nursery."""
+        self.end_groups()
+        self._bury()
+
+    def end_groups(self) -> None:
+        """Kills all groups."""
         for group in self._groups:
             with contextlib.suppress(HarnessError):
                 group.kill()
-        self._bury()
 
     def _bury(self) -> None:
         self._orders.close()

@@ -49,6 +49,8 @@ class Spares:
                 time.sleep(self._supply.back_off_s * 2 ** (attempt - 1))
             try:
                 group = self._waiting.popleft() if self._waiting else self._start()
+            except NoRanks:  # of the group that this one shares memory with: that has been tried often enough
+                raise
             except HarnessError as error:
                 reason = str(error)
                 continue
