@@ -130,6 +130,7 @@ def run(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     trial, speed = scripted(stage)
     monkeypatch.setattr(examine, "Trial", trial)
     monkeypatch.setattr(examine, "SpeedTrial", speed)
+    monkeypatch.setattr(Examination, "_audit", lambda self, case, speed: stage.step(f"{self.group.name} audit"))
     path = tmp_path / "1_scripted_pytorch.py"
     path.write_text("")
 
@@ -152,7 +153,8 @@ def test_a_right_candidate_is_timed_in_a_second_group_after_the_reference(run: R
     assert run().result.correct
     cases = len(problems.get(1).cases("small", 2))
     judged = ["group1 load", "group1 first_call", *["group1 correctness"] * cases, "group1 exit", "end group1"]
-    timed = ["take 2", "settle", "group2 baseline", "group2 load", "group2 first calls", "group2 eager", "group2 graph", "group2 exit"]
+    timed = ["take 2", "settle", "group2 baseline", "group2 load", "group2 first calls", "group2 eager", "group2 graph"]
+    timed += ["group2 audit", "group2 exit"]
     assert stage.log == ["spares 7", "take 1", "spares 6", *judged, *timed]
 
 

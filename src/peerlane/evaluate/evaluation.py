@@ -174,7 +174,7 @@ class Run:
     def _not_run(self, jobs: list[Job], missing: str) -> Iterator[Result]:
         for job in jobs:
             session = Session(self._plan.device, job.world_size, self._plan.deadlines)
-            examination = Examination(session, job, self._node, self._plan.rules, lambda _: None, Builds(session, []))
+            examination = Examination(session, job, self._node, self._plan.rules, lambda _: None)
             yield examination.give_up(NotRun(missing=missing))
 
 

@@ -90,7 +90,8 @@ class Examination:
     node: Node
     rules: TimingRules
     tell: Callable[[str], None]
-    builds: Builds
+    builds: Builds | None = None
+    """those of the run, some of which are ahead; None: built when it is their turn"""
     later: int = 0
     """how many candidate groups the run may still take after this evaluation"""
     group: RankGroup | None = None
@@ -204,7 +205,7 @@ class Examination:
         candidate = self.job.candidate
         if lacks_compiler(candidate):
             return "needs a GPU, and a CUDA build of torch to compile its extension; run it on a GPU node"
-        self.builds.finish(candidate)
+        (self.builds or Builds(self.session, [])).finish(candidate)
         if candidate.backend == "cuda" and self.node.device == "cpu":
             return "compiles, but needs a GPU to run; run it on a GPU node"
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from peerlane.errors import HarnessError
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import case_request
@@ -136,6 +137,8 @@ class SpeedTrial:
         try:
             return Race(self.trial, mode, "candidate", self.rules).rehearse(marker)
         except CaptureFailed as failure:
+            if failure.trusted:
+                raise HarnessError(f"the reference could not be captured again: {failure}") from None
             raise GroupFailure("runtime_error", "audit", f"was captured to be timed, but not to be audited: {failure}") from None
 
     def _race(self, mode: Mode) -> ModeSpeed:
