@@ -7,6 +7,7 @@ PeerlaneError
 │   └── CandidateNotFound
 ├── MissingDependency     an optional part is not installed; the message names the install command
 ├── HarnessError          peerlane itself failed (exit code 4)
+│   └── RunStopped        a run ended before it was done; carries the results that it has
 ├── DeviceError           a device-side failure
 │   ├── CompileError      device source did not compile
 │   ├── LaunchError       a kernel could not be launched
@@ -17,6 +18,9 @@ Every message says what was wrong, what was got, what was expected and what to d
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 
 class PeerlaneError(Exception):
@@ -45,6 +49,14 @@ class MissingDependency(PeerlaneError):
 
 class HarnessError(PeerlaneError):
     """peerlane failed; no candidate is to blame."""
+
+
+class RunStopped(HarnessError):
+    """A run ended before everything was judged. ``results`` holds what was, the last of which may not have been stored."""
+
+    def __init__(self, why: str, results: Sequence[Any]) -> None:
+        super().__init__(why)
+        self.results = results
 
 
 class DeviceError(PeerlaneError):

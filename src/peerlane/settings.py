@@ -40,6 +40,25 @@ class Deadlines:
 
 
 @dataclass(frozen=True)
+class Supply:
+    """What is kept ready ahead of its use, and how hard it is tried to get it."""
+
+    spares: int = 2
+    """rank groups that wait, warm, for the next candidates; a timed candidate takes two"""
+    builds: int = 2
+    """candidates that are compiled, each in a process of its own, before it is their turn"""
+    start_attempts: int = 3
+    """to get a rank group up, before an evaluation ends as harness_error"""
+    back_off_s: float = 1.0
+    """before the second attempt; twice as long before every further one"""
+    gpu_return_s: float = 20.0
+    """within which the memory of killed ranks must be free again, else the GPU is not used any more"""
+    gpu_slack_share: float = 0.25
+    """of a GPU's memory: in use beyond what was in use at the start, it is not yet held against the killed ranks; the trusted ranks take
+    their arenas and staging memory from it"""
+
+
+@dataclass(frozen=True)
 class TimingRules:
     """The protocol of speed; see docs/evaluating.md for the reasons."""
 

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from sample_results import on_cpu
 from typer.testing import CliRunner
 
 from peerlane import cli
 from peerlane.cli._console import ExitCode
 from peerlane.cli.demo import Expectation, can_run, good_folders, read_expectation
-from peerlane.errors import UsageError
+from peerlane.errors import RunStopped, UsageError
 from peerlane.evaluate import discover
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +54,15 @@ def test_eval_prints_one_json_object_and_exits_by_the_verdicts(examples: Path, t
     assert "0 evaluations to run; 2 already done with this evaluator and skipped" in again.stderr
     assert again.exit_code == ExitCode.NOT_CORRECT, "what was skipped still counts"
     assert json.loads(again.stdout) == json.loads(first.stdout)
+
+
+def test_a_run_that_stops_shows_what_it_has(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(plan: object, progress: object) -> None:
+        raise RunStopped("the disk is full", [on_cpu()])
+
+    monkeypatch.setattr("peerlane.evaluate.evaluate", stop, raising=False)
+    stopped = CliRunner().invoke(cli.app, ["eval", str(examples / "pytorch"), "--device", "cpu", "--out", str(tmp_path / "out")])
+    assert isinstance(stopped.exception, RunStopped) and on_cpu().candidate.name in stopped.stdout
 
 
 def test_demo_compares_verdicts_with_what_broken_candidates_are_made_for(examples: Path) -> None:

@@ -99,6 +99,16 @@ def test_early_answers_are_kept_for_finish(pair: tuple[RankGroup, Far]) -> None:
     assert [answer["pid"] for answer in group.finish()] == [7, 7]
 
 
+def test_a_rank_that_ended_explains_the_error_of_one_that_waited_for_it(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "call"}, "correctness", 60)
+    far.ranks[0].send({"ok": False, "error": {"kind": "runtime_error", "message": "connection closed by peer"}})
+    far.leader.send({"exited": 1, "status": -9})
+    with pytest.raises(GroupFailure, match="SIGKILL") as caught:
+        group.finish()
+    assert (caught.value.kind, caught.value.rank) == ("exit", 1)
+
+
 @pytest.mark.parametrize("kind", ["long", "deep"])
 def test_a_request_that_cannot_be_encoded_reaches_no_rank(kind: str, pair: tuple[RankGroup, Far]) -> None:
     """What a hostile rank wrote as UTF-8 may be three times as long when it is passed on."""

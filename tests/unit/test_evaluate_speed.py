@@ -16,7 +16,7 @@ from peerlane.evaluate import timing
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.slots import OutputRegions
 from peerlane.evaluate.speed import BlockTimes, CaptureFailed, Race
-from peerlane.evaluate.stopwatch import SpeedTrial
+from peerlane.evaluate.stopwatch import SpeedTrial, Unmeasurable
 from peerlane.evaluate.trial import Rejected
 from peerlane.settings import Deadlines, TimingRules
 
@@ -287,3 +287,61 @@ def test_a_failed_capture_leaves_the_rank_on_its_stream(monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError, match="during capture"):
         timing.make_block("graph", lambda: None, [()], OutputRegions(torch.empty(1, dtype=torch.uint8), [], cpu), cpu)
     assert stream[-1] == "default"
+
+
+class Captures:
+    """Answers to ``prepare``, some of which fail."""
+
+    def __init__(self, trial: FakeTrial, trusted: list[bool], other: list[bool]) -> None:
+        self.trial, self.suspected = trial, False
+        self.answers = {"trusted": iter(trusted), "other": iter(other)}
+        self._trusted, self._other = trial.trusted, trial.ask
+        trial.session.suspect_trusted = self.suspect  # type: ignore[attr-defined]
+        trial.trusted, trial.ask = self.trusted, self.ask  # type: ignore[method-assign]
+
+    def suspect(self) -> None:
+        self.suspected = True
+
+    def trusted(self, op: str, **more: Any) -> list[dict[str, Any]]:
+        answer = self._trusted(op, **more)
+        return answer if op != "prepare" or next(self.answers["trusted"], True) else [{"captured": False, "why": "of the reference"}]
+
+    def ask(self, op: str, phase: str, deadline_s: float, **more: Any) -> list[dict[str, Any]]:
+        answer = self._other(op, phase, deadline_s, **more)
+        return answer if op != "prepare" or next(self.answers["other"], True) else [{"captured": False, "why": "of the candidate"}]
+
+
+@pytest.mark.parametrize(
+    ("trusted", "other", "why"),
+    [
+        ([True, False], [], "the reference could not be captured again: of the reference"),
+        ([], [True, False], "cannot be captured: of"),
+    ],
+)
+def test_a_failed_capture_is_told_of_the_side_that_failed(trusted: list[bool], other: list[bool], why: str) -> None:
+    """Also when it is the second: graphs are captured anew between rounds."""
+    trial = steady()
+    captures = Captures(trial, trusted, other)
+    speed = SpeedTrial(trial, ("graph",), RULES, None, (), 0.0)  # type: ignore[arg-type]
+    speed.baselines["graph"] = race(steady(), side="reference", mode="graph")
+    speed.baselines["graph"].run(budget_s=10)
+    with pytest.raises(Unmeasurable, match=why):
+        speed.measure("graph")
+    assert captures.suspected == bool(trusted)
+
+
+@pytest.mark.parametrize("where", ["probe", "group"])
+def test_a_reference_that_is_not_captured_ends_the_baseline(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = steady()
+    if where == "group":
+        Captures(trial, [], [True, False])
+        monkeypatch.setattr(SpeedTrial, "_probe", lambda self: SLOTS)
+    else:
+        Captures(trial, [True, False], [])
+        trial.layouts, trial.case = [], None  # type: ignore[attr-defined]
+        trial.input_bytes = trial.output_bytes = 1.0  # type: ignore[attr-defined]
+        monkeypatch.setattr("peerlane.evaluate.stopwatch.case_request", lambda case: {})
+    speed = SpeedTrial(trial, ("eager", "graph"), RULES, None, (), 1e9)  # type: ignore[arg-type]
+    speed.baseline()
+    assert speed.broken and set(speed.unmeasurable) == {"graph"} and "could not be captured here" in speed.unmeasurable["graph"]
+    assert set(speed.baselines) == ({"eager"} if where == "group" else set())

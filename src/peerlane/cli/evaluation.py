@@ -11,6 +11,7 @@ import typer
 
 from peerlane.cli._console import console, exit_code, one_of, positive_integers, print_json, words
 from peerlane.cli._progress import progress
+from peerlane.errors import RunStopped
 
 if TYPE_CHECKING:
     from peerlane.evaluate import EvaluationPlan
@@ -66,8 +67,13 @@ def evaluate_candidates(
         variant=one_of(variant, ("default", "pkb"), "--variant"),
         track=cast(Track, one_of(track, ("open", "custom"), "--track")),
     )
-    with progress() as shown:
-        evaluate(plan, shown)
+    try:
+        with progress() as shown:
+            evaluate(plan, shown)
+    except RunStopped as stopped:
+        if not as_json:
+            print_results(stopped.results)
+        raise
     results = requested_results(plan, out)
     if as_json:
         print_json(results_json(results))

@@ -88,7 +88,7 @@ class Arena:
         """A new arena of at least ``size`` bytes; on CPU in ``memory_fd``, a :func:`memory_file`, behind all earlier ones."""
         size = -(-max(size, 1) // _PAGE_BYTES) * _PAGE_BYTES
         if device.type == "cpu":
-            offset, cls._file_end = cls._file_end, cls._file_end + size
+            offset, Arena._file_end = Arena._file_end, Arena._file_end + size
             return cls._map(size, memory_fd, offset, owned=True)
         cudart = _runtime()
         pointer = int(_checked(cudart.cudaMalloc(size), f"allocating an arena of {size} bytes"))
@@ -120,6 +120,8 @@ class Arena:
         if self._file is not None:
             if self._owned:
                 self._file.madvise(mmap.MADV_REMOVE)  # gives the pages back; the file keeps its length
+                if self.handle["offset"] + self.handle["size"] == Arena._file_end:
+                    Arena._file_end = self.handle["offset"]
             self._file = None
         if self._pointer:
             cudart = _runtime()

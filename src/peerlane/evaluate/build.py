@@ -1,16 +1,20 @@
-"""The builder: one process that imports a candidate with no GPU in sight, before any GPU time is taken.
+"""The builder: one process that imports a candidate with no GPU in sight, before it takes any time of a GPU.
 
 What the import compiles is in the cache when the ranks come to it."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from peerlane.evaluate import extensions
 from peerlane.evaluate.candidate import import_candidate
+from peerlane.evaluate.processes import cores_beside
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.worker import Rank, classify
+
+_NICE = 10  # candidates may be timed meanwhile
 
 
 class Builder(Rank):
@@ -18,6 +22,9 @@ class Builder(Rank):
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__({**config, "device": "cpu"}, rank, memory_fd)
+        if timed_ranks := config["timed_ranks"]:
+            os.nice(_NICE)
+            os.sched_setaffinity(0, cores_beside(timed_ranks))
         self.handlers |= {"init": lambda _: {}, "build": self.build}
 
     def build(self, request: Message) -> dict[str, Any]:

@@ -3,8 +3,9 @@ speed.py (the timing protocol); session.py and groups.py hold the processes, tru
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -13,22 +14,26 @@ import torch
 
 import peerlane
 from peerlane import problems
-from peerlane.errors import HarnessError, UsageError
+from peerlane.errors import HarnessError, RunStopped, UsageError
+from peerlane.evaluate.builds import Builds
 from peerlane.evaluate.candidates import REFERENCE, CandidateFile
-from peerlane.evaluate.examine import Examination, Job, Node
+from peerlane.evaluate.examine import Examination, Job, Node, groups_needed
 from peerlane.evaluate.groups import RankGroup
+from peerlane.evaluate.quarantine import Quarantine
 from peerlane.evaluate.session import Session
 from peerlane.evaluate.store import ResultsStore
 from peerlane.evaluate.verdict import EvaluationKey, Mode, NotRun, Result, Track
 from peerlane.hardware.ceilings import load_ceilings
 from peerlane.hardware.environment import node_class, record
+from peerlane.hardware.memory import gpu_memory
 from peerlane.hardware.profiles import profile_for
 from peerlane.hardware.roofline import datasheet_peaks, measured_peaks
 from peerlane.problems._spec import Problem
-from peerlane.settings import Deadlines, TimingRules
+from peerlane.settings import Deadlines, Supply, TimingRules
 
 Device = Literal["cuda", "cpu"]
 PRODUCTION, PRODUCTION_FIRST = "production", "production_first"
+_RUNS_WITHOUT_RANKS = 2  # so many evaluations in a row without rank groups, and the rest of the run is given up
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class EvaluationPlan:
         modes: launch modes to time.
         device: ``cuda``, or ``cpu`` (gloo ranks: correctness is real, speed is not measured).
         out: folder of ``results.jsonl``; None keeps nothing.
-        deadlines, rules: see :mod:`peerlane.settings`.
+        deadlines, supply, rules: see :mod:`peerlane.settings`.
     """
 
     candidates: Sequence[CandidateFile]
@@ -59,6 +64,7 @@ class EvaluationPlan:
     variant: str = "default"
     track: Track = "open"
     deadlines: Deadlines = field(default_factory=Deadlines)
+    supply: Supply = field(default_factory=Supply)
     rules: TimingRules = field(default_factory=TimingRules)
 
 
@@ -75,7 +81,7 @@ class Progress(Protocol):
         """An evaluation ended."""
 
     def note(self, text: str) -> None:
-        """Something worth knowing."""
+        """Something went wrong and was mended."""
 
 
 class Silent:
@@ -93,70 +99,93 @@ class Silent:
 def evaluate(plan: EvaluationPlan, progress: Progress | None = None) -> list[Result]:
     """Judges every candidate on every problem, preset and world size of the plan; returns the new results, in order.
 
-    Results are stored as they come; what ``plan.out`` already holds is skipped. Raises :class:`UsageError` before anything runs and
-    :class:`HarnessError` when peerlane itself fails; after KeyboardInterrupt no process is left.
+    Results are stored as they come; what ``plan.out`` already holds is skipped. Raises :class:`UsageError` before anything runs,
+    :class:`RunStopped` when a result cannot be stored, and :class:`HarnessError` when peerlane itself fails; after KeyboardInterrupt no
+    process is left.
     """
     progress = progress or Silent()
     jobs = make_jobs(plan)
     store = ResultsStore(plan.out) if plan.out is not None else None
     waiting = [job for job in jobs if store is None or not store.has(job_key(job, plan.device))]
     progress.started(len(waiting), len(jobs) - len(waiting))
-    node = describe_node(plan.device)
+    run = Run(plan, progress, describe_node(plan.device))
     results: list[Result] = []
-
-    def finish(result: Result) -> None:
-        if store is not None:
-            store.append(result)
-        results.append(result)
-        progress.finished(result)
-
     for world_size in plan.world_sizes:
-        mine = [job for job in waiting if job.world_size == world_size]
-        if not mine:
-            continue
-        if plan.device == "cuda" and world_size > node.gpus:
-            missing = f"{world_size} ranks need {world_size} GPUs; this machine has {node.gpus}"
-            for job in mine:
-                finish(_not_run(job, node, plan, missing))
-            continue
-        with Session(plan.device, world_size, plan.deadlines) as session:
-            for result in _evaluate_all(session, mine, node, plan, progress):
-                finish(result)
+        with contextlib.closing(run.judge([job for job in waiting if job.world_size == world_size], world_size)) as judged:
+            for result in judged:
+                results.append(result)
+                if store is not None:
+                    _store(store, results)
+                progress.finished(result)
     return results
 
 
-def _evaluate_all(session: Session, jobs: list[Job], node: Node, plan: EvaluationPlan, progress: Progress) -> Iterable[Result]:
-    """Every candidate gets a fresh group; the reference, which is ours, keeps one for all its problems."""
-    kept: RankGroup | None = None
-    for job in jobs:
-        name = job.candidate.name
-
-        def tell(phase: str, job: Job = job, name: str = name) -> None:
-            progress.phase(name, job.problem.id, job.preset, job.world_size, phase)
-
-        reference = job.candidate.is_reference
-        examination = Examination(session, job, node, plan.rules, tell, group=kept if reference else None)
-        keep = False
-        try:
-            result = examination.run()
-            keep = reference and result.correct and examination.healthy
-        finally:
-            if examination.group is not None and not keep:
-                _end(examination.group, progress)
-        if reference:
-            kept = examination.group if keep else None
-        if not examination.healthy and result.verdict.kind == "harness_error":
-            session.drop_trusted()
-        yield result
-    if kept is not None:
-        _end(kept, progress)
-
-
-def _end(group: RankGroup, progress: Progress) -> None:
+def _store(store: ResultsStore, results: list[Result]) -> None:
     try:
-        group.kill()
-    except HarnessError as error:  # results stand; the next group may still come up
-        progress.note(str(error))
+        store.append(results[-1])
+    except HarnessError as error:
+        raise RunStopped(f"{error}; the run stops with {len(results) - 1} results stored", results) from None
+
+
+class Run:
+    """A run of a plan: its sessions, one after the other, and what it learns about the machine."""
+
+    def __init__(self, plan: EvaluationPlan, progress: Progress, node: Node) -> None:
+        self._plan, self._progress, self._node = plan, progress, node
+        indices = [gpu["index"] for gpu in node.environment["gpus"]] if plan.device == "cuda" else []
+        self._quarantine = Quarantine(lambda: gpu_memory(indices) if indices else (), plan.supply)
+
+    def judge(self, jobs: list[Job], world_size: int) -> Generator[Result, None, None]:
+        """The results of the jobs, all of one world size, as they come. Every candidate gets fresh groups; the reference, which is ours,
+        keeps one for all its problems."""
+        plan, node = self._plan, self._node
+        if plan.device == "cuda" and world_size > node.gpus:
+            yield from self._not_run(jobs, f"{world_size} ranks need {world_size} GPUs; this machine has {node.gpus}")
+            return
+        if not jobs:
+            return
+        kept: RankGroup | None = None
+        lacking: list[str] = []  # why the last evaluations had no ranks
+        with Session(plan.device, world_size, plan.deadlines, plan.supply, self._progress.note) as session:
+            builds = Builds(session, [job.candidate for job in jobs])
+            builds.ahead()
+            for number, job in enumerate(jobs):
+                missing = self._quarantine.missing(world_size)
+                if len(lacking) == _RUNS_WITHOUT_RANKS:
+                    missing = f"rank groups do not start here any more: {lacking[-1]}"
+                if missing is not None:
+                    yield from self._not_run(jobs[number:], missing)
+                    return
+                later = sum(groups_needed(job, plan.device) for job in jobs[number + 1 :])
+                examination = Examination(session, job, node, plan.rules, self._teller(job), builds, later, kept)
+                result = examination.run()
+                kept = _keep_or_end(examination, result)
+                lacking = [*lacking, result.verdict.reason] if examination.no_ranks else []
+                yield result
+                if plan.device == "cuda" and not examination.healthy:
+                    self._quarantine.check(session.end_all, survivors=session.survivors)
+
+    def _teller(self, job: Job) -> Callable[[str], None]:
+        def tell(phase: str) -> None:
+            self._progress.phase(job.candidate.name, job.problem.id, job.preset, job.world_size, phase)
+
+        return tell
+
+    def _not_run(self, jobs: list[Job], missing: str) -> Iterator[Result]:
+        for job in jobs:
+            session = Session(self._plan.device, job.world_size, self._plan.deadlines)
+            examination = Examination(session, job, self._node, self._plan.rules, lambda _: None)
+            yield examination.give_up(NotRun(missing=missing))
+
+
+def _keep_or_end(examination: Examination, result: Result) -> RankGroup | None:
+    """The group, if the next evaluation of the reference may use it; any other is killed."""
+    if examination.job.candidate.is_reference and result.correct and examination.healthy and examination.reusable:
+        return examination.group
+    examination.end_group()
+    if not examination.healthy and result.verdict.kind == "harness_error":
+        examination.session.drop_trusted()
+    return None
 
 
 def make_jobs(plan: EvaluationPlan) -> list[Job]:
@@ -237,8 +266,3 @@ def job_key(job: Job, device: Device) -> EvaluationKey:
         modes=job.modes,
         track=job.track,
     )
-
-
-def _not_run(job: Job, node: Node, plan: EvaluationPlan, missing: str) -> Result:
-    session = Session(plan.device, job.world_size, plan.deadlines)
-    return Examination(session, job, node, plan.rules, lambda _: None).give_up(NotRun(missing=missing))

@@ -1,4 +1,8 @@
-"""One evaluation: build, import, first call, correctness, speed, exit; the result, whatever happens."""
+"""One evaluation: build, import, first call, correctness, speed, exit; the result, whatever happens.
+
+The stages come in the order of their cost, and the first that fails is the last. A fresh group of ranks shows whether the candidate is
+right. Only then a second fresh group times it, because there the reference has to be timed first, before any candidate code is loaded.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 import peerlane
 from peerlane.errors import HarnessError
 from peerlane.evaluate.audit import Auditor, profiler_works
+from peerlane.evaluate.builds import Builds, lacks_compiler, needs_build
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.groups import GroupFailure, RankGroup
 from peerlane.evaluate.session import Session
+from peerlane.evaluate.spares import NoRanks
 from peerlane.evaluate.stopwatch import SpeedTrial, Unmeasurable
 from peerlane.evaluate.trial import Evidence, Rejected, Trial, verdict_of
 from peerlane.evaluate.verdict import (
@@ -70,6 +74,13 @@ class Node:
     memory_bytes: float
 
 
+def groups_needed(job: Job, device: str) -> int:
+    """The fresh groups that a candidate may take: one to show whether it is right, one to time it. The reference keeps the one it has."""
+    if job.candidate.is_reference:
+        return 0
+    return 2 if device == "cuda" else 1
+
+
 @dataclass
 class Examination:
     """Runs one job in a session. ``run`` never raises for what a candidate does."""
@@ -79,29 +90,54 @@ class Examination:
     node: Node
     rules: TimingRules
     tell: Callable[[str], None]
+    builds: Builds | None = None
+    """those of the run, some of which are ahead; None: built when it is their turn"""
+    later: int = 0
+    """how many candidate groups the run may still take after this evaluation"""
     group: RankGroup | None = None
     phase: Phase = "spawn"
+    loaded: bool = False
+    """what is judged has been loaded in the group: from then on it is to blame for what happens there"""
     phases_s: dict[str, float] = field(default_factory=dict)
     flags: set[str] = field(default_factory=set)
     evidence: dict[str, CaseEvidence] = field(default_factory=dict)
     speeds: list[ModeSpeed | NotMeasured] = field(default_factory=list)
     auditor: Auditor | None = None
     healthy: bool = True
+    """the group answers"""
+    reusable: bool = True
+    """nothing has happened in the group that leaves it in a state nobody knows"""
+    no_ranks: bool = False
+    """rank groups do not come up"""
 
     def run(self) -> Result:
-        """The result: correct, or the reason why not."""
+        """The result: correct, or the reason why not. After a failure the group has been ended."""
         log = ""
         try:
             verdict = self._examine()
         except Rejected as rejected:
             verdict = rejected.verdict
         except GroupFailure as failure:
-            verdict, self.healthy = verdict_of(failure), False
+            verdict, self.healthy = self._blame(failure), False
         except HarnessError as error:
             verdict, self.healthy = HarnessFailure(phase=self.phase, message=str(error)), False
+            self.no_ranks = isinstance(error, NoRanks)
         if not isinstance(verdict, (Correct, NotRun)) and self.group is not None:
+            self.end_group()
             log = self.group.log_tail()
         return self._result(verdict, log)
+
+    def _blame(self, failure: GroupFailure) -> Verdict:
+        if failure.phase == "build" or self.loaded:
+            if failure.phase == "spawn":  # it was asked to map another case's memory
+                failure.phase = self.phase
+            return verdict_of(failure)
+        return HarnessFailure(phase=self.phase, message=f"the ranks failed before any candidate code was loaded: {failure}")
+
+    def end_group(self) -> None:
+        """Kills the group, if there is one."""
+        if self.group is not None:
+            self.session.end(self.group)
 
     def give_up(self, verdict: NotRun) -> Result:
         """The result of a job that cannot be started."""
@@ -118,76 +154,59 @@ class Examination:
             self.phases_s[phase] = round(self.phases_s.get(phase, 0.0) + time.monotonic() - begin, 3)
 
     def _examine(self) -> Verdict:
-        job, limits = self.job, self.session.deadlines
-        if job.candidate.backend == "cuda" or job.candidate.uses_extensions:
+        job = self.job
+        cases = job.problem.cases(job.preset, job.world_size, job.variant)
+        if not cases:
+            which = f"{job.preset} ({job.variant} variant)" if job.variant != "default" else job.preset
+            return NotRun(missing=f"preset {which} of problem {job.problem.id} has no case for {job.world_size} ranks")
+        if needs_build(job.candidate):
             with self._in("build"):
                 if (missing := self._build()) is not None:
                     return NotRun(missing=missing)
         with self._in("spawn"):
             if self.group is None:
-                self.group = self.session.take_group()
-            if not job.candidate.is_reference:
-                self.session.start_spare()
-        cases = job.problem.cases(job.preset, job.world_size, job.variant)
-        if not cases:
-            which = f"{job.preset} ({job.variant} variant)" if job.variant != "default" else job.preset
-            return NotRun(missing=f"preset {which} of problem {job.problem.id} has no case for {job.world_size} ranks")
+                needed = max(1, groups_needed(job, self.node.device)) + self.later
+                self.session.start_spares(needed)
+                self._take_group()
+                self.session.start_spares(needed - 1)
+        self._load()
+        more = job.problem.cases("small", job.world_size, job.variant) if job.preset != "small" else ()
+        judge_s = [self._check(case, first=number == 0) for number, case in enumerate((*cases, *more))]
         speed: SpeedTrial | None = None
         if self.node.device == "cuda":
-            with self._in("timing"):
-                self.session.settle()
-                trial = Trial(self.session, self.group, job.problem, cases[0], "timed", CHECKED_SLOTS)
-                speed = SpeedTrial(trial, job.modes, self.rules, self.node.profile, self.node.peaks, self.node.memory_bytes)
-                self._baseline(speed)
-        with self._in("import"):
-            path = None if job.candidate.path is None else str(job.candidate.path)
-            request = {"op": "load", "path": path, "problem": job.problem.id, "variant": job.variant, "blame": "import_error"}
-            self.group.ask(request, "import", limits.load)
-        if job.preset != "small":
-            cases += job.problem.cases("small", job.world_size, job.variant)
-        for number, case in enumerate(cases):
-            judge_s = self._check(case, first=number == 0)
-            if number == 0 and speed is not None:
-                speed.trial.judge_s = judge_s
-        if speed is None:
+            speed = self._time(cases[0], judge_s[0])
+        else:
             why = "no GPU: times on CPU ranks say nothing about a kernel"
             self.speeds = [NotMeasured(mode=mode, why=why) for mode in job.modes]
-        else:
-            with self._in("timing"):
-                self._time(speed)
         if not job.candidate.is_reference:
             with self._in("audit"):
                 self._audit(cases[0], speed)
         if speed is not None and self.healthy:
             speed.trial.close()
-        if not job.candidate.is_reference and self.healthy:
-            with self._in("exit"):
-                self._leave()
+        if self.healthy:
+            self._leave()
         return Correct()
 
-    def _baseline(self, speed: SpeedTrial) -> None:
-        """Times the reference in the candidate's ranks; no candidate code is there yet that could be blamed."""
-        try:
-            speed.baseline()
-        except GroupFailure as failure:
-            raise HarnessError(f"the reference failed in the candidate's ranks, before any candidate code was loaded: {failure}") from None
+    def _take_group(self) -> None:
+        self.loaded, self.healthy, self.reusable = False, True, True
+        self.group = None
+        self.group = self.session.take_group()
+
+    def _load(self) -> None:
+        assert self.group is not None
+        path = None if self.job.candidate.path is None else str(self.job.candidate.path)
+        request = {"op": "load", "path": path, "problem": self.job.problem.id, "variant": self.job.variant, "blame": "import_error"}
+        with self._in("import"):
+            self.loaded = True
+            self.group.ask(request, "import", self.session.deadlines.load)
 
     def _build(self) -> str | None:
         """Compiles what the candidate compiles at import; the reason if this machine lacks what it needs."""
         candidate = self.job.candidate
-        needs_gpu = candidate.backend == "cuda"
-        if needs_gpu and candidate.uses_extensions and torch.version.cuda is None:
+        if lacks_compiler(candidate):
             return "needs a GPU, and a CUDA build of torch to compile its extension; run it on a GPU node"
-        builder = self.session.builder()
-        try:
-            try:
-                builder.ask({"op": "init"}, "build", self.session.deadlines.spawn)
-            except GroupFailure as failure:
-                raise HarnessError(f"the process that compiles did not start: {failure}") from None
-            builder.ask({"op": "build", "path": str(candidate.path)}, "build", self.session.deadlines.build)
-        finally:
-            builder.kill()
-        if needs_gpu and self.node.device == "cpu":
+        (self.builds or Builds(self.session, [])).finish(candidate)
+        if candidate.backend == "cuda" and self.node.device == "cpu":
             return "compiles, but needs a GPU to run; run it on a GPU node"
         return None
 
@@ -213,19 +232,51 @@ class Examination:
                 self.flags.add("aliased_output")
         return trial.judge_s
 
-    def _time(self, speed: SpeedTrial) -> None:
-        for mode in self.job.modes:
-            try:
-                self.speeds.append(speed.measure(mode))
-            except Unmeasurable as reason:
-                self.speeds.append(NotMeasured(mode=mode, why=str(reason)))
-                if reason.group_lost:
-                    self.healthy = False
-                    self.flags.add(f"{mode}_failed")
-                    rest = self.job.modes[len(self.speeds) :]
-                    self.speeds += [NotMeasured(mode=m, why=f"the ranks were lost in {mode} mode") for m in rest]
-                    break
-        self.evidence[speed.trial.case.key] = speed.merged(self.evidence[speed.trial.case.key])
+    def _time(self, case: Case, judge_s: float) -> SpeedTrial:
+        """Times a candidate that is right, in ranks where its code is loaded only after the reference has been timed there."""
+        speed = self._baseline(case, {})
+        if speed.broken:  # a group in which a capture failed is in a state that nobody knows: another one, without that mode
+            self.reusable = False
+            speed = self._baseline(case, speed.unmeasurable)
+        speed.trial.judge_s = judge_s
+        self._load()
+        with self._in("timing"):
+            speed.first_calls()
+            measured: dict[Mode, ModeSpeed | NotMeasured] = {}
+            for mode in sorted(self.job.modes):  # eager first: a failed capture must not reach it
+                measured[mode] = self._measure(speed, mode)
+            self.speeds = [measured[mode] for mode in self.job.modes]
+            self.evidence[case.key] = speed.merged(self.evidence[case.key])
+        return speed
+
+    def _baseline(self, case: Case, unmeasurable: dict[str, str]) -> SpeedTrial:
+        """The reference's own times in a group that holds no candidate code."""
+        job, node = self.job, self.node
+        if not (job.candidate.is_reference and self.reusable):
+            self._leave()
+            with self._in("spawn"):
+                self.end_group()
+                self._take_group()
+        assert self.group is not None
+        self.loaded = False
+        with self._in("timing"):
+            self.session.settle()
+            trial = Trial(self.session, self.group, job.problem, case, "timed", CHECKED_SLOTS)
+            speed = SpeedTrial(trial, job.modes, self.rules, node.profile, node.peaks, node.memory_bytes, unmeasurable=unmeasurable)
+            speed.baseline()
+        return speed
+
+    def _measure(self, speed: SpeedTrial, mode: Mode) -> ModeSpeed | NotMeasured:
+        if not self.healthy:
+            return NotMeasured(mode=mode, why="the ranks were lost in another mode")
+        try:
+            return speed.measure(mode)
+        except Unmeasurable as reason:
+            self.reusable = self.reusable and mode in speed.unmeasurable  # it was not even tried
+            if reason.group_lost:
+                self.healthy = False
+                self.flags.add(f"{mode}_failed")
+            return NotMeasured(mode=mode, why=str(reason))
 
     def _audit(self, case: Case, speed: SpeedTrial | None) -> None:
         """Records what some calls run. The custom track stands or falls with it; in the open one it is evidence, and failing is a flag."""
@@ -269,11 +320,15 @@ class Examination:
         return any(self.job.problem.cost(case, rank).ingress_bytes > 0 for rank in range(case.world_size))
 
     def _leave(self) -> None:
+        """Lets the candidate's processes end by themselves, which they must."""
         assert self.group is not None
+        if not self.loaded or self.job.candidate.is_reference:
+            return
         deadline_s = self.session.deadlines.exit
-        self.group.ask({"op": "exit"}, "exit", deadline_s)
-        if stuck := self.group.await_end(deadline_s):
-            raise Rejected(Hang(phase="exit", ranks=stuck, deadline_s=deadline_s))
+        with self._in("exit"):
+            self.group.ask({"op": "exit"}, "exit", deadline_s)
+            if stuck := self.group.await_end(deadline_s):
+                raise Rejected(Hang(phase="exit", ranks=stuck, deadline_s=deadline_s))
 
     def _result(self, verdict: Verdict, log: str) -> Result:
         job = self.job

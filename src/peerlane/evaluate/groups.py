@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from peerlane.errors import HarnessError, ProtocolError
@@ -21,7 +22,7 @@ from peerlane.evaluate.protocol import Channel, Message, encode
 
 _REPORTED_KINDS = {"runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run"}
 _SEND_S = 10  # a rank that does not read its requests for this long has failed, and the answer's deadline will say so
-_GRACE_S = 0.5  # after the first rank fails, the others have this long to report before the group is killed
+_GRACE_S = 0.1  # after the first rank fails, the leader or another rank has this long to be found dead, which would be the cause
 
 
 class GroupFailure(Exception):
@@ -51,15 +52,32 @@ class GroupFailure(Exception):
         self.rank, self.ranks, self.deadline_s = rank, tuple(ranks), deadline_s
 
 
-class RankGroup:
-    """The supervisor's handle on a leader and its ranks."""
+def _cause(first: GroupFailure | None, second: GroupFailure) -> GroupFailure:
+    """Which of two failures, in the order of their arrival, explains the other: ranks raise when one that they wait for has ended."""
+    if first is None or (first.kind == "runtime_error" and second.kind == "exit"):
+        return second
+    return first
 
-    def __init__(self, role: str, control: Channel, ranks: list[Channel], memories: list[int], logs: list[int]) -> None:
+
+class RankGroup:
+    """The supervisor's handle on a leader and its ranks. ``end_leader`` has the leader killed when it does not do what it is told."""
+
+    def __init__(
+        self,
+        role: str,
+        control: Channel,
+        ranks: list[Channel],
+        memories: list[int],
+        logs: list[int],
+        end_leader: Callable[[], None] | None = None,
+    ) -> None:
         self.role = role
         self.world_size = len(ranks)
         self._control, self._ranks, self._memories, self._logs = control, ranks, memories, logs
         self._exits: dict[int, int] = {}
         self._early: list[Message] = []
+        self._log = ""
+        self._end_leader = end_leader
         self._pending: tuple[str, float, float, set[int]] | None = None
         self.alive = True
 
@@ -74,6 +92,11 @@ class RankGroup:
     def busy(self) -> bool:
         """True between :meth:`begin` and :meth:`finish`."""
         return self._pending is not None
+
+    @property
+    def lost(self) -> bool:
+        """True if the leader, or a rank, has ended by now. Does not wait."""
+        return not self.alive or self._read_control("spawn") is not None or bool(self._exits)
 
     def wait(self) -> None:
         """Collects the answers to :meth:`begin` early; :meth:`finish` then returns at once."""
@@ -119,14 +142,14 @@ class RankGroup:
                     if isinstance(outcome, GroupFailure):
                         if outcome.kind == "exit":  # the leader knows the status; wait for its report a moment
                             outcome = self._await_exit(key.data, phase) or self._exit_failure(key.data, phase)
-                        failure = failure or outcome
+                        failure = _cause(failure, outcome)
                     else:
                         answers[key.data] = outcome
                     waiting.discard(key.data)
                     selector.unregister(key.fileobj)
                 for rank in sorted(waiting & set(self._exits)):
                     waiting.discard(rank)
-                    failure = failure or self._exit_failure(rank, phase)
+                    failure = _cause(failure, self._exit_failure(rank, phase))
                 if failure is not None:
                     end = min(end, time.monotonic() + _GRACE_S)
         if failure is not None:
@@ -199,35 +222,18 @@ class RankGroup:
         return self._memories[rank]
 
     def log_tail(self, characters: int = 2000) -> str:
-        """The end of what the ranks printed, one section per rank that printed anything."""
+        """The end of what the ranks printed, one section per rank that printed anything. Complete once the group has been killed."""
         parts = []
         for rank, fd in enumerate(self._logs):
-            # The rank can shorten its log at any moment: a read comes back empty then, where a memory map would be fatal.
             data = os.pread(fd, characters, max(0, os.fstat(fd).st_size - characters))
             if text := data.decode(errors="replace").strip():
                 parts.append(f"[rank {rank}] {text}")
-        return "\n".join(parts)
+        return "\n".join(parts) or self._log
 
     def kill(self, deadline_s: float = 10.0) -> None:
         """Ends the whole tree and waits until it is gone; raises :class:`HarnessError` if a process survives."""
-        survivors: list[int] = []
-        if self.alive:
-            self.alive = False
-            with contextlib.suppress(OSError):
-                self._control.send({"op": "end"})
-            end = time.monotonic() + deadline_s
-            with contextlib.suppress(ProtocolError), selectors.DefaultSelector() as selector:
-                selector.register(self._control, selectors.EVENT_READ)
-                ended = False
-                while not ended and (left := end - time.monotonic()) > 0:
-                    if not selector.select(left):
-                        break
-                    open_ = self._control.feed()
-                    while (message := self._control.pop()) is not None:
-                        if message.get("ended"):
-                            ended, survivors = True, list(message.get("survivors", []))
-                    if not open_:
-                        break
+        survivors = self._end(deadline_s) if self.alive else []
+        self._log = self.log_tail()
         for channel in [self._control, *self._ranks]:
             channel.close()
         for fd in [*self._memories, *self._logs]:
@@ -237,14 +243,38 @@ class RankGroup:
         if survivors:
             raise HarnessError(f"processes {survivors} survived SIGKILL for {deadline_s:g} s; they may be stuck in the GPU driver")
 
+    def _end(self, deadline_s: float) -> list[int]:
+        """Has the leader kill everything, itself last; the processes that are still there."""
+        self.alive = False
+        with contextlib.suppress(OSError):
+            self._control.send({"op": "end"})
+        end = time.monotonic() + deadline_s
+        with contextlib.suppress(ProtocolError), selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            while (left := end - time.monotonic()) > 0 and selector.select(left):
+                open_ = self._control.feed()
+                while (message := self._control.pop()) is not None:
+                    if message.get("ended"):
+                        return list(message.get("survivors", []))
+                if not open_:
+                    return []  # the leader was killed, and its ranks with it
+        if self._end_leader is not None:  # it was stopped, or is stuck
+            with contextlib.suppress(OSError):
+                self._end_leader()
+        return []
+
 
 class Nursery:
-    """Starts the nursery process and orders groups from it."""
+    """Starts the nursery process, anew if it is killed, and orders groups from it."""
 
     def __init__(self, environment: dict[str, str], start_deadline_s: float = 120.0) -> None:
+        self._environment, self._start_deadline_s = environment, start_deadline_s
+        self._groups: list[RankGroup] = []
+        self._launch()
+
+    def _launch(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders = ours
-        self._groups: list[RankGroup] = []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "peerlane.evaluate.nursery", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
@@ -252,53 +282,80 @@ class Nursery:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            env={**os.environ, **environment},
+            env={**os.environ, **self._environment},
         )
         theirs.close()
-        ours.settimeout(start_deadline_s)
+        ours.settimeout(self._start_deadline_s)
         try:
             word = ours.recv(16)
-        except TimeoutError:
+        except (TimeoutError, OSError):
             word = b""
         if word != b"ready":
             self._process.kill()
             _, errors = self._process.communicate()
+            ours.close()
             raise HarnessError(f"the process that starts ranks did not come up: {errors.decode(errors='replace').strip()[-2000:]}")
         ours.settimeout(None)
 
+    @property
+    def alive(self) -> bool:
+        """False once the process has ended: somebody killed it. Groups that it has borne live on."""
+        return self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
     def spawn(self, role: str, world_size: int, config: dict[str, Any], share: RankGroup | None = None) -> RankGroup:
-        """A new group; ``share`` gives it that group's shared memory, rank by rank, instead of its own."""
-        control, leader_end = socket.socketpair()
-        channels, remote = [], [leader_end.fileno()]
-        closing: list[socket.socket] = [leader_end]
-        memories, logs = [], []
-        for rank in range(world_size):
-            here, there = socket.socketpair()
-            channels.append(Channel(here))
-            channels[-1].limit_sending(_SEND_S)
-            closing.append(there)
-            memory = os.dup(share.memory_fd(rank)) if share is not None else memory_file(f"peerlane-arena-{rank}")
-            log = os.memfd_create(f"peerlane-log-{rank}")
-            memories.append(memory)
-            logs.append(log)
-            remote += [there.fileno(), memory, log]
-        folder = tempfile.mkdtemp(prefix="peerlane-")
-        order = {**config, "role": role, "world_size": world_size, "folder": folder}
-        try:
-            socket.send_fds(self._orders, [json.dumps(order).encode()], remote)
-        except OSError as error:
-            raise HarnessError(f"the process that starts ranks is gone: {error}") from None
-        for end in closing:
-            end.close()
-        group = RankGroup(role, Channel(control), channels, memories, logs)
+        """A new group; ``share`` gives it that group's shared memory, rank by rank, instead of its own. Raises :class:`HarnessError`."""
+        self._groups = [group for group in self._groups if group.alive]
+        if not self.alive:
+            self._bury()
+            self._launch()
+        with contextlib.ExitStack() as kept, contextlib.ExitStack() as handed_over:
+            try:
+                folder = tempfile.mkdtemp(prefix="peerlane-")
+                kept.callback(shutil.rmtree, folder, ignore_errors=True)
+                pairs = [socket.socketpair() for _ in range(1 + world_size)]
+                for here, there in pairs:
+                    kept.enter_context(here)
+                    handed_over.enter_context(there)
+                memories, logs = [], []
+                for rank in range(world_size):
+                    memories.append(os.dup(share.memory_fd(rank)) if share is not None else memory_file(f"peerlane-arena-{rank}"))
+                    kept.callback(os.close, memories[-1])
+                    logs.append(os.memfd_create(f"peerlane-log-{rank}"))
+                    kept.callback(os.close, logs[-1])
+                order = {**config, "role": role, "world_size": world_size, "folder": folder}
+                ends = [there.fileno() for _, there in pairs]
+                per_rank = zip(ends[1:], memories, logs, strict=True)
+                self._order(order, [ends[0], *(fd for fds in per_rank for fd in fds)])
+            except OSError as error:
+                raise HarnessError(f"a rank group cannot be started: {error}") from None
+            control, *channels = [Channel(here) for here, _ in pairs]
+            kept.pop_all()
+        for channel in channels:
+            channel.limit_sending(_SEND_S)
+        group = RankGroup(role, control, channels, memories, logs, lambda: self._order({"end": folder}, []))
         self._groups.append(group)
         return group
 
+    def _order(self, order: dict[str, Any], fds: list[int]) -> None:
+        socket.send_fds(self._orders, [json.dumps(order).encode()], fds)
+
     def close(self) -> None:
         """Kills all groups, then the nursery."""
+        self.end_groups()
+        self._bury()
+
+    def end_groups(self) -> None:
+        """Kills all groups."""
         for group in self._groups:
             with contextlib.suppress(HarnessError):
                 group.kill()
+
+    def _bury(self) -> None:
         self._orders.close()
         try:
             self._process.wait(5)

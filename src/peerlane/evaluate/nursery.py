@@ -21,8 +21,10 @@ import socket
 import sys
 import time
 import traceback
+import weakref
 from typing import Any, NoReturn
 
+from peerlane.evaluate.logs import LogTail
 from peerlane.evaluate.processes import adopt_orphans, children, descendants, die_with_parent, kill_descendants
 from peerlane.evaluate.protocol import Channel
 
@@ -30,13 +32,13 @@ FDS_PER_RANK = 3  # command socket, shared memory, log
 _PARTING_S = 9.0  # leaders, whose supervisor is gone too, have this long to end their groups
 
 
-def _run_rank(config: dict[str, Any], rank: int, fds: list[int], leader: int) -> NoReturn:
+def _run_rank(config: dict[str, Any], rank: int, fds: list[int], log: int, leader: int) -> NoReturn:
     status = 1
     try:
         die_with_parent(leader)
-        command, memory, log = fds[1 + FDS_PER_RANK * rank : 1 + FDS_PER_RANK * (rank + 1)]
+        command, memory, _ = fds[1 + FDS_PER_RANK * rank : 1 + FDS_PER_RANK * (rank + 1)]
         for fd in fds:
-            if fd not in (command, memory, log):
+            if fd not in (command, memory):
                 os.close(fd)
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
@@ -67,20 +69,31 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
     control = Channel(socket.socket(fileno=os.dup(fds[0])))
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ, None)
+    logs: list[LogTail] = []
     for rank in range(config["world_size"]):
+        pipe, log = os.pipe()
         pid = os.fork()
         if pid == 0:
             selector.close()
             control.close()
-            _run_rank(config, rank, fds, leader)
+            for other in (pipe, *(tail.fileno() for tail in logs)):
+                os.close(other)
+            _run_rank(config, rank, fds, log, leader)
+        os.close(log)
+        logs.append(LogTail(pipe, fds[FDS_PER_RANK * (rank + 1)]))
+        selector.register(logs[-1], selectors.EVENT_READ, logs[-1])
         selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (rank, pid))
-    for fd in fds:
+    for fd in {*fds} - {fds[FDS_PER_RANK * (rank + 1)] for rank in range(config["world_size"])}:
         os.close(fd)
     running = True
     while running:
         for key, _ in selector.select():
             if key.data is None:
                 running = False  # a word from the supervisor or its end: both mean stop
+                continue
+            if isinstance(key.data, LogTail):
+                if not key.data.pump():
+                    selector.unregister(key.fileobj)
                 continue
             rank, pid = key.data
             selector.unregister(key.fileobj)
@@ -90,6 +103,8 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
             with contextlib.suppress(OSError):
                 control.send({"exited": rank, "status": status})
     survivors = kill_descendants()
+    for tail in logs:
+        tail.pump()  # what was printed last
     shutil.rmtree(config["folder"], ignore_errors=True)
     with contextlib.suppress(OSError):
         control.send({"ended": True, "survivors": survivors})
@@ -119,6 +134,14 @@ def _clear_up(leaders: dict[int, str]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+def _end_leader(leaders: dict[int, str], folder: str) -> None:
+    """Kills the leader of a group that does not end as it was told. Its ranks die with it."""
+    for leader in children(os.getpid()):
+        if leaders.get(leader) == folder:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(leader, signal.SIGKILL)
+
+
 def main(fd: int) -> None:
     """Serves orders until the supervisor's end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -127,6 +150,8 @@ def main(fd: int) -> None:
     orders = socket.socket(fileno=fd)
     from peerlane.evaluate import worker  # noqa: F401  (imports torch, the slow part, before any fork)
 
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch takes back its operators one by one, for 0.1 s, in every process that ends
     gc.collect()
     gc.freeze()  # what is imported by now never needs collecting: ranks collect in microseconds, and share the pages
     orders.send(b"ready")
@@ -134,6 +159,9 @@ def main(fd: int) -> None:
     while (order := _receive_order(orders)) is not None:
         config, fds = order
         _clear_up(leaders)
+        if "end" in config:
+            _end_leader(leaders, config["end"])
+            continue
         if (leader := os.fork()) == 0:
             try:
                 orders.close()

@@ -1,27 +1,43 @@
-"""The processes of a run: the nursery, one trusted group, one warm spare for the next candidate. No CUDA context here."""
+"""The processes of a run: the nursery, one trusted group, warm spares for the next candidates, builders. No CUDA context here."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 from peerlane.errors import HarnessError
 from peerlane.evaluate.extensions import ARCHITECTURE
 from peerlane.evaluate.groups import GroupFailure, Nursery, RankGroup
+from peerlane.evaluate.spares import Spares
 from peerlane.problems._spec import Case
-from peerlane.settings import Deadlines
+from peerlane.settings import Deadlines, Supply
 
 
 class Session:
-    """Everything that runs for one world size. Use as a context manager: leaving it ends every process."""
+    """Everything that runs for one world size. Use as a context manager: leaving it ends every process.
 
-    def __init__(self, device: str, world_size: int, deadlines: Deadlines) -> None:
+    ``note`` hears what went wrong and was mended.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        world_size: int,
+        deadlines: Deadlines,
+        supply: Supply | None = None,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.device, self.world_size, self.deadlines = device, world_size, deadlines
+        self.supply, self.note = supply or Supply(), note
         self._nursery: Nursery | None = None
         self._trusted: RankGroup | None = None
-        self._spare: RankGroup | None = None
+        self._suspected = False
+        self.survivors = False
+        self._trusted_source = Spares("trusted", self._spawn_trusted, self.supply, note)
+        self._spares = Spares("candidate", self._spawn_candidate, self.supply, note)
         self._block = 0
 
     def __enter__(self) -> Self:
@@ -34,12 +50,6 @@ class Session:
         if self.device == "cpu":
             environment |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
         self._nursery = Nursery(environment, self.deadlines.spawn)
-        try:
-            self._spare = self._spawn_candidate()
-            self.trusted  # noqa: B018  (started side by side with the first spare)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
@@ -53,71 +63,87 @@ class Session:
         assert self._nursery is not None, "use the session as a context manager"
         return self._nursery
 
-    def _config(self, **more: Any) -> dict[str, Any]:
-        return {"device": self.device, **more}
+    def _spawn(self, role: str, share: RankGroup | None = None, **config: Any) -> RankGroup:
+        group = self.nursery.spawn(role, self.world_size, {"device": self.device, **config}, share)
+        group.begin({"op": "init"}, "spawn", self.deadlines.spawn)
+        return group
 
-    @property
-    def trusted(self) -> RankGroup:
-        """The trusted group; started anew if it died."""
-        if self._trusted is None:
-            group = self.nursery.spawn("trusted", self.world_size, self._config())
-            try:
-                group.ask({"op": "init"}, "spawn", self.deadlines.spawn)
-                group.ask({"op": "secret", "secret": secrets.token_hex(16)}, "spawn", self.deadlines.spawn)
-            except GroupFailure as failure:
-                tail = group.log_tail()
-                group.kill()
-                raise HarnessError(f"the trusted ranks did not start: {failure}\n{tail}") from None
-            self._trusted = group
-        return self._trusted
-
-    def drop_trusted(self) -> None:
-        """Kills the trusted group after a failure of its own, and the spare, which may share its memory; the next use starts others."""
-        for group in (self._trusted, self._spare):
-            if group is not None:
-                with contextlib.suppress(HarnessError):
-                    group.kill()
-        self._trusted = self._spare = None
+    def _spawn_trusted(self) -> RankGroup:
+        return self._spawn("trusted")
 
     def _spawn_candidate(self) -> RankGroup:
         environment = {"TORCH_CUDA_ARCH_LIST": ARCHITECTURE} if self.device == "cuda" else {}
         share = self.trusted if self.device == "cpu" else None  # on CPU the two sides share memory files, on GPUs CUDA IPC
-        group = self.nursery.spawn("candidate", self.world_size, self._config(environment=environment), share)
-        group.begin({"op": "init"}, "spawn", self.deadlines.spawn)
-        return group
+        return self._spawn("candidate", share, environment=environment)
+
+    @property
+    def trusted(self) -> RankGroup:
+        """The trusted group; started anew if it died. Raises :class:`NoRanks`."""
+        if self._trusted is None:
+            group = self._trusted_source.take()
+            try:
+                group.ask({"op": "secret", "secret": secrets.token_hex(16)}, "spawn", self.deadlines.spawn)
+            except GroupFailure as failure:
+                with contextlib.suppress(HarnessError):
+                    group.kill()
+                raise HarnessError(f"the trusted ranks did not start: {failure}\n{group.log_tail()}".strip()) from None
+            self._trusted = group
+        return self._trusted
+
+    def drop_trusted(self) -> None:
+        """Kills the trusted group after a failure of its own, and spares that share its memory; the next use starts others."""
+        if self._trusted is not None:
+            with contextlib.suppress(HarnessError):
+                self._trusted.kill()
+        self._trusted, self._suspected = None, False
+        if self.device == "cpu":
+            self._spares.clear()
+
+    def suspect_trusted(self) -> None:
+        """After a capture failed in the trusted ranks nobody knows their state: others take their place before the next group is taken."""
+        self._suspected = True
+
+    def _mend(self) -> None:
+        if self._trusted is not None and not self._suspected and self._trusted.lost:
+            self.note("the trusted ranks died while nothing was asked of them; others take their place")
+            self._suspected = True
+        if self._suspected:
+            self.drop_trusted()
+
+    def start_spares(self, expected: int) -> None:
+        """Keeps spares ahead, but no more than the groups that the run may still take. They use cores and GPUs until :meth:`settle`."""
+        self._mend()
+        self._spares.refill(min(self.supply.spares, expected))
+        self.trusted  # noqa: B018  (comes up side by side with them)
 
     def take_group(self) -> RankGroup:
-        """A fresh candidate group, ready; the next spare starts at once behind it."""
-        group, self._spare = self._spare or self._spawn_candidate(), None
-        try:
-            group.finish()
-        except GroupFailure as failure:
-            tail = group.log_tail()
-            group.kill()
-            raise HarnessError(f"candidate ranks did not start: {failure}\n{tail}") from None
-        return group
+        """A fresh candidate group, ready. Raises :class:`NoRanks`."""
+        self._mend()
+        return self._spares.take()
 
-    def start_spare(self) -> None:
-        """Starts the next spare, if there is none. It uses the GPUs while it starts: see :meth:`settle`."""
-        if self._spare is None:
-            self._spare = self._spawn_candidate()
+    def end(self, group: RankGroup) -> None:
+        """Kills a candidate's group. Where processes survive that, ``survivors`` is set; what the candidate did is known all the same."""
+        try:
+            group.kill()
+        except HarnessError as error:
+            self.survivors = True
+            self.note(str(error))
+
+    def end_all(self) -> None:
+        """Ends trusted ranks and spares too; the next use starts others."""
+        self.drop_trusted()
+        self._spares.clear()
+        self.survivors = False
 
     def settle(self) -> None:
-        """Waits until the spare is up, so that its start does not disturb what is timed next."""
-        if self._spare is not None and self._spare.busy:
-            group = self._spare
-            try:
-                group.wait()
-            except GroupFailure as failure:
-                self._spare = None
-                tail = group.log_tail()
-                group.kill()
-                raise HarnessError(f"candidate ranks did not start: {failure}\n{tail}") from None
+        """Waits until all spares are up, so that their start does not disturb what is timed next."""
+        self._spares.settle()
 
     def builder(self) -> RankGroup:
-        """A process that compiles; no GPU is visible to it."""
+        """A process that compiles, on cores where no rank is timed; no GPU is visible to it."""
         environment = {"CUDA_VISIBLE_DEVICES": "", "TORCH_CUDA_ARCH_LIST": ARCHITECTURE}
-        return self.nursery.spawn("builder", 1, {"device": "cpu", "environment": environment})
+        config = {"device": "cpu", "environment": environment, "timed_ranks": self.world_size if self.device == "cuda" else 0}
+        return self.nursery.spawn("builder", 1, config)
 
     def next_block(self) -> int:
         """A number that no earlier minting of this session has had."""

@@ -84,7 +84,16 @@ def choose_slots(
 
 
 class CaptureFailed(Exception):
-    """A side's calls cannot be captured into CUDA graphs; the message says why."""
+    """A side's calls cannot be captured into CUDA graphs; the message says why. ``trusted``: it was the trusted reference's."""
+
+    def __init__(self, why: str, *, trusted: bool) -> None:
+        super().__init__(why)
+        self.trusted = trusted
+
+
+def not_captured(answers: list[Message]) -> str | None:
+    """Why a rank could not build its block, by the ranks' answers to ``prepare``."""
+    return next((str(answer.get("why")) for answer in answers if not answer.get("captured")), None)
 
 
 @dataclass
@@ -194,11 +203,11 @@ class Race:
     def prepare(self) -> None:
         """Builds the blocks of both sides; raises :class:`CaptureFailed`."""
         trial, limit_s = self.trial, self.trial.session.deadlines.first_call
-        answers = trial.trusted("prepare", mode=self.mode)
-        answers += trial.ask("prepare", "timing", limit_s, mode=self.mode, side=self.side)
-        failures = [str(answer.get("why")) for answer in answers if not answer.get("captured")]
-        if failures:
-            raise CaptureFailed(failures[0])
+        if (why := not_captured(trial.trusted("prepare", mode=self.mode))) is not None:
+            trial.session.suspect_trusted()
+            raise CaptureFailed(why, trusted=True)
+        if (why := not_captured(trial.ask("prepare", "timing", limit_s, mode=self.mode, side=self.side))) is not None:
+            raise CaptureFailed(why, trusted=False)
 
     def run(self, budget_s: float) -> None:
         """Warms both sides, then rounds until the interval is narrow or the budget is spent.

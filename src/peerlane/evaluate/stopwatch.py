@@ -1,14 +1,15 @@
-"""The speed of one candidate on one case: the baseline before its code is loaded, the race after."""
+"""The speed of one candidate on one case, in ranks of its own: the baseline before its code is loaded there, the race after."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from peerlane.errors import HarnessError
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import case_request
-from peerlane.evaluate.speed import CaptureFailed, Race, choose_slots
+from peerlane.evaluate.speed import CaptureFailed, Race, choose_slots, not_captured
 from peerlane.evaluate.statistics import Interval
 from peerlane.evaluate.trial import Rejected, Trial, verdict_of
 from peerlane.evaluate.verdict import CaseEvidence, Estimate, Mode, ModeSpeed, Tampered, Utilisation
@@ -31,7 +32,10 @@ class Unmeasurable(Exception):
 
 @dataclass
 class SpeedTrial:
-    """Times one case in several modes. Call :meth:`baseline` before ``load``, :meth:`measure` after correctness is established.
+    """Times one case in several modes: :meth:`baseline` before ``load``, then :meth:`first_calls`, and :meth:`measure` for each mode.
+
+    ``unmeasurable``: the modes that are not tried, and why. ``broken``: a capture of the reference failed, so that the ranks are in a state
+    that nobody knows; the mode is unmeasurable, and others are to be timed with fresh ranks.
 
     Without a ``profile`` there is no utilisation, and no physical floor that times are held against.
     """
@@ -44,26 +48,36 @@ class SpeedTrial:
     memory_bytes: float
     baselines: dict[str, Race] = field(default_factory=dict)
     unmeasurable: dict[str, str] = field(default_factory=dict)
+    broken: bool = False
 
     def baseline(self) -> None:
-        """Chooses the block's size, lays the case out, and times reference against reference in every mode."""
+        """Chooses the block's size, lays the case out, and times reference against reference in every mode, unless it breaks."""
+        problem = self.trial.problem
+        for mode in set(self.modes) - set(problem.modes):
+            self.unmeasurable[mode] = f"the reference cannot be captured: {problem.graph_reason}"
         self.trial.slots = self._probe()
+        if self.broken:
+            return
         self.trial.open()
-        self._first_calls("reference")
-        for mode in self.modes:
-            if mode not in self.trial.problem.modes:
-                self.unmeasurable[mode] = f"the reference cannot be captured: {self.trial.problem.graph_reason}"
-                continue
+        self._call_every_slot("reference")
+        for mode in sorted(set(self.modes) - set(self.unmeasurable)):  # eager first
             race = Race(self.trial, mode, "reference", self.rules)
             try:
                 race.run(self.rules.budget_s)
             except CaptureFailed as failure:
-                self.unmeasurable[mode] = f"the reference could not be captured here: {failure}"
-                continue
+                self._break(mode, str(failure))
+                return
             self.baselines[mode] = race
 
-    def _first_calls(self, side: str) -> None:
-        """Calls every slot once from Python: what a first call sets up (handles, connections, workspaces) cannot be set up in a capture."""
+    def _break(self, mode: str, why: str) -> None:
+        self.unmeasurable[mode] = f"the reference could not be captured here: {why}"
+        self.broken = True
+
+    def first_calls(self) -> None:
+        """Lets the candidate set up what it sets up at first: handles, connections, workspaces, which cannot be set up in a capture."""
+        self._call_every_slot("candidate")
+
+    def _call_every_slot(self, side: str) -> None:
         trial = self.trial
         trial.mint()
         trial.reveal()
@@ -76,10 +90,15 @@ class SpeedTrial:
         trial.layouts = trial.trusted("open_case", slots=_PROBE_SLOTS, **case_request(trial.case))
         times = {}
         for mode in trial.problem.modes:
-            if all(answer["captured"] for answer in trial.trusted("prepare", mode=mode)):
-                trial.mint()
-                race = Race(trial, mode, "reference", self.rules)
-                times[mode] = min(race.trusted_block().median_us for _ in range(_PROBE_BLOCKS))
+            if mode in self.unmeasurable:
+                continue
+            if (why := not_captured(trial.trusted("prepare", mode=mode))) is not None:
+                trial.session.suspect_trusted()
+                self._break(mode, why)
+                continue
+            trial.mint()
+            race = Race(trial, mode, "reference", self.rules)
+            times[mode] = min(race.trusted_block().median_us for _ in range(_PROBE_BLOCKS))
         slots = choose_slots(
             times["eager"],
             min(times.values()),
@@ -102,7 +121,6 @@ class SpeedTrial:
             raise Unmeasurable(self.unmeasurable[mode])
         if mode == "eager":
             return self._race(mode)
-        self._first_calls("candidate")
         try:
             return self._race(mode)
         except GroupFailure as failure:
@@ -119,6 +137,8 @@ class SpeedTrial:
         try:
             return Race(self.trial, mode, "candidate", self.rules).rehearse(marker)
         except CaptureFailed as failure:
+            if failure.trusted:
+                raise HarnessError(f"the reference could not be captured again: {failure}") from None
             raise GroupFailure("runtime_error", "audit", f"was captured to be timed, but not to be audited: {failure}") from None
 
     def _race(self, mode: Mode) -> ModeSpeed:
@@ -127,7 +147,8 @@ class SpeedTrial:
         try:
             race.run(self.rules.budget_s)
         except CaptureFailed as failure:
-            raise Unmeasurable(f"cannot be captured: {failure}") from None
+            what = "the reference could not be captured again" if failure.trusted else "cannot be captured"
+            raise Unmeasurable(f"{what}: {failure}") from None
         self._check_floor(race)
         speedup = race.ratio() * _inverse(baseline.ratio())
         reference_us, candidate_us = baseline.times_us(), race.times_us()

@@ -130,8 +130,7 @@ class Trial:
         return self.group.ask({"op": op, "space": self.space, **more}, phase, deadline_s)
 
     def open(self) -> None:
-        """Lays the case out and attaches the candidate's ranks."""
-        self.ask("detach", "spawn", self.session.deadlines.spawn)
+        """Lays the case out and attaches the candidate's ranks, which have nothing attached in this space."""
         self.layouts = self.trusted("open_case", slots=self.slots, **case_request(self.case))
         requests = [
             {"op": "attach_case", "space": self.space, "problem": self.case.problem, "variant": self.case.variant, **_without_ok(layout)}

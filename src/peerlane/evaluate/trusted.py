@@ -34,6 +34,8 @@ from peerlane.problems._tree import (
     tensor_descriptions,
 )
 
+_IDLE_BYTES = 256 << 20  # of an arena, that may lie idle
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -168,8 +170,9 @@ class TrustedRank(Rank):
         }
 
     def _reserve(self, space: str, size: int) -> Arena:
+        """The space's arena; another one where it is too small, or so large that others could use the memory."""
         arena = self._arenas.get(space)
-        if arena is None or arena.size < size:
+        if arena is None or not size <= arena.size <= size + _IDLE_BYTES:
             if arena is not None:
                 arena.close()
             arena = self._arenas[space] = Arena.create(size, self.device, self.memory_fd)

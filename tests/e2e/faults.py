@@ -1,0 +1,118 @@
+"""Faults at message boundaries: every request of the supervisor is seen, and something breaks just before a chosen one is sent."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from e2e.runs import wait_for
+from peerlane.evaluate.groups import Nursery, RankGroup
+from peerlane.evaluate.processes import children
+
+
+@dataclass(frozen=True)
+class Message:
+    """A request to the ranks of a group: the ``ordinal``-th of its kind in an evaluation."""
+
+    role: str
+    op: str
+    ordinal: int
+
+
+@dataclass
+class Switchboard:
+    """Counts the requests of an evaluation, and calls ``fault`` with the group that is about to be sent ``at``."""
+
+    leaders: dict[int, int] = field(default_factory=dict)
+    seen: list[Message] = field(default_factory=list)
+    at: Message | None = None
+    fault: Callable[[Switchboard, RankGroup], None] | None = None
+    struck: bool = False
+
+    def arm(self, at: Message | None, fault: Callable[[Switchboard, RankGroup], None] | None) -> None:
+        """For the next evaluation."""
+        self.at, self.fault, self.seen, self.struck = at, fault, [], False
+
+    def about_to_send(self, group: RankGroup, op: str) -> None:
+        """Called before a request reaches any rank."""
+        before = sum((item.role, item.op) == (group.role, op) for item in self.seen)
+        self.seen.append(Message(group.role, op, before))
+        if self.seen[-1] == self.at and self.fault is not None:
+            self.struck = True
+            self.fault(self, group)
+
+    def leader(self, group: RankGroup) -> int:
+        """The process that guards the group."""
+        return self.leaders[id(group)]
+
+
+def kill_rank(board: Switchboard, group: RankGroup) -> None:
+    """SIGKILL for the last rank."""
+    wait_for(lambda: len(children(board.leader(group))) == group.world_size, 10, "the start of the ranks")
+    os.kill(max(children(board.leader(group))), signal.SIGKILL)
+    select.select([group._control], [], [], 10)  # the leader has noticed
+
+
+def kill_leader(board: Switchboard, group: RankGroup) -> None:
+    """SIGKILL for the process that guards the ranks."""
+    os.kill(board.leader(group), signal.SIGKILL)
+    select.select([group._control], [], [], 10)  # its socket has closed
+
+
+def close_channel(board: Switchboard, group: RankGroup) -> None:
+    """The end of the last rank's stream, though its process lives."""
+    last_channel(group).socket.shutdown(socket.SHUT_RDWR)
+
+
+def garble(board: Switchboard, group: RankGroup) -> None:
+    """Bytes that are no message, before the last rank's answer."""
+    last_channel(group)._buffer += b"\xff" * 64
+
+
+def last_channel(group: RankGroup) -> Any:
+    return group._ranks[-1]
+
+
+def leads_session(pid: int) -> bool:
+    """True of leaders, and not of orphans that the nursery has adopted."""
+    try:
+        return os.getsid(pid) == pid
+    except ProcessLookupError:
+        return False
+
+
+@contextmanager
+def switchboard() -> Iterator[Switchboard]:
+    """Sees everything that is asked of any rank group meanwhile."""
+    board = Switchboard()
+    begin, spawn = RankGroup.begin, Nursery.spawn
+
+    def seen_begin(group: RankGroup, requests: Any, phase: str, deadline_s: float) -> None:
+        board.about_to_send(group, (requests if isinstance(requests, dict) else requests[0])["op"])
+        begin(group, requests, phase, deadline_s)
+
+    def seen_spawn(nursery: Nursery, *arguments: Any) -> RankGroup:
+        before = children(nursery.pid)
+        group = spawn(nursery, *arguments)
+        found: set[int] = set()
+
+        def started() -> bool:
+            found.update(filter(leads_session, children(nursery.pid) - before))
+            return bool(found)
+
+        wait_for(started, 10, "the start of a leader")
+        (board.leaders[id(group)],) = found
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankGroup, "begin", seen_begin)
+        patch.setattr(Nursery, "spawn", seen_spawn)
+        yield board

@@ -1,0 +1,203 @@
+"""Whatever dies, wherever in the conversation, the verdict blames the right side, and the next evaluation is unaffected."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.faults import Message, Switchboard, close_channel, garble, kill_leader, kill_rank, switchboard
+from e2e.runs import DEADLINES, EXAMPLES, marked, marked_processes, wait_for, within
+from peerlane.evaluate import EvaluationPlan, Result, discover
+from peerlane.evaluate.evaluation import Run, Silent, describe_node, make_jobs
+from peerlane.evaluate.groups import Nursery, RankGroup
+from peerlane.evaluate.processes import descendants
+from peerlane.evaluate.store import ResultsStore
+from peerlane.settings import Supply
+
+GOOD = EXAMPLES / "pytorch" / "8_alltoall_pytorch.py"  # of the problem with the fewest cases
+SUPPLY = Supply(spares=1, builds=0, back_off_s=0.01)
+MARKED = f"faults-{os.getpid()}"
+
+Fault = Callable[[Switchboard, RankGroup], None]
+
+
+class Conversation:
+    """One session in which evaluations follow each other, each with its own fault."""
+
+    def __init__(self, board: Switchboard, out: Path, candidates: list[Path]) -> None:
+        self.board, self.store, self.notes, self.struck_in = board, ResultsStore(out), Notes(), ""
+        plan = EvaluationPlan(
+            discover([str(path) for path in candidates]), presets=("small",), world_sizes=(2,), deadlines=DEADLINES, supply=SUPPLY
+        )
+        self.judged = Run(plan, self.notes, describe_node("cpu")).judge(make_jobs(plan), 2)
+
+    def evaluate(self, at: Message | None = None, fault: Fault | None = None) -> Result:
+        """The next evaluation; its result has been stored, and ``struck_in`` is the phase of the fault."""
+
+        def strike(board: Switchboard, group: RankGroup) -> None:
+            self.struck_in = self.notes.current
+            assert fault is not None
+            fault(board, group)
+
+        self.board.arm(at, strike)
+        with within(60):
+            result = next(self.judged)
+        assert at is None or self.board.struck, f"the evaluation ended before {at}: {result.verdict}"
+        self.store.append(result)
+        return result
+
+
+class Notes(Silent):
+    """Remembers what is said."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.current = ""
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
+        self.current = phase
+
+
+class LentNursery(Nursery):
+    """Serves session after session, and the processes that are forked from this one."""
+
+    owner = os.getpid()
+
+    @property
+    def alive(self) -> bool:
+        return os.getpid() != self.owner or super().alive
+
+    def close(self) -> None:
+        self.end_groups()
+
+
+@pytest.fixture(scope="module")
+def lent() -> Iterator[Nursery]:
+    with marked(MARKED):
+        nursery = LentNursery({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"})
+    yield nursery
+    Nursery.close(nursery)
+    assert marked_processes(MARKED) == []
+
+
+@pytest.fixture
+def nursery(lent: Nursery, monkeypatch: pytest.MonkeyPatch) -> Nursery:
+    monkeypatch.setattr("peerlane.evaluate.session.Nursery", lambda *_: lent)
+    return lent
+
+
+@pytest.fixture
+def board(nursery: Nursery) -> Iterator[Switchboard]:
+    with marked(MARKED), switchboard() as board:
+        yield board
+    wait_for(lambda: descendants(nursery.pid) == [], 10, "the end of all groups")
+
+
+def test_every_message_boundary(board: Switchboard, tmp_path: Path) -> None:
+    conversation = Conversation(board, tmp_path, [GOOD] * 400)
+    with closing(conversation.judged):
+        assert conversation.evaluate().correct and conversation.evaluate().correct
+        messages = list(board.seen)
+        firsts = [message for message in messages if message.ordinal == 0]
+        lasts = list({(message.role, message.op): message for message in messages if message.ordinal > 0}.values())
+        points = [*itertools.product([*firsts, *lasts], [kill_rank]), *itertools.product(firsts, [kill_leader, garble])]
+        points += [(message, close_channel) for message in firsts if message.op in ("call", "mint")]
+        assert {message.role for message in messages} == {"trusted", "candidate"} and len(points) > 40
+        for message, fault in points:
+            result = conversation.evaluate(message, fault)
+            case = f"{fault.__name__} at {message}: {result.verdict}"
+            if message.role == "trusted":
+                assert result.verdict.kind == "harness_error", case
+            elif message.op == "init":
+                assert result.correct, case  # it was the spare for the next one
+            elif conversation.struck_in == "audit":
+                assert result.correct and "audit_failed" in result.flags, case  # evidence in the open track, no verdict
+            else:
+                kinds = {kill_rank: "runtime_error", close_channel: "runtime_error", kill_leader: "tampered", garble: "tampered"}
+                verdict: Any = result.verdict
+                assert (verdict.kind, verdict.phase) == (kinds[fault], conversation.struck_in), case
+                assert fault is not kill_rank or (verdict.rank == 1 and "SIGKILL" in verdict.message), case
+        assert conversation.evaluate().correct
+    stored = ResultsStore(tmp_path).results()
+    assert stored == conversation.store.results() and len(stored) == len(points) + 3
+
+
+@pytest.mark.parametrize("op", ["init", "secret"])
+def test_trusted_ranks_that_do_not_start_are_started_again(op: str, board: Switchboard, tmp_path: Path) -> None:
+    conversation = Conversation(board, tmp_path, [GOOD] * 3)
+    with closing(conversation.judged):
+        assert conversation.evaluate(Message("trusted", op, 0), kill_rank).correct
+        assert conversation.evaluate(Message("candidate", "init", 0), kill_rank).correct
+        assert conversation.evaluate().correct
+    assert any("did not start" in text for text in conversation.notes.texts), conversation.notes.texts
+
+
+def test_builders(board: Switchboard, tmp_path: Path) -> None:
+    """What dies while it compiles a candidate is the candidate's; what dies before is ours."""
+    points = [("init", kill_rank, "harness_error"), ("build", kill_rank, "runtime_error")]
+    points += [("init", garble, "harness_error"), ("build", garble, "tampered"), ("build", kill_leader, "tampered")]
+    candidates = [tmp_path / f"8_build{number}_cuda.py" for number in range(len(points) + 1)]
+    for number, path in enumerate(candidates):
+        path.write_text(f"import time\ntime.sleep(0.2)  # {number}: no two are the same file\n")
+    conversation = Conversation(board, tmp_path, candidates)
+    with closing(conversation.judged):
+        for op, fault, kind in points:
+            verdict: Any = conversation.evaluate(Message("builder", op, 0), fault).verdict
+            assert (verdict.kind, verdict.phase) == (kind, "build"), verdict
+        assert conversation.evaluate().verdict.kind == "not_run"  # compiles, but needs a GPU
+
+
+def test_a_killed_nursery_is_replaced(board: Switchboard, nursery: Nursery, tmp_path: Path) -> None:
+    conversation = Conversation(board, tmp_path, [GOOD] * 3)
+
+    def kill_nursery(board: Switchboard, group: RankGroup) -> None:
+        os.kill(nursery.pid, signal.SIGKILL)
+        wait_for(lambda: not nursery.alive, 10, "the end of the nursery")
+
+    with closing(conversation.judged):
+        results = [conversation.evaluate(Message("candidate", "load", 0), kill_nursery)]
+        results += [conversation.evaluate(), conversation.evaluate()]
+    assert nursery.alive and all(result.correct for result in results), [result.verdict for result in results]
+
+
+KILLED_AT = [("candidate", op) for op in ("init", "load", "call", "exit")] + [("trusted", op) for op in ("mint", "judge")]
+
+
+def test_a_killed_supervisor_leaves_valid_results_and_no_process(nursery: Nursery, tmp_path: Path) -> None:
+    """Leaders end their groups when the supervisor's sockets close, for whatever reason."""
+
+    def supervise(at: Message) -> int:
+        """The status of a process that is killed during its second evaluation."""
+        if (child := os.fork()) == 0:
+            try:
+                with switchboard() as board:
+                    conversation = Conversation(board, tmp_path, [GOOD] * 3)
+                    conversation.evaluate()
+                    conversation.evaluate(at, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            finally:
+                os._exit(1)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    for number, (role, op) in enumerate(KILLED_AT, 1):
+        assert supervise(Message(role, op, 0)) == -signal.SIGKILL, (role, op)
+        wait_for(lambda: descendants(nursery.pid) == [], 20, f"the end of all processes after {role} {op}")
+        assert len(ResultsStore(tmp_path).results()) == number
+
+
+def test_a_stopped_leader_does_not_keep_its_group(nursery: Nursery) -> None:
+    with switchboard() as board:
+        group = nursery.spawn("builder", 1, {"device": "cpu", "timed_ranks": 0})
+    group.ask({"op": "init"}, "build", 30)
+    os.kill(board.leader(group), signal.SIGSTOP)
+    group.kill(0.2)
+    wait_for(lambda: descendants(nursery.pid) == [], 20, "the end of the group")

@@ -1,0 +1,217 @@
+"""Many evaluations in one run, good candidates mixed with ones that hang, crash, exhaust memory and talk garbage; nothing may pile up.
+
+    python tests/soak.py --evaluations 500 --device cpu [--json]
+
+Prints figures from the run's first and last fifth and from after its end, and every good candidate that was misjudged. Exits with 1 if
+there is one, if a broken candidate passed, or if something grew or stayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from e2e.runs import EXAMPLES, MARK, marked_processes, wait_for
+from peerlane.cli.demo import read_expectation
+from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
+from peerlane.evaluate.evaluation import Silent
+from peerlane.evaluate.processes import children
+from peerlane.hardware.memory import gpu_memory
+from peerlane.hardware.topology import discover as discover_machine
+from peerlane.settings import Deadlines, TimingRules
+
+BROKEN_SHARE = 0.2
+BROKEN = (
+    "1_endless_loop_pytorch",
+    "1_collective_skipped_pytorch",
+    "1_killed_by_signal_pytorch",
+    "1_exits_with_status_0_pytorch",
+    "1_raises_on_one_rank_pytorch",
+    "1_allocates_too_much_pytorch",
+    "1_forges_messages_pytorch",
+    "1_prints_a_lot_pytorch",
+    "1_leaves_daemon_pytorch",
+    "1_returns_nan_pytorch",
+)
+BROKEN_ON_GPU = ("1_illegal_address_cuda", "1_spins_in_kernel_cuda")
+GOOD = ("1_allreduce_pytorch", "4_reduce_pytorch", "7_reducescatter_pytorch", "8_alltoall_pytorch", "18_tp_rms_norm_pytorch")
+DEADLINES = Deadlines(exit=4.0).with_calls(4.0)
+RULES = TimingRules(budget_s=0.2, min_rounds=3, max_rounds=6)
+MAY_GROW = {"processes": 1.0, "supervisor_fds": 2.0, "nursery_fds": 2.0, "temp_folders": 1.0, "shared_mb": 8.0, "gpu_mb": 200.0}
+MAY_GROW_PER_EVALUATION = {"supervisor_mb": 0.1, "nursery_mb": 0.02}
+MEGABYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a run holds at a moment."""
+
+    processes: float
+    supervisor_fds: float
+    nursery_fds: float
+    temp_folders: float
+    shared_mb: float
+    supervisor_mb: float
+    nursery_mb: float
+    gpu_mb: float
+
+
+def take(mark: str, temp: Path, gpus: list[int]) -> Figures:
+    """The figures now."""
+    nursery = next(iter(children(os.getpid())), None)
+    memory_files = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    in_files = sum(path.stat().st_blocks * 512 for path in memory_files if path.exists() and "memfd:" in os.readlink(path))
+    return Figures(
+        processes=len(marked_processes(mark)),
+        supervisor_fds=len(memory_files),
+        nursery_fds=0 if nursery is None else len(os.listdir(f"/proc/{nursery}/fd")),
+        temp_folders=len(list(temp.iterdir())),
+        shared_mb=(in_files + _used("/dev/shm")) / MEGABYTE,
+        supervisor_mb=_resident(os.getpid()),
+        nursery_mb=0.0 if nursery is None else _resident(nursery),
+        gpu_mb=sum(gpu.used_bytes for gpu in gpu_memory(gpus)) / MEGABYTE,
+    )
+
+
+def _used(folder: str) -> int:
+    status = os.statvfs(folder)
+    return (status.f_blocks - status.f_bfree) * status.f_frsize
+
+
+def _resident(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / MEGABYTE
+
+
+class Watch(Silent):
+    """Takes the figures after every evaluation, and judges the verdicts."""
+
+    def __init__(self, mark: str, temp: Path, gpus: list[int], device: str) -> None:
+        self.mark, self.temp, self.gpus, self.device = mark, temp, gpus, device
+        self.samples: list[Figures] = []
+        self.kinds: dict[str, int] = {}
+        self.misjudged: list[str] = []
+
+    def finished(self, result: Result) -> None:
+        self.samples.append(take(self.mark, self.temp, self.gpus))
+        kind, name = result.verdict.kind, result.candidate.name
+        self.kinds[kind] = self.kinds.get(kind, 0) + 1
+        broken = EXAMPLES / "broken" / f"{name}.py"
+        expected = read_expectation(broken).on(self.device) if broken.exists() else ("correct",)  # type: ignore[arg-type]
+        if kind not in expected:
+            self.misjudged.append(f"{name}: expected {' or '.join(expected)}, got {kind} ({result.verdict.reason})")
+
+    def note(self, text: str) -> None:
+        print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def medians(samples: list[Figures]) -> Figures:
+    """The median of every figure."""
+    return Figures(*(statistics.median(column) for column in zip(*map(dataclasses.astuple, samples), strict=True)))
+
+
+def grown(first: Figures, last: Figures, evaluations: int) -> list[str]:
+    """The figures that grew by more than they may."""
+    limits = MAY_GROW | {name: 30 + limit * evaluations for name, limit in MAY_GROW_PER_EVALUATION.items()}
+    pairs = [(name, getattr(first, name), getattr(last, name)) for name in limits]
+    return [f"{name} grew from {a:.1f} to {b:.1f}, by more than {limits[name]:g}" for name, a, b in pairs if b - a > limits[name]]
+
+
+def choose(evaluations: int, device: str, seed: int) -> list[str]:
+    """Paths of candidates in random order."""
+    dice = random.Random(seed)
+    broken = BROKEN + (BROKEN_ON_GPU if device == "cuda" else ())
+    chosen = []
+    for _ in range(evaluations):
+        bad = dice.random() < BROKEN_SHARE
+        chosen.append(f"broken/{dice.choice(broken)}" if bad else f"pytorch/{dice.choice(GOOD)}")
+    return [str(EXAMPLES / f"{name}.py") for name in chosen]
+
+
+def soak(options: argparse.Namespace, temp: Path) -> dict[str, object]:
+    """Runs the evaluations; figures, verdicts and complaints."""
+    gpus = [gpu.index for gpu in discover_machine().gpus] if options.device == "cuda" else []
+    mark = os.environ[MARK]
+    watch = Watch(mark, temp, gpus, options.device)
+    plan = EvaluationPlan(
+        candidates=discover(choose(options.evaluations, options.device, options.seed)),
+        presets=("small",),
+        world_sizes=(options.world_size,),
+        modes=("eager",),
+        device=options.device,
+        deadlines=DEADLINES,
+        rules=RULES,
+    )
+    before, begin = take(mark, temp, gpus), time.monotonic()
+    results = evaluate(plan, watch)
+    seconds = time.monotonic() - begin
+    wait_for(lambda: len(marked_processes(mark)) <= before.processes, 10, "the end of all processes")
+    time.sleep(2.0 if gpus else 0.0)
+    after = take(mark, temp, gpus)
+    fifth = max(1, len(results) // 5)
+    settled = watch.samples[2 : 2 + fifth], watch.samples[-3 - fifth : -3]  # while as many spares are kept
+    first, last = medians(settled[0]), medians(settled[1])
+    complaints = [*watch.misjudged, *grown(first, last, len(results))]
+    complaints += [f"after the end: {text}" for text in grown(before, after, len(results))]
+    if len(results) != options.evaluations:
+        complaints.append(f"{len(results)} results of {options.evaluations}")
+    return {
+        "device": options.device,
+        "seed": options.seed,
+        "evaluations": len(results),
+        "seconds": round(seconds, 1),
+        "verdicts": dict(sorted(watch.kinds.items())),
+        "figures": {
+            name: dataclasses.asdict(item)
+            for name, item in (("before", before), ("first fifth", first), ("last fifth", last), ("after", after))
+        },
+        "complaints": complaints,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--evaluations", type=int, default=500)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temp:
+        os.environ["TMPDIR"] = tempfile.tempdir = temp
+        os.environ[MARK] = f"soak-{os.getpid()}"
+        report = soak(options, Path(temp))
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(report)
+    return 1 if report["complaints"] else 0
+
+
+def show(report: dict[str, object]) -> None:
+    """The short table."""
+    figures: dict[str, dict[str, float]] = report["figures"]  # type: ignore[assignment]
+    print(
+        f"{report['evaluations']} evaluations in {report['seconds']} s on {report['device']}, seed {report['seed']}: {report['verdicts']}"
+    )
+    print(f"{'':16}" + "".join(f"{name:>14}" for name in figures))
+    for field in dataclasses.fields(Figures):
+        print(f"{field.name:16}" + "".join(f"{item[field.name]:14.1f}" for item in figures.values()))
+    for complaint in report["complaints"]:  # type: ignore[attr-defined]
+        print(f"FAIL {complaint}")
+    print("passed" if not report["complaints"] else "failed")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""The order of an evaluation's stages, with scripted ranks: what a failure costs, and what state a group is left in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peerlane import problems
+from peerlane.errors import HarnessError
+from peerlane.evaluate import examine
+from peerlane.evaluate.candidates import candidate_file, reference_candidate
+from peerlane.evaluate.examine import Examination, Job, Node
+from peerlane.evaluate.groups import GroupFailure
+from peerlane.evaluate.stopwatch import Unmeasurable
+from peerlane.evaluate.trial import Evidence, Rejected
+from peerlane.evaluate.verdict import NotMeasured, WrongType
+from peerlane.settings import Deadlines, TimingRules
+
+
+@dataclass
+class Stage:
+    """Everything that happens, in order, and what is to go wrong: an exception by the name of the step."""
+
+    log: list[str] = field(default_factory=list)
+    wrong: dict[str, BaseException] = field(default_factory=dict)
+    broken_baselines: int = 0
+
+    def step(self, name: str) -> None:
+        self.log.append(name)
+        if name in self.wrong:
+            raise self.wrong.pop(name)
+
+
+@dataclass
+class ScriptedGroup:
+    stage: Stage
+    name: str
+
+    def ask(self, request: dict[str, Any], phase: str, deadline_s: float) -> list[dict[str, Any]]:
+        self.stage.step(f"{self.name} {request['op']}")
+        return [{}]
+
+    def await_end(self, deadline_s: float) -> tuple[int, ...]:
+        return ()
+
+    def log_tail(self) -> str:
+        return "printed"
+
+
+@dataclass
+class ScriptedSession:
+    stage: Stage
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    taken: int = 0
+
+    def take_group(self) -> ScriptedGroup:
+        self.taken += 1
+        self.stage.step(f"take {self.taken}")
+        return ScriptedGroup(self.stage, f"group{self.taken}")
+
+    def start_spares(self, expected: int) -> None:
+        self.stage.log.append(f"spares {expected}")
+
+    def settle(self) -> None:
+        self.stage.log.append("settle")
+
+    def end(self, group: ScriptedGroup) -> None:
+        self.stage.log.append(f"end {group.name}")
+
+
+def scripted(stage: Stage) -> tuple[type, type]:
+    """A Trial and a SpeedTrial that follow the script."""
+
+    class ScriptedTrial:
+        aliased = False
+        judge_s = 0.001
+
+        def __init__(self, session: Any, group: ScriptedGroup, problem: Any, case: Any, space: str, slots: int) -> None:
+            self.group, self.case, self.evidence = group, case, Evidence(slots=4)
+
+        def open(self) -> None: ...
+
+        def mint(self, *, mixed: bool) -> None: ...
+
+        def reveal(self) -> None: ...
+
+        def check(self, phase: str, deadline_s: float, slots: Any) -> None:
+            stage.step(f"{self.group.name} {phase}")
+
+        def close(self) -> None: ...
+
+    class ScriptedSpeed:
+        def __init__(self, trial: Any, modes: Any, *_: Any, unmeasurable: dict[str, str]) -> None:
+            self.trial, self.unmeasurable, self.broken = trial, unmeasurable, False
+
+        def baseline(self) -> None:
+            stage.step(f"{self.trial.group.name} baseline")
+            if stage.broken_baselines:
+                stage.broken_baselines -= 1
+                self.unmeasurable["graph"], self.broken = "the reference could not be captured here", True
+
+        def first_calls(self) -> None:
+            stage.step(f"{self.trial.group.name} first calls")
+
+        def measure(self, mode: str) -> Any:
+            stage.step(f"{self.trial.group.name} {mode}")
+            return NotMeasured(mode=mode, why=self.unmeasurable.get(mode, "scripted"))  # type: ignore[arg-type]
+
+        def merged(self, evidence: Any) -> Any:
+            return evidence
+
+    return ScriptedTrial, ScriptedSpeed
+
+
+Run = Callable[..., Examination]
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+@pytest.fixture
+def run(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs an evaluation on pretended GPUs; the examination, with its result in ``result``."""
+    trial, speed = scripted(stage)
+    monkeypatch.setattr(examine, "Trial", trial)
+    monkeypatch.setattr(examine, "SpeedTrial", speed)
+    monkeypatch.setattr(Examination, "_audit", lambda self, case, speed: stage.step(f"{self.group.name} audit"))
+    path = tmp_path / "1_scripted_pytorch.py"
+    path.write_text("")
+
+    def run(candidate: Any = None, group: Any = None, modes: Any = ("graph", "eager")) -> Examination:
+        job = Job(candidate or candidate_file(path), problems.get(1), "small", 2, modes)
+        node = Node("run", "cuda", 2, {}, None, (), 80e9)
+        session: Any = ScriptedSession(stage)
+        examination = Examination(session, job, node, TimingRules(), lambda _: None, None, 5, group)  # type: ignore[arg-type]
+        examination.result = examination.run()  # type: ignore[attr-defined]
+        return examination
+
+    return run
+
+
+REJECTED = Rejected(WrongType(case="c", rank=0, detail="no"))
+CRASH = GroupFailure("exit", "first_call", "rank 0 exited", rank=0)
+
+
+def test_a_right_candidate_is_timed_in_a_second_group_after_the_reference(run: Run, stage: Stage) -> None:
+    assert run().result.correct
+    cases = len(problems.get(1).cases("small", 2))
+    judged = ["group1 load", "group1 first_call", *["group1 correctness"] * cases, "group1 exit", "end group1"]
+    timed = ["take 2", "settle", "group2 baseline", "group2 load", "group2 first calls", "group2 eager", "group2 graph"]
+    timed += ["group2 audit", "group2 exit"]
+    assert stage.log == ["spares 7", "take 1", "spares 6", *judged, *timed]
+
+
+@pytest.mark.parametrize(("step", "error"), [("group1 load", CRASH), ("group1 first_call", CRASH), ("group1 correctness", REJECTED)])
+def test_a_wrong_candidate_costs_one_group_and_no_timing(step: str, error: Exception, run: Run, stage: Stage) -> None:
+    stage.wrong[step] = error
+    result = run().result
+    assert not result.correct and result.verdict.kind in ("wrong_type", "runtime_error") and result.log_tail == "printed"
+    assert stage.log[-2:] == [step, "end group1"]
+    assert not any("baseline" in item or "take 2" in item for item in stage.log)
+
+
+def test_a_candidate_that_cannot_leave_costs_no_timing(run: Run, stage: Stage) -> None:
+    stage.wrong["group1 exit"] = GroupFailure("hang", "exit", "no answer", ranks=(0,), deadline_s=5.0)
+    assert run().result.verdict.kind == "hang" and "take 2" not in stage.log
+
+
+@pytest.mark.parametrize("step", ["group2 baseline", "take 2"])
+def test_what_fails_before_the_candidate_is_loaded_is_not_its_fault(step: str, run: Run, stage: Stage) -> None:
+    stage.wrong[step] = GroupFailure("cuda_error", "timing", "sticky", rank=1) if "baseline" in step else HarnessError("none left")
+    assert run().result.verdict.kind == "harness_error"
+
+
+def test_a_failed_capture_of_the_reference_costs_the_group_and_the_mode(run: Run, stage: Stage) -> None:
+    stage.broken_baselines = 1
+    result = run().result
+    assert result.correct and [speed.why for speed in result.speed] == ["the reference could not be captured here", "scripted"]
+    assert "group2 load" not in stage.log and stage.log.index("end group2") < stage.log.index("take 3") < stage.log.index("group3 baseline")
+
+
+def test_the_reference_keeps_its_group_unless_a_capture_failed(run: Run, stage: Stage) -> None:
+    kept: Any = ScriptedGroup(stage, "kept")
+    examination = run(reference_candidate(), kept)
+    assert examination.result.correct and examination.group is kept and examination.reusable
+    assert not any(item.startswith(("take", "spares", "end", "kept exit")) for item in stage.log)
+
+    stage.wrong["kept graph"] = Unmeasurable("cannot be captured: no")
+    examination = run(reference_candidate(), kept)
+    assert examination.result.correct and not examination.reusable
+
+    stage.broken_baselines = 1
+    examination = run(reference_candidate(), kept)
+    assert examination.result.correct and examination.group is not kept and examination.reusable
+
+
+def test_a_group_lost_in_a_mode_leaves_the_others_unmeasured(run: Run, stage: Stage) -> None:
+    stage.wrong["group2 eager"] = Unmeasurable("stuck", group_lost=True)
+    result = run().result
+    assert result.correct and [speed.why for speed in result.speed] == ["the ranks were lost in another mode", "stuck"]
+    assert result.flags == ("eager_failed",) and "group2 exit" not in stage.log

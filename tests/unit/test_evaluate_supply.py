@@ -1,0 +1,293 @@
+"""Spares, logs and quarantine: what a run keeps ready, keeps small, and keeps away from."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_results import result
+
+from peerlane.errors import HarnessError, RunStopped
+from peerlane.evaluate import EvaluationPlan, builds, discover, evaluate, evaluation
+from peerlane.evaluate.groups import GroupFailure
+from peerlane.evaluate.logs import KEPT_BYTES, LogTail
+from peerlane.evaluate.processes import cores_beside, physical_cores
+from peerlane.evaluate.quarantine import Quarantine
+from peerlane.evaluate.spares import NoRanks, Spares
+from peerlane.evaluate.store import ResultsStore
+from peerlane.hardware.memory import GpuMemory, parse_smi_memory
+from peerlane.settings import Supply
+
+
+@dataclass
+class Group:
+    """A group that comes up, or fails to."""
+
+    number: int
+    good: bool = True
+    busy: bool = True
+    lost: bool = False
+    killed: bool = False
+
+    def finish(self) -> list[Any]:
+        self.busy = False
+        if not self.good:
+            raise GroupFailure("exit", "spawn", "rank 0 exited with status 1", rank=0)
+        return []
+
+    wait = finish
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def log_tail(self) -> str:
+        return "[rank 0] NCCL could not"
+
+
+@dataclass
+class Starts:
+    """Starts groups that are good or not, as the pattern says."""
+
+    pattern: Iterator[bool]
+    made: list[Group]
+
+    def __call__(self) -> Any:
+        self.made.append(Group(len(self.made), next(self.pattern, True)))
+        return self.made[-1]
+
+
+def spares(*pattern: bool) -> tuple[Spares, list[Group], list[str]]:
+    made: list[Group] = []
+    notes: list[str] = []
+    return Spares("candidate", Starts(iter(pattern), made), Supply(back_off_s=0.0), notes.append), made, notes
+
+
+def test_spares_are_taken_in_the_order_of_their_start() -> None:
+    queue, made, notes = spares()
+    queue.refill(2)
+    queue.refill(2)
+    assert len(made) == 2 and queue.take() is made[0] and len(queue) == 1 and notes == []
+
+
+def test_a_group_that_does_not_start_is_tried_again_and_said_so() -> None:
+    queue, made, notes = spares(False, False, True)
+    queue.refill(1)
+    assert queue.take() is made[2]
+    assert made[0].killed and made[1].killed and len(notes) == 2 and "attempt 2 of 3" in notes[1] and "exited with status 1" in notes[1]
+
+
+def test_the_last_attempt_ends_with_the_log() -> None:
+    queue, made, _ = spares(False, False, False)
+    with pytest.raises(NoRanks, match=r"did not start in 3 attempts.*exited with status 1\n\[rank 0\] NCCL could not"):
+        queue.take()
+    assert all(group.killed for group in made)
+
+
+def test_before_anything_is_timed_all_spares_are_up_or_gone() -> None:
+    queue, made, notes = spares(True, False)
+    queue.refill(2)
+    queue.settle()
+    assert not made[0].busy and made[1].killed and len(queue) == 1 and "NCCL could not" in notes[0]
+
+
+def test_a_spare_that_was_killed_while_it_waited_is_not_handed_out() -> None:
+    queue, made, notes = spares()
+    queue.refill(2)
+    queue.settle()
+    made[0].lost = True
+    assert queue.take() is made[1] and made[0].killed and "died while it waited" in notes[0]
+
+
+def test_a_spare_that_cannot_be_ordered_is_a_note_until_somebody_needs_it() -> None:
+    def start() -> Any:
+        raise HarnessError("no space left")
+
+    notes: list[str] = []
+    queue = Spares("candidate", start, Supply(back_off_s=0.0), notes.append)
+    queue.refill(2)
+    assert len(notes) == 1
+    with pytest.raises(NoRanks, match="no space left"):
+        queue.take()
+
+
+def test_a_log_keeps_its_end_and_stays_small() -> None:
+    reading, writing = os.pipe()
+    file = os.memfd_create("log")
+    tail = LogTail(reading, file)
+    try:
+        for number in range(200):
+            os.write(writing, f"{number:8d}".encode() * 1024)
+            assert tail.pump()
+            assert os.fstat(file).st_size <= 2 * KEPT_BYTES
+        size = os.fstat(file).st_size
+        kept = os.pread(file, size, 0)
+        assert size >= KEPT_BYTES and kept.endswith(b"     199") and kept.split() == sorted(kept.split(), key=int)
+        os.close(writing)
+        assert not tail.pump()
+    finally:
+        tail.close()
+        os.close(file)
+
+
+GIB = 1 << 30
+
+
+class Gpus:
+    """What the driver says, time after time; the last word stays."""
+
+    def __init__(self, *said: list[GpuMemory]) -> None:
+        self.said = list(said)
+        self.now = 0.0
+        self.ended = 0
+
+    def probe(self) -> list[GpuMemory]:
+        return self.said.pop(0) if len(self.said) > 1 else self.said[0]
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def end_all(self) -> None:
+        self.ended += 1
+
+    def quarantine(self) -> Quarantine:
+        return Quarantine(self.probe, Supply(), lambda: self.now, self.sleep)
+
+
+def used(*gib: float) -> list[GpuMemory]:
+    return [GpuMemory(int(item * GIB), 100 * GIB) for item in gib]
+
+
+def test_gpus_that_come_back_are_left_alone() -> None:
+    gpus = Gpus(used(1, 1), used(20, 3))
+    watched = gpus.quarantine()
+    watched.check(gpus.end_all, survivors=False)
+    assert (gpus.ended, watched.missing(2)) == (0, None)
+
+
+def test_memory_that_comes_back_in_time_is_forgiven() -> None:
+    gpus = Gpus(used(1, 1), used(1, 70), used(1, 70), used(1, 30), used(1, 1.5))
+    watched = gpus.quarantine()
+    watched.check(gpus.end_all, survivors=False)
+    assert (gpus.ended, watched.missing(2), gpus.now) == (1, None, 1.0)
+
+
+def test_memory_that_does_not_come_back_quarantines_its_gpu() -> None:
+    gpus = Gpus(used(1, 1), used(1, 70))
+    watched = gpus.quarantine()
+    watched.check(gpus.end_all, survivors=False)
+    reason = watched.missing(2)
+    assert reason is not None and "GPU 1 did not come back" in reason and "70.0 GiB" in reason and "CUDA_VISIBLE_DEVICES" in reason
+    assert "GPU 0" not in reason and watched.missing(1) is None
+    assert Supply().gpu_return_s <= gpus.now < Supply().gpu_return_s + 1
+
+
+def test_little_memory_is_looked_into_where_a_process_survived() -> None:
+    gpus = Gpus(used(1), used(4))
+    watched = gpus.quarantine()
+    watched.check(gpus.end_all, survivors=True)
+    assert gpus.ended == 1 and watched.missing(1) is not None
+
+
+def test_a_gpu_that_does_not_answer_is_quarantined() -> None:
+    gpus = Gpus(used(1, 1), [*used(1), GpuMemory(0, 0, "GPU is lost")])
+    watched = gpus.quarantine()
+    watched.check(gpus.end_all, survivors=False)
+    assert "GPU 1 did not come back after a candidate was killed: the driver says: GPU is lost" in str(watched.missing(2))
+
+
+def test_without_a_driver_nothing_is_watched() -> None:
+    gpus = Gpus([])
+    watched = gpus.quarantine()
+    watched.check(gpus.end_all, survivors=True)
+    assert watched.missing(8) is None
+
+
+def test_memory_by_nvidia_smi() -> None:
+    output = "0, 1024, 143771\n1, [GPU is lost], [GPU is lost]\n"
+    assert parse_smi_memory(output, [1, 0, 2]) == (
+        GpuMemory(0, 0, "memory in use: [GPU is lost]"),
+        GpuMemory(1 << 30, 143771 << 20),
+        GpuMemory(0, 0, "nvidia-smi does not list it any more"),
+    )
+
+
+class Judged:
+    """Stands for a run that yields these results."""
+
+    def __init__(self, results: list[Any]) -> None:
+        self.results, self.closed = results, False
+
+    def judge(self, jobs: Any, world_size: int) -> Iterator[Any]:
+        try:
+            yield from self.results
+        finally:
+            self.closed = True
+
+
+def test_a_full_disk_stops_the_run_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [result(candidate=result().candidate.model_copy(update={"sha256": f"{number:064d}"})) for number in range(3)]
+    run = Judged(results)
+    monkeypatch.setattr(evaluation, "Run", lambda *_: run)
+    syncs = iter([None, OSError(errno.ENOSPC, "No space left on device")])
+
+    def fsync(fd: int) -> None:
+        if (error := next(syncs)) is not None:
+            raise error
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    plan = EvaluationPlan(discover(["reference"]), problems="1", presets=("small",), world_sizes=(2,), out=tmp_path)
+    with pytest.raises(RunStopped, match=r"No space left on device.*stops with 1 results stored") as caught:
+        evaluate(plan)
+    assert caught.value.results == results[:2] and run.closed
+    assert ResultsStore(tmp_path).results() == results[:1]
+
+
+def test_a_gpu_in_quarantine_leaves_the_rest_of_the_run_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = EvaluationPlan(discover(["reference"]), problems="1,2,4", presets=("small",), world_sizes=(2,))
+    run = evaluation.Run(plan, evaluation.Silent(), evaluation.describe_node("cpu"))
+    run._quarantine.reasons[1] = "the driver says: GPU is lost"
+    results = list(run.judge(evaluation.make_jobs(plan), 2))
+    assert [item.verdict.kind for item in results] == ["not_run"] * 3 and "GPU is lost" in results[2].verdict.reason
+
+
+def test_builders_stay_off_the_cores_of_timed_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr("peerlane.evaluate.processes._siblings", lambda cpu: f"{cpu % 8},{cpu % 8 + 8}")
+    assert physical_cores(set(range(16))) == list(range(8))
+    left = cores_beside(4)
+    assert left and all((cpu + 8) % 16 in left for cpu in left) and len(left) == 8
+    assert cores_beside(8) == set(range(16))  # none to spare
+
+
+def test_a_full_disk_is_no_build_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs out of disk space while it compiles is not to blame."""
+
+    class Builder(Group):
+        def ask(self, *_: Any) -> None: ...
+
+        def begin(self, *_: Any) -> None: ...
+
+    class Room:
+        free = 1 << 20
+
+    class Session:
+        supply = Supply()
+        deadlines = EvaluationPlan([]).deadlines
+
+        def builder(self) -> Any:
+            return Builder(0, good=False)
+
+    path = tmp_path / "1_x_cuda.py"
+    path.write_text("")
+    (candidate,) = discover([str(path)])
+    session: Any = Session()
+    with pytest.raises(GroupFailure):
+        builds.Builds(session, []).finish(candidate)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Room())
+    with pytest.raises(HarnessError, match=r"disk of .* is full"):
+        builds.Builds(session, []).finish(candidate)
