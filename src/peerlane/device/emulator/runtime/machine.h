@@ -139,7 +139,7 @@ class Machine {
     void maybe_pause();
     void no_progress();
     void deadlock();
-    std::string fault(int rank) const;
+    std::vector<std::uint32_t> fault(std::uint32_t rank) const;
     std::string unstarted() const;
     void clear();
     void compare();

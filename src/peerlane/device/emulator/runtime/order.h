@@ -303,10 +303,10 @@ inline void Machine::pause() {
 }
 
 inline void Machine::trap(std::uint32_t site) {
-    const std::string record = fault(static_cast<int>(current->block->launch->rank));
-    Finding finding{desperate_ ? "deadlock" : "trap", record, {side(*current, record.empty() ? "traps" : "gives up waiting")}};
+    Finding finding{desperate_ ? "deadlock" : "trap", desperate_ ? unstarted() : "", {}};
+    finding.fault = fault(current->block->launch->rank);
+    finding.sides = {side(*current, finding.fault.empty() ? "traps" : "gives up waiting")};
     finding.sides[0].site = site;
-    if (desperate_) finding.detail += unstarted();
     fatal(std::move(finding));
 }
 
