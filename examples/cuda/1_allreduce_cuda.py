@@ -10,11 +10,13 @@ through rings of tiles. The device code is ``peerlane/collectives/all_reduce.cuh
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 from peerlane.device import Arena, Kernel, Launch, compile_cubin, plans
+from peerlane.device.emulator import Scenario
 from peerlane.device.kernels import element_type
 from peerlane.device.workspace import Workspace, workspace_bytes
 
@@ -76,3 +78,19 @@ def solution(tensor: torch.Tensor) -> torch.Tensor:
     if all_reduce is None:
         all_reduce = AllReduce()
     return all_reduce(tensor)
+
+
+def race(world_size: int) -> Iterator[Scenario]:
+    """What ``peerlane race`` checks: three calls of each kernel in a row, of a size that leaves a part of the last packet or tile over."""
+    for kernel, numel in (("all_reduce_one_shot", 401), ("all_reduce_two_shot", 801), ("all_reduce_relay", 3003)):
+        scenario = Scenario(kernel, SOURCE, world_size, {"ELEMENT": element_type(torch.bfloat16), "WORLD_SIZE": world_size})
+        arena = scenario.arena(workspace_bytes(world_size))
+        workspace = Workspace.take(arena, world_size)
+        for call in range(3):
+            # Small integers, so that every sum is exact.
+            tensors = [((torch.arange(numel) * (rank + 3) + call) % 13 - 6).to(torch.bfloat16) for rank in range(world_size)]
+            total = torch.stack(tensors).sum(dim=0)
+            data = scenario.buffer(f"in {call}", tensors)
+            out = scenario.buffer(f"out {call}", [torch.zeros_like(total)] * world_size, expected=[total] * world_size)
+            scenario.launch(kernel, grid=2, block=32, args=(arena, workspace, data, out, ctypes.c_uint64(total.nbytes)))
+        yield scenario

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from peerlane.device import ArenaView, compile_cubin, workspace
-from peerlane.device.arena import _FAULT_WORDS, ROLES
+from peerlane.device.arena import FAULT_WORDS, ROLES
 from peerlane.device.jit import INCLUDE_DIR
 from peerlane.device.kernels import ELEMENT_TYPES
 
@@ -85,7 +85,7 @@ def test_host_structures_have_the_device_s_layout() -> None:
         "exchange_threads<2>()": workspace.exchange_threads(2),
         "exchange_threads<8>()": workspace.exchange_threads(8),
         "exchange_shared_bytes<8>()": workspace.exchange_shared_bytes(8),
-        "sizeof(FaultRecord)": 4 * _FAULT_WORDS,
+        "sizeof(FaultRecord)": 4 * FAULT_WORDS,
         "communicator": ROLES.index("communicator"),
         **{f"sizeof({name})": ctypes.sizeof(structure) for name, structure in structures.items()},
     }

@@ -24,6 +24,7 @@ COMMAND_LINE = {
     "show": ["number", "--preset", "--world-size", "--profile", "--json"],
     "eval": ["candidates", "--problem", "--preset", "--world-size", "--variant", "--track", "--mode", "--device", "--out", "--json"],
     "calibrate": ["--problem", "--preset", "--world-size", "--device", "--out", "--json"],
+    "race": ["file", "--schedules", "--seed", "--world-size", "--json"],
     "report": ["files", "--noise"],
     "demo": ["--examples", "--preset", "--world-size", "--device", "--json"],
     "docs": ["--write", "--check", "--folder"],

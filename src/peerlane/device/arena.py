@@ -25,7 +25,7 @@ MAX_RANKS = 8
 GRANULARITY_BYTES = 2 << 20
 ROLES = ("block", "loader", "consumer", "storer", "communicator")
 """Names of ``peerlane::Role``, in order."""
-_FAULT_WORDS = 8
+FAULT_WORDS = 8
 _HANDLE_BYTES = 64
 
 
@@ -74,7 +74,7 @@ class Arena:
         self._own = _checked(_cuda.driver().cuMemAlloc(self.nbytes), f"allocating an arena of {self.nbytes} bytes")
         self._memory: torch.Tensor | None = torch.as_tensor(_DeviceMemory(int(self._own), self.nbytes), device=self.device)
         self._memory.zero_()
-        self._fault = torch.zeros(_FAULT_WORDS, dtype=torch.int32, pin_memory=True)
+        self._fault = torch.zeros(FAULT_WORDS, dtype=torch.int32, pin_memory=True)
         # Nobody may write to a peer before the peer's zeroing is done: the exchange of handles waits for it, being queued behind it.
         self.view = ArenaView(
             base=(ctypes.c_uint64 * MAX_RANKS)(*self._open_peers()),

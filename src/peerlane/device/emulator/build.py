@@ -130,7 +130,8 @@ def _kernels(unit: str) -> tuple[str, tuple[str, ...]]:
     """The preprocessed text with a caller for each kernel, and the kernels' names."""
     names = tuple(dict.fromkeys(_KERNEL.findall(unit)))
     callers = "".join(
-        f'extern "C" void peerlane_launch_{name}(void** arguments) {{ peerlane::emulator::call(&{name}, arguments); }}\n' for name in names
+        f'extern "C" void peerlane_launch_{name}(void** arguments) {{ peerlane::emulator::call(&::{name}, arguments); }}\n'
+        for name in names
     )
     return _MISPLACED.sub(r"\1 thread_local", unit) + _CALLER + callers, names
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from peerlane.device.arena import describe_fault
 from peerlane.device.emulator import build
-from peerlane.device.emulator.scenario import BASE, Scenario
+from peerlane.device.emulator.scenario import BASE, TIMEOUT_NS, Scenario
 from peerlane.errors import DeviceError, UsageError
 
 _CHILD = Path(__file__).with_name("_child.py")
@@ -196,7 +197,8 @@ def _run(scenario: Scenario, program: build.Program, schedules: int, seed: int, 
 
 
 def _finding(scenario: Scenario, raw: Any, frames: dict[int, tuple[Frame, ...]]) -> Finding:
-    detail = raw["detail"]
+    fault = describe_fault(raw["fault"], TIMEOUT_NS) if raw["fault"] else ""
+    detail = "; ".join(part for part in (raw["detail"], fault) if part)
     if raw["kind"] == "wrong_result":
         buffer, rank = scenario.place(raw["buffer"])
         start = raw["offset"] // 8 * 8

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch
 
-from peerlane.device.arena import MAX_RANKS, ArenaView
-from peerlane.device.layout import LINE_BYTES
+from peerlane.device.arena import FAULT_WORDS, MAX_RANKS, ArenaView
+from peerlane.device.layout import LINE_BYTES, Layout
 from peerlane.errors import UsageError
 
 BASE = 0x2000_0000_0000
 """Where the ranks' memory begins. Fixed, so that arguments can be made before there is a process to hold it."""
 _PAGE_BYTES = 4096
-_FAULT_BYTES = 28
-_TIMEOUT_NS = 2_000_000_000
+TIMEOUT_NS = 2_000_000_000
 _MAX_THREADS = 1 << 15
 
 
@@ -45,23 +44,24 @@ class EmulatedArena:
         self.nbytes = memory.nbytes
         self.world_size = len(memory.addresses)
         self.taken: list[tuple[int, int]] = []
-        self._end = LINE_BYTES
+        self._layout = Layout(memory.nbytes, reserved=LINE_BYTES)
 
     def take(self, nbytes: int, *, align: int = LINE_BYTES) -> int:
         """Offset of ``nbytes`` that nobody else has taken."""
-        offset = -(-self._end // align) * align
-        if offset + nbytes > self.nbytes:
-            raise UsageError(
-                f"the arena is full: {nbytes} bytes asked for, {self.nbytes - offset} left of {self.nbytes}; ask for a larger one"
-            )
-        self._end = offset + nbytes
+        offset = self._layout.take(nbytes, align=align)
         self.taken.append((offset, nbytes))
         return offset
 
     def view(self, rank: int) -> ArenaView:
         """The arena as rank ``rank`` passes it to kernels."""
         bases = (*self.memory.addresses, *(0,) * (MAX_RANKS - self.world_size))
-        return ArenaView((ctypes.c_uint64 * MAX_RANKS)(*bases), rank, self.world_size, _TIMEOUT_NS, self.faults.addresses[rank])
+        return ArenaView(
+            base=(ctypes.c_uint64 * MAX_RANKS)(*bases),
+            rank=rank,
+            world_size=self.world_size,
+            timeout_ns=TIMEOUT_NS,
+            fault=self.faults.addresses[rank],
+        )
 
 
 Argument = Any
@@ -109,7 +109,7 @@ class Scenario:
         """A symmetric arena of ``nbytes`` on every rank."""
         arena = EmulatedArena(
             self._place(f"arena {len(self.arenas)}" if self.arenas else "arena", nbytes + LINE_BYTES, torch.uint8, symmetric=True),
-            self._place("fault record", _FAULT_BYTES, torch.int32, symmetric=False),
+            self._place("fault record", 4 * FAULT_WORDS, torch.int32, symmetric=False),
         )
         self.arenas.append(arena)
         return arena

@@ -92,9 +92,7 @@ inline void Machine::async(
                 (end == segment->source ? reads_shared : writes_shared) |= is_shared(offset);
             } else if (end) {
                 Finding finding{"illegal_address", "", {side(fiber, end == segment->source ? "copies from here" : "copies to here")}};
-                finding.buffer = static_cast<int>(memory.holds(offset) ? memory.number_at(offset) : 0);
-                finding.offset = offset - memory.buffers()[finding.buffer].begin;
-                finding.bytes = segment->bytes;
+                locate(finding, offset, segment->bytes);
                 fatal(std::move(finding));
             }
         }
@@ -145,24 +143,16 @@ inline void Machine::async_wait(unsigned queue, std::uint32_t pending, bool sour
 inline bool Machine::copy_judges(
     Copy& copy, const Record& record, std::uint16_t part, const Access& access, std::uint64_t offset, std::uint32_t bytes) {
     if (record.actor == access.actor) return true;
-    const bool known = record.clock <= at(copy.view.seen[View::ordinary], record.actor);
-    Finding finding;
-    if (known) {
+    if (record.clock <= at(copy.view.seen[View::ordinary], record.actor)) {
         const auto kind = is_shared(offset) ? View::async_shared : View::async_global;
-        const bool written = record.flags() & writes && !(record.flags() & asynchronous);
-        if (!written || record.clock <= at(copy.view.seen[kind], record.actor)) return true;
-        finding.kind = "proxy_fence";
-    } else if (!at_odds(record, part, access, finding)) {
-        return false;
+        // Arrivals at an mbarrier are of no proxy.
+        const bool written = record.flags() & writes && !(record.flags() & asynchronous) && !(record.flags() & access.flags & atomic);
+        if (written && record.clock > at(copy.view.seen[kind], record.actor)) report_pair(Odds::proxy_fence, record, access, offset, bytes);
+        return true;
     }
-    const auto earlier_bytes = static_cast<std::uint32_t>(__builtin_popcount(record.bytes));
-    finding.sides = {
-        side(record.actor, record.clock, record.flags(), earlier_bytes, record.site),
-        side(access.actor, access.clock, access.flags, bytes, access.site)};
-    finding.buffer = static_cast<int>(memory.number_at(offset));
-    finding.offset = offset - memory.buffers()[finding.buffer].begin;
-    finding.bytes = bytes;
-    report(std::move(finding));
+    const Odds kind = odds(record, part, access);
+    if (kind == Odds::none) return false;
+    report_pair(kind, record, access, offset, bytes);
     return true;
 }
 

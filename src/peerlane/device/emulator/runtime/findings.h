@@ -28,6 +28,7 @@ struct Finding {
     int buffer = -1;  // the memory concerned, if any
     std::uint64_t offset = 0;
     std::uint32_t bytes = 0;
+    std::vector<std::uint32_t> fault{};  // the record that a wait left behind, if any
     int schedule = 0;  // the first one that showed it
     int schedules = 1;
 };
@@ -61,7 +62,9 @@ class Findings {
             text += "{\"kind\":" + quoted(finding.kind) + ",\"detail\":" + quoted(finding.detail) + ",\"schedule\":" +
                     std::to_string(finding.schedule) + ",\"schedules\":" + std::to_string(finding.schedules) + ",\"buffer\":" +
                     std::to_string(finding.buffer) + ",\"offset\":" + std::to_string(finding.offset) + ",\"bytes\":" +
-                    std::to_string(finding.bytes) + ",\"sides\":[";
+                    std::to_string(finding.bytes) + ",\"fault\":[";
+            for (const std::uint32_t& word : finding.fault) text += (&word == finding.fault.data() ? "" : ",") + std::to_string(word);
+            text += "],\"sides\":[";
             for (const Side& side : finding.sides) {
                 if (&side != finding.sides.data()) text += ",";
                 text += "{\"rank\":" + std::to_string(side.rank) + ",\"launch\":" + std::to_string(side.launch) + ",\"block\":" +

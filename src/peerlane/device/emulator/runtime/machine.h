@@ -89,7 +89,10 @@ class Machine {
     void touch(std::uint64_t offset, std::uint32_t bytes, std::uint8_t flags, std::uint32_t site);
     bool allowed(const Fiber& fiber, std::uint64_t offset, std::uint32_t bytes) const;
     bool happened(const Record& record, std::uint16_t part, const Access& access, std::uint64_t offset, std::uint32_t bytes);
-    bool at_odds(const Record& record, std::uint16_t part, const Access& access, Finding& finding) const;
+    enum class Odds { none, race, narrow_scope, torn, lost_update, proxy_fence };
+    Odds odds(const Record& record, std::uint16_t part, const Access& access) const;
+    void report_pair(Odds odds, const Record& record, const Access& access, std::uint64_t offset, std::uint32_t bytes);
+    void locate(Finding& finding, std::uint64_t offset, std::uint32_t bytes) const;
     Scope relation(Actor a, Actor b) const;
     Handover* handover(std::uint64_t offset);
     Handover& make_handover(std::uint64_t offset);
@@ -136,7 +139,7 @@ class Machine {
     void maybe_pause();
     void no_progress();
     void deadlock();
-    std::string fault(int rank) const;
+    std::vector<std::uint32_t> fault(std::uint32_t rank) const;
     std::string unstarted() const;
     void clear();
     void compare();

@@ -55,40 +55,47 @@ inline void Machine::crash(const char* what, std::uint32_t site) {
 
 // ---- races ------------------------------------------------------------------------------------------------------------------------------------
 
-// Whether two unordered accesses are a finding, which is then given its kind.
-inline bool Machine::at_odds(const Record& record, std::uint16_t part, const Access& access, Finding& finding) const {
+// What two unordered accesses to the same bytes are: nothing to speak of, or a finding of this kind.
+inline Machine::Odds Machine::odds(const Record& record, std::uint16_t part, const Access& access) const {
     const std::uint8_t flags = record.flags();
-    if (!((flags | access.flags) & writes)) return false;
-    finding.kind = "race";
-    if (!(flags & access.flags & atomic)) return true;
+    if (!((flags | access.flags) & writes)) return Odds::none;
+    if (!(flags & access.flags & atomic)) return Odds::race;
     const unsigned needed = relation(record.actor, access.actor);
-    if ((flags >> scope_shift & 3u) < needed || (access.flags >> scope_shift & 3u) < needed) {
-        finding.detail = std::string("both are atomic, but these threads need ") + scope_name(needed) + " scope";
-        return true;
-    }
-    if (record.bytes != part) {
-        finding.detail = "both are atomic, but of different sizes, so that one may see half of the other";
-        return true;
-    }
+    if ((flags >> scope_shift & 3u) < needed || (access.flags >> scope_shift & 3u) < needed) return Odds::narrow_scope;
+    if (record.bytes != part) return Odds::torn;
     // Stores that nothing orders, or a store among read-modify-writes: one of them is lost.
     const bool both_write = flags & access.flags & writes;
     const bool both_update = flags & access.flags & updates;
-    finding.kind = "lost_update";
-    return both_write && !both_update && !((flags | access.flags) & same_value);
+    return both_write && !both_update && !((flags | access.flags) & same_value) ? Odds::lost_update : Odds::none;
 }
 
-inline bool Machine::happened(const Record& record, std::uint16_t part, const Access& access, std::uint64_t offset, std::uint32_t bytes) {
-    if (record.actor == access.actor || record.clock <= at(current->view.seen[View::ordinary], record.actor)) return true;
-    Finding finding;
-    if (!at_odds(record, part, access, finding)) return false;
+inline void Machine::report_pair(
+    Odds odds, const Record& record, const Access& access, std::uint64_t offset, std::uint32_t bytes) {
+    Finding finding{odds == Odds::lost_update ? "lost_update" : odds == Odds::proxy_fence ? "proxy_fence" : "race", "", {}};
+    if (odds == Odds::narrow_scope) {
+        finding.detail = std::string("both are atomic, but these threads need ") + scope_name(relation(record.actor, access.actor)) + " scope";
+    } else if (odds == Odds::torn) {
+        finding.detail = "both are atomic, but of different sizes, so that one may see half of the other";
+    }
     const auto earlier_bytes = static_cast<std::uint32_t>(__builtin_popcount(record.bytes));
     finding.sides = {
         side(record.actor, record.clock, record.flags(), earlier_bytes, record.site),
         side(access.actor, access.clock, access.flags, bytes, access.site)};
-    finding.buffer = static_cast<int>(memory.number_at(offset));
+    locate(finding, offset, bytes);
+    report(std::move(finding));
+}
+
+inline void Machine::locate(Finding& finding, std::uint64_t offset, std::uint32_t bytes) const {
+    finding.buffer = static_cast<int>(memory.holds(offset) ? memory.number_at(offset) : 0);
     finding.offset = offset - memory.buffers()[finding.buffer].begin;
     finding.bytes = bytes;
-    report(std::move(finding));
+}
+
+inline bool Machine::happened(const Record& record, std::uint16_t part, const Access& access, std::uint64_t offset, std::uint32_t bytes) {
+    if (record.actor == access.actor || record.clock <= at(current->view.seen[View::ordinary], record.actor)) return true;
+    const Odds kind = odds(record, part, access);
+    if (kind == Odds::none) return false;
+    report_pair(kind, record, access, offset, bytes);
     return true;  // said once; later accesses are compared with this one
 }
 
@@ -105,15 +112,18 @@ inline void Machine::touch(std::uint64_t offset, std::uint32_t bytes, std::uint8
     const Access access{fiber.id, flags, fiber.clock, site};
     if (!allowed(fiber, offset, bytes)) {
         Finding finding{"illegal_address", "", {side(fiber.id, fiber.clock, flags, bytes, site)}};
-        finding.buffer = static_cast<int>(memory.number_at(offset));
-        finding.offset = offset - memory.buffers()[finding.buffer].begin;
-        finding.bytes = bytes;
+        locate(finding, offset, bytes);
         fatal(std::move(finding));
     }
     if (flags & writes) {
         memory.written(offset, bytes);
         wrote_ = true;
         fiber.polls = 0;
+    } else if (flags & atomic) {
+        // One that polls is noted once, until it or the memory goes on.
+        const Poll poll{offset, version_, fiber.clock};
+        if (fiber.noted == poll) return;
+        fiber.noted = poll;
     }
     shadow_.access(offset, bytes, access, [&](const Record& record, std::uint16_t part) { return happened(record, part, access, offset, bytes); });
 }
@@ -293,10 +303,10 @@ inline void Machine::pause() {
 }
 
 inline void Machine::trap(std::uint32_t site) {
-    const std::string record = fault(static_cast<int>(current->block->launch->rank));
-    Finding finding{desperate_ ? "deadlock" : "trap", record, {side(*current, record.empty() ? "traps" : "gives up waiting")}};
+    Finding finding{desperate_ ? "deadlock" : "trap", desperate_ ? unstarted() : "", {}};
+    finding.fault = fault(current->block->launch->rank);
+    finding.sides = {side(*current, finding.fault.empty() ? "traps" : "gives up waiting")};
     finding.sides[0].site = site;
-    if (desperate_) finding.detail += unstarted();
     fatal(std::move(finding));
 }
 

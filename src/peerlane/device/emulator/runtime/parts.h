@@ -35,6 +35,12 @@ struct Groups {
     std::vector<std::shared_ptr<Copy>> open;
 };
 
+struct Poll {
+    std::uint64_t offset, version;
+    Clock clock;
+    bool operator==(const Poll&) const = default;
+};
+
 struct Fiber {
     // The same for the whole run: who this is, its clock and stack.
     Actor id = 0;
@@ -57,6 +63,7 @@ struct Fiber {
     std::uint32_t place = 0;  // in the list of its state
     std::uint64_t poll_version = 0;
     std::uint32_t polls = 0;
+    Poll noted{};
 
     // What it waits for, for a report.
     const char* waits_for = "";

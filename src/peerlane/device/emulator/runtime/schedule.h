@@ -273,14 +273,13 @@ inline std::string Machine::unstarted() const {
     return text;
 }
 
-// What a wait of the kit left behind, if it did: peerlane::FaultRecord.
-inline std::string Machine::fault(int rank) const {
-    if (static_cast<std::size_t>(rank) >= fault_buffers.size()) return "";
-    std::uint32_t word[7];
-    std::memcpy(word, memory.address(memory.buffers()[fault_buffers[rank]].begin), sizeof(word));
-    if (!word[0]) return "";
-    return "rank " + std::to_string(word[1]) + " waits for rank " + std::to_string(word[2]) + " in block " + std::to_string(word[3]) +
-           ", slot " + std::to_string(word[4]) + ": expected " + std::to_string(word[5]) + ", seen " + std::to_string(word[6]);
+// What a wait of the kit left behind, if it did: the words of peerlane::FaultRecord, the first of which says so.
+inline std::vector<std::uint32_t> Machine::fault(std::uint32_t rank) const {
+    if (rank >= fault_buffers.size()) return {};
+    const Buffer& buffer = memory.buffers()[fault_buffers[rank]];
+    std::vector<std::uint32_t> words((buffer.end - buffer.begin) / sizeof(std::uint32_t));
+    std::memcpy(words.data(), memory.address(buffer.begin), words.size() * sizeof(std::uint32_t));
+    return words[0] ? words : std::vector<std::uint32_t>();
 }
 
 }  // namespace peerlane::emulator

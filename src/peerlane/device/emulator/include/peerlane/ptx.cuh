@@ -60,6 +60,15 @@ PEERLANE_INLINE void unpack_f16x2(u32 word, float& low, float& high) {
     high = emulator::widen_f16(static_cast<u16>(word >> 16));
 }
 
+PEERLANE_INLINE u32 unpack_e4m3x2(u16 pair) { return pack_f16x2(emulator::widen_e4m3(pair & 0xff), emulator::widen_e4m3(pair >> 8)); }
+PEERLANE_INLINE u32 unpack_e5m2x2(u16 pair) { return u32(pair & 0xff) << 8 | u32(pair >> 8) << 24; }
+PEERLANE_INLINE u16 pack_e4m3x2(float low, float high) {
+    return static_cast<u16>(emulator::narrow_float8<3, 7, 448>(low) | emulator::narrow_float8<3, 7, 448>(high) << 8);
+}
+PEERLANE_INLINE u16 pack_e5m2x2(float low, float high) {
+    return static_cast<u16>(emulator::narrow_float8<2, 15, 57344>(low) | emulator::narrow_float8<2, 15, 57344>(high) << 8);
+}
+
 // The block's dynamic shared memory.
 PEERLANE_INLINE char* dynamic_shared() { return emulator::peerlane_dynamic_shared(); }
 

@@ -1,4 +1,4 @@
-// Sixteen-bit floats on the CPU, and what asynchronous copies do at their target. Plain C++: device headers use the conversions too.
+// Floats of sixteen and eight bits on the CPU, and what asynchronous copies do at their target. Plain C++: device headers use the conversions too.
 #pragma once
 
 #include <bit>
@@ -21,6 +21,28 @@ inline std::uint16_t narrow_bf16(float value) {
 inline float widen_f16(std::uint16_t bits) { return static_cast<float>(std::bit_cast<_Float16>(bits)); }
 inline std::uint16_t narrow_f16(float value) {
     return value != value ? std::uint16_t(0x7fff) : std::bit_cast<std::uint16_t>(static_cast<_Float16>(value));
+}
+
+inline float widen_e4m3(unsigned bits) {
+    const int exponent = bits >> 3 & 15, fraction = bits & 7;
+    const float magnitude = exponent == 15 && fraction == 7 ? __builtin_nanf("")
+                            : exponent                      ? __builtin_ldexpf(static_cast<float>(8 + fraction), exponent - 10)
+                                                            : __builtin_ldexpf(static_cast<float>(fraction), -9);
+    return bits & 0x80 ? -magnitude : magnitude;
+}
+
+// To nearest even; what is too large becomes the largest number, NaN stays NaN.
+template <int fraction_bits, int bias, int largest>
+inline unsigned narrow_float8(float value) {
+    const unsigned sign = __builtin_signbit(value) ? 0x80 : 0;
+    if (value != value) return 0x7f;
+    const float magnitude = __builtin_fminf(__builtin_fabsf(value), static_cast<float>(largest));
+    int exponent = 0;
+    __builtin_frexpf(magnitude, &exponent);  // magnitude is 0.5 to 1 times 2^exponent
+    const int power = (exponent - 1 < 1 - bias ? 1 - bias : exponent - 1) - fraction_bits;
+    const auto steps = static_cast<unsigned>(__builtin_rintf(__builtin_ldexpf(magnitude, -power)));
+    // `steps` holds the leading one for normal numbers, which adds one to the exponent field; a carry out of it does too.
+    return sign | (static_cast<unsigned>(power + fraction_bits + bias - 1) << fraction_bits) + steps;
 }
 
 template <class T, class Add>
