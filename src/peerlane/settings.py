@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,23 @@ def cache_dir() -> Path:
     if chosen := os.environ.get("PEERLANE_CACHE_DIR"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peerlane"
+
+
+def candidate_caches() -> Path:
+    """Where what confined candidates compile is kept, a folder for each; see :mod:`peerlane.evaluate.caches`."""
+    return cache_dir() / "candidates"
+
+
+_NEEDED_BY_RANKS = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TERM|TMPDIR|CC|CXX|CFLAGS|CXXFLAGS|CPATH|LIBRARY_PATH|MAX_JOBS|VIRTUAL_ENV|XDG_CACHE_HOME|"
+    r"(LD|PYTHON|CUDA|CUBLAS|CUDNN|NVCC|NVRTC|NVIDIA|NVSHMEM|NCCL|GLOO|TORCH|PYTORCH|TRITON|OMP|MKL|OPENBLAS|PEERLANE)_?\w*"
+)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH", re.IGNORECASE)
+
+
+def passes_to_ranks(name: str) -> bool:
+    """True for an environment variable that confined ranks get: one that Python, torch, CUDA or a compiler reads, and that is no secret."""
+    return _NEEDED_BY_RANKS.fullmatch(name) is not None and _SECRET.search(name) is None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
+from peerlane.evaluate.isolation import Tier
 from peerlane.settings import Deadlines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -35,7 +36,12 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def judge(
-    *candidates: Path | str, world_size: int = 2, out: Path | None = None, problems: str | None = None, limit_s: float = 120.0
+    *candidates: Path | str,
+    world_size: int = 2,
+    out: Path | None = None,
+    problems: str | None = None,
+    isolation: Tier | None = None,
+    limit_s: float = 120.0,
 ) -> list[Result]:
     """The results of these candidates on the ``small`` cases, in order."""
     plan = EvaluationPlan(
@@ -45,6 +51,7 @@ def judge(
         world_sizes=(world_size,),
         device="cpu",
         out=out,
+        isolation=isolation,
         deadlines=DEADLINES,
     )
     with within(limit_s):
@@ -52,13 +59,20 @@ def judge(
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Processes that inherited ``PEERLANE_TEST_MARK=mark`` in their environment; zombies have none."""
+    """Processes that inherited ``PEERLANE_TEST_MARK=mark`` in their environment; zombies have none.
+
+    Those that let nobody look at their environment count if their command line says that they are peerlane's.
+    """
     word = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if word in (entry / "environ").read_bytes().split(b"\0"):
+                try:
+                    marked = word in (entry / "environ").read_bytes().split(b"\0")
+                except PermissionError:
+                    marked = os.stat(entry).st_uid != os.getuid() and b"peerlane" in (entry / "cmdline").read_bytes()
+                if marked:
                     found.append(int(entry.name))
             except OSError:
                 continue

@@ -11,6 +11,7 @@ import pytest
 from e2e.runs import GOOD, judge
 from peerlane import problems
 from peerlane.evaluate.examine import CHECKED_SLOTS
+from peerlane.evaluate.isolation import choose
 
 DIARY = '''
 """Right, and notes down what it is given."""
@@ -72,7 +73,7 @@ def test_inputs_are_never_the_same_twice(tmp_path: Path) -> None:
         (tmp_path / str(run)).mkdir()
         candidate = tmp_path / f"1_diary{run}_pytorch.py"
         candidate.write_text(DIARY.format(folder=tmp_path / str(run)))
-        (result,) = judge(candidate)
+        (result,) = judge(candidate, isolation="L0")  # what is confined keeps no diary
         assert result.correct, result.verdict
     seen: Counter[str] = Counter()
     calls = 0
@@ -97,7 +98,7 @@ def test_evidence_of_a_correct_result(world_size: int) -> None:
     assert [item.mode for item in result.speed] == ["eager", "graph"]
     assert all(item.status == "not_measured" and "no GPU" in item.why for item in result.speed)
     assert result.speed_in("eager") is None
-    assert (result.device, result.isolation, result.log_tail) == ("cpu", "L0", "")
+    assert (result.device, result.isolation, result.log_tail) == ("cpu", choose(None, "cpu").tier, "")
     assert set(result.phases_s) == {"spawn", "import", "first_call", "correctness", "exit"}
     assert result.environment["software"]["torch"]
 
@@ -108,8 +109,9 @@ def test_reference_is_its_own_candidate() -> None:
     assert all(result.candidate.backend == "reference" and result.candidate.path is None for result in results)
 
 
-def test_modules_beside_a_candidate(tmp_path: Path) -> None:
-    """Modules beside a candidate do not replace the ones that it, or the evaluator, means."""
+def test_modules_beside_a_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules beside a candidate do not replace the ones that it, or the evaluator, means; in the working directory neither."""
+    monkeypatch.chdir(tmp_path)
     for name in ("torch.py", "sitecustomize.py", "json.py", "peerlane.py"):
         (tmp_path / name).write_text("raise SystemExit('the wrong module')\n")
     candidate = tmp_path / GOOD.name

@@ -37,6 +37,7 @@ def test_key_tells_evaluations_apart() -> None:
         {"world_size": 2},
         {"evaluator_version": "0.2.0"},
         {"track": "custom", "audit": own_audit()},
+        {"isolation": "L0"},
         {"candidate": base.candidate.model_copy(update={"sha256": "1" * 64})},
         {"problem": base.problem.model_copy(update={"id": 2})},
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -29,7 +29,7 @@ def doctor(
 
     topology = discover()
     node = node_class(record(topology))
-    checks = diagnose(topology)
+    checks = [*diagnose(topology), *isolation_checks("cuda" if topology.gpus else "cpu")]
     ceilings = load_ceilings(node)
     if measure:
         # Every probe is a process of its own, so this one never gets a CUDA context.
@@ -44,6 +44,31 @@ def doctor(
         _print(node, checks, ceilings)
     broken = any(check.status == "fail" for check in checks) or (measure and not (ceilings and ceilings.figures))
     raise typer.Exit(ExitCode.CHECK_FAILED if broken else ExitCode.OK)
+
+
+def isolation_checks(device: Literal["cuda", "cpu"]) -> list[Check]:
+    """How far candidates can be confined here: a check per tier above L0."""
+    from peerlane.errors import UsageError
+    from peerlane.evaluate.confine import OWN_UID
+    from peerlane.evaluate.isolation import Tier, choose
+    from peerlane.hardware.doctor import Check
+
+    remedies: dict[Tier, str] = {
+        "L1": "a newer kernel or a less restricted container: docs/isolation.md",
+        "L2": "apt-get install bubblewrap",
+    }
+    checks = []
+    for tier, remedy in remedies.items():
+        name = f"isolation {tier}"
+        try:
+            found = choose(tier, device)
+        except UsageError as error:
+            checks.append(Check(name, "absent", str(error), remedy))
+            continue
+        lacking = found.missing.keys() - {OWN_UID}  # of two ways to one end, it is the one that nobody but root has
+        absent = "".join(f"; no {measure}: {reason}" for measure, reason in found.missing.items())
+        checks.append(Check(name, "warn" if lacking else "ok", ", ".join(found.measures) + absent, remedies["L1"] if lacking else ""))
+    return checks
 
 
 def _print(node: str, checks: list[Check], ceilings: Ceilings | None) -> None:

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 Device: TypeAlias = Literal["cuda", "cpu"]
 Mode: TypeAlias = Literal["eager", "graph"]
 Track: TypeAlias = Literal["open", "custom"]
+Tier: TypeAlias = Literal["L0", "L1", "L2"]
 
 CANDIDATES_HELP = "Files named <id>_<name>_<backend>.py, folders of them, or the words reference and solutions (peerlane's own)."
+ISOLATION_HELP = "L0 (own processes), L1 (confined by the kernel) or L2 (in a bubblewrap sandbox); by default L1 if the machine can."
 WORLD_SIZES_HELP = "Numbers of ranks, separated by commas; by default 2,4 on CPU, and those of 2,4,8 that the GPUs allow on CUDA."
 
 
@@ -41,6 +43,7 @@ def evaluate_candidates(
     ] = "open",
     mode: Annotated[str, typer.Option(help="Launch modes to time, separated by commas.")] = "eager,graph",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
     out: Annotated[Path, typer.Option(help="Folder that results are added to.")] = Path("peerlane-results"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -66,6 +69,7 @@ def evaluate_candidates(
         out=out,
         variant=one_of(variant, ("default", "pkb"), "--variant"),
         track=cast(Track, one_of(track, ("open", "custom"), "--track")),
+        isolation=None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation")),
     )
     try:
         with progress() as shown:
@@ -86,10 +90,11 @@ def evaluate_candidates(
 def requested_results(plan: EvaluationPlan, folder: Path) -> list[Result]:
     """The results of everything that a plan asks for, in its order: those just made, and those that were there and were skipped."""
     from peerlane.evaluate import ResultsStore
-    from peerlane.evaluate.evaluation import job_key, make_jobs
+    from peerlane.evaluate.evaluation import choose_isolation, job_key, make_jobs
 
     stored = {result.key: result for result in ResultsStore(folder).results()}
-    keys = [job_key(job, plan.device) for job in make_jobs(plan)]
+    tier = choose_isolation(plan).tier
+    keys = [job_key(job, plan.device, tier) for job in make_jobs(plan)]
     return [stored[key] for key in dict.fromkeys(keys)]
 
 

@@ -30,6 +30,7 @@ class Builder(Rank):
     def build(self, request: Message) -> dict[str, Any]:
         """Imports the candidate. Compiler errors are raised; anything else is left for the ranks to meet, where it may well work."""
         path = Path(request["path"])
+        extensions.use_cache(request["cache"])
         extensions.remove_stale_locks(extensions.use_own_build_folder(path.read_bytes()))
         try:
             import_candidate(path)

@@ -37,7 +37,11 @@ class Builds:
 
     def __init__(self, session: Session, candidates: Iterable[CandidateFile]) -> None:
         self._session = session
-        self._upcoming = deque(item.path for item in candidates if item.path is not None and needs_build(item) and not lacks_compiler(item))
+        awaited = {
+            item.path: item.sha256 for item in candidates if item.path is not None and needs_build(item) and not lacks_compiler(item)
+        }
+        self._sources = awaited
+        self._upcoming = deque(awaited)
         self._running: dict[Path, RankGroup] = {}
         self._done: dict[Path, GroupFailure | None] = {}
 
@@ -51,6 +55,7 @@ class Builds:
         """Waits until the candidate is built; raises GroupFailure if it does not compile, HarnessError if the builder fails."""
         assert candidate.path is not None, "the reference is not built"
         path = candidate.path
+        self._sources[path] = candidate.sha256
         if path not in self._done:
             self._begin(path)
             self._done[path] = self._await(path)
@@ -66,7 +71,8 @@ class Builds:
             except GroupFailure as failure:
                 self._end(path)
                 raise HarnessError(f"the process that compiles did not start: {failure}") from None
-            builder.begin({"op": "build", "path": str(path)}, "build", self._session.deadlines.build)
+            cache = builder.admit(self._sources[path])
+            builder.begin({"op": "build", "path": str(path), "cache": cache}, "build", self._session.deadlines.build)
 
     def _await(self, path: Path) -> GroupFailure | None:
         try:

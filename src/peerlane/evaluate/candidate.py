@@ -109,6 +109,7 @@ class CandidateRank(Rank):
             return {}
         self._loaded, self._reference = True, None
         self._own_libraries = mapped_libraries()
+        extensions.use_cache(request["cache"])
         if self.device.type == "cpu":
             _interpret_triton()
         solution = getattr(import_candidate(Path(request["path"])), "solution", None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,8 +19,10 @@ from peerlane.evaluate.builds import Builds
 from peerlane.evaluate.candidates import REFERENCE, CandidateFile
 from peerlane.evaluate.examine import Examination, Job, Node, groups_needed
 from peerlane.evaluate.groups import RankGroup
+from peerlane.evaluate.isolation import NO_ISOLATION, Isolation, Tier, choose
 from peerlane.evaluate.quarantine import Quarantine
 from peerlane.evaluate.session import Session
+from peerlane.evaluate.sharing import sharing_failure
 from peerlane.evaluate.store import ResultsStore
 from peerlane.evaluate.verdict import EvaluationKey, Mode, NotRun, Result, Track
 from peerlane.hardware.ceilings import load_ceilings
@@ -50,6 +52,7 @@ class EvaluationPlan:
         world_sizes: numbers of ranks.
         modes: launch modes to time.
         device: ``cuda``, or ``cpu`` (gloo ranks: correctness is real, speed is not measured).
+        isolation: ``L0``, ``L1`` or ``L2``, see docs/isolation.md; None: the best of L0 and L1 that this machine gives.
         out: folder of ``results.jsonl``; None keeps nothing.
         deadlines, supply, rules: see :mod:`peerlane.settings`.
     """
@@ -63,6 +66,7 @@ class EvaluationPlan:
     out: Path | None = None
     variant: str = "default"
     track: Track = "open"
+    isolation: Tier | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
     supply: Supply = field(default_factory=Supply)
     rules: TimingRules = field(default_factory=TimingRules)
@@ -106,9 +110,12 @@ def evaluate(plan: EvaluationPlan, progress: Progress | None = None) -> list[Res
     progress = progress or Silent()
     jobs = make_jobs(plan)
     store = ResultsStore(plan.out) if plan.out is not None else None
-    waiting = [job for job in jobs if store is None or not store.has(job_key(job, plan.device))]
+    node = describe_node(plan.device)
+    isolation = choose_isolation(plan)
+    waiting = [job for job in jobs if store is None or not store.has(job_key(job, plan.device, isolation.tier))]
     progress.started(len(waiting), len(jobs) - len(waiting))
-    run = Run(plan, progress, describe_node(plan.device))
+    progress.note(f"isolation {isolation.describe()}")
+    run = Run(plan, progress, node, isolation)
     results: list[Result] = []
     for world_size in plan.world_sizes:
         with contextlib.closing(run.judge([job for job in waiting if job.world_size == world_size], world_size)) as judged:
@@ -130,8 +137,8 @@ def _store(store: ResultsStore, results: list[Result]) -> None:
 class Run:
     """A run of a plan: its sessions, one after the other, and what it learns about the machine."""
 
-    def __init__(self, plan: EvaluationPlan, progress: Progress, node: Node) -> None:
-        self._plan, self._progress, self._node = plan, progress, node
+    def __init__(self, plan: EvaluationPlan, progress: Progress, node: Node, isolation: Isolation) -> None:
+        self._plan, self._progress, self._node, self._isolation = plan, progress, node, isolation
         indices = [gpu["index"] for gpu in node.environment["gpus"]] if plan.device == "cuda" else []
         self._quarantine = Quarantine(lambda: gpu_memory(indices) if indices else (), plan.supply)
 
@@ -146,7 +153,7 @@ class Run:
             return
         kept: RankGroup | None = None
         lacking: list[str] = []  # why the last evaluations had no ranks
-        with Session(plan.device, world_size, plan.deadlines, plan.supply, self._progress.note) as session:
+        with Session(plan.device, world_size, plan.deadlines, plan.supply, self._isolation, self._progress.note) as session:
             builds = Builds(session, [job.candidate for job in jobs])
             builds.ahead()
             for number, job in enumerate(jobs):
@@ -173,7 +180,7 @@ class Run:
 
     def _not_run(self, jobs: list[Job], missing: str) -> Iterator[Result]:
         for job in jobs:
-            session = Session(self._plan.device, job.world_size, self._plan.deadlines)
+            session = Session(self._plan.device, job.world_size, self._plan.deadlines, isolation=self._isolation)
             examination = Examination(session, job, self._node, self._plan.rules, lambda _: None)
             yield examination.give_up(NotRun(missing=missing))
 
@@ -253,7 +260,23 @@ def describe_node(device: Device) -> Node:
     return Node(secrets.token_hex(6), device, gpus, environment, profile, tuple(peaks), float(gpu["memory_bytes"]))
 
 
-def job_key(job: Job, device: Device) -> EvaluationKey:
+def choose_isolation(plan: EvaluationPlan) -> Isolation:
+    """The tier that the plan asks for, or the best of L0 and L1 that this machine gives; raises :class:`UsageError`."""
+    paths = [item.path for item in plan.candidates if item.path is not None]
+    isolation = choose(plan.isolation, plan.device, [*paths, *(path.parent for path in paths)])
+    if plan.device == "cpu" or isolation.tier == "L0":
+        return isolation
+    if not (failure := sharing_failure(isolation, plan.device, plan.deadlines)):
+        return isolation
+    if plan.isolation is None:
+        return replace(NO_ISOLATION, missing={"GPU memory shared with confined ranks": failure})
+    raise UsageError(
+        f"isolation {isolation.tier} is not possible here: confined ranks cannot share GPU memory with the trusted ones: {failure}\n"
+        "Use another tier with --isolation, and see docs/isolation.md"
+    )
+
+
+def job_key(job: Job, device: Device, isolation: Tier) -> EvaluationKey:
     """The identity of the result that a job will have; see :attr:`Result.key`."""
     return EvaluationKey(
         evaluator_version=peerlane.__version__,
@@ -265,4 +288,5 @@ def job_key(job: Job, device: Device) -> EvaluationKey:
         device=device,
         modes=job.modes,
         track=job.track,
+        isolation=isolation,
     )

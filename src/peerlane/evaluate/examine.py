@@ -195,10 +195,11 @@ class Examination:
     def _load(self) -> None:
         assert self.group is not None
         path = None if self.job.candidate.path is None else str(self.job.candidate.path)
-        request = {"op": "load", "path": path, "problem": self.job.problem.id, "variant": self.job.variant, "blame": "import_error"}
+        cache = None if path is None else self.group.admit(self.job.candidate.sha256)
+        request = {"op": "load", "path": path, "cache": cache, "problem": self.job.problem.id, "variant": self.job.variant}
         with self._in("import"):
             self.loaded = True
-            self.group.ask(request, "import", self.session.deadlines.load)
+            self.group.ask({**request, "blame": "import_error"}, "import", self.session.deadlines.load)
 
     def _build(self) -> str | None:
         """Compiles what the candidate compiles at import; the reason if this machine lacks what it needs."""
@@ -347,7 +348,8 @@ class Examination:
             world_size=job.world_size,
             device=self.node.device,
             modes=job.modes,
-            isolation="L0",
+            isolation=self.session.isolation.tier,
+            isolation_measures=self.session.isolation.measures,
             track=job.track,
             verdict=verdict,
             correctness=tuple(self.evidence.values()),

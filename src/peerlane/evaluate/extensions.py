@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from peerlane.evaluate.caches import cache_variables
 from peerlane.settings import cache_dir
 
 ARCHITECTURE = "9.0a"
@@ -86,6 +87,12 @@ def compile_cuda_extension(
 
 def _architecture() -> str:
     return os.environ.get("TORCH_CUDA_ARCH_LIST", ARCHITECTURE)
+
+
+def use_cache(folder: str | None) -> None:
+    """Sends everything that this process compiles to a candidate's own cache; None: to the user's, which all share."""
+    if folder is not None:
+        os.environ.update(cache_variables(Path(folder)))
 
 
 def use_own_build_folder(source: bytes) -> Path:

@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,8 @@ from typing import Any
 
 from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate.arena import memory_file
+from peerlane.evaluate.caches import CacheSlot, RunFolders
+from peerlane.evaluate.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.protocol import Channel, Message, encode
 
 _REPORTED_KINDS = {"runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run"}
@@ -72,6 +73,7 @@ class RankGroup:
         end_leader: Callable[[], None] | None = None,
     ) -> None:
         self.role = role
+        self.slot: CacheSlot | None = None
         self.world_size = len(ranks)
         self._control, self._ranks, self._memories, self._logs = control, ranks, memories, logs
         self._exits: dict[int, int] = {}
@@ -221,6 +223,10 @@ class RankGroup:
         """The rank's shared memory file, for another group's rank to map."""
         return self._memories[rank]
 
+    def admit(self, sha256: str) -> str | None:
+        """Gives the ranks the cache of the candidate with this source, for as long as they live; its path, or None if all share one."""
+        return None if self.slot is None else str(self.slot.admit(sha256))
+
     def log_tail(self, characters: int = 2000) -> str:
         """The end of what the ranks printed, one section per rank that printed anything. Complete once the group has been killed."""
         parts = []
@@ -240,6 +246,9 @@ class RankGroup:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self._memories, self._logs = [], []
+        if self.slot is not None:
+            self.slot.release()
+            self.slot = None
         if survivors:
             raise HarnessError(f"processes {survivors} survived SIGKILL for {deadline_s:g} s; they may be stuck in the GPU driver")
 
@@ -267,22 +276,30 @@ class RankGroup:
 class Nursery:
     """Starts the nursery process, anew if it is killed, and orders groups from it."""
 
-    def __init__(self, environment: dict[str, str], start_deadline_s: float = 120.0) -> None:
-        self._environment, self._start_deadline_s = environment, start_deadline_s
+    def __init__(self, environment: dict[str, str], start_deadline_s: float = 120.0, isolation: Isolation = NO_ISOLATION) -> None:
+        self._environment, self._start_deadline_s, self._isolation = environment, start_deadline_s, isolation
+        self._folders = RunFolders(isolation.tier != "L0")
         self._groups: list[RankGroup] = []
-        self._launch()
+        try:
+            self._launch()
+        except BaseException:
+            self._folders.remove()
+            raise
 
     def _launch(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders = ours
+        folders, isolation = self._folders, self._isolation
+        start = json.dumps({"confinement": isolation.confinement.to_json(), "folders": [str(path) for path in folders.writable]})
+        interpreter = isolation.command(folders.writable, folders.readable)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "peerlane.evaluate.nursery", str(theirs.fileno())],
+            [*interpreter, "-P", "-m", "peerlane.evaluate.nursery", str(theirs.fileno()), start],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            env={**os.environ, **self._environment},
+            env={**isolation.environment(), **self._environment},
         )
         theirs.close()
         ours.settimeout(self._start_deadline_s)
@@ -315,8 +332,11 @@ class Nursery:
             self._launch()
         with contextlib.ExitStack() as kept, contextlib.ExitStack() as handed_over:
             try:
-                folder = tempfile.mkdtemp(prefix="peerlane-")
+                folder = tempfile.mkdtemp(dir=self._folders.scratch)
                 kept.callback(shutil.rmtree, folder, ignore_errors=True)
+                slot = self._folders.slot() if role != "trusted" else None
+                if slot is not None:
+                    kept.callback(slot.release)
                 pairs = [socket.socketpair() for _ in range(1 + world_size)]
                 for here, there in pairs:
                     kept.enter_context(here)
@@ -327,7 +347,14 @@ class Nursery:
                     kept.callback(os.close, memories[-1])
                     logs.append(os.memfd_create(f"peerlane-log-{rank}"))
                     kept.callback(os.close, logs[-1])
-                order = {**config, "role": role, "world_size": world_size, "folder": folder}
+                order = {
+                    **config,
+                    "role": role,
+                    "world_size": world_size,
+                    "folder": folder,
+                    "writable": [folder] if slot is None else [folder, str(slot.folder)],
+                    "confinement": self._isolation.confinement.to_json(),
+                }
                 ends = [there.fileno() for _, there in pairs]
                 per_rank = zip(ends[1:], memories, logs, strict=True)
                 self._order(order, [ends[0], *(fd for fds in per_rank for fd in fds)])
@@ -338,6 +365,7 @@ class Nursery:
         for channel in channels:
             channel.limit_sending(_SEND_S)
         group = RankGroup(role, control, channels, memories, logs, lambda: self._order({"end": folder}, []))
+        group.slot = slot
         self._groups.append(group)
         return group
 
@@ -348,6 +376,7 @@ class Nursery:
         """Kills all groups, then the nursery."""
         self.end_groups()
         self._bury()
+        self._folders.remove()
 
     def end_groups(self) -> None:
         """Kills all groups."""

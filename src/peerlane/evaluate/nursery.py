@@ -24,6 +24,7 @@ import traceback
 import weakref
 from typing import Any, NoReturn
 
+from peerlane.evaluate.confine import Confinement
 from peerlane.evaluate.logs import LogTail
 from peerlane.evaluate.processes import adopt_orphans, children, descendants, die_with_parent, kill_descendants
 from peerlane.evaluate.protocol import Channel
@@ -35,6 +36,7 @@ _PARTING_S = 9.0  # leaders, whose supervisor is gone too, have this long to end
 def _run_rank(config: dict[str, Any], rank: int, fds: list[int], log: int, leader: int) -> NoReturn:
     status = 1
     try:
+        Confinement.from_json(config["confinement"]).enter_rank(config["role"], config["folder"])
         die_with_parent(leader)
         command, memory, _ = fds[1 + FDS_PER_RANK * rank : 1 + FDS_PER_RANK * (rank + 1)]
         for fd in fds:
@@ -66,6 +68,8 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
     os.setsid()
     adopt_orphans()
     leader = os.getpid()
+    confinement = Confinement.from_json(config["confinement"])
+    confinement.enter_group(config["role"], config["device"], config["folder"], config["writable"])
     control = Channel(socket.socket(fileno=os.dup(fds[0])))
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ, None)
@@ -142,8 +146,9 @@ def _end_leader(leaders: dict[int, str], folder: str) -> None:
                 os.kill(leader, signal.SIGKILL)
 
 
-def main(fd: int) -> None:
-    """Serves orders until the supervisor's end closes."""
+def main(fd: int, confinement: Confinement, folders: list[str]) -> None:
+    """Serves orders until the supervisor's end closes, and then removes the run's folders."""
+    confinement.enter_nursery()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     adopt_orphans()
@@ -179,7 +184,10 @@ def main(fd: int) -> None:
         time.sleep(0.02)
         _clear_up(leaders)
     kill_descendants()
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    start = json.loads(sys.argv[2])
+    main(int(sys.argv[1]), Confinement.from_json(start["confinement"]), start["folders"])

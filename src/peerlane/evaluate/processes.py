@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import time
 from collections import defaultdict
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, f"prctl({option}, {value}) failed: {os.strerror(error)}")
+from peerlane.evaluate import linux
 
 
 def die_with_parent(parent: int) -> None:
     """SIGKILL for this process when its parent ends; at once if ``parent`` is already gone."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
     """Makes this process the new parent of all its descendants' orphans, so that none can slip away."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
 
 
 def core_of_rank(rank: int, world_size: int) -> set[int] | None:

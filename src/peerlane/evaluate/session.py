@@ -9,8 +9,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from peerlane.errors import HarnessError
+from peerlane.evaluate import linux
+from peerlane.evaluate.confine import NOT_DUMPABLE
 from peerlane.evaluate.extensions import ARCHITECTURE
 from peerlane.evaluate.groups import GroupFailure, Nursery, RankGroup
+from peerlane.evaluate.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.spares import Spares
 from peerlane.problems._spec import Case
 from peerlane.settings import Deadlines, Supply
@@ -19,7 +22,7 @@ from peerlane.settings import Deadlines, Supply
 class Session:
     """Everything that runs for one world size. Use as a context manager: leaving it ends every process.
 
-    ``note`` hears what went wrong and was mended.
+    ``isolation`` is that of candidates and builders. ``note`` hears what went wrong and was mended.
     """
 
     def __init__(
@@ -28,9 +31,11 @@ class Session:
         world_size: int,
         deadlines: Deadlines,
         supply: Supply | None = None,
+        isolation: Isolation = NO_ISOLATION,
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.device, self.world_size, self.deadlines = device, world_size, deadlines
+        self.device, self.world_size, self.deadlines, self.isolation = device, world_size, deadlines, isolation
+        self._dumpable: bool | None = None
         self.supply, self.note = supply or Supply(), note
         self._nursery: Nursery | None = None
         self._trusted: RankGroup | None = None
@@ -49,13 +54,22 @@ class Session:
         }
         if self.device == "cpu":
             environment |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
-        self._nursery = Nursery(environment, self.deadlines.spawn)
+        if NOT_DUMPABLE in self.isolation.measures:
+            self._dumpable = linux.set_dumpable(False)
+        try:
+            self._nursery = Nursery(environment, self.deadlines.spawn, self.isolation)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         if self._nursery is not None:
             self._nursery.close()
             self._nursery = None
+        if self._dumpable is not None:
+            linux.set_dumpable(self._dumpable)
+            self._dumpable = None
 
     @property
     def nursery(self) -> Nursery:

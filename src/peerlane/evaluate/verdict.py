@@ -311,6 +311,7 @@ class EvaluationKey(NamedTuple):
     device: str
     modes: tuple[Mode, ...]
     track: Track
+    isolation: str
 
 
 class Audit(Record):
@@ -358,7 +359,8 @@ class Result(Record):
     world_size: int = Field(ge=1)
     device: Literal["cuda", "cpu"]
     modes: tuple[Mode, ...] = Field(min_length=1, description="launch modes asked for")
-    isolation: Literal["L0", "L1", "L2"]
+    isolation: Literal["L0", "L1", "L2"] = Field(description="L0: unverified, the candidate was not confined")
+    isolation_measures: tuple[str, ...] = Field(default=(), description="what kept the candidate from evaluator and machine")
     track: Track
     verdict: Verdict
     correctness: tuple[CaseEvidence, ...] = ()
@@ -403,6 +405,7 @@ class Result(Record):
             device=self.device,
             modes=self.modes,
             track=self.track,
+            isolation=self.isolation,
         )
 
     def speed_in(self, mode: str) -> ModeSpeed | None:

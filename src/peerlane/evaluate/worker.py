@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from peerlane import problems
 from peerlane.errors import CompileError, DeviceTimeout
+from peerlane.evaluate.arena import Arena
 from peerlane.evaluate.processes import core_of_rank
 from peerlane.evaluate.protocol import Channel, Message
 from peerlane.problems._spec import Case, GroupLayout, Problem
@@ -50,7 +51,7 @@ class Rank:
         self.world_size: int = config["world_size"]
         self.device = torch.device("cuda", rank) if config["device"] == "cuda" else torch.device("cpu")
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
-        self.handlers: dict[str, Handler] = {"init": self.init, "exit": self.exit}
+        self.handlers: dict[str, Handler] = {"init": self.init, "lend": self.lend, "borrow": self.borrow, "exit": self.exit}
         self.leaving = False
         self.cores = core_of_rank(rank, self.world_size)
 
@@ -69,6 +70,21 @@ class Rank:
             dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
             dist.barrier()
         return {"pid": os.getpid()}
+
+    def lend(self, request: Message) -> dict[str, Any]:
+        """A small arena with a mark in it, for another process to map."""
+        self._lent = Arena.create(1, self.device, self.memory_fd)
+        mark = int.from_bytes(os.urandom(1), "big")
+        self._lent.data[0] = mark
+        self.synchronize()
+        return {"arena": self._lent.handle, "byte": mark}
+
+    def borrow(self, request: Message) -> dict[str, Any]:
+        """Maps an arena that was lent and reads the mark."""
+        arena = Arena.attach(request["arena"], self.device, self.memory_fd)
+        mark = int(arena.data[0])
+        arena.close()
+        return {"byte": mark}
 
     def exit(self, request: Message) -> dict[str, Any]:
         """Ends the serving loop after this answer."""

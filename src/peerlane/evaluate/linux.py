@@ -1,0 +1,173 @@
+"""System calls that confine a process and that the standard library lacks, one wrapper each. A call that fails raises OSError.
+
+All but :func:`become` act on the calling thread and what it starts from then on, so they are for processes with a single thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Collection, Sequence
+
+PR_SET_PDEATHSIG = 1
+PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
+PR_SET_KEEPCAPS = 8
+PR_CAPBSET_READ, PR_CAPBSET_DROP = 23, 24
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 47, 2
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
+
+CAP_DAC_READ_SEARCH = 2
+
+_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 0x4000, 0x40000
+_CAPABILITY_VERSION = 0x20080522
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def prctl(option: int, value: int = 0, more: int = 0) -> int:
+    """``prctl(2)``."""
+    arguments = [ctypes.c_ulong(item) for item in (value, more, 0, 0)]
+    return _checked(_libc.prctl(option, *arguments), f"prctl({option}, {value})")
+
+
+def syscall(name: str, number: int, *arguments: object) -> int:
+    """A system call by its number; ``name`` is for the error."""
+    return _checked(_libc.syscall(ctypes.c_long(number), *arguments), name)
+
+
+# --- privileges ---
+
+
+def no_new_privileges() -> None:
+    """From now on no program that is executed gains privileges. Cannot be undone; seccomp and Landlock need it."""
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+
+
+def set_dumpable(dumpable: bool) -> bool:
+    """Whether others of the same user may trace the process or open its memory; returns what was so before."""
+    before = prctl(PR_GET_DUMPABLE) == 1
+    prctl(PR_SET_DUMPABLE, int(dumpable))
+    return before
+
+
+def permitted_capabilities() -> set[int]:
+    """The numbers of the capabilities that this process has, or may take."""
+    state = ctypes.create_string_buffer(24)  # twice (effective, permitted, inheritable), low words first
+    _checked(_libc.capget(struct.pack("Ii", _CAPABILITY_VERSION, 0), state), "capget")
+    _, low, _, _, high, _ = struct.unpack("6I", state.raw)
+    return {number for number in range(64) if (low | high << 32) >> number & 1}
+
+
+def retain_capabilities(kept: Collection[int]) -> None:
+    """Gives up all capabilities but these, of which none is gained; programs that are executed keep them."""
+    mask = sum(1 << number for number in kept if number in permitted_capabilities())
+    for number in range(64):
+        try:
+            if not mask >> number & 1 and prctl(PR_CAPBSET_READ, number):
+                prctl(PR_CAPBSET_DROP, number)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                break  # behind the last capability that this kernel knows
+            if error.errno != errno.EPERM:  # without CAP_SETPCAP the set bounds nothing that no_new_privileges allows
+                raise
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
+    _checked(_libc.capset(header, struct.pack("6I", low, low, low, high, high, high)), "capset")
+    for number in kept:
+        if mask >> number & 1:
+            prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, number)
+
+
+def become(uid: int, kept: Collection[int]) -> None:
+    """Changes to this user and group, of no other group, and to these capabilities. For root; clears the signal at the parent's death."""
+    prctl(PR_SET_KEEPCAPS, 1)
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    retain_capabilities(kept)
+
+
+# --- namespaces ---
+
+
+def enter_namespaces(flags: int) -> None:
+    """New namespaces for this process and its children. Who is not root gets them within a new user namespace of this one user."""
+    uid, gid = os.geteuid(), os.getegid()
+    if _libc.unshare(flags) == 0:
+        return
+    if ctypes.get_errno() != errno.EPERM or uid == 0:  # root would lose all other users, one of which it may want to become
+        _checked(-1, f"unshare({flags:#x})")
+    _checked(_libc.unshare(flags | CLONE_NEWUSER), f"unshare({flags | CLONE_NEWUSER:#x})")
+    dumpable = set_dumpable(True)  # else the files below belong to root
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    set_dumpable(dumpable)
+
+
+def raise_loopback() -> None:
+    """Brings up the loopback interface of a new network namespace."""
+    request, up_and_running = 0x8914, 0x41
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, request, struct.pack("16sH14x", b"lo", up_and_running))
+
+
+def mount_private_tmpfs(target: str) -> None:
+    """An empty file system in memory over a folder, seen in this mount namespace only."""
+    _checked(_libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None), "mount --make-rprivate /")
+    flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV)
+    _checked(_libc.mount(b"tmpfs", target.encode(), b"tmpfs", flags, b"mode=1777"), f"mount -t tmpfs tmpfs {target}")
+
+
+# --- Landlock: https://docs.kernel.org/userspace-api/landlock.html ---
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_RULE_PATH_BENEATH, _SCOPE_SIGNAL = 1, 1 << 1
+_WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
+_CHANGE_FOLDER = sum(1 << bit for bit in range(4, 14))  # remove, make and move entries of all kinds
+LANDLOCK_WITH_TRUNCATE, LANDLOCK_WITH_SIGNALS = 3, 6  # versions of the interface
+
+
+def landlock_version() -> int:
+    """The version of the kernel's Landlock; raises OSError where there is none, or it is switched off."""
+    return syscall("landlock_create_ruleset", _CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
+
+
+def landlock(writable: Sequence[str] | None, *, keep_signals: bool) -> None:
+    """Puts this process and its children into a domain of its own.
+
+    Inside, only ``writable`` files and what lies below ``writable`` folders can be changed (anything, for None; reading is not
+    restricted); with ``keep_signals``, processes outside cannot be sent signals; they can never be traced. Needs no_new_privileges.
+    """
+    handled = 0 if writable is None else _WRITE_FILE | _TRUNCATE | _CHANGE_FOLDER
+    attributes = struct.pack("QQQ", handled, 0, _SCOPE_SIGNAL if keep_signals else 0)
+    size = len(attributes) if keep_signals else 8  # older kernels know less of it
+    ruleset = syscall("landlock_create_ruleset", _CREATE_RULESET, attributes, ctypes.c_size_t(size), ctypes.c_uint32(0))
+    try:
+        for path in writable or ():
+            beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            try:
+                access = handled if os.path.isdir(path) else _WRITE_FILE | _TRUNCATE
+                rule = struct.pack("=Qi", access, beneath)
+                syscall("landlock_add_rule", _ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, ctypes.c_uint32(0))
+            finally:
+                os.close(beneath)
+        syscall("landlock_restrict_self", _RESTRICT_SELF, ruleset, ctypes.c_uint32(0))
+    finally:
+        os.close(ruleset)

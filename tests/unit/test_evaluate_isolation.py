@@ -1,0 +1,228 @@
+"""Which tier a machine gives, and how: decisions, the sandbox's command, caches and the system call filter. No candidate runs here."""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from peerlane.errors import UsageError
+from peerlane.evaluate import confine, isolation, linux, seccomp
+from peerlane.evaluate.caches import CacheSlot, RunFolders
+from peerlane.settings import candidate_caches, passes_to_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+probe = isolation._probe
+SHA = "a" * 64
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, **lacking: str) -> None:
+    reasons = {**dict.fromkeys(probe(()), ""), **lacking}
+    monkeypatch.setattr(isolation, "_probe", lambda sandbox: reasons)
+
+
+def test_every_measure_is_tried_and_none_breaks_the_probe() -> None:
+    """Whatever this machine is: a container, another user, an old kernel."""
+    reasons = isolation.choose(None, "cpu").missing
+    assert set(reasons) <= set(probe(())) and all(reasons.values())
+    assert linux.set_dumpable(True), "the probes leave the process that asks alone"
+
+
+def test_the_best_of_two_tiers_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch)
+    found = isolation.choose(None, "cpu")
+    assert found.tier == "L1" and set(found.measures) == {*probe(()), confine.CLEAN_ENVIRONMENT} and not found.missing
+    machine(monkeypatch, landlock_files="the kernel has none", loopback_only="not permitted")
+    found = isolation.choose(None, "cpu")
+    assert (found.tier, found.measures) == ("L0", ())
+    assert "unverified" in found.describe() and "the kernel has none" in found.describe()
+    with pytest.raises(UsageError, match=r"isolation L1 is not possible .* the kernel has none.*--isolation L0"):
+        isolation.choose("L1", "cpu")
+
+
+def test_every_measure_is_documented() -> None:
+    documented = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "isolation.md").read_text(), re.MULTILINE))
+    assert documented == {*probe(()), confine.CLEAN_ENVIRONMENT, confine.BUBBLEWRAP}
+
+
+def test_what_is_not_promised_may_be_missing_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, loopback_only="not permitted")
+    found = isolation.choose("L1", "cpu")
+    assert confine.LOOPBACK_ONLY not in found.measures and found.missing == {confine.LOOPBACK_ONLY: "not permitted"}
+    assert found.describe().endswith("without loopback_only")
+
+
+@pytest.mark.parametrize(("device", "tier"), [("cpu", "L1"), ("cuda", "L0")])
+def test_signals_are_stopped_by_user_or_by_landlock(monkeypatch: pytest.MonkeyPatch, device: str, tier: str) -> None:
+    """On GPUs all ranks have one user, or the driver does not let them share memory."""
+    machine(monkeypatch, landlock_signals="version 3")
+    assert isolation.choose(None, device).tier == tier
+
+
+def test_a_probe_that_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    reasons = isolation._probe.__wrapped__(())
+    assert all("could not be tried" in reason and "/nowhere/python" in reason for reason in reasons.values())
+    monkeypatch.setattr(isolation, "_probe", lambda sandbox: reasons)
+    assert isolation.choose(None, "cpu").tier == "L0"
+
+
+def test_no_bubblewrap_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="apt-get install bubblewrap"):
+        isolation.choose("L2", "cpu")
+
+
+def test_bubblewrap_that_fails_gives_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho no namespaces for you >&2\nexit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"no namespaces for you.*--isolation L1"):
+        isolation.choose("L2", "cpu")
+
+
+def test_the_sandbox_shows_what_is_read_and_hides_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "bwrap").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command = isolation.sandbox_command([Path("/home/ada/kernels"), Path("/tmp"), Path("/opt/kernels")])
+    assert {"--unshare-pid", "--unshare-net", "--die-with-parent"} < set(command)
+    tmpfs = {command[place + 1] for place, word in enumerate(command) if word == "--tmpfs"}
+    bound = {command[place + 1] for place, word in enumerate(command) if word == "--ro-bind"}
+    assert {"/tmp", "/home"} <= tmpfs
+    assert bound == {"/", "/home/ada/kernels"}, "a hidden folder is not shown whole, and what is not hidden needs no showing"
+    found = isolation.Isolation("L2", confine.Confinement(), {}, command)
+    tail = found.command([Path("/w")], [Path("/r")])[len(command) :]
+    assert tail == ["--ro-bind", "/r", "/r", "--bind", "/w", "/w", sys.executable]
+
+
+@pytest.mark.parametrize(
+    "name", ["PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "NCCL_NVLS_ENABLE", "TORCH_HOME", "LC_ALL", "PEERLANE_X"]
+)
+def test_variables_that_ranks_need(name: str) -> None:
+    assert passes_to_ranks(name)
+
+
+@pytest.mark.parametrize("name", ["AWS_PROFILE", "HF_TOKEN", "NVIDIA_API_KEY", "SSH_AUTH_SOCK", "PYTHON_KEYRING_PASSWORD", "DATABASE_URL"])
+def test_variables_that_are_nobodys_business(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "x")
+    machine(monkeypatch)
+    assert name not in isolation.choose("L1", "cpu").environment()
+    assert name in isolation.choose("L0", "cpu").environment()
+
+
+def test_what_a_rank_has_to_know_travels() -> None:
+    confinement = confine.Confinement((confine.SECCOMP,), 7)
+    assert confine.Confinement.from_json(confinement.to_json()) == confinement
+
+
+# --- caches ---
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunFolders:
+    monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path))
+    return RunFolders(confined=True)
+
+
+def slot(folders: RunFolders) -> CacheSlot:
+    made = folders.slot()
+    assert made is not None
+    return made
+
+
+def test_a_cache_comes_back_at_the_same_path(folders: RunFolders) -> None:
+    first = slot(folders)
+    path = first.admit(SHA)
+    assert path.resolve().is_relative_to(first.folder), "inside the only folder that the group may write"
+    (path / "library.so").write_bytes(b"compiled")
+    first.release()
+    assert not path.exists() and not first.folder.exists()
+    second = slot(folders)
+    assert second.admit(SHA) == path and (path / "library.so").read_bytes() == b"compiled"
+    other = slot(folders)
+    assert list(other.admit("b" * 64).iterdir()) == []
+    other.release()
+    second.release()
+    assert [item.name for item in (candidate_caches() / "kept").iterdir()] == [SHA], "an empty cache is not kept"
+    folders.remove()
+    assert list((candidate_caches() / "runs").iterdir()) == []
+
+
+def test_two_groups_of_one_candidate_do_not_share(folders: RunFolders) -> None:
+    first, second = slot(folders), slot(folders)
+    one, two = first.admit(SHA), second.admit(SHA)
+    assert one != two
+    for number, path in enumerate((one, two)):
+        (path / "who").write_text(str(number))
+    second.release()
+    first.release()
+    assert (candidate_caches() / "kept" / SHA / "who").read_text() == "1", "the first that ends keeps its own"
+    assert list((candidate_caches() / "links").iterdir()) == []
+
+
+def test_a_killed_run_leaves_nothing_in_the_way(folders: RunFolders) -> None:
+    slot(folders).admit(SHA)
+    folders.remove()  # what the nursery does when the supervisor is gone
+    again = RunFolders(confined=True)
+    assert slot(again).admit(SHA) == candidate_caches() / "links" / SHA
+
+
+def test_unconfined_candidates_share_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path))
+    folders = RunFolders(confined=False)
+    assert folders.slot() is None and not candidate_caches().exists()
+    folders.remove()
+
+
+# --- the filter ---
+
+
+def judged(machine: str, number: int, first: int = 0, architecture: int | None = None) -> int:
+    """What the filter says to a system call: 0 to let it pass, else its error number."""
+    _, own = seccomp._MACHINES[machine]
+    data = struct.pack("<iIQQ", number, own if architecture is None else architecture, 0, first)
+    code = list(struct.iter_unpack("<HBBI", seccomp.program(machine)))
+    place, register = 0, 0
+    while True:
+        kind, if_true, if_false, value = code[place]
+        if kind == 0x06:
+            return 0 if value == 0x7FFF0000 else value & 0xFFFF
+        if kind == 0x20:
+            (register,), jump = struct.unpack_from("<I", data, value), 0
+        else:
+            holds = {0x15: register == value, 0x35: register >= value, 0x45: bool(register & value)}[kind]
+            jump = if_true if holds else if_false
+        place += 1 + jump
+
+
+CALLS: Mapping[str, Mapping[str, int]] = {
+    "x86_64": {"read": 0, "ptrace": 101, "clone": 56, "socket": 41, "kill": 62},
+    "aarch64": {"read": 63, "ptrace": 117, "clone": 220, "socket": 198, "kill": 129},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_filter(name: str) -> None:
+    calls = CALLS[name]
+    assert judged(name, calls["read"]) == judged(name, calls["kill"]) == 0
+    assert judged(name, calls["ptrace"]) == errno.EPERM
+    assert judged(name, calls["read"], architecture=0x40000003) == errno.ENOSYS, "32-bit programs have other numbers"
+    assert judged(name, calls["read"] | 0x40000000) == judged(name, 435) == errno.ENOSYS
+    threads = 0x3D0F00
+    assert judged(name, calls["clone"], threads) == 0
+    assert judged(name, calls["clone"], threads | linux.CLONE_NEWUSER) == errno.EPERM
+    for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK):
+        assert judged(name, calls["socket"], family) == 0
+    for family in (socket.AF_PACKET, 40):
+        assert judged(name, calls["socket"], family) == errno.EAFNOSUPPORT
+
+
+def test_filter_of_an_unknown_machine() -> None:
+    with pytest.raises(OSError, match="no system call filter for sparc64: expected x86_64 or aarch64"):
+        seccomp.program("sparc64")
