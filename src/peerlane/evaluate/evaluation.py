@@ -137,7 +137,7 @@ def _store(store: ResultsStore, results: list[Result]) -> None:
 class Run:
     """A run of a plan: its sessions, one after the other, and what it learns about the machine."""
 
-    def __init__(self, plan: EvaluationPlan, progress: Progress, node: Node, isolation: Isolation) -> None:
+    def __init__(self, plan: EvaluationPlan, progress: Progress, node: Node, isolation: Isolation = NO_ISOLATION) -> None:
         self._plan, self._progress, self._node, self._isolation = plan, progress, node, isolation
         indices = [gpu["index"] for gpu in node.environment["gpus"]] if plan.device == "cuda" else []
         self._quarantine = Quarantine(lambda: gpu_memory(indices) if indices else (), plan.supply)
