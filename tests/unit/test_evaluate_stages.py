@@ -15,6 +15,7 @@ from peerlane.evaluate import examine
 from peerlane.evaluate.candidates import candidate_file, reference_candidate
 from peerlane.evaluate.examine import Examination, Job, Node
 from peerlane.evaluate.groups import GroupFailure
+from peerlane.evaluate.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.stopwatch import Unmeasurable
 from peerlane.evaluate.trial import Evidence, Rejected
 from peerlane.evaluate.verdict import NotMeasured, WrongType
@@ -40,6 +41,8 @@ class ScriptedGroup:
     stage: Stage
     name: str
 
+    def admit(self, sha256: str) -> None: ...
+
     def ask(self, request: dict[str, Any], phase: str, deadline_s: float) -> list[dict[str, Any]]:
         self.stage.step(f"{self.name} {request['op']}")
         return [{}]
@@ -55,6 +58,7 @@ class ScriptedGroup:
 class ScriptedSession:
     stage: Stage
     deadlines: Deadlines = field(default_factory=Deadlines)
+    isolation: Isolation = NO_ISOLATION
     taken: int = 0
 
     def take_group(self) -> ScriptedGroup:
