@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
-from peerlane.settings import Deadlines
+from peerlane.settings import Deadlines, StressRules
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GOOD = EXAMPLES / "pytorch" / "1_allreduce_pytorch.py"
 DEADLINES = Deadlines(spawn=60.0, build=60.0, load=20.0, exit=4.0).with_calls(4.0)
+STRESS = StressRules(budget_s=0.2)  # what takes many calls to show has tests of its own
 MARK = "PEERLANE_TEST_MARK"
 
 
@@ -35,7 +36,12 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def judge(
-    *candidates: Path | str, world_size: int = 2, out: Path | None = None, problems: str | None = None, limit_s: float = 120.0
+    *candidates: Path | str,
+    world_size: int = 2,
+    out: Path | None = None,
+    problems: str | None = None,
+    stress: StressRules = STRESS,
+    deadlines: Deadlines = DEADLINES,
 ) -> list[Result]:
     """The results of these candidates on the ``small`` cases, in order."""
     plan = EvaluationPlan(
@@ -45,9 +51,10 @@ def judge(
         world_sizes=(world_size,),
         device="cpu",
         out=out,
-        deadlines=DEADLINES,
+        deadlines=deadlines,
+        stress=stress,
     )
-    with within(limit_s):
+    with within(120.0):
         return evaluate(plan)
 
 
