@@ -190,12 +190,15 @@ class Trial:
         The calls are at rest: none begins before the one before it has ended on every rank. Returns the answers to the last one.
         """
         answers: list[Message] = []
+        outputs: list[list[Any]] = [[] for _ in self.layouts]
         for slot in slots:
             begin = time.monotonic()
             answers = self.ask("call", phase, deadline_s, side="candidate", slots=[slot], **more)
             self.call_s = time.monotonic() - begin
             self.aliased |= any(bool(answer.get("aliased")) for answer in answers)
-            self.collect([slot], [_outputs(answer, 1, phase, rank) for rank, answer in enumerate(answers)], phase)
+            for rank, answer in enumerate(answers):
+                outputs[rank] += _outputs(answer, 1, phase, rank)
+        self.collect(slots, outputs, phase)
         self.judge(phase, check_inputs=True)
         return answers
 
