@@ -29,7 +29,7 @@ from peerlane.evaluate.evaluation import Silent
 from peerlane.evaluate.processes import children
 from peerlane.hardware.memory import gpu_memory
 from peerlane.hardware.topology import discover as discover_machine
-from peerlane.settings import Deadlines, TimingRules
+from peerlane.settings import Deadlines, StressRules, TimingRules
 
 BROKEN_SHARE = 0.2
 BROKEN = (
@@ -48,6 +48,7 @@ BROKEN_ON_GPU = ("1_illegal_address_cuda", "1_spins_in_kernel_cuda")
 GOOD = ("1_allreduce_pytorch", "4_reduce_pytorch", "7_reducescatter_pytorch", "8_alltoall_pytorch", "18_tp_rms_norm_pytorch")
 DEADLINES = Deadlines(exit=4.0).with_calls(4.0)
 RULES = TimingRules(budget_s=0.2, min_rounds=3, max_rounds=6)
+STRESS = StressRules(budget_s=0.1)
 MAY_GROW = {"processes": 1.0, "supervisor_fds": 2.0, "nursery_fds": 2.0, "temp_folders": 1.0, "shared_mb": 8.0, "gpu_mb": 200.0}
 MAY_GROW_PER_EVALUATION = {"supervisor_mb": 0.1, "nursery_mb": 0.02}
 MEGABYTE = 1 << 20
@@ -152,6 +153,7 @@ def soak(options: argparse.Namespace, temp: Path) -> dict[str, object]:
         device=options.device,
         deadlines=DEADLINES,
         rules=RULES,
+        stress=STRESS,
     )
     before, begin = take(mark, temp, gpus), time.monotonic()
     results = evaluate(plan, watch)

@@ -45,6 +45,7 @@ class Deadlines:
     load: float = 60.0
     first_call: float = 90.0
     correctness: float = 30.0
+    stress: float = 30.0
     timing: float = 30.0
     exit: float = 5.0
     trusted: float = 120.0
@@ -54,7 +55,33 @@ class Deadlines:
         """The same, with another deadline for everything that calls the candidate."""
         if seconds <= 0:
             raise UsageError(f"a deadline of {seconds:g} s: expected a positive number of seconds")
-        return replace(self, first_call=seconds, correctness=seconds, timing=seconds)
+        return replace(self, first_call=seconds, correctness=seconds, stress=seconds, timing=seconds)
+
+
+@dataclass(frozen=True)
+class StressRules:
+    """How calls that were right at rest are made to race; see docs/evaluating.md for the reasons."""
+
+    calls: int = 100
+    """back to back, per case; fewer where ``budget_s`` does not do for them"""
+    budget_s: float = 0.8
+    """of one evaluation, all its cases together; no pass begins after it in a case that has had ``min_calls``"""
+    min_calls: int = 20
+    overtime_s: float = 1.5
+    """for these; after it, one pass of the timed case must do"""
+    min_slots: int = 10
+    """per pass, however long a call takes; where memory does not hold them, ``fewest_slots``"""
+    fewest_slots: int = 3
+    max_slots: int = 50
+    max_bytes: int = 512 << 20
+    """of a pass's inputs on one rank, and of its outputs"""
+    delayed_share: float = 0.25
+    """of the calls; before these, one rank waits"""
+    shortest_delay_us: float = 10.0
+    longest_delay_us: float = 10_000.0
+    crowded_share: float = 0.5
+    """of the passes on GPUs: there an eighth of the calls runs beside a kernel that holds SMs"""
+    compared_share: float = 0.25
 
 
 @dataclass(frozen=True)
@@ -96,6 +123,10 @@ class TimingRules:
     target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.012})
     """of the ratio of a race, by launch mode; a speedup joins two races"""
     budget_s: float = 20.0
+    skew_margin: float = 1.1
+    """on how unequal the reference's calls within a block are (mean over median): a candidate beyond it is scored by the mean"""
+    gross_skew: float = 3.0
+    """times that: beyond it a few calls do the work of all"""
     compared_share: float = 0.25
     judging_s: float = 1.5
     """for comparing the outputs of a race; where that does not do for the share, fewer are compared, chosen over all rounds"""

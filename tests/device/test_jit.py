@@ -14,6 +14,7 @@ import pytest
 from peerlane.device import compile_cubin, jit
 from peerlane.device._cuda import _bindings
 from peerlane.errors import CompileError, MissingDependency, UsageError
+from peerlane.evaluate.jitter import CROWD
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs pip install 'peerlane[cuda]'")
 
@@ -32,6 +33,11 @@ def test_source_text_becomes_a_cubin_that_holds_the_kernel() -> None:
     image = cubin.path.read_bytes()
     assert cubin.compiled_here and cubin.arch == "sm_90a"
     assert image.startswith(ELF_MAGIC) and b"scale" in image
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_the_kernel_that_holds_sms_under_stress_compiles(arch: str) -> None:
+    assert b"hold_sm" in compile_cubin(CROWD, arch=arch).path.read_bytes()
 
 
 def test_the_second_use_finds_the_first_ones_file() -> None:

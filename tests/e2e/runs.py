@@ -11,11 +11,12 @@ from pathlib import Path
 
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
 from peerlane.evaluate.isolation import Tier
-from peerlane.settings import Deadlines
+from peerlane.settings import Deadlines, StressRules
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GOOD = EXAMPLES / "pytorch" / "1_allreduce_pytorch.py"
 DEADLINES = Deadlines(spawn=60.0, build=60.0, load=20.0, exit=4.0).with_calls(4.0)
+STRESS = StressRules(budget_s=0.2)  # what takes many calls to show has tests of its own
 MARK = "PEERLANE_TEST_MARK"
 
 
@@ -41,7 +42,8 @@ def judge(
     out: Path | None = None,
     problems: str | None = None,
     isolation: Tier | None = None,
-    limit_s: float = 120.0,
+    stress: StressRules = STRESS,
+    deadlines: Deadlines = DEADLINES,
 ) -> list[Result]:
     """The results of these candidates on the ``small`` cases, in order."""
     plan = EvaluationPlan(
@@ -52,9 +54,10 @@ def judge(
         device="cpu",
         out=out,
         isolation=isolation,
-        deadlines=DEADLINES,
+        deadlines=deadlines,
+        stress=stress,
     )
-    with within(limit_s):
+    with within(120.0):
         return evaluate(plan)
 
 

@@ -13,6 +13,9 @@ from peerlane import problems
 from peerlane.evaluate.examine import CHECKED_SLOTS
 from peerlane.evaluate.isolation import choose
 
+AUDITED_SLOTS = 2 * CHECKED_SLOTS
+"""of the timed case: every slot once more, then again, some of them recorded"""
+
 DIARY = '''
 """Right, and notes down what it is given."""
 
@@ -67,23 +70,25 @@ def test_null_answers_are_wrong_results(tmp_path: Path) -> None:
 
 
 def test_inputs_are_never_the_same_twice(tmp_path: Path) -> None:
-    """Other contents on every rank, in every slot, in every case and in every run."""
-    runs = 2
+    """Other contents on every rank, in every slot, in every case and in every run; at rest and under stress."""
+    runs, stressed = 2, 0
     for run in range(runs):
         (tmp_path / str(run)).mkdir()
         candidate = tmp_path / f"1_diary{run}_pytorch.py"
         candidate.write_text(DIARY.format(folder=tmp_path / str(run)))
         (result,) = judge(candidate, isolation="L0")  # what is confined keeps no diary
         assert result.correct, result.verdict
+        stressed += sum(item.stressed_calls for item in result.correctness)
     seen: Counter[str] = Counter()
-    calls = 0
+    calls, at_rest = 0, 0
     for run, rank in itertools.product(range(runs), range(2)):
         entries = [line.split() for line in (tmp_path / str(run) / str(rank)).read_text().splitlines()]
-        assert len(entries) == CHECKED_SLOTS * len(problems.get(1).cases("small", 2))
+        at_rest += CHECKED_SLOTS * len(problems.get(1).cases("small", 2)) + AUDITED_SLOTS
+        calls += len(entries)
         long = [contents for numel, contents in entries if int(numel) > 64]  # few elements may well repeat by chance
-        calls += len(long)
         seen.update(long)
-    assert calls > 2 * runs * CHECKED_SLOTS and set(seen.values()) == {1}
+    assert calls == at_rest + 2 * stressed and stressed > 0
+    assert set(seen.values()) == {1} and seen.total() > calls / 2
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -91,15 +96,18 @@ def test_evidence_of_a_correct_result(world_size: int) -> None:
     (result,) = judge(GOOD, world_size=world_size)
     assert result.correct, result.verdict
     assert [item.case for item in result.correctness] == [case.key for case in problems.get(1).cases("small", world_size)]
-    for item in result.correctness:
-        assert (item.slots, item.timed_slots) == (CHECKED_SLOTS, 0)
+    for number, item in enumerate(result.correctness):
+        at_rest = CHECKED_SLOTS + (AUDITED_SLOTS if number == 0 else 0)
+        assert (item.slots - item.stressed_slots, item.timed_slots) == (at_rest, 0)
+        assert (item.stressed_slots > 0) == (item.stressed_calls > 0) and item.stressed_slots <= item.stressed_calls
         assert 1 <= item.integer_slots <= item.slots
         assert 0 <= item.worst_ratio <= 1
+    assert result.correctness[0].stressed_calls > 0
     assert [item.mode for item in result.speed] == ["eager", "graph"]
     assert all(item.status == "not_measured" and "no GPU" in item.why for item in result.speed)
     assert result.speed_in("eager") is None
     assert (result.device, result.isolation, result.log_tail) == ("cpu", choose(None, "cpu").tier, "")
-    assert set(result.phases_s) == {"spawn", "import", "first_call", "correctness", "exit"}
+    assert set(result.phases_s) == {"spawn", "import", "first_call", "correctness", "stress", "audit", "exit"}
     assert result.environment["software"]["torch"]
 
 

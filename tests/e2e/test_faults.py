@@ -19,10 +19,11 @@ from peerlane.evaluate.evaluation import Run, Silent, describe_node, make_jobs
 from peerlane.evaluate.groups import Nursery, RankGroup
 from peerlane.evaluate.processes import descendants
 from peerlane.evaluate.store import ResultsStore
-from peerlane.settings import Supply
+from peerlane.settings import StressRules, Supply
 
 GOOD = EXAMPLES / "pytorch" / "8_alltoall_pytorch.py"  # of the problem with the fewest cases
 SUPPLY = Supply(spares=1, builds=0, back_off_s=0.01)
+ONE_PASS = StressRules(calls=10, budget_s=0.0)  # so that every evaluation has the same messages
 MARKED = f"faults-{os.getpid()}"
 
 Fault = Callable[[Switchboard, RankGroup], None]
@@ -34,7 +35,12 @@ class Conversation:
     def __init__(self, board: Switchboard, out: Path, candidates: list[Path]) -> None:
         self.board, self.store, self.notes, self.struck_in = board, ResultsStore(out), Notes(), ""
         plan = EvaluationPlan(
-            discover([str(path) for path in candidates]), presets=("small",), world_sizes=(2,), deadlines=DEADLINES, supply=SUPPLY
+            discover([str(path) for path in candidates]),
+            presets=("small",),
+            world_sizes=(2,),
+            deadlines=DEADLINES,
+            supply=SUPPLY,
+            stress=ONE_PASS,
         )
         self.judged = Run(plan, self.notes, describe_node("cpu")).judge(make_jobs(plan), 2)
 

@@ -18,6 +18,8 @@ from peerlane.evaluate.slots import OutputRegions
 from peerlane.evaluate.speed import BlockTimes, CaptureFailed, Race
 from peerlane.evaluate.stopwatch import SpeedTrial, Unmeasurable
 from peerlane.evaluate.trial import Rejected
+from peerlane.hardware.profiles import H200_SXM
+from peerlane.problems._spec import Cost
 from peerlane.settings import Deadlines, TimingRules
 
 SLOTS = 8
@@ -38,10 +40,10 @@ class FakeProblem:
 
 @dataclass
 class FakeTrial:
-    """Stands for a Trial: writes down what is asked, answers with blocks of given times per call (us)."""
+    """Stands for a Trial: writes down what is asked, answers with blocks of given times (us): one for all calls, or one each."""
 
-    trusted_us: Iterator[float]
-    other_us: Iterator[float]
+    trusted_us: Iterator[float | list[float]]
+    other_us: Iterator[float | list[float]]
     problem: FakeProblem = field(default_factory=FakeProblem)
     session: FakeSession = field(default_factory=FakeSession)
     slots: int = SLOTS
@@ -50,27 +52,36 @@ class FakeTrial:
     judge_s: float = 0.0
     trusted_hand_off_s: float = 0.0
     other_hand_off_s: float = 0.0
+    latency_us: float = 20.0
+    orders: dict[str, list[list[int]]] = field(default_factory=lambda: {"trusted": [], "other": []})
     log: list[str] = field(default_factory=list)
     collected: list[list[int]] = field(default_factory=list)
     counted: int = 0
 
-    def _block(self, call_us: float, hand_off_s: float) -> list[dict[str, Any]]:
+    def _block(self, side: str, times: Iterator[float | list[float]], hand_off_s: float, order: list[int]) -> list[dict[str, Any]]:
+        assert sorted(order) == list(range(self.slots))
+        self.orders[side].append(order)
         time.sleep(hand_off_s)
         span = self.span_us if self.span_us is not None else 1.0
-        described = [{"kind": "tensor"}] * self.slots
-        return [{"iterations_us": [call_us - rank] * self.slots, "span_us": span, "outputs": described} for rank in range(RANKS)]
+        given = next(times)
+        calls = given if isinstance(given, list) else [given] * self.slots
+        return [{"iterations_us": [us - rank for us in calls], "span_us": span} for rank in range(RANKS)]
 
     def trusted(self, op: str, **more: Any) -> list[dict[str, Any]]:
+        if op == "latency":
+            return [{"latency_us": self.latency_us}] * RANKS
         self.log.append(f"trusted {op}")
-        return self._block(next(self.trusted_us), self.trusted_hand_off_s) if op == "block" else [{"captured": True}] * RANKS
+        if op == "block":
+            return self._block("trusted", self.trusted_us, self.trusted_hand_off_s, more["order"])
+        return [{"captured": True}] * RANKS
 
     def ask(self, op: str, phase: str, deadline_s: float, **more: Any) -> list[dict[str, Any]]:
         self.log.append(f"other {op}")
-        return (
-            self._block(next(self.other_us), self.other_hand_off_s)
-            if op in ("block", "rehearse")
-            else [{"captured": self.captured, "why": "no capture"}] * RANKS
-        )
+        if op == "rehearse":
+            return self._block("other", self.other_us, self.other_hand_off_s, list(range(self.slots)))
+        if op == "block":
+            return self._block("other", self.other_us, self.other_hand_off_s, more["order"])
+        return [{"captured": self.captured, "why": "no capture"}] * RANKS
 
     def discard(self) -> None:
         self.log.append("discard")
@@ -85,15 +96,18 @@ class FakeTrial:
     def open(self) -> None:
         self.log.append("open")
 
-    def collect(self, slots: list[int], outputs: list[list[Any]]) -> int:
-        assert len(outputs) == RANKS
-        assert all(len(described) == len(slots) for described in outputs)
+    def collect_from(self, answers: list[dict[str, Any]], slots: list[int], phase: str) -> int:
+        assert len(answers) == RANKS and phase in ("timing", "audit")
         self.collected.append(slots)
         self.log.append("collect")
         return 0
 
     def count_collectives(self, answers: list[dict[str, Any]]) -> None:
         self.counted += 1
+
+    def look_again(self, slot: int, phase: str) -> None:
+        assert (slot, phase) == (self.orders["other"][-1][-1], "timing")
+        self.log.append("look again")
 
     def judge(self, phase: str) -> None:
         self.log.append(f"judge {phase}")
@@ -155,8 +169,8 @@ def test_every_round_has_new_contents_revealed_just_before_the_candidate() -> No
     orders = {
         "|reveal|other block|trusted block|": "warm-up",
         "|trusted block|reveal|other block|": "warm-up",
-        "|reveal|other block|collect|trusted block|": "candidate first",
-        "|trusted block|reveal|other block|collect|": "reference first",
+        "|reveal|other block|collect|look again|trusted block|": "candidate first",
+        "|trusted block|reveal|other block|collect|look again|": "reference first",
     }
     kinds = [orders[item if item.endswith("|") else item + "|"] for item in rounds]
     assert kinds[0] == "warm-up"
@@ -190,18 +204,107 @@ def test_a_reference_that_changes_its_inputs_gets_the_candidate_new_ones() -> No
 def test_timed_outputs_are_collected_at_random_with_the_last_and_judged_after_the_race() -> None:
     trial = steady(slots=40)
     race(trial).run(budget_s=10)
-    assert all(slots[-1] == 39 and len(slots) >= 10 and slots == sorted(set(slots)) for slots in trial.collected)
+    assert all(len(slots) >= 10 and slots == sorted(set(slots)) for slots in trial.collected)
+    last_slots = [order[-1] for order in trial.orders["other"][-len(trial.collected) :]]
+    assert all(last in slots for last, slots in zip(last_slots, trial.collected, strict=True))
     assert len({tuple(slots) for slots in trial.collected}) > 1
     assert trial.log[-1] == "judge timing"
     assert trial.log.count("judge timing") == 1
 
 
-@pytest.mark.parametrize(("judge_s", "expected"), [(0.02, 4.7), (1.0, 0.09)])
+@pytest.mark.parametrize(("judge_s", "expected"), [(0.02, 6.25), (1.0, 0.125)])
 def test_where_judging_takes_long_fewer_outputs_are_collected_at_random(judge_s: float, expected: float) -> None:
     trial = steady(slots=40, judge_s=judge_s)
-    chosen = [race(trial)._chosen_slots() for _ in range(3000)]
-    assert sum(map(len, chosen)) / len(chosen) == pytest.approx(expected, rel=0.5)
+    chosen = [race(trial)._chosen_slots(39) for _ in range(3000)]
+    assert sum(map(len, chosen)) / len(chosen) == pytest.approx(expected, rel=0.3)
     assert {slot for slots in chosen for slot in slots} >= ({39} if expected < 1 else set(range(40))) and len({*map(tuple, chosen)}) > 1
+
+
+def test_every_block_uses_its_slots_in_an_order_of_its_own() -> None:
+    trial = steady(slots=40)
+    race(trial).run(budget_s=10)
+    orders = [tuple(order) for side in trial.orders.values() for order in side]
+    assert len(orders) > 15 and len(set(orders)) == len(orders)
+
+
+def uneven(first: float, other: float) -> list[float]:
+    """A block whose first call takes longer than its other ones."""
+    return [first] + [other] * (SLOTS - 1)
+
+
+def test_computing_everything_in_the_first_call_gains_nothing() -> None:
+    """The mean then stands for the block: it holds all the work, where the median would leave out nearly all of it."""
+    trial = FakeTrial(itertools.repeat(100.0), itertools.repeat(uneven(8 * 100.0 - 7 * 60.0, 60.0)))
+    run = race(trial)
+    run.run(budget_s=10)
+    assert run.scored_by == "mean"
+    assert run.ratio().median == pytest.approx(1.0) and run.times_us().median == pytest.approx(100.0)
+
+
+def test_a_few_calls_that_do_the_work_of_all_are_tampered() -> None:
+    trial = FakeTrial(itertools.repeat(100.0), itertools.repeat(uneven(800.0, 5.0)))
+    with pytest.raises(Rejected) as caught:
+        race(trial).run(budget_s=10)
+    assert caught.value.verdict.kind == "tampered" and "the work of all" in caught.value.verdict.reason
+    assert "judge timing" not in trial.log
+
+
+@pytest.mark.parametrize("where", ["in this race", "in the race before"])
+def test_calls_as_unequal_as_the_reference_s_are_scored_by_the_median(where: str) -> None:
+    """Slots may differ in size: a layout that is unequal for the reference is so for everybody."""
+    unequal = uneven(1000.0, 50.0)
+    trial = FakeTrial(itertools.repeat(unequal if where == "in this race" else 50.0), itertools.repeat(uneven(500.0, 25.0)))
+    run = race(trial, usual_skews=() if where == "in this race" else (3.4,) * 20)
+    run.run(budget_s=10)
+    assert run.scored_by == "median" and run.ratio().median == pytest.approx(2.0)
+
+
+def test_a_disturbed_block_now_and_then_changes_nothing() -> None:
+    blocks = itertools.cycle([50.0, 50.0, uneven(3000.0, 50.0)])
+    run = race(FakeTrial(itertools.repeat(100.0), blocks))
+    run.run(budget_s=10)
+    assert run.scored_by == "median" and run.ratio().median == pytest.approx(2.0)
+
+
+def test_a_gpu_that_is_still_busy_after_every_block_is_tampered() -> None:
+    with pytest.raises(Rejected, match="tampered") as caught:
+        race(steady(latency_us=3000.0), latency_limit_us=600.0).run(budget_s=10)
+    assert "busy when the block is over" in caught.value.verdict.reason
+
+
+def test_the_reference_s_own_race_says_how_an_idle_gpu_answers() -> None:
+    run = race(steady(latency_us=35.0), side="reference")
+    run.run(budget_s=10)
+    assert run.idle_latency_us == 35.0
+
+
+class FloorTrial(FakeTrial):
+    """A case that moves 1 GB through the memory of one GPU."""
+
+    case = type("Case", (), {"world_size": 1})()
+
+    def cost_of(self) -> Cost:
+        return Cost(hbm_bytes=1e9, egress_bytes=0.0, ingress_bytes=0.0)
+
+
+@pytest.mark.parametrize(
+    ("times", "says"),
+    [
+        ([10.0] * SLOTS, f"{SLOTS} call"),  # the sum is too short
+        ([1.0] * (SLOTS - 1) + [1e6], "1 call"),  # the sum is long enough, but not the call that is scored
+    ],
+)
+def test_a_time_below_what_the_hardware_can_do_is_tampered(times: list[float], says: str) -> None:
+    trial = FloorTrial(itertools.repeat(1.0), itertools.repeat(1.0))
+    trial.problem.cost = lambda case, rank: trial.cost_of()  # type: ignore[attr-defined]
+    speed = SpeedTrial(trial, ("eager",), RULES, H200_SXM, (), 0.0)  # type: ignore[arg-type]
+    run = race(trial)
+    run.others = [BlockTimes(tuple(times), 1.0, 2.0)]
+    with pytest.raises(Rejected) as caught:
+        speed._check_floor(run)
+    assert says in caught.value.verdict.reason
+    run.others = [BlockTimes((1000.0,) * SLOTS, 1.0, 2.0)]
+    speed._check_floor(run)
 
 
 def test_reference_against_reference_is_not_judged() -> None:

@@ -17,6 +17,8 @@ from peerlane.errors import HarnessError, MissingDependency
 from peerlane.problems._tree import dtype_of
 
 ALIGNMENT_BYTES = 256
+POISON = 0xFF  # every float format: NaN; integers: -1 or the largest value
+GUARD_BYTES = 256  # at least so many lie before and behind every tensor
 _PAGE_BYTES = 2 << 20
 _FILE_BYTES = 1 << 42  # address space, not memory: pages come into being when they are written
 
@@ -26,7 +28,8 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _runtime() -> Any:
+def runtime() -> Any:
+    """The bindings of the CUDA runtime."""
     try:
         from cuda.bindings import runtime  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -40,7 +43,7 @@ def _checked(result: tuple[Any, ...], what: str) -> Any:
     return result[1] if len(result) > 1 else None
 
 
-class _DeviceMemory:
+class DeviceMemory:
     """Raw device memory with the array interface by which torch takes a view of it."""
 
     def __init__(self, pointer: int, size: int) -> None:
@@ -90,29 +93,37 @@ class Arena:
         if device.type == "cpu":
             offset, Arena._file_end = Arena._file_end, Arena._file_end + size
             return cls._map(size, memory_fd, offset, owned=True)
-        cudart = _runtime()
+        cudart = runtime()
         pointer = int(_checked(cudart.cudaMalloc(size), f"allocating an arena of {size} bytes"))
         ipc = _checked(cudart.cudaIpcGetMemHandle(pointer), "exporting the arena")
         handle = {"kind": "cuda", "size": size, "ipc": bytes(ipc.reserved).hex()}
-        return cls(torch.as_tensor(_DeviceMemory(pointer, size), device=device), handle, pointer=pointer, owned=True)
+        return cls(torch.as_tensor(DeviceMemory(pointer, size), device=device), handle, pointer=pointer, owned=True)
 
     @classmethod
     def attach(cls, handle: dict[str, Any], device: torch.device, memory_fd: int) -> Arena:
         """Maps an arena that another process created."""
         if handle["kind"] == "cpu":
             return cls._map(handle["size"], memory_fd, handle["offset"], owned=False)
-        cudart = _runtime()
+        cudart = runtime()
         ipc = cudart.cudaIpcMemHandle_t()
         ipc.reserved = bytes.fromhex(handle["ipc"])
         flags = cudart.cudaIpcMemLazyEnablePeerAccess
         pointer = int(_checked(cudart.cudaIpcOpenMemHandle(ipc, flags), "mapping the arena"))
-        return cls(torch.as_tensor(_DeviceMemory(pointer, handle["size"]), device=device), handle, pointer=pointer)
+        return cls(torch.as_tensor(DeviceMemory(pointer, handle["size"]), device=device), handle, pointer=pointer)
 
     @classmethod
     def _map(cls, size: int, memory_fd: int, offset: int, *, owned: bool) -> Arena:
         file = mmap.mmap(memory_fd, size, offset=offset)
         data = torch.frombuffer(file, dtype=torch.uint8)
         return cls(data, {"kind": "cpu", "size": size, "offset": offset}, file=file, owned=owned)
+
+    def clear(self) -> None:
+        """Zeros everywhere: whoever maps the memory next finds nothing of what was here."""
+        if self._file is not None:
+            self._file.madvise(mmap.MADV_REMOVE)
+        else:
+            self.data.zero_()
+            torch.cuda.synchronize()
 
     def close(self) -> None:
         """Unmaps or frees the memory; no view of it may be used afterwards."""
@@ -124,7 +135,7 @@ class Arena:
                     Arena._file_end = self.handle["offset"]
             self._file = None
         if self._pointer:
-            cudart = _runtime()
+            cudart = runtime()
             torch.cuda.synchronize()
             if self._owned:
                 _checked(cudart.cudaFree(self._pointer), "freeing the arena")
@@ -134,14 +145,15 @@ class Arena:
 
 
 def place(description: dict[str, Any], offset: int) -> tuple[dict[str, Any], int]:
-    """A tensor's description with its byte offset in an arena, and the offset behind it. Strides are kept; overlaps are not."""
-    itemsize = dtype_of(description["dtype"]).itemsize
-    return {**description, "offset": offset}, offset + aligned(_span(description) * itemsize)
+    """A tensor's description with its byte offset in an arena, and the next tensor's. Strides are kept; overlaps are not."""
+    placed = {**description, "offset": offset}
+    return placed, aligned(extent(placed)[1] + GUARD_BYTES)
 
 
-def end_of(placed: dict[str, Any]) -> int:
-    """The offset behind a placed tensor."""
-    return int(placed["offset"]) + aligned(_span(placed) * dtype_of(placed["dtype"]).itemsize)
+def extent(placed: dict[str, Any]) -> tuple[int, int]:
+    """The first byte of a placed tensor, and the first behind it."""
+    begin: int = placed["offset"]
+    return begin, begin + _span(placed) * dtype_of(placed["dtype"]).itemsize
 
 
 def _span(description: dict[str, Any]) -> int:
@@ -153,8 +165,9 @@ def _span(description: dict[str, Any]) -> int:
 def view(data: torch.Tensor, placed: dict[str, Any]) -> torch.Tensor:
     """The tensor of a placed description, as a view of an arena's bytes."""
     dtype = dtype_of(placed["dtype"])
-    shape, stride, offset = placed["shape"], placed["stride"], placed["offset"]
+    shape, stride = placed["shape"], placed["stride"]
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device=data.device)
-    flat = data[offset : offset + _span(placed) * dtype.itemsize].view(dtype)
+    begin, end = extent(placed)
+    flat = data[begin:end].view(dtype)
     return flat.as_strided(shape, stride, flat.storage_offset())

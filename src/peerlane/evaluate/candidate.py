@@ -7,9 +7,11 @@ comparison ran in the same place; after ``load`` that is refused.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +21,8 @@ import torch
 
 from peerlane import problems
 from peerlane.evaluate import extensions
-from peerlane.evaluate.arena import Arena
+from peerlane.evaluate.arena import POISON, Arena
+from peerlane.evaluate.jitter import Jitter
 from peerlane.evaluate.loaded_code import loaded_code, mapped_libraries
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.recorder import collectives, recording
@@ -27,8 +30,6 @@ from peerlane.evaluate.slots import ArgumentSlots, OutputRegions, updates_of
 from peerlane.evaluate.timing import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.worker import Rank
 from peerlane.problems._tree import Description, dtype_of, tensor_descriptions
-
-_POISON = 0xFF  # every float format: NaN; integers: -1 or the largest value
 
 
 def import_candidate(path: Path) -> ModuleType:
@@ -53,10 +54,20 @@ class AttachedCase:
     arguments: ArgumentSlots
     outputs: OutputRegions
     blocks: dict[str, Block] = field(default_factory=dict)
+    latest: Callable[[], list[torch.Tensor]] = list
+    """what the latest call returned, which is good until the next one"""
+    called: list[int] = field(default_factory=list)
+    """the slot that was called last, at rest"""
+
+    def clear(self) -> None:
+        """Lets go of blocks, and of what they returned."""
+        self.blocks.clear()
+        self.latest = list
 
 
 class CandidateRank(Rank):
-    """Serves ``attach_case``, ``detach``, ``load``, ``call``, ``prepare``, ``block``; audits: ``rehearse``, ``loaded_code``, ``probe``."""
+    """Serves ``attach_case``, ``detach``, ``load``, ``call``, ``stress``, ``prepare``, ``block``, ``copy_again``; audits: ``rehearse``,
+    ``loaded_code``, ``probe``."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__(config, rank, memory_fd)
@@ -71,17 +82,25 @@ class CandidateRank(Rank):
             "block": self.timed_block,
             "load": self.load,
             "call": self.call,
+            "stress": self.stress,
+            "copy_again": self.copy_again,
             "rehearse": self.rehearse,
             "loaded_code": self.loaded_code,
             "probe": self.probe,
             "detach": self.detach,
         }
 
+    def init(self, request: Message) -> dict[str, Any]:
+        """As every rank's; and what disturbs this one under stress is made ready, while nothing else is here."""
+        answer = super().init(request)
+        self._jitter = Jitter(self.device)
+        return answer
+
     def detach(self, request: Message) -> dict[str, Any]:
         """Lets go of a space, because the trusted side is about to lay it out anew."""
         attached = self._spaces.pop(request["space"], None)
         if attached is not None:
-            attached.blocks.clear()
+            attached.clear()
             attached.arena.close()
         return {}
 
@@ -103,7 +122,7 @@ class CandidateRank(Rank):
     def load(self, request: Message) -> dict[str, Any]:
         """Imports the candidate; ``path`` None stands for the reference itself."""
         for attached in self._spaces.values():
-            attached.blocks.clear()
+            attached.clear()
         if request["path"] is None:
             self._solution = problems.get(request["problem"]).reference_of(request["variant"])
             return {}
@@ -129,7 +148,7 @@ class CandidateRank(Rank):
     def prepare(self, request: Message) -> dict[str, Any]:
         """Builds the timed block of a side and mode; for graphs this captures, and a failed capture is an answer, not an error."""
         attached = self._spaces[request["space"]]
-        attached.blocks.clear()  # live graphs with collectives slow down eager ones
+        attached.clear()  # live graphs with collectives slow down eager ones
         try:
             block = make_block(request["mode"], self._side(request), attached.arguments.args, attached.outputs, self.device)
         except Exception as error:
@@ -142,34 +161,75 @@ class CandidateRank(Rank):
     def timed_block(self, request: Message) -> dict[str, Any]:
         """One timed block; the answer carries the times and what the calls returned."""
         attached = self._spaces[request["space"]]
-        times = attached.blocks[request["mode"]].run(self.cores)
+        block = attached.blocks[request["mode"]]
+        times = block.run(self.cores, request["order"])
+        attached.latest = block.latest
         return {**times, "outputs": attached.outputs.descriptions}
 
     def call(self, request: Message) -> dict[str, Any]:
         """Calls the solution on ``slots`` one after the other, with freed memory poisoned before each, and takes snapshots.
 
-        With a ``marker`` the calls are recorded; ``collectives`` is what the process groups counted in them, recorded or not.
+        ``aliased`` in the answer: a call returned the same storage as the one before it. With a ``marker`` the calls are recorded;
+        ``collectives`` is what the process groups counted in them, recorded or not.
         """
         attached = self._spaces[request["space"]]
-        solution, outputs = self._side(request), attached.outputs
-        previous, marker, recordings, before = None, request.get("marker"), [], collectives()
-        for slot in request["slots"]:
+        solution, outputs, slots = self._side(request), attached.outputs, request["slots"]
+        marker, recordings, before = request.get("marker"), [], collectives()
+        for slot in slots:
             self._poison(outputs.layout[slot])
             args = outputs.fresh(attached.arguments.args[slot])
             with recording(self.device, marker) if marker else contextlib.nullcontext() as record:
                 output = solution(*args)
             if record is not None:
                 recordings.append(record.message)
-            outputs.take(slot, output, args)
-            previous = output  # kept until the next call is over, so that the same storage again means the candidate's own reuse
+            found = outputs.take(slot, output, args)
+            # Kept until the next call is over, so that the same storage again means the candidate's own reuse.
+            attached.latest = functools.partial(list, found)
+            del output
             self.synchronize()
-        del previous
+        aliased = outputs.aliased([*attached.called, *slots])
+        attached.called = slots[-1:]
         return {
-            "outputs": [outputs.descriptions[slot] for slot in request["slots"]],
-            "aliased": outputs.aliased(request["slots"]),
+            "outputs": [outputs.descriptions[slot] for slot in slots],
+            "aliased": aliased,
             "recordings": recordings,
             "collectives": collectives() - before,
         }
+
+    def stress(self, request: Message) -> dict[str, Any]:
+        """Calls the solution on the slots in ``order`` with no wait between them, and lets nothing rest.
+
+        ``jitter`` lists ``[position, way, us]``: what happens before which call; ``poisoned`` the positions before which freed memory is
+        filled with NaN. A call's inputs are overwritten in stream order behind its snapshot, for what a peer reads then, it reads too late;
+        the last call's stay, so that what it returned, which may be its inputs, can be looked at again.
+        """
+        attached = self._spaces[request["space"]]
+        solution, outputs, order = self._side(request), attached.outputs, request["order"]
+        before: dict[int, list[tuple[str, float]]] = {}
+        for position, way, us in request["jitter"]:
+            before.setdefault(position, []).append((way, us))
+        poisoned = set(request["poisoned"])
+        attached.latest = list
+        for position, slot in enumerate(order):
+            if position in poisoned:
+                self._poison(outputs.layout[slot])
+            for way, us in before.get(position, ()):
+                self._jitter(way, us)
+            args = outputs.fresh(attached.arguments.args[slot])
+            found = outputs.take(slot, solution(*args), args)
+            if position < len(order) - 1:
+                attached.arguments.spoil(slot)
+                del found
+        attached.latest = functools.partial(list, found)
+        self.synchronize()
+        return {"outputs": outputs.descriptions}
+
+    def copy_again(self, request: Message) -> dict[str, Any]:
+        """Copies what the latest call returned into its region once more: it may not have changed since."""
+        attached = self._spaces[request["space"]]
+        attached.outputs.copy(request["slot"], attached.latest())
+        self.synchronize()
+        return {}
 
     def rehearse(self, request: Message) -> dict[str, Any]:
         """The block that was prepared, recorded and without clocks; what its calls returned."""
@@ -193,7 +253,7 @@ class CandidateRank(Rank):
         blocks = []
         for description in tensor_descriptions(layout):
             size = max(1, torch.Size(description["shape"]).numel() * dtype_of(description["dtype"]).itemsize)
-            blocks += [torch.empty(size, dtype=torch.uint8, device=self.device).fill_(_POISON) for _ in range(2)]
+            blocks += [torch.empty(size, dtype=torch.uint8, device=self.device).fill_(POISON) for _ in range(2)]
 
 
 def _interpret_triton() -> None:

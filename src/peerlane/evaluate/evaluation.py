@@ -31,7 +31,7 @@ from peerlane.hardware.memory import gpu_memory
 from peerlane.hardware.profiles import profile_for
 from peerlane.hardware.roofline import datasheet_peaks, measured_peaks
 from peerlane.problems._spec import Problem
-from peerlane.settings import Deadlines, Supply, TimingRules
+from peerlane.settings import Deadlines, StressRules, Supply, TimingRules
 
 Device = Literal["cuda", "cpu"]
 PRODUCTION, PRODUCTION_FIRST = "production", "production_first"
@@ -54,7 +54,7 @@ class EvaluationPlan:
         device: ``cuda``, or ``cpu`` (gloo ranks: correctness is real, speed is not measured).
         isolation: ``L0``, ``L1`` or ``L2``, see docs/isolation.md; None: the best of L0 and L1 that this machine gives.
         out: folder of ``results.jsonl``; None keeps nothing.
-        deadlines, supply, rules: see :mod:`peerlane.settings`.
+        deadlines, supply, rules, stress: see :mod:`peerlane.settings`.
     """
 
     candidates: Sequence[CandidateFile]
@@ -70,6 +70,7 @@ class EvaluationPlan:
     deadlines: Deadlines = field(default_factory=Deadlines)
     supply: Supply = field(default_factory=Supply)
     rules: TimingRules = field(default_factory=TimingRules)
+    stress: StressRules = field(default_factory=StressRules)
 
 
 class Progress(Protocol):
@@ -164,7 +165,7 @@ class Run:
                     yield from self._not_run(jobs[number:], missing)
                     return
                 later = sum(groups_needed(job, plan.device) for job in jobs[number + 1 :])
-                examination = Examination(session, job, node, plan.rules, self._teller(job), builds, later, kept)
+                examination = Examination(session, job, node, plan.rules, self._teller(job), builds, later, kept, plan.stress)
                 result = examination.run()
                 kept = _keep_or_end(examination, result)
                 lacking = [*lacking, result.verdict.reason] if examination.no_ranks else []

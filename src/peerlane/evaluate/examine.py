@@ -1,4 +1,4 @@
-"""One evaluation: build, import, first call, correctness, speed, exit; the result, whatever happens.
+"""One evaluation: build, import, first call, correctness, stress, speed, exit; the result, whatever happens.
 
 The stages come in the order of their cost, and the first that fails is the last. A fresh group of ranks shows whether the candidate is
 right. Only then a second fresh group times it, because there the reference has to be timed first, before any candidate code is loaded.
@@ -7,6 +7,7 @@ right. Only then a second fresh group times it, because there the reference has 
 from __future__ import annotations
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from peerlane.evaluate.groups import GroupFailure, RankGroup
 from peerlane.evaluate.session import Session
 from peerlane.evaluate.spares import NoRanks
 from peerlane.evaluate.stopwatch import SpeedTrial, Unmeasurable
+from peerlane.evaluate.stress import Stress
 from peerlane.evaluate.trial import Evidence, Rejected, Trial, verdict_of
 from peerlane.evaluate.verdict import (
     CandidateInfo,
@@ -43,7 +45,7 @@ from peerlane.evaluate.verdict import (
 from peerlane.hardware.profiles import HardwareProfile
 from peerlane.hardware.roofline import Peaks
 from peerlane.problems._spec import Case, Problem
-from peerlane.settings import TimingRules
+from peerlane.settings import StressRules, TimingRules
 
 CHECKED_SLOTS = 4
 
@@ -95,6 +97,7 @@ class Examination:
     later: int = 0
     """how many candidate groups the run may still take after this evaluation"""
     group: RankGroup | None = None
+    stress: StressRules = field(default_factory=StressRules)
     phase: Phase = "spawn"
     loaded: bool = False
     """what is judged has been loaded in the group: from then on it is to blame for what happens there"""
@@ -171,10 +174,12 @@ class Examination:
                 self.session.start_spares(needed - 1)
         self._load()
         more = job.problem.cases("small", job.world_size, job.variant) if job.preset != "small" else ()
-        judge_s = [self._check(case, first=number == 0) for number, case in enumerate((*cases, *more))]
+        checked = [self._check(case, first=number == 0) for number, case in enumerate((*cases, *more))]
+        with self._in("stress"):
+            self._stress(checked)
         speed: SpeedTrial | None = None
         if self.node.device == "cuda":
-            speed = self._time(cases[0], judge_s[0])
+            speed = self._time(cases[0], checked[0].judge_s)
         else:
             why = "no GPU: times on CPU ranks say nothing about a kernel"
             self.speeds = [NotMeasured(mode=mode, why=why) for mode in job.modes]
@@ -211,8 +216,8 @@ class Examination:
             return "compiles, but needs a GPU to run; run it on a GPU node"
         return None
 
-    def _check(self, case: Case, *, first: bool) -> float:
-        """Judges the candidate on a case; what that took per slot, in seconds."""
+    def _check(self, case: Case, *, first: bool) -> Trial:
+        """Judges the candidate on a case, at rest; the trial knows what that cost."""
         assert self.group is not None
         limits = self.session.deadlines
         trial = Trial(self.session, self.group, self.job.problem, case, "check", CHECKED_SLOTS)
@@ -231,7 +236,17 @@ class Examination:
                 self.evidence[case.key] = trial.evidence.record(case)
             if trial.aliased:
                 self.flags.add("aliased_output")
-        return trial.judge_s
+        return trial
+
+    def _stress(self, checked: list[Trial]) -> None:
+        """Stresses the timed case, and of the others, in random order, those that there is time for."""
+        timed, *others = checked
+        end = time.monotonic() + self.stress.budget_s
+        for trial in [timed, *random.SystemRandom().sample(others, len(others))]:
+            if trial is not timed and time.monotonic() >= end:
+                break
+            stressed = Stress(trial, self.stress).run(end).evidence.record(trial.case)
+            self.evidence[trial.case.key] = self.evidence[trial.case.key].joined(stressed)
 
     def _time(self, case: Case, judge_s: float) -> SpeedTrial:
         """Times a candidate that is right, in ranks where its code is loaded only after the reference has been timed there."""
@@ -271,13 +286,16 @@ class Examination:
         if not self.healthy:
             return NotMeasured(mode=mode, why="the ranks were lost in another mode")
         try:
-            return speed.measure(mode)
+            measured = speed.measure(mode)
         except Unmeasurable as reason:
             self.reusable = self.reusable and mode in speed.unmeasurable  # it was not even tried
             if reason.group_lost:
                 self.healthy = False
                 self.flags.add(f"{mode}_failed")
             return NotMeasured(mode=mode, why=str(reason))
+        if measured.scored_by == "mean":
+            self.flags.add("uneven_calls")
+        return measured
 
     def _audit(self, case: Case, speed: SpeedTrial | None) -> None:
         """Records what some calls run. The custom track stands or falls with it; in the open one it is evidence, and failing is a flag."""

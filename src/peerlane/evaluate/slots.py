@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
-from peerlane.evaluate.arena import end_of, place, view
+from peerlane.evaluate.arena import GUARD_BYTES, POISON, DeviceMemory, aligned, extent, place, view
 from peerlane.problems._spec import Problem
 from peerlane.problems._tree import Description, Tree, describe, leaves, map_leaves, rebuild, tensor_descriptions
+
+FRONT_BYTES = aligned(GUARD_BYTES)
+"""Where the first tensor of a layout lies: behind a guard band of its own."""
 
 
 def strip_overlap(tree: Tree) -> Tree:
@@ -37,14 +40,14 @@ def place_all(description: Description, offset: int) -> tuple[Description, int]:
 def slot_range(layout: Description) -> slice:
     """The bytes of an arena in which a placed slot lies: its tensors follow each other."""
     placed = list(tensor_descriptions(layout))
-    return slice(placed[0]["offset"], end_of(placed[-1])) if placed else slice(0, 0)
+    return slice(placed[0]["offset"], extent(placed[-1])[1]) if placed else slice(0, 0)
 
 
 class ArgumentSlots:
     """The arguments of K calls as views of an arena."""
 
     def __init__(self, data: torch.Tensor, layout: list[Description], group_of: Callable[[str], Any]) -> None:
-        self.layout = layout
+        self._data, self.layout = data, layout
         self.tensors: list[list[torch.Tensor]] = []
         self.args: list[tuple[Any, ...]] = []
         for description in layout:
@@ -57,9 +60,16 @@ class ArgumentSlots:
         for target, source in zip(self.tensors[slot], leaves(tree), strict=True):
             target.copy_(source)
 
+    def spoil(self, slot: int) -> None:
+        """Overwrites the slot's tensors, in stream order, and no byte between them."""
+        for placed in tensor_descriptions(self.layout[slot]):
+            begin, end = extent(placed)
+            _fill(self._data[begin:end], POISON)
+
 
 # Captured before any candidate code is loaded, so that replacing methods on torch.Tensor changes nothing here.
 _copy = torch.Tensor.copy_
+_fill = torch.Tensor.fill_
 _detach = torch.Tensor.detach
 _data_ptr = torch.Tensor.data_ptr
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
@@ -115,14 +125,22 @@ class OutputRegions:
             return args
         return tuple(map_leaves(item, _same) if place in self._updates.values() else item for place, item in enumerate(args))
 
-    def take(self, slot: int, output: Tree, args: tuple[Any, ...]) -> None:
-        """Describes what a call with ``args`` returned, and copies every tensor that has the expected shape and dtype into its region."""
+    def take(self, slot: int, output: Tree, args: tuple[Any, ...]) -> list[torch.Tensor]:
+        """Describes what a call with ``args`` returned, and copies every tensor that has the expected shape and dtype into its region.
+
+        Returns the tensors that it found, for :meth:`copy` to look at once more.
+        """
         found: list[torch.Tensor] = []
         self.descriptions[slot] = _describe_output(output, self._device, found)
         self.pointers[slot] = tuple(_data_ptr(tensor) for tensor in found)
         if self._updates:
             state = _describe_output({name: args[place] for name, place in self._updates.items()}, self._device, found)
             self.descriptions[slot] = {"kind": "tuple", "items": [self.descriptions[slot], state]}
+        self.copy(slot, found)
+        return found
+
+    def copy(self, slot: int, found: list[torch.Tensor]) -> None:
+        """Copies what a call returned into the slot's regions, in stream order."""
         regions = self.views[slot]
         if len(found) != len(regions):
             return
@@ -136,6 +154,22 @@ class OutputRegions:
         return any(a == b and any(a) for a, b in itertools.pairwise(taken))
 
 
+class Unowned:
+    """Device memory that a captured call returned. Holding the tensor itself would keep the captures of a block from sharing memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._kept = None if tensor.is_cuda and tensor.numel() else tensor  # what lies in host memory is small
+        self._pointer, self._bytes = _data_ptr(tensor), extent({**describe(tensor), "offset": 0})[1]
+        self._shape, self._stride, self._dtype, self._device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, good until the next replay."""
+        if self._kept is not None:
+            return self._kept
+        flat = torch.as_tensor(DeviceMemory(self._pointer, self._bytes), device=self._device)
+        return flat.view(self._dtype).as_strided(self._shape, self._stride)
+
+
 def updates_of(problem: Problem) -> dict[str, int]:
     """The parameters that a call updates in place, and their positions."""
     return {name: problem.parameters.index(name) for name in problem.updates}
@@ -143,7 +177,7 @@ def updates_of(problem: Problem) -> dict[str, int]:
 
 def contiguous_layout(outputs: Iterator[Tree]) -> tuple[list[Description], int]:
     """Placed descriptions for the outputs of all slots, row-major whatever the outputs' strides are, and the bytes they need."""
-    layout, offset = [], 0
+    layout, offset = [], FRONT_BYTES
     for output in outputs:
         placed, offset = place_all(_row_major(describe(output)), offset)
         layout.append(placed)

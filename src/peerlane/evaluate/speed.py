@@ -11,7 +11,8 @@ import math
 import random
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from peerlane.errors import HarnessError
 from peerlane.evaluate.groups import GroupFailure
@@ -24,16 +25,30 @@ from peerlane.settings import TimingRules
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """One block: the slowest rank's time per slot, and how the clocks agree. Microseconds."""
+    """One block: the slowest rank's time per slot, and how the clocks agree. Microseconds.
+
+    ``idle_latency_us``: how long a tiny kernel of the trusted ranks took on the slowest GPU when the block was over.
+    """
 
     iterations_us: tuple[float, ...]
     span_us: float
     outer_us: float
+    idle_latency_us: float = 0.0
 
     @property
     def median_us(self) -> float:
-        """The block's time per call."""
+        """The middle call's time."""
         return statistics.median(self.iterations_us)
+
+    @property
+    def mean_us(self) -> float:
+        """The time of all calls, per call."""
+        return statistics.fmean(self.iterations_us)
+
+    @property
+    def skew(self) -> float:
+        """Mean over median: far above 1 where a few calls did the work of all."""
+        return self.mean_us / self.median_us
 
     @property
     def slack_us(self) -> float:
@@ -100,7 +115,8 @@ def not_captured(answers: list[Message]) -> str | None:
 class Race:
     """Timed rounds of one mode, in which a side alternates with the trusted reference.
 
-    ``side`` is ``reference`` (in the candidate's ranks, before candidate code is loaded) or ``candidate``.
+    ``side`` is ``reference`` (in the candidate's ranks, before candidate code is loaded) or ``candidate``. What is usual here, the
+    hand-off, an idle GPU's latency, and how unequal a block's calls are, comes from the reference's own race.
     """
 
     trial: Trial
@@ -108,6 +124,8 @@ class Race:
     side: str
     rules: TimingRules
     slack_limit_us: float = math.inf
+    latency_limit_us: float = math.inf
+    usual_skews: tuple[float, ...] = ()
     references: list[BlockTimes] = field(default_factory=list)
     others: list[BlockTimes] = field(default_factory=list)
     discarded: int = 0
@@ -116,7 +134,7 @@ class Race:
     def trusted_block(self) -> BlockTimes:
         """One block of the trusted reference on what was minted."""
         begin = time.perf_counter()
-        answers = self.trial.trusted("block", mode=self.mode)
+        answers = self.trial.trusted("block", mode=self.mode, order=self._new_order())
         outer_us = (time.perf_counter() - begin) * 1e6
         try:
             return BlockTimes.of(answers, self.trial.slots, outer_us)
@@ -125,15 +143,23 @@ class Race:
 
     def other_block(self, *, compared: bool) -> BlockTimes:
         """One block of the other side on what was minted, revealed just before; ``compared`` has some of its outputs collected."""
-        trial = self.trial
+        trial, order = self.trial, self._new_order()
         trial.reveal()
         begin = time.perf_counter()
-        answers = trial.ask("block", "timing", trial.session.deadlines.timing, mode=self.mode, side=self.side)
+        answers = trial.ask("block", "timing", trial.session.deadlines.timing, mode=self.mode, side=self.side, order=order)
         times = BlockTimes.of(answers, trial.slots, (time.perf_counter() - begin) * 1e6)
+        latencies = [float(answer["latency_us"]) for answer in trial.trusted("latency")]
         if compared:
             trial.count_collectives(answers)
-            self._collect(answers)
-        return times
+            chosen = self._chosen_slots(order[-1])
+            if chosen and trial.collect_from(answers, chosen, "timing") > self.rules.max_waiting_bytes:
+                trial.judge("timing")
+            trial.look_again(order[-1], "timing")
+        return replace(times, idle_latency_us=max(latencies))
+
+    def _new_order(self) -> list[int]:
+        """The order in which a block uses its slots: another one every time, so that nobody can know the next slot beforehand."""
+        return random.SystemRandom().sample(range(self.trial.slots), self.trial.slots)
 
     def rehearse(self, marker: str) -> list[Message]:
         """A block of the candidate's on new contents, recorded instead of timed, its outputs judged; what the ranks answered.
@@ -146,7 +172,8 @@ class Race:
         trial.mint()
         trial.reveal()
         answers = trial.ask("rehearse", "audit", trial.session.deadlines.first_call, mode=self.mode, marker=marker)
-        self._collect(answers)
+        if chosen := self._chosen_slots(trial.slots - 1):
+            trial.collect_from(answers, chosen, "audit")
         trial.judge("audit")
         return answers
 
@@ -162,30 +189,17 @@ class Race:
             self.trial.mint()
         return reference, self.other_block(compared=compared)
 
-    def _collect(self, answers: list[Message]) -> None:
-        """Keeps some of the slots for comparison, which waits for the end of the race: neighbouring blocks stay close in time."""
-        trial, chosen = self.trial, self._chosen_slots()
-        if not chosen:
-            return
-        outputs = []
-        for rank, answer in enumerate(answers):
-            described = answer.get("outputs")
-            if not isinstance(described, list) or len(described) != trial.slots:
-                raise GroupFailure("garbage", "timing", "a rank answered without describing its outputs", rank=rank)
-            outputs.append([described[slot] for slot in chosen])
-        if trial.collect(chosen, outputs) > self.rules.max_waiting_bytes:
-            trial.judge("timing")
-
-    def _chosen_slots(self) -> list[int]:
+    def _chosen_slots(self, last: int) -> list[int]:
         """The slots of a block to be compared: a share of them at random and the last one, or as many at random as can be judged in time.
 
-        Where even one per round is too many, some rounds have none; which, nobody knows beforehand.
+        Where even one per round is too many, some rounds have none; which, nobody knows beforehand. Comparison waits for the end of the
+        race, so that neighbouring blocks stay close in time.
         """
         slots, dice = self.trial.slots, random.SystemRandom()
         share = max(1, math.ceil(self.rules.compared_share * slots))
         affordable = self.rules.judging_s / self.rules.max_rounds / max(self.trial.judge_s, 1e-9)
         if share + 1 <= affordable:
-            return sorted({slots - 1, *dice.sample(range(slots), share)})
+            return sorted({last, *dice.sample(range(slots), share)})
         count = int(affordable) + (dice.random() < affordable % 1)
         return sorted(dice.sample(range(slots), min(count, slots)))
 
@@ -230,6 +244,7 @@ class Race:
                 self._round(warming=True)
             self._keep(*self._round())
         if self.side == "candidate":
+            self._refuse_gross_skew()
             self.trial.judge("timing")
 
     def _keep(self, reference: BlockTimes, other: BlockTimes) -> None:
@@ -239,22 +254,64 @@ class Race:
             if self.side == "reference":
                 raise HarnessError(f"the reference cannot be timed here: {what}")
             raise Rejected(Tampered(phase="timing", what=what))
-        limit_us = self.slack_limit_us
-        if max(reference.slack_us, other.slack_us) <= limit_us:
+        doubt = self._doubt(other)
+        if doubt is None and reference.slack_us <= self.slack_limit_us:
             self.references.append(reference)
             self.others.append(other)
             return
         self.discarded += 1
-        self.suspicious += other.slack_us > limit_us
-        if self.suspicious > self.rules.max_rounds:
-            what = f"the outer clock runs {other.slack_us:.0f} us longer than the events; the hand-off here takes at most {limit_us:.0f} us"
-            raise Rejected(Tampered(phase="timing", what=what))
+        self.suspicious += doubt is not None
+        if doubt is not None and self.suspicious > self.rules.max_rounds:
+            raise Rejected(Tampered(phase="timing", what=doubt))
         if self.discarded > 2 * self.rules.max_rounds:
             raise HarnessError(f"this node is too disturbed to time anything: {self.discarded} rounds in which the clocks disagree")
 
+    def _doubt(self, block: BlockTimes) -> str | None:
+        """Why a block of the other side does not count, if it does not."""
+        if block.slack_us > self.slack_limit_us:
+            usual = f"the hand-off here takes at most {self.slack_limit_us:.0f} us"
+            return f"the outer clock runs {block.slack_us:.0f} us longer than the events; {usual}"
+        if block.idle_latency_us > self.latency_limit_us:
+            usual = f"at rest it takes at most {self.latency_limit_us:.0f} us"
+            return f"a GPU is busy when the block is over: a tiny kernel takes {block.idle_latency_us:.0f} us; {usual}"
+        return None
+
+    @property
+    def skew(self) -> float:
+        """How unequal the other side's calls are: mean over median, in the middle block."""
+        return statistics.median(block.skew for block in self.others)
+
+    @property
+    def usual_skew(self) -> float:
+        """How unequal the calls of all but a tenth of the reference's blocks are, with a margin. Never below the margin."""
+        skews = [*self.usual_skews, *(block.skew for block in self.references), 1.0]
+        return self.rules.skew_margin * max(1.0, quantile(skews, 0.9))
+
+    @property
+    def scored_by(self) -> Literal["median", "mean"]:
+        """What stands for a block of the other side: its median, unless its calls are more unequal than the reference's, so that the
+        median would leave out work."""
+        return "mean" if self.side == "candidate" and self.skew > self.usual_skew else "median"
+
+    def _refuse_gross_skew(self) -> None:
+        limit = self.rules.gross_skew * self.usual_skew
+        if self.skew > limit:
+            what = f"a few calls do the work of all: a block's mean is {self.skew:.1f} times its median, {limit:.1f} is the most"
+            raise Rejected(Tampered(phase="timing", what=what))
+
+    def other_us(self) -> list[float]:
+        """The other side's time per call, block by block, as it is scored."""
+        by_mean = self.scored_by == "mean"
+        return [block.mean_us if by_mean else block.median_us for block in self.others]
+
     def ratio(self) -> Interval:
         """Reference over other, per round; its median and interval."""
-        return median_interval([a.median_us / b.median_us for a, b in zip(self.references, self.others, strict=True)])
+        return median_interval([a.median_us / b for a, b in zip(self.references, self.other_us(), strict=True)])
+
+    @property
+    def idle_latency_us(self) -> float:
+        """The longest that a tiny kernel took when a block was over."""
+        return max(block.idle_latency_us for block in self.others)
 
     @property
     def slack_us(self) -> float:
@@ -263,7 +320,7 @@ class Race:
 
     def times_us(self) -> Interval:
         """The other side's time per call over the blocks."""
-        return median_interval([block.median_us for block in self.others])
+        return median_interval(self.other_us())
 
     def quantile_us(self, share: float) -> float:
         """A quantile of all the other side's calls."""

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from peerlane.evaluate.quiet import quiesce, synchronize_all
 from peerlane.evaluate.recorder import collectives
-from peerlane.evaluate.slots import OutputRegions
+from peerlane.evaluate.slots import OutputRegions, Unowned
 from peerlane.problems._tree import Tree
 
 _Event = torch.cuda.Event
@@ -56,25 +57,32 @@ class Block(abc.ABC):
         self._ends: list[torch.cuda.Event] = []
 
     @abc.abstractmethod
-    def _run(self) -> None:
-        """Enqueues the calls of all slots."""
+    def _run(self, order: list[int]) -> None:
+        """Enqueues the calls of all slots in this order."""
 
-    def run(self, cores: set[int] | None) -> dict[str, Any]:
-        """One block, this thread kept on ``cores``. Returns ``iterations_us`` (per slot), ``span_us`` (first start to last end) and
-        ``collectives``: how many the process groups counted in the calls, captured ones included."""
+    @abc.abstractmethod
+    def latest(self) -> list[torch.Tensor]:
+        """What the last call of the latest run returned."""
+
+    def run(self, cores: set[int] | None, order: list[int]) -> dict[str, Any]:
+        """One block, this thread kept on ``cores``, its slots in this order.
+
+        Returns ``iterations_us`` (per slot), ``span_us`` (first start to last end) and ``collectives``: how many the process groups counted
+        in the calls, captured ones included.
+        """
         _collect()
         _gc_disable()
         everywhere = _get_affinity(0)
         try:
             if cores is not None:
                 _set_affinity(0, cores)  # this thread alone: NCCL's threads on the same core would slow it down
-            _synchronize()
+            quiesce()
             if self.head_start_us:
                 _sleep(int(self.head_start_us * len(self._args) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
             _all_reduce(self._barrier)
             before = _collectives()
-            self._run()
-            _synchronize()
+            self._run(order)
+            synchronize_all()
             counted = _collectives() - before
         finally:
             _set_affinity(0, everywhere)
@@ -82,13 +90,13 @@ class Block(abc.ABC):
         iterations = [_elapsed(start, end) * 1e3 for start, end in zip(self._starts, self._ends, strict=True)]
         return {
             "iterations_us": iterations,
-            "span_us": _elapsed(self._starts[0], self._ends[-1]) * 1e3,
+            "span_us": _elapsed(self._starts[order[0]], self._ends[order[-1]]) * 1e3,
             "collectives": self.captured_collectives + counted,
         }
 
     def rehearse(self) -> None:
         """The calls of all slots once more, without clocks and barrier, until they have ended."""
-        self._run()
+        self._run(list(range(len(self._args))))
         _synchronize()
 
 
@@ -99,19 +107,28 @@ class EagerBlock(Block):
         super().__init__(solution, args, outputs, device)
         self._starts = [_timer() for _ in args]
         self._ends = [_timer() for _ in args]
+        self._latest: list[torch.Tensor] = []
 
-    def _run(self) -> None:
-        solution, take = self._solution, self._outputs.take
-        for slot, args in enumerate(map(self._outputs.fresh, self._args)):
-            _record(self._starts[slot])
-            output = solution(*args)
-            _record(self._ends[slot])
-            take(slot, output, args)
-            del output
+    def _run(self, order: list[int]) -> None:
+        self._latest = []
+        *others, last = order
+        for slot in others:
+            self._call(slot)
+        self._latest = self._call(last)
+
+    def _call(self, slot: int) -> list[torch.Tensor]:
+        args = self._outputs.fresh(self._args[slot])
+        _record(self._starts[slot])
+        output = self._solution(*args)
+        _record(self._ends[slot])
+        return self._outputs.take(slot, output, args)
+
+    def latest(self) -> list[torch.Tensor]:
+        return self._latest
 
 
 class GraphBlock(Block):
-    """Captures the call of every slot, with its snapshot, into a CUDA graph of its own and replays them in order.
+    """Captures the call of every slot, with its snapshot, into a CUDA graph of its own and replays them in any order.
 
     One graph for the whole block would be wrong: NCCL ties every captured collective to all earlier ones of the same graph, so that the
     k-th costs in proportion to k. Raises what the capture raises.
@@ -123,6 +140,8 @@ class GraphBlock(Block):
         super().__init__(solution, args, outputs, device)
         self._starts = [_timer(external=True) for _ in args]
         self._ends = [_timer(external=True) for _ in args]
+        self._returned: list[list[Unowned]] = []
+        self._last = 0
         _all_reduce(self._barrier)
         _synchronize()
         stream, before = _current_stream(), _collectives()
@@ -150,14 +169,18 @@ class GraphBlock(Block):
                 _record(self._starts[slot])
                 output = self._solution(*args)
                 _record(self._ends[slot])
-                self._outputs.take(slot, output, args)
+                self._returned.append([Unowned(tensor) for tensor in self._outputs.take(slot, output, args)])
                 del output
             graphs.append(graph)
         return graphs
 
-    def _run(self) -> None:
-        for graph in self._graphs:
-            _replay(graph)
+    def _run(self, order: list[int]) -> None:
+        for slot in order:
+            _replay(self._graphs[slot])
+        self._last = order[-1]
+
+    def latest(self) -> list[torch.Tensor]:
+        return [item.tensor() for item in self._returned[self._last]]
 
 
 def capture_failure(error: BaseException) -> str:

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate.activity import is_count
@@ -33,6 +33,8 @@ from peerlane.evaluate.verdict import (
 )
 from peerlane.problems._draw import INTEGER, RANDOM
 from peerlane.problems._spec import Case, Problem
+
+_SETTLING_S = 0.003  # what is still at work after a call's end has this long to show it
 
 
 class Rejected(Exception):
@@ -72,12 +74,14 @@ class Evidence:
     slots: int = 0
     integer_slots: int = 0
     timed_slots: int = 0
+    stressed_slots: int = 0
+    stressed_calls: int = 0
     worst_ratio: float = 0.0
 
     @classmethod
     def of(cls, record: CaseEvidence) -> Evidence:
         """What is to be added to."""
-        return cls(record.slots, record.integer_slots, record.timed_slots, record.worst_ratio)
+        return cls(**record.model_dump(exclude={"case"}))
 
     def record(self, case: Case) -> CaseEvidence:
         """The immutable form."""
@@ -86,6 +90,8 @@ class Evidence:
             slots=self.slots,
             integer_slots=self.integer_slots,
             timed_slots=self.timed_slots,
+            stressed_slots=self.stressed_slots,
+            stressed_calls=self.stressed_calls,
             worst_ratio=self.worst_ratio,
         )
 
@@ -108,6 +114,8 @@ class Trial:
     """the most that a rank's process groups counted in a timed block of the candidate, warm-up apart"""
     judge_s: float = 0.0
     """what comparing one slot took, last time"""
+    call_s: float = 0.0
+    """what one call took at rest, messages included, last time"""
     _waiting: list[str] = field(default_factory=list)
 
     def trusted(self, requests: str | Sequence[Message], **more: Any) -> list[Message]:
@@ -128,6 +136,10 @@ class Trial:
     def ask(self, op: str, phase: Phase, deadline_s: float, **more: Any) -> list[Message]:
         """Asks the candidate's ranks."""
         return self.group.ask({"op": op, "space": self.space, **more}, phase, deadline_s)
+
+    def ask_each(self, op: str, phase: Phase, deadline_s: float, requests: Sequence[Message]) -> list[Message]:
+        """Asks every rank of the candidate something of its own."""
+        return self.group.ask([{"op": op, "space": self.space, **request} for request in requests], phase, deadline_s)
 
     def open(self) -> None:
         """Lays the case out and attaches the candidate's ranks, which have nothing attached in this space."""
@@ -153,6 +165,11 @@ class Trial:
         """Of all slots, on the rank that has most."""
         return max(int(layout["output_bytes"]) for layout in self.layouts)
 
+    @property
+    def slot_bytes(self) -> float:
+        """Of one slot's inputs, or of its outputs if they are larger, on the rank that has most."""
+        return max(self.input_bytes, self.output_bytes) / self.slots
+
     def mint(self, *, mixed: bool = False) -> None:
         """New contents in every slot. ``mixed``: about a third integer draws, at random, where the problem has them."""
         self.kinds = [
@@ -168,10 +185,20 @@ class Trial:
         self.trusted("reveal")
 
     def check(self, phase: Phase, deadline_s: float, slots: Sequence[int], **more: Any) -> list[Message]:
-        """Calls the candidate on these slots of the revealed inputs and judges them; returns the answers, raises :class:`Rejected`."""
-        answers = self.ask("call", phase, deadline_s, side="candidate", slots=list(slots), **more)
-        self.aliased |= any(bool(answer.get("aliased")) for answer in answers)
-        self.collect(slots, [_outputs(answer, len(slots)) for answer in answers])
+        """Calls the candidate on these slots of the revealed inputs and judges them; raises :class:`Rejected`.
+
+        The calls are at rest: none begins before the one before it has ended on every rank. Returns the answers to the last one.
+        """
+        answers: list[Message] = []
+        outputs: list[list[Any]] = [[] for _ in self.layouts]
+        for slot in slots:
+            begin = time.monotonic()
+            answers = self.ask("call", phase, deadline_s, side="candidate", slots=[slot], **more)
+            self.call_s = time.monotonic() - begin
+            self.aliased |= any(bool(answer.get("aliased")) for answer in answers)
+            for rank, answer in enumerate(answers):
+                outputs[rank] += _outputs(answer, 1, phase, rank)
+        self.collect(slots, outputs, phase)
         self.judge(phase, check_inputs=True)
         return answers
 
@@ -182,14 +209,34 @@ class Trial:
                 raise GroupFailure("garbage", "timing", "a rank answered without the number of its collectives", rank=rank)
             self.collectives = max(self.collectives, int(answer["collectives"]))
 
-    def collect(self, slots: Sequence[int], outputs: Sequence[list[Any]]) -> int:
+    def collect_from(self, answers: Sequence[Message], chosen: Sequence[int], phase: Phase) -> int:
+        """Collects these slots of a block or pass, whose answers describe the outputs of all slots; the bytes that wait."""
+        described = [_outputs(answer, self.slots, phase, rank) for rank, answer in enumerate(answers)]
+        return self.collect(chosen, [[outputs[slot] for slot in chosen] for outputs in described], phase)
+
+    def collect(self, slots: Sequence[int], outputs: Sequence[list[Any]], phase: Phase) -> int:
         """Has the trusted ranks take copies of the snapshots, ``outputs[rank][i]`` describing slot ``slots[i]``; the bytes that wait."""
         try:
             answers = self.trusted([{"op": "collect", "slots": list(slots), "outputs": described} for described in outputs])
         except ProtocolError as error:  # JSON that a rank wrote can grow when it is written again
-            raise GroupFailure("garbage", "correctness", f"a rank's description of its outputs cannot be passed on: {error}") from None
+            raise GroupFailure("garbage", phase, f"a rank's description of its outputs cannot be passed on: {error}") from None
         self._waiting += [self.kinds[slot] for slot in slots]
         return max(int(answer["bytes"]) for answer in answers)
+
+    def look_again(self, slot: int, phase: Phase) -> None:
+        """Compares what the latest call of a block or pass returned, in this slot, with its snapshot; raises :class:`Rejected`.
+
+        A result is good until the next call, and there was none: what changes now was not done when the call ended.
+        """
+        self.trusted("remember", slot=slot)
+        time.sleep(_SETTLING_S)
+        self.ask("copy_again", phase, self.session.deadlines.stress, slot=slot)
+        answers = self.trusted("recall")
+        for rank, answer in enumerate(answers):
+            if answer["changed"] is not None:
+                detail = f"still changing {_SETTLING_S * 1e3:g} ms after its end"
+                self._reject_as_unstable(rank, f"output {answer['changed']}", detail, 1, 1)
+        self._raise_if_trespassed(phase, answers)
 
     def discard(self) -> None:
         """Forgets what was collected and not judged."""
@@ -206,8 +253,8 @@ class Trial:
         self._raise_if_wrong(phase, answers)
         self.evidence.slots += len(kinds)
         self.evidence.integer_slots += kinds.count(INTEGER)
-        if phase == "timing":
-            self.evidence.timed_slots += len(kinds)
+        self.evidence.timed_slots += len(kinds) if phase == "timing" else 0
+        self.evidence.stressed_slots += len(kinds) if phase == "stress" else 0
         ratios = [float(item["ratio"]) for answer in answers for item in answer["slots"]]
         self.evidence.worst_ratio = max([self.evidence.worst_ratio, *ratios])
 
@@ -224,17 +271,8 @@ class Trial:
             ranks = tuple(sorted({rank for rank, _ in wrong}))
             compared = len(answers[0]["slots"])
             bad = len({number for answer in answers for number, item in enumerate(answer["slots"]) if item["ratio"] > 1.0})
-            if phase == "timing" and bad < compared:
-                raise Rejected(
-                    Unstable(
-                        case=self.case.key,
-                        rank=rank,
-                        output=item["output"],
-                        detail=item["detail"],
-                        wrong_slots=bad,
-                        compared_slots=compared,
-                    )
-                )
+            if phase == "stress" or (phase == "timing" and bad < compared):
+                self._reject_as_unstable(rank, item["output"], item["detail"], bad, compared)
             raise Rejected(
                 WrongResult(
                     case=self.case.key,
@@ -254,14 +292,28 @@ class Trial:
             if answer["changed_arguments"]:
                 names = ", ".join(answer["changed_arguments"])
                 self._reject_whole(phase, rank, 0, f"argument {names}", "changed, which the problem does not allow")
+        self._raise_if_trespassed(phase, answers)
+        for rank, answer in enumerate(answers):
             if self.problem.replicated:
-                for mine, first in zip(answer["slots"], answers[0]["slots"], strict=True):
-                    if mine["digest"] != first["digest"]:
-                        self._reject_whole(
-                            phase, rank, mine["slot"], mine["output"], "not the same bits as on rank 0; all ranks must return the same"
-                        )
+                pairs = list(zip(answer["slots"], answers[0]["slots"], strict=True))
+                differ = [mine for mine, first in pairs if mine["digest"] != first["digest"]]
+                if differ:
+                    output, detail = differ[0]["output"], "not the same bits as on rank 0; all ranks must return the same"
+                    if phase == "stress":
+                        self._reject_as_unstable(rank, output, detail, len(differ), len(pairs))
+                    self._reject_whole(phase, rank, differ[0]["slot"], output, detail)
 
-    def _reject_whole(self, phase: Phase, rank: int, slot: int, output: str, detail: str) -> None:
+    def _reject_as_unstable(self, rank: int, output: str, detail: str, wrong: int, compared: int) -> NoReturn:
+        key = self.case.key
+        raise Rejected(Unstable(case=key, rank=rank, output=output, detail=detail, wrong_slots=wrong, compared_slots=compared))
+
+    def _raise_if_trespassed(self, phase: Phase, answers: Sequence[Message]) -> None:
+        for rank, answer in enumerate(answers):
+            if (found := answer["trespass"]) is not None:
+                where = f"something was written outside it, {found['place']}, where nothing belongs to the candidate"
+                self._reject_whole(phase, rank, found["slot"], found["name"], where)
+
+    def _reject_whole(self, phase: Phase, rank: int, slot: int, output: str, detail: str) -> NoReturn:
         raise Rejected(
             WrongResult(
                 case=self.case.key,
@@ -280,8 +332,8 @@ def _without_ok(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "ok"}
 
 
-def _outputs(answer: Message, count: int) -> list[Any]:
+def _outputs(answer: Message, count: int, phase: Phase, rank: int) -> list[Any]:
     outputs = answer.get("outputs")
     if not isinstance(outputs, list) or len(outputs) != count:
-        raise GroupFailure("garbage", "correctness", "a rank answered without describing its outputs")
+        raise GroupFailure("garbage", phase, "a rank answered without describing its outputs", rank=rank)
     return outputs

@@ -3,6 +3,9 @@
 Inputs are minted into private memory (staging) and copied to the shared arena just before the candidate may use them (reveal).
 Every call of ``mint`` draws new contents from the run's secret, which only trusted ranks hold. Two cases may be open at a time, in
 the spaces ``check`` and ``timed``: the timed one keeps its captured graphs while others are checked.
+
+Nothing that a candidate can map ever holds an answer before the candidate has given its own: the oracle and the reference work in this
+process's private memory, and the arena is cleared before it is handed on.
 """
 
 from __future__ import annotations
@@ -14,9 +17,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.evaluate.arena import Arena, view
+from peerlane.evaluate.arena import POISON, Arena, view
+from peerlane.evaluate.guards import GuardBands, argument_regions, output_regions
 from peerlane.evaluate.protocol import Message
-from peerlane.evaluate.slots import ArgumentSlots, OutputRegions, contiguous_layout, place_all, slot_range, strip_overlap, updates_of
+from peerlane.evaluate.quiet import latency_us
+from peerlane.evaluate.slots import (
+    FRONT_BYTES,
+    ArgumentSlots,
+    OutputRegions,
+    contiguous_layout,
+    place_all,
+    slot_range,
+    strip_overlap,
+    updates_of,
+)
 from peerlane.evaluate.timing import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.worker import Rank
 from peerlane.problems._draw import RANDOM, Draw
@@ -68,16 +82,23 @@ class OpenCase:
     output_bytes: int
     private_outputs: OutputRegions
     arena: Arena
+    guards: GuardBands
     layouts: list[list[Description]]
     """of the arguments on every rank"""
     kinds: list[str] = field(default_factory=list)
     blocks: dict[str, Block] = field(default_factory=dict)
     snapshots: list[Snapshot] = field(default_factory=list)
+    remembered: tuple[int, list[torch.Tensor]] = (0, [])
 
     @property
     def reference(self) -> Solution:
         """The reference of the case's variant."""
         return self.problem.reference_of(self.case.variant)
+
+    def taken(self, slot: int) -> list[torch.Tensor]:
+        """Copies of what the arena has of a slot's outputs."""
+        data = self.arena.data[self.input_bytes : self.input_bytes + self.output_bytes]
+        return [view(data, placed).clone() for placed in tensor_descriptions(self.output_layout[slot])]
 
 
 class TrustedRank(Rank):
@@ -95,8 +116,11 @@ class TrustedRank(Rank):
             "reveal": self.reveal,
             "prepare": self.prepare,
             "block": self.timed_block,
+            "latency": self.latency,
             "collect": self.collect,
             "discard": self.discard,
+            "remember": self.remember,
+            "recall": self.recall,
             "judge": self.judge,
             "close_case": self.close_case,
             "margins": self.margins,
@@ -125,7 +149,7 @@ class TrustedRank(Rank):
         problem, case = self.case_of(request)
         slots: int = request["slots"]
         groups = self.groups(problem.process_groups(case))
-        layout, offset = [], 0
+        layout, offset = [], FRONT_BYTES
         for slot in range(slots):
             tree = strip_overlap(self._inputs(problem, case, self.rank, slot, 0, RANDOM))
             placed, offset = place_all(describe(tree), offset)
@@ -139,7 +163,9 @@ class TrustedRank(Rank):
         output_layout, output_bytes = contiguous_layout(problem.answer(reference(*args), args) for args in private.args)
         self.synchronize()
         arena = self._reserve(request["space"], input_bytes + output_bytes)
+        arena.clear()
         shared = arena.data
+        regions = [*argument_regions(layout, problem.parameters), *output_regions(output_layout, input_bytes)]
         public = ArgumentSlots(shared[: max(input_bytes, 1)], layout, groups.__getitem__)
         own = torch.empty(max(output_bytes, 1), dtype=torch.uint8, device=self.device)
         layouts: list[list[Description]] = [[] for _ in range(self.world_size)]
@@ -156,6 +182,7 @@ class TrustedRank(Rank):
             output_bytes,
             OutputRegions(own, output_layout, self.device, updates_of(problem)),
             arena,
+            GuardBands(shared, regions, self._guard_draw(case)),
             layouts,
         )
         self.settle()
@@ -168,6 +195,9 @@ class TrustedRank(Rank):
             "output_bytes": output_bytes,
             "groups": {name: [list(members) for members in groups_] for name, groups_ in problem.process_groups(case).items()},
         }
+
+    def _guard_draw(self, case: Case) -> Draw:
+        return Draw(secret=f"{self._secret} guard bands", case_key=case.key, slot=0, block=0, rank=self.rank, device=self.device)
 
     def _reserve(self, space: str, size: int) -> Arena:
         """The space's arena; another one where it is too small, or so large that others could use the memory."""
@@ -197,12 +227,13 @@ class TrustedRank(Rank):
         return {}
 
     def reveal(self, request: Message) -> dict[str, Any]:
-        """Copies the minted inputs to the shared arena, and poisons the output regions with NaN bits."""
+        """Copies the minted inputs to the shared arena, poisons the output regions with NaN bits, and renews the guard bands."""
         current = self.opened(request)
         shared = current.arena.data
         if current.input_bytes:
             shared[: current.input_bytes].copy_(current.staging[: current.input_bytes])
-        shared[current.input_bytes : current.input_bytes + current.output_bytes].fill_(0xFF)
+        shared[current.input_bytes : current.input_bytes + current.output_bytes].fill_(POISON)
+        current.guards.paint()
         self.synchronize()
         return {}
 
@@ -221,7 +252,11 @@ class TrustedRank(Rank):
 
     def timed_block(self, request: Message) -> dict[str, Any]:
         """One timed block of the reference on the minted inputs."""
-        return self.opened(request).blocks[request["mode"]].run(self.cores)
+        return self.opened(request).blocks[request["mode"]].run(self.cores, request["order"])
+
+    def latency(self, request: Message) -> dict[str, Any]:
+        """How long a tiny kernel takes now: far more than at rest if anything else runs on this GPU."""
+        return {"latency_us": latency_us(self.device)}
 
     def collect(self, request: Message) -> dict[str, Any]:
         """Copies the candidate's snapshots of ``slots`` out of the arena: whatever is written there afterwards comes too late.
@@ -230,11 +265,9 @@ class TrustedRank(Rank):
         Returns the bytes that wait for :meth:`judge`.
         """
         current = self.opened(request)
-        data = current.arena.data[current.input_bytes : current.input_bytes + current.output_bytes]
         for slot, described in zip(request["slots"], request["outputs"], strict=True):
-            tensors = [view(data, placed).clone() for placed in tensor_descriptions(current.output_layout[slot])]
             inputs = current.staging[slot_range(current.private.layout[slot])].clone()
-            current.snapshots.append(Snapshot(slot, current.kinds[slot], described, tensors, inputs))
+            current.snapshots.append(Snapshot(slot, current.kinds[slot], described, current.taken(slot), inputs))
         self.synchronize()
         return {"bytes": sum(snapshot.nbytes for snapshot in current.snapshots)}
 
@@ -243,12 +276,31 @@ class TrustedRank(Rank):
         self.opened(request).snapshots.clear()
         return {}
 
+    def remember(self, request: Message) -> dict[str, Any]:
+        """Keeps the snapshot of one slot, whose outputs the candidate's rank is about to copy once more."""
+        current = self.opened(request)
+        current.remembered = request["slot"], current.taken(request["slot"])
+        self.synchronize()
+        return {}
+
+    def recall(self, request: Message) -> dict[str, Any]:
+        """Compares the second copy of the remembered slot's outputs with the first: ``changed`` is the number of the first that differs."""
+        current = self.opened(request)
+        (slot, first), current.remembered = current.remembered, (0, [])
+        pairs = enumerate(zip(first, current.taken(slot), strict=True))
+        changed = next((number for number, (before, after) in pairs if before.numel() and not same_bits(before, after)), None)
+        return {"changed": changed, "trespass": _trespass(current)}
+
     def judge(self, request: Message) -> dict[str, Any]:
         """Compares all collected snapshots with the oracle."""
         current = self.opened(request)
         snapshots, current.snapshots = current.snapshots, []
-        changed = self._changed_arguments(current) if request["check_inputs"] else []
-        return {"slots": [self._judge(current, snapshot) for snapshot in snapshots], "changed_arguments": changed}
+        at_rest = request["check_inputs"]
+        return {
+            "slots": [self._judge(current, snapshot) for snapshot in snapshots],
+            "changed_arguments": self._changed_arguments(current) if at_rest else [],
+            "trespass": _trespass(current) if at_rest else None,
+        }
 
     def _judge(self, current: OpenCase, snapshot: Snapshot) -> dict[str, Any]:
         problem, case, slot = current.problem, current.case, snapshot.slot
@@ -316,6 +368,16 @@ class TrustedRank(Rank):
                 if any(a.numel() and not same_bits(a, b) for a, b in pairs):
                     changed.append(name)
         return changed
+
+
+def _trespass(current: OpenCase) -> dict[str, Any] | None:
+    """Where something was written that belongs to no tensor, if anywhere."""
+    found = current.guards.trespass()
+    if found is None:
+        return None
+    region, distance = found
+    place = f"{distance} bytes behind its end" if distance >= 0 else f"{-distance} bytes before its begin"
+    return {"slot": region.slot, "name": region.name, "place": place}
 
 
 def _claimed_mismatch(described: Description, expected: Tree) -> str | None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Phase = Literal["spawn", "build", "import", "first_call", "correctness", "timing", "audit", "exit"]
+Phase = Literal["spawn", "build", "import", "first_call", "correctness", "stress", "timing", "audit", "exit"]
 Mode = Literal["eager", "graph"]
 Track = Literal["open", "custom"]
 MechanismName = Literal["copy_engine", "sm_load_store", "tma", "nvls", "nccl", "gloo"]
@@ -234,7 +234,15 @@ class CaseEvidence(Record):
     slots: int = Field(ge=0, description="slots compared, on every rank")
     integer_slots: int = Field(ge=0, description="of those, drawn so that the answer is exact")
     timed_slots: int = Field(ge=0, description="of those, outputs of timed calls")
+    stressed_slots: int = Field(default=0, ge=0, description="of those, outputs of calls under stress")
+    stressed_calls: int = Field(default=0, ge=0, description="calls under stress, compared or not")
     worst_ratio: float = Field(ge=0)
+
+    def joined(self, other: CaseEvidence) -> CaseEvidence:
+        """The evidence of two trials of one case together."""
+        counts = ("slots", "integer_slots", "timed_slots", "stressed_slots", "stressed_calls")
+        added = {name: getattr(self, name) + getattr(other, name) for name in counts}
+        return CaseEvidence(case=self.case, **added, worst_ratio=max(self.worst_ratio, other.worst_ratio))
 
 
 class Estimate(Record):
@@ -277,6 +285,9 @@ class ModeSpeed(Record):
     discarded_rounds: int = Field(ge=0, description="rounds in which the outer clock and the events disagreed")
     reference_blocks_us: tuple[float, ...]
     candidate_blocks_us: tuple[float, ...]
+    scored_by: Literal["median", "mean"] = Field(
+        default="median", description="what stands for a block of the candidate; mean where its calls are more unequal than the reference's"
+    )
     candidate_p10_us: float = Field(gt=0)
     candidate_p90_us: float = Field(gt=0)
     outer_slack_us: float = Field(description="largest accepted excess of the outer clock over the events, per block")

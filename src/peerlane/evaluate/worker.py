@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from peerlane import problems
 from peerlane.errors import CompileError, DeviceTimeout
+from peerlane.evaluate import quiet
 from peerlane.evaluate.arena import Arena
 from peerlane.evaluate.processes import core_of_rank
 from peerlane.evaluate.protocol import Channel, Message
@@ -62,6 +63,7 @@ class Rank:
         )
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+            quiet.bind()
             dist.init_process_group("nccl", store=store, rank=self.rank, world_size=self.world_size, device_id=self.device)
             dist.all_reduce(torch.zeros(1, device=self.device))
             torch.cuda.synchronize()

@@ -1,0 +1,104 @@
+"""Stress: calls that were right at rest, back to back and out of step. What is wrong only here is a race.
+
+A pass calls the candidate once on every slot of freshly minted contents, with nothing between the calls. Before some of them a random
+rank is held up, so that no two ranks stay in step by chance; a call's inputs are overwritten right behind it, so that a peer that reads
+them late reads garbage.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from dataclasses import dataclass
+
+from peerlane.evaluate.protocol import Message
+from peerlane.evaluate.trial import Trial
+from peerlane.settings import StressRules
+
+_SHARE_OF_BUDGET = 0.25  # one pass of a case may take so much of the time, so that there are several
+_CROWDED_CALLS = 1 / 8
+_POISONED_CALLS = 1 / 2
+
+_dice = random.SystemRandom()
+
+
+def choose_slots(call_s: float, judge_s: float, slot_bytes: float, rules: StressRules) -> int:
+    """Calls per pass, such that their contents fit into memory, and that minting, calling and judging take a share of the time.
+
+    ``judge_s``, which holds one minting for every rank, stands for all that a slot costs besides its call.
+    """
+    in_time = _SHARE_OF_BUDGET * rules.budget_s / max(call_s + judge_s, 1e-9)
+    in_memory = rules.max_bytes / max(slot_bytes, 1.0)
+    wanted = min(max(in_time, rules.min_slots), rules.max_slots)
+    return max(rules.fewest_slots, int(min(wanted, in_memory)))
+
+
+def choose_compared(order: list[int], judge_s: float, rules: StressRules) -> list[int]:
+    """The slots of a pass to be compared: the last one, and a share of the others at random, but no more than can be judged in time.
+
+    One of the others is always among them: behind the last call nothing follows that could disturb it.
+    """
+    *others, last = order
+    affordable = int(_SHARE_OF_BUDGET * rules.budget_s / max(judge_s, 1e-9))
+    count = max(1, min(math.ceil(rules.compared_share * len(order)), affordable))
+    return sorted([last, *_dice.sample(others, count)])
+
+
+def draw_jitter(world_size: int, calls: int, rules: StressRules, *, on_gpu: bool) -> list[list[tuple[int, str, float]]]:
+    """For every rank, what is to happen before which of its calls: ``(position, way, us)``. See :class:`jitter.Jitter` for the ways."""
+    plans: list[list[tuple[int, str, float]]] = [[] for _ in range(world_size)]
+    shortest, longest = math.log(rules.shortest_delay_us), math.log(rules.longest_delay_us)
+    crowded = on_gpu and _dice.random() < rules.crowded_share
+
+    def hold_up(position: int, ways: tuple[str, ...]) -> None:
+        us = math.exp(_dice.uniform(shortest, longest))
+        _dice.choice(plans).append((position, _dice.choice(ways), round(us, 1)))
+
+    for position in range(calls):
+        if _dice.random() < rules.delayed_share:
+            hold_up(position, ("host", "stream") if on_gpu else ("host",))
+        if crowded and _dice.random() < _CROWDED_CALLS:
+            hold_up(position, ("crowd",))
+    return plans
+
+
+@dataclass
+class Stress:
+    """The stress of one case. ``checked`` is the trial in which the candidate was right at rest: it knows what a call costs."""
+
+    checked: Trial
+    rules: StressRules
+
+    def run(self, end: float) -> Trial:
+        """Passes until ``rules.calls`` calls are done or time is up: ``end`` on the clock ``time.monotonic``. At least one.
+
+        Raises :class:`Rejected` and GroupFailure. Returns the trial, which has the evidence.
+        """
+        checked = self.checked
+        slots = choose_slots(checked.call_s, checked.judge_s, checked.slot_bytes, self.rules)
+        trial = Trial(checked.session, checked.group, checked.problem, checked.case, checked.space, slots)
+        trial.open()
+        while self._goes_on(trial.evidence.stressed_calls, end):
+            self._pass(trial)
+        trial.close()
+        return trial
+
+    def _goes_on(self, calls: int, end: float) -> bool:
+        late = end if calls >= self.rules.min_calls else end + self.rules.overtime_s
+        return calls == 0 or (calls < self.rules.calls and time.monotonic() < late)
+
+    def _pass(self, trial: Trial) -> None:
+        trial.mint(mixed=True)
+        trial.reveal()
+        order = _dice.sample(range(trial.slots), trial.slots)
+        answers = trial.ask_each("stress", "stress", trial.session.deadlines.stress, self._requests(trial, order))
+        trial.collect_from(answers, choose_compared(order, self.checked.judge_s, self.rules), "stress")
+        trial.look_again(order[-1], "stress")
+        trial.judge("stress")
+        trial.evidence.stressed_calls += trial.slots
+
+    def _requests(self, trial: Trial, order: list[int]) -> list[Message]:
+        plans = draw_jitter(len(trial.layouts), len(order), self.rules, on_gpu=trial.session.device == "cuda")
+        poisoned = [position for position in range(len(order)) if _dice.random() < _POISONED_CALLS]
+        return [{"side": "candidate", "order": order, "jitter": plan, "poisoned": poisoned} for plan in plans]

@@ -1,0 +1,40 @@
+# expect: unstable
+"""B05: one buffer where two are needed: a rank that goes on writes over what a slower one still reads."""
+
+import functools
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+LARGEST, BUFFERS = 1 << 16, 1
+calls = 0
+
+
+@functools.cache
+def shared_memory():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    name = [f"/dev/shm/one-buffer-{os.urandom(8).hex()}"]
+    dist.broadcast_object_list(name)
+    if rank == 0:
+        torch.from_file(name[0], shared=True, size=world * (BUFFERS * LARGEST + 1), dtype=torch.float32).zero_()
+    dist.barrier()
+    memory = torch.from_file(name[0], shared=True, size=world * (BUFFERS * LARGEST + 1), dtype=torch.float32)
+    dist.barrier()
+    if rank == 0:
+        os.unlink(name[0])
+    return memory[world:].view(BUFFERS, world, LARGEST), memory[:world]
+
+
+def solution(tensor):
+    global calls
+    buffers, flags = shared_memory()
+    buffer, rank = buffers[calls % BUFFERS, :, : tensor.numel()], dist.get_rank()
+    calls += 1
+    buffer[rank].copy_(tensor.reshape(-1))
+    flags[rank] = calls
+    while flags.min() < calls:
+        time.sleep(0)
+    time.sleep(0.005 * rank)
+    return buffer.sum(0).view(tensor.shape).to(tensor.dtype)
