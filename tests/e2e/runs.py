@@ -15,6 +15,8 @@ from peerlane.settings import Deadlines
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GOOD = EXAMPLES / "pytorch" / "1_allreduce_pytorch.py"
 DEADLINES = Deadlines(spawn=60.0, build=60.0, load=20.0, exit=4.0).with_calls(4.0)
+PATIENT = DEADLINES.with_calls(30.0)
+"""For candidates that do end, on a loaded machine, the slowest of them in Triton's interpreter."""
 MARK = "PEERLANE_TEST_MARK"
 
 
@@ -35,7 +37,12 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def judge(
-    *candidates: Path | str, world_size: int = 2, out: Path | None = None, problems: str | None = None, limit_s: float = 120.0
+    *candidates: Path | str,
+    world_size: int = 2,
+    out: Path | None = None,
+    problems: str | None = None,
+    limit_s: float = 120.0,
+    deadlines: Deadlines = DEADLINES,
 ) -> list[Result]:
     """The results of these candidates on the ``small`` cases, in order."""
     plan = EvaluationPlan(
@@ -45,7 +52,7 @@ def judge(
         world_sizes=(world_size,),
         device="cpu",
         out=out,
-        deadlines=DEADLINES,
+        deadlines=deadlines,
     )
     with within(limit_s):
         return evaluate(plan)
