@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.runs import DEADLINES, EXAMPLES, alternate, judge, marked, marked_processes
+from e2e.runs import DEADLINES, EXAMPLES, PATIENT, alternate, judge, marked, marked_processes
 from peerlane.cli.demo import can_run, read_expectation
 from peerlane.evaluate import Result
 
@@ -57,7 +57,7 @@ def test_output_of_a_failure_is_kept(results: dict[str, tuple[Result, Result]]) 
 
 @pytest.fixture(scope="module")
 def good_results() -> list[Result]:
-    return judge(*GOOD)
+    return judge(*GOOD, deadlines=PATIENT)
 
 
 @pytest.mark.parametrize("index", range(len(GOOD)), ids=[path.stem for path in GOOD])
