@@ -1,6 +1,7 @@
 // What was found, each thing once, as JSON for the host, which turns sites into source lines.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -35,9 +36,11 @@ struct Finding {
 
 class Findings {
   public:
-    // Notes a finding of this schedule; the same kind at the same places is counted once a schedule.
+    // Notes a finding of this schedule; the same kind at the same places, in either order, is counted once a schedule.
     void add(int schedule, Finding finding) {
-        const Key key{finding.kind, finding.sides.empty() ? 0 : finding.sides[0].site, finding.sides.size() < 2 ? 0 : finding.sides[1].site};
+        const std::uint32_t first = finding.sides.empty() ? 0 : finding.sides[0].site;
+        const std::uint32_t second = finding.sides.size() < 2 ? first : finding.sides[1].site;
+        const Key key{finding.kind, std::min(first, second), std::max(first, second)};
         if (last_schedule_ != schedule) {
             last_schedule_ = schedule;
             ++schedules_;

@@ -55,6 +55,7 @@ inline void Machine::prepare(std::uint64_t base, std::vector<Buffer> buffers, st
         stream.first_fiber = &fibers_[next];
         for (std::uint32_t i = 0; i < stream.max_blocks * stream.max_threads; ++i, ++next) {
             fibers_[next].id = static_cast<Actor>(next);
+            fibers_[next].clock = Vector::floor + 1;
             const int block = stream.first_block + static_cast<int>(i / stream.max_threads);
             actors_.push_back({&fibers_[next], static_cast<int>(stream.rank), block, false});
         }
