@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from peerlane import cli
 from peerlane.device import emulator
 from peerlane.device.emulator import Finding, Report, Scenario, build, check
+from peerlane.device.jit import INCLUDE_DIR
 from peerlane.errors import CompileError, DeviceError, MissingDependency, UsageError
 
 SOURCE = Path(__file__).with_name("emulator_kernels.cu")
@@ -187,6 +189,25 @@ def test_what_never_ends_is_stopped() -> None:
 
 
 # ---- the ways to ask
+
+
+def functions(header: Path) -> set[str]:
+    """Names of what the header defines, by the spelling of either side."""
+    return set(
+        re.findall(
+            r"^(?:\[\[noreturn\]\] )?(?:__device__ inline|PEERLANE_INLINE) [\w:<> ]+?[ &*]+(\w+)\(", header.read_text(), re.MULTILINE
+        )
+    )
+
+
+TWINS = sorted((build.STAND_INS / "peerlane").glob("*.cuh"))
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=lambda path: path.name)
+def test_a_stand_in_has_every_function_of_its_header(twin: Path) -> None:
+    device = functions(INCLUDE_DIR / "peerlane" / twin.name)
+    assert len(device) >= 5
+    assert functions(twin) == device
 
 
 def test_unusable_requests_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
