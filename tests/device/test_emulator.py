@@ -16,6 +16,8 @@ from peerlane import cli
 from peerlane.device import emulator
 from peerlane.device.emulator import Finding, Report, Scenario, build, check
 from peerlane.device.jit import INCLUDE_DIR
+from peerlane.device.kernels import KERNELS
+from peerlane.device.workspace import Messages, Workspace, workspace_bytes
 from peerlane.errors import CompileError, DeviceError, MissingDependency, UsageError
 
 SOURCE = Path(__file__).with_name("emulator_kernels.cu")
@@ -243,6 +245,24 @@ def race(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def test_the_all_reduce_example_is_clean(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert race(monkeypatch, str(EXAMPLE)) == 0
     assert capsys.readouterr().out.count("300 schedules, seed 0: nothing found") == 6
+
+
+def test_all_reduce_in_place_in_fp32_of_odd_sizes() -> None:
+    """Two elements for three ranks, and a few more than whole packets and vectors, one call after the other in one workspace."""
+    world_size = 3
+    kernels = ("all_reduce_one_shot", "all_reduce_two_shot", "all_reduce_relay")
+    source = "".join(KERNELS[name].text(name) for name in kernels)
+    scenario = Scenario("fp32", source, world_size, {"ELEMENT": "peerlane::Float32", "WORLD_SIZE": world_size})
+    arena = scenario.arena(workspace_bytes(world_size))
+    workspace = Workspace.take(arena, world_size)
+    for numel in (2, 203):
+        for kernel in kernels:
+            terms = [(torch.arange(numel) * (rank + 5) % 17 - 8).float() for rank in range(world_size)]
+            data = scenario.buffer(f"{kernel} {numel}", terms, expected=[torch.stack(terms).sum(dim=0)] * world_size)
+            args = [arena, workspace, Messages(), data, data, ctypes.c_uint64(4 * numel), ctypes.c_int(0)]
+            scenario.launch(kernel, 2, 32, args)
+    report = check(scenario, schedules=100)
+    assert report.clean, str(report)
 
 
 def test_the_page_s_example_is_clean_and_its_broken_form_is_not(
