@@ -191,7 +191,7 @@ class Scenario:
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _three(size: int | Sequence[int]) -> tuple[int, int, int]:

@@ -38,8 +38,8 @@ class Ref {
     T* target_ = nullptr;
 };
 
-// The last clock of each actor that is known to have happened. Clocks go on from schedule to schedule: whatever an earlier schedule did lies
-// below the floor, so nothing has to be cleared between schedules. No vector at all means the floor for every actor.
+// The last clock of each actor that is known to have happened. Clocks go on from schedule to schedule: whatever an earlier schedule did
+// lies below the floor, so nothing has to be cleared between schedules. No vector at all means the floor for every actor.
 struct Vector {
     std::uint32_t references, size, capacity;
     Vector* next;

@@ -6,7 +6,7 @@
 
 namespace peerlane::emulator {
 
-// ---- mbarriers -----------------------------------------------------------------------------------------------------------------------------------
+// ---- mbarriers --------------------------------------------------------------------------------------------------------------------------
 
 inline void Machine::mbarrier_init(std::uint64_t* barrier, std::uint32_t arrivals, std::uint32_t site) {
     maybe_pause();
@@ -61,7 +61,7 @@ inline bool Machine::mbarrier_try_wait(std::uint64_t* barrier, std::uint32_t par
     return true;
 }
 
-// ---- issue and wait ------------------------------------------------------------------------------------------------------------------------------
+// ---- issue and wait ---------------------------------------------------------------------------------------------------------------------
 
 inline Slot& Machine::free_slot(Fiber& fiber) {
     for (Slot& slot : fiber.slots) {
@@ -92,7 +92,7 @@ inline void Machine::async(
                 (end == segment->source ? reads_shared : writes_shared) |= is_shared(offset);
             } else if (end) {
                 Finding finding{"illegal_address", "", {side(fiber, end == segment->source ? "copies from here" : "copies to here")}};
-                locate(finding, offset, segment->bytes);
+                locate(finding, offset);
                 fatal(std::move(finding));
             }
         }
@@ -138,7 +138,7 @@ inline void Machine::async_wait(unsigned queue, std::uint32_t pending, bool sour
     if (!sources_only) groups.erase(groups.begin(), groups.begin() + static_cast<std::ptrdiff_t>(count));
 }
 
-// ---- what copies do ------------------------------------------------------------------------------------------------------------------------------
+// ---- what copies do ---------------------------------------------------------------------------------------------------------------------
 
 inline bool Machine::copy_judges(
     Copy& copy, const Record& record, std::uint16_t part, const Access& access, std::uint64_t offset, std::uint32_t bytes) {

@@ -1,10 +1,13 @@
 // What was found, each thing once, as JSON for the host, which turns sites into source lines.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "../include/peerlane_emulator/hooks.h"
@@ -27,7 +30,6 @@ struct Finding {
     std::vector<Side> sides;
     int buffer = -1;  // the memory concerned, if any
     std::uint64_t offset = 0;
-    std::uint32_t bytes = 0;
     std::vector<std::uint32_t> fault{};  // the record that a wait left behind, if any
     int schedule = 0;  // the first one that showed it
     int schedules = 1;
@@ -35,9 +37,11 @@ struct Finding {
 
 class Findings {
   public:
-    // Notes a finding of this schedule; the same kind at the same places is counted once a schedule.
+    // Notes a finding of this schedule; the same kind at the same places, in either order, is counted once a schedule.
     void add(int schedule, Finding finding) {
-        const Key key{finding.kind, finding.sides.empty() ? 0 : finding.sides[0].site, finding.sides.size() < 2 ? 0 : finding.sides[1].site};
+        const std::uint32_t first = finding.sides.empty() ? 0 : finding.sides[0].site;
+        const std::uint32_t second = finding.sides.size() < 2 ? first : finding.sides[1].site;
+        const Key key{finding.kind, std::min(first, second), std::max(first, second)};
         if (last_schedule_ != schedule) {
             last_schedule_ = schedule;
             ++schedules_;
@@ -56,24 +60,18 @@ class Findings {
     int schedules() const { return schedules_; }
 
     std::string json() const {
-        std::string text = "[";
-        for (const Finding& finding : list_) {
-            if (text.size() > 1) text += ",";
-            text += "{\"kind\":" + quoted(finding.kind) + ",\"detail\":" + quoted(finding.detail) + ",\"schedule\":" +
-                    std::to_string(finding.schedule) + ",\"schedules\":" + std::to_string(finding.schedules) + ",\"buffer\":" +
-                    std::to_string(finding.buffer) + ",\"offset\":" + std::to_string(finding.offset) + ",\"bytes\":" +
-                    std::to_string(finding.bytes) + ",\"fault\":[";
-            for (const std::uint32_t& word : finding.fault) text += (&word == finding.fault.data() ? "" : ",") + std::to_string(word);
-            text += "],\"sides\":[";
-            for (const Side& side : finding.sides) {
-                if (&side != finding.sides.data()) text += ",";
-                text += "{\"rank\":" + std::to_string(side.rank) + ",\"launch\":" + std::to_string(side.launch) + ",\"block\":" +
-                        json(side.block) + ",\"thread\":" + json(side.thread) + ",\"action\":" + quoted(side.action) + ",\"site\":" +
-                        std::to_string(side.site) + ",\"buffer\":" + std::to_string(side.buffer) + ",\"offset\":" + std::to_string(side.offset) + "}";
-            }
-            text += "]}";
-        }
-        return text + "]";
+        return list(list_, [](const Finding& finding) {
+            return object({
+                {"kind", quoted(finding.kind)},
+                {"detail", quoted(finding.detail)},
+                {"schedule", std::to_string(finding.schedule)},
+                {"schedules", std::to_string(finding.schedules)},
+                {"buffer", std::to_string(finding.buffer)},
+                {"offset", std::to_string(finding.offset)},
+                {"fault", list(finding.fault, [](std::uint32_t word) { return std::to_string(word); })},
+                {"sides", list(finding.sides, json_of_side)},
+            });
+        });
     }
 
   private:
@@ -83,8 +81,31 @@ class Findings {
         std::size_t index;
     };
 
-    static std::string json(const Uint3& three) {
-        return "[" + std::to_string(three.x) + "," + std::to_string(three.y) + "," + std::to_string(three.z) + "]";
+    static std::string json_of_side(const Side& side) {
+        const auto three = [](const Uint3& value) {
+            return "[" + std::to_string(value.x) + "," + std::to_string(value.y) + "," + std::to_string(value.z) + "]";
+        };
+        return object({
+            {"rank", std::to_string(side.rank)},
+            {"launch", std::to_string(side.launch)},
+            {"block", three(side.block)},
+            {"thread", three(side.thread)},
+            {"action", quoted(side.action)},
+            {"site", std::to_string(side.site)},
+            {"buffer", std::to_string(side.buffer)},
+            {"offset", std::to_string(side.offset)},
+        });
+    }
+    static std::string object(std::initializer_list<std::pair<const char*, std::string>> members) {
+        std::string text;
+        for (const auto& [name, value] : members) text += (text.empty() ? "" : ",") + quoted(name) + ":" + value;
+        return "{" + text + "}";
+    }
+    template <class T, class F>
+    static std::string list(const std::vector<T>& items, const F& json) {
+        std::string text;
+        for (const T& item : items) text += (text.empty() ? "" : ",") + json(item);
+        return "[" + text + "]";
     }
     static std::string quoted(const std::string& text) {
         std::string result = "\"";

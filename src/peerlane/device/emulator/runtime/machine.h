@@ -1,5 +1,6 @@
 // The machine that runs the threads of all ranks on one CPU thread. Its parts:
-// order.h (accesses and fences), groups.h (barriers and warps), copies.h (asynchronous operations), schedule.h (who runs next).
+// races.h (every access), order.h (atomic accesses and fences), groups.h (barriers and warps), copies.h (asynchronous operations),
+// schedule.h (who runs next), run.h (from start to end).
 #pragma once
 
 #include "parts.h"
@@ -49,8 +50,11 @@ class Machine {
     Fiber* current = nullptr;  // none while the machine itself works
     std::uint64_t switches = 0;
 
-    // order.h
+    // races.h
     void plain(const void* address, std::uint32_t bytes, std::uint8_t flags, std::uint32_t site);
+    [[noreturn]] void crash(const char* what, std::uint32_t site);
+
+    // order.h
     void load(const void* address, void* value, std::uint32_t bytes, unsigned scope, unsigned order, std::uint32_t site);
     void store(void* address, const void* value, std::uint32_t bytes, unsigned scope, unsigned order, std::uint32_t site);
     void update(void* address, std::uint32_t bytes, unsigned scope, unsigned order, Change change, void* context, std::uint32_t site);
@@ -59,7 +63,6 @@ class Machine {
     std::uint64_t time(std::uint32_t site);
     void pause();
     [[noreturn]] void trap(std::uint32_t site);
-    [[noreturn]] void crash(const char* what, std::uint32_t site);
 
     // groups.h
     void barrier(std::uint32_t number, std::uint32_t threads, bool wait, std::uint32_t site);
@@ -85,26 +88,27 @@ class Machine {
         bool asynchronous;
     };
 
-    // order.h
+    // races.h
+    enum class Odds { none, race, narrow_scope, torn, lost_update, proxy_fence };
     void touch(std::uint64_t offset, std::uint32_t bytes, std::uint8_t flags, std::uint32_t site);
     bool allowed(const Fiber& fiber, std::uint64_t offset, std::uint32_t bytes) const;
     bool happened(const Record& record, std::uint16_t part, const Access& access, std::uint64_t offset, std::uint32_t bytes);
-    enum class Odds { none, race, narrow_scope, torn, lost_update, proxy_fence };
     Odds odds(const Record& record, std::uint16_t part, const Access& access) const;
-    void report_pair(Odds odds, const Record& record, const Access& access, std::uint64_t offset, std::uint32_t bytes);
-    void locate(Finding& finding, std::uint64_t offset, std::uint32_t bytes) const;
     Scope relation(Actor a, Actor b) const;
+    void report_pair(Odds odds, const Record& record, const Access& access, std::uint64_t offset, std::uint32_t bytes);
+    void report(Finding finding);
+    [[noreturn]] void fatal(Finding finding);
+    void locate(Finding& finding, std::uint64_t offset) const;
+    Side side(Actor actor, Clock clock, std::uint8_t flags, std::uint32_t bytes, std::uint32_t site) const;
+    Side side(const Fiber& fiber, std::string action) const;
+
+    // order.h
+    bool outside(const void* address, std::uint32_t bytes, std::uint32_t site);
     Handover* handover(std::uint64_t offset);
     Handover& make_handover(std::uint64_t offset);
     Ref<Snapshot> snapshot(Fiber& fiber);
     static void learn(Fiber& fiber, Scope needed, const Ref<Snapshot>& known, unsigned order);
     void take_over(Fiber& fiber, unsigned scope);
-    void poll(std::uint64_t offset, std::uint32_t bytes, std::uint32_t site);
-    bool outside(const void* address, std::uint32_t bytes, std::uint32_t site);
-    void report(Finding finding);
-    Side side(Actor actor, Clock clock, std::uint8_t flags, std::uint32_t bytes, std::uint32_t site) const;
-    Side side(const Fiber& fiber, std::string action) const;
-    [[noreturn]] void fatal(Finding finding);
 
     // groups.h
     static void contribute(Meeting& meeting, Fiber& fiber);
@@ -126,9 +130,6 @@ class Machine {
 
     // schedule.h
     void draw_style();
-    void start_blocks();
-    void start_block(Stream& stream);
-    void stream_goes_on(Stream& stream);
     Fiber* next();
     bool is_slow(const Fiber& fiber) const;
     void resume(Fiber& fiber);
@@ -136,15 +137,21 @@ class Machine {
     void delist(Fiber& fiber);
     void leave(State state);
     void wait(const char* what, std::uint32_t site, bool for_copies = false);
+    void poll(std::uint64_t offset, std::uint32_t bytes, std::uint32_t site);
     void maybe_pause();
+    void start_blocks();
+    void start_block(Stream& stream);
+    void stream_goes_on(Stream& stream);
+    static void thread_main();
     void no_progress();
     void deadlock();
-    std::vector<std::uint32_t> fault(std::uint32_t rank) const;
     std::string unstarted() const;
-    void clear();
-    void compare();
+    std::vector<std::uint32_t> fault(std::uint32_t rank) const;
+
+    // run.h
     bool done() const;
-    static void thread_main();
+    void compare();
+    void clear();
 
     Shadow shadow_;
     std::uint32_t* handover_of_ = nullptr;  // by word of memory

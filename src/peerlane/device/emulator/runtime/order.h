@@ -1,144 +1,11 @@
-// Accesses and fences: what each does, what it makes known, and whether an earlier one is at odds with it.
+// Atomic accesses and fences: what each does, and what it makes known.
 #pragma once
 
 #include "machine.h"
 
 namespace peerlane::emulator {
 
-inline const char* scope_name(unsigned scope) { return scope == block_scope ? "block" : scope == gpu_scope ? "gpu" : "system"; }
-
-// ---- who is who, and what is told about it --------------------------------------------------------------------------------------------------
-
-inline Scope Machine::relation(Actor a, Actor b) const {
-    if (actors_[a].block == actors_[b].block) return block_scope;
-    return actors_[a].rank == actors_[b].rank ? gpu_scope : system_scope;
-}
-
-inline Uint3 unfold(std::uint32_t index, const Uint3& size) { return {index % size.x, index / size.x % size.y, index / size.x / size.y}; }
-
-inline Side Machine::side(Actor actor, Clock clock, std::uint8_t flags, std::uint32_t bytes, std::uint32_t site) const {
-    const Identity& identity = actors_[actor];
-    const Fiber& fiber = *identity.fiber;
-    std::string action = flags & updates ? "updates" : flags & writes ? "writes" : "reads";
-    action += " " + std::to_string(bytes) + " bytes";
-    if (flags & atomic) action += std::string(", atomic in ") + scope_name(flags >> scope_shift & 3) + " scope";
-    if (flags & asynchronous) action += ", asynchronously";
-    Side result = side(fiber, action);
-    result.site = site;
-    if (!identity.asynchronous) {
-        // The access may be of an earlier launch than the one that the thread is in now.
-        const auto later = std::upper_bound(fiber.launches.begin(), fiber.launches.end(), clock);
-        result.launch = std::max<int>(0, static_cast<int>(later - fiber.launches.begin()) - 1);
-    }
-    return result;
-}
-
-inline Side Machine::side(const Fiber& fiber, std::string action) const {
-    const Launch& launch = *fiber.block->launch;
-    return {static_cast<int>(launch.rank), static_cast<int>(launch.number), fiber.block->index, fiber.thread, std::move(action), fiber.site};
-}
-
-inline void Machine::report(Finding finding) { findings.add(schedule_, std::move(finding)); }
-
-inline void Machine::fatal(Finding finding) {
-    report(std::move(finding));
-    aborted_ = true;
-    peerlane_switch(&current->stack_pointer, scheduler_);
-    __builtin_unreachable();
-}
-
-inline void Machine::crash(const char* what, std::uint32_t site) {
-    Finding finding{"crash", what, {side(*current, "ends the program")}};
-    finding.sides[0].site = site;
-    fatal(std::move(finding));
-}
-
-// ---- races ------------------------------------------------------------------------------------------------------------------------------------
-
-// What two unordered accesses to the same bytes are: nothing to speak of, or a finding of this kind.
-inline Machine::Odds Machine::odds(const Record& record, std::uint16_t part, const Access& access) const {
-    const std::uint8_t flags = record.flags();
-    if (!((flags | access.flags) & writes)) return Odds::none;
-    if (!(flags & access.flags & atomic)) return Odds::race;
-    const unsigned needed = relation(record.actor, access.actor);
-    if ((flags >> scope_shift & 3u) < needed || (access.flags >> scope_shift & 3u) < needed) return Odds::narrow_scope;
-    if (record.bytes != part) return Odds::torn;
-    // Stores that nothing orders, or a store among read-modify-writes: one of them is lost.
-    const bool both_write = flags & access.flags & writes;
-    const bool both_update = flags & access.flags & updates;
-    return both_write && !both_update && !((flags | access.flags) & same_value) ? Odds::lost_update : Odds::none;
-}
-
-inline void Machine::report_pair(
-    Odds odds, const Record& record, const Access& access, std::uint64_t offset, std::uint32_t bytes) {
-    Finding finding{odds == Odds::lost_update ? "lost_update" : odds == Odds::proxy_fence ? "proxy_fence" : "race", "", {}};
-    if (odds == Odds::narrow_scope) {
-        finding.detail = std::string("both are atomic, but these threads need ") + scope_name(relation(record.actor, access.actor)) + " scope";
-    } else if (odds == Odds::torn) {
-        finding.detail = "both are atomic, but of different sizes, so that one may see half of the other";
-    }
-    const auto earlier_bytes = static_cast<std::uint32_t>(__builtin_popcount(record.bytes));
-    finding.sides = {
-        side(record.actor, record.clock, record.flags(), earlier_bytes, record.site),
-        side(access.actor, access.clock, access.flags, bytes, access.site)};
-    locate(finding, offset, bytes);
-    report(std::move(finding));
-}
-
-inline void Machine::locate(Finding& finding, std::uint64_t offset, std::uint32_t bytes) const {
-    finding.buffer = static_cast<int>(memory.holds(offset) ? memory.number_at(offset) : 0);
-    finding.offset = offset - memory.buffers()[finding.buffer].begin;
-    finding.bytes = bytes;
-}
-
-inline bool Machine::happened(const Record& record, std::uint16_t part, const Access& access, std::uint64_t offset, std::uint32_t bytes) {
-    if (record.actor == access.actor || record.clock <= at(current->view.seen[View::ordinary], record.actor)) return true;
-    const Odds kind = odds(record, part, access);
-    if (kind == Odds::none) return false;
-    report_pair(kind, record, access, offset, bytes);
-    return true;  // said once; later accesses are compared with this one
-}
-
-inline bool Machine::allowed(const Fiber& fiber, std::uint64_t offset, std::uint32_t bytes) const {
-    const Buffer& buffer = memory.buffers()[memory.number_at(offset)];
-    return offset >= buffer.begin && offset + bytes <= buffer.end &&
-           (buffer.rank < 0 || buffer.rank == static_cast<int>(fiber.block->launch->rank)) &&
-           (buffer.block < 0 || buffer.block == fiber.block->key);
-}
-
-inline void Machine::touch(std::uint64_t offset, std::uint32_t bytes, std::uint8_t flags, std::uint32_t site) {
-    Fiber& fiber = *current;
-    fiber.site = site;
-    const Access access{fiber.id, flags, fiber.clock, site};
-    if (!allowed(fiber, offset, bytes)) {
-        Finding finding{"illegal_address", "", {side(fiber.id, fiber.clock, flags, bytes, site)}};
-        locate(finding, offset, bytes);
-        fatal(std::move(finding));
-    }
-    if (flags & writes) {
-        memory.written(offset, bytes);
-        wrote_ = true;
-        fiber.polls = 0;
-    } else if (flags & atomic) {
-        // One that polls is noted once, until it or the memory goes on.
-        const Poll poll{offset, version_, fiber.clock};
-        if (fiber.noted == poll) return;
-        fiber.noted = poll;
-    }
-    shadow_.access(offset, bytes, access, [&](const Record& record, std::uint16_t part) { return happened(record, part, access, offset, bytes); });
-}
-
-inline void Machine::plain(const void* address, std::uint32_t bytes, std::uint8_t flags, std::uint32_t site) {
-    const std::uint64_t offset = memory.offset(address);
-    if (!memory.holds(offset)) return;
-    if (--budget_ == 0) {
-        budget_ = 1 + random_.below(2 * style_.accesses);
-        if (!patience_) leave(State::runnable);
-    }
-    touch(offset, bytes, flags, site);
-}
-
-// ---- atomic accesses -----------------------------------------------------------------------------------------------------------------------------
+// ---- atomic accesses --------------------------------------------------------------------------------------------------------------------
 
 inline Handover* Machine::handover(std::uint64_t offset) {
     const std::uint32_t index = handover_of_[offset / 4];
@@ -270,7 +137,7 @@ inline void Machine::update(
     }
 }
 
-// ---- fences and time -------------------------------------------------------------------------------------------------------------------------------
+// ---- fences and time --------------------------------------------------------------------------------------------------------------------
 
 inline void Machine::fence(unsigned scope) {
     maybe_pause();

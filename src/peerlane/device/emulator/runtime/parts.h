@@ -140,7 +140,8 @@ struct Stream {
     std::uint32_t max_blocks = 0, max_threads = 0, max_shared_bytes = 0;
     Fiber* first_fiber = nullptr;
     int first_block = 0;
-    std::uint64_t shared = 0, shared_stride = 0, static_shared = 0;  // of its blocks: the first's offset, the distance, the static part's place
+    // Shared memory of its blocks: where the first's lies, how far apart they are, and where in each the static variables are.
+    std::uint64_t shared = 0, shared_stride = 0, static_shared = 0;
 
     // New in every schedule.
     std::size_t next_launch = 0;

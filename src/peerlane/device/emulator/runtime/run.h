@@ -5,6 +5,7 @@
 #include "groups.h"
 #include "machine.h"
 #include "order.h"
+#include "races.h"
 #include "schedule.h"
 
 namespace peerlane::emulator {
@@ -37,9 +38,10 @@ inline void Machine::prepare(std::uint64_t base, std::vector<Buffer> buffers, st
         stream.static_shared = whole_pages(stream.max_shared_bytes) + page_bytes;
         stream.shared_stride = stream.static_shared + whole_pages(static_shared_bytes) + page_bytes;
         for (std::uint32_t i = 0; i < stream.max_blocks; ++i, ++blocks) {
-            const std::uint64_t start = stream.shared + i * stream.shared_stride;
-            buffers.push_back({start, start + stream.max_shared_bytes, static_cast<int>(stream.rank), blocks});
-            buffers.push_back({start + stream.static_shared, start + stream.static_shared + static_shared_bytes, static_cast<int>(stream.rank), blocks});
+            const int rank = static_cast<int>(stream.rank);
+            const std::uint64_t dynamic = stream.shared + i * stream.shared_stride, fixed = dynamic + stream.static_shared;
+            buffers.push_back({dynamic, dynamic + stream.max_shared_bytes, rank, blocks});
+            buffers.push_back({fixed, fixed + static_shared_bytes, rank, blocks});
         }
         end = stream.shared + stream.max_blocks * stream.shared_stride;
         threads += std::size_t(stream.max_blocks) * stream.max_threads;
@@ -55,11 +57,16 @@ inline void Machine::prepare(std::uint64_t base, std::vector<Buffer> buffers, st
         stream.first_fiber = &fibers_[next];
         for (std::uint32_t i = 0; i < stream.max_blocks * stream.max_threads; ++i, ++next) {
             fibers_[next].id = static_cast<Actor>(next);
+            fibers_[next].clock = Vector::floor + 1;
             const int block = stream.first_block + static_cast<int>(i / stream.max_threads);
             actors_.push_back({&fibers_[next], static_cast<int>(stream.rank), block, false});
         }
     }
     Vector::actors = static_cast<std::uint32_t>(actors_.size());
+}
+
+inline bool Machine::done() const {
+    return std::all_of(streams_.begin(), streams_.end(), [](const Stream& s) { return s.next_launch == s.launches.size(); });
 }
 
 inline void Machine::run(int schedule, std::uint64_t seed) {

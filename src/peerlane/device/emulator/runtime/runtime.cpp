@@ -1,8 +1,8 @@
 // Where the compiler's hooks, the stand-in headers and the host enter the machine.
 //
-// Device code is compiled with -fsanitize=thread, which calls __tsan_* before every access to memory that other threads could see; this file
-// gives these functions another meaning than the sanitizer's own library, which is not linked. Shared variables are thread_local to the
-// compiler, so their addresses come from __tls_get_addr, which is ours too: a "thread" is a block.
+// Device code is compiled with -fsanitize=thread, which calls __tsan_* before every access to memory that other threads could see; this
+// file gives these functions another meaning than the sanitizer's own library, which is not linked. Shared variables are thread_local to
+// the compiler, so their addresses come from __tls_get_addr, which is ours too: a "thread" is a block.
 #include <link.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -48,7 +48,7 @@ inline void ordinary(const void* address, std::uint32_t bytes, std::uint8_t flag
 }
 
 [[noreturn]] void device_variable(std::uint32_t site) {
-    machine->crash("writes to a __device__ variable, of which there is one for all ranks here; keep state in the arena or in a buffer", site);
+    machine->crash("a write to a __device__ variable, of which there is one for all ranks here: keep state in the arena or a buffer", site);
 }
 
 inline void ordinary_write(const void* address, std::uint32_t bytes, std::uint32_t site) {
@@ -95,7 +95,7 @@ void run_or_crash(int schedule, std::uint64_t seed) {
 
 extern "C" {
 
-// ---- the compiler's hooks ------------------------------------------------------------------------------------------------------------------------
+// ---- the compiler's hooks ---------------------------------------------------------------------------------------------------------------
 
 #define ACCESS(bytes)                                                                                          \
     void __tsan_read##bytes(void* p) { ordinary(p, bytes, 0, SITE); }                                          \
@@ -125,7 +125,7 @@ struct TlsIndex {
 };
 __attribute__((visibility("hidden"))) void* __tls_get_addr(TlsIndex* index) { return machine->static_shared_base() + index->offset; }
 
-// ---- the stand-in headers' hooks (hooks.h) -----------------------------------------------------------------------------------------------------
+// ---- the stand-in headers' hooks (hooks.h) ----------------------------------------------------------------------------------------------
 
 Uint3 peerlane_thread_index() noexcept { return machine->current->thread; }
 Uint3 peerlane_block_index() noexcept { return machine->current->block->index; }
@@ -149,7 +149,9 @@ void peerlane_proxy_fence(unsigned proxy) { machine->proxy_fence(proxy); }
 
 void peerlane_barrier(unsigned number, unsigned threads, bool wait) { machine->barrier(number, threads, wait, SITE); }
 void peerlane_warp_barrier(unsigned mask) { machine->warp_barrier(mask, SITE); }
-const unsigned long long* peerlane_warp_exchange(unsigned mask, unsigned long long value) { return machine->warp_exchange(mask, value, SITE); }
+const unsigned long long* peerlane_warp_exchange(unsigned mask, unsigned long long value) {
+    return machine->warp_exchange(mask, value, SITE);
+}
 unsigned peerlane_active_mask() { return machine->current->block->warps[machine->current->index / 32].live; }
 
 char* peerlane_dynamic_shared() { return machine->shared_base(); }
@@ -173,7 +175,7 @@ void peerlane_async(const Segment* segments, unsigned count, Combine combine, un
 void peerlane_async_commit(unsigned queue) { machine->async_commit(queue); }
 void peerlane_async_wait(unsigned queue, unsigned pending, bool sources_only) { machine->async_wait(queue, pending, sources_only, SITE); }
 
-// ---- the host (emulator/_child.py) ------------------------------------------------------------------------------------------------------------
+// ---- the host (emulator/_child.py) ------------------------------------------------------------------------------------------------------
 
 struct HostBuffer {
     std::uint64_t begin, end;

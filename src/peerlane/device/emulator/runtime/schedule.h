@@ -5,7 +5,7 @@
 
 namespace peerlane::emulator {
 
-// ---- switching -----------------------------------------------------------------------------------------------------------------------------------
+// ---- switching --------------------------------------------------------------------------------------------------------------------------
 
 inline void Machine::enlist(Fiber& fiber, State state) {
     auto& list = lists_[static_cast<int>(state)];
@@ -123,7 +123,7 @@ inline void Machine::draw_style() {
     budget_ = 1 + random_.below(2 * style_.accesses);
 }
 
-// ---- launches -------------------------------------------------------------------------------------------------------------------------------------
+// ---- launches ---------------------------------------------------------------------------------------------------------------------------
 
 inline void Machine::thread_main() {
     Machine& self = *machine;
@@ -198,11 +198,7 @@ inline void Machine::stream_goes_on(Stream& stream) {
     start_blocks();
 }
 
-inline bool Machine::done() const {
-    return std::all_of(streams_.begin(), streams_.end(), [](const Stream& s) { return s.next_launch == s.launches.size(); });
-}
-
-// ---- when nobody can go on ------------------------------------------------------------------------------------------------------------------------
+// ---- when nobody can go on --------------------------------------------------------------------------------------------------------------
 
 // First everybody who polls may poll on, while the clock moves in small steps: someone may only be passing time. Then the clock jumps, so
 // that waits with a deadline end and say what they waited for.

@@ -34,7 +34,7 @@
 #define gridDim (::peerlane::emulator::peerlane_grid_size())
 constexpr int warpSize = 32;
 
-// ---- vectors ---------------------------------------------------------------------------------------------------------------------------------------
+// ---- vectors ----------------------------------------------------------------------------------------------------------------------------
 
 #define PEERLANE_VECTORS(type, name, align2, align4)                                                            \
     struct name##1 { type x; };                                                                                 \
@@ -60,7 +60,7 @@ struct dim3 {
     unsigned x = 1, y = 1, z = 1;
 };
 
-// ---- threads of a block ------------------------------------------------------------------------------------------------------------------------------
+// ---- threads of a block -----------------------------------------------------------------------------------------------------------------
 
 namespace peerlane::emulator {
 
@@ -151,7 +151,7 @@ PEERLANE_INLINE T __reduce_min_sync(unsigned mask, T value) {
     return peerlane::emulator::fold(mask, value, [](T a, T b) { return a < b ? a : b; });
 }
 
-// ---- memory ------------------------------------------------------------------------------------------------------------------------------------------
+// ---- memory -----------------------------------------------------------------------------------------------------------------------------
 
 PEERLANE_INLINE void __threadfence() { peerlane::emulator::peerlane_fence(peerlane::emulator::gpu_scope); }
 PEERLANE_INLINE void __threadfence_system() { peerlane::emulator::peerlane_fence(peerlane::emulator::system_scope); }
@@ -207,15 +207,17 @@ PEERLANE_INLINE void __stcg(T* p, std::type_identity_t<T> v) { *p = v; }
 template <class T>
 PEERLANE_INLINE void __stcs(T* p, std::type_identity_t<T> v) { *p = v; }
 PEERLANE_INLINE std::size_t __cvta_generic_to_shared(const void* p) { return peerlane::emulator::peerlane_shared_address(p); }
-PEERLANE_INLINE void* __cvta_shared_to_generic(std::size_t a) { return peerlane::emulator::peerlane_shared_pointer(static_cast<unsigned>(a)); }
+PEERLANE_INLINE void* __cvta_shared_to_generic(std::size_t address) {
+    return peerlane::emulator::peerlane_shared_pointer(static_cast<unsigned>(address));
+}
 
-// ---- time and control ----------------------------------------------------------------------------------------------------------------------------------
+// ---- time and control -------------------------------------------------------------------------------------------------------------------
 
 PEERLANE_INLINE long long clock64() { return static_cast<long long>(peerlane::emulator::peerlane_time()); }
 PEERLANE_INLINE void __nanosleep(unsigned) { peerlane::emulator::peerlane_pause(); }
 [[noreturn]] PEERLANE_INLINE void __trap() { peerlane::emulator::peerlane_trap(); }
 
-// ---- numbers -----------------------------------------------------------------------------------------------------------------------------------------
+// ---- numbers ----------------------------------------------------------------------------------------------------------------------------
 
 #define PEERLANE_CAST(name, from, to) \
     PEERLANE_INLINE to name(from value) { return __builtin_bit_cast(to, value); }

@@ -1,4 +1,4 @@
-// Floats of sixteen and eight bits on the CPU, and what asynchronous copies do at their target. Plain C++: device headers use the conversions too.
+// Floats of sixteen and eight bits on the CPU, and what asynchronous copies do at their target. Used by device headers and the runtime.
 #pragma once
 
 #include <bit>

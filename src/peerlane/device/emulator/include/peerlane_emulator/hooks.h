@@ -20,7 +20,8 @@ enum Proxy : unsigned { shared_proxy, all_proxies };
 // What an asynchronous copy does at its target.
 enum class Combine : unsigned { replace, add_f32, add_f16, add_bf16, add_u32 };
 
-// One contiguous piece of an asynchronous operation. No source: zeros are written. No target: the source is only read, by a matrix unit, say.
+// One contiguous piece of an asynchronous operation. Without a source zeros are written; without a target the source is only read, by a
+// matrix unit, say.
 struct Segment {
     void* target;
     const void* source;

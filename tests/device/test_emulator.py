@@ -1,0 +1,295 @@
+"""The emulator itself: CUDA's names mean what they should, what is wrong is told in the words of the source, and runs can be repeated."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from peerlane import cli
+from peerlane.device import emulator
+from peerlane.device.emulator import Finding, Report, Scenario, build, check
+from peerlane.device.jit import INCLUDE_DIR
+from peerlane.device.kernels import KERNELS
+from peerlane.device.workspace import Messages, Workspace, workspace_bytes
+from peerlane.errors import CompileError, DeviceError, MissingDependency, UsageError
+
+SOURCE = Path(__file__).with_name("emulator_kernels.cu")
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "cuda" / "1_allreduce_cuda.py"
+
+
+def words(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64).to(torch.int32)
+
+
+def run(
+    kernel: str,
+    *,
+    expected: torch.Tensor | None = None,
+    initial: torch.Tensor | None = None,
+    more: Sequence[object] = (),
+    block: int = 32,
+    grid: int = 1,
+    schedules: int = 40,
+) -> Report:
+    """One launch on one rank, with a buffer `out` and then ``more`` arguments."""
+    scenario = Scenario(kernel, SOURCE, 1)
+    start = initial if initial is not None else torch.zeros_like(expected) if expected is not None else words(*[0] * 32)
+    out = scenario.buffer("out", [start], None if expected is None else [expected])
+    scenario.launch(kernel, grid, block, [out, *more], shared_bytes=1024)
+    return check(scenario, schedules=schedules)
+
+
+def shuffled(thread: int) -> int:
+    """What `shuffles` leaves: a sum of 0 to 31, the warp's last thread, and the right neighbour within half a warp."""
+    lane = thread % 32
+    return 496 + 1000 * (thread - lane + 31) + 100000 * (min(lane + 1, 15) if lane < 16 else 0)
+
+
+def only(report: Report) -> Finding:
+    assert len(report.findings) == 1, str(report)
+    return report.findings[0]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "grid", "block", "expected", "more"),
+    [
+        ("reverse_in_shared", 2, 64, [100 * b + 63 - t for b in range(2) for t in range(64)], ()),
+        ("shuffles", 1, 64, [shuffled(t) for t in range(64)], ()),
+        ("exchange_in_warp", 1, 32, [31 - t for t in range(32)], (ctypes.c_uint32(0),)),
+        ("named_barriers", 1, 64, [7] * 32, ()),
+        ("some_threads_leave", 1, 64, [20] * 20, ()),
+        ("passes_time", 1, 32, None, ()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cuda_says_is_done(kernel: str, grid: int, block: int, expected: list[int] | None, more: Sequence[object]) -> None:
+    if expected is None:
+        report = run(kernel, grid=grid, block=1, expected=words(1))
+    else:
+        report = run(kernel, grid=grid, block=block, expected=words(*expected), more=more)
+    assert report.clean, str(report)
+
+
+def test_conversions_round_as_the_gpu_does() -> None:
+    expected = words(0xC0003F80, 1, 0x847E, 0x5F001800, 0xFB3C, 0xFB003C00)
+    # -0.0087890625 is 4.5 steps of 2^-9: to even, 4 steps; 0x7e is 448, 0x01 is 2^-9; -1e9 is the largest of e5m2, -57344.
+    report = run("numbers", block=1, expected=expected)
+    assert report.clean, str(report)
+
+
+def test_atomics_count_and_bytes_lie_side_by_side() -> None:
+    scenario = Scenario("atomics", SOURCE, 1)
+    counter = scenario.buffer("counter", [words(0)], [words(128)])
+    largest = scenario.buffer("largest", [words(0)], [words(127)])
+    scenario.launch("count_in_grid", 4, 32, [counter, largest])
+    every = scenario.buffer("bytes", [torch.zeros(37, dtype=torch.uint8)], [torch.arange(37, dtype=torch.uint8)])
+    scenario.launch("bytes_side_by_side", 1, 37, [every])
+    report = check(scenario, schedules=100)
+    assert report.clean, str(report)
+
+
+def test_volatile_polls_and_bulk_additions_between_ranks() -> None:
+    scenario = Scenario("between ranks", SOURCE, 2)
+    arena = scenario.arena(4096)
+    heard = scenario.buffer("heard", [words(0)] * 2, [words(6), words(5)])
+    scenario.launch("volatile_flag", 1, 1, [arena, heard])
+    other = scenario.arena(4096)
+    total = scenario.buffer("total", [torch.zeros(32)] * 2, [2 * torch.arange(32.0)] * 2)
+    scenario.launch("add_in_bulk", 1, 32, [other, total], shared_bytes=128)
+    report = check(scenario, schedules=100)
+    assert report.clean, str(report)
+
+
+@pytest.mark.parametrize(("twin", "kinds"), [(0, set()), (1, {"proxy_fence"}), (2, {"race"})])
+def test_a_pipeline_of_bulk_loads(twin: int, kinds: set[str]) -> None:
+    scenario = Scenario("pipeline", SOURCE, 1)
+    given = scenario.buffer("in", [torch.arange(160.0)])
+    out = scenario.buffer("out", [torch.zeros(160)], [torch.arange(160.0) + 1])
+    scenario.launch("pipeline", 1, 64, [given, out, ctypes.c_uint32(5), ctypes.c_uint32(twin)], shared_bytes=256)
+    report = check(scenario, schedules=50)
+    assert kinds <= {finding.kind for finding in report.findings}, str(report)
+    assert report.caught == (50 if kinds else 0), str(report)
+
+
+def test_a_race_is_told_with_both_lines() -> None:
+    finding = only(run("neighbours_race"))
+    lines = SOURCE.read_text().splitlines()
+    assert finding.kind == "race" and finding.schedules == 40
+    assert {lines[side.frames[0].line - 1].strip() for side in finding.sides} == {
+        "out[threadIdx.x] = 1;",
+        "if (threadIdx.x) out[threadIdx.x - 1] = 2;",
+    }
+    assert finding.memory.startswith("out+") and finding.memory.endswith("of rank 0")
+    assert "release" in str(finding) and "emulator_kernels.cu:" in str(finding)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "says"),
+    [
+        ("out_of_bounds", "illegal_address", "writes 4 bytes"),
+        ("null_pointer", "crash", "memory that is nobody's"),
+        ("writes_device_variable", "crash", "__device__ variable"),
+        ("deep", "crash", "stack of a thread is full"),
+        ("traps", "trap", "traps"),
+        ("mbarrier_without_init", "misuse", "nobody has initialised"),
+        ("torn_flag", "race", "of different sizes"),
+    ],
+)
+def test_faults_are_findings(kernel: str, kind: str, says: str) -> None:
+    report = run(kernel, block=2 if kernel == "torn_flag" else 32 + (kernel == "out_of_bounds"), schedules=5)
+    assert report.caught == 5
+    assert {finding.kind for finding in report.findings} == {kind}
+    assert says in str(report)
+
+
+def test_memory_of_another_rank_is_no_address() -> None:
+    scenario = Scenario("foreign", SOURCE, 2)
+    own = scenario.buffer("own", [words(0)] * 2)
+    scenario.launch("peer_s_own_memory", 1, 1, [own, lambda rank: ctypes.c_uint64((own.addresses[1 - rank] - own.addresses[rank]) % 2**64)])
+    finding = only(check(scenario, schedules=5))
+    assert finding.kind == "illegal_address" and finding.memory.startswith("own+0 of rank")
+
+
+def test_warp_votes_order_nothing() -> None:
+    assert only(run("exchange_in_warp", more=[ctypes.c_uint32(1)])).kind == "race"
+
+
+def test_a_wrong_result_says_where() -> None:
+    finding = only(run("reverse_in_shared", block=64, expected=words(*range(63, 2, -1), 9, 1, 0)))
+    assert finding.kind == "wrong_result" and finding.memory == "out+244 of rank 0"
+    assert "expected 0300000009000000, got 0300000002000000" in finding.detail
+
+
+def test_a_seed_says_everything() -> None:
+    """The same seed gives the same findings, another one others, and a schedule can be run alone."""
+    from device.test_emulator_protocols import scenario
+
+    made = scenario("counter", "too_few", grid=1, launches=1)
+    first, again, other = (check(made, schedules=60, seed=seed) for seed in (1, 1, 2))
+    assert first.findings == again.findings and first.caught == again.caught
+    assert [finding.schedule for finding in first.findings] != [
+        finding.schedule for finding in other.findings
+    ] or first.caught != other.caught
+    late = max(first.findings, key=lambda finding: finding.schedule)
+    alone = check(made, schedules=1, seed=1, first_schedule=late.schedule)
+    assert late.kind in {finding.kind for finding in alone.findings}
+
+
+def test_what_never_ends_is_stopped() -> None:
+    scenario = Scenario("endless", SOURCE, 1)
+    scenario.launch("never_ends", 1, 1, [scenario.buffer("out", [words(0)])])
+    with pytest.raises(DeviceError, match=r"did not end in 0\.5 s"):
+        check(scenario, schedules=1, timeout_s=0.5)
+
+
+# ---- the ways to ask
+
+
+def functions(header: Path) -> set[str]:
+    """Names of what the header defines, by the spelling of either side."""
+    return set(
+        re.findall(
+            r"^(?:\[\[noreturn\]\] )?(?:__device__ inline|PEERLANE_INLINE) [\w:<> ]+?[ &*]+(\w+)\(", header.read_text(), re.MULTILINE
+        )
+    )
+
+
+TWINS = sorted((build.STAND_INS / "peerlane").glob("*.cuh"))
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=lambda path: path.name)
+def test_a_stand_in_has_every_function_of_its_header(twin: Path) -> None:
+    device = functions(INCLUDE_DIR / "peerlane" / twin.name)
+    assert len(device) >= 5
+    assert functions(twin) == device
+
+
+def test_unusable_requests_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario("mine", SOURCE, 2)
+    with pytest.raises(UsageError, match="one tensor for each of the 2 ranks"):
+        scenario.buffer("out", [words(0)])
+    with pytest.raises(UsageError, match=r"argument 0 .* is a int; expected"):
+        scenario.launch("traps", 1, 32, [3])
+    with pytest.raises(UsageError, match="fewer or smaller blocks"):
+        scenario.launch("traps", 132, 512, [])
+    with pytest.raises(UsageError, match="0 launches"):
+        check(Scenario("empty", SOURCE, 2))
+    scenario = Scenario("unknown", SOURCE, 1)
+    scenario.launch("absent", 1, 1, [])
+    with pytest.raises(UsageError, match="launches absent; the source has reverse_in_shared"):
+        check(scenario)
+    with pytest.raises(CompileError, match=r"source\.cu:1"):
+        emulator.compile_program('extern "C" __global__ void k() { nonsense; }')
+    with pytest.raises(UsageError, match='declare it extern "C"'):
+        emulator.compile_program("__global__ void k() {}")
+    monkeypatch.setattr(build, "COMPILER", "no-such-compiler")
+    with pytest.raises(MissingDependency, match="which is not installed: apt-get install"):
+        emulator.compile_program(SOURCE)
+
+
+def race(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["peerlane", "race", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_the_all_reduce_example_is_clean(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert race(monkeypatch, str(EXAMPLE)) == 0
+    assert capsys.readouterr().out.count("300 schedules, seed 0: nothing found") == 6
+
+
+def test_all_reduce_in_place_in_fp32_of_odd_sizes() -> None:
+    """Two elements for three ranks, and a few more than whole packets and vectors, one call after the other in one workspace."""
+    world_size = 3
+    kernels = ("all_reduce_one_shot", "all_reduce_two_shot", "all_reduce_relay")
+    source = "".join(KERNELS[name].text(name) for name in kernels)
+    scenario = Scenario("fp32", source, world_size, {"ELEMENT": "peerlane::Float32", "WORLD_SIZE": world_size})
+    arena = scenario.arena(workspace_bytes(world_size))
+    workspace = Workspace.take(arena, world_size)
+    for numel in (2, 203):
+        for kernel in kernels:
+            terms = [(torch.arange(numel) * (rank + 5) % 17 - 8).float() for rank in range(world_size)]
+            data = scenario.buffer(f"{kernel} {numel}", terms, expected=[torch.stack(terms).sum(dim=0)] * world_size)
+            args = [arena, workspace, Messages(), data, data, ctypes.c_uint64(4 * numel), ctypes.c_int(0)]
+            scenario.launch(kernel, 2, 32, args)
+    report = check(scenario, schedules=100)
+    assert report.clean, str(report)
+
+
+def test_the_page_s_example_is_clean_and_its_broken_form_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "device" / "emulator.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    (tmp_path / "mine.py").write_text(code)
+    assert race(monkeypatch, str(tmp_path / "mine.py"), "--world-size", "2", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["clean"]
+    fence = "        ptx::fence_system();  // release\n"
+    assert fence in code
+    (tmp_path / "mine.py").write_text(code.replace(fence, ""))
+    assert race(monkeypatch, str(tmp_path / "mine.py"), "--world-size", "2") == 3
+    printed = capsys.readouterr().out
+    assert "race: arena+" in printed and "source.cu:" in printed
+
+
+def test_a_file_without_scenarios_is_a_usage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.py").write_text("")
+    (tmp_path / "wrong.py").write_text("def race(world_size):\n    return [world_size]\n")
+    for name, says in (
+        ("absent.py", "is not a Python file"),
+        ("empty.py", "has no function race(world_size)"),
+        ("wrong.py", "gave ['int']"),
+    ):
+        assert race(monkeypatch, str(tmp_path / name)) == 2
+        assert says in capsys.readouterr().err
