@@ -18,6 +18,14 @@ struct Channels {
     u64 tiles, flags, counters, blocks;
 };
 
+// One of the two packet buffers, cut into a part per source, the same in every launch: a place has one writer for ever, whose own program
+// orders what it stores there. (Ranks that took turns at a place would need a fence: packets order nothing but themselves.)
+struct PacketBuffer {
+    u64 at, stride;
+
+    __device__ u64 place(u32 source, u64 i) const { return at + source * stride + i * sizeof(Vec16); }
+};
+
 // Mirrors `peerlane.device.workspace.Workspace`. Offsets and sizes in bytes; places for as many blocks as `blocks` says.
 struct CollectiveWorkspace {
     u64 epochs;               // u32[max_epoch_blocks]
@@ -29,8 +37,11 @@ struct CollectiveWorkspace {
     u64 relay_blocks;
     Channels copies, sums;    // apart, because tiles of one may still be unread when a launch of the other begins
 
-    // The half of the packet buffers that belongs to an epoch.
-    __device__ u64 packet_buffer(u32 epoch) const { return packets + (epoch & 1) * packet_buffer_bytes; }
+    // The one that belongs to an epoch. A rank has packet_buffer_bytes / W / 16 packets in it.
+    template <int W>
+    __device__ PacketBuffer packet_buffer(u32 epoch) const {
+        return {packets + (epoch & 1) * packet_buffer_bytes, packet_buffer_bytes / W / sizeof(Vec16) * sizeof(Vec16)};
+    }
 };
 
 // What this rank sends to and gets from every rank, itself included: bytes, and where they lie in `in` and `out`. Both ends of a message
