@@ -30,7 +30,7 @@ __device__ inline void push_messages(const Arena& arena, u64 own_place, const Me
 }
 
 template <int W>
-__device__ inline void exchange_packets(const Arena& arena, const CollectiveWorkspace& space, const Messages& messages, const char* in, char* out) {
+__device__ inline void exchange_by_packets(const Arena& arena, const CollectiveWorkspace& space, const Messages& messages, const char* in, char* out) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(space.epochs)));
     const PacketBuffer buffer = space.packet_buffer<W>(epoch);
     const u32 step = gridDim.x * blockDim.x;
@@ -60,7 +60,7 @@ __device__ inline void exchange_packets(const Arena& arena, const CollectiveWork
 // All messages to one rank have one length and are terms of a sum, which goes to out + receive_at[rank]. Added as in all_reduce.cuh. A rank
 // that gets no sum keeps its message to itself: copies it to that place, unless it is there already.
 template <class E, int W>
-__device__ inline void reduce_packets(const Arena& arena, const CollectiveWorkspace& space, const Messages& messages, const char* in, char* out) {
+__device__ inline void reduce_by_packets(const Arena& arena, const CollectiveWorkspace& space, const Messages& messages, const char* in, char* out) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(space.epochs)));
     const PacketBuffer buffer = space.packet_buffer<W>(epoch);
     const u32 step = gridDim.x * blockDim.x;

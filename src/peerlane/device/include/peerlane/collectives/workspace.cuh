@@ -9,7 +9,10 @@
 namespace peerlane {
 
 constexpr u32 ring_depth = 4;  // places per ring; divides 2^32, so that numbers may wrap
-constexpr u32 ring_tile_bytes = 16384;
+#ifndef PEERLANE_RING_TILE_BYTES
+#define PEERLANE_RING_TILE_BYTES 16384
+#endif
+constexpr u32 ring_tile_bytes = PEERLANE_RING_TILE_BYTES;  // smaller where many tiles are to be seen with little data
 
 // Rings of tiles from every rank to every other, one per block: tiles[block][source][ring_depth] at the receiver.
 // Flags of slot b say how many tiles have come, those of slot `blocks + b` how many have been used; counters[2][block][rank] hold, between
