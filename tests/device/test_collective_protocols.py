@@ -6,16 +6,18 @@ The device source is that of the GPU, but for rings of smaller tiles, so that a 
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from peerlane.device import messages
+from peerlane.device import compile_cubin, messages
 from peerlane.device.emulator import Scenario, check
 from peerlane.device.jit import INCLUDE_DIR
 from peerlane.device.kernels import ELEMENT_TYPES, KERNELS
+from peerlane.device.lint import lint
 from peerlane.device.messages import Member
 from peerlane.device.workspace import Channels, Messages, Workspace, exchange_threads
 
@@ -152,6 +154,23 @@ def test_sums_of_every_dtype_are_right(dtype: torch.dtype) -> None:
         work.add(kernel, 1000 + dtype.itemsize)
     report = check(work.scenario, schedules=3)
     assert report.clean, report
+
+
+def test_the_kernel_of_the_documentation_is_right() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "device" / "primitives.md").read_text(encoding="utf-8")
+    block = re.search(r"<!-- all-reduce:begin -->\n```cuda\n(.*?)```\n<!-- all-reduce:end -->", text, re.DOTALL)
+    assert block
+    scenario = Scenario("documentation", block[1], 2, defines={"WORLD_SIZE": 2})
+    arena = scenario.arena(1 << 16)
+    places = [ctypes.c_uint64(arena.take(nbytes)) for nbytes in (1024, BLOCKS * 2 * 128, 4096)]
+    for launch, length in enumerate((301, 5, 64)):
+        terms = [torch.arange(length, dtype=torch.float32) * (rank + launch) for rank in range(2)]
+        source = scenario.buffer(f"in {launch}", terms)
+        target = scenario.buffer(f"out {launch}", [torch.zeros(length)] * 2, [terms[0] + terms[1]] * 2)
+        scenario.launch("all_reduce", BLOCKS, 64, (arena, *places, source, target, ctypes.c_uint64(4 * length)))
+    report = check(scenario, schedules=100)
+    assert report.clean, report
+    assert lint(compile_cubin(block[1], defines={"WORLD_SIZE": 4}).ptx()) == []
 
 
 @dataclass(frozen=True)
