@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from peerlane.cli import _console, _progress
 from peerlane.cli._console import ExitCode
 from peerlane.errors import HarnessError, MissingDependency, UsageError
 from peerlane.evaluate.verdict import HarnessFailure, NotRun
+from peerlane.hardware import topology
 from unit.sample_results import ENVIRONMENT, hung, on_cpu, result, wrong
 
 COMMAND_LINE = {
@@ -37,6 +39,7 @@ COMMAND_LINE = {
     ],
     "calibrate": ["--problem", "--preset", "--world-size", "--device", "--out", "--json"],
     "race": ["file", "--schedules", "--seed", "--world-size", "--json"],
+    "bench": ["what", "--out", "--json"],
     "report": ["files", "--noise"],
     "demo": ["--examples", "--preset", "--world-size", "--device", "--json"],
     "docs": ["--write", "--check", "--folder"],
@@ -248,6 +251,13 @@ def test_report_prints_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     out = capsys.readouterr().out
     assert out.startswith("| candidate | problem | preset | W |")
     assert "2.00 [1.96, 2.04]" in out and "4x NVIDIA H200" in out and "hang: first_call: rank(s) 1" in out
+
+
+def test_bench_needs_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "bench", "mechanism") == ExitCode.USAGE
+    monkeypatch.setattr(topology, "discover", lambda: SimpleNamespace(gpus=()))
+    assert run(monkeypatch, "bench", "mechanisms") == ExitCode.USAGE
+    assert "needs 2 or more GPUs; this machine has 0" in capsys.readouterr().err
 
 
 def test_doctor_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

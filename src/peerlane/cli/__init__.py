@@ -10,7 +10,7 @@ import traceback
 
 import typer
 
-from peerlane.cli import calibrate, demo, docs, doctor, evaluation, list_problems, race, report, show
+from peerlane.cli import bench, calibrate, demo, docs, doctor, evaluation, list_problems, race, report, show
 from peerlane.cli._console import ExitCode, print_error
 from peerlane.errors import MissingDependency, PeerlaneError, UsageError
 
@@ -30,6 +30,7 @@ app.command("show")(show.show)
 app.command("eval")(evaluation.evaluate_candidates)
 app.command("calibrate")(calibrate.calibrate)
 app.command("race")(race.race)
+app.command("bench")(bench.bench)
 app.command("report")(report.report)
 app.command("demo")(demo.demo)
 app.command("docs")(docs.docs)

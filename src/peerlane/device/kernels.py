@@ -25,7 +25,7 @@ using namespace peerlane;
 extern "C" __global__ void __launch_bounds__({threads}, 1) {name}(
     const __grid_constant__ Arena arena, const __grid_constant__ CollectiveWorkspace space, const __grid_constant__ Messages messages,
     const char* in, char* out, u64 bytes, int root) {{
-    peerlane::{call};
+    {call};
 }}
 """
 
@@ -51,7 +51,7 @@ KERNELS = {
         "relay", "relay<ELEMENT, WORLD_SIZE>(arena, space, RelayAllReduce<WORLD_SIZE>{}, in, out, bytes)", sums=True
     ),
     "reduce_relay": Source("relay", "relay<ELEMENT, WORLD_SIZE>(arena, space, RelayReduce<WORLD_SIZE>{root}, in, out, bytes)", sums=True),
-    "reduce_packets": Source("exchange_packets", "reduce_packets<ELEMENT, WORLD_SIZE>(arena, space, messages, in, out)", sums=True),
+    "reduce_packets": Source("exchange_packets", "reduce_by_packets<ELEMENT, WORLD_SIZE>(arena, space, messages, in, out)", sums=True),
     "reduce_ring": Source(
         "exchange",
         "reduce_scatter<ELEMENT, WORLD_SIZE>(arena, space, messages, in, out)",
@@ -59,7 +59,7 @@ KERNELS = {
         threads="exchange_threads<WORLD_SIZE>()",
     ),
     "broadcast_relay": Source("relay", "relay<void, WORLD_SIZE>(arena, space, RelayBroadcast<WORLD_SIZE>{root}, in, out, bytes)"),
-    "exchange_packets": Source("exchange_packets", "exchange_packets<WORLD_SIZE>(arena, space, messages, in, out)"),
+    "exchange_packets": Source("exchange_packets", "exchange_by_packets<WORLD_SIZE>(arena, space, messages, in, out)"),
     "exchange_ring": Source("exchange", "exchange<WORLD_SIZE>(arena, space, messages, in, out)", threads="exchange_threads<WORLD_SIZE>()"),
 }
 """Every kernel of the collectives, by name."""

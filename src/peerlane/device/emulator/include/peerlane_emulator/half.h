@@ -36,6 +36,7 @@ template <int fraction_bits, int bias, int largest>
 inline unsigned narrow_float8(float value) {
     const unsigned sign = __builtin_signbit(value) ? 0x80 : 0;
     if (value != value) return 0x7f;
+    if (value == 0) return sign;
     const float magnitude = __builtin_fminf(__builtin_fabsf(value), static_cast<float>(largest));
     int exponent = 0;
     __builtin_frexpf(magnitude, &exponent);  // magnitude is 0.5 to 1 times 2^exponent

@@ -23,13 +23,13 @@ __device__ constexpr u32 exchange_threads() {
     return warp_threads * (W - 1 + W * warps_per_receiver);
 }
 
-template <int W, u32 tile_bytes = ring_tile_bytes>
+template <int W>
 __device__ constexpr u32 exchange_shared_bytes() {
-    return (W - 1) * stages_per_sender * tile_bytes;
+    return (W - 1) * stages_per_sender * ring_tile_bytes;
 }
 
 // This block's part of the channels: flags' slots, counters and places of tiles.
-template <int W, u32 tile_bytes>
+template <int W>
 struct BlockChannels {
     const Arena& arena;
     const Channels& channels;
@@ -39,7 +39,7 @@ struct BlockChannels {
     __device__ u32* sent(int q) const { return counter(blockIdx.x, q); }
     __device__ u32* used(int q) const { return counter(channels.blocks + blockIdx.x, q); }
     __device__ u64 place(u32 source, u32 number) const {
-        return channels.tiles + ((u64(blockIdx.x) * W + source) * ring_depth + number % ring_depth) * tile_bytes;
+        return channels.tiles + ((u64(blockIdx.x) * W + source) * ring_depth + number % ring_depth) * ring_tile_bytes;
     }
 
   private:
@@ -47,18 +47,17 @@ struct BlockChannels {
 };
 
 // The tiles of a message that this block handles, in turn.
-template <u32 tile_bytes>
 struct MessageTiles {
     u64 bytes;
-    u64 at = u64(blockIdx.x) * tile_bytes;
+    u64 at = u64(blockIdx.x) * ring_tile_bytes;
 
     __device__ bool any() const { return at < bytes; }
-    __device__ u32 length() const { return bytes - at < tile_bytes ? static_cast<u32>(bytes - at) : tile_bytes; }
-    __device__ void next() { at += u64(gridDim.x) * tile_bytes; }
+    __device__ u32 length() const { return bytes - at < ring_tile_bytes ? static_cast<u32>(bytes - at) : ring_tile_bytes; }
+    __device__ void next() { at += u64(gridDim.x) * ring_tile_bytes; }
 };
 
 // One warp: a message to rank q. Two tiles are on their way at a time, one into shared memory and one out of it.
-template <int W, u32 tile_bytes>
+template <int W>
 class Sender {
   public:
     __device__ Sender(const Arena& arena, const Channels& channels, char* stages, u64* barriers)
@@ -68,11 +67,11 @@ class Sender {
         u32* counter = here_.sent(q);
         const u32 first = *counter;
         u32 number = first;
-        MessageTiles<tile_bytes> tile{bytes}, ahead{bytes};
+        MessageTiles tile{bytes}, ahead{bytes};
         if (ahead.any()) fetch(source, ahead, 0);
         for (; tile.any(); tile.next(), ++number) {
             const u32 turn = number - first;
-            char* stage = stages_ + turn % stages_per_sender * tile_bytes;
+            char* stage = stages_ + turn % stages_per_sender * ring_tile_bytes;
             peers_.wait(q, here_.used_slot(), number + 1 - ring_depth);
             if (loads_by_bulk(source, tile)) peers_.wait_load(barriers_ + turn % stages_per_sender, turn / stages_per_sender & 1);
             peers_.store_async(q, here_.place(arena_.rank, number), stage, (tile.length() + 15) / 16 * 16);
@@ -85,13 +84,13 @@ class Sender {
     }
 
   private:
-    __device__ static bool loads_by_bulk(const char* source, const MessageTiles<tile_bytes>& tile) {
+    __device__ static bool loads_by_bulk(const char* source, const MessageTiles& tile) {
         return aligned_for<Vec16>(source) && tile.length() >= sizeof(Vec16);
     }
 
     // Whole vectors by a bulk copy where the source is aligned, the rest by hand.
-    __device__ void fetch(const char* source, const MessageTiles<tile_bytes>& tile, u32 turn) {
-        char* stage = stages_ + turn % stages_per_sender * tile_bytes;
+    __device__ void fetch(const char* source, const MessageTiles& tile, u32 turn) {
+        char* stage = stages_ + turn % stages_per_sender * ring_tile_bytes;
         u32 done = 0;
         if (loads_by_bulk(source, tile)) {
             done = tile.length() / 16 * 16;
@@ -101,14 +100,14 @@ class Sender {
     }
 
     const Arena& arena_;
-    BlockChannels<W, tile_bytes> here_;
+    BlockChannels<W> here_;
     Peers<W, Warp> peers_;
     char* stages_;
     u64* barriers_;
 };
 
 // The senders' warps send; returns whether the caller is one of them.
-template <int W, u32 tile_bytes>
+template <int W>
 __device__ inline bool send_messages(const Arena& arena, const Channels& channels, const Messages& messages, const char* in) {
     __shared__ alignas(8) u64 barriers[(W - 1) * stages_per_sender];
     if (threadIdx.x == 0) {
@@ -119,26 +118,26 @@ __device__ inline bool send_messages(const Arena& arena, const Channels& channel
     const u32 warp = threadIdx.x / warp_threads;
     if (warp >= W - 1) return false;
     const int q = rank_after<W>(arena.rank, warp + 1);
-    char* stages = ptx::dynamic_shared() + warp * stages_per_sender * tile_bytes;
-    Sender<W, tile_bytes>(arena, channels, stages, barriers + warp * stages_per_sender).send(q, in + messages.send_at[q], messages.send_bytes[q]);
+    char* stages = ptx::dynamic_shared() + warp * stages_per_sender * ring_tile_bytes;
+    Sender<W>(arena, channels, stages, barriers + warp * stages_per_sender).send(q, in + messages.send_at[q], messages.send_bytes[q]);
     return true;
 }
 
 // Every message to its place in `out`.
-template <int W, u32 tile_bytes = ring_tile_bytes>
+template <int W>
 __device__ inline void exchange(const Arena& arena, const CollectiveWorkspace& space, const Messages& messages, const char* in, char* out) {
-    if (send_messages<W, tile_bytes>(arena, space.copies, messages, in)) return;
+    if (send_messages<W>(arena, space.copies, messages, in)) return;
     const u32 group = (threadIdx.x / warp_threads - (W - 1)) / warps_per_receiver;
     const Warps team{W - 1 + group * warps_per_receiver, warps_per_receiver, 1 + group};
     const int q = rank_after<W>(arena.rank, group);
     char* target = out + messages.receive_at[q];
-    MessageTiles<tile_bytes> tile{messages.receive_bytes[q]};
+    MessageTiles tile{messages.receive_bytes[q]};
     if (q == arena.rank) {
         const char* own = in + messages.send_at[q];
         for (; own != target && tile.any(); tile.next()) copy_bytes(team, target + tile.at, own + tile.at, tile.length());
         return;
     }
-    const BlockChannels<W, tile_bytes> here{arena, space.copies};
+    const BlockChannels<W> here{arena, space.copies};
     const Peers<W, Warps> peers(arena, space.copies.flags, team, consumer);
     u32* counter = here.used(q);
     const u32 first = *counter;
@@ -153,17 +152,17 @@ __device__ inline void exchange(const Arena& arena, const CollectiveWorkspace& s
 
 // The sum of the messages from all ranks to out + receive_at[rank]. All messages of all ranks have one length, a multiple of the element's
 // size, so that all channels of space.sums count alike. Added as in all_reduce.cuh.
-template <class E, int W, u32 tile_bytes = ring_tile_bytes>
+template <class E, int W>
 __device__ inline void reduce_scatter(const Arena& arena, const CollectiveWorkspace& space, const Messages& messages, const char* in, char* out) {
-    if (send_messages<W, tile_bytes>(arena, space.sums, messages, in)) return;
+    if (send_messages<W>(arena, space.sums, messages, in)) return;
     const Warps team{W - 1, W * warps_per_receiver, 1};
-    const BlockChannels<W, tile_bytes> here{arena, space.sums};
+    const BlockChannels<W> here{arena, space.sums};
     const Peers<W, Warps> peers(arena, space.sums.flags, team, consumer);
     const u32 rank = arena.rank;
     u32* counter = here.used(rank);
     const u32 first = *counter;
     u32 number = first;
-    MessageTiles<tile_bytes> tile{messages.receive_bytes[rank]};
+    MessageTiles tile{messages.receive_bytes[rank]};
     for (; tile.any(); tile.next(), ++number) {
         peers.wait_all(here.arrived_slot(), number + 1);
         const char* own_tile = in + messages.send_at[rank] + tile.at;

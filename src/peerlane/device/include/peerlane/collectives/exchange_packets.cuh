@@ -4,18 +4,12 @@
 // Every rank sends at least one packet to every other one, an empty message's holds no data. So a rank that finishes a launch knows that all
 // others have begun it, hence finished the one before, and a place may be written again two launches later.
 //
-// A message of `bytes` takes ceil(bytes / 12) packets of 16 bytes, for which packet_stride(space) has to do.
+// A message of `bytes` takes ceil(bytes / 12) packets, for which a rank's part of the packet buffer has to do.
 #pragma once
 
 #include <peerlane/collectives/workspace.cuh>
 
 namespace peerlane {
-
-// Bytes between the places of two sources' messages. The same in every call: an epoch is looked for only where an epoch has been written.
-template <int W>
-__device__ inline u64 packet_stride(const CollectiveWorkspace& space) {
-    return space.packet_buffer_bytes / W / sizeof(Vec16) * sizeof(Vec16);
-}
 
 __device__ inline u32 packets_of_message(u64 bytes) { return bytes == 0 ? 1 : packets_of(bytes); }
 
@@ -36,11 +30,11 @@ __device__ inline void push_messages(const Arena& arena, u64 own_place, const Me
 }
 
 template <int W>
-__device__ inline void exchange_packets(const Arena& arena, const CollectiveWorkspace& space, const Messages& messages, const char* in, char* out) {
+__device__ inline void exchange_by_packets(const Arena& arena, const CollectiveWorkspace& space, const Messages& messages, const char* in, char* out) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(space.epochs)));
-    const u64 buffer = space.packet_buffer(epoch), stride = packet_stride<W>(space);
+    const PacketBuffer buffer = space.packet_buffer<W>(epoch);
     const u32 step = gridDim.x * blockDim.x;
-    push_messages<W>(arena, buffer + arena.rank * stride, messages, in, epoch);
+    push_messages<W>(arena, buffer.place(arena.rank, 0), messages, in, epoch);
 
     u32 counts[W], longest = 0;
 #pragma unroll
@@ -55,7 +49,7 @@ __device__ inline void exchange_packets(const Arena& arena, const CollectiveWork
             sources |= (i < counts[q] ? 1u : 0u) << q;
             if (q == arena.rank) load_words(in + messages.send_at[q], u64(i) * packet_data_bytes, messages.send_bytes[q], data[q]);
         }
-        pull_packets<W>(arena, PacketPlaces{arena.local(buffer + i * sizeof(Vec16)), stride, sources, i}, epoch, data);
+        pull_packets<W>(arena, PacketPlaces{arena.local(buffer.place(0, i)), buffer.stride, sources, i}, epoch, data);
 #pragma unroll
         for (int q = 0; q < W; ++q) {
             store_words(out + messages.receive_at[q], u64(i) * packet_data_bytes, messages.receive_bytes[q], data[q]);
@@ -66,19 +60,19 @@ __device__ inline void exchange_packets(const Arena& arena, const CollectiveWork
 // All messages to one rank have one length and are terms of a sum, which goes to out + receive_at[rank]. Added as in all_reduce.cuh. A rank
 // that gets no sum keeps its message to itself: copies it to that place, unless it is there already.
 template <class E, int W>
-__device__ inline void reduce_packets(const Arena& arena, const CollectiveWorkspace& space, const Messages& messages, const char* in, char* out) {
+__device__ inline void reduce_by_packets(const Arena& arena, const CollectiveWorkspace& space, const Messages& messages, const char* in, char* out) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(space.epochs)));
-    const u64 buffer = space.packet_buffer(epoch), stride = packet_stride<W>(space);
+    const PacketBuffer buffer = space.packet_buffer<W>(epoch);
     const u32 step = gridDim.x * blockDim.x;
     const u32 rank = arena.rank;
-    push_messages<W>(arena, buffer + rank * stride, messages, in, epoch);
+    push_messages<W>(arena, buffer.place(rank, 0), messages, in, epoch);
 
     const u64 bytes = messages.receive_bytes[rank];
     const u32 count = packets_of_message(bytes);
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
         u32 own[packet_words], terms[W][packet_words], total[packet_words];
         load_words(in + messages.send_at[rank], u64(i) * packet_data_bytes, bytes, own);
-        pull_packets<W>(arena, arena.local(buffer + i * sizeof(Vec16)), stride, i, epoch, terms);
+        pull_packets<W>(arena, arena.local(buffer.place(0, i)), buffer.stride, i, epoch, terms);
         sum_in_rank_order<E, W>(rank, own, terms, total);
         store_words(out + messages.receive_at[rank], u64(i) * packet_data_bytes, bytes, total);
     }

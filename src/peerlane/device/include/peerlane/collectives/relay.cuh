@@ -66,11 +66,11 @@ struct RelayBroadcast {
 //   sums of tile i - 1 are sent with the signals of step i - 1 in hand: sums of tile i - 3 have been read.
 // Both are in time for a ring of four; three would do. A launch of n tiles has steps 0 to n + 1 and ends with the signals of step n in
 // hand; numbers go on from launch to launch, so the argument holds across launches and routes.
-template <class E, int W, class Route, u32 tile_bytes = ring_tile_bytes>
+template <class E, int W, class Route>
 __device__ inline void relay(
     const Arena& arena, const CollectiveWorkspace& space, const Route& route, const char* in, char* out, u64 bytes) {
     enum : u32 { terms_ring = 0, sums_ring = 1 };
-    constexpr u32 tile_vectors = tile_bytes / sizeof(Vec16);
+    constexpr u32 tile_vectors = ring_tile_bytes / sizeof(Vec16);
     const Peers<W> peers(arena, space.relay_flags);
     u32* number_at = reinterpret_cast<u32*>(arena.local(space.relay_numbers)) + blockIdx.x;
     const u32 first_number = *number_at;
@@ -87,7 +87,7 @@ __device__ inline void relay(
     const auto number = [&](u64 i) { return first_number + static_cast<u32>(i); };
     const auto place = [&](u32 ring, u64 i, u32 source) {
         const u64 index = ((u64(blockIdx.x) * 2 + ring) * ring_depth + number(i) % ring_depth) * W + source;
-        return space.relay_tiles + index * tile_bytes;
+        return space.relay_tiles + index * ring_tile_bytes;
     };
     const auto send = [&](int q, u64 target, u32 v, const u32(&data)[4]) {
         reinterpret_cast<Vec16*>(arena.peer(q, target))[v] = Vec16{{data[0], data[1], data[2], data[3]}};

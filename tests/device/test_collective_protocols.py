@@ -1,0 +1,218 @@
+"""The collectives under the emulator: no race, no deadlock and every word right, under many schedules; with one line broken, caught.
+
+The device source is that of the GPU, but for rings of smaller tiles, so that a little data goes round them several times.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from peerlane.device import compile_cubin, messages
+from peerlane.device.emulator import Scenario, check
+from peerlane.device.jit import INCLUDE_DIR
+from peerlane.device.kernels import ELEMENT_TYPES, KERNELS
+from peerlane.device.lint import lint
+from peerlane.device.messages import Member
+from peerlane.device.workspace import Channels, Messages, Workspace, exchange_threads
+
+TILE_BYTES = 256
+BLOCKS = 2
+PACKET_BUFFER_BYTES = 16384
+ROUNDS = (1500, 4, 2604)
+"""Bytes of the tensor in successive launches: a ragged end, one word, several turns of a ring."""
+
+
+def take_workspace(scenario: Scenario, world_size: int) -> tuple[object, Workspace]:
+    arena = scenario.arena(1 << 20)
+    pairs = BLOCKS * world_size
+
+    def channels() -> Channels:
+        return Channels(arena.take(pairs * 4 * TILE_BYTES), arena.take(2 * pairs * 128), arena.take(2 * pairs * 4), BLOCKS)
+
+    return arena, Workspace(
+        epochs=arena.take(1024),
+        packets=arena.take(2 * PACKET_BUFFER_BYTES),
+        packet_buffer_bytes=PACKET_BUFFER_BYTES,
+        relay_tiles=arena.take(pairs * 2 * 4 * TILE_BYTES),
+        relay_flags=arena.take(pairs * 128),
+        relay_numbers=arena.take(4 * BLOCKS),
+        relay_blocks=BLOCKS,
+        copies=channels(),
+        sums=channels(),
+    )
+
+
+class Collectives:
+    """A scenario to which launches of collectives are added, each with the result that it must have."""
+
+    def __init__(self, world_size: int, kernels: tuple[str, ...], dtype: torch.dtype = torch.int32, headers: tuple[Path, ...] = ()) -> None:
+        defines = {"WORLD_SIZE": world_size, "ELEMENT": ELEMENT_TYPES[dtype], "PEERLANE_RING_TILE_BYTES": TILE_BYTES}
+        source = "".join(KERNELS[kernel].text(kernel) for kernel in kernels)
+        self.scenario = Scenario("+".join(kernels), source, world_size, defines=defines, include_dirs=headers)
+        self.world_size, self.dtype = world_size, dtype
+        self.arena, self.workspace = take_workspace(self.scenario, world_size)
+        self.generator = torch.Generator().manual_seed(1)
+        self.number = 0
+
+    def add(self, kernel: str, nbytes: int) -> None:
+        """One launch; its sizes and roots follow from ``nbytes`` and how many came before."""
+        self.number += 1
+        world, root = self.world_size, self.number % self.world_size
+        if kernel.startswith("all_reduce") or kernel.endswith("_relay"):
+            terms = self._tensors(nbytes // self.dtype.itemsize)
+            total = self._sum(terms)
+            expected = {
+                "reduce_relay": [total if rank == root else terms[rank] for rank in range(world)],
+                "broadcast_relay": [terms[root]] * world,
+            }.get(kernel, [total] * world)
+            self._launch(kernel, terms, expected, [Messages()] * world, nbytes, root)
+        elif kernel == "reduce_packets" and self.number % 2:
+            terms = self._tensors(nbytes // self.dtype.itemsize)
+            total = self._sum(terms)
+            expected = [total if rank == root else terms[rank] for rank in range(world)]
+            self._launch(kernel, terms, expected, [messages.reduce(member, nbytes, root) for member in self._members()], nbytes, root)
+        elif kernel.startswith("reduce"):
+            terms = self._tensors(world * (nbytes // self.dtype.itemsize))
+            tables = [messages.reduce_scatter(member, nbytes) for member in self._members()]
+            self._launch(kernel, terms, list(self._sum(terms).view(world, -1)), tables, nbytes, root)
+        else:
+            self._exchange(kernel, nbytes)
+
+    def _exchange(self, kernel: str, nbytes: int) -> None:
+        """All-to-all with uneven parts at odd addresses; some are empty."""
+        world = range(self.world_size)
+        sizes = [[nbytes + 37 * r + 11 * q if (r + q + self.number) % 4 else 0 for q in world] for r in world]
+        received = [[sizes[q][r] for q in world] for r in world]
+        length = max(map(sum, (*sizes, *received)))
+        sent = [torch.randint(0, 256, (length,), dtype=torch.uint8, generator=self.generator) for _ in world]
+        expected = []
+        for r in world:
+            starts = [sum(sizes[q][:r]) for q in world]
+            parts = [sent[q][starts[q] : starts[q] + sizes[q][r]] for q in world]
+            expected.append(torch.cat([*parts, torch.zeros(length - sum(received[r]), dtype=torch.uint8)]))
+        self._launch(kernel, sent, expected, [messages.all_to_all(sizes[r], received[r]) for r in world], 0, 0)
+
+    def _launch(
+        self, kernel: str, sent: list[torch.Tensor], expected: list[torch.Tensor], tables: list[Messages], nbytes: int, root: int
+    ) -> None:
+        source = self.scenario.buffer(f"in {self.number}", sent)
+        zeros = [torch.zeros(tensor.nbytes, dtype=torch.uint8) for tensor in expected]
+        target = self.scenario.buffer(f"out {self.number}", zeros, [tensor.contiguous().view(torch.uint8) for tensor in expected])
+        ring = kernel.endswith("_ring")
+        self.scenario.launch(
+            kernel,
+            1 + self.number % BLOCKS,
+            exchange_threads(self.world_size) if ring else 64,
+            (self.arena, self.workspace, tables.__getitem__, source, target, ctypes.c_uint64(nbytes), ctypes.c_int(root)),
+            shared_bytes=(self.world_size - 1) * 2 * TILE_BYTES if ring else 0,
+        )
+
+    def _tensors(self, length: int) -> list[torch.Tensor]:
+        return [torch.randint(-8, 9, (length,), generator=self.generator).to(self.dtype) for _ in range(self.world_size)]
+
+    def _sum(self, terms: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([term.to(torch.float32) for term in terms]).sum(0).to(self.dtype)
+
+    def _members(self) -> list[Member]:
+        return [Member(rank, self.world_size) for rank in range(self.world_size)]
+
+
+SCHEDULES = {2: 300, 4: 60}
+RING_SCHEDULES = {2: 30, 4: 4}
+"""Of kernels with many threads, under which a schedule takes longer."""
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_collective_is_clean_and_right_in_every_launch(kernel: str, world_size: int) -> None:
+    work = Collectives(world_size, tuple(KERNELS))
+    for nbytes in ROUNDS:
+        work.add(kernel, nbytes)
+    schedules = (RING_SCHEDULES if kernel.endswith("_ring") else SCHEDULES)[world_size]
+    report = check(work.scenario, schedules=schedules)
+    assert report.clean, report
+
+
+def test_collectives_share_a_workspace_in_any_order_at_an_odd_world_size() -> None:
+    work = Collectives(3, tuple(KERNELS))
+    for kernel in (*KERNELS, *reversed(KERNELS)):
+        work.add(kernel, 604)
+    report = check(work.scenario, schedules=10)
+    assert report.clean, report
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_sums_of_every_dtype_are_right(dtype: torch.dtype) -> None:
+    work = Collectives(2, ("all_reduce_one_shot", "reduce_relay"), dtype)
+    for kernel in ("all_reduce_one_shot", "reduce_relay"):
+        work.add(kernel, 1000 + dtype.itemsize)
+    report = check(work.scenario, schedules=3)
+    assert report.clean, report
+
+
+def test_the_kernel_of_the_documentation_is_right() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "device" / "primitives.md").read_text(encoding="utf-8")
+    block = re.search(r"<!-- all-reduce:begin -->\n```cuda\n(.*?)```\n<!-- all-reduce:end -->", text, re.DOTALL)
+    assert block
+    scenario = Scenario("documentation", block[1], 2, defines={"WORLD_SIZE": 2})
+    arena = scenario.arena(1 << 16)
+    places = [ctypes.c_uint64(arena.take(nbytes)) for nbytes in (1024, BLOCKS * 2 * 128, 4096)]
+    for launch, length in enumerate((301, 5, 64)):
+        terms = [torch.arange(length, dtype=torch.float32) * (rank + launch) for rank in range(2)]
+        source = scenario.buffer(f"in {launch}", terms)
+        target = scenario.buffer(f"out {launch}", [torch.zeros(length)] * 2, [terms[0] + terms[1]] * 2)
+        scenario.launch("all_reduce", BLOCKS, 64, (arena, *places, source, target, ctypes.c_uint64(4 * length)))
+    report = check(scenario, schedules=100)
+    assert report.clean, report
+    assert lint(compile_cubin(block[1], defines={"WORLD_SIZE": 4}).ptx()) == []
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A kernel with one place of one header changed so that its protocol is wrong.
+
+    What is found: a race in every schedule, or, where atomic packets are overwritten, that somebody waits for ever in some.
+    """
+
+    kernel: str
+    header: str
+    right: str
+    wrong: str
+    found: str = "race"
+
+
+RELAY, EXCHANGE, PEERS = "collectives/relay.cuh", "collectives/exchange.cuh", "peers.cuh"
+CREDIT = "peers_.wait(q, here_.used_slot(), number + 1 - ring_depth)"
+RELEASE = "ptx::fence_proxy_async();\n        ptx::fence_system();"
+ACQUIRE = "ptx::fence_system();\n        ptx::fence_proxy_async();"
+BUFFERS = "packets + (epoch & 1) * packet_buffer_bytes"
+TWINS = {
+    "no_wait_for_tiles": Twin("all_reduce_relay", RELAY, "peers.wait_all(blockIdx.x, number(i - 1) + 1)", "__syncthreads()"),
+    "ring_without_credit": Twin("exchange_ring", EXCHANGE, CREDIT, "__syncwarp()"),
+    "one_packet_buffer": Twin("all_reduce_one_shot", "collectives/workspace.cuh", BUFFERS, "packets", found="deadlock"),
+    "flag_before_the_stores_landed": Twin("exchange_ring", PEERS, "ptx::bulk_wait<0>()", "ptx::bulk_wait_read<0>()"),
+    "signal_without_release": Twin("all_reduce_relay", PEERS, RELEASE, ""),
+    "wait_without_acquire": Twin("all_reduce_relay", PEERS, ACQUIRE, ""),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_broken_twin_is_caught(name: str, tmp_path: Path) -> None:
+    twin = TWINS[name]
+    text = (INCLUDE_DIR / "peerlane" / twin.header).read_text()
+    assert text.count(twin.right) == 1
+    broken = tmp_path / "peerlane" / twin.header
+    broken.parent.mkdir(parents=True)
+    broken.write_text(text.replace(twin.right, twin.wrong))
+    work = Collectives(2, (twin.kernel,), headers=(tmp_path,))
+    for _ in range(3):
+        work.add(twin.kernel, 2604)
+    report = check(work.scenario, schedules=20)
+    assert report.caught == 20 or twin.found != "race", report
+    assert twin.found in {finding.kind for finding in report.findings}, report

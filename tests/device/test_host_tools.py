@@ -1,0 +1,125 @@
+"""The timeline's trace and the copy engine's plan, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from peerlane.device import _cuda, copy_engine
+from peerlane.device.copy_engine import CopyEngine
+from peerlane.device.trace import Event, decode, trace, write_trace
+from peerlane.errors import UsageError
+
+
+def ring(events: list[tuple[int, int, int]], capacity: int) -> bytes:
+    """As the device leaves it: a count, then the events, each in the place of its number."""
+    places = [bytes(16)] * capacity
+    for number, event in enumerate(events):
+        places[number % capacity] = struct.pack("<QII", *event)
+    return struct.pack("<I12x", len(events)) + b"".join(places)
+
+
+WAIT, STORE = 4, 0
+CONSUMER = 2 << 24
+
+
+def test_a_ring_gives_its_events_in_the_order_of_time() -> None:
+    decoded = decode(ring([(50, CONSUMER | 3, WAIT << 1), (90, CONSUMER | 3, WAIT << 1 | 1), (70, 0, STORE << 1)], capacity=8))
+    assert decoded == [Event(50, 2, 3, WAIT, False), Event(70, 0, 0, STORE, False), Event(90, 2, 3, WAIT, True)]
+
+
+def test_an_overwritten_start_leaves_its_span_out() -> None:
+    events = [(10, 0, WAIT << 1), (20, 0, WAIT << 1 | 1), (30, 0, STORE << 1), (40, 0, STORE << 1 | 1)]
+    spans = [item for item in trace([decode(ring(events, capacity=3))])["traceEvents"] if item["ph"] == "X"]
+    assert [(span["name"], span["ts"], span["dur"]) for span in spans] == [("store", 0.01, 0.01)]
+
+
+def test_all_ranks_are_in_one_trace_on_one_clock(tmp_path: Path) -> None:
+    first = [Event(1000, 2, 3, WAIT, False), Event(4000, 2, 3, WAIT, True)]
+    second = [Event(500_000, 0, 0, 16, False), Event(501_500, 0, 0, 16, True)]
+    write_trace(tmp_path / "trace.json", [first, second], names={16: "dequantise"}, offsets_ns=[0, -498_000])
+    written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [(item["pid"], item["name"], item["ts"], item["dur"]) for item in written if item["ph"] == "X"]
+    assert spans == [(0, "wait", 0.0, 3.0), (1, "dequantise", 1.0, 1.5)]
+    assert {item["args"]["name"] for item in written if item["ph"] == "M"} == {"rank 0", "rank 1", "block 3 consumer", "block 0 block"}
+    with pytest.raises(UsageError, match="1 clock offsets for 2 ranks"):
+        trace([first, second], offsets_ns=[0])
+
+
+def test_chunks_cover_a_copy_once() -> None:
+    assert list(copy_engine.chunks(20, 8)) == [(0, 8), (8, 8), (16, 4)]
+    assert list(copy_engine.chunks(0, 8)) == []
+    with pytest.raises(UsageError, match="chunks of 0 bytes"):
+        copy_engine.chunks(20, 0)
+
+
+class RecordedDriver:
+    """Stands for the CUDA driver; notes what it is asked to do."""
+
+    CUstreamWaitValue_flags = SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0)
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def cuMemcpyDtoDAsync(self, target: int, source: int, nbytes: int, stream: int) -> tuple[int]:
+        self.calls.append(("copy", target, source, nbytes))
+        return (0,)
+
+    def cuStreamWriteValue32(self, stream: int, address: int, value: int, kind: int) -> tuple[int]:
+        self.calls.append(("flag", address, value, kind))
+        return (0,)
+
+    def cuStreamWaitValue32(self, stream: int, address: int, value: int, kind: int) -> tuple[int]:
+        self.calls.append(("wait", address, value, kind))
+        return (0,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> RecordedDriver:
+    recorded = RecordedDriver()
+    monkeypatch.setattr(_cuda, "driver", lambda: recorded)
+    stream = SimpleNamespace(cuda_stream=7, wait_stream=lambda other: recorded.calls.append(("order",)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    return recorded
+
+
+def test_a_push_raises_the_flag_behind_every_chunk(driver: RecordedDriver) -> None:
+    arena: Any = SimpleNamespace(device="cuda:0", rank=1, world_size=4, view=SimpleNamespace(base=[1 << 20, 2 << 20, 3 << 20, 4 << 20]))
+    engine = CopyEngine(arena, flags=4096)
+    tensor = torch.zeros(20, dtype=torch.uint8)
+    assert engine.push(2, 512, tensor, slot=3, number=0xFFFFFFFE, chunk_bytes=8) == 3
+    target, flag = (3 << 20) + 512, (3 << 20) + 4096 + (3 * 4 + 1) * 128
+    assert driver.calls == [
+        ("order",),
+        ("copy", target, tensor.data_ptr(), 8),
+        ("flag", flag, 0xFFFFFFFF, 0),
+        ("copy", target + 8, tensor.data_ptr() + 8, 8),
+        ("flag", flag, 0, 0),
+        ("copy", target + 16, tensor.data_ptr() + 16, 4),
+        ("flag", flag, 1, 0),
+    ]
+
+
+def test_a_pull_raises_the_own_flag_and_waits_come_first(driver: RecordedDriver) -> None:
+    arena: Any = SimpleNamespace(device="cuda:0", rank=0, world_size=2, view=SimpleNamespace(base=[1 << 20, 2 << 20]))
+    engine = CopyEngine(arena, flags=0)
+    tensor = torch.zeros(4, dtype=torch.uint8)
+    engine.wait(1, slot=0, number=5)
+    assert engine.pull(1, 64, tensor, slot=1, number=8) == 1
+    engine.join()
+    assert driver.calls == [
+        ("wait", (1 << 20) + 128, 5, 0),
+        ("order",),
+        ("copy", tensor.data_ptr(), (2 << 20) + 64, 4),
+        ("flag", (1 << 20) + (2 + 1) * 128, 9, 0),
+        ("order",),
+    ]
+    with pytest.raises(UsageError, match="expected a contiguous tensor"):
+        engine.push(1, 0, torch.zeros(4, 4)[:, 1], slot=0, number=0)
