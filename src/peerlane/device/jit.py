@@ -67,6 +67,7 @@ def compile_cubin(
         f"--gpu-architecture={arch}",
         "--std=c++20",
         "--generate-line-info",
+        "--device-as-default-execution-space",  # without it a generic lambda in a device function is an error
         *(f"--define-macro={macro}={value}" for macro, value in sorted((defines or {}).items())),
         *flags,
     ]
