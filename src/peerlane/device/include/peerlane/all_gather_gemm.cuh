@@ -11,7 +11,7 @@
 // Communicators wait for no other rank, and they are the first blocks, so compute blocks always get what they wait for.
 #pragma once
 
-#include <peerlane/flags.cuh>
+#include <peerlane/comm.cuh>
 #include <peerlane/gemm.cuh>
 
 namespace peerlane {
@@ -24,11 +24,11 @@ struct AllGatherGemmParameters {
     TensorMap out;       // (n, m, 1)
     GroupedTiles tiles;
     u32 m, local_k;
-    u32 piece_rows;      // rows that one flag speaks for; divides the tile's rows, by at most 32
+    u32 piece_rows;      // rows that one signal speaks for; divides the tile's rows
     u32 communicator_blocks;
     const char* local;   // what `a` describes
     u64 gathered_at;     // in the arena: what `gathered` describes
-    u64 flags;           // in the arena: u32[W][ceil(m / tile's rows) * tile's rows / piece_rows]
+    u64 flags;           // in the arena: Peers::flag_bytes(ceil(m / piece_rows))
     u64 epochs;          // in the arena: u32[max_epoch_blocks]
 };
 
@@ -94,21 +94,18 @@ struct AllGatherGemm : Shape {
             }
             if (holding) in.release();
             holding = true;
-            if (!last) return;
-            for (int k = 1; k < W; ++k) flags(arena.rank).signal(arena, rank_after<W>(arena.rank, k), piece, epoch);
+            if (last) peers(communicator).signal_all(piece, epoch);
         });
     }
 
   private:
     __device__ u64 shard_bytes() const { return u64(parameters.m) * parameters.local_k * element_bytes; }
     __device__ int slot_of(u32 source) const { return static_cast<int>((epoch & 1) * W + source); }
-    __device__ FlagRow flags(u32 source, u32 first = 0) const {
-        const u32 row_tiles = (parameters.m + Shape::rows - 1) / Shape::rows;
-        return {parameters.flags + (u64(source) * row_tiles * (Shape::rows / parameters.piece_rows) + first) * sizeof(u32)};
-    }
+    __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
     __device__ void wait_for_rows(int row, int source) const {
         const u32 rows = parameters.m - row < Shape::rows ? parameters.m - row : Shape::rows;
-        flags(source, row / parameters.piece_rows).wait(arena, (rows + parameters.piece_rows - 1) / parameters.piece_rows, source, epoch);
+        const u32 pieces = (rows + parameters.piece_rows - 1) / parameters.piece_rows;
+        peers(loader).wait_slots(source, row / parameters.piece_rows, pieces, epoch);
     }
     // use(piece, offset in the shard, bytes, whether it is the piece's last) for each chunk of every `parts`-th piece.
     template <class Use>

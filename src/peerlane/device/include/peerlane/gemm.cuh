@@ -81,8 +81,8 @@ __device__ inline void emit(const typename Shape::Sum& sum, Producer& out) {
     }
 }
 
-// Copies what `emit` has handed over to `at` in the tensor. When it returns, all of it has been written, to a peer's memory too; behind it the
-// elected thread may tell whoever is to read it.
+// Copies what `emit` has handed over to `at` in the tensor, which may be a peer's. When it returns the ring's slots have been read; that the
+// peer has it all, a signal says (it waits for that).
 template <class Shape, class Consumer>
 __device__ inline void store_sum(Consumer& out, const TensorMap* map, Place3 at) {
 #pragma unroll 1
@@ -95,7 +95,7 @@ __device__ inline void store_sum(Consumer& out, const TensorMap* map, Place3 at)
         }
         if (column > 0) out.release();
     }
-    if (ptx::elect_one()) ptx::bulk_wait<0>();
+    if (ptx::elect_one()) ptx::bulk_wait_read<0>();
     out.release();
 }
 

@@ -10,7 +10,7 @@
 // Only own tiles wait, and every block comes to them after all others, so blocks that are resident together can not lock each other.
 #pragma once
 
-#include <peerlane/flags.cuh>
+#include <peerlane/comm.cuh>
 #include <peerlane/gemm.cuh>
 
 namespace peerlane {
@@ -19,10 +19,11 @@ namespace peerlane {
 struct GemmReduceScatterParameters {
     TensorMap a, b;              // as in GemmParameters, third dimension of extent 1
     TensorMap out;               // (n, local_rows, 1)
-    TensorMap slots[max_ranks];  // of every rank: (n, local_rows, 2 W), third index buffer * W + source
+    TensorMap partials;          // own slots: (n, local_rows, 2 W), third index buffer * W + source, boxes of all rows of a tile
+    TensorMap slots[max_ranks];  // the same of every other rank, boxes of 64 rows
     GroupedTiles tiles;          // of the rows of one rank
     u32 k, local_rows;
-    u64 flags;                   // in the arena: u32[W][tiles.count()][groups]
+    u64 flags;                   // in the arena: Peers::flag_bytes(tiles.count() * consumer groups)
     u64 epochs;                  // in the arena: u32[max_epoch_blocks]
 };
 
@@ -57,10 +58,10 @@ struct GemmReduceScatter : Shape {
         if (tile.owner != arena.rank) return;
         for (int before = 1; before < W; ++before) {
             const int source = rank_after<W>(arena.rank, W - before);
-            flags(tile, source).wait(arena, Shape::roles.consumer_groups, source, epoch);
+            peers(loader).wait_slots(source, flag_of(tile, 0), Shape::roles.consumer_groups, epoch);
             for (int column = 0; column < Shape::columns; column += Shape::Partial::columns) {
                 in.fill(Shape::Partial::bytes, [&](auto& slot, u64* full) {
-                    slot.partial.load(&parameters.slots[arena.rank], full, {tile.column + column, tile.row, slot_of(source)});
+                    slot.partial.load(&parameters.partials, full, {tile.column + column, tile.row, slot_of(source)});
                 });
             }
         }
@@ -85,16 +86,14 @@ struct GemmReduceScatter : Shape {
             store_sum<Shape>(out, &parameters.out, {tile.column, row, 0});
         } else {
             store_sum<Shape>(out, &parameters.slots[tile.owner], {tile.column, row, slot_of(arena.rank)});
-            flags(tile, arena.rank).signal(arena, tile.owner, group, epoch);
+            peers(storer).signal(tile.owner, flag_of(tile, group), epoch);
         }
     }
 
   private:
     __device__ int slot_of(u32 source) const { return static_cast<int>((epoch & 1) * W + source); }
-    __device__ FlagRow flags(const Tile& tile, u32 source) const {
-        const u32 groups = Shape::roles.consumer_groups;
-        return {parameters.flags + (source * parameters.tiles.count() + tile.number) * groups * sizeof(u32)};
-    }
+    __device__ static u32 flag_of(const Tile& tile, u32 group) { return tile.number * Shape::roles.consumer_groups + group; }
+    __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
 };
 
 }  // namespace peerlane

@@ -32,9 +32,6 @@ struct RoleTable {
     }
 };
 
-// Which tiles a block takes. fixed: those of its number, and every `blocks`-th after; claimed: whichever is next when it is ready.
-enum class TileOrder { fixed, claimed };
-
 // Row panels in groups of `group_rows`, each group column by column: neighbours in the order share operands while they are in L2.
 struct GroupedTiles {
     u32 rows, columns, group_rows;  // in tiles
