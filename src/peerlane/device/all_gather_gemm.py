@@ -37,6 +37,7 @@ class Parameters(ctypes.Structure):
         ("tiles", GroupedTiles),
         ("m", ctypes.c_uint32),
         ("local_k", ctypes.c_uint32),
+        ("row_bytes", ctypes.c_uint32),
         ("piece_rows", ctypes.c_uint32),
         ("communicator_blocks", ctypes.c_uint32),
         ("local", ctypes.c_uint64),
@@ -66,7 +67,7 @@ class Workspace:
 
     @property
     def gathered_bytes(self) -> int:
-        return 2 * self.world_size * self.m * self.local_k * ELEMENT_BYTES
+        return 2 * self.world_size * self.m * gemm.row_stride(self.local_k) * ELEMENT_BYTES
 
     @property
     def flags_bytes(self) -> int:
@@ -83,11 +84,12 @@ class Workspace:
     def specs(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, gathered: int, tiling: Tiling) -> dict[str, TensorMapSpec]:
         """All maps of a launch, by the field they go to; ``gathered`` is the address of this rank's gathered rows."""
         shape = (2 * self.world_size, self.m, self.local_k)
-        strides = (self.m * self.local_k, self.local_k, 1)
+        stride = gemm.row_stride(self.local_k)
+        strides = (self.m * stride, stride, 1)
         return {
             "a": gemm.operand_map(a, "k", tiling.rows),
             "gathered": TensorMapSpec(gathered, self.dtype, shape, strides, (1, tiling.rows, gemm.PANEL)),
-            "b": gemm.operand_map(b.view(self.world_size, self.local_k, b.shape[1]), "mn", tiling.columns),
+            "b": gemm.operand_map(b.unflatten(0, (self.world_size, self.local_k)), "mn", tiling.columns),
             "out": gemm.result_map(out),
         }
 
@@ -98,6 +100,7 @@ class Workspace:
             tiles=plan.tiles,
             m=self.m,
             local_k=self.local_k,
+            row_bytes=gemm.row_stride(self.local_k) * ELEMENT_BYTES,
             piece_rows=self.piece_rows,
             communicator_blocks=plan.communicator_blocks,
             local=a,
@@ -144,15 +147,15 @@ extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) all_gath
 class AllGatherGemm:
     """``call(a, b)`` for one shape of left operand: every rank gets ``[a_0 | a_1 | ...] @ b`` with its own b.
 
-    a (m, local_k), b (W local_k, n): bfloat16 or float16, contiguous; local_k and n divisible by 8; m, local_k and the dtype the same on all
-    ranks. Creating one is collective. Calls in one stream need no barrier between them and can be captured in a graph.
+    a (m, local_k), b (W local_k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, local_k and the dtype the same on all ranks. The
+    result is laid out in the same way. Creating one is collective. Calls in one stream need no barrier between them and can be captured in a graph.
     """
 
     def __init__(self, m: int, local_k: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None, *, timeout_s: float = 10.0) -> None:
         world_size = dist.get_world_size(group)
-        if local_k % 8 or dtype not in gemm.ELEMENT_TYPES:
+        if dtype not in gemm.ELEMENT_TYPES or not m * local_k:
             raise UsageError(
-                f"all-gather of ({m}, {local_k}) in {dtype} and GEMM: expected local_k divisible by 8, and bfloat16 or float16; pad with zeros"
+                f"all-gather of ({m}, {local_k}) in {dtype} and GEMM: expected elements, and bfloat16 or float16; convert the operands"
             )
         self.workspace = Workspace(m, local_k, dtype, world_size, choose_piece_rows(m, local_k))
         self.arena = Arena(self.workspace.nbytes, group, timeout_s=timeout_s)
@@ -162,7 +165,7 @@ class AllGatherGemm:
         self._launches: dict[tuple[int, int, int, int], Launch] = {}
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((a.shape[0], b.shape[1]), dtype=a.dtype, device=a.device)
+        out = gemm.empty_aligned(a.shape[0], b.shape[1], a)
         key = (a.data_ptr(), b.data_ptr(), out.data_ptr(), b.shape[1])
         launch = self._launches.get(key)
         if launch is None:

@@ -115,8 +115,26 @@ def result_map(tensor: torch.Tensor) -> TensorMapSpec:
     return describe(tensor if tensor.dim() == 3 else tensor.unsqueeze(0), (64, PANEL))
 
 
+def row_stride(columns: int) -> int:
+    """Elements from one row to the next that give rows a multiple of 16 bytes."""
+    return -(-columns // 8) * 8
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor (rows, columns) itself, or a copy, whose rows are as far apart as ``row_stride`` says and begin at multiples of 16 bytes."""
+    rows, columns = tensor.shape
+    stride = row_stride(columns)
+    if tensor.stride() == (stride, 1) and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return empty_aligned(rows, columns, tensor).copy_(tensor)
+
+
+def empty_aligned(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty((rows, row_stride(columns)))[:, :columns]
+
+
 def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raise UsageError unless the kernels can take these operands as they are: A (m, k) and B (k, n), row-major."""
+    """Raise UsageError unless there is a kernel for this product: A (m, k), B (k, n)."""
     if a.dtype not in ELEMENT_TYPES or b.dtype != a.dtype:
         raise UsageError(f"a product of {a.dtype} and {b.dtype}: expected both bfloat16 or both float16; convert the operands")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or 0 in a.shape or 0 in b.shape:
@@ -135,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) gemm(con
 
 
 def bind(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiling: Tiling | None = None) -> Launch:
-    """The launch of ``out = a @ b``: a (m, k), b (k, n), row-major. It holds addresses, not tensors."""
+    """The launch of ``out = a @ b``: a (m, k), b (k, n), all ``aligned``. It holds addresses, not tensors."""
     check_operands(a, b)
     (m, k), n = a.shape, b.shape[1]
     sm_count = torch.cuda.get_device_properties(a.device).multi_processor_count

@@ -55,7 +55,7 @@ class Workspace:
 
     @property
     def slots_bytes(self) -> int:
-        return 2 * self.world_size * self.local_rows * self.n * ELEMENT_BYTES
+        return 2 * self.world_size * self.local_rows * gemm.row_stride(self.n) * ELEMENT_BYTES
 
     @property
     def flags_bytes(self) -> int:
@@ -69,7 +69,8 @@ class Workspace:
     def slots_map(self, address: int, box_rows: int) -> TensorMapSpec:
         """The map of a rank's slots, which begin at ``address``: (2 W, local_rows, n)."""
         shape = (2 * self.world_size, self.local_rows, self.n)
-        return TensorMapSpec(address, self.dtype, shape, (self.local_rows * self.n, self.n, 1), (1, box_rows, gemm.PANEL))
+        stride = gemm.row_stride(self.n)
+        return TensorMapSpec(address, self.dtype, shape, (self.local_rows * stride, stride, 1), (1, box_rows, gemm.PANEL))
 
     def specs(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bases: Sequence[int], rank: int) -> dict[str, TensorMapSpec]:
         """All maps of a launch, by the field they go to; ``bases`` are the addresses of every rank's slots."""
@@ -109,16 +110,16 @@ extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) gemm_red
 class GemmReduceScatter:
     """``call(a, b)`` for one shape of result: rank r gets rows [r m / W, (r + 1) m / W) of the sum over ranks of ``a @ b``.
 
-    a (m, k), b (k, n): bfloat16 or float16, row-major; m divisible by the world size, k and n by 8; m, n and the dtype the same on all ranks,
-    k as it comes. Creating one is collective. Calls in one stream need no barrier between them and can be captured in a graph.
+    a (m, k), b (k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m divisible by the world size; m, n and the dtype the same on all
+    ranks, k as it comes, but not 0. The result is laid out in the same way. Creating one is collective. Calls in one stream need no barrier between them and can be captured in a graph.
     """
 
     def __init__(self, m: int, n: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None, *, timeout_s: float = 10.0) -> None:
         world_size = dist.get_world_size(group)
-        if m % world_size or n % 8 or dtype not in gemm.ELEMENT_TYPES:
+        if m % world_size or dtype not in gemm.ELEMENT_TYPES:
             raise UsageError(
-                f"GEMM and reduce-scatter of ({m}, {n}) in {dtype} over {world_size} ranks: expected m divisible by the ranks, n by 8, and "
-                "bfloat16 or float16; pad with zeros and cut the result"
+                f"GEMM and reduce-scatter of ({m}, {n}) in {dtype} over {world_size} ranks: expected m divisible by the ranks, and bfloat16 or "
+                "float16; pad the rows with zeros or convert the operands"
             )
         tiling = gemm.choose_tiling(m // world_size, n, _TYPICAL_DEPTH, gemm.TYPICAL_SM_COUNT, parts=world_size)
         self.workspace = Workspace(m // world_size, n, dtype, world_size, tiling)
@@ -135,7 +136,7 @@ class GemmReduceScatter:
         self._launches: dict[tuple[int, int, int, int], Launch] = {}
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((self.workspace.local_rows, self.workspace.n), dtype=a.dtype, device=a.device)
+        out = gemm.empty_aligned(self.workspace.local_rows, self.workspace.n, a)
         key = (a.data_ptr(), b.data_ptr(), out.data_ptr(), a.shape[1])
         launch = self._launches.get(key)
         if launch is None:

@@ -23,7 +23,7 @@ struct AllGatherGemmParameters {
     TensorMap b;         // (n, local_k, W), or (local_k, n, W)
     TensorMap out;       // (n, m, 1)
     GroupedTiles tiles;
-    u32 m, local_k;
+    u32 m, local_k, row_bytes;  // row_bytes: from a row of A to the next, here and where it is gathered
     u32 piece_rows;      // rows that one signal speaks for; divides the tile's rows
     u32 communicator_blocks;
     const char* local;   // what `a` describes
@@ -99,7 +99,7 @@ struct AllGatherGemm : Shape {
     }
 
   private:
-    __device__ u64 shard_bytes() const { return u64(parameters.m) * parameters.local_k * element_bytes; }
+    __device__ u64 shard_bytes() const { return u64(parameters.m) * parameters.row_bytes; }
     __device__ int slot_of(u32 source) const { return static_cast<int>((epoch & 1) * W + source); }
     __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
     __device__ void wait_for_rows(int row, int source) const {
@@ -111,7 +111,7 @@ struct AllGatherGemm : Shape {
     template <class Use>
     __device__ void each_chunk(u32 part, u32 parts, const Use& use) const {
         constexpr u64 most = sizeof(typename Shape::Input);
-        const u64 piece_bytes = u64(parameters.piece_rows) * parameters.local_k * element_bytes;
+        const u64 piece_bytes = u64(parameters.piece_rows) * parameters.row_bytes;
         for (u32 piece = part; piece * piece_bytes < shard_bytes(); piece += parts) {
             const u64 end = (piece + 1) * piece_bytes < shard_bytes() ? (piece + 1) * piece_bytes : shard_bytes();
             for (u64 at = piece * piece_bytes; at < end; at += most) {
