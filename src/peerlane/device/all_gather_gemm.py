@@ -15,7 +15,7 @@ from peerlane.device.gemm import ELEMENT_BYTES, GroupedTiles, Tiling
 from peerlane.device.jit import compile_cubin
 from peerlane.device.launch import Kernel, Launch
 from peerlane.device.roles import BlockNeeds, require_resident
-from peerlane.device.tensor_map import TensorMap, TensorMapSpec
+from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
 from peerlane.errors import UsageError
 
 MAX_EPOCH_BLOCKS = 256  # of arena.cuh
@@ -81,16 +81,16 @@ class Workspace:
     def pieces(self) -> int:
         return -(-self.m // self.piece_rows)
 
-    def specs(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, gathered: int, tiling: Tiling) -> dict[str, TensorMapSpec]:
+    def specs(self, a: TensorPlace, b: TensorPlace, out: TensorPlace, gathered: int, tiling: Tiling) -> dict[str, TensorMapSpec]:
         """All maps of a launch, by the field they go to; ``gathered`` is the address of this rank's gathered rows."""
         shape = (2 * self.world_size, self.m, self.local_k)
         stride = gemm.row_stride(self.local_k)
         strides = (self.m * stride, stride, 1)
         return {
-            "a": gemm.operand_map(a, "k", tiling.rows),
+            "a": gemm.operand_map(a.split(1), "k", tiling.rows),
             "gathered": TensorMapSpec(gathered, self.dtype, shape, strides, (1, tiling.rows, gemm.PANEL)),
-            "b": gemm.operand_map(b.unflatten(0, (self.world_size, self.local_k)), "mn", tiling.columns),
-            "out": gemm.result_map(out),
+            "b": gemm.operand_map(b.split(self.world_size), "mn", tiling.columns),
+            "out": gemm.result_map(out.split(1)),
         }
 
     def parameters(self, maps: Mapping[str, TensorMap], plan: Plan, a: int, gathered_at: int, flags: int, epochs: int) -> Parameters:
@@ -151,7 +151,9 @@ class AllGatherGemm:
     result is laid out in the same way. Creating one is collective. Calls in one stream need no barrier between them and can be captured in a graph.
     """
 
-    def __init__(self, m: int, local_k: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None, *, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, m: int, local_k: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None, *, timeout_s: float = 10.0
+    ) -> None:
         world_size = dist.get_world_size(group)
         if dtype not in gemm.ELEMENT_TYPES or not m * local_k:
             raise UsageError(
@@ -178,7 +180,11 @@ class AllGatherGemm:
     def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Launch:
         """The launch for these tensors. It holds their addresses, not them."""
         space = self.workspace
-        if tuple(a.shape) != (space.m, space.local_k) or b.shape[0] != space.world_size * space.local_k or {a.dtype, b.dtype} != {space.dtype}:
+        if (
+            tuple(a.shape) != (space.m, space.local_k)
+            or b.shape[0] != space.world_size * space.local_k
+            or {a.dtype, b.dtype} != {space.dtype}
+        ):
             raise UsageError(
                 f"operands {tuple(a.shape)} and {tuple(b.shape)} in {a.dtype}: expected ({space.m}, {space.local_k}) and "
                 f"({space.world_size * space.local_k}, n) in {space.dtype}; create an AllGatherGemm for each size"
@@ -189,7 +195,8 @@ class AllGatherGemm:
         kernel = Kernel(cubin, "all_gather_gemm", on_failure=self.arena.raise_fault)
         needs = BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes)
         require_resident("all_gather_gemm", chosen.grid, needs, self.arena.sm_count)
-        specs = space.specs(a, b, out, self.arena.view.base[self.arena.rank] + self.gathered, tiling)
+        gathered = self.arena.view.base[self.arena.rank] + self.gathered
+        specs = space.specs(*map(TensorPlace.of, (a, b, out)), gathered, tiling)
         maps = {name: spec.encode() for name, spec in specs.items()}
         parameters = space.parameters(maps, chosen, a.data_ptr(), self.gathered, self.flags, self.epochs)
         return kernel.bind(chosen.grid, tiling.threads, (parameters, self.arena.view), shared_bytes=tiling.shared_bytes)

@@ -12,7 +12,7 @@ import torch
 from peerlane.device.jit import compile_cubin
 from peerlane.device.launch import Kernel, Launch
 from peerlane.device.roles import GROUP_THREADS, BlockNeeds, require_resident
-from peerlane.device.tensor_map import TensorMap, TensorMapSpec, describe
+from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
 from peerlane.errors import UsageError
 
 Major = Literal["k", "mn"]
@@ -104,15 +104,14 @@ def grouped(rows: int, columns: int, group_rows: int = 8) -> GroupedTiles:
     return GroupedTiles(rows=rows, columns=columns, group_rows=max(1, min(group_rows, rows)))
 
 
-def operand_map(tensor: torch.Tensor, major: Major, span: int) -> TensorMapSpec:
-    """The map of A or B, (..., outer, k) or (..., k, outer), for ``peerlane::Operand`` of this span; two dimensions become three."""
-    boxed = tensor if tensor.dim() == 3 else tensor.unsqueeze(0)
-    return describe(boxed, (span if major == "k" else PANEL, PANEL))
+def operand_map(place: TensorPlace, major: Major, span: int) -> TensorMapSpec:
+    """The map of A or B, (parts, outer, k) or (parts, k, outer), for ``peerlane::Operand`` of this span."""
+    return place.map((span if major == "k" else PANEL, PANEL))
 
 
-def result_map(tensor: torch.Tensor) -> TensorMapSpec:
-    """The map of a result (..., m, n), for pieces of 64 x 64."""
-    return describe(tensor if tensor.dim() == 3 else tensor.unsqueeze(0), (64, PANEL))
+def result_map(place: TensorPlace) -> TensorMapSpec:
+    """The map of a result (parts, m, n), for pieces of 64 x 64."""
+    return place.map((64, PANEL))
 
 
 def row_stride(columns: int) -> int:
@@ -162,15 +161,20 @@ def bind(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiling: Tiling | N
     rows, columns = tiling.grid(m, n)
     grid = min(rows * columns, sm_count)
     require_resident("gemm", grid, BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes), sm_count)
-    return kernel.bind(grid, tiling.threads, (parameters(a, b, out, tiling),), shared_bytes=tiling.shared_bytes)
+    maps = {name: spec.encode() for name, spec in specs(*map(TensorPlace.of, (a, b, out)), tiling).items()}
+    return kernel.bind(grid, tiling.threads, (parameters(maps, m, n, k, tiling),), shared_bytes=tiling.shared_bytes)
 
 
-def parameters(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiling: Tiling) -> Parameters:
-    (m, k), n = a.shape, b.shape[1]
-    return Parameters(
-        a=operand_map(a, "k", tiling.rows).encode(),
-        b=operand_map(b, "mn", tiling.columns).encode(),
-        c=result_map(out).encode(),
-        tiles=grouped(*tiling.grid(m, n)),
-        k=k,
-    )
+def specs(
+    a: TensorPlace, b: TensorPlace, out: TensorPlace, tiling: Tiling, a_major: Major = "k", b_major: Major = "mn"
+) -> dict[str, TensorMapSpec]:
+    """All maps of a launch, by the field they go to, for matrices as they lie in memory."""
+    return {
+        "a": operand_map(a.split(1), a_major, tiling.rows),
+        "b": operand_map(b.split(1), b_major, tiling.columns),
+        "c": result_map(out.split(1)),
+    }
+
+
+def parameters(maps: Mapping[str, TensorMap], m: int, n: int, k: int, tiling: Tiling) -> Parameters:
+    return Parameters(**maps, tiles=grouped(*tiling.grid(m, n)), k=k)

@@ -15,7 +15,7 @@ from peerlane.device.gemm import ELEMENT_BYTES, GroupedTiles, Tiling
 from peerlane.device.jit import compile_cubin
 from peerlane.device.launch import Kernel, Launch
 from peerlane.device.roles import BlockNeeds, require_resident
-from peerlane.device.tensor_map import TensorMap, TensorMapSpec
+from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
 from peerlane.errors import UsageError
 
 MAX_EPOCH_BLOCKS = 256  # of arena.cuh
@@ -72,12 +72,12 @@ class Workspace:
         stride = gemm.row_stride(self.n)
         return TensorMapSpec(address, self.dtype, shape, (self.local_rows * stride, stride, 1), (1, box_rows, gemm.PANEL))
 
-    def specs(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, bases: Sequence[int], rank: int) -> dict[str, TensorMapSpec]:
+    def specs(self, a: TensorPlace, b: TensorPlace, out: TensorPlace, bases: Sequence[int], rank: int) -> dict[str, TensorMapSpec]:
         """All maps of a launch, by the field they go to; ``bases`` are the addresses of every rank's slots."""
         return {
-            "a": gemm.operand_map(a, "k", self.tiling.rows),
-            "b": gemm.operand_map(b, "mn", self.tiling.columns),
-            "out": gemm.result_map(out),
+            "a": gemm.operand_map(a.split(1), "k", self.tiling.rows),
+            "b": gemm.operand_map(b.split(1), "mn", self.tiling.columns),
+            "out": gemm.result_map(out.split(1)),
             "partials": self.slots_map(bases[rank], self.tiling.rows),
             **{f"slots.{peer}": self.slots_map(base, 64) for peer, base in enumerate(bases)},
         }
@@ -156,7 +156,7 @@ class GemmReduceScatter:
                 f"{space.n} columns, {space.dtype}; create a GemmReduceScatter for each size"
             )
         bases = [self.arena.view.base[rank] + self.slots for rank in range(space.world_size)]
-        specs = space.specs(a, b, out, bases, self.arena.rank)
+        specs = space.specs(*map(TensorPlace.of, (a, b, out)), bases, self.arena.rank)
         parameters = space.parameters({name: spec.encode() for name, spec in specs.items()}, a.shape[1], self.flags, self.epochs)
         tiling = space.tiling
         return self.kernel.bind(self.grid, tiling.threads, (parameters, self.arena.view), shared_bytes=tiling.shared_bytes)

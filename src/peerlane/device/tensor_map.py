@@ -45,15 +45,21 @@ class TensorMapSpec:
     def __post_init__(self) -> None:
         size, rank = self.dtype.itemsize, len(self.shape)
         if self.dtype not in _DRIVER_TYPES:
-            raise UsageError(f"a tensor map of {self.dtype}: expected one of {', '.join(map(str, _DRIVER_TYPES))}; view the tensor as one of them")
+            raise UsageError(
+                f"a tensor map of {self.dtype}: expected one of {', '.join(map(str, _DRIVER_TYPES))}; view the tensor as one of them"
+            )
         if not 1 <= rank <= 5 or len(self.strides) != rank or len(self.box) != rank:
             raise UsageError(
                 f"a tensor map of shape {self.shape}, strides {self.strides} and box {self.box}: expected three tuples of one length, 1 to 5"
             )
         if any(not 1 <= extent <= 1 << 32 for extent in self.shape):
-            raise UsageError(f"a tensor map of shape {self.shape}: expected 1 to 2^32 elements along each dimension; treat empty tensors apart")
+            raise UsageError(
+                f"a tensor map of shape {self.shape}: expected 1 to 2^32 elements along each dimension; treat empty tensors apart"
+            )
         if self.address % 16:
-            raise UsageError(f"a tensor map of address {self.address:#x}: expected a multiple of 16 bytes; copy the tensor to memory of its own")
+            raise UsageError(
+                f"a tensor map of address {self.address:#x}: expected a multiple of 16 bytes; copy the tensor to memory of its own"
+            )
         if self.strides[-1] != 1:
             raise UsageError(f"a tensor map of strides {self.strides}: expected an innermost stride of 1; call contiguous() first")
         if any(stride * size % 16 or not 0 <= stride * size < 1 << 40 for stride in self.strides[:-1]):
@@ -61,7 +67,9 @@ class TensorMapSpec:
                 f"a tensor map of strides {self.strides} ({size} bytes an element): expected multiples of 16 bytes; pad the rows to {16 // size} elements"
             )
         if any(not 1 <= extent <= MAX_BOX for extent in self.box):
-            raise UsageError(f"a tensor map with the box {self.box}: expected 1 to {MAX_BOX} elements along each dimension; copy in several boxes")
+            raise UsageError(
+                f"a tensor map with the box {self.box}: expected 1 to {MAX_BOX} elements along each dimension; copy in several boxes"
+            )
         row = self.box[-1] * size
         if row % 16 or (self.swizzled and row > SWIZZLED_ROW_BYTES):
             limit = f", at most {SWIZZLED_ROW_BYTES} under the swizzle" if self.swizzled else ""
@@ -87,10 +95,28 @@ class TensorMapSpec:
         return TensorMap(words=(ctypes.c_uint64 * 16)(self.address, *extents, *strides[:4], *packed, combine))
 
 
-def describe(tensor: torch.Tensor, box: tuple[int, ...], *, swizzled: bool = True) -> TensorMapSpec:
-    """The description of a tensor as it lies in memory. ``box`` has as many dimensions as the tensor, or fewer: then it is 1 along the outer ones."""
-    full = (1,) * (tensor.dim() - len(box)) + box
-    return TensorMapSpec(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), full, swizzled)
+@dataclass(frozen=True)
+class TensorPlace:
+    """A tensor as it lies in memory: what maps are made from, on the GPU and for the emulator."""
+
+    address: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorPlace:
+        return cls(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+    def split(self, parts: int) -> TensorPlace:
+        """The outermost dimension as ``parts`` equal ones; one part gives a tensor of two dimensions a third."""
+        extent = self.shape[0] // parts
+        return TensorPlace(self.address, self.dtype, (parts, extent, *self.shape[1:]), (extent * self.strides[0], *self.strides))
+
+    def map(self, box: tuple[int, ...], *, swizzled: bool = True) -> TensorMapSpec:
+        """``box`` has as many dimensions as the tensor, or fewer: then it is 1 along the outer ones."""
+        full = (1,) * (len(self.shape) - len(box)) + box
+        return TensorMapSpec(self.address, self.dtype, self.shape, self.strides, full, swizzled)
 
 
 @lru_cache(maxsize=8192)
@@ -112,5 +138,7 @@ def _encode(spec: TensorMapSpec) -> TensorMap:
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     if status:
-        raise DeviceError(f"the driver does not take the tensor map {spec}: {_cuda.describe(status)}; compare with the rules of cuTensorMapEncodeTiled")
+        raise DeviceError(
+            f"the driver does not take the tensor map {spec}: {_cuda.describe(status)}; compare with the rules of cuTensorMapEncodeTiled"
+        )
     return TensorMap.from_buffer_copy(ctypes.string_at(encoded.getPtr(), ctypes.sizeof(TensorMap)))

@@ -16,7 +16,7 @@ struct Ring {
     u64 full[Slots];
     u64 empty[Slots];
 
-    // By one thread, before ptx::mbarrier_init_fence and a barrier of the block. `producers` threads commit a slot, `consumers` warps release it.
+    // By one thread, before ptx::mbarrier_init_fence and a barrier of the block. `producers` warps fill a slot, `consumers` warps release it.
     __device__ void init(u32 producers, u32 consumers) {
         for (int slot = 0; slot < Slots; ++slot) {
             ptx::mbarrier_init(full + slot, producers);
@@ -29,7 +29,8 @@ struct Ring {
 // leave a record. Hence this budget is longer than theirs, and only stops a kernel that is wrong in itself.
 constexpr u64 local_wait_budget_ns = 60'000'000'000;
 
-__device__ inline void wait_phase(u64* barrier, u32 parity) {
+// By one thread: until the phase of this parity has ended. What came before the arrivals, and what copies have brought, is seen from here on.
+__device__ inline void poll_phase(u64* barrier, u32 parity) {
     u64 end = 0;
     for (u32 tries = 1; !ptx::mbarrier_try_wait(barrier, parity); ++tries) {
         if (tries % 4096 != 0) continue;
@@ -37,6 +38,12 @@ __device__ inline void wait_phase(u64* barrier, u32 parity) {
         if (end == 0) end = now + local_wait_budget_ns;
         if (now > end) ptx::trap();
     }
+}
+
+// The same by a warp; one lane polls for all.
+__device__ inline void wait_phase(u64* barrier, u32 parity) {
+    if (ptx::elect_one()) poll_phase(barrier, parity);
+    __syncwarp();
 }
 
 // A place in a ring, and the parity of the phase that its barriers are in.
@@ -56,12 +63,12 @@ class CopyProducer {
   public:
     __device__ CopyProducer(T* buffers, Ring<slots>& ring) : buffers_(buffers), ring_(ring) {}
 
-    // Waits for a free slot; then one thread calls `copy(buffer, full)`, which starts copies of `bytes` in all into the buffer that count towards
-    // the barrier `full`. By all lanes.
+    // One thread waits for a free slot, and calls `copy(buffer, full)`, which starts copies of `bytes` in all into the buffer that count
+    // towards the barrier `full`. To be called by all lanes; the others do not wait.
     template <class Copy>
     __device__ void fill(u32 bytes, const Copy& copy) {
-        wait_phase(ring_.empty + at_.slot, at_.parity ^ 1);  // of a new barrier, the phase before the first counts as ended
         if (ptx::elect_one()) {
+            poll_phase(ring_.empty + at_.slot, at_.parity ^ 1);  // of a new barrier, the phase before the first counts as ended
             u64* full = ring_.full + at_.slot;
             ptx::mbarrier_arrive_expect(full, bytes);
             copy(buffers_[at_.slot], full);
@@ -75,7 +82,7 @@ class CopyProducer {
     Cursor<slots> at_;
 };
 
-// The filling end for threads that write themselves; Ring::init with their number. All of them make the same calls.
+// The filling end for warps that write themselves, all of them to every slot; Ring::init with their number.
 template <class T, int slots>
 class StoreProducer {
   public:
@@ -87,10 +94,11 @@ class StoreProducer {
         return buffers_[at_.slot];
     }
 
-    // What was written to the slot that was acquired last is for the consumers to read, by copies too.
+    // What this warp wrote to the slot that it acquired last is for the consumers to read, by copies too.
     __device__ void commit() {
         ptx::fence_proxy_async_shared();
-        ptx::mbarrier_arrive(ring_.full + at_.slot);
+        __syncwarp();
+        if (ptx::elect_one()) ptx::mbarrier_arrive(ring_.full + at_.slot);
         at_.advance();
     }
 

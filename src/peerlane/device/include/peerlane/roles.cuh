@@ -76,7 +76,7 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
     const bool communicates = blockIdx.x < communicator_blocks;
     if (threadIdx.x == 0) {
         memory.input_ring.init(1, communicates ? 1 : 4 * roles.consumer_groups);
-        for (auto& ring : memory.output_ring) ring.init(group_threads, 1);
+        for (auto& ring : memory.output_ring) ring.init(4, 1);
         ptx::mbarrier_init_fence();
     }
     __syncthreads();

@@ -4,26 +4,15 @@
 
 #include <peerlane/mma.cuh>
 
-#include <cmath>
-#include <cstring>
-#include <vector>
-
-#define PEERLANE_UNCHECKED __attribute__((no_sanitize_thread, noinline))
+#include "../peerlane_emulator/half.h"
+#include "../peerlane_emulator/segments.h"
 
 namespace peerlane {
 namespace ptx {
 namespace matrix {
 
-inline float widen(MmaType type, u16 half) {
-    u32 word = u32(half) << 16;
-    if (type == MmaType::f16) {
-        _Float16 value;
-        std::memcpy(&value, &half, 2);
-        return static_cast<float>(value);
-    }
-    float value;
-    std::memcpy(&value, &word, 4);
-    return value;
+PEERLANE_UNCHECKED inline float widen(MmaType type, u16 half) {
+    return type == MmaType::f16 ? emulator::widen_f16(half) : emulator::widen_bf16(half);
 }
 
 // An operand of a wgmma where it lies: the documented fields of its descriptor.
@@ -51,14 +40,14 @@ class SharedOperand {
     }
 
     // Reads of outers [first, first + count), in pieces of 16 bytes.
-    PEERLANE_UNCHECKED void append(u32 first, u32 count, std::vector<emulator::Segment>& segments) const {
+    PEERLANE_UNCHECKED void append(u32 first, u32 count, emulator::Segments& segments) const {
         if (major_ == Major::k) {
             for (u32 outer = first; outer < first + count; ++outer) {
-                for (u32 k = 0; k < 16; k += 8) segments.push_back({nullptr, at(outer, k), 16});
+                for (u32 k = 0; k < 16; k += 8) segments.add(nullptr, at(outer, k), 16);
             }
         } else {
             for (u32 outer = first; outer < first + count; outer += 8) {
-                for (u32 k = 0; k < 16; ++k) segments.push_back({nullptr, at(outer, k), 16});
+                for (u32 k = 0; k < 16; ++k) segments.add(nullptr, at(outer, k), 16);
             }
         }
     }
@@ -80,14 +69,14 @@ PEERLANE_UNCHECKED void multiply(float (&d)[N / 2], const A& a, const SharedOper
     for (int i = 0; i < N / 2; ++i) {
         const u32 row = lane() / 4 + 8 * (i / 2 % 2), column = 8 * (i / 4) + 2 * (lane() % 4) + i % 2;
         float sum = add ? d[i] : 0.0f;
-        for (u32 k = 0; k < 16; ++k) sum = std::fmaf(a(row, k), b.value(type, column, k), sum);
+        for (u32 k = 0; k < 16; ++k) sum = __builtin_fmaf(a(row, k), b.value(type, column, k), sum);
         d[i] = sum;
     }
 }
 
 // The warp's reads, in its first thread's name: it gives a buffer back only when the whole warp has waited.
-PEERLANE_INLINE void note_reads(std::vector<emulator::Segment>& segments) {
-    if (lane() == 0) emulator::peerlane_async(segments.data(), segments.size(), emulator::Combine::replace, nullptr, emulator::matrix_queue);
+PEERLANE_INLINE void note_reads(emulator::Segments& segments) {
+    if (lane() == 0) emulator::peerlane_async(segments.list(), segments.count(), emulator::Combine::replace, nullptr, emulator::matrix_queue);
 }
 
 // Lane q's words, for every lane q.
@@ -132,7 +121,7 @@ PEERLANE_INLINE void wgmma(float (&d)[N / 2], u64 a, u64 b, u32 add) {
     static_assert(N == 32 || N == 64 || N == 128 || N == 256);
     const matrix::SharedOperand left(a, a_major), right(b, b_major);
     const u32 first = matrix::first_row();
-    std::vector<emulator::Segment> segments;
+    emulator::Segments segments;
     left.append(first, 16, segments);
     right.append(0, N, segments);
     matrix::note_reads(segments);
@@ -143,7 +132,7 @@ template <MmaType type, int N, Major b_major>
 PEERLANE_INLINE void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, u32 add) {
     static_assert(N == 32 || N == 64 || N == 128 || N == 256);
     const matrix::SharedOperand right(b, b_major);
-    std::vector<emulator::Segment> segments;
+    emulator::Segments segments;
     right.append(0, N, segments);
     matrix::note_reads(segments);
     u32 all[32][4];
@@ -163,7 +152,7 @@ inline void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
         const u32 row = matrix::lane() / 4 + 8 * (i / 2), column = 2 * (matrix::lane() % 4) + i % 2;
         for (u32 k = 0; k < 16; ++k) {
             const u32 left = all_a[row % 8 * 4 + k % 8 / 2][row / 8 + 2 * (k / 8)], right = all_b[column * 4 + k % 8 / 2][k / 8];
-            d[i] = std::fmaf(matrix::half_of(type, left, k % 2), matrix::half_of(type, right, k % 2), d[i]);
+            d[i] = __builtin_fmaf(matrix::half_of(type, left, k % 2), matrix::half_of(type, right, k % 2), d[i]);
         }
     }
 }
@@ -190,5 +179,3 @@ inline void store_matrices(void* row, const u32 (&word)[4]) {
 
 }  // namespace ptx
 }  // namespace peerlane
-
-#undef PEERLANE_UNCHECKED

@@ -3,7 +3,7 @@
 
 #include <peerlane/ptx_async.cuh>
 
-#include <vector>
+#include "../peerlane_emulator/segments.h"
 
 namespace peerlane {
 
@@ -31,7 +31,7 @@ struct Place {
 // Pieces of the box at `place`: use(address in global memory or null, address in shared memory, bytes), in steps of at most 16 bytes. All
 // `place.rank` coordinates count, the others are zero.
 template <class Use>
-void each_piece(const TensorMap& map, const void* shared, const Place& place, const Use& use) {
+PEERLANE_UNCHECKED void each_piece(const TensorMap& map, const void* shared, const Place& place, const Use& use) {
     if (map.rank != place.rank) emulator::peerlane_trap();
     const u32 start = emulator::peerlane_shared_address(shared);
     const u32 row_bytes = map.box[0] * map.element_bytes;
@@ -64,17 +64,17 @@ void each_piece(const TensorMap& map, const void* shared, const Place& place, co
 }
 
 PEERLANE_INLINE void load(void* shared, const TensorMap* map, u64* barrier, const Place& place) {
-    std::vector<emulator::Segment> segments;
-    each_piece(*map, shared, place, [&](char* global, char* piece, u32 bytes) { segments.push_back({piece, global, bytes}); });
-    emulator::peerlane_async(segments.data(), segments.size(), emulator::Combine::replace, barrier, emulator::bulk_queue);
+    emulator::Segments segments;
+    each_piece(*map, shared, place, [&](char* global, char* piece, u32 bytes) { segments.add(piece, global, bytes); });
+    emulator::peerlane_async(segments.list(), segments.count(), emulator::Combine::replace, barrier, emulator::bulk_queue);
 }
 
 PEERLANE_INLINE void store(const TensorMap* map, const void* shared, emulator::Combine combine, const Place& place) {
-    std::vector<emulator::Segment> segments;
+    emulator::Segments segments;
     each_piece(*map, shared, place, [&](char* global, char* piece, u32 bytes) {
-        if (global) segments.push_back({global, piece, bytes});
+        if (global) segments.add(global, piece, bytes);
     });
-    emulator::peerlane_async(segments.data(), segments.size(), combine, nullptr, emulator::bulk_queue);
+    emulator::peerlane_async(segments.list(), segments.count(), combine, nullptr, emulator::bulk_queue);
 }
 
 }  // namespace tensor
