@@ -1,4 +1,5 @@
-"""Scenarios of matrix products for the emulator: operands of small integers, so that every sum is exact and any order gives the same bits."""
+"""Scenarios of matrix products for the emulator: operands of small integers, so that every sum is exact and any order gives the same
+bits."""
 
 from __future__ import annotations
 
@@ -39,7 +40,16 @@ def result(scenario: Scenario, expected: Sequence[torch.Tensor]) -> Buffer:
     return scenario.buffer("out", blank, expected=[padded(matrix) for matrix in expected])
 
 
-def plain_product(m: int, n: int, k: int, tiling: Tiling, *, grid: int = 2, dtype: torch.dtype = torch.bfloat16, majors: tuple[gemm.Major, gemm.Major] = ("k", "mn")) -> Scenario:
+def plain_product(
+    m: int,
+    n: int,
+    k: int,
+    tiling: Tiling,
+    *,
+    grid: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+    majors: tuple[gemm.Major, gemm.Major] = ("k", "mn"),
+) -> Scenario:
     """One rank, ``out = a @ b``."""
     a, b = integers(m, k, 1, dtype)[:, :k], integers(k, n, 2, dtype)[:, :n]
     a_stored, b_stored = (a if majors[0] == "k" else a.T), (b if majors[1] == "mn" else b.T)
@@ -107,7 +117,9 @@ def all_gather_gemm_calls(
         a_buffer = scenario.buffer(f"a of call {call}", [padded(matrix) for matrix in a])
         b_buffer = scenario.buffer(f"b of call {call}", [padded(matrix) for matrix in b])
 
-        def parameters(rank: int, a_buffer: Buffer = a_buffer, b_buffer: Buffer = b_buffer, out: Buffer = out) -> all_gather_gemm.Parameters:
+        def parameters(
+            rank: int, a_buffer: Buffer = a_buffer, b_buffer: Buffer = b_buffer, out: Buffer = out
+        ) -> all_gather_gemm.Parameters:
             places = place(a_buffer, rank, m, local_k), place(b_buffer, rank, world * local_k, n), place(out, rank, m, n)
             specs = space.specs(*places, arena.memory.addresses[rank] + gathered, tiling)
             maps = {name: spec.emulated() for name, spec in specs.items()}

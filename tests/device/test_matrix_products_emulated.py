@@ -1,14 +1,15 @@
-"""Matrix products, alone and fused with communication, on the CPU: right numbers, nothing unordered, and twins with one line wrong are caught."""
+"""Matrix products, alone and fused with communication, on the CPU: right numbers, nothing unordered, and twins with one line wrong are
+caught."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from device import emulated
 import pytest
 import torch
 
+from device import emulated
 from peerlane.device import all_gather_gemm, gemm, gemm_reduce_scatter
 from peerlane.device.emulator import Scenario, check
 from peerlane.device.gemm import Tiling
@@ -67,7 +68,9 @@ class Twin:
 
 
 TWINS = {
-    "operand steps too short": Twin("plain", "tile.cuh", "step * (mma_depth * 128)", "step * (mma_depth * 64)", frozenset({"wrong_result"})),
+    "operand steps too short": Twin(
+        "plain", "tile.cuh", "step * (mma_depth * 128)", "step * (mma_depth * 64)", frozenset({"wrong_result"})
+    ),
     "slot given back before it is read": Twin("plain", "gemm.cuh", "ptx::wgmma_wait<1>();", "ptx::wgmma_wait<2>();", frozenset({"race"})),
     "no proxy fence before a store": Twin(
         "reduce_scatter", "pipeline.cuh", "        ptx::fence_proxy_async_shared();\n", "", frozenset({"proxy_fence"})

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import gemm
-from peerlane.device.arena import LINE_BYTES, Arena
+from peerlane.device.arena import Arena
 from peerlane.device.gemm import ELEMENT_BYTES, GroupedTiles, Tiling
 from peerlane.device.jit import compile_cubin
 from peerlane.device.launch import Kernel, Launch
+from peerlane.device.layout import LINE_BYTES
 from peerlane.device.roles import BlockNeeds, require_resident
 from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
 from peerlane.errors import UsageError
@@ -48,7 +49,8 @@ class Parameters(ctypes.Structure):
 
 
 def choose_piece_rows(m: int, local_k: int) -> int:
-    """Rows that one signal speaks for: enough bytes to make a signal cheap, but pieces for all communicators. Divides the rows of every tiling."""
+    """Rows that one signal speaks for: enough bytes to make a signal cheap, but pieces for all communicators. Divides the rows of every
+    tiling."""
     rows = 64
     while rows > 8 and (rows * local_k * ELEMENT_BYTES > _PIECE_BYTES or m < rows * COMMUNICATOR_BLOCKS):
         rows //= 2
@@ -147,9 +149,9 @@ extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) all_gath
 class AllGatherGemm:
     """``call(a, b)`` for one shape of left operand: every rank gets ``[a_0 | a_1 | ...] @ b`` with its own b.
 
-    a (m, local_k), b (W local_k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, local_k and the dtype the same on all ranks. The
-    result is laid out in the same way. Creating one is collective. Calls in one stream need no barrier between them and can be captured in a graph.
-    """
+    a (m, local_k), b (W local_k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, local_k and the dtype the same on all ranks.
+    The result is laid out in the same way. Creating one is collective. Calls in one stream need no barrier between them and can be
+    captured in a graph."""
 
     def __init__(
         self, m: int, local_k: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None, *, timeout_s: float = 10.0
@@ -196,7 +198,7 @@ class AllGatherGemm:
         needs = BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes)
         require_resident("all_gather_gemm", chosen.grid, needs, self.arena.sm_count)
         gathered = self.arena.view.base[self.arena.rank] + self.gathered
-        specs = space.specs(*map(TensorPlace.of, (a, b, out)), gathered, tiling)
+        specs = space.specs(TensorPlace.of(a), TensorPlace.of(b), TensorPlace.of(out), gathered, tiling)
         maps = {name: spec.encode() for name, spec in specs.items()}
         parameters = space.parameters(maps, chosen, a.data_ptr(), self.gathered, self.flags, self.epochs)
         return kernel.bind(chosen.grid, tiling.threads, (parameters, self.arena.view), shared_bytes=tiling.shared_bytes)

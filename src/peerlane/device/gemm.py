@@ -25,8 +25,8 @@ TYPICAL_SM_COUNT = 132
 PANEL = 64
 """Elements in a row of a swizzled tile; k of one step."""
 
-# Priors of the model that picks tiles, for one SM of an H100: matrix units at the rate a large product reaches, operands from L2, and what a tile
-# costs besides (first loads, last stores). Kernels are compared by them, nothing else.
+# Priors of the model that picks tiles, for one SM of an H100: matrix units at the rate a large product reaches, operands from L2, and
+# what a tile costs besides (first loads, last stores). Kernels are compared by them, nothing else.
 _FLOPS_PER_US = 5.3e6
 _L2_BYTES_PER_US = 4.5e4
 _TILE_OVERHEAD_US = 1.5
@@ -87,8 +87,8 @@ TILINGS = (Tiling(2, 256, 4), Tiling(2, 128, 6), Tiling(2, 64, 8), Tiling(1, 64,
 
 
 def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1) -> Tiling:
-    """The tiling whose waves of tiles take least time in the model, for ``parts`` results of (m, n). Depends on its arguments alone, so ranks that
-    must agree pass the same."""
+    """The tiling whose waves of tiles take least time in the model, for ``parts`` results of (m, n). Depends on its arguments alone, so
+    ranks that must agree pass the same."""
 
     def time_us(tiling: Tiling) -> float:
         rows, columns = tiling.grid(m, n)
@@ -120,7 +120,8 @@ def row_stride(columns: int) -> int:
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor (rows, columns) itself, or a copy, whose rows are as far apart as ``row_stride`` says and begin at multiples of 16 bytes."""
+    """The tensor (rows, columns) itself, or a copy, whose rows are as far apart as ``row_stride`` says and begin at multiples of 16
+    bytes."""
     rows, columns = tensor.shape
     stride = row_stride(columns)
     if tensor.stride() == (stride, 1) and tensor.data_ptr() % 16 == 0:
@@ -161,7 +162,7 @@ def bind(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiling: Tiling | N
     rows, columns = tiling.grid(m, n)
     grid = min(rows * columns, sm_count)
     require_resident("gemm", grid, BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes), sm_count)
-    maps = {name: spec.encode() for name, spec in specs(*map(TensorPlace.of, (a, b, out)), tiling).items()}
+    maps = {name: spec.encode() for name, spec in specs(TensorPlace.of(a), TensorPlace.of(b), TensorPlace.of(out), tiling).items()}
     return kernel.bind(grid, tiling.threads, (parameters(maps, m, n, k, tiling),), shared_bytes=tiling.shared_bytes)
 
 

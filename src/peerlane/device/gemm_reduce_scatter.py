@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import gemm
-from peerlane.device.arena import LINE_BYTES, MAX_RANKS, Arena
+from peerlane.device.arena import MAX_RANKS, Arena
 from peerlane.device.gemm import ELEMENT_BYTES, GroupedTiles, Tiling
 from peerlane.device.jit import compile_cubin
 from peerlane.device.launch import Kernel, Launch
+from peerlane.device.layout import LINE_BYTES
 from peerlane.device.roles import BlockNeeds, require_resident
 from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
 from peerlane.errors import UsageError
@@ -110,16 +111,16 @@ extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) gemm_red
 class GemmReduceScatter:
     """``call(a, b)`` for one shape of result: rank r gets rows [r m / W, (r + 1) m / W) of the sum over ranks of ``a @ b``.
 
-    a (m, k), b (k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m divisible by the world size; m, n and the dtype the same on all
-    ranks, k as it comes, but not 0. The result is laid out in the same way. Creating one is collective. Calls in one stream need no barrier between them and can be captured in a graph.
-    """
+    a (m, k), b (k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m divisible by the world size; m, n and the dtype the same on
+    all ranks, k as it comes, but not 0. The result is laid out in the same way. Creating one is collective. Calls in one stream need no
+    barrier between them and can be captured in a graph."""
 
     def __init__(self, m: int, n: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None, *, timeout_s: float = 10.0) -> None:
         world_size = dist.get_world_size(group)
         if m % world_size or dtype not in gemm.ELEMENT_TYPES:
             raise UsageError(
-                f"GEMM and reduce-scatter of ({m}, {n}) in {dtype} over {world_size} ranks: expected m divisible by the ranks, and bfloat16 or "
-                "float16; pad the rows with zeros or convert the operands"
+                f"GEMM and reduce-scatter of ({m}, {n}) in {dtype} over {world_size} ranks: expected m divisible by the ranks, and "
+                "bfloat16 or float16; pad the rows with zeros or convert the operands"
             )
         tiling = gemm.choose_tiling(m // world_size, n, _TYPICAL_DEPTH, gemm.TYPICAL_SM_COUNT, parts=world_size)
         self.workspace = Workspace(m // world_size, n, dtype, world_size, tiling)
@@ -156,7 +157,7 @@ class GemmReduceScatter:
                 f"{space.n} columns, {space.dtype}; create a GemmReduceScatter for each size"
             )
         bases = [self.arena.view.base[rank] + self.slots for rank in range(space.world_size)]
-        specs = space.specs(*map(TensorPlace.of, (a, b, out)), bases, self.arena.rank)
+        specs = space.specs(TensorPlace.of(a), TensorPlace.of(b), TensorPlace.of(out), bases, self.arena.rank)
         parameters = space.parameters({name: spec.encode() for name, spec in specs.items()}, a.shape[1], self.flags, self.epochs)
         tiling = space.tiling
         return self.kernel.bind(self.grid, tiling.threads, (parameters, self.arena.view), shared_bytes=tiling.shared_bytes)

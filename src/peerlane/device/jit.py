@@ -84,7 +84,8 @@ def compile_cubin(
 
 
 def compiler_report(source: str | Path, *, arch: str = DEFAULT_ARCH, defines: Mapping[str, str | int] | None = None) -> str:
-    """What ptxas says about every kernel of ``source`` with ``-v``: registers, spills, and what keeps the matrix units waiting. Not cached."""
+    """What ptxas says about every kernel of ``source`` with ``-v``: registers, spills, and what keeps the matrix units waiting. Not
+    cached."""
     name, text, own_dir = _read(source)
     search = [*own_dir, INCLUDE_DIR, *_toolkit_dirs()]
     options = [*_options(arch, defines or {}), "--ptxas-options=-v", *(f"--include-path={folder}" for folder in search)]

@@ -1,8 +1,7 @@
 """Tensor maps: what the copy unit needs to know of a tensor in global memory, and of the box that one copy moves.
 
-A map is a kernel argument of 128 bytes (``peerlane::TensorMap``). Encoding one takes the driver about a microsecond and this module several,
-so encoded maps are kept by their description.
-"""
+A map is a kernel argument of 128 bytes (``peerlane::TensorMap``). Encoding one takes the driver about a microsecond and this module
+several, so encoded maps are kept by their description."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ class TensorMap(ctypes.Structure):
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """A tensor and the box of one copy. Sizes are in elements, outermost dimension first, as in PyTorch; device code counts coordinates from
-    the innermost one."""
+    """A tensor and the box of one copy. Sizes are in elements, outermost dimension first, as in PyTorch; device code counts coordinates
+    from the innermost one."""
 
     address: int
     dtype: torch.dtype
@@ -50,7 +49,8 @@ class TensorMapSpec:
             )
         if not 1 <= rank <= 5 or len(self.strides) != rank or len(self.box) != rank:
             raise UsageError(
-                f"a tensor map of shape {self.shape}, strides {self.strides} and box {self.box}: expected three tuples of one length, 1 to 5"
+                f"a tensor map of shape {self.shape}, strides {self.strides} and box {self.box}: "
+                "expected three tuples of one length, 1 to 5; add or fold dimensions"
             )
         if any(not 1 <= extent <= 1 << 32 for extent in self.shape):
             raise UsageError(
@@ -64,7 +64,8 @@ class TensorMapSpec:
             raise UsageError(f"a tensor map of strides {self.strides}: expected an innermost stride of 1; call contiguous() first")
         if any(stride * size % 16 or not 0 <= stride * size < 1 << 40 for stride in self.strides[:-1]):
             raise UsageError(
-                f"a tensor map of strides {self.strides} ({size} bytes an element): expected multiples of 16 bytes; pad the rows to {16 // size} elements"
+                f"a tensor map of strides {self.strides} ({size} bytes an element): expected multiples of 16 bytes; "
+                f"pad the rows to a multiple of {16 // size} elements"
             )
         if any(not 1 <= extent <= MAX_BOX for extent in self.box):
             raise UsageError(
