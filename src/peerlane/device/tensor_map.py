@@ -1,7 +1,7 @@
 """Tensor maps: what the copy unit needs to know of a tensor in global memory, and of the box that one copy moves.
 
-A map is a kernel argument of 128 bytes (``peerlane::TensorMap``). Encoding one takes the driver about a microsecond and this module
-several, so encoded maps are kept by their description."""
+A map is a kernel argument of 128 bytes (``peerlane::TensorMap``). Maps are kept by their description, so that a call with tensors that were
+seen before encodes none."""
 
 from __future__ import annotations
 
