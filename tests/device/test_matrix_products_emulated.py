@@ -113,3 +113,36 @@ def test_a_twin_with_one_line_wrong_is_caught(name: str, tmp_path: Path) -> None
     scenario.include_dirs = (tmp_path,)
     report = check(scenario, schedules=3)
     assert {finding.kind for finding in report.findings} & twin.kinds, str(report)
+
+
+CLAIMING = r"""
+#include <peerlane/arena.cuh>
+#include <peerlane/gemm.cuh>
+using namespace peerlane;
+using Shape = SHAPE;
+
+struct Claiming : Gemm<Shape> {
+    TileClaims claims;
+    __device__ Claiming(const GemmParameters& p, u32* counters, u32 epoch) : Gemm<Shape>(p), claims(counters, epoch) {}
+    __device__ u32 claim() const { return claims.next(); }
+};
+
+extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
+    gemm(const __grid_constant__ GemmParameters parameters, u32* counters, u32* epochs) {
+    run_roles(Claiming(parameters, counters, next_epoch(epochs)));
+}
+"""
+
+
+def test_tiles_may_be_claimed_instead_of_dealt() -> None:
+    scenario = emulated.plain_product(136, 136, 72, SMALL)
+    scenario.source = CLAIMING
+    (dealt,) = scenario.launches
+    scenario.launches.clear()
+    counters = scenario.buffer("counters", [torch.zeros(2, dtype=torch.int32)])
+    epochs = scenario.buffer("epochs", [torch.zeros(256, dtype=torch.int32)])
+    parameters = gemm.Parameters.from_buffer_copy(dealt.arguments[0])
+    for _ in range(2):
+        scenario.launch("gemm", 2, SMALL.threads, (parameters, counters, epochs), shared_bytes=SMALL.shared_bytes)
+    report = check(scenario, schedules=2)
+    assert report.clean, str(report)

@@ -48,6 +48,25 @@ struct GroupedTiles {
     }
 };
 
+// Hands tiles to whichever block is ready. `counters` (u32[2], zero at first) lie in device memory; launches that share them have epochs that
+// go up by one, on one stream: each launch counts in one and leaves the other at zero for the next.
+struct TileClaims {
+    u32* counter;
+
+    // By all threads of all blocks.
+    __device__ TileClaims(u32* counters, u32 epoch) : counter(counters + (epoch & 1)) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) counters[~epoch & 1] = 0;
+    }
+    // The next tile that nobody has claimed. By one thread.
+    __device__ u32 next() const { return ptx::add_relaxed_gpu(counter, 1); }
+};
+
+constexpr int claim_slots = 2;  // tiles that a block claims ahead
+
+// A kernel whose tiles are claimed has a member `u32 claim() const`; otherwise block b of B takes tiles b, b + B, ...
+template <class Kernel>
+concept ClaimsTiles = requires(const Kernel& kernel) { kernel.claim(); };
+
 // A block's shared memory.
 template <class Kernel>
 struct RoleMemory {
@@ -55,6 +74,53 @@ struct RoleMemory {
     typename Kernel::Output output[Kernel::roles.consumer_groups][Kernel::output_slots];
     Ring<Kernel::input_slots> input_ring;
     Ring<Kernel::output_slots> output_ring[Kernel::roles.consumer_groups];
+    Ring<claim_slots> claim_ring;
+    u32 claimed[claim_slots];
+};
+
+// The tiles of a block, for one of its roles: every role sees the same ones in the same order.
+template <class Kernel>
+class TileStream {
+  public:
+    __device__ TileStream(const Kernel& kernel, RoleMemory<Kernel>& memory, u32 block, u32 blocks)
+        : kernel_(kernel), claims_(memory.claimed, memory.claim_ring), next_(block), blocks_(blocks) {}
+
+    // use(tile) for each. `claims`: this is the role, a warp, that claims them for all.
+    template <bool claims, class Use>
+    __device__ void each(const Use& use) {
+        for (u32 index = next<claims>(); index < kernel_.tile_count(); index = next<claims>()) use(kernel_.tile(index));
+    }
+
+  private:
+    template <bool claims>
+    __device__ u32 next() {
+        u32 index = next_;
+        if constexpr (!ClaimsTiles<Kernel>) {
+            next_ += blocks_;
+        } else if constexpr (claims) {
+            u32& slot = claims_.producer.acquire();
+            if (ptx::elect_one()) slot = kernel_.claim();
+            __syncwarp();
+            index = slot;
+            claims_.producer.commit();
+        } else {
+            index = claims_.consumer.wait();
+            claims_.consumer.release();
+        }
+        return index;
+    }
+
+    // Which of the two a role uses, the compiler sees.
+    struct Ends {
+        StoreProducer<u32, claim_slots> producer;
+        Consumer<u32, claim_slots> consumer;
+        __device__ Ends(u32* slots, Ring<claim_slots>& ring) : producer(slots, ring), consumer(slots, ring) {}
+    };
+
+    const Kernel& kernel_;
+    Ends claims_;
+    u32 next_;
+    const u32 blocks_;
 };
 
 template <class Kernel>
@@ -77,15 +143,12 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
     if (threadIdx.x == 0) {
         memory.input_ring.init(1, communicates ? 1 : 4 * roles.consumer_groups);
         for (auto& ring : memory.output_ring) ring.init(4, 1);
+        memory.claim_ring.init(1, 5 * roles.consumer_groups);
         ptx::mbarrier_init_fence();
     }
     __syncthreads();
 
-    const u32 block = blockIdx.x - communicator_blocks;
-    const u32 blocks = gridDim.x - communicator_blocks;
-    const auto each_tile = [&](const auto& use) {
-        for (u32 index = block; index < kernel.tile_count(); index += blocks) use(kernel.tile(index));
-    };
+    TileStream<Kernel> tiles(kernel, memory, blockIdx.x - communicator_blocks, gridDim.x - communicator_blocks);
     if (communicates) {
         if constexpr (requires { &Kernel::fetch; }) {
             if (warp == 0) {
@@ -100,18 +163,18 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
         if constexpr (roles.moves_registers()) ptx::registers_decrease<roles.service_registers>();
         if (warp == 0) {
             InputProducer<Kernel> in(memory.input, memory.input_ring);
-            each_tile([&](const auto& tile) { kernel.load(tile, in); });
+            tiles.template each<true>([&](const auto& tile) { kernel.load(tile, in); });
         } else if (warp <= roles.consumer_groups) {
             const u32 group = warp - 1;
             OutputConsumer<Kernel> out(memory.output[group], memory.output_ring[group]);
-            each_tile([&](const auto& tile) { kernel.store(tile, group, out); });
+            tiles.template each<false>([&](const auto& tile) { kernel.store(tile, group, out); });
         }
     } else {
         if constexpr (roles.moves_registers()) ptx::registers_increase<roles.consumer_registers>();
         const u32 group = warp / 4 - 1;
         InputConsumer<Kernel> in(memory.input, memory.input_ring);
         OutputProducer<Kernel> out(memory.output[group], memory.output_ring[group]);
-        each_tile([&](const auto& tile) { kernel.compute(tile, group, in, out); });
+        tiles.template each<false>([&](const auto& tile) { kernel.compute(tile, group, in, out); });
     }
 }
 
