@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from peerlane import settings
 from peerlane.device import _cuda
@@ -63,13 +64,7 @@ def compile_cubin(
     """
     name, text, own_dir = _read(source)
     search = [*own_dir, *include_dirs, INCLUDE_DIR, *_toolkit_dirs()]
-    options = [
-        f"--gpu-architecture={arch}",
-        "--std=c++20",
-        "--generate-line-info",
-        *(f"--define-macro={macro}={value}" for macro, value in sorted((defines or {}).items())),
-        *flags,
-    ]
+    options = [*_options(arch, defines or {}), *flags]
     key = _key(text, options, search)
     folder = settings.cache_dir() / "cubin" / key[:2]
     path = folder / f"{key}.cubin"
@@ -82,10 +77,29 @@ def compile_cubin(
     with one_process(folder / f"{key}.lock"):
         if path.exists():
             return Cubin(path, arch, compiled_here=False)
-        cubin, ptx = _compile(name, text, [*options, *(f"--include-path={folder}" for folder in search)])
-        write_atomically(path.with_suffix(".ptx"), ptx)
-        write_atomically(path, cubin)  # last: where there is a cubin, there is its PTX
+        compiled = _compile(name, text, [*options, *(f"--include-path={folder}" for folder in search)])
+        write_atomically(path.with_suffix(".ptx"), compiled.ptx)
+        write_atomically(path, compiled.cubin)  # last: where there is a cubin, there is its PTX
     return Cubin(path, arch, compiled_here=True)
+
+
+def compiler_report(source: str | Path, *, arch: str = DEFAULT_ARCH, defines: Mapping[str, str | int] | None = None) -> str:
+    """What ptxas says about every kernel of ``source`` with ``-v``: registers, spills, and what keeps the matrix units waiting. Not
+    cached."""
+    name, text, own_dir = _read(source)
+    search = [*own_dir, INCLUDE_DIR, *_toolkit_dirs()]
+    options = [*_options(arch, defines or {}), "--ptxas-options=-v", *(f"--include-path={folder}" for folder in search)]
+    return _compile(name, text, options).log
+
+
+def _options(arch: str, defines: Mapping[str, str | int]) -> list[str]:
+    return [
+        f"--gpu-architecture={arch}",
+        "--std=c++20",
+        "--generate-line-info",
+        "--device-as-default-execution-space",  # without it a generic lambda in a device function is an error
+        *(f"--define-macro={macro}={value}" for macro, value in sorted(defines.items())),
+    ]
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -170,19 +184,24 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
-def _compile(name: str, text: str, options: Sequence[str]) -> tuple[bytes, bytes]:
-    """Cubin and PTX."""
+class _Compiled(NamedTuple):
+    cubin: bytes
+    ptx: bytes
+    log: str
+
+
+def _compile(name: str, text: str, options: Sequence[str]) -> _Compiled:
     nvrtc = _cuda.nvrtc()
     status, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], [])
     if status:
         raise CompileError(f"NVRTC could not take {name}: {status.name}; expected source text without NUL bytes")
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        _, size = nvrtc.nvrtcGetProgramLogSize(program)
+        log = bytearray(size)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        text_log = log.decode(errors="replace").rstrip("\0\n")
         if status:
-            _, size = nvrtc.nvrtcGetProgramLogSize(program)
-            log = bytearray(size)
-            nvrtc.nvrtcGetProgramLog(program, log)
-            text_log = log.decode(errors="replace").rstrip("\0\n")
             used = f"NVRTC {'.'.join(map(str, nvrtc_version()))}, {' '.join(options)}"
             raise CompileError(f"{name} does not compile ({status.name}; {used}):\n{text_log}")
         _, size = nvrtc.nvrtcGetCUBINSize(program)
@@ -191,6 +210,6 @@ def _compile(name: str, text: str, options: Sequence[str]) -> tuple[bytes, bytes
         _, size = nvrtc.nvrtcGetPTXSize(program)
         ptx = bytearray(size)
         nvrtc.nvrtcGetPTX(program, ptx)
-        return bytes(cubin), bytes(ptx).rstrip(b"\0")
+        return _Compiled(bytes(cubin), bytes(ptx).rstrip(b"\0"), text_log)
     finally:
         nvrtc.nvrtcDestroyProgram(program)

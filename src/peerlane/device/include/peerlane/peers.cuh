@@ -151,6 +151,18 @@ class Peers {
         team_.sync();
     }
 
+    // Until rank `source` has, at each of the slots [first, first + count); the team's threads share them.
+    __device__ void wait_slots(int source, u32 first, u32 count, u32 number) const {
+        fuzz(arena_, role_, span_wait);
+        const Span span(arena_, role_, span_wait, team_.thread() == 0);
+        if (team_.thread() < count) {
+            for (u32 slot = team_.thread(); slot < count; slot += team_.size()) poll(source, first + slot, number);
+            acquire();
+        }
+        team_.sync();
+        ptx::fence_proxy_async();
+    }
+
     // Until every other rank has.
     __device__ void wait_all(u32 slot, u32 number) const {
         fuzz(arena_, role_, span_wait);

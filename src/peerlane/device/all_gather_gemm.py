@@ -1,0 +1,204 @@
+"""Host side of ``peerlane/all_gather_gemm.cuh``: a product whose left operand lies in columns on all ranks, in one launch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from peerlane.device import gemm
+from peerlane.device.arena import Arena
+from peerlane.device.gemm import ELEMENT_BYTES, GroupedTiles, Tiling
+from peerlane.device.jit import compile_cubin
+from peerlane.device.launch import Kernel, Launch
+from peerlane.device.layout import LINE_BYTES
+from peerlane.device.roles import BlockNeeds, require_resident
+from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
+from peerlane.errors import UsageError
+
+MAX_EPOCH_BLOCKS = 256  # of arena.cuh
+
+COMMUNICATOR_BLOCKS = 16
+"""About as many SMs as bulk copies need to fill a port (ParallelKittens, arXiv 2511.13940, section 3)."""
+_PIECE_BYTES = 64 << 10  # what a communicator sends at least before it signals, where there are rows enough for all communicators
+_KEPT_LAUNCHES = 512
+
+
+class Parameters(ctypes.Structure):
+    """Mirrors ``peerlane::AllGatherGemmParameters``."""
+
+    _fields_ = (
+        ("a", TensorMap),
+        ("gathered", TensorMap),
+        ("b", TensorMap),
+        ("out", TensorMap),
+        ("tiles", GroupedTiles),
+        ("m", ctypes.c_uint32),
+        ("local_k", ctypes.c_uint32),
+        ("row_bytes", ctypes.c_uint32),
+        ("piece_rows", ctypes.c_uint32),
+        ("communicator_blocks", ctypes.c_uint32),
+        ("local", ctypes.c_uint64),
+        ("gathered_at", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("epochs", ctypes.c_uint64),
+    )
+
+
+def choose_piece_rows(m: int, local_k: int) -> int:
+    """Rows that one signal speaks for: enough bytes to make a signal cheap, but pieces for all communicators. Divides the rows of every
+    tiling."""
+    rows = 64
+    while rows > 8 and (rows * local_k * ELEMENT_BYTES > _PIECE_BYTES or m < rows * COMMUNICATOR_BLOCKS):
+        rows //= 2
+    return rows
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where gathered rows, flags and epochs lie in the arena, for left operands of (m, local_k) on each of ``world_size`` ranks."""
+
+    m: int
+    local_k: int
+    dtype: torch.dtype
+    world_size: int
+    piece_rows: int
+
+    @property
+    def gathered_bytes(self) -> int:
+        return 2 * self.world_size * self.m * gemm.row_stride(self.local_k) * ELEMENT_BYTES
+
+    @property
+    def flags_bytes(self) -> int:
+        return self.pieces * self.world_size * LINE_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        return self.gathered_bytes + self.flags_bytes + 4 * MAX_EPOCH_BLOCKS + 2 * 1024
+
+    @property
+    def pieces(self) -> int:
+        return -(-self.m // self.piece_rows)
+
+    def specs(self, a: TensorPlace, b: TensorPlace, out: TensorPlace, gathered: int, tiling: Tiling) -> dict[str, TensorMapSpec]:
+        """All maps of a launch, by the field they go to; ``gathered`` is the address of this rank's gathered rows."""
+        shape = (2 * self.world_size, self.m, self.local_k)
+        stride = gemm.row_stride(self.local_k)
+        strides = (self.m * stride, stride, 1)
+        return {
+            "a": gemm.operand_map(a.split(1), "k", tiling.rows),
+            "gathered": TensorMapSpec(gathered, self.dtype, shape, strides, (1, tiling.rows, gemm.PANEL)),
+            "b": gemm.operand_map(b.split(self.world_size), "mn", tiling.columns),
+            "out": gemm.result_map(out.split(1)),
+        }
+
+    def parameters(self, maps: Mapping[str, TensorMap], plan: Plan, a: int, gathered_at: int, flags: int, epochs: int) -> Parameters:
+        """``a`` is the address of this rank's left operand, the others are offsets in the arena."""
+        return Parameters(
+            **maps,
+            tiles=plan.tiles,
+            m=self.m,
+            local_k=self.local_k,
+            row_bytes=gemm.row_stride(self.local_k) * ELEMENT_BYTES,
+            piece_rows=self.piece_rows,
+            communicator_blocks=plan.communicator_blocks,
+            local=a,
+            gathered_at=gathered_at,
+            flags=flags,
+            epochs=epochs,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch: the first ``communicator_blocks`` blocks of the grid communicate, the others compute."""
+
+    tiling: Tiling
+    tiles: GroupedTiles
+    grid: int
+    communicator_blocks: int
+
+
+def plan(m: int, n: int, k: int, pieces: int, sm_count: int) -> Plan:
+    """The launch for an (m, n) result of ``k`` in all, whose rows come in ``pieces``."""
+    communicators = min(COMMUNICATOR_BLOCKS, pieces)
+    computing = sm_count - communicators
+    tiling = gemm.choose_tiling(m, n, k, computing)
+    rows, columns = tiling.grid(m, n)
+    # As many row panels at a time as keep all compute blocks busy: rows are used in the order in which they come.
+    tiles = gemm.grouped(rows, columns, group_rows=-(-computing // columns))
+    return Plan(tiling, tiles, communicators + min(rows * columns, computing), communicators)
+
+
+SOURCE = r"""
+#include <peerlane/all_gather_gemm.cuh>
+
+using Shape = SHAPE;
+using Fused = peerlane::AllGatherGemm<Shape, WORLD_SIZE>;
+
+extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) all_gather_gemm(
+    const __grid_constant__ Fused::Parameters parameters, const __grid_constant__ peerlane::Arena arena) {
+    peerlane::run_roles(Fused(parameters, arena), parameters.communicator_blocks);
+}
+"""
+
+
+class AllGatherGemm:
+    """``call(a, b)`` for one shape of left operand: every rank gets ``[a_0 | a_1 | ...] @ b`` with its own b.
+
+    a (m, local_k), b (W local_k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, local_k and the dtype the same on all ranks.
+    The result is laid out in the same way. Creating one is collective. Calls in one stream need no barrier between them and can be
+    captured in a graph."""
+
+    def __init__(
+        self, m: int, local_k: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None, *, timeout_s: float = 10.0
+    ) -> None:
+        world_size = dist.get_world_size(group)
+        if dtype not in gemm.ELEMENT_TYPES or not m * local_k:
+            raise UsageError(
+                f"all-gather of ({m}, {local_k}) in {dtype} and GEMM: expected elements, and bfloat16 or float16; convert the operands"
+            )
+        self.workspace = Workspace(m, local_k, dtype, world_size, choose_piece_rows(m, local_k))
+        self.arena = Arena(self.workspace.nbytes, group, timeout_s=timeout_s)
+        self.gathered = self.arena.take(self.workspace.gathered_bytes, align=1024)
+        self.flags = self.arena.take(self.workspace.flags_bytes)
+        self.epochs = self.arena.take(4 * MAX_EPOCH_BLOCKS)
+        self._launches: dict[tuple[int, int, int, int], Launch] = {}
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        out = gemm.empty_aligned(a.shape[0], b.shape[1], a)
+        key = (a.data_ptr(), b.data_ptr(), out.data_ptr(), b.shape[1])
+        launch = self._launches.get(key)
+        if launch is None:
+            if len(self._launches) == _KEPT_LAUNCHES:
+                self._launches.clear()
+            launch = self._launches[key] = self.bind(a, b, out)
+        launch()
+        return out
+
+    def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Launch:
+        """The launch for these tensors. It holds their addresses, not them."""
+        space = self.workspace
+        if (
+            tuple(a.shape) != (space.m, space.local_k)
+            or b.shape[0] != space.world_size * space.local_k
+            or {a.dtype, b.dtype} != {space.dtype}
+        ):
+            raise UsageError(
+                f"operands {tuple(a.shape)} and {tuple(b.shape)} in {a.dtype}: expected ({space.m}, {space.local_k}) and "
+                f"({space.world_size * space.local_k}, n) in {space.dtype}; create an AllGatherGemm for each size"
+            )
+        chosen = plan(space.m, b.shape[1], b.shape[0], space.pieces, self.arena.sm_count)
+        tiling = chosen.tiling
+        cubin = compile_cubin(SOURCE, defines={**tiling.defines(a.dtype, "k", "mn"), "WORLD_SIZE": space.world_size})
+        kernel = Kernel(cubin, "all_gather_gemm", on_failure=self.arena.raise_fault)
+        needs = BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes)
+        require_resident("all_gather_gemm", chosen.grid, needs, self.arena.sm_count)
+        gathered = self.arena.view.base[self.arena.rank] + self.gathered
+        specs = space.specs(TensorPlace.of(a), TensorPlace.of(b), TensorPlace.of(out), gathered, tiling)
+        maps = {name: spec.encode() for name, spec in specs.items()}
+        parameters = space.parameters(maps, chosen, a.data_ptr(), self.gathered, self.flags, self.epochs)
+        return kernel.bind(chosen.grid, tiling.threads, (parameters, self.arena.view), shared_bytes=tiling.shared_bytes)

@@ -1,0 +1,181 @@
+"""Host side of ``peerlane/gemm.cuh``: which tiles for which size, the maps of the operands, and the plain product."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from peerlane.device.jit import compile_cubin
+from peerlane.device.launch import Kernel, Launch
+from peerlane.device.roles import GROUP_THREADS, BlockNeeds, require_resident
+from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
+from peerlane.errors import UsageError
+
+Major = Literal["k", "mn"]
+"""Which dimension of an operand is contiguous: k, or the other one."""
+
+ELEMENT_TYPES: Mapping[torch.dtype, str] = {torch.bfloat16: "peerlane::BFloat16", torch.float16: "peerlane::Float16"}
+ELEMENT_BYTES = 2
+TYPICAL_SM_COUNT = 132
+"""What tiles are chosen for when all ranks have to choose the same."""
+PANEL = 64
+"""Elements in a row of a swizzled tile; k of one step."""
+
+# Priors of the model that picks tiles, for one SM of an H100: matrix units at the rate a large product reaches, operands from L2, and
+# what a tile costs besides (first loads, last stores). Kernels are compared by them, nothing else.
+_FLOPS_PER_US = 5.3e6
+_L2_BYTES_PER_US = 4.5e4
+_TILE_OVERHEAD_US = 1.5
+
+
+class GroupedTiles(ctypes.Structure):
+    """Mirrors ``peerlane::GroupedTiles``."""
+
+    _fields_ = (("rows", ctypes.c_uint32), ("columns", ctypes.c_uint32), ("group_rows", ctypes.c_uint32))
+
+
+class Parameters(ctypes.Structure):
+    """Mirrors ``peerlane::GemmParameters``."""
+
+    _fields_ = (
+        ("a", TensorMap),
+        ("b", TensorMap),
+        ("c", TensorMap),
+        ("tiles", GroupedTiles),
+        ("k", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32 * 12),
+    )
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One instance of ``peerlane::GemmShape``: tiles of 64 ``groups`` rows and ``columns`` columns, ``slots`` steps of 64 k in flight."""
+
+    groups: int
+    columns: int
+    slots: int
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return GROUP_THREADS * (1 + self.groups)
+
+    @property
+    def shared_bytes(self) -> int:
+        """``sizeof(RoleMemory)``: both rings' buffers, and their barriers in the last 1024 bytes."""
+        return (self.slots * (self.rows + self.columns) + self.groups * 2 * 64) * PANEL * ELEMENT_BYTES + 1024
+
+    def grid(self, m: int, n: int) -> tuple[int, int]:
+        """Row and column tiles of an (m, n) result."""
+        return -(-m // self.rows), -(-n // self.columns)
+
+    def defines(self, dtype: torch.dtype, a: Major, b: Major) -> dict[str, str | int]:
+        return {
+            "SHAPE": f"peerlane::GemmShape<{ELEMENT_TYPES[dtype]}, {self.groups}, {self.columns}, {self.slots}, "
+            f"peerlane::Major::{a}, peerlane::Major::{b}>"
+        }
+
+
+TILINGS = (Tiling(2, 256, 4), Tiling(2, 128, 6), Tiling(2, 64, 8), Tiling(1, 64, 8))
+
+
+def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1) -> Tiling:
+    """The tiling whose waves of tiles take least time in the model, for ``parts`` results of (m, n). Depends on its arguments alone, so
+    ranks that must agree pass the same."""
+
+    def time_us(tiling: Tiling) -> float:
+        rows, columns = tiling.grid(m, n)
+        waves = -(-parts * rows * columns // sm_count)
+        flops = 2 * tiling.rows * tiling.columns * k
+        loaded = (tiling.rows + tiling.columns) * k * ELEMENT_BYTES
+        return waves * (max(flops / _FLOPS_PER_US, loaded / _L2_BYTES_PER_US) + _TILE_OVERHEAD_US)
+
+    return min(TILINGS, key=time_us)
+
+
+def grouped(rows: int, columns: int, group_rows: int = 8) -> GroupedTiles:
+    return GroupedTiles(rows=rows, columns=columns, group_rows=max(1, min(group_rows, rows)))
+
+
+def operand_map(place: TensorPlace, major: Major, span: int) -> TensorMapSpec:
+    """The map of A or B, (parts, outer, k) or (parts, k, outer), for ``peerlane::Operand`` of this span."""
+    return place.map((span if major == "k" else PANEL, PANEL))
+
+
+def result_map(place: TensorPlace) -> TensorMapSpec:
+    """The map of a result (parts, m, n), for pieces of 64 x 64."""
+    return place.map((64, PANEL))
+
+
+def row_stride(columns: int) -> int:
+    """Elements from one row to the next that give rows a multiple of 16 bytes."""
+    return -(-columns // 8) * 8
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor (rows, columns) itself, or a copy, whose rows are as far apart as ``row_stride`` says and begin at multiples of 16
+    bytes."""
+    rows, columns = tensor.shape
+    stride = row_stride(columns)
+    if tensor.stride() == (stride, 1) and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return empty_aligned(rows, columns, tensor).copy_(tensor)
+
+
+def empty_aligned(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty((rows, row_stride(columns)))[:, :columns]
+
+
+def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Raise UsageError unless there is a kernel for this product: A (m, k), B (k, n)."""
+    if a.dtype not in ELEMENT_TYPES or b.dtype != a.dtype:
+        raise UsageError(f"a product of {a.dtype} and {b.dtype}: expected both bfloat16 or both float16; convert the operands")
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or 0 in a.shape or 0 in b.shape:
+        raise UsageError(f"a product of shapes {tuple(a.shape)} and {tuple(b.shape)}: expected (m, k) and (k, n), none of them 0")
+
+
+SOURCE = r"""
+#include <peerlane/gemm.cuh>
+
+using Shape = SHAPE;
+
+extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) gemm(const __grid_constant__ peerlane::GemmParameters parameters) {
+    peerlane::run_roles(peerlane::Gemm<Shape>(parameters));
+}
+"""
+
+
+def bind(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiling: Tiling | None = None) -> Launch:
+    """The launch of ``out = a @ b``: a (m, k), b (k, n), all ``aligned``. It holds addresses, not tensors."""
+    check_operands(a, b)
+    (m, k), n = a.shape, b.shape[1]
+    sm_count = torch.cuda.get_device_properties(a.device).multi_processor_count
+    tiling = tiling or choose_tiling(m, n, k, sm_count)
+    kernel = Kernel(compile_cubin(SOURCE, defines=tiling.defines(a.dtype, "k", "mn")), "gemm")
+    rows, columns = tiling.grid(m, n)
+    grid = min(rows * columns, sm_count)
+    require_resident("gemm", grid, BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes), sm_count)
+    maps = {name: spec.encode() for name, spec in specs(TensorPlace.of(a), TensorPlace.of(b), TensorPlace.of(out), tiling).items()}
+    return kernel.bind(grid, tiling.threads, (parameters(maps, m, n, k, tiling),), shared_bytes=tiling.shared_bytes)
+
+
+def specs(
+    a: TensorPlace, b: TensorPlace, out: TensorPlace, tiling: Tiling, a_major: Major = "k", b_major: Major = "mn"
+) -> dict[str, TensorMapSpec]:
+    """All maps of a launch, by the field they go to, for matrices as they lie in memory."""
+    return {
+        "a": operand_map(a.split(1), a_major, tiling.rows),
+        "b": operand_map(b.split(1), b_major, tiling.columns),
+        "c": result_map(out.split(1)),
+    }
+
+
+def parameters(maps: Mapping[str, TensorMap], m: int, n: int, k: int, tiling: Tiling) -> Parameters:
+    return Parameters(**maps, tiles=grouped(*tiling.grid(m, n)), k=k)

@@ -1,0 +1,125 @@
+// A product whose left operand lies in pieces on all ranks, split along k: out = sum over q of A_q B[q], A_q (m x local_k) on rank q, and
+// B[q] the q-th local_k rows of this rank's own B.
+//
+// Communicator blocks push this rank's A to every other rank, some rows at a time, first rows first, with a flag behind each piece. Compute
+// blocks go through the rows in the same order; each tile starts with this rank's own A, then takes the others' in the order in which they
+// are sent, and waits for the rows it needs.
+//
+// What is gathered is double-buffered by the launch's epoch. A rank that finishes launch e has had pieces of launch e from every other rank, which
+// had therefore finished launch e - 1: what launch e - 1 gathered may be written over in launch e + 1.
+//
+// Communicators wait for no other rank, and they are the first blocks, so compute blocks always get what they wait for.
+#pragma once
+
+#include <peerlane/comm.cuh>
+#include <peerlane/gemm.cuh>
+
+namespace peerlane {
+
+// Mirrors `peerlane.device.all_gather_gemm.Parameters`.
+struct AllGatherGemmParameters {
+    TensorMap a;         // this rank's: (local_k, m, 1)
+    TensorMap gathered;  // in the arena: (local_k, m, 2 W), third index buffer * W + source
+    TensorMap b;         // (n, local_k, W), or (local_k, n, W)
+    TensorMap out;       // (n, m, 1)
+    GroupedTiles tiles;
+    u32 m, local_k, row_bytes;  // row_bytes: from a row of A to the next, here and where it is gathered
+    u32 piece_rows;      // rows that one signal speaks for; divides the tile's rows
+    u32 communicator_blocks;
+    const char* local;   // what `a` describes
+    u64 gathered_at;     // in the arena: what `gathered` describes
+    u64 flags;           // in the arena: Peers::flag_bytes(ceil(m / piece_rows))
+    u64 epochs;          // in the arena: u32[max_epoch_blocks]
+};
+
+template <class Shape, int W>
+struct AllGatherGemm : Shape {
+    using Parameters = AllGatherGemmParameters;
+    using Tile = GroupedTiles::Tile;
+    const Parameters& parameters;
+    const Arena& arena;
+    const u32 epoch;
+
+    // By all threads: advances the epoch.
+    __device__ AllGatherGemm(const Parameters& p, const Arena& a)
+        : parameters(p), arena(a), epoch(next_epoch(reinterpret_cast<u32*>(a.local(p.epochs)))) {}
+
+    __device__ u32 tile_count() const { return parameters.tiles.count(); }
+    __device__ Tile tile(u32 index) const { return parameters.tiles.at(index); }
+
+    __device__ void load(const Tile& tile, InputProducer<AllGatherGemm>& in) const {
+        const int row = tile.row * Shape::rows, column = tile.column * Shape::columns;
+        for (int step = 0; step < W; ++step) {
+            const int source = rank_after<W>(arena.rank, W - step);
+            if (step > 0) wait_for_rows(row, source);
+            for (u32 k = 0; k < parameters.local_k; k += Shape::depth) {
+                const int depth = static_cast<int>(k);
+                const OperandPlace b{&parameters.b, column, depth, source};
+                if (step == 0) {
+                    load_step<Shape>(in, {&parameters.a, row, depth, 0}, b);
+                } else {
+                    load_step<Shape>(in, {&parameters.gathered, row, depth, slot_of(source)}, b);
+                }
+            }
+        }
+    }
+
+    __device__ void compute(const Tile&, u32 group, InputConsumer<AllGatherGemm>& in, OutputProducer<AllGatherGemm>& out) const {
+        typename Shape::Sum sum;
+        multiply_steps<Shape>(sum, group, W * Shape::steps(parameters.local_k), in);
+        emit<Shape>(sum, out);
+    }
+
+    __device__ void store(const Tile& tile, u32 group, OutputConsumer<AllGatherGemm>& out) const {
+        store_sum<Shape>(out, &parameters.out, {tile.column * Shape::columns, tile.row * Shape::rows + 64 * static_cast<int>(group), 0});
+    }
+
+    // The communicators' first warp: own rows into the ring, in chunks that fill its slots.
+    __device__ void fetch(u32 part, u32 parts, InputProducer<AllGatherGemm>& in) const {
+        each_chunk(part, parts, [&](u32, u64 at, u32 bytes, bool) {
+            in.fill(bytes, [&](auto& slot, u64* full) { ptx::bulk_load(&slot, parameters.local + at, bytes, full); });
+        });
+    }
+
+    // The second: from the ring to every other rank.
+    __device__ void send(u32 part, u32 parts, InputConsumer<AllGatherGemm>& in) const {
+        bool holding = false;  // the slot before, which is read until the next copies have been started
+        each_chunk(part, parts, [&](u32 piece, u64 at, u32 bytes, bool last) {
+            const auto& slot = in.wait();
+            const u64 target = parameters.gathered_at + slot_of(arena.rank) * shard_bytes() + at;
+            if (ptx::elect_one()) {
+                for (int k = 1; k < W; ++k) ptx::bulk_store(arena.peer(rank_after<W>(arena.rank, k), target), &slot, bytes);
+                ptx::bulk_commit();
+                ptx::bulk_wait_read<1>();
+            }
+            if (holding) in.release();
+            holding = true;
+            if (last) peers(communicator).signal_all(piece, epoch);
+        });
+    }
+
+  private:
+    __device__ u64 shard_bytes() const { return u64(parameters.m) * parameters.row_bytes; }
+    __device__ int slot_of(u32 source) const { return static_cast<int>((epoch & 1) * W + source); }
+    __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
+    __device__ void wait_for_rows(int row, int source) const {
+        const u32 rows = parameters.m - row < Shape::rows ? parameters.m - row : Shape::rows;
+        const u32 pieces = (rows + parameters.piece_rows - 1) / parameters.piece_rows;
+        peers(loader).wait_slots(source, row / parameters.piece_rows, pieces, epoch);
+    }
+    // use(piece, offset in the shard, bytes, whether it is the piece's last) for each chunk of every `parts`-th piece.
+    template <class Use>
+    __device__ void each_chunk(u32 part, u32 parts, const Use& use) const {
+        constexpr u64 most = sizeof(typename Shape::Input);
+        const u64 piece_bytes = u64(parameters.piece_rows) * parameters.row_bytes;
+        for (u32 piece = part; piece * piece_bytes < shard_bytes(); piece += parts) {
+            const u64 end = (piece + 1) * piece_bytes < shard_bytes() ? (piece + 1) * piece_bytes : shard_bytes();
+            for (u64 at = piece * piece_bytes; at < end; at += most) {
+                const u32 bytes = static_cast<u32>(end - at < most ? end - at : most);
+                use(piece, at, bytes, at + bytes == end);
+            }
+        }
+    }
+};
+
+}  // namespace peerlane

@@ -1,0 +1,133 @@
+// Matrix products on Hopper's tensor cores: the parts that fused kernels share, and the plain product.
+//
+// C (m x n) = A (m x k) B (k x n), 16-bit floats in and out, sums in fp32, any m and n, and k; rows in memory are multiples of 16 bytes.
+// Operands come by TMA, which fills up ragged tiles with zeros and leaves out what lies outside of C.
+#pragma once
+
+#include <peerlane/roles.cuh>
+#include <peerlane/tile.cuh>
+
+namespace peerlane {
+
+// Tiles of 64 Groups x N, `Slots` steps of 64 k in flight. A_major and B_major: how the operands lie in memory (tile.cuh).
+template <class Element, int Groups, int N, int Slots, Major A_major, Major B_major>
+struct GemmShape {
+    using E = Element;
+    static constexpr RoleTable roles{.consumer_groups = Groups, .service_registers = 56, .consumer_registers = 224};
+    static constexpr int rows = 64 * Groups;
+    static constexpr int columns = N;
+    static constexpr int depth = panel_columns;
+
+    using A = Operand<E, rows, A_major>;
+    using B = Operand<E, N, B_major>;
+    // A piece of another product that is to be added, in place of operands.
+    using Partial = SharedTile<E, rows, (N < 128 ? N : 128)>;
+    struct Operands {
+        A a;
+        B b;
+    };
+    union Input {
+        Operands operands;
+        Partial partial;
+    };
+    static_assert(sizeof(Partial) <= sizeof(Operands));
+    static constexpr int input_slots = Slots;
+    using Output = SharedTile<E, 64, panel_columns>;
+    static constexpr int output_slots = 2;
+    using Sum = SumTile<N>;
+
+    __device__ static u32 steps(u32 k) { return (k + depth - 1) / depth; }
+};
+
+// What one fill of the input ring copies: `a` and `b` are maps of three dimensions, the places in them are of the tile's first row (column)
+// and the step's first k; z is whatever the caller's maps have as third dimension.
+struct OperandPlace {
+    const TensorMap* map;
+    int outer, inner, z;
+};
+
+template <class Shape, class Producer>
+__device__ inline void load_step(Producer& in, const OperandPlace& a, const OperandPlace& b) {
+    in.fill(sizeof(typename Shape::Operands), [&](auto& slot, u64* full) {
+        slot.operands.a.load(a.map, full, Shape::A::place(a.outer, a.inner, a.z));
+        slot.operands.b.load(b.map, full, Shape::B::place(b.outer, b.inner, b.z));
+    });
+}
+
+// sum = the product of the next `steps` (at least 1) fills of the input ring; one step is computed while the one before is given back.
+template <class Shape, class Consumer>
+__device__ inline void multiply_steps(typename Shape::Sum& sum, u32 group, u32 steps, Consumer& in) {
+    for (u32 step = 0; step < steps; ++step) {
+        const auto& operands = in.wait().operands;
+        ptx::wgmma_hold(sum.value);
+        ptx::wgmma_fence();
+        sum.multiply(operands.a, 64 * group, operands.b, step == 0);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<1>();
+        if (step > 0) in.release();
+    }
+    ptx::wgmma_wait<0>();
+    ptx::wgmma_hold(sum.value);
+    in.release();
+}
+
+// Rounds the sum and hands it to the group's storer, 64 columns at a time.
+template <class Shape, class Producer>
+__device__ inline void emit(const typename Shape::Sum& sum, Producer& out) {
+#pragma unroll
+    for (int column = 0; column < Shape::columns; column += panel_columns) {
+        sum.store(out.acquire(), column);
+        out.commit();
+    }
+}
+
+// Copies what `emit` has handed over to `at` in the tensor, which may be a peer's. When it returns the ring's slots have been read; that the
+// peer has it all, a signal says (it waits for that).
+template <class Shape, class Consumer>
+__device__ inline void store_sum(Consumer& out, const TensorMap* map, Place3 at) {
+#pragma unroll 1
+    for (int column = 0; column < Shape::columns; column += panel_columns) {
+        const auto& chunk = out.wait();
+        if (ptx::elect_one()) {
+            chunk.store(map, {at.x + column, at.y, at.z});
+            ptx::bulk_commit();
+            ptx::bulk_wait_read<1>();
+        }
+        if (column > 0) out.release();
+    }
+    if (ptx::elect_one()) ptx::bulk_wait_read<0>();
+    out.release();
+}
+
+struct GemmParameters {
+    TensorMap a, b, c;  // as (k, m, 1) or (m, k, 1); (n, k, 1) or (k, n, 1); (n, m, 1): innermost first, with boxes of one panel
+    GroupedTiles tiles;
+    u32 k;
+};
+
+// The product by itself.
+template <class Shape>
+struct Gemm : Shape {
+    const GemmParameters& parameters;
+
+    __device__ explicit Gemm(const GemmParameters& p) : parameters(p) {}
+    __device__ u32 tile_count() const { return parameters.tiles.count(); }
+    __device__ GroupedTiles::Tile tile(u32 index) const { return parameters.tiles.at(index); }
+
+    __device__ void load(const GroupedTiles::Tile& tile, InputProducer<Gemm>& in) const {
+        for (u32 k = 0; k < parameters.k; k += Shape::depth) {
+            load_step<Shape>(in, {&parameters.a, tile.row * Shape::rows, static_cast<int>(k), 0},
+                             {&parameters.b, tile.column * Shape::columns, static_cast<int>(k), 0});
+        }
+    }
+    __device__ void compute(const GroupedTiles::Tile&, u32 group, InputConsumer<Gemm>& in, OutputProducer<Gemm>& out) const {
+        typename Shape::Sum sum;
+        multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in);
+        emit<Shape>(sum, out);
+    }
+    __device__ void store(const GroupedTiles::Tile& tile, u32 group, OutputConsumer<Gemm>& out) const {
+        store_sum<Shape>(out, &parameters.c, {tile.column * Shape::columns, tile.row * Shape::rows + 64 * static_cast<int>(group), 0});
+    }
+};
+
+}  // namespace peerlane

@@ -1,0 +1,181 @@
+// The template of fused kernels: warps with roles, rings between them, a loop over tiles that never ends before the work does.
+//
+//   compute blocks        loader (a warp): copies operands into the input ring
+//                         consumers (warpgroups): use them, and put results into the output ring, one per group
+//                         storers (a warp per group): copy results out, to this rank or another one, and tell it
+//   communicator blocks   fetcher (a warp): copies local data into the input ring
+//                         sender (a warp): copies it on to other ranks, and tells them
+//
+// A kernel is a type that says what each role does with one tile, and of which kinds and sizes everything is; docs/device/template.md lists what
+// it has to have. The template lays out shared memory, initialises barriers, keeps phases, moves registers from the warps that copy to the
+// warps that compute, and loops. `peerlane.device.roles` is the host's side of it.
+#pragma once
+
+#include <peerlane/pipeline.cuh>
+#include <peerlane/ptx_mma.cuh>
+
+namespace peerlane {
+
+constexpr int group_threads = 128;  // a warpgroup: what wgmma and register reallocation work on
+
+// How the warps of a compute block are made up. Loader and storers share the first warpgroup, each group of consumers is one more.
+struct RoleTable {
+    int consumer_groups;     // 1 to 3
+    int service_registers;   // per thread of the loader's and storers' warpgroup
+    int consumer_registers;  // per thread of the consumers'
+
+    constexpr int threads() const { return group_threads * (1 + consumer_groups); }
+    // One group of consumers has as many as a thread can have.
+    constexpr bool moves_registers() const { return consumer_groups > 1; }
+    constexpr bool fits() const {
+        return consumer_groups >= 1 && consumer_groups <= 3 && service_registers + consumer_groups * consumer_registers <= 65536 / group_threads;
+    }
+};
+
+// Row panels in groups of `group_rows`, each group column by column: neighbours in the order share operands while they are in L2.
+struct GroupedTiles {
+    u32 rows, columns, group_rows;  // in tiles
+
+    struct Tile {
+        int row, column;
+    };
+    __device__ u32 count() const { return rows * columns; }
+    __device__ Tile at(u32 index) const {
+        const u32 group = index / (group_rows * columns), first = group * group_rows;
+        const u32 height = rows - first < group_rows ? rows - first : group_rows;
+        const u32 within = index - first * columns;
+        return {static_cast<int>(first + within % height), static_cast<int>(within / height)};
+    }
+};
+
+// Hands tiles to whichever block is ready. `counters` (u32[2], zero at first) lie in device memory; launches that share them have epochs that
+// go up by one, on one stream: each launch counts in one and leaves the other at zero for the next.
+struct TileClaims {
+    u32* counter;
+
+    // By all threads of all blocks.
+    __device__ TileClaims(u32* counters, u32 epoch) : counter(counters + (epoch & 1)) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) counters[~epoch & 1] = 0;
+    }
+    // The next tile that nobody has claimed. By one thread.
+    __device__ u32 next() const { return ptx::add_relaxed_gpu(counter, 1); }
+};
+
+constexpr int claim_slots = 2;  // tiles that a block claims ahead
+
+// A kernel whose tiles are claimed has a member `u32 claim() const`; otherwise block b of B takes tiles b, b + B, ...
+template <class Kernel>
+concept ClaimsTiles = requires(const Kernel& kernel) { kernel.claim(); };
+
+// A block's shared memory.
+template <class Kernel>
+struct RoleMemory {
+    typename Kernel::Input input[Kernel::input_slots];
+    typename Kernel::Output output[Kernel::roles.consumer_groups][Kernel::output_slots];
+    Ring<Kernel::input_slots> input_ring;
+    Ring<Kernel::output_slots> output_ring[Kernel::roles.consumer_groups];
+    Ring<claim_slots> claim_ring;
+    u32 claimed[claim_slots];
+};
+
+// The tiles of a block, for one of its roles: every role sees the same ones in the same order.
+template <class Kernel>
+class TileStream {
+  public:
+    __device__ TileStream(const Kernel& kernel, RoleMemory<Kernel>& memory, u32 block, u32 blocks)
+        : kernel_(kernel), claims_(memory.claimed, memory.claim_ring), next_(block), blocks_(blocks) {}
+
+    // use(tile) for each. `claims`: this is the role, a warp, that claims them for all.
+    template <bool claims, class Use>
+    __device__ void each(const Use& use) {
+        for (u32 index = next<claims>(); index < kernel_.tile_count(); index = next<claims>()) use(kernel_.tile(index));
+    }
+
+  private:
+    template <bool claims>
+    __device__ u32 next() {
+        u32 index = next_;
+        if constexpr (!ClaimsTiles<Kernel>) {
+            next_ += blocks_;
+        } else if constexpr (claims) {
+            u32& slot = claims_.producer.acquire();
+            if (ptx::elect_one()) slot = kernel_.claim();
+            __syncwarp();
+            index = slot;
+            claims_.producer.commit();
+        } else {
+            index = claims_.consumer.wait();
+            claims_.consumer.release();
+        }
+        return index;
+    }
+
+    // Which of the two a role uses, the compiler sees.
+    struct Ends {
+        StoreProducer<u32, claim_slots> producer;
+        Consumer<u32, claim_slots> consumer;
+        __device__ Ends(u32* slots, Ring<claim_slots>& ring) : producer(slots, ring), consumer(slots, ring) {}
+    };
+
+    const Kernel& kernel_;
+    Ends claims_;
+    u32 next_;
+    const u32 blocks_;
+};
+
+template <class Kernel>
+using InputProducer = CopyProducer<typename Kernel::Input, Kernel::input_slots>;
+template <class Kernel>
+using InputConsumer = Consumer<typename Kernel::Input, Kernel::input_slots>;
+template <class Kernel>
+using OutputProducer = StoreProducer<typename Kernel::Output, Kernel::output_slots>;
+template <class Kernel>
+using OutputConsumer = Consumer<typename Kernel::Output, Kernel::output_slots>;
+
+// Runs a kernel: call it with all threads of all blocks, and return. The first `communicator_blocks` blocks communicate, the others compute.
+template <class Kernel>
+__device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks = 0) {
+    constexpr RoleTable roles = Kernel::roles;
+    static_assert(roles.fits(), "the registers of all warpgroups exceed a block's 65536");
+    auto& memory = *reinterpret_cast<RoleMemory<Kernel>*>(ptx::dynamic_shared());
+    const u32 warp = threadIdx.x / 32;
+    const bool communicates = blockIdx.x < communicator_blocks;
+    if (threadIdx.x == 0) {
+        memory.input_ring.init(1, communicates ? 1 : 4 * roles.consumer_groups);
+        for (auto& ring : memory.output_ring) ring.init(4, 1);
+        memory.claim_ring.init(1, 5 * roles.consumer_groups);
+        ptx::mbarrier_init_fence();
+    }
+    __syncthreads();
+
+    TileStream<Kernel> tiles(kernel, memory, blockIdx.x - communicator_blocks, gridDim.x - communicator_blocks);
+    if (communicates) {
+        if constexpr (requires { &Kernel::fetch; }) {
+            if (warp == 0) {
+                InputProducer<Kernel> in(memory.input, memory.input_ring);
+                kernel.fetch(blockIdx.x, communicator_blocks, in);
+            } else if (warp == 1) {
+                InputConsumer<Kernel> in(memory.input, memory.input_ring);
+                kernel.send(blockIdx.x, communicator_blocks, in);
+            }
+        }
+    } else if (warp < 4) {
+        if constexpr (roles.moves_registers()) ptx::registers_decrease<roles.service_registers>();
+        if (warp == 0) {
+            InputProducer<Kernel> in(memory.input, memory.input_ring);
+            tiles.template each<true>([&](const auto& tile) { kernel.load(tile, in); });
+        } else if (warp <= roles.consumer_groups) {
+            const u32 group = warp - 1;
+            OutputConsumer<Kernel> out(memory.output[group], memory.output_ring[group]);
+            tiles.template each<false>([&](const auto& tile) { kernel.store(tile, group, out); });
+        }
+    } else {
+        if constexpr (roles.moves_registers()) ptx::registers_increase<roles.consumer_registers>();
+        const u32 group = warp / 4 - 1;
+        InputConsumer<Kernel> in(memory.input, memory.input_ring);
+        OutputProducer<Kernel> out(memory.output[group], memory.output_ring[group]);
+        tiles.template each<false>([&](const auto& tile) { kernel.compute(tile, group, in, out); });
+    }
+}
+
+}  // namespace peerlane

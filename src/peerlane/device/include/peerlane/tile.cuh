@@ -1,0 +1,133 @@
+// Tiles: pieces of matrices in shared memory, in the layout that TMA and wgmma share, and sums of them in registers.
+//
+// E is an element type of 16 bits (numeric.cuh).
+#pragma once
+
+#include <peerlane/numeric.cuh>
+#include <peerlane/ptx_mma.cuh>
+#include <peerlane/ptx_tensor.cuh>
+
+namespace peerlane {
+
+template <class E>
+constexpr MmaType mma_type = MmaType::bf16;
+template <>
+constexpr MmaType mma_type<Float16> = MmaType::f16;
+
+constexpr int element_bytes = 2;
+constexpr int panel_columns = 64;   // elements in the 128 bytes of a swizzled row
+constexpr int swizzle_atom = 1024;  // bytes after which the swizzle repeats: what a tile in shared memory is aligned to
+constexpr int mma_depth = 16;       // k of one wgmma
+
+// Where a box lies in its tensor, innermost dimension first. Tensors of two dimensions have a third of extent 1.
+struct Place3 {
+    int x, y, z;
+};
+
+// A tile of `Rows` x `Columns` elements as it lies in shared memory, in the 128-byte swizzle: panels of 64 columns, one after the other, each
+// of `Rows` rows of 128 bytes; the 16-byte pieces of row r change places by r % 8. One panel is the box of a tensor map.
+template <class Element, int Rows, int Columns>
+struct alignas(swizzle_atom) SharedTile {
+    using E = Element;
+    static constexpr int rows = Rows;
+    static constexpr int columns = Columns;
+    static constexpr int panels = Columns / panel_columns;
+    static constexpr u32 panel_bytes = Rows * panel_columns * element_bytes;
+    static constexpr u32 bytes = panels * panel_bytes;
+    static_assert(Rows % 8 == 0 && Rows <= 256 && Columns % panel_columns == 0);
+
+    char data[bytes];
+
+    __device__ char* panel(int p) { return data + p * panel_bytes; }
+    __device__ const char* panel(int p) const { return data + p * panel_bytes; }
+
+    // Bytes from the tile's start to an element. Columns from a multiple of 8 to the next lie together.
+    __device__ static constexpr u32 offset(int row, int column) {
+        const u32 piece = (column / 8) % 8, within = column % 8;
+        return column / panel_columns * panel_bytes + row * 128 + ((piece ^ (row % 8)) * 8 + within) * element_bytes;
+    }
+
+    // The whole tile from `at` on; `bytes` count towards the barrier's phase. For one thread. Panels go along x.
+    __device__ void load(const TensorMap* map, u64* barrier, Place3 at) {
+#pragma unroll
+        for (int p = 0; p < panels; ++p) ptx::tensor_load(panel(p), map, barrier, at.x + p * panel_columns, at.y, at.z);
+    }
+
+    // The whole tile to `at`; the caller commits and waits (`ptx::bulk_commit`, `ptx::bulk_wait`). For one thread.
+    __device__ void store(const TensorMap* map, Place3 at) const {
+#pragma unroll
+        for (int p = 0; p < panels; ++p) ptx::tensor_store(map, panel(p), at.x + p * panel_columns, at.y, at.z);
+    }
+};
+
+// One operand of a product in shared memory: `Span` rows of A (or columns of B) by 64 k.
+//   Major::k   rows of the tile are the operand's m (or n), columns are k: A row-major, B as (n, k)
+//   Major::mn  rows of the tile are k, columns the operand's m (or n): A as (k, m), B row-major as (k, n)
+template <class E, int Span, Major major>
+struct Operand : SharedTile<E, major == Major::k ? Span : panel_columns, major == Major::k ? panel_columns : Span> {
+    static constexpr int span = Span;
+    static constexpr int depth = panel_columns;
+
+    // What wgmma number `step` along k reads, from m (or n) = `first` on, a multiple of 64.
+    __device__ u64 descriptor(int first, int step) const {
+        if constexpr (major == Major::k) {
+            return mma_descriptor(this->data + first * 128 + step * (mma_depth * element_bytes), 16, swizzle_atom);
+        } else {
+            return mma_descriptor(this->panel(first / panel_columns) + step * (mma_depth * 128), this->panel_bytes, swizzle_atom);
+        }
+    }
+
+    // From m (or n) = `outer`, k = `inner` on.
+    __device__ static Place3 place(int outer, int inner, int z) { return major == Major::k ? Place3{inner, outer, z} : Place3{outer, inner, z}; }
+};
+
+// A sum of 64 x N products over a warpgroup, in the fragment layout of ptx_mma.cuh.
+template <int N>
+struct SumTile {
+    static constexpr int columns = N;
+    float value[N / 2];
+
+    // Starts adding A B (`a`: 64 rows from row 0 of the descriptor on); `first`: to nothing. Between ptx::wgmma_fence and ptx::wgmma_commit.
+    template <class E, int ASpan, Major a_major, Major b_major>
+    __device__ void multiply(const Operand<E, ASpan, a_major>& a, int row, const Operand<E, N, b_major>& b, bool first) {
+#pragma unroll
+        for (int step = 0; step < panel_columns / mma_depth; ++step) {
+            ptx::wgmma<mma_type<E>, N, a_major, b_major>(value, a.descriptor(row, step), b.descriptor(0, step), !first || step > 0);
+        }
+    }
+
+    // Rounds columns [first, first + 64) into the tile, by stmatrix: 16 columns at a time, four 8 x 8 matrices.
+    template <class E>
+    __device__ void store(SharedTile<E, 64, panel_columns>& tile, int first) const {
+        const int lane = threadIdx.x % 32;
+        const int row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+        for (int j = 0; j < panel_columns; j += 16) {
+            u32 word[4];
+#pragma unroll
+            for (int w = 0; w < 4; ++w) word[w] = E::narrow(value + (first + j) / 2 + 2 * w);
+            ptx::store_matrices(tile.data + tile.offset(row, j + lane / 16 * 8), word);
+        }
+    }
+
+    // Adds rows [row, row + 64) and all rows' columns of the tile to columns [first, first + tile's columns).
+    template <class E, int Rows, int Columns>
+    __device__ void add(const SharedTile<E, Rows, Columns>& tile, int row, int first) {
+        const int lane = threadIdx.x % 32;
+        const int own_row = row + threadIdx.x / 32 % 4 * 16 + lane % 16;
+#pragma unroll
+        for (int j = 0; j < Columns; j += 16) {
+            u32 word[4];
+            ptx::load_matrices(word, tile.data + tile.offset(own_row, j + lane / 16 * 8));
+#pragma unroll
+            for (int w = 0; w < 4; ++w) {
+                float term[2];
+                E::widen(word[w], term);
+                value[(first + j) / 2 + 2 * w] += term[0];
+                value[(first + j) / 2 + 2 * w + 1] += term[1];
+            }
+        }
+    }
+};
+
+}  // namespace peerlane

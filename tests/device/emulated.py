@@ -1,0 +1,136 @@
+"""Scenarios of matrix products for the emulator: operands of small integers, so that every sum is exact and any order gives the same
+bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from peerlane.device import all_gather_gemm, gemm, gemm_reduce_scatter
+from peerlane.device.emulator import Buffer, Scenario
+from peerlane.device.gemm import Tiling
+from peerlane.device.tensor_map import TensorPlace
+
+GUARD = -7.0
+"""What lies where nothing may be written: between the end of a row and the next one."""
+
+
+def integers(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A matrix of -2 to 2, with rows as far apart as the kernels want them."""
+    generator = torch.Generator().manual_seed(seed)
+    return padded(torch.randint(-2, 3, (rows, columns), generator=generator).to(dtype))
+
+
+def padded(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix with GUARD behind each row, up to the next row; as a flat tensor, for a buffer."""
+    rows, columns = matrix.shape
+    whole = matrix.new_full((rows, gemm.row_stride(columns)), GUARD)
+    whole[:, :columns] = matrix
+    return whole
+
+
+def place(buffer: Buffer, rank: int, rows: int, columns: int) -> TensorPlace:
+    return TensorPlace(buffer.addresses[rank], buffer.dtype, (rows, columns), (gemm.row_stride(columns), 1))
+
+
+def result(scenario: Scenario, expected: Sequence[torch.Tensor]) -> Buffer:
+    """A buffer for results that are to be ``expected``; what is beside them must stay as it is."""
+    blank = [padded(torch.zeros_like(matrix)) for matrix in expected]
+    return scenario.buffer("out", blank, expected=[padded(matrix) for matrix in expected])
+
+
+def plain_product(
+    m: int,
+    n: int,
+    k: int,
+    tiling: Tiling,
+    *,
+    grid: int = 2,
+    dtype: torch.dtype = torch.bfloat16,
+    majors: tuple[gemm.Major, gemm.Major] = ("k", "mn"),
+) -> Scenario:
+    """One rank, ``out = a @ b``."""
+    a, b = integers(m, k, 1, dtype)[:, :k], integers(k, n, 2, dtype)[:, :n]
+    a_stored, b_stored = (a if majors[0] == "k" else a.T), (b if majors[1] == "mn" else b.T)
+    scenario = Scenario("gemm", gemm.SOURCE, 1, defines=tiling.defines(dtype, *majors))
+    a_buffer, b_buffer = scenario.buffer("a", [padded(a_stored)]), scenario.buffer("b", [padded(b_stored)])
+    out = result(scenario, [(a.float() @ b.float()).to(dtype)])
+    places = place(a_buffer, 0, *a_stored.shape), place(b_buffer, 0, *b_stored.shape), place(out, 0, m, n)
+    maps = {name: spec.emulated() for name, spec in gemm.specs(*places, tiling, *majors).items()}
+    scenario.launch("gemm", grid, tiling.threads, (gemm.parameters(maps, m, n, k, tiling),), shared_bytes=tiling.shared_bytes)
+    return scenario
+
+
+def products(rows: int, depths: Sequence[int], columns: int, call: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The operands of every rank, (rows, depth) and (depth, columns), other ones in every call."""
+    a = [integers(rows, depth, 1000 * call + rank)[:, :depth] for rank, depth in enumerate(depths)]
+    b = [integers(depth, columns, 1000 * call + 500 + rank)[:, :columns] for rank, depth in enumerate(depths)]
+    return a, b
+
+
+def gemm_reduce_scatter_calls(
+    space: gemm_reduce_scatter.Workspace, depths: Sequence[int], *, calls: int, grid: int, source: str = gemm_reduce_scatter.SOURCE
+) -> Scenario:
+    """``calls`` calls, one behind the other, with nothing between them."""
+    world, tiling, rows, n = space.world_size, space.tiling, space.local_rows, space.n
+    defines = {**tiling.defines(space.dtype, "k", "mn"), "WORLD_SIZE": world}
+    scenario = Scenario("gemm_reduce_scatter", source, world, defines=defines)
+    arena = scenario.arena(space.nbytes)
+    slots, flags, epochs = arena.take(space.slots_bytes, align=1024), arena.take(space.flags_bytes), arena.take(4 * 256)
+    bases = [address + slots for address in arena.memory.addresses]
+    for call in range(calls):
+        a, b = products(world * rows, depths, n, call)
+        total = sum((left.float() @ right.float()) for left, right in zip(a, b, strict=True))
+        assert isinstance(total, torch.Tensor)
+        out = result(scenario, [total[rank * rows : (rank + 1) * rows].bfloat16() for rank in range(world)])
+        widest = max(gemm.row_stride(depth) for depth in depths)
+        a_buffer = scenario.buffer(f"a of call {call}", [widened(padded(matrix), world * rows * widest) for matrix in a])
+        b_buffer = scenario.buffer(f"b of call {call}", [widened(padded(matrix), max(depths) * gemm.row_stride(n)) for matrix in b])
+
+        def parameters(
+            rank: int, a_buffer: Buffer = a_buffer, b_buffer: Buffer = b_buffer, out: Buffer = out
+        ) -> gemm_reduce_scatter.Parameters:
+            depth = depths[rank]
+            places = place(a_buffer, rank, world * rows, depth), place(b_buffer, rank, depth, n), place(out, rank, rows, n)
+            maps = {name: spec.emulated() for name, spec in space.specs(*places, bases, rank).items()}
+            return space.parameters(maps, depth, flags, epochs)
+
+        scenario.launch("gemm_reduce_scatter", grid, tiling.threads, (parameters, arena), shared_bytes=tiling.shared_bytes)
+    return scenario
+
+
+def all_gather_gemm_calls(
+    space: all_gather_gemm.Workspace, n: int, plan: all_gather_gemm.Plan, *, calls: int, source: str = all_gather_gemm.SOURCE
+) -> Scenario:
+    """``calls`` calls, one behind the other, with nothing between them."""
+    world, tiling, m, local_k = space.world_size, plan.tiling, space.m, space.local_k
+    defines = {**tiling.defines(space.dtype, "k", "mn"), "WORLD_SIZE": world}
+    scenario = Scenario("all_gather_gemm", source, world, defines=defines)
+    arena = scenario.arena(space.nbytes)
+    gathered, flags, epochs = arena.take(space.gathered_bytes, align=1024), arena.take(space.flags_bytes), arena.take(4 * 256)
+    for call in range(calls):
+        a, _ = products(m, [local_k] * world, n, call)
+        _, b = products(m, [world * local_k] * world, n, call)
+        whole = torch.cat(a, dim=1).float()
+        out = result(scenario, [(whole @ own.float()).bfloat16() for own in b])
+        a_buffer = scenario.buffer(f"a of call {call}", [padded(matrix) for matrix in a])
+        b_buffer = scenario.buffer(f"b of call {call}", [padded(matrix) for matrix in b])
+
+        def parameters(
+            rank: int, a_buffer: Buffer = a_buffer, b_buffer: Buffer = b_buffer, out: Buffer = out
+        ) -> all_gather_gemm.Parameters:
+            places = place(a_buffer, rank, m, local_k), place(b_buffer, rank, world * local_k, n), place(out, rank, m, n)
+            specs = space.specs(*places, arena.memory.addresses[rank] + gathered, tiling)
+            maps = {name: spec.emulated() for name, spec in specs.items()}
+            return space.parameters(maps, plan, a_buffer.addresses[rank], gathered, flags, epochs)
+
+        scenario.launch("all_gather_gemm", plan.grid, tiling.threads, (parameters, arena), shared_bytes=tiling.shared_bytes)
+    return scenario
+
+
+def widened(matrix: torch.Tensor, elements: int) -> torch.Tensor:
+    """The matrix in memory of ``elements`` elements: a buffer has the same size on every rank."""
+    whole = matrix.new_full((elements,), GUARD)
+    whole[: matrix.numel()] = matrix.flatten()
+    return whole

@@ -1,0 +1,99 @@
+"""The matrix products compile within their register budget, and host and device agree on every structure and size. No GPU is needed."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+
+import pytest
+import torch
+
+from peerlane.device import all_gather_gemm, compile_cubin, gemm, gemm_reduce_scatter
+from peerlane.device.gemm import TILINGS, Tiling, choose_tiling
+from peerlane.device.jit import compiler_report
+from peerlane.device.roles import SHARED_LIMIT_BYTES, BlockNeeds, require_resident
+from peerlane.errors import LaunchError
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs pip install 'peerlane[cuda]'")
+
+KERNELS = ("gemm", "gemm_reduce_scatter", "all_gather_gemm")
+SOURCE = "".join(
+    source.replace("using Shape = SHAPE;", f"namespace in_{name} {{\nusing Shape = SHAPE;") + "}\n"
+    for name, source in zip(KERNELS, (gemm.SOURCE, gemm_reduce_scatter.SOURCE, all_gather_gemm.SOURCE), strict=True)
+)
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.rows}x{tiling.columns}")
+def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: Tiling) -> None:
+    fused = ("peerlane::Gemm<in_gemm::Shape>", "in_gemm_reduce_scatter::Fused", "in_all_gather_gemm::Fused")
+    layouts = "".join(f"static_assert(sizeof(peerlane::RoleMemory<{kernel}>) == {tiling.shared_bytes});\n" for kernel in fused)
+    layouts += f"static_assert(in_gemm::Shape::roles.threads() == {tiling.threads});\n"
+    report = compiler_report(SOURCE + layouts, defines={**tiling.defines(torch.bfloat16, "k", "mn"), "WORLD_SIZE": 4})
+    assert report.count("0 bytes spill stores, 0 bytes spill loads") == len(KERNELS)
+    # C7510 and its kin: matrix instructions that wait for each other, register moves that are left out.
+    assert "Potential Performance Loss" not in report
+    used = [int(registers) for registers in re.findall(r"Used (\d+) registers", report)]
+    assert len(used) == len(KERNELS)
+    assert all(BlockNeeds(tiling.threads, registers, tiling.shared_bytes).per_sm() >= 1 for registers in used)
+
+
+def test_a_product_compiles_for_operands_either_way_round() -> None:
+    report = compiler_report(gemm.SOURCE, defines=TILINGS[0].defines(torch.float16, "mn", "k"))
+    assert "0 bytes spill stores" in report and "Potential Performance Loss" not in report
+
+
+def test_host_structures_have_the_devices_layout() -> None:
+    pairs = [
+        ("GemmParameters", gemm.Parameters),
+        ("GemmReduceScatterParameters", gemm_reduce_scatter.Parameters),
+        ("AllGatherGemmParameters", all_gather_gemm.Parameters),
+        ("GroupedTiles", gemm.GroupedTiles),
+    ]
+    checks = []
+    for name, kind in pairs:
+        checks.append(f"static_assert(sizeof({name}) == {ctypes.sizeof(kind)});")
+        checks += [
+            f"static_assert(__INTADDR__(&(({name}*)0)->{field[0]}) == {getattr(kind, field[0]).offset});"
+            for field in kind._fields_
+            if field[0] != "padding"
+        ]
+    source = "#include <peerlane/gemm_reduce_scatter.cuh>\n#include <peerlane/all_gather_gemm.cuh>\nusing namespace peerlane;\n"
+    compile_cubin(source + "\n".join(checks) + "\n")
+
+
+def test_large_products_get_large_tiles_and_small_ones_fill_the_gpu() -> None:
+    assert choose_tiling(8192, 8192, 8192, 132) == Tiling(2, 256, 4)
+    small = choose_tiling(128, 4096, 7168, 116)
+    rows, columns = small.grid(128, 4096)
+    assert rows * columns > 32
+    for m, n, k in [(1, 8, 8), (64, 64, 64), (1000, 1000, 1000), (32768, 8192, 512)]:
+        assert choose_tiling(m, n, k, 132) in TILINGS
+
+
+def test_every_tiling_fits_a_block() -> None:
+    for tiling in TILINGS:
+        assert tiling.shared_bytes <= SHARED_LIMIT_BYTES
+        # A piece of another rank's product takes the place of a step's operands.
+        assert tiling.rows * min(tiling.columns, 128) <= (tiling.rows + tiling.columns) * gemm.PANEL
+
+
+def test_a_grid_that_can_not_be_resident_is_refused() -> None:
+    needs = BlockNeeds(threads=384, registers=168, shared_bytes=TILINGS[0].shared_bytes)
+    assert needs.per_sm() == 1
+    require_resident("fused", 132, needs, 132)
+    with pytest.raises(LaunchError, match=r"133 blocks .* only 132 can be resident .* launch at most 132"):
+        require_resident("fused", 133, needs, 132)
+    assert BlockNeeds(threads=256, registers=64, shared_bytes=40 << 10).per_sm() == 4
+    assert BlockNeeds(threads=1024, registers=33, shared_bytes=0).per_sm() == 1
+    assert BlockNeeds(threads=128, registers=32, shared_bytes=SHARED_LIMIT_BYTES + 1).per_sm() == 0
+
+
+@pytest.mark.parametrize("m", [1, 8, 33, 128, 4093, 8192])
+@pytest.mark.parametrize("local_k", [8, 128, 1792, 2048])
+def test_pieces_suit_every_tiling_and_plans_suit_the_gpu(m: int, local_k: int) -> None:
+    rows = all_gather_gemm.choose_piece_rows(m, local_k)
+    assert all(tiling.rows % rows == 0 for tiling in TILINGS)
+    pieces = -(-m // rows)
+    chosen = all_gather_gemm.plan(m, 4096, 4 * local_k, pieces, 132)
+    assert 0 < chosen.communicator_blocks <= pieces and chosen.communicator_blocks < chosen.grid <= 132
+    assert chosen.tiles.rows * chosen.tiling.rows >= m

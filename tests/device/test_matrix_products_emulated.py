@@ -1,0 +1,148 @@
+"""Matrix products, alone and fused with communication, on the CPU: right numbers, nothing unordered, and twins with one line wrong are
+caught."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from device import emulated
+from peerlane.device import all_gather_gemm, gemm, gemm_reduce_scatter
+from peerlane.device.emulator import Scenario, check
+from peerlane.device.gemm import Tiling
+from peerlane.device.jit import INCLUDE_DIR
+
+SMALL = Tiling(groups=1, columns=64, slots=2)
+
+
+def plain() -> Scenario:
+    """Tiles that are ragged along every dimension, more than blocks, with more steps than slots."""
+    return emulated.plain_product(72, 136, 136, SMALL, grid=2)
+
+
+def reduce_scatter(world_size: int = 2, calls: int = 2) -> Scenario:
+    """Ranks of unequal depth, rows that end within a tile."""
+    space = gemm_reduce_scatter.Workspace(40, 72, torch.bfloat16, world_size, SMALL)
+    return emulated.gemm_reduce_scatter_calls(space, [72, 13, 64, 8][:world_size], calls=calls, grid=1)
+
+
+def all_gather(world_size: int = 2, calls: int = 3) -> Scenario:
+    """Two communicators, three pieces of rows, of which the last is short; shards that end within a step."""
+    space = all_gather_gemm.Workspace(40, 13, torch.bfloat16, world_size, piece_rows=16)
+    plan = all_gather_gemm.Plan(SMALL, gemm.grouped(*SMALL.grid(40, 72)), grid=3, communicator_blocks=2)
+    return emulated.all_gather_gemm_calls(space, 72, plan, calls=calls)
+
+
+def test_a_product_is_right_and_nothing_in_it_is_unordered() -> None:
+    report = check(plain(), schedules=4)
+    assert report.clean, str(report)
+
+
+def test_two_groups_take_their_halves_of_transposed_operands() -> None:
+    report = check(emulated.plain_product(136, 200, 72, Tiling(2, 128, 2), dtype=torch.float16, majors=("mn", "k")), schedules=1)
+    assert report.clean, str(report)
+
+
+def test_a_product_with_reduce_scatter_is_right_call_after_call() -> None:
+    report = check(reduce_scatter(), schedules=3)
+    assert report.clean, str(report)
+
+
+def test_a_product_with_all_gather_is_right_call_after_call() -> None:
+    report = check(all_gather(), schedules=3)
+    assert report.clean, str(report)
+
+
+@dataclass(frozen=True)
+class Twin:
+    """A kernel with one line of a header replaced."""
+
+    scenario: str
+    header: str
+    line: str
+    instead: str
+    kinds: frozenset[str]
+
+
+TWINS = {
+    "operand steps too short": Twin(
+        "plain", "tile.cuh", "step * (mma_depth * 128)", "step * (mma_depth * 64)", frozenset({"wrong_result"})
+    ),
+    "slot given back before it is read": Twin("plain", "gemm.cuh", "ptx::wgmma_wait<1>();", "ptx::wgmma_wait<2>();", frozenset({"race"})),
+    "no proxy fence before a store": Twin(
+        "reduce_scatter", "pipeline.cuh", "        ptx::fence_proxy_async_shared();\n", "", frozenset({"proxy_fence"})
+    ),
+    "no signal": Twin(
+        "reduce_scatter",
+        "gemm_reduce_scatter.cuh",
+        "peers(storer).signal(tile.owner, flag_of(tile, group), epoch);",
+        "",
+        frozenset({"deadlock", "trap"}),
+    ),
+    "wrong slot": Twin(
+        "reduce_scatter",
+        "gemm_reduce_scatter.cuh",
+        "{tile.column, row, slot_of(arena.rank)}",
+        "{tile.column, row, slot_of(tile.owner)}",
+        frozenset({"wrong_result"}),
+    ),
+    "no wait": Twin(
+        "all_gather",
+        "all_gather_gemm.cuh",
+        "if (step > 0) wait_for_rows(row, source);",
+        "",
+        frozenset({"race", "wrong_result"}),
+    ),
+    "one buffer for all calls": Twin(
+        "all_gather", "all_gather_gemm.cuh", "(epoch & 1) * W + source", "source", frozenset({"race", "wrong_result"})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_with_one_line_wrong_is_caught(name: str, tmp_path: Path) -> None:
+    twin = TWINS[name]
+    text = (INCLUDE_DIR / "peerlane" / twin.header).read_text()
+    assert text.count(twin.line) == 1
+    (tmp_path / "peerlane").mkdir()
+    (tmp_path / "peerlane" / twin.header).write_text(text.replace(twin.line, twin.instead))
+    scenario = {"plain": plain, "reduce_scatter": reduce_scatter, "all_gather": all_gather}[twin.scenario]()
+    scenario.include_dirs = (tmp_path,)
+    report = check(scenario, schedules=3)
+    assert {finding.kind for finding in report.findings} & twin.kinds, str(report)
+
+
+CLAIMING = r"""
+#include <peerlane/arena.cuh>
+#include <peerlane/gemm.cuh>
+using namespace peerlane;
+using Shape = SHAPE;
+
+struct Claiming : Gemm<Shape> {
+    TileClaims claims;
+    __device__ Claiming(const GemmParameters& p, u32* counters, u32 epoch) : Gemm<Shape>(p), claims(counters, epoch) {}
+    __device__ u32 claim() const { return claims.next(); }
+};
+
+extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
+    gemm(const __grid_constant__ GemmParameters parameters, u32* counters, u32* epochs) {
+    run_roles(Claiming(parameters, counters, next_epoch(epochs)));
+}
+"""
+
+
+def test_tiles_may_be_claimed_instead_of_dealt() -> None:
+    scenario = emulated.plain_product(136, 136, 72, SMALL)
+    scenario.source = CLAIMING
+    (dealt,) = scenario.launches
+    scenario.launches.clear()
+    counters = scenario.buffer("counters", [torch.zeros(2, dtype=torch.int32)])
+    epochs = scenario.buffer("epochs", [torch.zeros(256, dtype=torch.int32)])
+    parameters = gemm.Parameters.from_buffer_copy(dealt.arguments[0])
+    for _ in range(2):
+        scenario.launch("gemm", 2, SMALL.threads, (parameters, counters, epochs), shared_bytes=SMALL.shared_bytes)
+    report = check(scenario, schedules=2)
+    assert report.clean, str(report)

@@ -1,0 +1,37 @@
+"""The tutorial's kernel is compiled for the GPU and run on the CPU, as it stands on the page."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from peerlane.device import compile_cubin
+from peerlane.device.resources import resources
+
+PAGE = (Path(__file__).parents[2] / "docs" / "device" / "README.md").read_text()
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Path:
+    """The page's pieces of CUDA, one after the other."""
+    file = tmp_path / "kernel.cu"
+    file.write_text("\n".join(re.findall(r"^```cuda\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)))
+    return file
+
+
+def test_the_tutorials_kernel_compiles_for_the_gpu(kernel: Path) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs pip install 'peerlane[cuda]'")
+    assert "gemm_all_gather" in resources(compile_cubin(kernel, defines={"WORLD_SIZE": 4}))
+
+
+def test_the_tutorials_scenario_finds_nothing(kernel: Path) -> None:
+    found = re.search(r"<!-- emulated:begin -->\n```python\n(.*?)```\n<!-- emulated:end -->", PAGE, re.DOTALL)
+    assert found
+    done = subprocess.run([sys.executable, "-c", found[1]], cwd=kernel.parent, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    (said,) = done.stdout.splitlines()
+    assert said == "gemm_all_gather, 2 ranks: 5 schedules, seed 0: nothing found" and said in PAGE
