@@ -1,0 +1,44 @@
+"""The Triton functions compile to PTX that obeys the rules. No GPU is needed; the interpreter can not run them."""
+
+from __future__ import annotations
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="needs pip install 'peerlane[triton]'")
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from peerlane.device import triton as kit  # noqa: E402
+from peerlane.device.lint import lint  # noqa: E402
+
+
+@triton.jit
+def sum_of_all(table, flags, data, number, length, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    slot = tl.program_id(0)
+    kit.barrier(table, flags, slot, number, WORLD_SIZE)
+    offsets = (slot * WORLD_SIZE + kit.own_rank(table)) * BLOCK + tl.arange(0, BLOCK)
+    kit.all_reduce(table, data, offsets, offsets < length, tl.bfloat16, WORLD_SIZE)
+    kit.barrier(table, flags, slot, number + 1, WORLD_SIZE)
+    kit.signal(table, flags, (kit.own_rank(table) + 1) % WORLD_SIZE, slot, number + 2, WORLD_SIZE)
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_a_kernel_of_the_primitives_compiles_and_obeys_the_rules(world_size: int) -> None:
+    signature = {
+        "table": "*i64",
+        "flags": "i64",
+        "data": "i64",
+        "number": "i32",
+        "length": "i32",
+        "WORLD_SIZE": "constexpr",
+        "BLOCK": "constexpr",
+    }
+    source = ASTSource(fn=sum_of_all, signature=signature, constexprs={"WORLD_SIZE": world_size, "BLOCK": 1024})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    others = world_size - 1
+    assert ptx.count("ld.relaxed.sys.global.u32") == 2 * others
+    assert ptx.count("@first st.relaxed.sys.global.u32") == 2 * others + 1
+    assert ptx.count("bar.sync") >= 2 * others + 3
+    assert lint(ptx) == []
