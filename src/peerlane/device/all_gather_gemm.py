@@ -166,6 +166,7 @@ class AllGatherGemm:
         self.gathered = self.arena.take(self.workspace.gathered_bytes, align=1024)
         self.flags = self.arena.take(self.workspace.flags_bytes)
         self.epochs = self.arena.take(4 * MAX_EPOCH_BLOCKS)
+        self.arena.seal()
         self._launches: dict[tuple[int, int, int, int], Launch] = {}
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

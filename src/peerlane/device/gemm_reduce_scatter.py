@@ -128,6 +128,7 @@ class GemmReduceScatter:
         self.slots = self.arena.take(self.workspace.slots_bytes, align=1024)
         self.flags = self.arena.take(self.workspace.flags_bytes)
         self.epochs = self.arena.take(4 * MAX_EPOCH_BLOCKS)
+        self.arena.seal()
         cubin = compile_cubin(SOURCE, defines={**tiling.defines(dtype, "k", "mn"), "WORLD_SIZE": world_size})
         self.kernel = Kernel(cubin, "gemm_reduce_scatter", on_failure=self.arena.raise_fault)
         rows, columns = tiling.grid(m // world_size, n)

@@ -1,6 +1,6 @@
 // Matrix products on Hopper's tensor cores: the parts that fused kernels share, and the plain product.
 //
-// C (m x n) = A (m x k) B (k x n), 16-bit floats in and out, sums in fp32, any m and n, and k; rows in memory are multiples of 16 bytes.
+// C (m x n) = A (m x k) B (k x n), 16-bit floats in and out, sums in fp32, of any size; rows in memory begin at multiples of 16 bytes.
 // Operands come by TMA, which fills up ragged tiles with zeros and leaves out what lies outside of C.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The template of fused kernels: warps with roles, rings between them, a loop over tiles that never ends before the work does.
+// The template of fused kernels: warps with roles, rings between them, and each role's loop over the block's tiles.
 //
 //   compute blocks        loader (a warp): copies operands into the input ring
 //                         consumers (warpgroups): use them, and put results into the output ring, one per group
