@@ -45,7 +45,7 @@ def test_a_changed_result_makes_documents_stale(checkout: Path) -> None:
     sections.write(checkout)
     source = checkout / sections.SECTIONS["results"][0]
     source.write_text(result(preset="small").model_dump_json() + "\n")
-    assert sections.stale(checkout) == [f"{path}: differs from the results" for path in sections.DOCUMENTS]
+    assert sections.stale(checkout) == [f"{path}: differs from what it shows" for path in sections.DOCUMENTS]
 
 
 def test_a_section_without_an_end_is_an_error(checkout: Path) -> None:

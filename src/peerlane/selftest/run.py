@@ -117,6 +117,12 @@ class _Run:
         return recorder.outcomes
 
 
+def attributed(corpus: Corpus, outcomes: Sequence[Outcome]) -> list[tuple[Entry, Outcome]]:
+    """The outcomes of files that are in the corpus as they were judged, with their entries."""
+    by_sha256 = {_candidate(corpus, entry).sha256: entry for entry in corpus.entries}
+    return [(by_sha256[item.sha256], item) for item in outcomes if item.sha256 in by_sha256]
+
+
 def _candidate(corpus: Corpus, entry: Entry) -> CandidateFile:
     path = corpus.path(entry)
     return replace(reference_candidate(), problem=entry.problem) if path is None else candidate_file(path)
