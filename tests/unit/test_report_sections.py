@@ -9,6 +9,7 @@ from sample_results import result
 
 from peerlane.errors import UsageError
 from peerlane.report import sections
+from peerlane.selftest.table import load
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,3 +52,7 @@ def test_a_changed_result_makes_documents_stale(checkout: Path) -> None:
 def test_a_section_without_an_end_is_an_error(checkout: Path) -> None:
     with pytest.raises(UsageError, match="no end"):
         sections.filled("<!-- noise:begin -->\n", checkout)
+
+
+def test_every_rule_of_the_corpus_has_its_page() -> None:
+    assert tuple(load().rules) == sections.RULES
