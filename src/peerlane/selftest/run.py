@@ -15,7 +15,7 @@ import peerlane
 from peerlane.evaluate.candidates import CandidateFile, candidate_file, reference_candidate
 from peerlane.evaluate.evaluation import EvaluationPlan, Progress, Silent, evaluate
 from peerlane.evaluate.store import append_line
-from peerlane.evaluate.verdict import Result
+from peerlane.evaluate.verdict import Result, Track
 from peerlane.selftest.outcome import FILE, Outcome, identity, read_outcomes
 from peerlane.selftest.table import Corpus, Device, Entry
 from peerlane.settings import SELFTEST_DEADLINES, SELFTEST_RULES
@@ -43,7 +43,7 @@ class SelftestPlan:
     out: Path | None = None
 
 
-Setting = tuple[int, str]
+Setting = tuple[int, Track]
 """World size and track: what candidates share that are judged in one session."""
 
 
@@ -109,6 +109,7 @@ class _Run:
             presets=("small",),
             world_sizes=(setting[0],),
             device=self.plan.device,
+            track=setting[1],
             deadlines=SELFTEST_DEADLINES,
             rules=SELFTEST_RULES,
         )

@@ -7,7 +7,7 @@ import torch
 from peerlane.device import Arena, Kernel, compile_cubin
 
 SOURCE = r"""
-#include <peerlane/comm.cuh>
+#include <peerlane/arena.cuh>
 
 using namespace peerlane;
 
@@ -29,8 +29,8 @@ __device__ void wait(const Arena& arena, u64 flags, u32 number) {
         const u32* place = flag(arena, arena.rank, flags, threadIdx.x);
         Deadline deadline;
         u32 seen;
-        while (static_cast<int>((seen = ptx::load_relaxed_system(place)) - number) < 0) {
-            if (deadline.expired(arena)) fail(arena, threadIdx.x, 0, number, seen);
+        while (!reached(seen = ptx::load_relaxed_system(place), number)) {
+            if (deadline.expired(arena)) fail(arena, {whole_block, threadIdx.x, 0, number}, seen);
         }
         ptx::fence_system();
     }
@@ -65,6 +65,7 @@ class AllReduce:
         self.arena = Arena(4 * ROOM + (1 << 20), timeout_s=5.0)
         sizes = (4 * 8 * BLOCKS, 4 * 256, 4 * ROOM)  # flags, epochs, terms
         self.places = [ctypes.c_uint64(self.arena.take(size)) for size in sizes]
+        self.arena.seal()
         self.kernel = Kernel(CUBIN, "all_reduce", on_failure=self.arena.raise_fault)
 
     def __call__(self, terms):
