@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from peerlane.cli._console import ExitCode, console, print_json
+from peerlane.cli._console import ExitCode, console, one_of, print_json
 from peerlane.cli._progress import progress
-from peerlane.cli.evaluation import Device
+from peerlane.cli.evaluation import ISOLATION_HELP, Device, Tier
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def selftest(
     quick: Annotated[bool, typer.Option("--quick", help="Only the quick set: one or two candidates of every kind.")] = False,
     repeat: Annotated[int, typer.Option(help="How many times each candidate is judged.")] = 1,
     rows: Annotated[str | None, typer.Option(help="Rows of the corpus, such as C01-C10,B14; by default all.")] = None,
+    isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
     out: Annotated[Path | None, typer.Option(help="Folder that outcomes are added to; those that it holds count.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -41,21 +42,27 @@ def selftest(
     corpus = load()
     device: Device = "cuda" if gpu else "cpu"
     chosen = corpus.select(rows, quick=quick)
-    elsewhere = [entry.file for entry in chosen if not entry.accepted(device)]
-    if len(elsewhere) == len(chosen):
-        raise UsageError(f"none of these is judged on {device}: {', '.join(elsewhere)}" + ("" if gpu else "; add --gpu on a GPU node"))
+    if not any(entry.accepted(device) for entry in chosen):
+        raise UsageError(
+            f"none of {', '.join(entry.file for entry in chosen)} is judged on {device}" + ("" if gpu else "; add --gpu on a GPU node")
+        )
+    tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
     with progress() as shown:
-        judged = run(SelftestPlan(corpus, chosen, device, repeat, out), shown)
+        judged = run(SelftestPlan(corpus, chosen, device, repeat, out, tier), shown)
+    files = {outcome.file for _, outcome in judged}
+    left_out = [entry.file for entry in chosen if entry.file not in files]
     if as_json:
         outcomes = [json.loads(outcome.model_dump_json()) for _, outcome in judged]
-        print_json({"outcomes": outcomes, "objections": objections(judged), "totals": totals(judged), "not_judged_here": elsewhere})
+        print_json({"outcomes": outcomes, "objections": objections(judged), "totals": totals(judged), "not_judged_here": left_out})
     else:
         printer = console()
         printer.print(selftest_table(corpus, judged).rich())
         for line in [*objections(judged), *totals_lines(judged)]:
             printer.print(line)
-        if elsewhere:
-            printer.print(f"Not judged on {device}: {len(elsewhere)} candidates that are made for the other device.")
+        if left_out:
+            printer.print(
+                f"Not judged here: {len(left_out)} candidates, made for the other device or promised from a higher isolation tier on."
+            )
     raise typer.Exit(selftest_exit_code(judged))
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import peerlane
 from peerlane.evaluate.candidates import CandidateFile, candidate_file, reference_candidate
-from peerlane.evaluate.evaluation import EvaluationPlan, Progress, Silent, evaluate
+from peerlane.evaluate.evaluation import EvaluationPlan, Progress, Silent, choose_isolation, evaluate
+from peerlane.evaluate.isolation import Tier
 from peerlane.evaluate.store import append_line
 from peerlane.evaluate.verdict import Result, Track
 from peerlane.selftest.outcome import FILE, Outcome, identity, read_outcomes
@@ -34,6 +35,7 @@ class SelftestPlan:
         device: those that are not judged on it are left out.
         repeat: how many times each is judged.
         out: folder of ``selftest.jsonl``, whose outcomes count towards ``repeat``; None keeps nothing.
+        isolation: as in :class:`EvaluationPlan`; entries that are promised from a higher tier on are left out.
     """
 
     corpus: Corpus
@@ -41,6 +43,7 @@ class SelftestPlan:
     device: Device
     repeat: int = 1
     out: Path | None = None
+    isolation: Tier | None = None
 
 
 Setting = tuple[int, Track]
@@ -66,17 +69,14 @@ class _Run:
     def __init__(self, plan: SelftestPlan, progress: Progress) -> None:
         self.plan, self.progress = plan, progress
         self.files = {entry.file: _candidate(plan.corpus, entry) for entry in plan.corpus.entries}
-        self.tier = "L0"
+        self.tier = choose_isolation(EvaluationPlan(list(self.files.values()), device=plan.device, isolation=plan.isolation)).tier
         self.judged = [entry for entry in plan.entries if entry.accepted(plan.device) and entry.isolation <= self.tier]
         self.path = None if plan.out is None else plan.out / FILE
 
     def outcomes(self) -> Iterator[tuple[Entry, Outcome]]:
         """Those that are there, then those that are missing."""
-        by_sha256 = {self.files[entry.file].sha256: entry for entry in self.plan.corpus.entries}
         found = [item for item in read_outcomes(self.path) if item.device == self.plan.device] if self.path else []
-        kept = [
-            (by_sha256[item.sha256], item) for item in found if item.sha256 in by_sha256 and item.evaluator_version == peerlane.__version__
-        ]
+        kept = attributed(self.plan.corpus, [item for item in found if item.evaluator_version == peerlane.__version__])
         yield from kept
         done = Counter(item.identity for _, item in kept)
         settings: dict[Setting, list[Entry]] = defaultdict(list)
@@ -110,6 +110,7 @@ class _Run:
             world_sizes=(setting[0],),
             device=self.plan.device,
             track=setting[1],
+            isolation=self.tier,
             deadlines=SELFTEST_DEADLINES,
             rules=SELFTEST_RULES,
         )
