@@ -182,6 +182,11 @@ def test_a_run_is_stored_resumed_and_reported(corpus: Corpus, tmp_path: Path) ->
     assert objections(first) == []
 
 
+def test_what_a_higher_tier_promises_is_not_judged_below_it(corpus: Corpus) -> None:
+    confined = corpus.entries[0].model_copy(update={"isolation": "L1"})
+    assert selftest(SelftestPlan(corpus, (confined,), "cpu", isolation="L0")) == []
+
+
 def test_outcomes_of_another_version_are_refused(tmp_path: Path) -> None:
     (tmp_path / "selftest.jsonl").write_text('{"schema_version": 0}\n')
     with pytest.raises(UsageError, match="line 1 is not an outcome"):
