@@ -134,3 +134,9 @@ class TimingRules:
     """of snapshots that wait for the end of a race to be compared"""
     time_only_slots: int = 32
     """calls per block where no number of slots would outgrow the L2 cache"""
+
+
+SELFTEST_DEADLINES = Deadlines(load=12.0, exit=4.0).with_calls(6.0)
+"""For the corpus, some of which never returns."""
+SELFTEST_RULES = TimingRules(budget_s=0.5, min_rounds=5, max_rounds=9)
+"""Enough to tell a forged time from a true one."""

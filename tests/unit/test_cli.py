@@ -42,6 +42,7 @@ COMMAND_LINE = {
     "bench": ["what", "--out", "--json"],
     "report": ["files", "--noise"],
     "demo": ["--examples", "--preset", "--world-size", "--device", "--json"],
+    "selftest": ["--gpu", "--quick", "--repeat", "--rows", "--isolation", "--out", "--json"],
     "docs": ["--write", "--check", "--folder"],
 }
 

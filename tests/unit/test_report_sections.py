@@ -9,6 +9,7 @@ from sample_results import result
 
 from peerlane.errors import UsageError
 from peerlane.report import sections
+from peerlane.selftest.table import load
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,9 +46,13 @@ def test_a_changed_result_makes_documents_stale(checkout: Path) -> None:
     sections.write(checkout)
     source = checkout / sections.SECTIONS["results"][0]
     source.write_text(result(preset="small").model_dump_json() + "\n")
-    assert sections.stale(checkout) == [f"{path}: differs from the results" for path in sections.DOCUMENTS]
+    assert sections.stale(checkout) == [f"{path}: differs from what it shows" for path in sections.DOCUMENTS]
 
 
 def test_a_section_without_an_end_is_an_error(checkout: Path) -> None:
     with pytest.raises(UsageError, match="no end"):
         sections.filled("<!-- noise:begin -->\n", checkout)
+
+
+def test_every_rule_of_the_corpus_has_its_page() -> None:
+    assert tuple(load().rules) == sections.RULES

@@ -10,7 +10,7 @@ import traceback
 
 import typer
 
-from peerlane.cli import bench, calibrate, demo, docs, doctor, evaluation, list_problems, race, report, show
+from peerlane.cli import bench, calibrate, demo, docs, doctor, evaluation, list_problems, race, report, selftest, show
 from peerlane.cli._console import ExitCode, print_error
 from peerlane.errors import MissingDependency, PeerlaneError, UsageError
 
@@ -33,6 +33,7 @@ app.command("race")(race.race)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)
 app.command("demo")(demo.demo)
+app.command("selftest")(selftest.selftest)
 app.command("docs")(docs.docs)
 
 

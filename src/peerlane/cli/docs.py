@@ -1,4 +1,4 @@
-"""``peerlane docs``: what is generated in the documentation: the problems' pages, and the tables of committed results."""
+"""``peerlane docs``: what is generated in the documentation: the problems' pages, and the tables of committed results and of the corpus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def docs(
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the pages do not match the code.")] = False,
     folder: Annotated[Path, typer.Option(help="Where the pages are.")] = Path("docs/problems"),
 ) -> None:
-    """Write or check the pages of the problems, and the tables of results in README.md and docs/measurements.md."""
+    """Write or check the pages of the problems, and the tables of results and of the adversarial corpus in the other pages."""
     if write == check:
         raise UsageError("docs got " + ("both --write and --check" if write else "neither --write nor --check") + ": expected one of them")
     from peerlane import problems

@@ -217,11 +217,11 @@ def make_jobs(plan: EvaluationPlan) -> list[Job]:
 
 
 def _problems_of(candidate: CandidateFile, selected: tuple[Problem, ...] | None) -> tuple[Problem, ...]:
-    if candidate.is_reference:
-        return problems.all_problems() if selected is None else selected
     if candidate.problem is not None:
         problem = problems.get(candidate.problem)
         return (problem,) if selected is None or problem in selected else ()
+    if candidate.is_reference:
+        return problems.all_problems() if selected is None else selected
     if selected is None:
         raise UsageError(f"cannot tell which problem {candidate.name} solves: name the file <id>_<name>_<backend>.py, or give --problem")
     return selected

@@ -9,10 +9,15 @@ from pathlib import Path
 from peerlane.errors import UsageError
 from peerlane.evaluate.calibrate import read_calibrations
 from peerlane.report.calibration import calibration_table
-from peerlane.report.evidence import CALIBRATIONS, NODE, NOISE, PRODUCTION
+from peerlane.report.corpus import rule_table, rules_table
+from peerlane.report.evidence import CALIBRATIONS, NODE, NOISE, PRODUCTION, RESULTS
 from peerlane.report.noise import acceptance_lines, noise_table
 from peerlane.report.records import read_results
+from peerlane.report.selftest import selftest_report
 from peerlane.report.tables import environment_lines, reasons, result_table
+from peerlane.selftest import outcome
+from peerlane.selftest.run import attributed
+from peerlane.selftest.table import FILE, load
 
 
 def _speeds(path: Path) -> str:
@@ -31,16 +36,42 @@ def _margins(path: Path) -> str:
     return calibration_table(read_calibrations(path)).markdown()
 
 
+def _rules(path: Path) -> str:
+    return rules_table(load(path.parent)).markdown()
+
+
+def _candidates_of(rule: str) -> Callable[[Path], str]:
+    return lambda path: rule_table(load(path.parent), rule).markdown()
+
+
+def _selftest(path: Path) -> str:
+    outcomes = outcome.read_outcomes(path)
+    return selftest_report(load(), attributed(load(), outcomes)) if outcomes else "No run is recorded here.\n"
+
+
+CORPUS = Path("tests/adversarial") / FILE
+RULES = ("inputs", "outputs", "end_of_call", "clocks", "processes", "state", "types", "precision", "races", "memory", "tracks", "isolation")
+"""Of the corpus; each has a page."""
+
 SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "results": (NODE / "examples.jsonl", _speeds),
     "examples": (NODE / "examples.jsonl", _speeds),
     "production": (PRODUCTION, _speeds),
     "noise": (NOISE, _noise),
     "margins_cpu": (CALIBRATIONS[0], _margins),
+    "corpus_rules": (CORPUS, _rules),
+    **{f"corpus_{rule}": (CORPUS, _candidates_of(rule)) for rule in RULES},
+    "selftest_cpu": (RESULTS / "cpu" / outcome.FILE, _selftest),
 }
 """Name of a section -> the file of results it shows, relative to the checkout, and how."""
 
-DOCUMENTS = (Path("README.md"), Path("docs/measurements.md"), Path("docs/calibration.md"))
+DOCUMENTS = (
+    Path("README.md"),
+    Path("docs/measurements.md"),
+    Path("docs/calibration.md"),
+    Path("docs/integrity/README.md"),
+    *(Path(f"docs/integrity/{rule}.md") for rule in RULES),
+)
 
 
 def filled(text: str, root: Path) -> str:
@@ -62,7 +93,7 @@ def filled(text: str, root: Path) -> str:
 def stale(root: Path) -> list[str]:
     """The documents whose sections do not match the results, each with the reason."""
     texts = {path: (root / path).read_text(encoding="utf-8") for path in DOCUMENTS}
-    return [f"{path}: differs from the results" for path, text in texts.items() if filled(text, root) != text]
+    return [f"{path}: differs from what it shows" for path, text in texts.items() if filled(text, root) != text]
 
 
 def write(root: Path) -> list[str]:

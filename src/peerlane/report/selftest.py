@@ -1,0 +1,72 @@
+"""The table of a selftest, row by row, and the corpus as the documentation shows it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from peerlane.report.tables import TextTable
+from peerlane.selftest.outcome import Outcome, objection, totals
+
+if TYPE_CHECKING:
+    from peerlane.selftest.table import Corpus, Entry
+
+Judged = Sequence[tuple["Entry", Outcome]]
+
+
+def selftest_table(corpus: Corpus, judged: Judged) -> TextTable:
+    """A line per candidate, in the table's order: the verdicts it got and how often, those that are right, whether all are."""
+    table = TextTable(("row", "candidate", "W", "verdicts", "expected", "ok"), right={"W"})
+    for entry in corpus.entries:
+        for world_size in sorted({outcome.world_size for item, outcome in judged if item is entry}):
+            mine = [outcome for item, outcome in judged if item is entry and outcome.world_size == world_size]
+            counts = Counter(outcome.verdict for outcome in mine)
+            table.add(
+                entry.row,
+                entry.file,
+                str(world_size),
+                ", ".join(f"{kind} {count}" for kind, count in counts.most_common()),
+                _either(entry.accepted(mine[0].device)),
+                "yes" if all(objection(entry, outcome) is None for outcome in mine) else "NO",
+            )
+    return table
+
+
+def totals_lines(judged: Judged) -> list[str]:
+    """What a selftest comes to, in sentences."""
+    counts = totals(judged)
+    return [
+        f"Cheats and bugs judged as expected: {counts['bad_ok']}/{counts['bad']}.",
+        f"Legitimate candidates accepted: {counts['good_ok']}/{counts['good']}.",
+    ]
+
+
+def objections(judged: Judged) -> list[str]:
+    """A line for every outcome that is not what the table promises."""
+    lines = []
+    for entry, outcome in judged:
+        if (why := objection(entry, outcome)) is not None:
+            before = f", judged after {outcome.after}" if entry.kind == "legitimate" and outcome.after else ""
+            lines.append(f"{entry.row} {entry.file}, W={outcome.world_size}: {why}{before}")
+    return lines
+
+
+def node_lines(judged: Judged) -> list[str]:
+    """Where and how the outcomes were taken."""
+    return list(
+        dict.fromkeys(
+            f"Node: {outcome.node}; torch {outcome.torch}; isolation {outcome.isolation}; evaluator {outcome.evaluator_version}."
+            for _, outcome in judged
+        )
+    )
+
+
+def selftest_report(corpus: Corpus, judged: Judged) -> str:
+    """All of it as Markdown."""
+    parts = [selftest_table(corpus, judged).markdown(), *(f"* {line}" for line in [*totals_lines(judged), *objections(judged)]), ""]
+    return "\n".join([*parts, *node_lines(judged)])
+
+
+def _either(kinds: Sequence[str]) -> str:
+    return " or ".join(kinds) or "-"

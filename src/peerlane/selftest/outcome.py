@@ -1,0 +1,117 @@
+"""What one judgement of a corpus candidate came to, as it is stored, and whether it is what the table promises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from peerlane.errors import UsageError
+from peerlane.evaluate.store import whole_lines
+from peerlane.evaluate.verdict import Record, Result
+from peerlane.hardware.environment import node_class
+from peerlane.selftest.table import Entry
+
+FILE = "selftest.jsonl"
+
+
+class Outcome(Record):
+    """One judgement. The table's promise is not part of it: it is looked up when outcomes are read."""
+
+    schema_version: Literal[1] = 1
+    evaluator_version: str
+    finished_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
+    row: str
+    file: str
+    sha256: str
+    after: str | None = Field(description="the candidate that was judged before it in the same session")
+    world_size: int
+    device: Literal["cuda", "cpu"]
+    track: str
+    isolation: str
+    verdict: str
+    phase: str | None
+    reason: str
+    faster: bool = Field(description="its speedup counts as one, in some launch mode")
+    flags: tuple[str, ...]
+    seconds: float
+    node: str
+    torch: str
+
+    @staticmethod
+    def of(entry: Entry, result: Result, after: str | None) -> Outcome:
+        """What a result says about an entry."""
+        measured = [result.speed_in(mode) for mode in result.modes]
+        return Outcome(
+            evaluator_version=result.evaluator_version,
+            row=entry.row,
+            file=entry.file,
+            sha256=result.candidate.sha256,
+            after=after,
+            world_size=result.world_size,
+            device=result.device,
+            track=result.track,
+            isolation=result.isolation,
+            verdict=result.verdict.kind,
+            phase=getattr(result.verdict, "phase", None),
+            reason=result.verdict.reason,
+            faster=any(speed is not None and speed.faster for speed in measured),
+            flags=result.flags,
+            seconds=round(sum(result.phases_s.values()), 3),
+            node=node_class(result.environment),
+            torch=str(result.environment["software"]["torch"]),
+        )
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """What judgements that may be counted together share."""
+        return identity(self.evaluator_version, self.sha256, self.world_size, self.device, self.track, self.isolation)
+
+
+def identity(version: str, sha256: str, world_size: int, device: str, track: str, isolation: str) -> tuple[str, ...]:
+    """See :attr:`Outcome.identity`."""
+    return (version, sha256, str(world_size), device, track, isolation)
+
+
+def objection(entry: Entry, outcome: Outcome) -> str | None:
+    """Why an outcome is not what the table promises; None if it is."""
+    accepted = entry.accepted(outcome.device)
+    if outcome.verdict not in accepted:
+        return f"expected {' or '.join(accepted)}, got {outcome.verdict} ({outcome.reason})"
+    if entry.kind == "cheat" and outcome.faster:
+        return "its trick made it faster"
+    if entry.phase is not None and outcome.phase != entry.phase:
+        return f"expected {outcome.verdict} in phase {entry.phase}, got it in {outcome.phase}"
+    if missing := sorted(set(entry.flags) - set(outcome.flags)):
+        return f"expected the flag {', '.join(missing)}, got {', '.join(outcome.flags) or 'none'}"
+    return None
+
+
+def read_outcomes(path: Path) -> list[Outcome]:
+    """The outcomes in a file; none if it does not exist. Raises :class:`UsageError` for a line of another version."""
+    outcomes = []
+    for number, line in enumerate(whole_lines(path) if path.is_file() else [], 1):
+        try:
+            outcomes.append(Outcome.model_validate_json(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise UsageError(
+                f"{path}, line {number} is not an outcome of this version ({first['msg']} at {first['loc']}); "
+                "move the file away or choose another folder with --out"
+            ) from None
+    return outcomes
+
+
+def totals(pairs: Sequence[tuple[Entry, Outcome]]) -> dict[str, int]:
+    """Counts of judgements: ``bad`` and ``bad_ok`` of cheats and bugs, ``good`` and ``good_ok`` of legitimate candidates that were run."""
+    counts = dict.fromkeys(("bad", "bad_ok", "good", "good_ok"), 0)
+    for entry, outcome in pairs:
+        if entry.accepted(outcome.device) == ("not_run",):
+            continue
+        side = "good" if entry.kind == "legitimate" else "bad"
+        counts[side] += 1
+        counts[f"{side}_ok"] += objection(entry, outcome) is None
+    return counts

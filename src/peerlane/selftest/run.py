@@ -1,0 +1,169 @@
+"""Judges the corpus in one run: shuffled, with legitimate candidates in between, which must not be affected by what came before them."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+import tempfile
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import peerlane
+from peerlane.evaluate.candidates import CandidateFile, candidate_file, reference_candidate
+from peerlane.evaluate.evaluation import EvaluationPlan, Progress, Silent, choose_isolation, evaluate
+from peerlane.evaluate.isolation import Tier
+from peerlane.evaluate.store import append_line
+from peerlane.evaluate.verdict import Result, Track
+from peerlane.selftest.outcome import FILE, Outcome, identity, read_outcomes
+from peerlane.selftest.table import Corpus, Device, Entry
+from peerlane.settings import SELFTEST_DEADLINES, SELFTEST_RULES
+
+BAD_PER_GOOD = 3
+"""At most so many cheats and bugs follow each other before a legitimate candidate must show that nothing is left of them."""
+
+
+@dataclass(frozen=True)
+class SelftestPlan:
+    """What to judge.
+
+    Attributes:
+        corpus: where the candidates are; they are copied, for some of them write beside themselves.
+        entries: of the corpus.
+        device: those that are not judged on it are left out.
+        repeat: how many times each is judged.
+        out: folder of ``selftest.jsonl``, whose outcomes count towards ``repeat``; None keeps nothing.
+        isolation: as in :class:`EvaluationPlan`; entries that are promised from a higher tier on are left out.
+    """
+
+    corpus: Corpus
+    entries: tuple[Entry, ...]
+    device: Device
+    repeat: int = 1
+    out: Path | None = None
+    isolation: Tier | None = None
+
+
+Setting = tuple[int, Track]
+"""World size and track: what candidates share that are judged in one session."""
+
+
+def selftest(plan: SelftestPlan, progress: Progress | None = None) -> list[tuple[Entry, Outcome]]:
+    """All outcomes of the plan's candidates, those found in ``plan.out`` included, oldest first; each stored as it comes.
+
+    Legitimate candidates that stand between others are among them, whether the plan names them or not.
+    """
+    with tempfile.TemporaryDirectory(prefix="peerlane-selftest-") as name:
+        folder = Path(name) / plan.corpus.folder.name
+        shutil.copytree(plan.corpus.folder, folder, ignore=shutil.ignore_patterns("__pycache__"))
+        folder.parent.chmod(0o755)  # ranks may run as another user
+        corpus = replace(plan.corpus, folder=folder)
+        return list(_Run(replace(plan, corpus=corpus), progress or Silent()).outcomes())
+
+
+class _Run:
+    """One run: the candidates' files, what is stored already, and who hears of what comes."""
+
+    def __init__(self, plan: SelftestPlan, progress: Progress) -> None:
+        self.plan, self.progress = plan, progress
+        self.files = {entry.file: _candidate(plan.corpus, entry) for entry in plan.corpus.entries}
+        self.tier = choose_isolation(EvaluationPlan(list(self.files.values()), device=plan.device, isolation=plan.isolation)).tier
+        self.judged = [entry for entry in plan.entries if entry.accepted(plan.device) and entry.isolation <= self.tier]
+        self.path = None if plan.out is None else plan.out / FILE
+
+    def outcomes(self) -> Iterator[tuple[Entry, Outcome]]:
+        """Those that are there, then those that are missing."""
+        found = [item for item in read_outcomes(self.path) if item.device == self.plan.device] if self.path else []
+        kept = attributed(self.plan.corpus, [item for item in found if item.evaluator_version == peerlane.__version__])
+        yield from kept
+        done = Counter(item.identity for _, item in kept)
+        settings: dict[Setting, list[Entry]] = defaultdict(list)
+        for entry in self.judged:
+            times = self.plan.repeat - done[self._identity(entry)] // entry.runs
+            settings[entry.world_size, entry.track] += [entry] * max(times, 0)
+        for setting, due in settings.items():
+            if due:
+                yield from self._judge(setting, order(due, self._controls(setting), random.SystemRandom()))
+
+    def _identity(self, entry: Entry) -> tuple[str, ...]:
+        sha256 = self.files[entry.file].sha256
+        return identity(peerlane.__version__, sha256, entry.world_size, self.plan.device, entry.track, self.tier)
+
+    def _controls(self, setting: Setting) -> list[Entry]:
+        """Legitimate candidates that may stand between others: those of the plan where it has some."""
+
+        def suitable(entries: Sequence[Entry]) -> list[Entry]:
+            return [
+                entry
+                for entry in entries
+                if entry.kind == "legitimate" and entry.track == setting[1] and "correct" in entry.accepted(self.plan.device)
+            ]
+
+        return suitable(self.judged) or suitable([entry for entry in self.plan.corpus.entries if entry.quick])
+
+    def _judge(self, setting: Setting, sequence: list[Entry]) -> list[tuple[Entry, Outcome]]:
+        plan = EvaluationPlan(
+            candidates=[self.files[entry.file] for entry in sequence],
+            presets=("small",),
+            world_sizes=(setting[0],),
+            device=self.plan.device,
+            track=setting[1],
+            isolation=self.tier,
+            deadlines=SELFTEST_DEADLINES,
+            rules=SELFTEST_RULES,
+        )
+        recorder = _Recorder(sequence, self.path, self.progress)
+        evaluate(plan, recorder)
+        return recorder.outcomes
+
+
+def attributed(corpus: Corpus, outcomes: Sequence[Outcome]) -> list[tuple[Entry, Outcome]]:
+    """The outcomes of files that are in the corpus as they were judged, with their entries."""
+    by_sha256 = {_candidate(corpus, entry).sha256: entry for entry in corpus.entries}
+    return [(by_sha256[item.sha256], item) for item in outcomes if item.sha256 in by_sha256]
+
+
+def _candidate(corpus: Corpus, entry: Entry) -> CandidateFile:
+    path = corpus.path(entry)
+    return replace(reference_candidate(), problem=entry.problem) if path is None else candidate_file(path)
+
+
+def order(due: Sequence[Entry], controls: Sequence[Entry], dice: random.Random) -> list[Entry]:
+    """What is due in random order, legitimate candidates spread evenly over the others, and more of them (``controls``) where those are
+    too few. Entries with several runs have them in a row."""
+    bad = [entry for entry in due if entry.kind != "legitimate"]
+    good = [entry for entry in due if entry.kind == "legitimate"]
+    dice.shuffle(bad)
+    missing = math.ceil(len(bad) / BAD_PER_GOOD) - len(good)
+    if controls:
+        good += [dice.choice(controls) for _ in range(missing)]
+    dice.shuffle(good)
+    sequence: list[Entry] = []
+    for number, entry in enumerate(bad):
+        sequence += [entry] * entry.runs
+        # The last one stands behind all others.
+        sequence += good[number * len(good) // len(bad) : (number + 1) * len(good) // len(bad)]
+    return sequence if bad else good
+
+
+class _Recorder:
+    """Progress that turns every result into an outcome and stores it, then passes it on."""
+
+    def __init__(self, sequence: Sequence[Entry], path: Path | None, shown: Progress) -> None:
+        self._waiting: dict[str, deque[Entry]] = defaultdict(deque)
+        for entry in sequence:
+            self._waiting[entry.file].append(entry)
+        self._path, self._shown = path, shown
+        self.outcomes: list[tuple[Entry, Outcome]] = []
+        self.started, self.phase, self.note = shown.started, shown.phase, shown.note
+
+    def finished(self, result: Result) -> None:
+        """Stores the outcome."""
+        entry = self._waiting[result.candidate.name].popleft()
+        outcome = Outcome.of(entry, result, self.outcomes[-1][1].file if self.outcomes else None)
+        if self._path is not None:
+            append_line(self._path, outcome.model_dump_json().encode())
+        self.outcomes.append((entry, outcome))
+        self._shown.finished(result)

@@ -1,0 +1,187 @@
+"""The table of the adversarial corpus: which candidates there are, and which verdicts are right for them. Read from ``corpus.toml``."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from peerlane.errors import UsageError
+from peerlane.evaluate.candidates import REFERENCE
+from peerlane.evaluate.verdict import Phase, Record
+
+Device = Literal["cuda", "cpu"]
+VerdictKind = Literal[
+    "correct",
+    "wrong_result",
+    "wrong_type",
+    "build_error",
+    "import_error",
+    "runtime_error",
+    "cuda_error",
+    "out_of_memory",
+    "hang",
+    "unstable",
+    "tampered",
+    "policy",
+    "not_run",
+]
+Kind = Literal["cheat", "bug", "legitimate"]
+
+FILE = "corpus.toml"
+_FOLDER = "corpus"
+_KINDS: Mapping[str, Kind] = {"C": "cheat", "B": "bug", "A": "legitimate"}
+_ROW = re.compile(r"([CBA])(\d{2})")
+
+Kinds = Annotated[tuple[VerdictKind, ...], Field(min_length=1)]
+
+
+class Entry(Record):
+    """A candidate of the corpus. The comments of ``corpus.toml`` say what the fields mean."""
+
+    row: str = Field(pattern=_ROW.pattern)
+    file: str
+    rule: str
+    why: str = Field(min_length=1)
+    problem: int = Field(ge=1)
+    world_size: int = Field(default=2, ge=2)
+    track: Literal["open", "custom"] = "open"
+    isolation: Literal["L0", "L1", "L2"] = "L0"
+    runs: int = Field(default=1, ge=1)
+    phase: Phase | None = None
+    flags: tuple[str, ...] = ()
+    cpu: Kinds | None = None
+    cuda: Kinds | None = None
+    certain: bool = True
+    quick: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _problem_of_file(cls, data: dict[str, Any]) -> dict[str, Any]:
+        number = re.match(r"(\d+)_", str(data.get("file")))
+        return data if number is None else {"problem": int(number[1]), **data}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.cpu is None and self.cuda is None:
+            raise ValueError(f"{self.file} is judged nowhere: expected verdicts under cpu, cuda or both")
+        number, row, *_ = [*self.file.split("_"), "", ""]
+        if self.file != REFERENCE and (number, row.upper()) != (str(self.problem), self.row):
+            raise ValueError(f"{self.file} should be named {self.problem}_{self.row.lower()}_<what>_<backend>")
+        return self
+
+    @property
+    def kind(self) -> Kind:
+        """What the row's letter stands for."""
+        return _KINDS[self.row[0]]
+
+    def accepted(self, device: Device) -> tuple[VerdictKind, ...]:
+        """The verdicts that are right on this device; empty where it is not judged."""
+        return (self.cuda if device == "cuda" else self.cpu) or ()
+
+
+class _Document(Record):
+    rules: dict[str, str]
+    rows: dict[str, str]
+    candidate: tuple[Entry, ...]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        used = {entry.row for entry in self.candidate}
+        if strange := sorted(used ^ set(self.rows)):
+            raise ValueError(f"rows without a candidate, or candidates without a row: {', '.join(strange)}")
+        if strange := sorted({entry.rule for entry in self.candidate} ^ set(self.rules)):
+            raise ValueError(f"rules without a candidate, or candidates without a rule: {', '.join(strange)}")
+        files = [entry.file for entry in self.candidate]
+        if repeated := sorted({file for file in files if files.count(file) > 1}):
+            raise ValueError(f"files that appear twice: {', '.join(repeated)}")
+        return self
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The table, and where its files are.
+
+    Attributes:
+        rules: name -> title.
+        rows: id -> what a candidate of that row does.
+        entries: in the table's order.
+        folder: holds ``<file>.py`` for every entry but the reference.
+    """
+
+    rules: Mapping[str, str]
+    rows: Mapping[str, str]
+    entries: tuple[Entry, ...]
+    folder: Path
+
+    def path(self, entry: Entry) -> Path | None:
+        """The candidate's file; None for the reference."""
+        return None if entry.file == REFERENCE else self.folder / f"{entry.file}.py"
+
+    def select(self, rows: str | None = None, *, quick: bool = False) -> tuple[Entry, ...]:
+        """The entries of some rows (``"C01-C10,B14"``; None: all), perhaps of the quick set only; raises :class:`UsageError`."""
+        chosen = set(self.rows) if rows is None else _parse_rows(rows, self.rows)
+        found = tuple(entry for entry in self.entries if entry.row in chosen and (entry.quick or not quick))
+        if not found:
+            raise UsageError(f"no candidate of rows {rows} belongs to the quick set; leave out --quick")
+        return found
+
+
+def load(root: Path | None = None) -> Corpus:
+    """The corpus in a folder that holds ``corpus.toml`` and ``corpus/``; by default the one that came with peerlane.
+
+    Raises :class:`UsageError` for a table that is not valid, names a file that is not there, or misses one that is.
+    """
+    root = root or _home()
+    path = root / FILE
+    try:
+        document = _Document.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"cannot read the table {path}: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        raise UsageError(f"{path} is not a valid table: {place}: {first['msg']}") from None
+    corpus = Corpus(document.rules, document.rows, document.candidate, root / _FOLDER)
+    listed = {entry.file for entry in corpus.entries} - {REFERENCE}
+    there = {item.stem for item in corpus.folder.glob("*.py")}
+    if strange := sorted(listed ^ there):
+        raise UsageError(
+            f"{path} and the files in {corpus.folder} differ: {', '.join(strange)}; every file needs an entry, and every entry a file"
+        )
+    return corpus
+
+
+def _home() -> Path:
+    """In the package, as wheels have it, or else in the checkout that the package lies in."""
+    package = Path(__file__).resolve().parent
+    places = (package, package.parents[2] / "tests" / "adversarial")
+    found = next((place for place in places if (place / FILE).is_file()), None)
+    if found is None:
+        raise UsageError(f"there is no {FILE} in {' or '.join(map(str, places))}: install peerlane again, or run it from a whole checkout")
+    return found
+
+
+def _parse_rows(text: str, known: Mapping[str, str]) -> set[str]:
+    chosen: set[str] = set()
+    for part in text.upper().split(","):
+        ends = [_ROW.fullmatch(end.strip()) for end in part.split("-")]
+        first, last = ends[0], ends[-1]
+        if not first or not last or len(ends) > 2 or first[1] != last[1]:
+            raise UsageError(f"cannot read rows {text!r}: expected rows and ranges such as C01-C10,B14")
+        inside = [row for row in known if row[0] == first[1] and int(first[2]) <= int(row[1:]) <= int(last[2])]
+        if not inside:
+            raise UsageError(f"the corpus has no row {part.strip()}: it has {_ranges(list(known))}")
+        chosen.update(inside)
+    return chosen
+
+
+def _ranges(rows: Sequence[str]) -> str:
+    letters = dict.fromkeys(row[0] for row in rows)
+    groups = [[row for row in rows if row[0] == letter] for letter in letters]
+    return ", ".join(f"{group[0]}-{group[-1]}" for group in groups)

@@ -1,6 +1,0 @@
-# expect: runtime_error
-"""Raises a message that cannot be encoded in UTF-8."""
-
-
-def solution(tensor):
-    raise ValueError("lone \ud800 surrogate")

@@ -1,0 +1,124 @@
+"""The adversarial corpus: its table is whole, its files are what they say, and on CPU ranks every candidate gets its verdict."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from e2e.runs import marked, marked_processes
+from peerlane.evaluate.candidates import candidate_file
+from peerlane.evaluate.isolation import choose
+from peerlane.selftest.outcome import Outcome, objection
+from peerlane.selftest.run import SelftestPlan, selftest
+from peerlane.selftest.table import Entry, load
+
+RUN = f"corpus-{os.getpid()}"  # marks this run's processes
+ROOT = Path(__file__).parents[2]
+CORPUS = load()
+FILES = [path for entry in CORPUS.entries if (path := CORPUS.path(entry)) is not None]
+TIER = choose(None, "cpu").tier
+JUDGED = [entry for entry in CORPUS.entries if entry.cpu and entry.certain and entry.isolation <= TIER]
+ON_CPU = list({entry.row: entry for entry in reversed(JUDGED)}.values())[::-1]
+"""The first candidate of every row that this machine can judge for certain; `peerlane selftest` judges all."""
+
+ROWS = [*(f"C{n:02}" for n in range(1, 52)), *(f"B{n:02}" for n in range(1, 21)), *(f"A{n:02}" for n in range(17))]
+"""A row is never given up: what was once a way to be fooled stays one to be guarded against."""
+
+
+def test_every_row_is_there() -> None:
+    assert list(CORPUS.rows) == ROWS
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_says_its_row_and_its_trick(path: Path) -> None:
+    row = path.stem.split("_")[1].upper()
+    assert re.match(rf'"""{row}: [^\n]+[.:]\n?', path.read_text(encoding="utf-8"))
+
+
+BASELINES = {
+    "1_a04_persistent_workspace_pytorch": ("b01_no_entry", "b02_no_exit", "b03", "b10", "b18", "a13_chunks"),
+    "1_a01_side_thread_joined_pytorch": ("b02_input",),
+    "1_a07_double_buffered_push_pytorch": ("b05",),
+    "1_a07_two_shot_push_pytorch": ("b17_peer_stores", "c15_finishes"),
+    "1_a13_chunks_by_size_pytorch": ("b07",),
+    "1_a04_persistent_workspace_cuda": ("b01", "b02", "b03", "b04", "b07", "b09", "b10", "b12", "a10"),
+    "1_a07_double_buffered_push_cuda": ("b05",),
+}
+MUTANTS = [
+    (baseline, path.stem)
+    for baseline, mutants in BASELINES.items()
+    for path in FILES
+    if path.stem.startswith(tuple(f"1_{mutant}" for mutant in mutants)) and path.stem.endswith(baseline.rsplit("_", 1)[-1])
+]
+
+
+@pytest.mark.parametrize(("baseline", "mutant"), MUTANTS)
+def test_a_mutant_is_its_honest_kernel_but_for_a_few_lines(baseline: str, mutant: str) -> None:
+    """A verdict on the mutant is then a verdict on the mutation."""
+    honest, changed = ((CORPUS.folder / f"{name}.py").read_text(encoding="utf-8").splitlines() for name in (baseline, mutant))
+    lines = [line for line in difflib.unified_diff(honest, changed, n=0, lineterm="") if re.match(r"[+-](?![+-])", line)]
+    assert 0 < len(lines) <= 20, "\n".join(lines)
+
+
+WITH_DEVICE_CODE = [path for path in FILES if "compile_cubin(" in path.read_text(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("path", WITH_DEVICE_CODE, ids=lambda path: path.stem)
+def test_device_code_compiles(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc", reason="needs pip install 'peerlane[cuda]'")
+    monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.CUBIN.compiled_here and module.CUBIN.path.stat().st_size
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Outcome]]:
+    """What every candidate that runs on CPU ranks got, and the legitimate ones between them, by file."""
+    before = {path: path.read_bytes() for path in CORPUS.folder.iterdir() if path.is_file()}
+    with marked(RUN):
+        judged = selftest(SelftestPlan(CORPUS, tuple(ON_CPU), "cpu"))
+        assert marked_processes(RUN) == []
+    assert {path: path.read_bytes() for path in CORPUS.folder.iterdir() if path.is_file()} == before
+    assert not list(Path("/dev/shm").glob("peerlane-corpus-*"))
+    found = defaultdict(list)
+    for entry, outcome in judged:
+        found[entry.file].append(outcome)
+    return found
+
+
+@pytest.mark.parametrize("entry", ON_CPU, ids=lambda entry: entry.file)
+def test_verdict(entry: Entry, outcomes: dict[str, list[Outcome]]) -> None:
+    assert len(outcomes[entry.file]) >= entry.runs
+    for outcome in outcomes[entry.file]:
+        assert objection(entry, outcome) is None, f"{objection(entry, outcome)}; judged after {outcome.after}"
+
+
+def test_public_style_is_recognised() -> None:
+    """A file of the public benchmark needs no change: its backend follows from its name or from what it imports."""
+    found = candidate_file(CORPUS.folder / "1_a15_public_style_cuda.py")
+    assert (found.backend, found.problem, found.uses_extensions) == ("cuda", 1, True)
+
+
+def test_a_wheel_has_the_corpus(tmp_path: Path) -> None:
+    wheels = pytest.importorskip("hatchling.builders.wheel")
+    wheel = next(wheels.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    code = "from peerlane.selftest.table import load; corpus = load(); print(len(corpus.entries), corpus.folder)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment, cwd=tmp_path)
+    count, folder = done.stdout.split()
+    assert int(count) == len(CORPUS.entries)
+    assert Path(folder) == tmp_path / "installed" / "peerlane" / "selftest" / "corpus"
