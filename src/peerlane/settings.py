@@ -107,7 +107,8 @@ class Supply:
 class TimingRules:
     """The protocol of speed; see docs/evaluating.md for the reasons."""
 
-    min_block_us: float = 2_000.0
+    min_block_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 6_000.0, "graph": 2_000.0})
+    """by launch mode: eager calls vary more"""
     max_block_us: float = 20_000.0
     l2_multiple: float = 3.0
     max_slots: int = 160
@@ -115,9 +116,14 @@ class TimingRules:
     arena_share: float = 0.06
     """of the device's memory, for the inputs of one case; outputs get as much again"""
     warm_calls: int = 20
+    warm_s: float = 0.3
+    """of warm-up, if that comes before ``warm_calls``"""
     max_warm_calls: int = 160
     warm_agreement: float = 0.02
     min_rounds: int = 9
+    patience_s: float = 2.0
+    """of a race; after it ``fewest_rounds`` do"""
+    fewest_rounds: int = 6
     max_rounds: int = 24
     rounds_per_capture: int = 2
     target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.012})
@@ -128,7 +134,7 @@ class TimingRules:
     gross_skew: float = 3.0
     """times that: beyond it a few calls do the work of all"""
     compared_share: float = 0.25
-    judging_s: float = 1.5
+    judging_s: float = 1.0
     """for comparing the outputs of a race; where that does not do for the share, fewer are compared, chosen over all rounds"""
     max_waiting_bytes: int = 4 << 30
     """of snapshots that wait for the end of a race to be compared"""

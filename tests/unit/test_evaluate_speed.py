@@ -57,14 +57,16 @@ class FakeTrial:
     log: list[str] = field(default_factory=list)
     collected: list[list[int]] = field(default_factory=list)
     counted: int = 0
+    minted: int = 0
+    revealed: int = 0
 
     def _block(self, side: str, times: Iterator[float | list[float]], hand_off_s: float, order: list[int]) -> list[dict[str, Any]]:
-        assert sorted(order) == list(range(self.slots))
+        assert sorted(order) == list(range(self.minted)) and self.minted == self.revealed
         self.orders[side].append(order)
         time.sleep(hand_off_s)
         span = self.span_us if self.span_us is not None else 1.0
         given = next(times)
-        calls = given if isinstance(given, list) else [given] * self.slots
+        calls = given if isinstance(given, list) else [given] * len(order)
         return [{"iterations_us": [us - rank for us in calls], "span_us": span} for rank in range(RANKS)]
 
     def trusted(self, op: str, **more: Any) -> list[dict[str, Any]]:
@@ -77,9 +79,7 @@ class FakeTrial:
 
     def ask(self, op: str, phase: str, deadline_s: float, **more: Any) -> list[dict[str, Any]]:
         self.log.append(f"other {op}")
-        if op == "rehearse":
-            return self._block("other", self.other_us, self.other_hand_off_s, list(range(self.slots)))
-        if op == "block":
+        if op in ("block", "rehearse"):
             return self._block("other", self.other_us, self.other_hand_off_s, more["order"])
         return [{"captured": self.captured, "why": "no capture"}] * RANKS
 
@@ -87,11 +87,16 @@ class FakeTrial:
         self.log.append("discard")
         self.collected.clear()
 
-    def mint(self) -> None:
+    def mint(self, *, slots: int | None = None) -> None:
+        self.minted = self.slots if slots is None else slots
         self.log.append("mint")
 
-    def reveal(self) -> None:
+    def reveal(self, slots: int | None = None) -> None:
+        self.revealed = self.slots if slots is None else slots
         self.log.append("reveal")
+
+    def prepare(self, mode: str, side: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        return self.trusted("prepare", mode=mode), self.ask("prepare", "timing", 1.0, mode=mode, side=side)
 
     def open(self) -> None:
         self.log.append("open")
@@ -114,7 +119,7 @@ class FakeTrial:
 
 
 def race(trial: FakeTrial, side: str = "candidate", mode: str = "eager", rules: TimingRules = RULES, **more: Any) -> Race:
-    return Race(trial, mode, side, rules, **more)  # type: ignore[arg-type]
+    return Race(trial, mode, side, rules, **{"slots": trial.slots, **more})  # type: ignore[arg-type]
 
 
 def steady(trusted_us: float = 100.0, other_us: float = 50.0, **more: Any) -> FakeTrial:
@@ -144,7 +149,7 @@ def test_a_rehearsal_is_judged_and_not_timed() -> None:
     trial = steady()
     assert len(race(trial, mode="graph").rehearse("marker")) == RANKS
     expected = ["mint", "reveal", "trusted prepare", "other prepare", "mint", "reveal", "other rehearse", "collect", "judge audit"]
-    assert trial.log == expected and SLOTS - 1 in trial.collected[0]
+    assert trial.log == expected and trial.orders["other"][0][-1] in trial.collected[0]
 
 
 def test_a_wide_interval_goes_on_to_the_last_round() -> None:
@@ -159,6 +164,27 @@ def test_a_spent_budget_ends_the_race_after_the_fewest_rounds() -> None:
     run = race(trial)
     run.run(budget_s=0)
     assert len(run.others) == RULES.min_rounds
+
+
+def test_a_race_that_takes_long_does_with_the_fewest_rounds() -> None:
+    run = race(steady(), rules=TimingRules(warm_calls=SLOTS, min_rounds=9, max_rounds=12, patience_s=0.0))
+    run.run(budget_s=10)
+    assert len(run.others) == TimingRules().fewest_rounds < 9
+
+
+def test_long_calls_are_warm_after_some_time_and_short_ones_after_some_calls() -> None:
+    long, short = steady(other_hand_off_s=0.05), steady()
+    race(long, rules=TimingRules(warm_calls=10**6, max_warm_calls=10**6, warm_s=0.1)).run(budget_s=10)
+    race(short, rules=TimingRules(warm_calls=5 * SLOTS, warm_s=10.0)).run(budget_s=10)
+    warm_up = [trial.log.count("other block") - len(trial.collected) for trial in (long, short)]
+    assert warm_up[0] in (2, 3) and warm_up[1] == 5
+
+
+def test_a_block_may_use_some_of_the_slots() -> None:
+    trial = steady(slots=40)
+    run = race(trial, slots=6)
+    run.run(budget_s=10)
+    assert (trial.minted, trial.revealed) == (6, 6) and all(len(block.iterations_us) == 6 for block in run.others)
 
 
 def test_every_round_has_new_contents_revealed_just_before_the_candidate() -> None:
@@ -212,7 +238,7 @@ def test_timed_outputs_are_collected_at_random_with_the_last_and_judged_after_th
     assert trial.log.count("judge timing") == 1
 
 
-@pytest.mark.parametrize(("judge_s", "expected"), [(0.02, 6.25), (1.0, 0.125)])
+@pytest.mark.parametrize(("judge_s", "expected"), [(0.02, 4.17), (1.0, 0.083)])
 def test_where_judging_takes_long_fewer_outputs_are_collected_at_random(judge_s: float, expected: float) -> None:
     trial = steady(slots=40, judge_s=judge_s)
     chosen = [race(trial)._chosen_slots(39) for _ in range(3000)]
@@ -329,7 +355,7 @@ def test_a_failed_capture_says_why() -> None:
 
 def test_every_slot_is_called_before_its_first_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles and connections that a first call creates cannot be created under capture; graph mode may be all that is asked for."""
-    monkeypatch.setattr(SpeedTrial, "_probe", lambda self: SLOTS)
+    monkeypatch.setattr(SpeedTrial, "_probe", lambda self: {"graph": SLOTS})
     trial = steady(captured=False)
     speed = SpeedTrial(trial, ("graph",), RULES, None, (), 0.0)  # type: ignore[arg-type]
     speed.baseline()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerlane.evaluate.speed import choose_slots
+from peerlane.evaluate.speed import Room, choose_slots
 from peerlane.evaluate.statistics import Interval, median_interval, quantile
 from peerlane.settings import TimingRules
 
@@ -112,10 +112,10 @@ sizes = st.floats(0, 1e12)
 
 
 @settings(max_examples=300)
-@given(st.floats(1, 1e6), st.floats(0.01, 1), sizes, sizes)
-def test_slots_of_a_block(call_us: float, share: float, input_bytes: float, output_bytes: float) -> None:
+@given(st.floats(1, 1e6), st.floats(0.01, 1), sizes, sizes, st.sampled_from(["eager", "graph"]))
+def test_slots_of_a_block(call_us: float, share: float, input_bytes: float, output_bytes: float, mode: str) -> None:
     rules, memory = TimingRules(), 140e9
-    slots = choose_slots(call_us, call_us * share, input_bytes, output_bytes, 60 * 2**20, memory, rules)
+    slots = choose_slots(call_us, call_us * share, input_bytes, output_bytes, Room(60 * 2**20, memory), rules, mode)
     assert rules.min_slots <= slots <= rules.max_slots
     if slots > rules.min_slots:
         assert slots * call_us <= rules.max_block_us
@@ -124,7 +124,7 @@ def test_slots_of_a_block(call_us: float, share: float, input_bytes: float, outp
 
 def test_slots_are_enough_where_nothing_forbids_it() -> None:
     rules = TimingRules()
-    slots = choose_slots(40.0, 30.0, 2**20, 2**20, 50 * 2**20, 140e9, rules)
-    assert slots * 30.0 >= rules.min_block_us * 0.98
+    slots = choose_slots(40.0, 30.0, 2**20, 2**20, Room(50 * 2**20, 140e9), rules, "graph")
+    assert slots * 30.0 >= rules.min_block_us["graph"] * 0.98
     traffic = 2**20 + 3 * 2**20  # inputs read; outputs written, read and written again
     assert slots * traffic >= rules.l2_multiple * 50 * 2**20 * 0.98

@@ -235,7 +235,7 @@ class CandidateRank(Rank):
         """The block that was prepared, recorded and without clocks; what its calls returned."""
         attached = self._spaces[request["space"]]
         with recording(self.device, request["marker"]) as record:
-            attached.blocks[request["mode"]].rehearse()
+            attached.blocks[request["mode"]].rehearse(request["order"])
         return {"recordings": [record.message], "outputs": attached.outputs.descriptions}
 
     def loaded_code(self, request: Message) -> dict[str, Any]:

@@ -54,6 +54,11 @@ class ArgumentSlots:
             tensors = [view(data, placed) for placed in tensor_descriptions(description)]
             self.tensors.append(tensors)
             self.args.append(rebuild(description, iter(tensors), group_of))
+        self._ends: list[int] = list(itertools.accumulate((slot_range(description).stop for description in layout), max))
+
+    def end(self, slots: int) -> int:
+        """The byte behind the first ``slots`` slots."""
+        return self._ends[slots - 1]
 
     def fill(self, slot: int, tree: Tree) -> None:
         """Copies the tree's tensors into the slot."""

@@ -79,23 +79,31 @@ def _is_time(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
+@dataclass(frozen=True)
+class Room:
+    """What a block must outgrow, and fit into, in bytes."""
+
+    l2_bytes: float
+    memory_bytes: float
+
+
 def choose_slots(
-    call_us: float, graph_us: float, input_bytes: float, output_bytes: float, l2_bytes: float, memory_bytes: float, rules: TimingRules
+    call_us: float, shortest_us: float, input_bytes: float, output_bytes: float, room: Room, rules: TimingRules, mode: str
 ) -> int:
     """Calls per block: long enough to time, touching more memory than a few L2 caches hold, and all of it within a share of memory.
 
     A call reads its inputs and writes its outputs, which the snapshot reads and writes once more. Between the moment when a slot's inputs
     are minted and the moment when they are used, all other slots have passed through the cache.
 
-    ``call_us``: an eager call of the reference; ``graph_us``: the shortest a call may get. Bytes are per slot. Slots that are too small
-    to outgrow the cache in any block do not lengthen it.
+    ``call_us``: an eager call of the reference; ``shortest_us``: its shortest in the mode. Bytes are per slot. Slots that are too small to
+    outgrow the cache in any block do not lengthen it.
     """
-    outgrowing = rules.l2_multiple * l2_bytes / max(input_bytes + 3 * output_bytes, 1.0)
-    wanted = max(rules.min_block_us / graph_us, outgrowing if outgrowing <= rules.max_slots else rules.time_only_slots)
+    outgrowing = rules.l2_multiple * room.l2_bytes / max(input_bytes + 3 * output_bytes, 1.0)
+    wanted = max(rules.min_block_us[mode] / shortest_us, outgrowing if outgrowing <= rules.max_slots else rules.time_only_slots)
     longest = rules.max_block_us / call_us
-    budget = rules.arena_share * memory_bytes
-    room = min(budget / max(input_bytes, 1.0), budget / max(output_bytes, 1.0))
-    return max(rules.min_slots, int(min(wanted, longest, room, rules.max_slots)))
+    budget = rules.arena_share * room.memory_bytes
+    fitting = min(budget / max(input_bytes, 1.0), budget / max(output_bytes, 1.0))
+    return max(rules.min_slots, int(min(wanted, longest, fitting, rules.max_slots)))
 
 
 class CaptureFailed(Exception):
@@ -115,14 +123,16 @@ def not_captured(answers: list[Message]) -> str | None:
 class Race:
     """Timed rounds of one mode, in which a side alternates with the trusted reference.
 
-    ``side`` is ``reference`` (in the candidate's ranks, before candidate code is loaded) or ``candidate``. What is usual here, the
-    hand-off, an idle GPU's latency, and how unequal a block's calls are, comes from the reference's own race.
+    ``side`` is ``reference`` (in the candidate's ranks, before candidate code is loaded) or ``candidate``. A block uses the first ``slots``
+    slots of the trial. What is usual here, the hand-off, an idle GPU's latency, and how unequal a block's calls are, comes from the
+    reference's own race.
     """
 
     trial: Trial
     mode: str
     side: str
     rules: TimingRules
+    slots: int
     slack_limit_us: float = math.inf
     latency_limit_us: float = math.inf
     usual_skews: tuple[float, ...] = ()
@@ -137,17 +147,17 @@ class Race:
         answers = self.trial.trusted("block", mode=self.mode, order=self._new_order())
         outer_us = (time.perf_counter() - begin) * 1e6
         try:
-            return BlockTimes.of(answers, self.trial.slots, outer_us)
+            return BlockTimes.of(answers, self.slots, outer_us)
         except GroupFailure as failure:
             raise HarnessError(f"the trusted reference cannot be timed: {failure.message}") from None
 
     def other_block(self, *, compared: bool) -> BlockTimes:
         """One block of the other side on what was minted, revealed just before; ``compared`` has some of its outputs collected."""
         trial, order = self.trial, self._new_order()
-        trial.reveal()
+        trial.reveal(self.slots)
         begin = time.perf_counter()
         answers = trial.ask("block", "timing", trial.session.deadlines.timing, mode=self.mode, side=self.side, order=order)
-        times = BlockTimes.of(answers, trial.slots, (time.perf_counter() - begin) * 1e6)
+        times = BlockTimes.of(answers, self.slots, (time.perf_counter() - begin) * 1e6)
         latencies = [float(answer["latency_us"]) for answer in trial.trusted("latency")]
         if compared:
             trial.count_collectives(answers)
@@ -159,34 +169,37 @@ class Race:
 
     def _new_order(self) -> list[int]:
         """The order in which a block uses its slots: another one every time, so that nobody can know the next slot beforehand."""
-        return random.SystemRandom().sample(range(self.trial.slots), self.trial.slots)
+        return random.SystemRandom().sample(range(self.slots), self.slots)
 
     def rehearse(self, marker: str) -> list[Message]:
         """A block of the candidate's on new contents, recorded instead of timed, its outputs judged; what the ranks answered.
 
         Raises :class:`CaptureFailed`."""
         trial = self.trial
-        trial.mint()
-        trial.reveal()
+        self._renew()
         self.prepare()
-        trial.mint()
-        trial.reveal()
-        answers = trial.ask("rehearse", "audit", trial.session.deadlines.first_call, mode=self.mode, marker=marker)
-        if chosen := self._chosen_slots(trial.slots - 1):
+        self._renew()
+        order = self._new_order()
+        answers = trial.ask("rehearse", "audit", trial.session.deadlines.first_call, mode=self.mode, marker=marker, order=order)
+        if chosen := self._chosen_slots(order[-1]):
             trial.collect_from(answers, chosen, "audit")
         trial.judge("audit")
         return answers
 
+    def _renew(self) -> None:
+        self.trial.mint(slots=self.slots)
+        self.trial.reveal(self.slots)
+
     def _round(self, *, warming: bool = False) -> tuple[BlockTimes, BlockTimes]:
         """A block of each side in random order, on the same new contents; a candidate's outputs are compared, but for warm-up."""
         compared = self.side == "candidate" and not warming
-        self.trial.mint()
+        self.trial.mint(slots=self.slots)
         if random.SystemRandom().random() < 0.5:
             other = self.other_block(compared=compared)
             return self.trusted_block(), other
         reference = self.trusted_block()
         if self.trial.problem.changeable:
-            self.trial.mint()
+            self.trial.mint(slots=self.slots)
         return reference, self.other_block(compared=compared)
 
     def _chosen_slots(self, last: int) -> list[int]:
@@ -195,7 +208,7 @@ class Race:
         Where even one per round is too many, some rounds have none; which, nobody knows beforehand. Comparison waits for the end of the
         race, so that neighbouring blocks stay close in time.
         """
-        slots, dice = self.trial.slots, random.SystemRandom()
+        slots, dice = self.slots, random.SystemRandom()
         share = max(1, math.ceil(self.rules.compared_share * slots))
         affordable = self.rules.judging_s / self.rules.max_rounds / max(self.trial.judge_s, 1e-9)
         if share + 1 <= affordable:
@@ -204,23 +217,26 @@ class Race:
         return sorted(dice.sample(range(slots), min(count, slots)))
 
     def _warm(self, budget_s: float) -> None:
-        """Rounds until two neighbours agree on both sides, from ``warm_calls`` to ``max_warm_calls`` calls a side, or time is up."""
-        calls, last, end = 0, [math.inf, math.inf], time.monotonic() + budget_s
-        while calls < self.rules.max_warm_calls and time.monotonic() < end:
+        """Rounds until two neighbours agree on both sides: for at least ``warm_calls`` calls a side or ``warm_s``, and no longer than
+        ``max_warm_calls`` calls or ``budget_s``.
+        """
+        rules, calls, last, begin = self.rules, 0, [math.inf, math.inf], time.monotonic()
+        while calls < rules.max_warm_calls and time.monotonic() < begin + budget_s:
             now = [block.median_us for block in self._round(warming=True)]
-            calls += self.trial.slots
-            agree = all(abs(a - b) <= self.rules.warm_agreement * b for a, b in zip(now, last, strict=True))
-            if calls >= self.rules.warm_calls and agree:
+            calls += self.slots
+            agree = all(abs(a - b) <= rules.warm_agreement * b for a, b in zip(now, last, strict=True))
+            if agree and (calls >= rules.warm_calls or time.monotonic() >= begin + rules.warm_s):
                 return
             last = now
 
     def prepare(self) -> None:
-        """Builds the blocks of both sides; raises :class:`CaptureFailed`."""
-        trial, limit_s = self.trial, self.trial.session.deadlines.first_call
-        if (why := not_captured(trial.trusted("prepare", mode=self.mode))) is not None:
+        """Builds the blocks of both sides, at the same time; raises :class:`CaptureFailed`."""
+        trial = self.trial
+        ours, theirs = trial.prepare(self.mode, self.side)
+        if (why := not_captured(ours)) is not None:
             trial.session.suspect_trusted()
             raise CaptureFailed(why, trusted=True)
-        if (why := not_captured(trial.ask("prepare", "timing", limit_s, mode=self.mode, side=self.side))) is not None:
+        if (why := not_captured(theirs)) is not None:
             raise CaptureFailed(why, trusted=False)
 
     def run(self, budget_s: float) -> None:
@@ -228,18 +244,19 @@ class Race:
 
         Graphs are captured anew every second round: two captures of the same calls differ by up to 3 %, and the interval must show it.
         """
-        target = self.rules.target_half_width[self.mode]
+        rules = self.rules
+        target = rules.target_half_width[self.mode]
         self.trial.discard()
-        self.trial.mint()
-        self.trial.reveal()
+        self._renew()
         self.prepare()
         self._warm(budget_s)
-        end = time.monotonic() + budget_s
-        while len(self.others) < self.rules.max_rounds:
-            enough = len(self.others) >= self.rules.min_rounds
-            if enough and (self.ratio().half_width <= target or time.monotonic() > end):
+        begin = time.monotonic()
+        while len(self.others) < rules.max_rounds:
+            passed_s = time.monotonic() - begin
+            enough = len(self.others) >= (rules.min_rounds if passed_s < rules.patience_s else rules.fewest_rounds)
+            if enough and (self.ratio().half_width <= target or passed_s > budget_s):
                 break
-            if self.mode == "graph" and self.others and len(self.others) % self.rules.rounds_per_capture == 0:
+            if self.mode == "graph" and self.others and len(self.others) % rules.rounds_per_capture == 0:
                 self.prepare()
                 self._round(warming=True)
             self._keep(*self._round())

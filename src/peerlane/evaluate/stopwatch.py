@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ from peerlane.errors import HarnessError
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import case_request
-from peerlane.evaluate.speed import CaptureFailed, Race, choose_slots, not_captured
+from peerlane.evaluate.speed import CaptureFailed, Race, Room, choose_slots, not_captured
 from peerlane.evaluate.statistics import Interval
 from peerlane.evaluate.trial import Rejected, Trial, verdict_of
 from peerlane.evaluate.verdict import CaseEvidence, Estimate, Mode, ModeSpeed, Tampered, Utilisation
@@ -19,6 +20,7 @@ from peerlane.settings import TimingRules
 
 _PROBE_SLOTS = 8
 _PROBE_BLOCKS = 3
+_PROBE_S = 0.1  # a block that takes longer is enough
 _USUAL_L2_MIB = 64.0  # for a GPU without a profile
 
 
@@ -35,7 +37,7 @@ class SpeedTrial:
     """Times one case in several modes: :meth:`baseline` before ``load``, then :meth:`first_calls`, and :meth:`measure` for each mode.
 
     ``unmeasurable``: the modes that are not tried, and why. ``broken``: a capture of the reference failed, so that the ranks are in a state
-    that nobody knows; the mode is unmeasurable, and others are to be timed with fresh ranks.
+    that nobody knows; the mode is unmeasurable, and others are to be timed with fresh ranks. ``slots``: calls per block, by mode.
 
     Without a ``profile`` there is no utilisation, and no physical floor that times are held against.
     """
@@ -49,19 +51,21 @@ class SpeedTrial:
     baselines: dict[str, Race] = field(default_factory=dict)
     unmeasurable: dict[str, str] = field(default_factory=dict)
     broken: bool = False
+    slots: dict[str, int] = field(default_factory=dict)
 
     def baseline(self) -> None:
         """Chooses the block's size, lays the case out, and times reference against reference in every mode, unless it breaks."""
         problem = self.trial.problem
         for mode in set(self.modes) - set(problem.modes):
             self.unmeasurable[mode] = f"the reference cannot be captured: {problem.graph_reason}"
-        self.trial.slots = self._probe()
+        self.slots = self._probe()
         if self.broken:
             return
+        self.trial.slots = max(self.slots.values())
         self.trial.open()
         self._call_every_slot("reference")
         for mode in sorted(set(self.modes) - set(self.unmeasurable)):  # eager first
-            race = Race(self.trial, mode, "reference", self.rules)
+            race = Race(self.trial, mode, "reference", self.rules, self.slots[mode])
             try:
                 race.run(self.rules.budget_s)
             except CaptureFailed as failure:
@@ -83,12 +87,12 @@ class SpeedTrial:
         trial.reveal()
         trial.ask("call", "timing", trial.session.deadlines.first_call, side=side, slots=list(range(trial.slots)))
 
-    def _probe(self) -> int:
-        """Calls per block, from a few short blocks of the trusted reference."""
+    def _probe(self) -> dict[str, int]:
+        """Calls per block in each mode, from a few short blocks of the trusted reference."""
         trial = self.trial
         trial.slots = _PROBE_SLOTS
         trial.layouts = trial.trusted("open_case", slots=_PROBE_SLOTS, **case_request(trial.case))
-        times = {}
+        times: dict[str, float] = {}
         for mode in trial.problem.modes:
             if mode in self.unmeasurable:
                 continue
@@ -97,19 +101,19 @@ class SpeedTrial:
                 self._break(mode, why)
                 continue
             trial.mint()
-            race = Race(trial, mode, "reference", self.rules)
-            times[mode] = min(race.trusted_block().median_us for _ in range(_PROBE_BLOCKS))
-        slots = choose_slots(
-            times["eager"],
-            min(times.values()),
-            trial.input_bytes / _PROBE_SLOTS,
-            trial.output_bytes / _PROBE_SLOTS,
-            (_USUAL_L2_MIB if self.profile is None else self.profile.l2_mib) * 2**20,
-            self.memory_bytes,
-            self.rules,
-        )
+            times[mode] = self._shortest_call_us(Race(trial, mode, "reference", self.rules, _PROBE_SLOTS))
+        room = Room((_USUAL_L2_MIB if self.profile is None else self.profile.l2_mib) * 2**20, self.memory_bytes)
+        bytes_of = trial.input_bytes / _PROBE_SLOTS, trial.output_bytes / _PROBE_SLOTS
+        slots = {mode: choose_slots(times["eager"], us, *bytes_of, room, self.rules, mode) for mode, us in times.items()}
         trial.trusted("close_case")
         return slots
+
+    @staticmethod
+    def _shortest_call_us(race: Race) -> float:
+        end, times = time.monotonic() + _PROBE_S, [race.trusted_block().median_us]
+        while len(times) < _PROBE_BLOCKS and time.monotonic() < end:
+            times.append(race.trusted_block().median_us)
+        return min(times)
 
     def measure(self, mode: Mode) -> ModeSpeed:
         """Races the candidate; raises :class:`Unmeasurable`, :class:`Rejected`, or GroupFailure.
@@ -135,7 +139,7 @@ class SpeedTrial:
     def rehearse(self, mode: Mode, marker: str) -> list[Message]:
         """A block of a mode that was measured, under the profiler; what the ranks answered. Raises :class:`Rejected` or GroupFailure."""
         try:
-            return Race(self.trial, mode, "candidate", self.rules).rehearse(marker)
+            return Race(self.trial, mode, "candidate", self.rules, self.slots[mode]).rehearse(marker)
         except CaptureFailed as failure:
             if failure.trusted:
                 raise HarnessError(f"the reference could not be captured again: {failure}") from None
@@ -148,6 +152,7 @@ class SpeedTrial:
             mode,
             "candidate",
             self.rules,
+            self.slots[mode],
             slack_limit_us=3 * baseline.slack_us + 5_000,
             latency_limit_us=5 * baseline.idle_latency_us + 500,
             usual_skews=tuple(block.skew for block in [*baseline.references, *baseline.others]),
@@ -166,7 +171,7 @@ class SpeedTrial:
             reference_us=_estimate(reference_us),
             candidate_us=_estimate(candidate_us),
             noise_floor=baseline.ratio().half_width,
-            slots_per_block=trial.slots,
+            slots_per_block=race.slots,
             rounds=len(race.others),
             discarded_rounds=race.discarded,
             reference_blocks_us=tuple(round(block.median_us, 3) for block in race.references),
@@ -186,7 +191,7 @@ class SpeedTrial:
         """Holds every block against what the hardware can do: all its calls together, and the middle one alone."""
         if self.profile is None:
             return
-        costs, slots = self._costs(), self.trial.slots
+        costs, slots = self._costs(), race.slots
         for calls, times_us in (
             (slots, [sum(block.iterations_us) for block in race.others]),
             (1, [block.median_us for block in race.others]),

@@ -67,8 +67,8 @@ class Block(abc.ABC):
     def run(self, cores: set[int] | None, order: list[int]) -> dict[str, Any]:
         """One block, this thread kept on ``cores``, its slots in this order.
 
-        Returns ``iterations_us`` (per slot), ``span_us`` (first start to last end) and ``collectives``: how many the process groups counted
-        in the calls, captured ones included.
+        Returns ``iterations_us`` (per slot that was used), ``span_us`` (first start to last end) and ``collectives``: how many the process
+        groups counted in the calls, captured ones included.
         """
         _collect()
         _gc_disable()
@@ -78,7 +78,7 @@ class Block(abc.ABC):
                 _set_affinity(0, cores)  # this thread alone: NCCL's threads on the same core would slow it down
             quiesce()
             if self.head_start_us:
-                _sleep(int(self.head_start_us * len(self._args) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
+                _sleep(int(self.head_start_us * len(order) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
             _all_reduce(self._barrier)
             before = _collectives()
             self._run(order)
@@ -87,16 +87,16 @@ class Block(abc.ABC):
         finally:
             _set_affinity(0, everywhere)
             _gc_enable()
-        iterations = [_elapsed(start, end) * 1e3 for start, end in zip(self._starts, self._ends, strict=True)]
+        iterations = [_elapsed(self._starts[slot], self._ends[slot]) * 1e3 for slot in sorted(order)]
         return {
             "iterations_us": iterations,
             "span_us": _elapsed(self._starts[order[0]], self._ends[order[-1]]) * 1e3,
             "collectives": self.captured_collectives + counted,
         }
 
-    def rehearse(self) -> None:
-        """The calls of all slots once more, without clocks and barrier, until they have ended."""
-        self._run(list(range(len(self._args))))
+    def rehearse(self, order: list[int]) -> None:
+        """The calls of these slots once more, without clocks and barrier, until they have ended."""
+        self._run(order)
         _synchronize()
 
 
@@ -153,12 +153,13 @@ class GraphBlock(Block):
         self.captured_collectives = _collectives() - before
         _synchronize()
 
-    def rehearse(self) -> None:
+    def rehearse(self, order: list[int]) -> None:
         """As above, captured anew before."""
         self._graphs.clear()
+        self._returned.clear()
         self._graphs = self._capture()
         _synchronize()
-        super().rehearse()
+        super().rehearse(order)
 
     def _capture(self) -> list[torch.cuda.CUDAGraph]:
         graphs = []

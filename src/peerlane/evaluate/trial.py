@@ -6,7 +6,7 @@ import importlib.util
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -125,12 +125,15 @@ class Trial:
             each = {"op": requests, "space": self.space, **more}
         else:
             each = [{"space": self.space, **request} for request in requests]
+        what = requests if isinstance(requests, str) else requests[0]["op"]
+        return self._of_trusted(what, lambda: self.session.trusted.ask(each, "correctness", self.session.deadlines.trusted))
+
+    def _of_trusted(self, what: str, answers: Callable[[], list[Message]]) -> list[Message]:
         try:
-            return self.session.trusted.ask(each, "correctness", self.session.deadlines.trusted)
+            return answers()
         except GroupFailure as failure:
             tail = self.session.trusted.log_tail()
             self.session.drop_trusted()
-            what = requests if isinstance(requests, str) else requests[0]["op"]
             raise HarnessError(f"trusted ranks failed at {what} of {self.case.key}: {failure}\n{tail}".strip()) from None
 
     def ask(self, op: str, phase: Phase, deadline_s: float, **more: Any) -> list[Message]:
@@ -170,19 +173,31 @@ class Trial:
         """Of one slot's inputs, or of its outputs if they are larger, on the rank that has most."""
         return max(self.input_bytes, self.output_bytes) / self.slots
 
-    def mint(self, *, mixed: bool = False) -> None:
-        """New contents in every slot. ``mixed``: about a third integer draws, at random, where the problem has them."""
+    def mint(self, *, mixed: bool = False, slots: int | None = None) -> None:
+        """New contents in every slot, or in the first ``slots``. ``mixed``: about a third integer draws, at random, where the problem has
+        them.
+        """
+        count = self.slots if slots is None else slots
         self.kinds = [
-            INTEGER if mixed and self.problem.integer_exact and random.SystemRandom().random() < 1 / 3 else RANDOM
-            for _ in range(self.slots)
+            INTEGER if mixed and self.problem.integer_exact and random.SystemRandom().random() < 1 / 3 else RANDOM for _ in range(count)
         ]
         if mixed and self.problem.integer_exact and INTEGER not in self.kinds:
-            self.kinds[random.SystemRandom().randrange(self.slots)] = INTEGER
+            self.kinds[random.SystemRandom().randrange(count)] = INTEGER
         self.trusted("mint", block=self.session.next_block(), kinds=self.kinds)
 
-    def reveal(self) -> None:
-        """Makes the minted contents visible to the candidate."""
-        self.trusted("reveal")
+    def reveal(self, slots: int | None = None) -> None:
+        """Makes the minted contents visible to the candidate, of all slots or the first ``slots``."""
+        self.trusted("reveal", slots=self.slots if slots is None else slots)
+
+    def prepare(self, mode: str, side: str) -> tuple[list[Message], list[Message]]:
+        """Has the trusted and the candidate's ranks build their timed blocks, at the same time; the answers of both."""
+        trusted, limits = self.session.trusted, self.session.deadlines
+        trusted.begin({"op": "prepare", "space": self.space, "mode": mode}, "correctness", limits.trusted)
+        try:
+            theirs = self.ask("prepare", "timing", limits.first_call, mode=mode, side=side)
+        finally:
+            ours = self._of_trusted("prepare", trusted.finish)
+        return ours, theirs
 
     def check(self, phase: Phase, deadline_s: float, slots: Sequence[int], **more: Any) -> list[Message]:
         """Calls the candidate on these slots of the revealed inputs and judges them; raises :class:`Rejected`.

@@ -217,7 +217,7 @@ class TrustedRank(Rank):
         return {}
 
     def mint(self, request: Message) -> dict[str, Any]:
-        """New contents for every slot, in private memory; ``kinds`` says which slots are integer draws."""
+        """New contents for the first ``len(kinds)`` slots, in private memory; ``kinds`` says which of them are integer draws."""
         current = self.opened(request)
         current.kinds = request["kinds"]
         for slot, kind in enumerate(current.kinds):
@@ -227,11 +227,12 @@ class TrustedRank(Rank):
         return {}
 
     def reveal(self, request: Message) -> dict[str, Any]:
-        """Copies the minted inputs to the shared arena, poisons the output regions with NaN bits, and renews the guard bands."""
+        """Copies the inputs of the first ``slots`` slots to the shared arena, and poisons the output regions with NaN bits. Renews the
+        guard bands.
+        """
         current = self.opened(request)
-        shared = current.arena.data
-        if current.input_bytes:
-            shared[: current.input_bytes].copy_(current.staging[: current.input_bytes])
+        shared, end = current.arena.data, current.private.end(request["slots"])
+        shared[:end].copy_(current.staging[:end])
         shared[current.input_bytes : current.input_bytes + current.output_bytes].fill_(POISON)
         current.guards.paint()
         self.synchronize()
