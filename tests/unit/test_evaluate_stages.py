@@ -18,8 +18,9 @@ from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.stopwatch import Unmeasurable
 from peerlane.evaluate.trial import Evidence, Rejected
-from peerlane.evaluate.verdict import NotMeasured, WrongType
+from peerlane.evaluate.verdict import ModeSpeed, WrongType
 from peerlane.settings import Deadlines, TimingRules
+from unit.sample_results import measured
 
 
 @dataclass
@@ -76,8 +77,8 @@ class ScriptedSession:
         self.stage.log.append(f"end {group.name}")
 
 
-def scripted(stage: Stage) -> tuple[type, type]:
-    """A Trial and a SpeedTrial that follow the script."""
+def scripted(stage: Stage) -> tuple[type, type, type]:
+    """A Trial, a Stress and a SpeedTrial that follow the script."""
 
     class ScriptedTrial:
         aliased = False
@@ -97,6 +98,14 @@ def scripted(stage: Stage) -> tuple[type, type]:
 
         def close(self) -> None: ...
 
+    class ScriptedStress:
+        def __init__(self, checked: Any, rules: Any) -> None:
+            self.checked = checked
+
+        def run(self, end: float) -> Any:
+            stage.step(f"{self.checked.group.name} stress")
+            return self.checked
+
     class ScriptedSpeed:
         def __init__(self, trial: Any, modes: Any, *_: Any, unmeasurable: dict[str, str]) -> None:
             self.trial, self.unmeasurable, self.broken = trial, unmeasurable, False
@@ -112,12 +121,14 @@ def scripted(stage: Stage) -> tuple[type, type]:
 
         def measure(self, mode: str) -> Any:
             stage.step(f"{self.trial.group.name} {mode}")
-            return NotMeasured(mode=mode, why=self.unmeasurable.get(mode, "scripted"))  # type: ignore[arg-type]
+            if mode in self.unmeasurable:
+                raise Unmeasurable(self.unmeasurable[mode])
+            return measured(mode, 100.0, 50.0)
 
         def merged(self, evidence: Any) -> Any:
             return evidence
 
-    return ScriptedTrial, ScriptedSpeed
+    return ScriptedTrial, ScriptedStress, ScriptedSpeed
 
 
 Run = Callable[..., Examination]
@@ -131,8 +142,9 @@ def stage() -> Stage:
 @pytest.fixture
 def run(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs an evaluation on pretended GPUs; the examination, with its result in ``result``."""
-    trial, speed = scripted(stage)
+    trial, stress, speed = scripted(stage)
     monkeypatch.setattr(examine, "Trial", trial)
+    monkeypatch.setattr(examine, "Stress", stress)
     monkeypatch.setattr(examine, "SpeedTrial", speed)
     monkeypatch.setattr(Examination, "_audit", lambda self, case, speed: stage.step(f"{self.group.name} audit"))
     path = tmp_path / "1_scripted_pytorch.py"
@@ -156,13 +168,16 @@ CRASH = GroupFailure("exit", "first_call", "rank 0 exited", rank=0)
 def test_a_right_candidate_is_timed_in_a_second_group_after_the_reference(run: Run, stage: Stage) -> None:
     assert run().result.correct
     cases = len(problems.get(1).cases("small", 2))
-    judged = ["group1 load", "group1 first_call", *["group1 correctness"] * cases, "group1 exit", "end group1"]
+    judged = ["group1 load", "group1 first_call", *["group1 correctness"] * cases]
+    judged += [*["group1 stress"] * cases, "group1 exit", "end group1"]
     timed = ["take 2", "settle", "group2 baseline", "group2 load", "group2 first calls", "group2 eager", "group2 graph"]
     timed += ["group2 audit", "group2 exit"]
     assert stage.log == ["spares 7", "take 1", "spares 6", *judged, *timed]
 
 
-@pytest.mark.parametrize(("step", "error"), [("group1 load", CRASH), ("group1 first_call", CRASH), ("group1 correctness", REJECTED)])
+@pytest.mark.parametrize(
+    ("step", "error"), [("group1 load", CRASH), ("group1 first_call", CRASH), ("group1 correctness", REJECTED), ("group1 stress", REJECTED)]
+)
 def test_a_wrong_candidate_costs_one_group_and_no_timing(step: str, error: Exception, run: Run, stage: Stage) -> None:
     stage.wrong[step] = error
     result = run().result
@@ -185,7 +200,8 @@ def test_what_fails_before_the_candidate_is_loaded_is_not_its_fault(step: str, r
 def test_a_failed_capture_of_the_reference_costs_the_group_and_the_mode(run: Run, stage: Stage) -> None:
     stage.broken_baselines = 1
     result = run().result
-    assert result.correct and [speed.why for speed in result.speed] == ["the reference could not be captured here", "scripted"]
+    assert result.correct and result.speed[0].why == "the reference could not be captured here"
+    assert isinstance(result.speed[1], ModeSpeed)
     assert "group2 load" not in stage.log and stage.log.index("end group2") < stage.log.index("take 3") < stage.log.index("group3 baseline")
 
 
