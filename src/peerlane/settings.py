@@ -81,7 +81,6 @@ class StressRules:
     longest_delay_us: float = 10_000.0
     crowded_share: float = 0.5
     """of the passes on GPUs: there an eighth of the calls runs beside a kernel that holds SMs"""
-    compared_share: float = 0.25
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,13 @@ def choose_slots(call_s: float, judge_s: float, slot_bytes: float, rules: Stress
 
 
 def choose_compared(order: list[int], judge_s: float, rules: StressRules) -> list[int]:
-    """The slots of a pass to be compared: the last one, and a share of the others at random, but no more than can be judged in time.
+    """The slots of a pass to be compared: all of them, or the last one and as many others, at random, as can be judged in time.
 
     One of the others is always among them: behind the last call nothing follows that could disturb it.
     """
     *others, last = order
     affordable = int(_SHARE_OF_BUDGET * rules.budget_s / max(judge_s, 1e-9))
-    count = max(1, min(math.ceil(rules.compared_share * len(order)), affordable))
-    return sorted([last, *_dice.sample(others, count)])
+    return sorted([last, *_dice.sample(others, min(max(1, affordable), len(others)))])
 
 
 def draw_jitter(world_size: int, calls: int, rules: StressRules, *, on_gpu: bool) -> list[list[tuple[int, str, float]]]:
