@@ -57,7 +57,6 @@ class Entry(Record):
     flags: tuple[str, ...] = ()
     cpu: Kinds | None = None
     cuda: Kinds | None = None
-    certain: bool = True
     quick: bool = False
 
     @model_validator(mode="before")
