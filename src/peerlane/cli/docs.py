@@ -23,6 +23,8 @@ def docs(
     from peerlane.report import pages, sections
     from peerlane.report.evidence import read_evidence
 
+    if check:
+        pages.must_exist(folder)
     root = folder.parent.parent
     generated = pages.generate(problems.all_problems(), read_evidence(root))
     documents = all((root / path).is_file() for path in sections.DOCUMENTS)  # a folder elsewhere has pages alone

@@ -123,17 +123,23 @@ def _case_detail(problem: Problem, spec: CaseSpec, case: Case | None, profile: H
 def _arguments(problem: Problem, case: Case) -> list[Entry] | None:
     """Rank 0's arguments. Shapes come from the case and the public layout, so any secret shows the same ones.
 
-    They are drawn without memory; where that fails because contents decide something, or come from real tensors, for real; None if that
-    takes too much.
+    Those of `small` are drawn for real, which takes less time than drawing without memory, as the others are; where that fails because
+    contents decide something, or come from real tensors, they are drawn for real too; None if that takes too much.
     """
-    draw = Draw(secret="catalogue", case_key=case.key, slot=0, block=0, rank=0)
+
+    def values() -> tuple[Any, ...]:
+        return problem.inputs(case, 0, Draw(secret="catalogue", case_key=case.key, slot=0, block=0, rank=0))
+
+    if case.preset == "small":
+        return _described(problem, values())
     try:
         with FakeTensorMode():
-            values = problem.inputs(case, 0, draw)
+            return _described(problem, values())
     except (AssertionError, RuntimeError):  # fake tensors say by either that they cannot do without contents
-        if case.preset not in SMALL_ENOUGH:
-            return None
-        values = problem.inputs(case, 0, Draw(secret="catalogue", case_key=case.key, slot=0, block=0, rank=0))
+        return _described(problem, values()) if case.preset in SMALL_ENOUGH else None
+
+
+def _described(problem: Problem, values: Sequence[Any]) -> list[Entry]:
     return [{"name": name, "value": argument_text(describe(value))} for name, value in zip(problem.parameters, values, strict=False)]
 
 

@@ -37,10 +37,15 @@ def page_world_size(problem: Problem) -> int:
     return max((size for size in problem.world_sizes if size <= PAGE_WORLD_SIZE), default=min(problem.world_sizes))
 
 
-def stale(folder: Path, pages: Mapping[str, str]) -> list[str]:
-    """Which files are missing, differ, or belong to no problem, each with the reason; raises UsageError if the folder is missing."""
+def must_exist(folder: Path) -> None:
+    """Raises UsageError if there is no such folder."""
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}: run this in a checkout of the repository, or name the folder with --folder")
+
+
+def stale(folder: Path, pages: Mapping[str, str]) -> list[str]:
+    """Which files are missing, differ, or belong to no problem, each with the reason; raises UsageError if the folder is missing."""
+    must_exist(folder)
     found = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
     missing = [f"{name}: missing" for name in pages if name not in found]
     different = [f"{name}: differs from the code" for name, text in pages.items() if name in found and found[name] != text]
