@@ -195,7 +195,9 @@ def test_what_never_ends_is_stopped() -> None:
 
 def functions(header: Path) -> set[str]:
     """Names of what the header defines, by the spelling of either side."""
-    head = r"^(?:\[\[noreturn\]\] )?(?:__device__ |PEERLANE_UNCHECKED )?(?:inline|PEERLANE_INLINE|PEERLANE_UNCHECKED) [\w:<> ]+?[ &*]+(\w+)\("
+    head = (
+        r"^(?:\[\[noreturn\]\] )?(?:__device__ |PEERLANE_UNCHECKED )?(?:inline|PEERLANE_INLINE|PEERLANE_UNCHECKED) [\w:<> ]+?[ &*]+(\w+)\("
+    )
     return set(re.findall(head, header.read_text(), re.MULTILINE))
 
 

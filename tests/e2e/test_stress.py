@@ -57,7 +57,7 @@ def test_a_hundred_calls_back_to_back(results: dict[str, Result]) -> None:
     timed, *others = result.correctness
     assert timed.stressed_calls >= 100 or result.phases_s["stress"] >= BUDGET_S
     assert result.phases_s["stress"] >= BUDGET_S or all(item.stressed_calls >= 100 for item in others)
-    assert 0 < timed.stressed_slots < timed.stressed_calls
+    assert 0 < timed.stressed_slots <= timed.stressed_calls
     assert all(item.slots > item.stressed_slots for item in result.correctness)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.runs import DEADLINES, STRESS, within
+from e2e.runs import PATIENT, STRESS, within
 from peerlane.errors import UsageError
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
 
@@ -160,7 +160,7 @@ def custom(tmp_path_factory: pytest.TempPathFactory, prefix: str) -> dict[str, R
         path.write_text(OWN.replace("{NAME}", naming.replace("{prefix}", f"{prefix}-{name}")) + solution)
         paths.append(str(path))
     plan = EvaluationPlan(
-        discover(paths), presets=("small",), world_sizes=(2,), device="cpu", deadlines=DEADLINES, stress=STRESS, track="custom"
+        discover(paths), presets=("small",), world_sizes=(2,), device="cpu", deadlines=PATIENT, stress=STRESS, track="custom"
     )
     with within(120.0):
         return dict(zip(CANDIDATES, evaluate(plan), strict=True))

@@ -35,16 +35,16 @@ def test_builder_removes_the_lock_of_a_killed_build(tmp_path: Path) -> None:
     lock = extensions.use_own_build_folder(candidate.read_bytes()) / "kernel" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    builder = Builder({"world_size": 1, "device": "cpu"}, 0, -1)
-    assert builder.build({"path": str(candidate)}) == {}
+    builder = Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
+    assert builder.build({"path": str(candidate), "cache": None}) == {}
     assert not lock.exists()
 
 
 def test_builder_leaves_other_errors_to_the_ranks(tmp_path: Path) -> None:
     candidate = tmp_path / "1_allreduce_cuda.py"
     candidate.write_text("raise RuntimeError('no GPU here')\n")
-    builder = Builder({"world_size": 1, "device": "cpu"}, 0, -1)
-    assert "no GPU here" in builder.build({"path": str(candidate)})["note"]
+    builder = Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
+    assert "no GPU here" in builder.build({"path": str(candidate), "cache": None})["note"]
 
 
 def test_public_helper_compiles_once_and_loads_the_result_after_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ class Builder(Rank):
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__({**config, "device": "cpu"}, rank, memory_fd)
-        if timed_ranks := config.get("timed_ranks", 0):
+        if timed_ranks := config["timed_ranks"]:
             os.nice(_NICE)
             os.sched_setaffinity(0, cores_beside(timed_ranks))
         self.handlers |= {"init": lambda _: {}, "build": self.build}
