@@ -16,7 +16,7 @@ from peerlane.errors import UsageError
 from peerlane.report.selftest import objections, selftest_report, totals_lines
 from peerlane.selftest import run
 from peerlane.selftest.outcome import Outcome, objection, read_outcomes, totals
-from peerlane.selftest.run import SelftestPlan, order, selftest
+from peerlane.selftest.run import SelftestPlan, attributed, order, selftest
 from peerlane.selftest.table import Corpus, Entry, load
 from unit.sample_results import hung, on_cpu, result, wrong
 
@@ -212,3 +212,12 @@ def test_requests_that_cannot_be(root: Path, monkeypatch: pytest.MonkeyPatch, ar
     monkeypatch.setattr("peerlane.selftest.table._home", lambda: root)
     done = CliRunner().invoke(cli.app, ["selftest", *arguments])
     assert isinstance(done.exception, UsageError)
+
+
+def test_the_committed_run_is_shown_candidate_by_candidate() -> None:
+    """The table is read again, so that its entries are equal to those of the run, but not the same objects."""
+    outcomes = read_outcomes(Path(__file__).parents[2] / "results" / "cpu" / "selftest.jsonl")
+    shown = selftest_report(load(), attributed(load(), outcomes)).splitlines()
+    lines = [line for line in shown if line.endswith("| yes |")]
+    assert len(lines) == len({(item.file, item.world_size) for item in outcomes}) > 90
+    assert not any(line.endswith("| NO |") for line in shown)

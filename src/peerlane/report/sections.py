@@ -46,7 +46,8 @@ def _candidates_of(rule: str) -> Callable[[Path], str]:
 
 def _selftest(path: Path) -> str:
     outcomes = outcome.read_outcomes(path)
-    return selftest_report(load(), attributed(load(), outcomes)) if outcomes else "No run is recorded here.\n"
+    corpus = load()
+    return selftest_report(corpus, attributed(corpus, outcomes)) if outcomes else "No run is recorded here.\n"
 
 
 CORPUS = Path("tests/adversarial") / FILE

@@ -19,8 +19,8 @@ def selftest_table(corpus: Corpus, judged: Judged) -> TextTable:
     """A line per candidate, in the table's order: the verdicts it got and how often, those that are right, whether all are."""
     table = TextTable(("row", "candidate", "W", "verdicts", "expected", "ok"), right={"W"})
     for entry in corpus.entries:
-        for world_size in sorted({outcome.world_size for item, outcome in judged if item is entry}):
-            mine = [outcome for item, outcome in judged if item is entry and outcome.world_size == world_size]
+        for world_size in sorted({outcome.world_size for item, outcome in judged if item == entry}):
+            mine = [outcome for item, outcome in judged if item == entry and outcome.world_size == world_size]
             counts = Counter(outcome.verdict for outcome in mine)
             table.add(
                 entry.row,
