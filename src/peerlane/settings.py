@@ -72,13 +72,16 @@ class StressRules:
     min_slots: int = 10
     """per pass, however long a call takes; where memory does not hold them, ``fewest_slots``"""
     fewest_slots: int = 3
-    max_slots: int = 50
+    max_slots: int = 25
+    """so that there are a few passes"""
     max_bytes: int = 512 << 20
     """of a pass's inputs on one rank, and of its outputs"""
     delayed_share: float = 0.25
     """of the calls; before these, one rank waits"""
     shortest_delay_us: float = 10.0
     longest_delay_us: float = 10_000.0
+    late_share: float = 2 / 3
+    """of the passes behind the first: in them every call's contents come to its slot right before it"""
     crowded_share: float = 0.5
     """of the passes on GPUs: there an eighth of the calls runs beside a kernel that holds SMs"""
 
@@ -133,6 +136,8 @@ class TimingRules:
     gross_skew: float = 3.0
     """times that: beyond it a few calls do the work of all"""
     compared_share: float = 0.25
+    late_changes: int = 2
+    """per block whose outputs are compared, of calls that are compared"""
     judging_s: float = 1.0
     """for comparing the outputs of a race; where that does not do for the share, fewer are compared, chosen over all rounds"""
     max_waiting_bytes: int = 4 << 30

@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from e2e.runs import DEADLINES, GOOD, within
 from peerlane import problems
 from peerlane.errors import UsageError
 from peerlane.evaluate import EvaluationPlan, Result, candidates, confine, evaluate, isolation
+from peerlane.evaluate.evaluation import Silent
+from peerlane.evaluate.processes import descendants
 from peerlane.settings import cache_dir, candidate_caches
 
 REPORT = "what happened: "
@@ -34,19 +37,10 @@ AIMS = json.loads({aims!r})
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def stat_of(pid):
-    with open(f"/proc/{{pid}}/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
-
-
 def strangers():
-    """The supervisor, the nursery, and the ranks and leaders of other groups."""
-    parents = {{}}
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            parents[int(entry)] = stat_of(entry)
-        except OSError:
-            pass
+    """The supervisor, the nursery, and the ranks and leaders of other groups: told, for it may not see them."""
+    with open(AIMS["processes"]) as file:
+        parents = {{int(pid): parent for pid, parent in json.load(file).items()}}
     leader = os.getppid()
     nursery = parents[leader]
     others = [pid for pid, parent in parents.items() if parent == nursery and pid != leader]
@@ -117,6 +111,9 @@ def attacks():
     yield "open a source file", lambda: os.close(os.open(AIMS["source"], os.O_WRONLY))
     yield "reach the machine's loopback", lambda: connect(AIMS["listener"])
     yield "reach the network", lambda: send(["192.0.2.1", 9])
+    for pid in sum(strangers().values(), []):
+        yield "see the evaluator's processes", lambda: os.stat(f"/proc/{{pid}}")
+    yield "open a setting of the kernel", lambda: open("/proc/sys/kernel/core_pattern", "a").close()
     yield "leave shared memory", lambda: append(AIMS["shared"])
     yield "see secrets", lambda: reveal(AIMS["secret"])
     yield "make namespaces", new_user_namespace
@@ -185,6 +182,8 @@ STOPPED_BY = {
     "see secrets": {confine.CLEAN_ENVIRONMENT},
     "make namespaces": {confine.SECCOMP},
     "become root": {confine.NO_CAPABILITIES},
+    "see the evaluator's processes": {confine.GUARDED_PROC},
+    "open a setting of the kernel": {confine.GUARDED_PROC, confine.LANDLOCK_FILES, confine.OWN_UID},
     "leave shared memory": set(),  # it may try: see the test of what it leaves
 }
 
@@ -205,6 +204,22 @@ class Attacked:
     def report(self) -> dict[str, dict[str, object]]:
         found: dict[str, dict[str, object]] = json.loads(self.attacker.verdict.message.rpartition(REPORT)[2])
         return found
+
+
+class Told(Silent):
+    """Writes the parents of the run's processes into a file, before the candidate is called. Numbers are those that it would see."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
+        parents = {}
+        for pid in descendants(os.getpid()):
+            with suppress(FileNotFoundError):  # it has ended meanwhile
+                fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+                parents[pid] = int(fields["PPid"]), int(fields["NSpid"].split()[-1])
+        inside = {pid: number for pid, (_, number) in parents.items()}
+        self.path.write_text(json.dumps({number: inside.get(parent, parent) for parent, number in parents.values()}))
 
 
 def possible(tier: isolation.Tier) -> bool:
@@ -232,6 +247,7 @@ def attack(folder: Path, monkeypatch: pytest.MonkeyPatch, tier: isolation.Tier |
     way = isolation.choose(tier, "cpu", [path, path.parent])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         aims = {
+            "processes": str(folder / "processes.json"),
             "supervisor": os.getpid(),
             "signal": signal.SIGKILL if way.tier != "L0" else 0,
             "files": [str(item) for item in (*files, results)] if way.tier != "L0" else [],
@@ -250,7 +266,7 @@ def attack(folder: Path, monkeypatch: pytest.MonkeyPatch, tier: isolation.Tier |
             isolation=tier,
         )
         with within(120):
-            attacker, good = evaluate(plan)
+            attacker, good = evaluate(plan, Told(folder / "processes.json"))
     return Attacked(way, files, shared, attacker, good)
 
 

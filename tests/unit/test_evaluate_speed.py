@@ -13,6 +13,7 @@ import torch
 
 from peerlane.errors import HarnessError
 from peerlane.evaluate import timing
+from peerlane.evaluate.exchanges import Exchanges
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.slots import OutputRegions
 from peerlane.evaluate.speed import BlockTimes, CaptureFailed, Race
@@ -55,7 +56,9 @@ class FakeTrial:
     latency_us: float = 20.0
     orders: dict[str, list[list[int]]] = field(default_factory=lambda: {"trusted": [], "other": []})
     log: list[str] = field(default_factory=list)
+    steps: list[Any] = field(default_factory=list)
     collected: list[list[int]] = field(default_factory=list)
+    exchanged: list[Exchanges] = field(default_factory=list)
     counted: int = 0
     minted: int = 0
     revealed: int = 0
@@ -80,6 +83,7 @@ class FakeTrial:
     def ask(self, op: str, phase: str, deadline_s: float, **more: Any) -> list[dict[str, Any]]:
         self.log.append(f"other {op}")
         if op in ("block", "rehearse"):
+            self.steps.append(more.get("exchanges", ()))
             return self._block("other", self.other_us, self.other_hand_off_s, more["order"])
         return [{"captured": self.captured, "why": "no capture"}] * RANKS
 
@@ -101,9 +105,15 @@ class FakeTrial:
     def open(self) -> None:
         self.log.append("open")
 
-    def collect_from(self, answers: list[dict[str, Any]], slots: list[int], phase: str) -> int:
+    def exchanges(self, order: list[int], positions: list[int]) -> Exchanges:
+        return Exchanges.draw(order, [0] * len(order), positions)
+
+    def collect_from(self, answers: list[dict[str, Any]], slots: list[int], phase: str, exchanges: Exchanges | None = None) -> int:
         assert len(answers) == RANKS and phase in ("timing", "audit")
+        assert (exchanges is None) == (phase == "audit")
         self.collected.append(slots)
+        if exchanges is not None:
+            self.exchanged.append(exchanges)
         self.log.append("collect")
         return 0
 
@@ -244,6 +254,21 @@ def test_where_judging_takes_long_fewer_outputs_are_collected_at_random(judge_s:
     chosen = [race(trial)._chosen_slots(39) for _ in range(3000)]
     assert sum(map(len, chosen)) / len(chosen) == pytest.approx(expected, rel=0.3)
     assert {slot for slots in chosen for slot in slots} >= ({39} if expected < 1 else set(range(40))) and len({*map(tuple, chosen)}) > 1
+
+
+def test_in_timed_blocks_calls_that_are_compared_get_their_contents_late() -> None:
+    trial = steady(slots=40)
+    race(trial).run(budget_s=10)
+    sent = trial.steps[-len(trial.exchanged) :]
+    assert [exchanges.steps for exchanges in trial.exchanged] == sent
+    for exchanges, slots, order in zip(trial.exchanged, trial.collected, trial.orders["other"][-len(sent) :], strict=True):
+        assert 1 <= len(exchanges.steps) <= RULES.late_changes
+        for position, slot, other in exchanges.steps:
+            assert position > 0 and order[position] == slot and slot in slots
+            assert order.index(other) > position
+    warming = trial.steps[: -len(sent)]
+    assert warming and not any(warming)
+    assert len(set(sent)) > 1
 
 
 def test_every_block_uses_its_slots_in_an_order_of_its_own() -> None:

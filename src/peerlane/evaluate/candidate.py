@@ -162,7 +162,9 @@ class CandidateRank(Rank):
         """One timed block; the answer carries the times and what the calls returned."""
         attached = self._spaces[request["space"]]
         block = attached.blocks[request["mode"]]
-        times = block.run(self.cores, request["order"])
+        exchange = attached.arguments.exchange
+        between = {position: functools.partial(exchange, slot, other) for position, slot, other in request["exchanges"]}
+        times = block.run(self.cores, request["order"], between)
         attached.latest = block.latest
         return {**times, "outputs": attached.outputs.descriptions}
 
@@ -200,8 +202,9 @@ class CandidateRank(Rank):
         """Calls the solution on the slots in ``order`` with no wait between them, and lets nothing rest.
 
         ``jitter`` lists ``[position, way, us]``: what happens before which call; ``poisoned`` the positions before which freed memory is
-        filled with NaN. A call's inputs are overwritten in stream order behind its snapshot, for what a peer reads then, it reads too late;
-        the last call's stay, so that what it returned, which may be its inputs, can be looked at again.
+        filled with NaN; ``exchanges`` are the steps of :class:`Exchanges`. A call's inputs are overwritten in stream order behind its
+        snapshot, for what a peer reads then, it reads too late; the last call's stay, so that what it returned, which may be its inputs,
+        can be looked at again.
         """
         attached = self._spaces[request["space"]]
         solution, outputs, order = self._side(request), attached.outputs, request["order"]
@@ -209,8 +212,11 @@ class CandidateRank(Rank):
         for position, way, us in request["jitter"]:
             before.setdefault(position, []).append((way, us))
         poisoned = set(request["poisoned"])
+        exchanged = {position: (slot, other) for position, slot, other in request["exchanges"]}
         attached.latest = list
         for position, slot in enumerate(order):
+            if position in exchanged:
+                attached.arguments.exchange(*exchanged[position])
             if position in poisoned:
                 self._poison(outputs.layout[slot])
             for way, us in before.get(position, ()):

@@ -25,6 +25,7 @@ LANDLOCK_FILES = "landlock_files"
 LANDLOCK_SIGNALS = "landlock_signals"
 LOOPBACK_ONLY = "loopback_only"
 PRIVATE_SHM = "private_shm"
+GUARDED_PROC = "guarded_proc"
 CLEAN_ENVIRONMENT = "clean_environment"
 BUBBLEWRAP = "bubblewrap"
 
@@ -87,17 +88,26 @@ class Confinement:
         if LOOPBACK_ONLY in self.measures and device == "cpu":
             linux.enter_namespaces(linux.CLONE_NEWNET)
             linux.raise_loopback()
-        if PRIVATE_SHM in self.measures:
+        if {PRIVATE_SHM, GUARDED_PROC} & set(self.measures):
             linux.enter_namespaces(linux.CLONE_NEWNS)
+        if PRIVATE_SHM in self.measures:
             linux.mount_private_tmpfs(SHARED_MEMORY)
+        if GUARDED_PROC in self.measures:
+            linux.mount_guarded_proc()
         if NO_NEW_PRIVILEGES in self.measures:
             linux.no_new_privileges()
         files, signals = LANDLOCK_FILES in self.measures, LANDLOCK_SIGNALS in self.measures
         if files or signals:
             shared = [path for path in (SHARED_MEMORY, *device_nodes()) if os.path.exists(path)]
-            linux.landlock([*writable, *shared] if files else None, keep_signals=signals)
+            linux.landlock([*writable, *shared, *self._named_threads(device)] if files else None, keep_signals=signals)
         if SECCOMP in self.measures:
             seccomp.install()
+
+    def _named_threads(self, device: str) -> list[str]:
+        """Where the CUDA driver names its threads; it does not start where it cannot (CUDA_ERROR_OPERATING_SYSTEM).
+
+        Which processes the ranks will be is not known yet, so it is all of /proc; for root only where that is guarded."""
+        return ["/proc"] if device == "cuda" and (GUARDED_PROC in self.measures or os.geteuid() != 0) else []
 
     def enter_rank(self, role: str, folder: str) -> None:
         """For a rank, before anything in it starts a thread."""
@@ -185,6 +195,13 @@ def _try_private_shm() -> None:
         file.write(b"x")
 
 
+def _try_guarded_proc() -> None:
+    linux.enter_namespaces(linux.CLONE_NEWNS)
+    linux.mount_guarded_proc()
+    linux.retain_capabilities(())
+    _refused(lambda: open("/proc/sys/kernel/core_pattern", "a").close(), "changing the kernel")
+
+
 def try_measures(uid: int) -> dict[str, str]:
     """Every measure, and why it cannot be taken here; nothing where it can. Each is tried in a process of its own."""
     trials = {
@@ -197,5 +214,6 @@ def try_measures(uid: int) -> dict[str, str]:
         LANDLOCK_SIGNALS: lambda: _try_landlock(files=False),
         LOOPBACK_ONLY: _try_network,
         PRIVATE_SHM: _try_private_shm,
+        GUARDED_PROC: _try_guarded_proc,
     }
     return {name: _in_child(trial) for name, trial in trials.items()}

@@ -9,8 +9,12 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from peerlane.device import Cubin
 
 _sleep = time.sleep
 _device_sleep = torch.cuda._sleep
@@ -53,15 +57,22 @@ def _wait_in_stream(us: float) -> None:
     _device_sleep(int(us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
 
 
+def compile_crowd(device: torch.device) -> Cubin:
+    """The kernel that holds SMs, from the cache if it is there."""
+    from peerlane.device import compile_cubin  # brings NVRTC along, which ranks on CPU do without
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return compile_cubin(CROWD, arch=f"sm_{major}{minor}")
+
+
 def _crowd(device: torch.device) -> Callable[[float], None]:
     """A function that has half of the current device's SMs held, from a stream of its own, and returns at once."""
-    from peerlane.device import Kernel, compile_cubin  # brings NVRTC along, which ranks on CPU do without
+    from peerlane.device import Kernel
 
     properties = torch.cuda.get_device_properties(device)
-    arch = f"sm_{properties.major}{properties.minor}"
     blocks = max(1, int(properties.multi_processor_count * _SHARE_OF_SMS))
     shared_bytes = properties.shared_memory_per_multiprocessor - _SHARED_BYTES_LEFT
-    kernel = Kernel(compile_cubin(CROWD, arch=arch), "hold_sm")
+    kernel = Kernel(compile_crowd(device), "hold_sm")
     launch = kernel.bind(blocks, _THREADS, (ctypes.c_ulonglong(0),), shared_bytes=shared_bytes)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -27,7 +27,7 @@ CLONE_NEWNET = 0x40000000
 
 CAP_DAC_READ_SEARCH = 2
 
-_MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 0x4000, 0x40000
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 0x20, 0x1000, 0x4000, 0x40000
 _CAPABILITY_VERSION = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -130,9 +130,29 @@ def raise_loopback() -> None:
 
 def mount_private_tmpfs(target: str) -> None:
     """An empty file system in memory over a folder, seen in this mount namespace only."""
-    _checked(_libc.mount(b"none", b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None), "mount --make-rprivate /")
-    flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV)
-    _checked(_libc.mount(b"tmpfs", target.encode(), b"tmpfs", flags, b"mode=1777"), f"mount -t tmpfs tmpfs {target}")
+    _make_mounts_private()
+    _mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
+
+
+def mount_guarded_proc() -> None:
+    """A ``/proc``, seen in this mount namespace only, that has just the processes that the reader may trace. The kernel and its drivers can
+    be read there, and not written to."""
+    _make_mounts_private()
+    _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "hidepid=ptraceable")
+    for entry in os.scandir("/proc"):
+        of_a_process = entry.is_symlink() or entry.name.isdigit()
+        if not of_a_process and (entry.is_dir() or entry.stat().st_mode & 0o222):
+            _mount(entry.path, entry.path, None, _MS_BIND | _MS_REC)
+            _mount(None, entry.path, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+
+
+def _make_mounts_private() -> None:
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
+    _checked(_libc.mount(*texts[:3], ctypes.c_ulong(flags), texts[3]), f"mount {source or ''} at {target}")
 
 
 # --- Landlock: https://docs.kernel.org/userspace-api/landlock.html ---

@@ -67,13 +67,25 @@ class ArgumentSlots:
 
     def spoil(self, slot: int) -> None:
         """Overwrites the slot's tensors, in stream order, and no byte between them."""
+        for region in self._regions(slot):
+            _fill(region, POISON)
+
+    def exchange(self, slot: int, other: int) -> None:
+        """Has the tensors of two slots of one structure exchange their contents, in stream order."""
+        for mine, theirs in zip(self._regions(slot), self._regions(other), strict=True):
+            kept = _clone(mine)
+            _copy(mine, theirs)
+            _copy(theirs, kept)
+
+    def _regions(self, slot: int) -> Iterator[torch.Tensor]:
+        """The bytes of the slot's tensors, one region each."""
         for placed in tensor_descriptions(self.layout[slot]):
             begin, end = extent(placed)
-            _fill(self._data[begin:end], POISON)
+            yield self._data[begin:end]
 
 
 # Captured before any candidate code is loaded, so that replacing methods on torch.Tensor changes nothing here.
-_copy = torch.Tensor.copy_
+_copy, _clone = torch.Tensor.copy_, torch.Tensor.clone
 _fill = torch.Tensor.fill_
 _detach = torch.Tensor.detach
 _data_ptr = torch.Tensor.data_ptr

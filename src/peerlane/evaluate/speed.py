@@ -154,15 +154,17 @@ class Race:
     def other_block(self, *, compared: bool) -> BlockTimes:
         """One block of the other side on what was minted, revealed just before; ``compared`` has some of its outputs collected."""
         trial, order = self.trial, self._new_order()
+        chosen = self._chosen_slots(order[-1]) if compared else []
+        exchanges = trial.exchanges(order, self._late_calls(order, chosen))
+        request = {"mode": self.mode, "side": self.side, "order": order, "exchanges": exchanges.steps}
         trial.reveal(self.slots)
         begin = time.perf_counter()
-        answers = trial.ask("block", "timing", trial.session.deadlines.timing, mode=self.mode, side=self.side, order=order)
+        answers = trial.ask("block", "timing", trial.session.deadlines.timing, **request)
         times = BlockTimes.of(answers, self.slots, (time.perf_counter() - begin) * 1e6)
         latencies = [float(answer["latency_us"]) for answer in trial.trusted("latency")]
         if compared:
             trial.count_collectives(answers)
-            chosen = self._chosen_slots(order[-1])
-            if chosen and trial.collect_from(answers, chosen, "timing") > self.rules.max_waiting_bytes:
+            if chosen and trial.collect_from(answers, chosen, "timing", exchanges) > self.rules.max_waiting_bytes:
                 trial.judge("timing")
             trial.look_again(order[-1], "timing")
         return replace(times, idle_latency_us=max(latencies))
@@ -215,6 +217,11 @@ class Race:
             return sorted({last, *dice.sample(range(slots), share)})
         count = int(affordable) + (dice.random() < affordable % 1)
         return sorted(dice.sample(range(slots), min(count, slots)))
+
+    def _late_calls(self, order: list[int], chosen: list[int]) -> list[int]:
+        """Positions of calls, not the first, whose contents are to change right before them: some of those that are compared."""
+        compared = [position for position, slot in enumerate(order) if position and slot in chosen]
+        return random.SystemRandom().sample(compared, min(self.rules.late_changes, len(compared)))
 
     def _warm(self, budget_s: float) -> None:
         """Rounds until two neighbours agree on both sides: for at least ``warm_calls`` calls a side or ``warm_s``, and no longer than

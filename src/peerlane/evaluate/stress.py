@@ -2,7 +2,7 @@
 
 A pass calls the candidate once on every slot of freshly minted contents, with nothing between the calls. Before some of them a random
 rank is held up, so that no two ranks stay in step by chance; a call's inputs are overwritten right behind it, so that a peer that reads
-them late reads garbage.
+them late reads garbage; in some passes they get there only right before it, so that who reads them early reads those of another call.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 import time
 from dataclasses import dataclass
 
+from peerlane.evaluate.exchanges import Exchanges
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.trial import Trial
 from peerlane.settings import StressRules
@@ -78,8 +79,9 @@ class Stress:
         slots = choose_slots(checked.call_s, checked.judge_s, checked.slot_bytes, self.rules)
         trial = Trial(checked.session, checked.group, checked.problem, checked.case, checked.space, slots)
         trial.open()
+        order: list[int] = []
         while self._goes_on(trial.evidence.stressed_calls, end):
-            self._pass(trial)
+            order = self._pass(trial, order)
         trial.close()
         return trial
 
@@ -87,17 +89,23 @@ class Stress:
         late = end if calls >= self.rules.min_calls else end + self.rules.overtime_s
         return calls == 0 or (calls < self.rules.calls and time.monotonic() < late)
 
-    def _pass(self, trial: Trial) -> None:
+    def _pass(self, trial: Trial, before: list[int]) -> list[int]:
+        """One pass; returns the order of its slots. In a late one that is the order of the pass ``before`` it: who has learned which slot
+        comes next finds it so, and its contents changed."""
         trial.mint(mixed=True)
         trial.reveal()
-        order = _dice.sample(range(trial.slots), trial.slots)
-        answers = trial.ask_each("stress", "stress", trial.session.deadlines.stress, self._requests(trial, order))
-        trial.collect_from(answers, choose_compared(order, self.checked.judge_s, self.rules), "stress")
+        late = bool(before) and _dice.random() < self.rules.late_share
+        order = before if late else _dice.sample(range(trial.slots), trial.slots)
+        exchanges = trial.exchanges(order, range(len(order)) if late else ())
+        answers = trial.ask_each("stress", "stress", trial.session.deadlines.stress, self._requests(trial, order, exchanges))
+        trial.collect_from(answers, choose_compared(order, self.checked.judge_s, self.rules), "stress", exchanges)
         trial.look_again(order[-1], "stress")
         trial.judge("stress")
         trial.evidence.stressed_calls += trial.slots
+        return order
 
-    def _requests(self, trial: Trial, order: list[int]) -> list[Message]:
+    def _requests(self, trial: Trial, order: list[int], exchanges: Exchanges) -> list[Message]:
         plans = draw_jitter(len(trial.layouts), len(order), self.rules, on_gpu=trial.session.device == "cuda")
         poisoned = [position for position in range(len(order)) if _dice.random() < _POISONED_CALLS]
-        return [{"side": "candidate", "order": order, "jitter": plan, "poisoned": poisoned} for plan in plans]
+        common = {"side": "candidate", "order": order, "poisoned": poisoned, "exchanges": exchanges.steps}
+        return [{**common, "jitter": plan} for plan in plans]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ _synchronize = torch.cuda.synchronize
 _current_stream, _set_stream = torch.cuda.current_stream, torch.cuda.set_stream
 _sleep = torch.cuda._sleep
 _CYCLES_PER_US = 1_800  # SM clock
+_EXCHANGE_US = 100.0  # of host time, generously, of what happens between two calls
 _replay = torch.cuda.CUDAGraph.replay
 _all_reduce = dist.all_reduce
 _get_affinity, _set_affinity = os.sched_getaffinity, os.sched_setaffinity
@@ -34,6 +35,8 @@ _collectives = collectives
 _collect, _gc_enable, _gc_disable = gc.collect, gc.enable, gc.disable
 
 Solution = Callable[..., Tree]
+Between = Mapping[int, Callable[[], None]]
+"""What is to be enqueued before the call at a position of a block's order, outside of its time."""
 
 
 def _timer(**options: bool) -> torch.cuda.Event:
@@ -56,15 +59,23 @@ class Block(abc.ABC):
         self._starts: list[torch.cuda.Event] = []
         self._ends: list[torch.cuda.Event] = []
 
+    def _run(self, order: list[int], between: Between) -> None:
+        """Enqueues the calls of all slots in this order, and what belongs between them."""
+        last = len(order) - 1
+        for position, slot in enumerate(order):
+            if position in between:
+                between[position]()
+            self._call(slot, last=position == last)
+
     @abc.abstractmethod
-    def _run(self, order: list[int]) -> None:
-        """Enqueues the calls of all slots in this order."""
+    def _call(self, slot: int, *, last: bool) -> None:
+        """Enqueues the call of a slot; what the ``last`` one returns is kept."""
 
     @abc.abstractmethod
     def latest(self) -> list[torch.Tensor]:
         """What the last call of the latest run returned."""
 
-    def run(self, cores: set[int] | None, order: list[int]) -> dict[str, Any]:
+    def run(self, cores: set[int] | None, order: list[int], between: Between | None = None) -> dict[str, Any]:
         """One block, this thread kept on ``cores``, its slots in this order.
 
         Returns ``iterations_us`` (per slot that was used), ``span_us`` (first start to last end) and ``collectives``: how many the process
@@ -72,16 +83,17 @@ class Block(abc.ABC):
         """
         _collect()
         _gc_disable()
-        everywhere = _get_affinity(0)
+        everywhere, between = _get_affinity(0), between or {}
         try:
             if cores is not None:
                 _set_affinity(0, cores)  # this thread alone: NCCL's threads on the same core would slow it down
             quiesce()
             if self.head_start_us:
-                _sleep(int(self.head_start_us * len(order) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
+                head_start_us = self.head_start_us * len(order) + _EXCHANGE_US * len(between)
+                _sleep(int(head_start_us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
             _all_reduce(self._barrier)
             before = _collectives()
-            self._run(order)
+            self._run(order, between)
             synchronize_all()
             counted = _collectives() - before
         finally:
@@ -96,7 +108,7 @@ class Block(abc.ABC):
 
     def rehearse(self, order: list[int]) -> None:
         """The calls of these slots once more, without clocks and barrier, until they have ended."""
-        self._run(order)
+        self._run(order, {})
         _synchronize()
 
 
@@ -109,19 +121,15 @@ class EagerBlock(Block):
         self._ends = [_timer() for _ in args]
         self._latest: list[torch.Tensor] = []
 
-    def _run(self, order: list[int]) -> None:
+    def _call(self, slot: int, *, last: bool) -> None:
         self._latest = []
-        *others, last = order
-        for slot in others:
-            self._call(slot)
-        self._latest = self._call(last)
-
-    def _call(self, slot: int) -> list[torch.Tensor]:
         args = self._outputs.fresh(self._args[slot])
         _record(self._starts[slot])
         output = self._solution(*args)
         _record(self._ends[slot])
-        return self._outputs.take(slot, output, args)
+        found = self._outputs.take(slot, output, args)
+        if last:
+            self._latest = found
 
     def latest(self) -> list[torch.Tensor]:
         return self._latest
@@ -175,10 +183,9 @@ class GraphBlock(Block):
             graphs.append(graph)
         return graphs
 
-    def _run(self, order: list[int]) -> None:
-        for slot in order:
-            _replay(self._graphs[slot])
-        self._last = order[-1]
+    def _call(self, slot: int, *, last: bool) -> None:
+        _replay(self._graphs[slot])
+        self._last = slot
 
     def latest(self) -> list[torch.Tensor]:
         return [item.tensor() for item in self._returned[self._last]]

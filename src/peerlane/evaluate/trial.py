@@ -6,12 +6,13 @@ import importlib.util
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate.activity import is_count
+from peerlane.evaluate.exchanges import Exchanges, kinds_of_slots
 from peerlane.evaluate.groups import GroupFailure, RankGroup
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import Session, case_request
@@ -109,6 +110,8 @@ class Trial:
     evidence: Evidence = field(default_factory=Evidence)
     layouts: list[Message] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    alike: list[int] = field(default_factory=list)
+    """kinds of slots, see :func:`kinds_of_slots`"""
     aliased: bool = False
     collectives: int = 0
     """the most that a rank's process groups counted in a timed block of the candidate, warm-up apart"""
@@ -147,6 +150,7 @@ class Trial:
     def open(self) -> None:
         """Lays the case out and attaches the candidate's ranks, which have nothing attached in this space."""
         self.layouts = self.trusted("open_case", slots=self.slots, **case_request(self.case))
+        self.alike = kinds_of_slots(self.layouts)
         requests = [
             {"op": "attach_case", "space": self.space, "problem": self.case.problem, "variant": self.case.variant, **_without_ok(layout)}
             for layout in self.layouts
@@ -213,7 +217,7 @@ class Trial:
             self.aliased |= any(bool(answer.get("aliased")) for answer in answers)
             for rank, answer in enumerate(answers):
                 outputs[rank] += _outputs(answer, 1, phase, rank)
-        self.collect(slots, outputs, phase)
+        self.collect(slots, slots, outputs, phase)
         self.judge(phase, check_inputs=True)
         return answers
 
@@ -224,18 +228,25 @@ class Trial:
                 raise GroupFailure("garbage", "timing", "a rank answered without the number of its collectives", rank=rank)
             self.collectives = max(self.collectives, int(answer["collectives"]))
 
-    def collect_from(self, answers: Sequence[Message], chosen: Sequence[int], phase: Phase) -> int:
+    def exchanges(self, order: Sequence[int], positions: Collection[int]) -> Exchanges:
+        """Late changes of a block that uses its slots in this order, before the calls at these positions."""
+        return Exchanges.draw(order, self.alike, positions)
+
+    def collect_from(self, answers: Sequence[Message], chosen: Sequence[int], phase: Phase, exchanges: Exchanges | None = None) -> int:
         """Collects these slots of a block or pass, whose answers describe the outputs of all slots; the bytes that wait."""
         described = [_outputs(answer, self.slots, phase, rank) for rank, answer in enumerate(answers)]
-        return self.collect(chosen, [[outputs[slot] for slot in chosen] for outputs in described], phase)
+        contents = chosen if exchanges is None else [exchanges.contents[slot] for slot in chosen]
+        return self.collect(chosen, contents, [[outputs[slot] for slot in chosen] for outputs in described], phase)
 
-    def collect(self, slots: Sequence[int], outputs: Sequence[list[Any]], phase: Phase) -> int:
-        """Has the trusted ranks take copies of the snapshots, ``outputs[rank][i]`` describing slot ``slots[i]``; the bytes that wait."""
+    def collect(self, slots: Sequence[int], contents: Sequence[int], outputs: Sequence[list[Any]], phase: Phase) -> int:
+        """Has the trusted ranks take copies of the snapshots of ``slots``, which were called on what was minted for the slots ``contents``,
+        ``outputs[rank][i]`` describing the i-th; the bytes that wait."""
+        common = {"op": "collect", "slots": list(slots), "contents": list(contents)}
         try:
-            answers = self.trusted([{"op": "collect", "slots": list(slots), "outputs": described} for described in outputs])
+            answers = self.trusted([{**common, "outputs": described} for described in outputs])
         except ProtocolError as error:  # JSON that a rank wrote can grow when it is written again
             raise GroupFailure("garbage", phase, f"a rank's description of its outputs cannot be passed on: {error}") from None
-        self._waiting += [self.kinds[slot] for slot in slots]
+        self._waiting += [self.kinds[slot] for slot in contents]
         return max(int(answer["bytes"]) for answer in answers)
 
     def look_again(self, slot: int, phase: Phase) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from peerlane.evaluate.arena import POISON, Arena, view
 from peerlane.evaluate.guards import GuardBands, argument_regions, output_regions
+from peerlane.evaluate.jitter import compile_crowd
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.quiet import latency_us
 from peerlane.evaluate.slots import (
@@ -53,9 +54,12 @@ _IDLE_BYTES = 256 << 20  # of an arena, that may lie idle
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a candidate returned for one slot of one block, as its rank described it, the bytes in its region, and those of its inputs."""
+    """What a candidate returned for one slot of one block, as its rank described it, the bytes in its region, and those of its inputs.
+
+    ``source``: the slot that these were minted for."""
 
     slot: int
+    source: int
     kind: str
     described: Description
     tensors: list[torch.Tensor]
@@ -126,6 +130,13 @@ class TrustedRank(Rank):
             "margins": self.margins,
             "ping": lambda _: {},
         }
+
+    def init(self, request: Message) -> dict[str, Any]:
+        """As every rank's; and what confined ranks need and cannot compile, for the cache is not theirs to write, is put there."""
+        answer = super().init(request)
+        if self.device.type == "cuda":
+            compile_crowd(self.device)
+        return answer
 
     def secret(self, request: Message) -> dict[str, Any]:
         """Takes the run's secret, which seeds all inputs."""
@@ -262,13 +273,14 @@ class TrustedRank(Rank):
     def collect(self, request: Message) -> dict[str, Any]:
         """Copies the candidate's snapshots of ``slots`` out of the arena: whatever is written there afterwards comes too late.
 
-        The slots' inputs are kept too, as they were minted. ``outputs`` are the candidate's own descriptions of what it returned.
+        Their inputs are kept too, as they were minted for the slots ``contents``. ``outputs`` are the candidate's own descriptions of what
+        it returned.
         Returns the bytes that wait for :meth:`judge`.
         """
         current = self.opened(request)
-        for slot, described in zip(request["slots"], request["outputs"], strict=True):
-            inputs = current.staging[slot_range(current.private.layout[slot])].clone()
-            current.snapshots.append(Snapshot(slot, current.kinds[slot], described, current.taken(slot), inputs))
+        for slot, source, described in zip(request["slots"], request["contents"], request["outputs"], strict=True):
+            inputs = current.staging[slot_range(current.private.layout[source])].clone()
+            current.snapshots.append(Snapshot(slot, source, current.kinds[source], described, current.taken(slot), inputs))
         self.synchronize()
         return {"bytes": sum(snapshot.nbytes for snapshot in current.snapshots)}
 
@@ -329,8 +341,8 @@ class TrustedRank(Rank):
         return answer
 
     def _all_inputs(self, current: OpenCase, snapshot: Snapshot) -> list[tuple[Any, ...]]:
-        """The slot's arguments on every rank, for the oracle; process groups stay references by name."""
-        layouts = [layout[snapshot.slot] for layout in current.layouts]
+        """The call's arguments on every rank, for the oracle; process groups stay references by name."""
+        layouts = [layout[snapshot.source] for layout in current.layouts]
         width = max(slot_range(layout).stop - slot_range(layout).start for layout in layouts)
         own = torch.zeros(max(width, 1), dtype=torch.uint8, device=self.device)
         own[: snapshot.inputs.numel()] = snapshot.inputs
