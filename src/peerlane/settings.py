@@ -64,7 +64,7 @@ class StressRules:
 
     calls: int = 100
     """back to back, per case; fewer where ``budget_s`` does not do for them"""
-    budget_s: float = 0.8
+    budget_s: float = 0.6
     """of one evaluation, all its cases together; no pass begins after it in a case that has had ``min_calls``"""
     min_calls: int = 20
     overtime_s: float = 1.5
@@ -127,7 +127,7 @@ class TimingRules:
     """of a race; after it ``fewest_rounds`` do"""
     fewest_rounds: int = 6
     max_rounds: int = 24
-    rounds_per_capture: int = 2
+    rounds_per_capture: int = 3
     target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.012})
     """of the ratio of a race, by launch mode; a speedup joins two races"""
     budget_s: float = 20.0
@@ -138,7 +138,7 @@ class TimingRules:
     compared_share: float = 0.25
     late_changes: int = 2
     """per block whose outputs are compared, of calls that are compared"""
-    judging_s: float = 1.0
+    judging_s: float = 0.4
     """for comparing the outputs of a race; where that does not do for the share, fewer are compared, chosen over all rounds"""
     max_waiting_bytes: int = 4 << 30
     """of snapshots that wait for the end of a race to be compared"""
@@ -148,5 +148,5 @@ class TimingRules:
 
 SELFTEST_DEADLINES = Deadlines(load=12.0, exit=4.0).with_calls(6.0)
 """For the corpus, some of which never returns."""
-SELFTEST_RULES = TimingRules(budget_s=0.5, min_rounds=5, max_rounds=9)
+SELFTEST_RULES = TimingRules(budget_s=0.3, min_rounds=5, max_rounds=7, warm_s=0.1, max_warm_calls=80, judging_s=0.2)
 """Enough to tell a forged time from a true one."""

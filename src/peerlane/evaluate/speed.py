@@ -249,7 +249,7 @@ class Race:
     def run(self, budget_s: float) -> None:
         """Warms both sides, then rounds until the interval is narrow or the budget is spent.
 
-        Graphs are captured anew every second round: two captures of the same calls differ by up to 3 %, and the interval must show it.
+        Graphs are captured anew every third round: two captures of the same calls differ by up to 3 %, and the interval must show it.
         """
         rules = self.rules
         target = rules.target_half_width[self.mode]
