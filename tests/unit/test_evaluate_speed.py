@@ -370,7 +370,8 @@ def test_graphs_are_captured_anew_between_rounds_and_eager_blocks_are_not() -> N
     race(eager).run(budget_s=10)
     race(graph, mode="graph").run(budget_s=10)
     assert eager.log.count("other prepare") == 1
-    assert graph.log.count("other prepare") == graph.log.count("trusted prepare") == 5
+    captures = 1 + (RULES.min_rounds - 1) // RULES.rounds_per_capture
+    assert graph.log.count("other prepare") == graph.log.count("trusted prepare") == captures > 2
 
 
 def test_a_failed_capture_says_why() -> None:
