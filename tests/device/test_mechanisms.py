@@ -10,8 +10,22 @@ import torch
 from peerlane.cli.bench import print_mechanisms
 from peerlane.device.emulator import Scenario, check
 from peerlane.device.lint import lint
-from peerlane.device.mechanisms import _SOURCE, KERNELS, SIZES, TILE_BYTES, Bandwidth, Latency, Mechanisms, cases, compile_mechanisms
+from peerlane.device.mechanisms import (
+    _SOURCE,
+    KERNELS,
+    SIZES,
+    TILE_BYTES,
+    Bandwidth,
+    Latency,
+    Mechanisms,
+    cases,
+    cases_of_all,
+    compile_mechanisms,
+    launches_between_events,
+    samples,
+)
 from peerlane.device.resources import resources
+from peerlane.errors import DeviceError
 
 RANKS, NBYTES = 3, 2 * (2 * TILE_BYTES + 48)
 
@@ -41,14 +55,13 @@ def _loaded(kernel: str) -> torch.Tensor:
     return torch.full((NBYTES,), 0 if kernel == "sm_load" else 1, dtype=torch.uint8)
 
 
-def test_a_store_by_one_rank_at_a_time_is_clean() -> None:
+def test_stores_by_all_ranks_at_once_are_clean() -> None:
     scenario = Scenario("bulk_add", _SOURCE, RANKS, defines={"WORLD_SIZE": RANKS})
     for kernel in ("bulk_store", "bulk_add", "sm_store"):
         arena = scenario.arena(1 << 18)
         flags, data = arena.take(2 * RANKS * 128), arena.take(NBYTES)
         local = scenario.buffer(kernel, [torch.zeros(NBYTES, dtype=torch.uint8)] * RANKS)
-        # Only rank 0 moves data, as when it is measured.
-        _launch(scenario, kernel, (arena, flags, data, local), ranks=1)
+        _launch(scenario, kernel, (arena, flags, data, local))
     report = check(scenario, schedules=4)
     assert report.clean, report
 
@@ -63,7 +76,7 @@ def test_round_trips_end() -> None:
     assert report.clean, report
 
 
-def _launch(scenario: Scenario, kernel: str, places: tuple[object, int, int, object], ranks: int = RANKS) -> None:
+def _launch(scenario: Scenario, kernel: str, places: tuple[object, int, int, object]) -> None:
     arena, flags, data, local = places
     threads, shared_bytes = KERNELS[kernel]
     count = ctypes.c_uint32(RANKS - 1)
@@ -71,26 +84,61 @@ def _launch(scenario: Scenario, kernel: str, places: tuple[object, int, int, obj
         kernel,
         2,
         min(threads, 64),
-        (arena, ctypes.c_uint64(flags), ctypes.c_uint64(data), local, lambda rank: ctypes.c_uint64(NBYTES if rank < ranks else 0), count),
+        (arena, ctypes.c_uint64(flags), ctypes.c_uint64(data), local, ctypes.c_uint64(NBYTES), count),
         shared_bytes=shared_bytes,
     )
 
 
-def test_cases_give_every_peer_whole_vectors_and_every_block_work() -> None:
-    found = list(cases(4, 132))
-    assert {peers for _, _, _, peers in found} == {1, 3}
-    for mechanism, nbytes, blocks, peers in found:
-        assert nbytes % (16 * peers) == 0 and 0 < nbytes <= SIZES[-1]
-        assert (blocks == 0) == mechanism.startswith("copy_engine") and blocks <= 132
-    assert {peers for _, _, _, peers in cases(2, 132)} == {1}
+@pytest.mark.parametrize(("world_size", "peers"), [(2, {1}), (4, {1, 3}), (8, {1, 7})])
+def test_cases_give_every_peer_whole_vectors_and_every_block_work(world_size: int, peers: set[int]) -> None:
+    found = list(cases(world_size, 132))
+    assert {move.peers for move in found} == peers and len(set(found)) == len(found)
+    for move in found:
+        assert move.nbytes % (16 * move.peers) == 0 and 0 < move.nbytes <= SIZES[-1]
+        assert (move.blocks == 0) == move.mechanism.startswith("copy_engine") and move.blocks <= 132 and move.movers == 1
 
 
-def test_the_table_has_a_row_for_every_mechanism_and_block_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_gpus_move_the_largest_size_with_the_fastest_block_count() -> None:
+    def rate(mechanism: str, nbytes: int, blocks: int, peers: int, gbps: float) -> Bandwidth:
+        return Bandwidth(mechanism, nbytes, blocks, peers, 1, gbps, gbps, gbps, 7)
+
+    alone = [
+        rate("sm_store", 1 << 24, 8, 3, 400.0),
+        rate("sm_store", 1 << 26, 8, 3, 300.0),
+        rate("sm_store", 1 << 26, 16, 3, 340.0),
+        rate("sm_store", 1 << 26, 32, 3, 330.0),
+        rate("sm_store", 1 << 26, 64, 1, 500.0),
+        rate("copy_engine_push", 1 << 26, 0, 3, 390.0),
+    ]
+    found = [(move.mechanism, move.nbytes, move.blocks, move.peers, move.movers) for move in cases_of_all(4, alone)]
+    assert found == [("sm_store", 1 << 26, 16, 3, 4), ("copy_engine_push", 1 << 26, 0, 3, 4)]
+
+
+def test_small_sizes_are_moved_several_times_between_events() -> None:
+    assert [launches_between_events(size) for size in SIZES] == [16, 16, 16, 4, 1, 1, 1]
+
+
+def test_a_sample_for_which_the_host_was_late_is_taken_again_with_a_longer_head_start() -> None:
+    starts: list[float] = []
+
+    def take(head_start_us: float) -> float | None:
+        starts.append(head_start_us)
+        return None if head_start_us < 800 else float(len(starts))
+
+    assert samples(take) == [5, 6, 7, 8, 9, 10, 11]
+    assert starts == [200, 400, *[800] * 9]
+    with pytest.raises(DeviceError, match="to enqueue a few launches"):
+        samples(lambda _: None)
+
+
+def test_the_tables_have_a_row_for_every_mechanism_and_block_count(capsys: pytest.CaptureFixture[str]) -> None:
     rows = (
-        Bandwidth("sm_store", 1 << 20, 8, 1, 300.0, 290.0, 310.0, 7),
-        Bandwidth("copy_engine_push", 1 << 24, 0, 1, 390.0, 380.0, 395.0, 7),
+        Bandwidth("sm_store", 1 << 20, 8, 1, 1, 300.0, 290.0, 310.0, 7),
+        Bandwidth("copy_engine_push", 1 << 24, 0, 1, 1, 390.0, 380.0, 395.0, 7),
+        Bandwidth("sm_store", 1 << 24, 8, 1, 2, 280.0, 270.0, 285.0, 7),
     )
     print_mechanisms(Mechanisms(2, rows, (Latency("flag", 2.5, 2.4, 2.7, 7),)))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["sm_store", "8", "300", "-"] in lines and ["copy_engine_push", "-", "-", "390"] in lines
+    assert ["sm_store", "8", "16", "280", "270", "285"] in lines
     assert ["flag", "2.50", "2.40", "2.70", "7"] in lines

@@ -33,13 +33,14 @@ def bench(
     if gpus < 2:
         raise UsageError(f"bench mechanisms needs 2 or more GPUs; this machine has {gpus}: run it on a node with NVLink")
 
+    from peerlane.device.jit import write_atomically
     from peerlane.device.mechanisms import measure_mechanisms
     from peerlane.hardware.environment import record
 
     measured = measure_mechanisms()
     answer = {"environment": record(discover()), **asdict(measured)}
     out.mkdir(parents=True, exist_ok=True)
-    (out / "mechanisms.json").write_text(json.dumps(answer, indent=1))
+    write_atomically(out / "mechanisms.json", json.dumps(answer, indent=1).encode())
     if as_json:
         print_json(answer)
     else:
@@ -52,16 +53,23 @@ def print_mechanisms(measured: Mechanisms) -> None:
     from peerlane.report.tables import TextTable
 
     screen = console()
-    sizes = sorted({row.nbytes for row in measured.bandwidths})
-    for peers in sorted({row.peers for row in measured.bandwidths}):
-        rows = [row for row in measured.bandwidths if row.peers == peers]
-        columns = [size for size in sizes if any(row.nbytes == size for row in rows)]
+    alone = [row for row in measured.bandwidths if row.movers == 1]
+    for peers in sorted({row.peers for row in alone}):
+        rows = [row for row in alone if row.peers == peers]
+        columns = sorted({row.nbytes for row in rows})
         table = TextTable(("mechanism", "blocks", *(f"{size / 2**20:.4g} MiB" for size in columns)))
         for mechanism, blocks in dict.fromkeys((row.mechanism, row.blocks) for row in rows):
             found = {row.nbytes: row for row in rows if (row.mechanism, row.blocks) == (mechanism, blocks)}
             table.add(mechanism, str(blocks or "-"), *(f"{found[size].gbps:.0f}" if size in found else "-" for size in columns))
         screen.print(f"GPU 0 and {peers} peer{'s' if peers > 1 else ''}, 10^9 bytes/s, medians:")
         screen.print(table.rich())
+    together = TextTable(("mechanism", "blocks", "MiB", "each GPU", "lowest", "highest"))
+    for row in measured.bandwidths:
+        if row.movers > 1:
+            rates = (f"{value:.0f}" for value in (row.gbps, row.lowest_gbps, row.highest_gbps))
+            together.add(row.mechanism, str(row.blocks or "-"), f"{row.nbytes / 2**20:.4g}", *rates)
+    screen.print(f"All {measured.gpus} GPUs at once, both directions of every link in use, 10^9 bytes/s a direction:")
+    screen.print(together.rich())
     latencies = TextTable(("round", "us", "lowest", "highest", "n"))
     for latency in measured.latencies:
         latencies.add(latency.what, *(f"{value:.2f}" for value in (latency.us, latency.lowest_us, latency.highest_us)), str(latency.n))
