@@ -59,7 +59,8 @@ def test_case_is_sound(problem: Problem, case: Case, rank_pool: Any) -> None:
 def test_problem_declares_everything(problem: Problem) -> None:
     names = [preset.name for preset in problem.presets]
     assert names[:2] == ["small", "pkb"] and len(names) >= 3 and len(set(names)) == len(names)
-    assert all(name.startswith("production_") for name in names[2:])
+    families = [preset.family for preset in problem.presets[2:]]
+    assert families == sorted(families) and families[0] == "production" and set(families) <= {"production", "sweep"}
     assert {2, 4} & set(problem.world_sizes), "runs on neither 2 nor 4 ranks"
     for preset in problem.presets:
         assert preset.about
@@ -68,7 +69,9 @@ def test_problem_declares_everything(problem: Problem) -> None:
                 for rank in range(world_size):
                     cost = problem.cost(case, rank)
                     assert cost.hbm_bytes >= 0 and cost.egress_bytes >= 0 and cost.ingress_bytes >= 0
-    assert any(problem.cases(name, 4) for name in names[2:]) or 4 not in problem.world_sizes, "no production case for four ranks"
+    assert any(problem.cases(item.name, 4) for item in problem.family("production")) or 4 not in problem.world_sizes, (
+        "no production case for four ranks"
+    )
     assert problem.graph or problem.graph_reason
     assert problem.title and problem.summary and problem.origin and problem.parallelism
     assert set(problem.updates) <= set(problem.parameters) and set(problem.mutates) <= set(problem.parameters)

@@ -153,6 +153,7 @@ def test_show_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
                 ],
             }
         ],
+        "sweep": [{"name": "str", "size": "str"}],
         "variants": ["str"],
         "origin": "str",
         "signature": "str",

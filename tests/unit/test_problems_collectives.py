@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane import problems
+from peerlane.errors import UnknownPreset
+from peerlane.evaluate.evaluation import presets_of
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case
 from peerlane.problems._ulysses import kept_length
@@ -251,3 +253,34 @@ def test_padding_is_not_charged() -> None:
     assert last.egress_bytes == pytest.approx(7 / 8 * 4091 * position)
     assert first.ingress_bytes == pytest.approx((32763 - 4096) * position / 8)
     assert last.hbm_bytes == pytest.approx((4091 + 32763 / 8) * position)
+
+
+# The sweep
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_a_sweep_size_is_that_of_the_larger_of_a_ranks_buffers(number: int, world_size: int) -> None:
+    problem = problems.get(number)
+    smallest, *_, largest = problem.family("sweep")
+    assert (smallest.name, largest.name) == ("sweep_2kib", "sweep_512mib")
+    case = problem.cases(smallest.name, world_size)[0]
+    inputs = arguments(case)
+    given = max(args[0].nbytes for args in inputs)
+    returned = max(item.value.numel() * item.dtype.itemsize for item in (problem.oracle(case, inputs, rank) for rank in range(world_size)))
+    assert max(given, returned) == 2048
+    costs = [problem.cost(problem.cases(largest.name, world_size)[0], rank) for rank in range(world_size)]
+    whole = 2 if number == 1 else 1  # both directions of an all-reduce
+    share = 1 if number in (3, 4) else (world_size - 1) / world_size
+    assert max(max(cost.egress_bytes, cost.ingress_bytes) for cost in costs) == whole * share * (512 << 20)
+
+
+def test_a_sweep_is_chosen_by_its_name_alone() -> None:
+    problem, without = problems.get(2), problems.get(13)
+    chosen = presets_of(problem, ("sweep",), 4)
+    assert chosen == [item.name for item in problem.presets if item.name.startswith("sweep_")] and len(chosen) == 10
+    assert not set(chosen) & set(presets_of(problem, ("small", "pkb", "production", "production_first"), 4))
+    assert presets_of(problem, ("pkb", "sweep_1mib"), 4) == ["pkb", "sweep_1mib"]
+    assert presets_of(without, ("pkb", "sweep", "sweep_1mib"), 4) == ["pkb"]
+    with pytest.raises(UnknownPreset, match="it has: small, pkb, production_.*, sweep$"):
+        presets_of(problem, ("sweep_3mib",), 4)

@@ -31,7 +31,8 @@ def evaluate_candidates(
     candidates: Annotated[list[str], typer.Argument(metavar="CANDIDATE", help=CANDIDATES_HELP)],
     problem: Annotated[str | None, typer.Option(help="Problems, such as 1-8,13; by default those that the file names say.")] = None,
     preset: Annotated[
-        str, typer.Option(help="Presets, separated by commas: small, pkb, production (all of those), production_first, or one by name.")
+        str,
+        typer.Option(help="Presets, separated by commas: small, pkb, production, sweep (all of those), production_first, or one by name."),
     ] = "pkb",
     world_size: Annotated[str | None, typer.Option(help=WORLD_SIZES_HELP)] = None,
     variant: Annotated[

@@ -28,7 +28,7 @@ def list_problems(as_json: Annotated[bool, typer.Option("--json", help="Print on
             problem.category,
             ", ".join(problem.parallelism),
             ", ".join(map(str, problem.world_sizes)),
-            str(len(problem.presets)),
+            str(len(problem.presets) - len(problem.family("sweep"))) + (" + sweep" if problem.family("sweep") else ""),
         )
     out = console()
     out.print(table.rich())

@@ -34,7 +34,7 @@ from peerlane.problems._spec import Problem
 from peerlane.settings import Deadlines, StressRules, Supply, TimingRules
 
 Device = Literal["cuda", "cpu"]
-PRODUCTION, PRODUCTION_FIRST = "production", "production_first"
+PRODUCTION, PRODUCTION_FIRST, SWEEP = "production", "production_first", "sweep"
 _RUNS_WITHOUT_RANKS = 2  # so many evaluations in a row without rank groups, and the rest of the run is given up
 
 
@@ -45,8 +45,8 @@ class EvaluationPlan:
     Attributes:
         candidates: see :func:`discover`.
         problems: ``"1-8,13"``, ``"all"``, or None: by the candidates' file names (all, for the reference).
-        presets: names; ``production`` stands for all production presets of a problem, ``production_first`` for the first that has a case
-            at the world size.
+        presets: names; ``production`` and ``sweep`` stand for all presets of that family of a problem, ``production_first`` for the first
+            that has a case at the world size.
         track: ``open``: anything goes; ``custom``: what a call communicates must be the candidate's own doing. See docs/tracks.md.
         variant: ``default``, or ``pkb``: the public benchmark's semantics, for the problems where those differ.
         world_sizes: numbers of ranks.
@@ -229,16 +229,15 @@ def _problems_of(candidate: CandidateFile, selected: tuple[Problem, ...] | None)
 
 def presets_of(problem: Problem, names: tuple[str, ...], world_size: int) -> list[str]:
     """The presets of a problem that these names stand for."""
-    production = [item.name for item in problem.presets if item.name.startswith("production_")]
     chosen: list[str] = []
     for name in names:
-        if name == PRODUCTION:
-            chosen += production
+        if name in (PRODUCTION, SWEEP):
+            chosen += [item.name for item in problem.family(name)]
         elif name == PRODUCTION_FIRST:
-            chosen += [item for item in production if problem.cases(item, world_size)][:1]
-        elif len(names) == 1 or not name.startswith("production_"):
+            chosen += [item.name for item in problem.family(PRODUCTION) if problem.cases(item.name, world_size)][:1]
+        elif len(names) == 1 or not name.startswith((f"{PRODUCTION}_", f"{SWEEP}_")):
             chosen.append(problem.preset(name).name)
-        else:  # of several production presets, every problem takes its own
+        else:  # of several presets of a family, every problem takes its own
             chosen += [item.name for item in problem.presets if item.name == name]
     return list(dict.fromkeys(chosen))
 

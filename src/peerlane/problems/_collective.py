@@ -9,13 +9,29 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems._draw import Draw
-from peerlane.problems._spec import UNIT_ROUNDOFF, Case, Expected, GroupLayout, NullContext, Tolerance
+from peerlane.problems._spec import UNIT_ROUNDOFF, Case, Expected, GroupLayout, NullContext, Preset, Tolerance, case, preset
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # PyTorch 2.13 renamed these two and warns about the old names; 2.9 to 2.12 know only the old ones.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+SWEEP_KIB = (2, 16, 64, 256, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10)
+
+
+def sweep(params: Callable[[int], Mapping[str, Any]]) -> tuple[Preset, ...]:
+    """The family ``sweep``: a preset per size, of one flat bfloat16 case, whose parameters for so many elements ``params`` gives.
+
+    The size is that of nccl-tests, of the larger of a rank's two buffers. So it is the size of both buffers in all-reduce, broadcast,
+    reduce and all-to-all, of what all-gather and gather return, and of what reduce-scatter and scatter are given.
+    """
+    made = []
+    for kib in SWEEP_KIB:
+        size = f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
+        spec = case("bf16", BF16, **params(kib * 1024 // BF16.itemsize))
+        made.append(preset(f"sweep_{size.replace(' ', '').lower()}", size, spec))
+    return tuple(made)
 
 
 def root_argument(case: Case, draw: Draw) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ class Case:
 
     Attributes:
         problem: the problem's number.
-        preset: ``small``, ``pkb`` or ``production_*``.
+        preset: ``small``, ``pkb``, ``production_*`` or ``sweep_*``.
         label: names the case within its preset; unique there.
         world_size: number of ranks.
         dtype: the main floating dtype (or the dtype of the payload).
@@ -81,7 +81,7 @@ class Preset:
     """A named set of cases. The first case is the one that is timed; all of them are checked for correctness.
 
     Attributes:
-        name: ``small``, ``pkb`` or ``production_<model>_<part>``.
+        name: ``small``, ``pkb``, ``production_<model>_<part>`` or ``sweep_<size>``.
         about: one line: which model, which layer, which regime.
         cases: at least one.
     """
@@ -89,6 +89,15 @@ class Preset:
     name: str
     about: str
     cases: tuple[CaseSpec, ...]
+
+    @property
+    def family(self) -> str:
+        """``small``, ``pkb``, ``production`` (a model's own sizes) or ``sweep`` (one size of many, to draw a curve through).
+
+        All presets of a family are chosen by its name. A sweep adds sizes and nothing else, so what is checked or shown of every preset
+        leaves it out.
+        """
+        return self.name.partition("_")[0]
 
 
 def case(
@@ -355,12 +364,16 @@ class Problem:
         """Whether this output must have the same bits on all ranks."""
         return self.replicated if isinstance(self.replicated, bool) else output in self.replicated
 
+    def family(self, name: str) -> tuple[Preset, ...]:
+        """The presets of this family, in order; none where the problem has none."""
+        return tuple(item for item in self.presets if item.family == name)
+
     def preset(self, name: str) -> Preset:
         """The preset of this name; raises :class:`UnknownPreset`, naming those there are."""
         for candidate in self.presets:
             if candidate.name == name:
                 return candidate
-        known = ", ".join(item.name for item in self.presets)
+        known = ", ".join([*(item.name for item in self.presets if item.family != "sweep"), *(["sweep"] if self.family("sweep") else [])])
         raise UnknownPreset(f"problem {self.id} has no preset {name!r}; it has: {known}")
 
     def cases(self, preset_name: str, world_size: int, variant: str = "default") -> list[Case]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP16, FP32, sequential_sum, sum_expected, sum_tolerance, summand, wide_sum
+from peerlane.problems._collective import BF16, FP16, FP32, sequential_sum, sum_expected, sum_tolerance, summand, sweep, wide_sum
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, Problem, Tolerance, case, preset
 
@@ -81,6 +81,7 @@ PROBLEM = Problem(
             case("fp32", FP32, shape=(6553600,)),
             case("odd_fp32", FP32, shape=(6553593,)),
         ),
+        *sweep(lambda elements: {"shape": (elements,)}),
     ),
     null_answers=(
         NullAnswer("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),

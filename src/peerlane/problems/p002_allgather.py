@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP32, all_gather_single, first_arguments, stale_part, stale_tail
+from peerlane.problems._collective import BF16, FP32, all_gather_single, first_arguments, stale_part, stale_tail, sweep
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, Problem, case, exactly, preset
 
@@ -73,6 +73,7 @@ PROBLEM = Problem(
         preset("production_llama3_8b_layer_fsdp", "the parameters of one layer, sharded, flat", case("bf16", BF16, whole=(218112000,))),
         preset("production_llama3_70b_tp_sp", "8192/W tokens x hidden 8192", case("bf16", BF16, whole=(8192, 8192))),
         preset("production_small_control", "256 numbers per rank: latency", case("int64", torch.int64, shape=(256,))),
+        *sweep(lambda elements: {"whole": (elements,)}),
     ),
     null_answers=(
         NullAnswer("no_communication", "the rank's own tensor W times", lambda c: torch.stack([c.args[0]] * c.case.world_size)),

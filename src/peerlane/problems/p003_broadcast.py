@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, may_be_root, root_argument, root_of, stale_tail
+from peerlane.problems._collective import BF16, may_be_root, root_argument, root_of, stale_tail, sweep
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
 
@@ -77,6 +77,7 @@ PROBLEM = Problem(
         preset("production_llama3_8b_embedding", "the embedding table", case("bf16", BF16, shape=(128256, 4096), root=0)),
         preset("production_llama3_8b_gate_proj", "one weight, from the last rank", case("bf16", BF16, shape=(14336, 4096), root="last")),
         preset("production_decode_control", "4096 token ids: latency", case("int32", torch.int32, shape=(4096,), root=1)),
+        *sweep(lambda elements: {"shape": (elements,)}),
     ),
     null_answers=(
         NullAnswer("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),

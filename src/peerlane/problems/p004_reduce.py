@@ -20,6 +20,7 @@ from peerlane.problems._collective import (
     sum_expected,
     sum_tolerance,
     summand,
+    sweep,
     wide_sum,
 )
 from peerlane.problems._draw import Draw
@@ -117,6 +118,7 @@ PROBLEM = Problem(
         ),
         preset("production_llama3_8b_layer_grad", "one weight's gradient, last rank", case("bf16", BF16, shape=(14336, 4096), root="last")),
         preset("production_metrics", "1024 metrics: latency", case("fp32", FP32, shape=(1024,), root=0)),
+        *sweep(lambda elements: {"shape": (elements,)}),
     ),
     null_answers=(
         NullAnswer("no_communication", "the rank's own tensor, on the root too", lambda c: c.args[0].clone()),

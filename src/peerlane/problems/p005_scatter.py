@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, may_be_root, root_argument, root_of, stale_tail
+from peerlane.problems._collective import BF16, may_be_root, root_argument, root_of, stale_tail, sweep
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
 
@@ -27,16 +27,24 @@ def reference(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
     return received
 
 
+def _rows(case: Case) -> tuple[int, tuple[int, ...]]:
+    """k and S: ``rows`` and ``rest``, or the W-th part of a vector of ``whole`` numbers."""
+    if "whole" in case.params:
+        return case["whole"] // case.world_size, ()
+    return case["rows"], tuple(case["rest"])
+
+
 def _slice_shape(case: Case) -> tuple[int, ...]:
     """One rank's output: k rows of shape S, without the leading axis if k is 1."""
-    rows, rest = case["rows"], tuple(case["rest"])
+    rows, rest = _rows(case)
     return rest if rows == 1 else (rows, *rest)
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     root = root_argument(case, draw)
     if rank == root_of((None, *root)):
-        return (draw.bits((case.world_size * case["rows"], *case["rest"]), case.dtype), *root)
+        rows, rest = _rows(case)
+        return (draw.bits((case.world_size * rows, *rest), case.dtype), *root)
     template = draw.bits(_slice_shape(case), case.dtype)
     if case.params.get("poison"):
         template.fill_(float("nan"))
@@ -49,7 +57,8 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
 
 def _slice_of_root(case: Case, inputs: Sequence[tuple[Any, ...]], index: int) -> torch.Tensor:
     whole: torch.Tensor = inputs[root_of(inputs[0])][0]
-    return whole.narrow(0, index * case["rows"], case["rows"]).reshape(_slice_shape(case))
+    rows, _ = _rows(case)
+    return whole.narrow(0, index * rows, rows).reshape(_slice_shape(case))
 
 
 def cost(case: Case, rank: int) -> Cost:
@@ -111,6 +120,7 @@ PROBLEM = Problem(
             "16 expert matrices per rank, from the last rank",
             case("bf16", BF16, rows=16, rest=(2048, 7168), root="last"),
         ),
+        *sweep(lambda elements: {"whole": elements}),
     ),
     null_answers=(
         NullAnswer("no_communication", "the template as it came; the right slice on the root", _no_communication),

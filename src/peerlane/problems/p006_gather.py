@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP32, first_arguments, may_be_root, root_argument, root_of, stale_part, stale_tail
+from peerlane.problems._collective import BF16, FP32, first_arguments, may_be_root, root_argument, root_of, stale_part, stale_tail, sweep
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
 
@@ -96,6 +96,7 @@ PROBLEM = Problem(
             case("bf16", BF16, shape=(64, 151936), columns_over_world=True, root=0),
         ),
         preset("production_checkpoint_gather", "a 67 MB shard per rank, at the last", case("fp32", FP32, shape=(4096, 4096), root="last")),
+        *sweep(lambda elements: {"shape": (elements,), "columns_over_world": True}),
     ),
     excused={"echo/own": "off the root the answer is the rank's own tensor"},
     null_answers=(

@@ -19,6 +19,7 @@ from peerlane.problems._collective import (
     sum_expected,
     sum_tolerance,
     summand,
+    sweep,
     wide_sum,
 )
 from peerlane.problems._draw import Draw
@@ -116,6 +117,7 @@ PROBLEM = Problem(
         ),
         preset("production_llama3_70b_sp", "8192 tokens x hidden 8192", case("bf16", BF16, whole=(8192, 8192))),
         preset("production_llama3_70b_decode_sp", "64 tokens x hidden 8192: latency", case("bf16", BF16, whole=(64, 8192))),
+        *sweep(lambda elements: {"whole": (elements,)}),
     ),
     null_answers=(
         NullAnswer("no_communication", "the rank's own slice", _own),

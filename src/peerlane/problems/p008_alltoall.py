@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, first_arguments, stale_part, stale_tail
+from peerlane.problems._collective import BF16, first_arguments, stale_part, stale_tail, sweep
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
 
@@ -89,6 +89,7 @@ PROBLEM = Problem(
             case("bf16", BF16, block=(1, 4096 * 8, 7168), over_world=(1,)),
         ),
         preset("production_small_counts", "256 counts for every rank: latency", case("int32", torch.int32, block=(1, 256))),
+        *sweep(lambda elements: {"block": (1, elements), "over_world": (1,)}),
     ),
     null_answers=(
         NullAnswer("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),

@@ -56,12 +56,13 @@ def problem_detail(
     profile: HardwareProfile = H200_SXM,
     arguments: bool = True,
 ) -> Entry:
-    """Everything about one problem; its presets (all, or those named) as they are on ``world_size`` ranks.
+    """Everything about one problem; its presets (all but the sweep's, or those named) as they are on ``world_size`` ranks.
 
     ``profile``: whose datasheet the rooflines are computed from. ``arguments``: with their shapes. Raises UnknownPreset, and UsageError
     if the problem does not run on that many ranks.
     """
-    chosen = problem.presets if presets is None else tuple(problem.preset(name) for name in presets)
+    every = tuple(item for item in problem.presets if item.family != "sweep")
+    chosen = every if presets is None else tuple(problem.preset(name) for name in presets)
     return {
         **problem_entry(problem),
         "origin": problem.origin,
@@ -83,6 +84,7 @@ def problem_detail(
         "world_size": world_size,
         "profile": profile.name,
         "presets": [_preset_detail(problem, preset, world_size, profile, arguments) for preset in chosen],
+        "sweep": [{"name": item.name, "size": item.about} for item in problem.family("sweep")],
     }
 
 

@@ -154,6 +154,7 @@ def page(detail: Entry, evidence: Evidence) -> str:
         "## Presets\n",
         f"Arguments are rank 0's on {world_size} ranks. The first case of a preset is the one that is timed; all are checked.\n",
         *(_preset(preset) for preset in detail["presets"]),
+        *_sweep(detail["sweep"]),
         _cost(detail),
         _movement(detail, evidence),
         _times(detail, evidence),
@@ -201,6 +202,17 @@ def _preset(preset: Entry) -> str:
             arguments = ", ".join(f"{name} = {_text(value)}" for name, value in case["params"].items())
         table.add(label, case["dtype"], arguments)
     return f"### `{preset['name']}`\n\n{preset['about']}\n\n{table.markdown()}"
+
+
+def _sweep(sweep: Sequence[Entry]) -> list[str]:
+    """One section for all presets of the sweep; none where there is no sweep."""
+    if not sweep:
+        return []
+    first, last = sweep[0], sweep[-1]
+    return [
+        f"### `sweep`: {first['size']} - {last['size']}\n\n`--preset sweep` chooses all {len(sweep)} presets from `{first['name']}` to "
+        f"`{last['name']}`, each with one flat bfloat16 case of that size, which is the size of the larger of a rank's two buffers.\n"
+    ]
 
 
 def _text(value: Any) -> str:
