@@ -282,5 +282,5 @@ def test_a_sweep_is_chosen_by_its_name_alone() -> None:
     assert not set(chosen) & set(presets_of(problem, ("small", "pkb", "production", "production_first"), 4))
     assert presets_of(problem, ("pkb", "sweep_1mib"), 4) == ["pkb", "sweep_1mib"]
     assert presets_of(without, ("pkb", "sweep", "sweep_1mib"), 4) == ["pkb"]
-    with pytest.raises(UnknownPreset, match="it has: small, pkb, production_.*, sweep$"):
+    with pytest.raises(UnknownPreset, match=r"it has: small, pkb, production_.*, sweep$"):
         presets_of(problem, ("sweep_3mib",), 4)
