@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 from peerlane import cli
 from peerlane.cli._console import ExitCode
-from peerlane.cli.demo import Expectation, can_run, good_folders, read_expectation
+from peerlane.cli.demo import Expectation, can_run, good_folders, needs_gpu, read_expectation
 from peerlane.errors import RunStopped, UsageError
 from peerlane.evaluate import discover
+from peerlane.evaluate.candidates import reference_candidate
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -110,6 +111,13 @@ def test_what_needs_a_gpu_is_left_out_on_cpu() -> None:
     assert can_run(Expectation(("hang",), ("hang",)), "cpu")
     assert not can_run(Expectation(("hang",), ("hang",), "gpu"), "cpu") and can_run(Expectation(("hang",), ("hang",), "gpu"), "cuda")
     assert not can_run(Expectation(("hang",), ()), "cpu")
+
+
+def test_a_good_candidate_may_say_that_it_needs_a_gpu(tmp_path: Path) -> None:
+    for name, source in (("1_a_pytorch.py", "# needs: gpu\n"), ("1_b_pytorch.py", "import torch\n# needs: gpu\n"), ("1_c_cuda.py", "")):
+        (tmp_path / name).write_text(source)
+    assert [needs_gpu(candidate) for candidate in discover([str(tmp_path)])] == [True, False, True]
+    assert not needs_gpu(reference_candidate())
 
 
 def test_bundled_examples_say_what_they_are_made_for() -> None:

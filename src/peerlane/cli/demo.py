@@ -49,7 +49,7 @@ def demo(
 
     good, broken = discover(good_folders(examples)), discover([str(examples / BROKEN)])
     made_for = {candidate.name: read_expectation(candidate.path) for candidate in broken if candidate.path is not None}
-    left_out = {candidate.name for candidate in good if candidate.backend == "cuda" and chosen == "cpu"}
+    left_out = {candidate.name for candidate in good if chosen == "cpu" and needs_gpu(candidate)}
     left_out |= {name for name, expectation in made_for.items() if not can_run(expectation, chosen)}
     if left_out:
         print(f"left out, for this machine or --device {chosen} lacks what they need: {', '.join(sorted(left_out))}", file=sys.stderr)
@@ -80,6 +80,17 @@ def good_folders(examples: Path) -> list[str]:
     return [str(folder) for folder in folders]
 
 
+def needs_gpu(candidate: CandidateFile) -> bool:
+    """Whether a good candidate runs on GPUs only: by its backend, or by a comment ``# needs: gpu`` that it starts with."""
+    return candidate.backend == "cuda" or (candidate.path is not None and stated(candidate.path).get("needs") == "gpu")
+
+
+def stated(path: Path) -> dict[str, str]:
+    """``expect`` and ``needs``, as the comments say that a file starts with."""
+    comments = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    return dict(re.findall(r"^#\s*(expect|needs):\s*(.+?)\s*$", "\n".join(comments), re.MULTILINE))
+
+
 @dataclass(frozen=True)
 class Expectation:
     """What a broken candidate is made for.
@@ -104,10 +115,9 @@ def read_expectation(path: Path) -> Expectation:
     ``# expect: hang``, ``# expect: cuda_error on gpu, runtime_error on cpu``, then perhaps ``# needs: nvrtc``. Several verdicts for one
     device are all right.
     """
-    comments = list(itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines()))
-    stated = dict(re.findall(r"^#\s*(expect|needs):\s*(.+?)\s*$", "\n".join(comments), re.MULTILINE))
-    verdicts = [re.fullmatch(r"\s*(\w+)(?: on (gpu|cpu))?\s*", part) for part in stated.get("expect", "").split(",")]
-    needs = stated.get("needs")
+    comments = stated(path)
+    verdicts = [re.fullmatch(r"\s*(\w+)(?: on (gpu|cpu))?\s*", part) for part in comments.get("expect", "").split(",")]
+    needs = comments.get("needs")
     if not all(verdicts) or needs not in (None, "gpu", "nvrtc"):
         raise UsageError(
             f"{path} does not say what it is made for: expected a first line such as '# expect: wrong_result' or "
