@@ -140,5 +140,5 @@ def test_the_tables_have_a_row_for_every_mechanism_and_block_count(capsys: pytes
     print_mechanisms(Mechanisms(2, rows, (Latency("flag", 2.5, 2.4, 2.7, 7),)))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["sm_store", "8", "300", "-"] in lines and ["copy_engine_push", "-", "-", "390"] in lines
-    assert ["sm_store", "8", "16", "280", "270", "285"] in lines
+    assert ["sm_store", "8", "16", "MiB", "280", "270", "285"] in lines
     assert ["flag", "2.50", "2.40", "2.70", "7"] in lines

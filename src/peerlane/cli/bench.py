@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def bench(
     what: Annotated[str, typer.Argument(help="mechanisms: the ways to move data between GPUs.")],
     out: Annotated[Path, typer.Option(help="Folder that mechanisms.json is written to.")] = Path("peerlane-results"),
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw bandwidth against size, too.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure bandwidth by mechanism, size, number of blocks and peers, and latency of flags, packets and barriers. Needs 2 or more GPUs.
@@ -36,42 +37,32 @@ def bench(
     from peerlane.device.jit import write_atomically
     from peerlane.device.mechanisms import measure_mechanisms
     from peerlane.hardware.environment import record
+    from peerlane.report.mechanisms import FILE, MeasuredMechanisms
 
-    measured = measure_mechanisms()
-    answer = {"environment": record(discover()), **asdict(measured)}
+    found = measure_mechanisms()
+    measured = MeasuredMechanisms(record(discover()), datetime.now(UTC).replace(microsecond=0), found)
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "mechanisms.json", json.dumps(answer, indent=1).encode())
+    write_atomically(out / FILE, json.dumps(measured.to_json(), indent=1).encode())
     if as_json:
-        print_json(answer)
+        print_json(measured.to_json())
     else:
-        print_mechanisms(measured)
-        console(stderr=True).print(f"written to {out / 'mechanisms.json'}")
+        print_mechanisms(measured.mechanisms)
+        console(stderr=True).print(f"written to {out / FILE}")
+    if plot is not None:
+        from peerlane.report.plots import mechanisms_plot, write_svg
+
+        write_svg(mechanisms_plot(measured), plot)
 
 
 def print_mechanisms(measured: Mechanisms) -> None:
-    """Two tables: bandwidths, a row per mechanism and block count, a column per size; and latencies."""
-    from peerlane.report.tables import TextTable
+    """Tables for a terminal: bandwidths by number of peers, of all GPUs at once, and latencies."""
+    from peerlane.report.mechanisms import bandwidth_table, latency_table, together_table
 
     screen = console()
-    alone = [row for row in measured.bandwidths if row.movers == 1]
-    for peers in sorted({row.peers for row in alone}):
-        rows = [row for row in alone if row.peers == peers]
-        columns = sorted({row.nbytes for row in rows})
-        table = TextTable(("mechanism", "blocks", *(f"{size / 2**20:.4g} MiB" for size in columns)))
-        for mechanism, blocks in dict.fromkeys((row.mechanism, row.blocks) for row in rows):
-            found = {row.nbytes: row for row in rows if (row.mechanism, row.blocks) == (mechanism, blocks)}
-            table.add(mechanism, str(blocks or "-"), *(f"{found[size].gbps:.0f}" if size in found else "-" for size in columns))
+    for peers in sorted({row.peers for row in measured.bandwidths}):
         screen.print(f"GPU 0 and {peers} peer{'s' if peers > 1 else ''}, 10^9 bytes/s, medians:")
-        screen.print(table.rich())
-    together = TextTable(("mechanism", "blocks", "MiB", "each GPU", "lowest", "highest"))
-    for row in measured.bandwidths:
-        if row.movers > 1:
-            rates = (f"{value:.0f}" for value in (row.gbps, row.lowest_gbps, row.highest_gbps))
-            together.add(row.mechanism, str(row.blocks or "-"), f"{row.nbytes / 2**20:.4g}", *rates)
+        screen.print(bandwidth_table(measured.bandwidths, peers).rich())
     screen.print(f"All {measured.gpus} GPUs at once, both directions of every link in use, 10^9 bytes/s a direction:")
-    screen.print(together.rich())
-    latencies = TextTable(("round", "us", "lowest", "highest", "n"))
-    for latency in measured.latencies:
-        latencies.add(latency.what, *(f"{value:.2f}" for value in (latency.us, latency.lowest_us, latency.highest_us)), str(latency.n))
+    screen.print(together_table(measured.bandwidths).rich())
     screen.print("A flag or packet there and back, and a barrier of all GPUs:")
-    screen.print(latencies.rich())
+    screen.print(latency_table(measured.latencies).rich())

@@ -17,6 +17,7 @@ NODE_NAME = "4x H200"
 NOISE, REFERENCES = NODE / "noise.jsonl", NODE / "references.jsonl"
 PRODUCTION, PUBLIC = NODE / "production.jsonl", NODE / "public_references.json"
 CALIBRATIONS = (RESULTS / "cpu" / "calibration.jsonl", NODE / "calibration.jsonl")
+MECHANISMS = RESULTS / "h200x2" / "mechanisms.json"
 COUNTED_WORLD_SIZE = 4
 
 

@@ -10,7 +10,8 @@ from peerlane.errors import UsageError
 from peerlane.evaluate.calibrate import read_calibrations
 from peerlane.report.calibration import calibration_table
 from peerlane.report.corpus import rule_table, rules_table
-from peerlane.report.evidence import CALIBRATIONS, NODE, NOISE, PRODUCTION, RESULTS
+from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, NOISE, PRODUCTION, RESULTS
+from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
 from peerlane.report.noise import acceptance_lines, noise_table
 from peerlane.report.records import read_results
 from peerlane.report.selftest import selftest_report
@@ -50,6 +51,10 @@ def _selftest(path: Path) -> str:
     return selftest_report(corpus, attributed(corpus, outcomes)) if outcomes else "No run is recorded here.\n"
 
 
+def _mechanisms(path: Path) -> str:
+    return mechanisms_report(read_mechanisms(path)) if path.is_file() else "No measurement is recorded here.\n"
+
+
 CORPUS = Path("tests/adversarial") / FILE
 RULES = ("inputs", "outputs", "end_of_call", "clocks", "processes", "state", "types", "precision", "races", "memory", "tracks", "isolation")
 """Of the corpus; each has a page."""
@@ -59,6 +64,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "examples": (NODE / "examples.jsonl", _speeds),
     "production": (PRODUCTION, _speeds),
     "noise": (NOISE, _noise),
+    "mechanisms": (MECHANISMS, _mechanisms),
     "margins_cpu": (CALIBRATIONS[0], _margins),
     "corpus_rules": (CORPUS, _rules),
     **{f"corpus_{rule}": (CORPUS, _candidates_of(rule)) for rule in RULES},
@@ -70,6 +76,7 @@ DOCUMENTS = (
     Path("README.md"),
     Path("docs/measurements.md"),
     Path("docs/calibration.md"),
+    Path("docs/device/principles.md"),
     Path("docs/integrity/README.md"),
     *(Path(f"docs/integrity/{rule}.md") for rule in RULES),
 )

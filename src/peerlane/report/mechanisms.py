@@ -1,0 +1,122 @@
+"""What ``peerlane bench mechanisms`` measured: reading its file, and the tables made from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from peerlane.device.mechanisms import Bandwidth, Latency, Mechanisms, fastest
+from peerlane.errors import UsageError
+from peerlane.hardware.environment import node_class
+from peerlane.report.tables import TextTable
+
+FILE = "mechanisms.json"
+NEARLY = 0.95
+"""The share of a mechanism's highest rate from which on more blocks are not worth their SMs."""
+
+
+@dataclass(frozen=True)
+class MeasuredMechanisms:
+    """A measurement, where it was taken (see :func:`peerlane.hardware.environment.record`) and when it ended."""
+
+    environment: Mapping[str, Any]
+    finished_at: datetime
+    mechanisms: Mechanisms
+
+    def to_json(self) -> dict[str, Any]:
+        """The contents of the file."""
+        return {"environment": dict(self.environment), "finished_at": self.finished_at.isoformat(), **asdict(self.mechanisms)}
+
+
+def read_mechanisms(path: Path) -> MeasuredMechanisms:
+    """The measurement in a file; raises UsageError if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        bandwidths = tuple(Bandwidth(**row) for row in found["bandwidths"])
+        latencies = tuple(Latency(**row) for row in found["latencies"])
+        when = datetime.fromisoformat(found["finished_at"])
+        return MeasuredMechanisms(found["environment"], when, Mechanisms(found["gpus"], bandwidths, latencies))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path} is not a measurement of mechanisms ({error!r}): expected what `peerlane bench mechanisms` writes"
+        ) from None
+
+
+def size_text(nbytes: int) -> str:
+    """``64 KiB``, ``240 MiB``."""
+    return f"{nbytes / 2**20:.4g} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.4g} KiB"
+
+
+def bandwidth_table(bandwidths: Iterable[Bandwidth], peers: int) -> TextTable:
+    """GPU 0 alone, to so many peers: 10^9 bytes/s by size, a row per mechanism and block count."""
+    rows = [row for row in bandwidths if row.peers == peers and row.movers == 1]
+    sizes = sorted({row.nbytes for row in rows})
+    table = TextTable(("mechanism", "blocks", *map(size_text, sizes)), right={"blocks", *map(size_text, sizes)})
+    for mechanism, blocks in dict.fromkeys((row.mechanism, row.blocks) for row in rows):
+        found = {row.nbytes: row for row in rows if (row.mechanism, row.blocks) == (mechanism, blocks)}
+        table.add(mechanism, str(blocks or "-"), *(f"{found[size].gbps:.0f}" if size in found else "-" for size in sizes))
+    return table
+
+
+def together_table(bandwidths: Iterable[Bandwidth]) -> TextTable:
+    """All GPUs at once: 10^9 bytes/s that each moves."""
+    columns = ("mechanism", "blocks", "size", "each GPU", "lowest", "highest")
+    table = TextTable(columns, right=columns[1:])
+    for row in bandwidths:
+        if row.movers > 1:
+            rates = (f"{rate:.0f}" for rate in (row.gbps, row.lowest_gbps, row.highest_gbps))
+            table.add(row.mechanism, str(row.blocks or "-"), size_text(row.nbytes), *rates)
+    return table
+
+
+def latency_table(latencies: Iterable[Latency]) -> TextTable:
+    """Microseconds per round."""
+    columns = ("round", "us", "lowest", "highest", "n")
+    table = TextTable(columns, right=columns[1:])
+    for row in latencies:
+        table.add(row.what, *(f"{value:.2f}" for value in (row.us, row.lowest_us, row.highest_us)), str(row.n))
+    return table
+
+
+def choice_table(measured: Mechanisms) -> TextTable:
+    """What one needs to choose: a row per mechanism, GPU 0 and as many peers as there are.
+
+    Rates by size are those of the fastest block count; "blocks" are the fewest that reach :data:`NEARLY` of the rate at the largest size.
+    """
+    alone = [row for row in measured.bandwidths if row.peers == measured.gpus - 1 and row.movers == 1]
+    sizes = sorted({row.nbytes for row in alone})
+    best = {(row.mechanism, row.nbytes): row for row in fastest(alone)}
+    together = {row.mechanism: row for row in measured.bandwidths if row.movers > 1}
+    columns = (*map(size_text, sizes), "lowest to highest", "blocks", "all GPUs at once")
+    table = TextTable(("mechanism", *columns), right=columns)
+    for mechanism in dict.fromkeys(row.mechanism for row in alone):
+        top = best[mechanism, sizes[-1]]
+        near = [row.blocks for row in alone if (row.mechanism, row.nbytes) == (mechanism, sizes[-1]) and row.gbps >= NEARLY * top.gbps]
+        table.add(
+            mechanism.replace("_", " "),
+            *(f"{best[mechanism, size].gbps:.0f}" if (mechanism, size) in best else "-" for size in sizes),
+            f"{top.lowest_gbps:.0f} to {top.highest_gbps:.0f}",
+            str(min(near) or "-"),
+            f"{together[mechanism].gbps:.0f}" if mechanism in together else "-",
+        )
+    return table
+
+
+def mechanisms_report(measured: MeasuredMechanisms) -> str:
+    """All of it as Markdown, for an engineer who has to choose."""
+    found = measured.mechanisms
+    peers = f"{found.gpus - 1} peer{'s' if found.gpus > 2 else ''}"
+    return "\n".join(
+        [
+            f"GPU 0 and {peers}, 10^9 bytes/s of payload, by size. The spread is that of the largest size. Blocks: the fewest that reach "
+            f"{NEARLY:.0%} of its rate. The last column is what each GPU moves of it while all others do the same.\n",
+            choice_table(found).markdown(),
+            "A flag there and back, a packet there and back, and a barrier of all GPUs:\n",
+            latency_table(found.latencies).markdown(),
+            f"{node_class(measured.environment)}; {measured.finished_at:%Y-%m-%d}; {found.bandwidths[0].n} samples each, medians.",
+        ]
+    )

@@ -1,0 +1,181 @@
+"""Plots, as SVG: time of a sweep's collectives against size, and bandwidth of the mechanisms against size.
+
+Colours are those of Okabe and Ito, which people with any colour vision can tell apart, and a grey; markers differ too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peerlane.errors import MissingDependency, UsageError
+from peerlane.hardware.environment import node_class
+from peerlane.report.mechanisms import MeasuredMechanisms, size_text
+
+if TYPE_CHECKING:
+    from peerlane.evaluate.verdict import Estimate, Result
+
+INSTALL = "pip install 'peerlane[plot]'"
+REFERENCE = "reference"
+_BLACK = "#000000"
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
+_MARKERS = "osD^vPX"
+_DASHES = {"eager": "--", "graph": "-"}
+_SWEEP = re.compile(r"sweep_(\d+)(kib|mib)")
+_PANEL_INCHES, _PANELS_ACROSS = (5.0, 4.0), 4
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured value at a size in bytes, and the ends of its interval."""
+
+    nbytes: int
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """One side's values by ascending size. ``mode``: a launch mode, or empty where there are none."""
+
+    name: str
+    mode: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes."""
+
+    title: str
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Panels with a common title and unit. ``log``: values go on a logarithmic axis, as sizes always do."""
+
+    title: str
+    unit: str
+    log: bool
+    panels: tuple[Panel, ...]
+
+
+def sweep_plot(results: Iterable[Result]) -> Plot:
+    """Time against size, a panel per problem and number of ranks, a line per side and launch mode.
+
+    Of several measurements of one thing, the reference's with every candidate for example, the median is drawn, and the interval spans all
+    of theirs. Raises UsageError if no result of a sweep has a measured speed.
+    """
+    swept = [(result, nbytes) for result in results if (nbytes := sweep_bytes(result.preset)) is not None]
+    measured: list[Result] = []
+    estimates: dict[tuple[str, str, str], dict[int, list[Estimate]]] = {}
+    for result, nbytes in sorted(swept, key=lambda item: (item[0].problem.id, item[0].world_size)):
+        panel = f"{result.problem.id} {result.problem.slug}, {result.world_size} ranks"
+        for mode in result.modes:
+            if (speed := result.speed_in(mode)) is not None:
+                measured.append(result)
+                estimates.setdefault((panel, REFERENCE, mode), {}).setdefault(nbytes, []).append(speed.reference_us)
+                if result.candidate.backend != REFERENCE:
+                    estimates.setdefault((panel, result.candidate.name, mode), {}).setdefault(nbytes, []).append(speed.candidate_us)
+    if not estimates:
+        raise UsageError("no result of a sweep has a measured speed: expected results of `peerlane eval ... --preset sweep` on GPUs")
+    lines = {key: tuple(_together(size, found) for size, found in sorted(sizes.items())) for key, sizes in estimates.items()}
+    panels = tuple(
+        Panel(title, tuple(Line(name, mode, points) for (panel, name, mode), points in lines.items() if panel == title))
+        for title in dict.fromkeys(panel for panel, _, _ in lines)
+    )
+    nodes = ", ".join(dict.fromkeys(node_class(result.environment) for result in measured))
+    return Plot(f"{nodes}; {_dates(result.finished_at for result in measured)}", "us per call", True, panels)
+
+
+def mechanisms_plot(measured: MeasuredMechanisms) -> Plot:
+    """Bandwidth against size, a panel per number of peers, a line per mechanism at the block count that is best at the largest size."""
+    found = measured.mechanisms
+    alone = [row for row in found.bandwidths if row.movers == 1]
+    panels = []
+    for peers in sorted({row.peers for row in alone}):
+        rows = [row for row in alone if row.peers == peers]
+        lines = []
+        for mechanism in dict.fromkeys(row.mechanism for row in rows):
+            mine = [row for row in rows if row.mechanism == mechanism]
+            top = max(mine, key=lambda row: (row.nbytes, row.gbps))
+            points = tuple(Point(row.nbytes, row.gbps, row.lowest_gbps, row.highest_gbps) for row in mine if row.blocks == top.blocks)
+            name = mechanism.replace("_", " ") + (f", {top.blocks} blocks" if top.blocks else "")
+            lines.append(Line(name, "", tuple(sorted(points, key=lambda point: point.nbytes))))
+        panels.append(Panel(f"GPU 0 and {peers} peer{'s' if peers > 1 else ''}", tuple(lines)))
+    return Plot(f"{node_class(measured.environment)}; {measured.finished_at:%Y-%m-%d}", "10^9 bytes/s", False, tuple(panels))
+
+
+def sweep_bytes(preset: str) -> int | None:
+    """The size that a preset of a sweep is named for; None for another preset."""
+    match = _SWEEP.fullmatch(preset)
+    return None if match is None else int(match[1]) << {"kib": 10, "mib": 20}[match[2]]
+
+
+def _together(nbytes: int, estimates: Sequence[Estimate]) -> Point:
+    median = statistics.median(estimate.median for estimate in estimates)
+    return Point(nbytes, median, min(estimate.low for estimate in estimates), max(estimate.high for estimate in estimates))
+
+
+def _dates(moments: Iterable[datetime]) -> str:
+    """``2026-01-02``, or the first and the last day."""
+    days = sorted({f"{moment:%Y-%m-%d}" for moment in moments})
+    return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+
+
+def write_svg(plot: Plot, path: Path) -> None:
+    """Draw it; raises MissingDependency without matplotlib, UsageError if the file's name does not end in .svg."""
+    if path.suffix != ".svg":
+        raise UsageError(f"cannot draw {path}: expected a name that ends in .svg")
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+        figures = importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise MissingDependency(f"plots need matplotlib, which can not be imported ({error}): run {INSTALL}") from error
+    across = min(len(plot.panels), _PANELS_ACROSS)
+    down = -(-len(plot.panels) // across)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Text stays text, and the same plot gives the same bytes.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "peerlane"}):
+        figure = figures.Figure(figsize=(_PANEL_INCHES[0] * across, _PANEL_INCHES[1] * down + 0.5), layout="constrained")
+        axes = figure.subplots(down, across, squeeze=False).flatten()
+        for panel, area in zip(plot.panels, axes, strict=False):
+            _draw(panel, plot, area)
+        for area in axes[len(plot.panels) :]:
+            area.set_axis_off()
+        figure.suptitle(plot.title)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def _draw(panel: Panel, plot: Plot, area: Any) -> None:
+    names = [name for name in dict.fromkeys(line.name for line in panel.lines) if name != REFERENCE]
+    for line in panel.lines:
+        number = None if line.name == REFERENCE else names.index(line.name)
+        colour = _BLACK if number is None else _COLOURS[number % len(_COLOURS)]
+        marker = "." if number is None else _MARKERS[number % len(_MARKERS)]
+        sizes = [point.nbytes for point in line.points]
+        label = f"{line.name}, {line.mode}" if line.mode else line.name
+        style = {"color": colour, "marker": marker, "linestyle": _DASHES.get(line.mode, "-"), "markersize": 4, "linewidth": 1.2}
+        area.plot(sizes, [point.value for point in line.points], label=label, **style)
+        area.fill_between(sizes, [p.low for p in line.points], [p.high for p in line.points], color=colour, alpha=0.2, linewidth=0)
+    area.set_title(panel.title)
+    area.set_xscale("log", base=2)
+    if plot.log:
+        area.set_yscale("log")
+    else:
+        area.set_ylim(bottom=0)
+    ticks = sorted({point.nbytes for line in panel.lines for point in line.points})
+    area.set_xticks(ticks, [size_text(size) for size in ticks], rotation=45, ha="right")
+    area.minorticks_off()
+    area.set_xlabel("size")
+    area.set_ylabel(plot.unit)
+    area.grid(True, linewidth=0.3)
+    area.legend(fontsize="x-small")
