@@ -198,8 +198,10 @@ class _Bench:
         self.fault = torch.zeros(8, dtype=torch.int32, pin_memory=True)
         major, minor = torch.cuda.get_device_capability(0)
         self.cubin = compile_mechanisms(count, f"sm_{major}{minor}a")
-        for gpu in range(count):
+        for gpu, stream in enumerate(self.streams):
             torch.cuda.synchronize(gpu)  # the memory was set to zero on the default streams
+            with torch.cuda.stream(stream):
+                _sleep(1)  # loads it
         self.number = 0
         self.gates = self._turns("barrier")
 

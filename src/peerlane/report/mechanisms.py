@@ -56,7 +56,8 @@ def bandwidth_table(bandwidths: Iterable[Bandwidth], peers: int) -> TextTable:
     rows = [row for row in bandwidths if row.peers == peers and row.movers == 1]
     sizes = sorted({row.nbytes for row in rows})
     table = TextTable(("mechanism", "blocks", *map(size_text, sizes)), right={"blocks", *map(size_text, sizes)})
-    for mechanism, blocks in dict.fromkeys((row.mechanism, row.blocks) for row in rows):
+    mechanisms = list(dict.fromkeys(row.mechanism for row in rows))
+    for mechanism, blocks in sorted({(row.mechanism, row.blocks) for row in rows}, key=lambda pair: (mechanisms.index(pair[0]), pair[1])):
         found = {row.nbytes: row for row in rows if (row.mechanism, row.blocks) == (mechanism, blocks)}
         table.add(mechanism, str(blocks or "-"), *(f"{found[size].gbps:.0f}" if size in found else "-" for size in sizes))
     return table
