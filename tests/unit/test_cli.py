@@ -180,6 +180,21 @@ def test_show_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert printed["profile"] == "H200 SXM"
 
 
+def test_show_leaves_a_sweep_out_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*arguments: str) -> tuple[list[str], list[dict[str, str]]]:
+        assert run(monkeypatch, "show", "1", "--json", *arguments) == ExitCode.OK
+        printed = json.loads(capsys.readouterr().out)
+        return [preset["name"] for preset in printed["presets"]], printed["sweep"]
+
+    presets, sweep = shown()
+    assert not any(name.startswith("sweep") for name in presets)
+    assert (sweep[0], sweep[-1]) == ({"name": "sweep_2kib", "size": "2 KiB"}, {"name": "sweep_512mib", "size": "512 MiB"})
+    assert shown("--preset", "sweep,pkb")[0] == [*(item["name"] for item in sweep), "pkb"]
+    assert shown("--preset", "sweep_1mib")[0] == ["sweep_1mib"]
+    assert run(monkeypatch, "show", "1") == ExitCode.OK
+    assert capsys.readouterr().out.count("### `sweep`: 2 KiB - 512 MiB") == 1
+
+
 def test_show_for_people_names_its_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "show", "1", "--profile", "b200") == ExitCode.OK
     out = capsys.readouterr().out

@@ -56,13 +56,15 @@ def problem_detail(
     profile: HardwareProfile = H200_SXM,
     arguments: bool = True,
 ) -> Entry:
-    """Everything about one problem; its presets (all but the sweep's, or those named) as they are on ``world_size`` ranks.
+    """Everything about one problem; its presets (all but the sweep's, or those named, families too) as they are on ``world_size`` ranks.
 
     ``profile``: whose datasheet the rooflines are computed from. ``arguments``: with their shapes. Raises UnknownPreset, and UsageError
     if the problem does not run on that many ranks.
     """
-    every = tuple(item for item in problem.presets if item.family != "sweep")
-    chosen = every if presets is None else tuple(problem.preset(name) for name in presets)
+    if presets is None:
+        chosen = [item for item in problem.presets if item.family != "sweep"]
+    else:
+        chosen = [item for name in presets for item in problem.family(name) or (problem.preset(name),)]
     return {
         **problem_entry(problem),
         "origin": problem.origin,
