@@ -5,28 +5,32 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from e2e.faults import Message, Switchboard, close_channel, garble, kill_leader, kill_rank, switchboard
-from e2e.runs import DEADLINES, EXAMPLES, marked, marked_processes, wait_for, within
+from e2e.faults import (
+    GOOD,
+    ONE_PASS,
+    SUPPLY,
+    Fault,
+    Message,
+    Notes,
+    Switchboard,
+    close_channel,
+    garble,
+    kill_leader,
+    kill_rank,
+    switchboard,
+)
+from e2e.runs import DEADLINES, wait_for, within
 from peerlane.evaluate import EvaluationPlan, Result, discover
-from peerlane.evaluate.evaluation import Run, Silent, describe_node, make_jobs
+from peerlane.evaluate.evaluation import Run, describe_node, make_jobs
 from peerlane.evaluate.groups import Nursery, RankGroup
 from peerlane.evaluate.processes import descendants
 from peerlane.evaluate.store import ResultsStore
-from peerlane.settings import StressRules, Supply
-
-GOOD = EXAMPLES / "pytorch" / "8_alltoall_pytorch.py"  # of the problem with the fewest cases
-SUPPLY = Supply(spares=1, builds=0, back_off_s=0.01)
-ONE_PASS = StressRules(calls=10, budget_s=0.0)  # so that every evaluation has the same messages
-MARKED = f"faults-{os.getpid()}"
-
-Fault = Callable[[Switchboard, RankGroup], None]
 
 
 class Conversation:
@@ -58,55 +62,6 @@ class Conversation:
         assert at is None or self.board.struck, f"the evaluation ended before {at}: {result.verdict}"
         self.store.append(result)
         return result
-
-
-class Notes(Silent):
-    """Remembers what is said."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.current = ""
-
-    def note(self, text: str) -> None:
-        self.texts.append(text)
-
-    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
-        self.current = phase
-
-
-class LentNursery(Nursery):
-    """Serves session after session, and the processes that are forked from this one."""
-
-    owner = os.getpid()
-
-    @property
-    def alive(self) -> bool:
-        return os.getpid() != self.owner or super().alive
-
-    def close(self) -> None:
-        self.end_groups()
-
-
-@pytest.fixture(scope="module")
-def lent() -> Iterator[Nursery]:
-    with marked(MARKED):
-        nursery = LentNursery({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"})
-    yield nursery
-    Nursery.close(nursery)
-    assert marked_processes(MARKED) == []
-
-
-@pytest.fixture
-def nursery(lent: Nursery, monkeypatch: pytest.MonkeyPatch) -> Nursery:
-    monkeypatch.setattr("peerlane.evaluate.session.Nursery", lambda *_: lent)
-    return lent
-
-
-@pytest.fixture
-def board(nursery: Nursery) -> Iterator[Switchboard]:
-    with marked(MARKED), switchboard() as board:
-        yield board
-    wait_for(lambda: descendants(nursery.pid) == [], 10, "the end of all groups")
 
 
 def test_every_message_boundary(board: Switchboard, tmp_path: Path) -> None:
