@@ -24,13 +24,28 @@ SUPPLY = Supply(spares=1, builds=0, back_off_s=0.01)
 ONE_PASS = StressRules(calls=10, budget_s=0.0)  # so that every evaluation has the same messages
 
 
+class Notes(Silent):
+    """Remembers what is said."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.current = ""
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
+        self.current = phase
+
+
 @dataclass(frozen=True)
 class Message:
-    """A request to the ranks of a group: the ``ordinal``-th of its kind in an evaluation."""
+    """A request to the ranks of a group: the ``ordinal``-th of its kind in an evaluation, which was in ``phase``."""
 
     role: str
     op: str
     ordinal: int
+    phase: str = field(default="", compare=False)
 
 
 Fault: TypeAlias = "Callable[[Switchboard, RankGroup], None]"
@@ -41,11 +56,12 @@ class Switchboard:
     """Counts the requests of an evaluation, and calls ``fault`` with the group that is asked ``at``: just before that is sent to any of its
     ranks or, with ``sent``, when they all have it and no answer has been read.
 
-    ``groups`` holds the latest group of every role.
+    ``groups`` holds the latest group of every role; ``notes`` must be told what happens.
     """
 
     leaders: dict[int, int] = field(default_factory=dict)
     groups: dict[str, RankGroup] = field(default_factory=dict)
+    notes: Notes = field(default_factory=Notes)
     seen: list[Message] = field(default_factory=list)
     at: Message | None = None
     fault: Fault | None = None
@@ -59,7 +75,8 @@ class Switchboard:
     @contextmanager
     def sending(self, group: RankGroup, op: str) -> Iterator[None]:
         """Around the sending of a request."""
-        message = Message(group.role, op, sum((item.role, item.op) == (group.role, op) for item in self.seen))
+        ordinal = sum((item.role, item.op) == (group.role, op) for item in self.seen)
+        message = Message(group.role, op, ordinal, self.notes.current)
         self.seen.append(message)
         if message == self.at and not self.sent:
             self._strike(group)
@@ -140,20 +157,6 @@ def switchboard() -> Iterator[Switchboard]:
         patch.setattr(RankGroup, "begin", seen_begin)
         patch.setattr(Nursery, "spawn", seen_spawn)
         yield board
-
-
-class Notes(Silent):
-    """Remembers what is said."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.current = ""
-
-    def note(self, text: str) -> None:
-        self.texts.append(text)
-
-    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
-        self.current = phase
 
 
 class LentNursery(Nursery):

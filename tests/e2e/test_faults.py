@@ -17,7 +17,6 @@ from e2e.faults import (
     SUPPLY,
     Fault,
     Message,
-    Notes,
     Switchboard,
     close_channel,
     garble,
@@ -37,7 +36,7 @@ class Conversation:
     """One session in which evaluations follow each other, each with its own fault."""
 
     def __init__(self, board: Switchboard, out: Path, candidates: list[Path]) -> None:
-        self.board, self.store, self.notes, self.struck_in = board, ResultsStore(out), Notes(), ""
+        self.board, self.store, self.notes, self.struck_in = board, ResultsStore(out), board.notes, ""
         plan = EvaluationPlan(
             discover([str(path) for path in candidates]),
             presets=("small",),
