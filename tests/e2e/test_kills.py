@@ -1,9 +1,9 @@
 """A kill at every boundary of a whole evaluation's conversation: the result is the right one, the file is valid, no process is left.
 
 The conversation is a sequence of requests, each to all ranks of one group, and of their answers. It has two boundaries at every request:
-just before it is sent, and behind it, when the ranks have it and no answer has been read. At every request every victim is killed: a rank
-of the candidate, a trusted rank, and the supervisor, each with SIGKILL. By turns, one victim is killed at one of the two boundaries and the
-next one at the other. So each boundary is struck, though not for every victim, and every victim dies in every phase.
+just before it is sent, and behind it, when the ranks have it and no answer has been read. At each of them somebody gets SIGKILL. Not
+everybody, which would take too long: a rank of the candidate, a trusted rank and the supervisor take turns, and at the first boundary of a
+phase all of them die, one after the other. So every boundary is struck, and every victim dies in every phase.
 
 The evaluations, of a right and of a wrong candidate, look at one case. Each has a session of its own, which begins with the start of ranks.
 """
@@ -19,8 +19,7 @@ import pytest
 
 from e2e.faults import GOOD, ONE_PASS, SUPPLY, Fault, Message, Switchboard, kill_rank
 from e2e.runs import DEADLINES, wait_for, within
-from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate, evaluation
-from peerlane.evaluate.examine import Job
+from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
 from peerlane.evaluate.groups import Nursery
 from peerlane.evaluate.processes import descendants
 from peerlane.evaluate.store import ResultsStore
@@ -44,14 +43,22 @@ class Kill:
     victim: str
 
 
+def boundaries_of(requests: list[Message]) -> list[tuple[int, bool]]:
+    """The number of a request, and whether it is behind it, for every boundary, in order."""
+    return [(number, behind) for number in range(len(requests)) for behind in (False, True)]
+
+
 def kills_at(requests: list[Message]) -> list[Kill]:
-    """Of all victims at each request, but for ranks that have not been started by then."""
-    kills = []
-    for number in range(len(requests)):
-        started = {request.role for request in requests[: number + 1]}
-        for turn, victim in enumerate(VICTIMS):
-            if victim == SUPERVISOR or victim in started:
-                kills.append(Kill(number, (number + turn) % 2 == 1, victim))
+    """At every boundary: of the victim whose turn it is among those that live by then, and of all that have not died in the phase."""
+    kills: list[Kill] = []
+    met = set()
+    for turn, (number, behind) in enumerate(boundaries_of(requests)):
+        living = [*dict.fromkeys(request.role for request in requests[: number + 1]), SUPERVISOR]
+        for place, victim in enumerate(living):
+            first = (victim, requests[number].phase)
+            if place == turn % len(living) or first not in met:
+                met.add(first)
+                kills.append(Kill(number, behind, victim))
     return kills
 
 
@@ -136,18 +143,6 @@ class Dying:
         return Outcome("runtime_error", asked[0].phase)
 
 
-@pytest.fixture
-def one_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evaluations look at the first case of a preset only."""
-    make_jobs = evaluation.make_jobs
-
-    def narrowed(job: Job) -> Job:
-        presets = tuple(replace(preset, cases=preset.cases[:1]) for preset in job.problem.presets)
-        return replace(job, problem=replace(job.problem, presets=presets))
-
-    monkeypatch.setattr(evaluation, "make_jobs", lambda plan: [narrowed(job) for job in make_jobs(plan)])
-
-
 @pytest.mark.usefixtures("one_case")
 @pytest.mark.parametrize("kind", PHASES)
 def test_a_kill_at_every_boundary(kind: str, nursery: Nursery, board: Switchboard, tmp_path: Path) -> None:
@@ -171,8 +166,7 @@ def test_a_kill_at_every_boundary(kind: str, nursery: Nursery, board: Switchboar
         for result in results:
             assert Outcome.of(result) in dying.outcomes(kill), case
             assert result.verdict.kind != "runtime_error" or (result.verdict.rank == 1 and "SIGKILL" in result.verdict.message), case
-    boundaries = {(number, behind) for number in range(len(dying.requests)) for behind in (False, True)}
-    assert {(kill.number, kill.behind) for kill in struck} == boundaries
+    assert {(kill.number, kill.behind) for kill in struck} == set(boundaries_of(dying.requests))
     assert {(kill.victim, dying.requests[kill.number].phase) for kill in struck} == {
         (victim, phase) for victim in VICTIMS for phase in PHASES[kind]
     }
