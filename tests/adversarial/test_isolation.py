@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from e2e.runs import DEADLINES, GOOD, within
+from e2e.runs import DEADLINES, GOOD, STRESS, within
 from peerlane import problems
 from peerlane.errors import UsageError
 from peerlane.evaluate import EvaluationPlan, Result, candidates, confine, evaluate, isolation
@@ -34,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 AIMS = json.loads({aims!r})
+STARTED_IN, SCRATCH = os.getcwd(), tempfile.gettempdir()
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -167,7 +169,8 @@ def solution(tensor):
     for name, attack in attacks():
         done.setdefault(name, set()).add(outcome(attack).partition(":")[0])
     used = {{name: outcome(use) for name, use in uses().items()}}
-    raise RuntimeError({report!r} + json.dumps({{"attacks": {{name: sorted(done[name]) for name in done}}, "uses": used}}))
+    attacks_ = {{name: sorted(done[name]) for name in done}}
+    raise RuntimeError({report!r} + json.dumps({{"attacks": attacks_, "uses": used, "started in": STARTED_IN, "scratch": SCRATCH}}))
 '''
 
 _OTHERS = ("supervisor", "nursery", "trusted")
@@ -192,17 +195,21 @@ HARMFUL = re.compile(r"^trace |(to|cut|remove|add|replace) a file$")  # not trie
 
 @dataclass
 class Attacked:
-    """What there was to attack, and the results of the attacker and of the good candidate behind it."""
+    """What there was to attack, and the results of the attacker and of the good candidate behind it.
+
+    ``caller`` is the folder in which peerlane was started.
+    """
 
     way: isolation.Isolation
     files: dict[Path, bytes]
     shared: Path
+    caller: Path
     attacker: Result
     good: Result
 
     @property
-    def report(self) -> dict[str, dict[str, object]]:
-        found: dict[str, dict[str, object]] = json.loads(self.attacker.verdict.message.rpartition(REPORT)[2])
+    def report(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.attacker.verdict.message.rpartition(REPORT)[2])
         return found
 
 
@@ -231,6 +238,9 @@ def possible(tier: isolation.Tier) -> bool:
 
 
 def attack(folder: Path, monkeypatch: pytest.MonkeyPatch, tier: isolation.Tier | None) -> Attacked:
+    caller = folder / "caller"
+    caller.mkdir()
+    monkeypatch.chdir(caller)
     monkeypatch.setenv("PEERLANE_CACHE_DIR", str(folder / "cache"))
     monkeypatch.setenv("PEERLANE_TEST_API_TOKEN", "not for candidates")
     out = folder / "out"
@@ -264,15 +274,16 @@ def attack(folder: Path, monkeypatch: pytest.MonkeyPatch, tier: isolation.Tier |
             out=out,
             deadlines=replace(DEADLINES, first_call=30.0),
             isolation=tier,
+            stress=STRESS,
         )
         with within(120):
             attacker, good = evaluate(plan, Told(folder / "processes.json"))
-    return Attacked(way, files, shared, attacker, good)
+    return Attacked(way, files, shared, caller, attacker, good)
 
 
-@pytest.fixture(scope="module", params=[None, "L2"])
+@pytest.fixture(scope="module", params=[None, "L0", "L2"])
 def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Attacked | None]:
-    """An attack at the default tier, and one at L2; None where this machine cannot give it."""
+    """An attack at the default tier, at L0, which needs nothing of the machine, and at L2; None where this machine cannot give it."""
     if request.param is not None and not possible(request.param):
         yield None
         return
@@ -306,6 +317,21 @@ def test_a_confined_candidate_can_work(attacked: Attacked | None) -> None:
     if attacked is None:
         return refuses_the_tier()
     assert set(attacked.report["uses"].values()) == {"done"}, attacked.report["uses"]
+    return None
+
+
+def test_it_starts_in_a_scratch_folder_that_is_gone_with_it(attacked: Attacked | None) -> None:
+    """At L0, which promises nothing about files, it starts where the caller is; there is what it wrote by a relative path."""
+    if attacked is None:
+        return refuses_the_tier()
+    started_in = Path(attacked.report["started in"])
+    if attacked.way.tier == "L0":
+        assert started_in == attacked.caller
+        assert [path.name for path in attacked.caller.iterdir()] == ["relative"]
+        return None
+    assert str(started_in) == attacked.report["scratch"]
+    assert not started_in.exists()
+    assert list(attacked.caller.iterdir()) == []
     return None
 
 

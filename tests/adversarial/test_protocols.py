@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import ctypes
-import shutil
 
 import pytest
 import torch
@@ -49,9 +48,6 @@ def scenario_of(file: str) -> Scenario:
         out = scenario.buffer(f"out {launch}", [torch.zeros(COUNT)] * WORLD_SIZE, expected=[sum(terms)] * WORLD_SIZE)
         scenario.launch("all_reduce", GRID, BLOCK, (arena, *places, given, out, ctypes.c_uint64(COUNT)))
     return scenario
-
-
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++")
 
 
 @pytest.mark.parametrize("file", HONEST)

@@ -16,8 +16,6 @@ from peerlane.device._cuda import _bindings
 from peerlane.errors import CompileError, MissingDependency, UsageError
 from peerlane.evaluate.jitter import CROWD
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="needs pip install 'peerlane[cuda]'")
-
 ELF_MAGIC = b"\x7fELF"
 KERNEL = 'extern "C" __global__ void scale(float* x) { x[threadIdx.x] *= FACTOR; }\n'
 

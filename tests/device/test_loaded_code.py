@@ -14,9 +14,6 @@ from peerlane.device import compile_cubin, launch
 from peerlane.evaluate.device_code import in_ptx
 from peerlane.evaluate.loaded_code import disassembled, loaded_code, mapped_libraries
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="needs pip install 'peerlane[cuda]'")
-pytest.importorskip("triton", reason="needs pip install 'peerlane[triton]', which has a disassembler")
-
 KERNELS = r"""
 #define KERNEL extern "C" __global__ void
 #define SHARED __shared__ alignas(128) char shared[1024]; unsigned address = __cvta_generic_to_shared(shared)

@@ -14,8 +14,6 @@ from peerlane.device.jit import compiler_report
 from peerlane.device.roles import SHARED_LIMIT_BYTES, BlockNeeds, require_resident
 from peerlane.errors import LaunchError
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="needs pip install 'peerlane[cuda]'")
-
 KERNELS = ("gemm", "gemm_reduce_scatter", "all_gather_gemm")
 SOURCE = "".join(
     source.replace("using Shape = SHAPE;", f"namespace in_{name} {{\nusing Shape = SHAPE;") + "}\n"

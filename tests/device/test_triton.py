@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-triton = pytest.importorskip("triton", reason="needs pip install 'peerlane[triton]'")
-
-import triton.language as tl  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
-from peerlane.device import triton as kit  # noqa: E402
-from peerlane.device.lint import lint  # noqa: E402
+from peerlane.device import triton as kit
+from peerlane.device.lint import lint
 
 
 @triton.jit

