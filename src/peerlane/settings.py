@@ -150,3 +150,5 @@ SELFTEST_DEADLINES = Deadlines(load=12.0, exit=4.0).with_calls(6.0)
 """For the corpus, some of which never returns."""
 SELFTEST_RULES = TimingRules(budget_s=0.3, min_rounds=5, max_rounds=7, warm_s=0.1, max_warm_calls=80, judging_s=0.2)
 """Enough to tell a forged time from a true one."""
+SELFTEST_SUPPLY = Supply(spares=4)
+"""Most of the corpus fails at once, and takes its ranks along."""

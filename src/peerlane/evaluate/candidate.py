@@ -149,6 +149,7 @@ class CandidateRank(Rank):
         """Builds the timed block of a side and mode; for graphs this captures, and a failed capture is an answer, not an error."""
         attached = self._spaces[request["space"]]
         attached.clear()  # live graphs with collectives slow down eager ones
+        self.settle()  # what the candidate has imported by now, which may be a lot, and would lengthen every hand-off
         try:
             block = make_block(request["mode"], self._side(request), attached.arguments.args, attached.outputs, self.device)
         except Exception as error:

@@ -19,7 +19,7 @@ from peerlane.evaluate.store import append_line
 from peerlane.evaluate.verdict import Result, Track
 from peerlane.selftest.outcome import FILE, Outcome, identity, read_outcomes
 from peerlane.selftest.table import Corpus, Device, Entry
-from peerlane.settings import SELFTEST_DEADLINES, SELFTEST_RULES
+from peerlane.settings import SELFTEST_DEADLINES, SELFTEST_RULES, SELFTEST_SUPPLY
 
 BAD_PER_GOOD = 3
 """At most so many cheats and bugs follow each other before a legitimate candidate must show that nothing is left of them."""
@@ -111,6 +111,7 @@ class _Run:
             device=self.plan.device,
             track=setting[1],
             isolation=self.tier,
+            supply=SELFTEST_SUPPLY,
             deadlines=SELFTEST_DEADLINES,
             rules=SELFTEST_RULES,
         )

@@ -60,10 +60,13 @@ class Workspace:
         return sums[self.rank, : mine.numel()]
 
 
-workspace = None
+workspace, on_device = None, {}
 
 
 def solution(tensor):
     global workspace
     workspace = workspace or Workspace()
-    return workspace.all_reduce(tensor.reshape(-1).float().cpu(), tensor.dtype).view(tensor.shape).to(tensor.device)
+    total = workspace.all_reduce(tensor.reshape(-1).float().cpu(), tensor.dtype).view(tensor.shape)
+    if not tensor.is_cuda:
+        return total
+    return on_device.setdefault((tensor.shape, tensor.dtype), torch.empty_like(tensor)).copy_(total)

@@ -15,18 +15,11 @@ torch::Tensor clone(torch::Tensor from) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) { module.def("clone", &clone); }
 """
 
-extension = None
-
-
-def get_extension():
-    global extension
-    if extension is None:
-        extension = compile_cuda_extension("public_style_clone", SOURCE)
-    return extension
+extension = compile_cuda_extension("public_style_clone", SOURCE)
 
 
 @torch.no_grad()
 def solution(tensor: torch.Tensor) -> torch.Tensor:
-    total = get_extension().clone(tensor.float())
+    total = extension.clone(tensor.float())
     dist.all_reduce(total)
     return total.to(tensor.dtype)
