@@ -16,7 +16,7 @@ REGISTER_BUDGET = {
     "all_reduce_two_shot": 96,
     "all_reduce_relay": 128,
     "reduce_relay": 128,
-    "reduce_packets": 96,
+    "reduce_packets": 104,
     "reduce_ring": 128,
     "broadcast_relay": 128,
     "exchange_packets": 96,
