@@ -1,5 +1,5 @@
 # Every target sets up what it needs: a virtual environment in .venv with the versions of constraints.txt.
-# The cuda extra compiles device code even where there is no GPU; leave it out with `make EXTRAS=triton`.
+# The cuda extra compiles device code even where there is no GPU; leave it out with `make EXTRAS=triton demo`; the tests need both.
 
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)

@@ -16,7 +16,7 @@ REGISTER_BUDGET = {
     "all_reduce_two_shot": 96,
     "all_reduce_relay": 128,
     "reduce_relay": 128,
-    "reduce_packets": 96,
+    "reduce_packets": 104,
     "reduce_ring": 128,
     "broadcast_relay": 128,
     "exchange_packets": 96,
@@ -37,7 +37,9 @@ def test_the_budget_covers_all_kernels() -> None:
         (3, torch.float8_e5m2, "sm_90a"),
         (4, torch.bfloat16, "sm_90a"),
         (8, torch.float16, "sm_90a"),
+        (2, torch.float8_e4m3fn, "sm_100a"),
         (4, torch.int32, "sm_100a"),
+        (8, torch.bfloat16, "sm_100a"),
     ],
 )
 def test_a_kernel_fits_its_budget_and_obeys_the_rules(kernel: str, world_size: int, dtype: torch.dtype, arch: str) -> None:

@@ -34,7 +34,8 @@ __device__ inline void exchange_by_packets(const Arena& arena, const CollectiveW
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(space.epochs)));
     const PacketBuffer buffer = space.packet_buffer<W>(epoch);
     const u32 step = gridDim.x * blockDim.x;
-    push_messages<W>(arena, buffer.place(arena.rank, 0), messages, in, epoch);
+    const u32 rank = arena.rank;
+    push_messages<W>(arena, buffer.place(rank, 0), messages, in, epoch);
 
     u32 counts[W], longest = 0;
 #pragma unroll
@@ -43,17 +44,16 @@ __device__ inline void exchange_by_packets(const Arena& arena, const CollectiveW
         longest = counts[q] > longest ? counts[q] : longest;
     }
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < longest; i += step) {
-        u32 data[W][packet_words], sources = 0;
+        u32 own[packet_words], data[W][packet_words], sources = 0;
+        load_words(in + messages.send_at[rank], u64(i) * packet_data_bytes, messages.send_bytes[rank], own);
 #pragma unroll
-        for (int q = 0; q < W; ++q) {
-            sources |= (i < counts[q] ? 1u : 0u) << q;
-            if (q == arena.rank) load_words(in + messages.send_at[q], u64(i) * packet_data_bytes, messages.send_bytes[q], data[q]);
-        }
+        for (int q = 0; q < W; ++q) sources |= (i < counts[q] ? 1u : 0u) << q;
         pull_packets<W>(arena, PacketPlaces{arena.local(buffer.place(0, i)), buffer.stride, sources, i}, epoch, data);
 #pragma unroll
         for (int q = 0; q < W; ++q) {
-            store_words(out + messages.receive_at[q], u64(i) * packet_data_bytes, messages.receive_bytes[q], data[q]);
+            if (q != rank) store_words(out + messages.receive_at[q], u64(i) * packet_data_bytes, messages.receive_bytes[q], data[q]);
         }
+        store_words(out + messages.receive_at[rank], u64(i) * packet_data_bytes, messages.receive_bytes[rank], own);
     }
 }
 
