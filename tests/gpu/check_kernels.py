@@ -62,6 +62,10 @@ class Ranks:
             _enable_peer_access(self.count)
         self.streams = [torch.cuda.Stream(self.device(rank)) for rank in range(self.count)]
         self.made = [0] * self.count
+        for _ in self.each():
+            # Now: the driver loads a kernel at its first use, and waits for all that runs, which would be a rank that waits for others.
+            torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+        self.synchronize()
 
     def device(self, rank: int) -> torch.device:
         return torch.device("cuda", rank % self.gpus)

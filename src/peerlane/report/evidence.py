@@ -17,7 +17,8 @@ NODE_NAME = "4x H200"
 NOISE, REFERENCES = NODE / "noise.jsonl", NODE / "references.jsonl"
 PRODUCTION, PUBLIC = NODE / "production.jsonl", NODE / "public_references.json"
 CALIBRATIONS = (RESULTS / "cpu" / "calibration.jsonl", NODE / "calibration.jsonl")
-MECHANISMS = RESULTS / "h200x2" / "mechanisms.json"
+TWO_GPUS = RESULTS / "h200x2"
+MECHANISMS = TWO_GPUS / "mechanisms.json"
 COUNTED_WORLD_SIZE = 4
 
 

@@ -10,7 +10,7 @@ from peerlane.errors import UsageError
 from peerlane.evaluate.calibrate import read_calibrations
 from peerlane.report.calibration import calibration_table
 from peerlane.report.corpus import rule_table, rules_table
-from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, NOISE, PRODUCTION, RESULTS
+from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, NOISE, PRODUCTION, RESULTS, TWO_GPUS
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
 from peerlane.report.noise import acceptance_lines, noise_table
 from peerlane.report.records import read_results
@@ -64,6 +64,8 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "examples": (NODE / "examples.jsonl", _speeds),
     "production": (PRODUCTION, _speeds),
     "noise": (NOISE, _noise),
+    "noise_of_two": (TWO_GPUS / "noise.jsonl", _noise),
+    "solutions_of_two": (TWO_GPUS / "solutions.jsonl", _speeds),
     "mechanisms": (MECHANISMS, _mechanisms),
     "margins_cpu": (CALIBRATIONS[0], _margins),
     "corpus_rules": (CORPUS, _rules),
