@@ -18,7 +18,7 @@ import torch.distributed as dist
 from peerlane.device import Arena, Kernel, Launch, compile_cubin, plans
 from peerlane.device.emulator import Scenario
 from peerlane.device.kernels import element_type
-from peerlane.device.workspace import Workspace, workspace_bytes
+from peerlane.device.workspace import RINGS, Workspace, workspace_bytes
 
 SOURCE = r"""
 #include <peerlane/collectives/all_reduce.cuh>
@@ -37,6 +37,10 @@ KERNEL all_reduce_relay(PARAMETERS) { relay<ELEMENT, WORLD_SIZE>(arena, space, R
 IN, OUT = 2, 3  # places of the arguments that change from call to call
 
 
+def macros(dtype: torch.dtype, world_size: int) -> dict[str, str | int]:
+    return {"ELEMENT": element_type(dtype), "WORLD_SIZE": world_size, **RINGS.defines()}
+
+
 class AllReduce:
     """The arena, and one bound launch per (size, dtype). Created by the first call, which is collective."""
 
@@ -49,7 +53,7 @@ class AllReduce:
     def bind(self, numel: int, dtype: torch.dtype) -> Launch:
         nbytes = numel * dtype.itemsize
         chosen = plans.all_reduce(nbytes, plans.Machine(self.arena.world_size, self.arena.sm_count))
-        cubin = compile_cubin(SOURCE, defines={"ELEMENT": element_type(dtype), "WORLD_SIZE": self.arena.world_size})
+        cubin = compile_cubin(SOURCE, defines=macros(dtype, self.arena.world_size))
         kernel = Kernel(cubin, chosen.kernel, on_failure=self.arena.raise_fault)
         pointers = (ctypes.c_void_p(), ctypes.c_void_p())
         args = (self.arena.view, self.workspace, *pointers, ctypes.c_uint64(nbytes))
@@ -83,7 +87,7 @@ def solution(tensor: torch.Tensor) -> torch.Tensor:
 def race(world_size: int) -> Iterator[Scenario]:
     """What ``peerlane race`` checks: three calls of each kernel in a row, of a size that leaves a part of the last packet or tile over."""
     for kernel, numel in (("all_reduce_one_shot", 401), ("all_reduce_two_shot", 801), ("all_reduce_relay", 3003)):
-        scenario = Scenario(kernel, SOURCE, world_size, {"ELEMENT": element_type(torch.bfloat16), "WORLD_SIZE": world_size})
+        scenario = Scenario(kernel, SOURCE, world_size, macros(torch.bfloat16, world_size))
         arena = scenario.arena(workspace_bytes(world_size))
         workspace = Workspace.take(arena, world_size)
         for call in range(3):

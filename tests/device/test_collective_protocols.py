@@ -21,9 +21,9 @@ from peerlane.device.jit import INCLUDE_DIR
 from peerlane.device.kernels import ELEMENT_TYPES, KERNELS
 from peerlane.device.lint import lint
 from peerlane.device.messages import Member
-from peerlane.device.workspace import Channels, Messages, Workspace, exchange_threads
+from peerlane.device.workspace import Channels, Messages, Rings, Workspace
 
-TILE_BYTES = 256
+RINGS = Rings(tile_bytes=256, relay_tile_bytes=256, summing_warps=2)
 BLOCKS = 2
 PACKET_BUFFER_BYTES = 16384
 ROUNDS = (1500, 4, 2604)
@@ -37,13 +37,14 @@ def take_workspace(scenario: Scenario, world_size: int) -> tuple[object, Workspa
     pairs = BLOCKS * world_size
 
     def channels() -> Channels:
-        return Channels(arena.take(pairs * 4 * TILE_BYTES), arena.take(2 * pairs * 128), arena.take(2 * pairs * 4), BLOCKS)
+        tiles = arena.take(BLOCKS * (world_size - 1) * RINGS.depth * RINGS.tile_bytes)
+        return Channels(tiles, arena.take(2 * pairs * 128), arena.take(2 * pairs * 4), BLOCKS)
 
     return arena, Workspace(
         epochs=arena.take(1024),
         packets=arena.take(2 * PACKET_BUFFER_BYTES),
         packet_buffer_bytes=PACKET_BUFFER_BYTES,
-        relay_tiles=arena.take(pairs * 2 * 4 * TILE_BYTES),
+        relay_tiles=arena.take(pairs * 2 * 4 * RINGS.relay_tile_bytes),
         relay_flags=arena.take(pairs * 128),
         relay_numbers=arena.take(4 * BLOCKS),
         relay_blocks=BLOCKS,
@@ -56,7 +57,7 @@ class Collectives:
     """A scenario to which launches of collectives are added, each with the result that it must have."""
 
     def __init__(self, world_size: int, kernels: tuple[str, ...], dtype: torch.dtype = torch.int32, headers: tuple[Path, ...] = ()) -> None:
-        defines = {"WORLD_SIZE": world_size, "ELEMENT": ELEMENT_TYPES[dtype], "PEERLANE_RING_TILE_BYTES": TILE_BYTES}
+        defines = {"WORLD_SIZE": world_size, "ELEMENT": ELEMENT_TYPES[dtype], **RINGS.defines()}
         source = "".join(KERNELS[kernel].text(kernel) for kernel in kernels)
         self.scenario = Scenario("+".join(kernels), source, world_size, defines=defines, include_dirs=headers)
         self.world_size, self.dtype = world_size, dtype
@@ -76,7 +77,7 @@ class Collectives:
                 "broadcast_relay": [terms[root]] * world,
             }.get(kernel, [total] * world)
             self._launch(kernel, terms, expected, [Messages()] * world, nbytes, root)
-        elif kernel == "reduce_packets" and self.number % 2:
+        elif kernel in ("reduce_packets", "reduce_ring") and self.number % 2:
             terms = self._tensors(nbytes // self.dtype.itemsize)
             total = self._sum(terms)
             expected = [total if rank == root else terms[rank] for rank in range(world)]
@@ -108,13 +109,16 @@ class Collectives:
         source = self.scenario.buffer(f"in {self.number}", sent)
         zeros = [torch.zeros(tensor.nbytes, dtype=torch.uint8) for tensor in expected]
         target = self.scenario.buffer(f"out {self.number}", zeros, [tensor.contiguous().view(torch.uint8) for tensor in expected])
-        ring = kernel.endswith("_ring")
+        block, shared_bytes = {
+            "exchange_ring": (RINGS.exchange_threads, RINGS.exchange_shared_bytes),
+            "reduce_ring": (RINGS.reduce_threads, RINGS.reduce_shared_bytes),
+        }.get(kernel, (64, 0))
         self.scenario.launch(
             kernel,
             1 + self.number % BLOCKS,
-            exchange_threads(self.world_size) if ring else 64,
+            block,
             (self.arena, self.workspace, tables.__getitem__, source, target, ctypes.c_uint64(nbytes), ctypes.c_int(root)),
-            shared_bytes=(self.world_size - 1) * 2 * TILE_BYTES if ring else 0,
+            shared_bytes=shared_bytes,
         )
 
     def _tensors(self, length: int) -> list[torch.Tensor]:
@@ -194,16 +198,25 @@ class Twin:
     found: str = "race"
 
 
-RELAY, EXCHANGE, PEERS = "collectives/relay.cuh", "collectives/exchange.cuh", "peers.cuh"
-CREDIT = "peers_.wait(q, here_.used_slot(), number + 1 - ring_depth)"
+RELAY, EXCHANGE, PEERS, QUEUE = "collectives/relay.cuh", "collectives/exchange.cuh", "peers.cuh", "store_queue.cuh"
+CREDIT = "mover.wait(q, here.used_slot(), number + 1 - rings.depth)"
 RELEASE = "ptx::fence_proxy_async();\n        ptx::fence_system();"
 ACQUIRE = "ptx::fence_system();\n        ptx::fence_proxy_async();"
+LANDED = "peers_.wait_load(state_.landed + turn % rings.stages, turn / rings.stages & 1);\n            deliver(tiles, stage(turn), queue_);"
+DELIVERED = (
+    "deliver(tiles, stage(turn), queue_);\n            peers_.wait_load(state_.landed + turn % rings.stages, turn / rings.stages & 1);"
+)
+READS_DONE = "        fuzz(arena_, role_, span_signal);\n        team_.sync();\n    }\n\n    // Behind a release."
 BUFFERS = "packets + (epoch & 1) * packet_buffer_bytes"
 TWINS = {
     "no_wait_for_tiles": Twin("all_reduce_relay", RELAY, "peers.wait_all(blockIdx.x, number(i - 1) + 1)", "__syncthreads()"),
     "ring_without_credit": Twin("exchange_ring", EXCHANGE, CREDIT, "__syncwarp()"),
     "one_packet_buffer": Twin("all_reduce_one_shot", "collectives/workspace.cuh", BUFFERS, "packets", found="deadlock"),
-    "flag_before_the_stores_landed": Twin("exchange_ring", PEERS, "ptx::bulk_wait<0>()", "ptx::bulk_wait_read<0>()"),
+    "signal_owed_for_a_step_too_few": Twin("exchange_ring", QUEUE, "ptx::bulk_wait<in_flight>()", "ptx::bulk_wait<in_flight + 1>()"),
+    "signal_when_the_tile_was_read": Twin("exchange_ring", QUEUE, "ptx::bulk_wait<in_flight>()", "ptx::bulk_wait_read<in_flight>()"),
+    "stage_filled_a_step_too_early": Twin("exchange_ring", EXCHANGE, "fetched < rings.stages - rings.in_flight", "fetched < rings.stages"),
+    "place_acknowledged_before_it_is_read": Twin("exchange_ring", EXCHANGE, LANDED, DELIVERED),
+    "sums_acknowledged_unread": Twin("reduce_ring", PEERS, READS_DONE, "    }\n"),
     "signal_without_release": Twin("all_reduce_relay", PEERS, RELEASE, ""),
     "wait_without_acquire": Twin("all_reduce_relay", PEERS, ACQUIRE, ""),
 }

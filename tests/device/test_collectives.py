@@ -12,7 +12,7 @@ from peerlane.device.kernels import KERNELS
 from peerlane.device.layout import Layout, check_layouts
 from peerlane.device.messages import Member
 from peerlane.device.plans import Machine
-from peerlane.device.workspace import Messages, Workspace
+from peerlane.device.workspace import RINGS, Messages, Workspace
 from peerlane.errors import UsageError
 
 SIZES = (1, 2, 12, 4096, 65536, 1 << 20, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 1 << 28, (1 << 33) + 2)
@@ -106,12 +106,12 @@ def test_plans_fit_the_workspace_and_the_device(world_size: int) -> None:
             if plan.kernel.endswith("_packets"):
                 assert nbytes <= workspace.packet_message_bytes(world_size)
             if plan.kernel.endswith("_ring"):
-                assert plan.grid <= workspace.exchange_blocks(world_size)
+                assert plan.grid <= RINGS.exchange_blocks(world_size)
                 assert plan.block <= 1024 and plan.shared_bytes <= 226 << 10
             else:
                 assert plan.block in (128, 256, 512) and plan.shared_bytes == 0 and plan.grid <= workspace.MAX_EPOCH_BLOCKS
             if plan.kernel.endswith("_relay"):
-                assert plan.grid <= workspace.RELAY_BLOCKS
+                assert plan.grid <= RINGS.relay_blocks
 
 
 def test_small_tensors_go_as_packets_and_large_ones_through_rings() -> None:
@@ -124,6 +124,14 @@ def test_small_tensors_go_as_packets_and_large_ones_through_rings() -> None:
     assert plans.all_reduce(2 << 20, Machine(2, 132)).kernel == "all_reduce_one_shot"
     assert [plans.exchange(size, machine).kernel for size in (2048, 2 << 20)] == ["exchange_packets", "exchange_ring"]
     assert [plans.reduce(size, machine).kernel for size in (4096, 2 << 20)] == ["reduce_packets", "reduce_relay"]
+    assert [plan(4 << 20, Machine(2, 132)).kernel for plan in (plans.reduce, plans.broadcast)] == ["reduce_ring", "exchange_ring"]
+
+
+def test_rings_of_every_world_size_are_deep_enough_and_of_some_tens_of_mebibytes() -> None:
+    assert RINGS.depth >= RINGS.stages + 2 * RINGS.batch
+    for world_size in range(2, 9):
+        assert RINGS.exchange_blocks(world_size) >= 32
+        assert workspace.workspace_bytes(world_size) <= 256 << 20
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])

@@ -17,7 +17,7 @@ from peerlane.device import emulator
 from peerlane.device.emulator import Finding, Report, Scenario, build, check
 from peerlane.device.jit import INCLUDE_DIR
 from peerlane.device.kernels import KERNELS
-from peerlane.device.workspace import Messages, Workspace, workspace_bytes
+from peerlane.device.workspace import RINGS, Messages, Workspace, workspace_bytes
 from peerlane.errors import CompileError, DeviceError, MissingDependency, UsageError
 
 SOURCE = Path(__file__).with_name("emulator_kernels.cu")
@@ -251,7 +251,7 @@ def test_all_reduce_in_place_in_fp32_of_odd_sizes() -> None:
     world_size = 3
     kernels = ("all_reduce_one_shot", "all_reduce_two_shot", "all_reduce_relay")
     source = "".join(KERNELS[name].text(name) for name in kernels)
-    scenario = Scenario("fp32", source, world_size, {"ELEMENT": "peerlane::Float32", "WORLD_SIZE": world_size})
+    scenario = Scenario("fp32", source, world_size, {"ELEMENT": "peerlane::Float32", "WORLD_SIZE": world_size, **RINGS.defines()})
     arena = scenario.arena(workspace_bytes(world_size))
     workspace = Workspace.take(arena, world_size)
     for numel in (2, 203):

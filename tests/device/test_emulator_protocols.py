@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from peerlane.device.emulator import Report, Scenario, check
+from peerlane.device.jit import INCLUDE_DIR
 
 FOLDER = Path(__file__).parent / "protocols"
 SCHEDULES = 300
 THREADS = 32
 LAUNCHES = 3
+QUEUE_STEPS = 5
 
 
 class Places(ctypes.Structure):
@@ -43,6 +45,8 @@ def expected_word(protocol: str, world_size: int, grid: int, rank: int, epoch: i
         return sum(message(q, epoch, thread) for q in range(world_size))
     if protocol == "counter":
         return message((rank * grid + block + 1) % (world_size * grid), epoch, 0)
+    if protocol == "queue_push":
+        return sum(message(1 - rank, epoch, step * THREADS + thread) for step in range(QUEUE_STEPS))
     return message((rank + 1) % world_size, epoch, thread)
 
 
@@ -59,7 +63,7 @@ def scenario(
     """Some launches in a row, each with an output of its own."""
     made = Scenario(f"{protocol}: {twin}", FOLDER / f"{protocol}.cu", world_size, resident_blocks=resident_blocks)
     arena = made.arena(1 << 16)
-    at = Places(arena.take(2 * grid * world_size * THREADS * 4), arena.take(grid * 8 * 128), arena.take(grid * 4))
+    at = Places(arena.take(3 * grid * max(world_size, QUEUE_STEPS) * THREADS * 4), arena.take(grid * 8 * 128), arena.take(grid * 4))
     words = 1 if protocol == "counter" else THREADS
     for epoch in range(1, launches + 1):
         values = [
@@ -73,7 +77,7 @@ def scenario(
         )
         from_host = [ctypes.c_uint32(1)] if protocol == "push" else []
         args = [arena, at, out, *from_host, ctypes.c_uint32(twins(protocol)[twin])]
-        made.launch(protocol, grid_of or grid, THREADS, args, shared_bytes=THREADS * 4)
+        made.launch(protocol, grid_of or grid, THREADS, args, shared_bytes=3 * THREADS * 4)
     return made
 
 
@@ -83,7 +87,7 @@ def run(made: Scenario, schedules: int = SCHEDULES) -> Report:
 
 @pytest.mark.parametrize(
     ("protocol", "world_size"),
-    [("push", 2), ("push", 4), ("bulk_push", 2), ("bulk_pull", 2), ("bulk_pull", 3), ("counter", 2), ("counter", 3)],
+    [("push", 2), ("push", 4), ("bulk_push", 2), ("queue_push", 2), ("bulk_pull", 2), ("bulk_pull", 3), ("counter", 2), ("counter", 3)],
 )
 def test_an_honest_protocol_is_clean(protocol: str, world_size: int) -> None:
     report = run(scenario(protocol, world_size=world_size))
@@ -114,6 +118,7 @@ CAUGHT = {
         "not_committed": {"race"},
         "reused_source": {"race"},
     },
+    "queue_push": {"reused_tile": {"race"}, "foreign_store": {"race"}, "no_flush": {"deadlock"}},
     "bulk_pull": {
         "no_proxy_fence": {"proxy_fence"},
         "shared_proxy_fence": {"proxy_fence"},
@@ -136,6 +141,29 @@ def test_a_broken_twin_is_caught_in_every_schedule(protocol: str, twin: str) -> 
     report = run(scenario(protocol, twin))
     assert report.caught == SCHEDULES, str(report)
     assert CAUGHT[protocol][twin] <= {finding.kind for finding in report.findings}, str(report)
+
+
+# Of the queue itself, by what is changed in its header.
+QUEUE_TWINS = {
+    "signal_a_step_early": ("ptx::bulk_wait<in_flight>()", "ptx::bulk_wait<in_flight + 1>()"),
+    "signal_when_the_tile_was_read": ("ptx::bulk_wait<in_flight>()", "ptx::bulk_wait_read<in_flight>()"),
+    "signal_without_release": ("            if (owed_[0].any) {\n                this->release();\n", "            if (owed_[0].any) {\n"),
+    "tiles_free_before_the_wait": ("newest;\n        }\n        this->team_.sync();", "newest;\n        }"),
+}
+
+
+@pytest.mark.parametrize("twin", QUEUE_TWINS)
+def test_a_broken_queue_is_caught_in_every_schedule(twin: str, tmp_path: Path) -> None:
+    right, wrong = QUEUE_TWINS[twin]
+    text = (INCLUDE_DIR / "peerlane" / "store_queue.cuh").read_text()
+    assert text.count(right) == 1
+    (tmp_path / "peerlane").mkdir()
+    (tmp_path / "peerlane" / "store_queue.cuh").write_text(text.replace(right, wrong))
+    made = scenario("queue_push")
+    made.include_dirs = (tmp_path,)
+    report = run(made)
+    assert report.caught == SCHEDULES, str(report)
+    assert "race" in {finding.kind for finding in report.findings}, str(report)
 
 
 def test_a_grid_that_can_not_be_resident_is_a_deadlock_in_every_schedule() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import re
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +19,8 @@ from peerlane.device.kernels import ELEMENT_TYPES
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [path for path in sorted((ROOT / "examples" / "cuda").glob("*_cuda.py")) if "\nSOURCE = " in path.read_text()]
+RINGS = workspace.Rings(tile_bytes=1024, depth=32, stages=5, in_flight=3, batch=4, summing_warps=7, relay_threads=96, relay_tile_bytes=2048)
+HOST_ONLY = {"blocks", "bytes_per_kind", "relay_blocks"}
 HEADERS = sorted(INCLUDE_DIR.glob("peerlane/**/*.cuh"))
 
 
@@ -35,14 +38,14 @@ def test_there_are_headers_and_examples() -> None:
 
 @pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
 def test_a_header_stands_alone(header: Path) -> None:
-    compile_cubin(f'#include <{header.relative_to(INCLUDE_DIR)}>\nextern "C" __global__ void nothing() {{}}\n')
+    compile_cubin(f'#include <{header.relative_to(INCLUDE_DIR)}>\nextern "C" __global__ void nothing() {{}}\n', defines=RINGS.defines())
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 @pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.float32), (3, torch.bfloat16), (4, torch.bfloat16), (8, torch.float16)])
 def test_an_example_compiles(example: Path, world_size: int, dtype: torch.dtype) -> None:
     source = load(example).SOURCE
-    cubin = compile_cubin(source, defines={"ELEMENT": ELEMENT_TYPES[dtype], "WORLD_SIZE": world_size})
+    cubin = compile_cubin(source, defines={"ELEMENT": ELEMENT_TYPES[dtype], "WORLD_SIZE": world_size, **RINGS.defines()})
     image = cubin.path.read_bytes()
     kernels = re.findall(r"^KERNEL (\w+)\(", source, re.MULTILINE)
     assert kernels
@@ -78,11 +81,9 @@ def test_host_structures_have_the_device_s_layout() -> None:
         "packet_data_bytes": workspace.PACKET_DATA_BYTES,
         "sizeof(Vec16)": workspace.PACKET_BYTES,
         "line_bytes": workspace.LINE_BYTES,
-        "ring_depth": workspace.RING_DEPTH,
-        "ring_tile_bytes": workspace.RING_TILE_BYTES,
-        "exchange_threads<2>()": workspace.exchange_threads(2),
-        "exchange_threads<8>()": workspace.exchange_threads(8),
-        "exchange_shared_bytes<8>()": workspace.exchange_shared_bytes(8),
+        "relay_depth": workspace.RELAY_DEPTH,
+        **{f"rings.{field.name}": getattr(RINGS, field.name) for field in fields(RINGS) if field.name not in HOST_ONLY},
+        **{name: getattr(RINGS, name) for name in ("exchange_threads", "exchange_shared_bytes", "reduce_threads", "reduce_shared_bytes")},
         "sizeof(FaultRecord)": 4 * FAULT_WORDS,
         "communicator": ROLES.index("communicator"),
         **{f"sizeof({name})": ctypes.sizeof(structure) for name, structure in structures.items()},
@@ -90,7 +91,8 @@ def test_host_structures_have_the_device_s_layout() -> None:
     cubin = compile_cubin(
         "#include <peerlane/collectives/exchange.cuh>\nusing namespace peerlane;\n"
         + "".join(f"static_assert({name} == {value});\n" for name, value in constants.items())
-        + "".join(f"__device__ {name} one_{name} = {initialised(structure)};\n" for name, structure in structures.items())
+        + "".join(f"__device__ {name} one_{name} = {initialised(structure)};\n" for name, structure in structures.items()),
+        defines=RINGS.defines(),
     )
     image = cubin.path.read_bytes()
     for name, structure in structures.items():

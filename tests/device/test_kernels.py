@@ -17,12 +17,13 @@ REGISTER_BUDGET = {
     "all_reduce_relay": 128,
     "reduce_relay": 128,
     "reduce_packets": 104,
-    "reduce_ring": 128,
+    "reduce_ring": 192,
     "broadcast_relay": 128,
     "exchange_packets": 96,
     "exchange_ring": 128,
 }
-"""Registers a thread may take at most, at any world size: a block of 512 threads has 128 for each. None may spill."""
+"""Registers a thread may take at most, at any world size: a block of 512 threads has 128 for each, one of reduce_ring's 288 has 224.
+None may spill."""
 
 
 def test_the_budget_covers_all_kernels() -> None:

@@ -24,7 +24,7 @@ from peerlane.device.kernels import compile_kernel
 from peerlane.device.launch import Kernel, Launch
 from peerlane.device.messages import Member
 from peerlane.device.plans import Machine, Plan
-from peerlane.device.workspace import Messages, Workspace, workspace_bytes
+from peerlane.device.workspace import RINGS, Messages, Rings, Workspace, workspace_bytes
 from peerlane.errors import UsageError
 
 # Places of the arguments that change from call to call.
@@ -35,16 +35,16 @@ class Communicator:
     """The collectives of one group of 2 to 8 ranks of one node, on the current device. Creating one is collective.
 
     Tensors are contiguous and on that device. The first call of each shape compiles and loads; do that before a graph is captured.
-    A wait of more than ``timeout_s`` ends in DeviceTimeout, which says who waited for whom.
+    A wait of more than ``timeout_s`` ends in DeviceTimeout, which says who waited for whom. ``rings`` is for tuning, the same on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 10.0) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 10.0, rings: Rings = RINGS) -> None:
         group = _group(group)
-        self.arena = Arena(workspace_bytes(max(group.size(), 2)), group, timeout_s=timeout_s)
-        self.workspace = Workspace.take(self.arena, group.size())
+        self.arena = Arena(workspace_bytes(max(group.size(), 2), rings), group, timeout_s=timeout_s)
+        self.workspace = Workspace.take(self.arena, group.size(), rings)
         self.arena.seal()
         self.member = Member(self.arena.rank, self.arena.world_size)
-        self.machine = Machine(self.arena.world_size, self.arena.sm_count)
+        self.machine = Machine(self.arena.world_size, self.arena.sm_count, rings)
         self._launches: dict[Hashable, Launch] = {}
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class Communicator:
         if launch is None:
             plan, messages, root = make()
             major, minor = torch.cuda.get_device_capability(self.arena.device)
-            cubin = compile_kernel(plan.kernel, self.machine.world_size, tensor.dtype, f"sm_{major}{minor}a")
+            cubin = compile_kernel(plan.kernel, self.machine.world_size, tensor.dtype, f"sm_{major}{minor}a", self.machine.rings)
             kernel = Kernel(cubin, plan.kernel, on_failure=self.arena.raise_fault)
             pointers = (ctypes.c_void_p(), ctypes.c_void_p())
             args = (self.arena.view, self.workspace, messages, *pointers, ctypes.c_uint64(tensor.nbytes), ctypes.c_int(root))

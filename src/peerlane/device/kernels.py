@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from peerlane.device.jit import Cubin, compile_cubin
+from peerlane.device.workspace import RINGS, Rings
 from peerlane.errors import UsageError
 
 ELEMENT_TYPES = {
@@ -56,19 +57,19 @@ KERNELS = {
         "exchange",
         "reduce_scatter<ELEMENT, WORLD_SIZE>(arena, space, messages, in, out)",
         sums=True,
-        threads="exchange_threads<WORLD_SIZE>()",
+        threads="reduce_threads",
     ),
     "broadcast_relay": Source("relay", "relay<void, WORLD_SIZE>(arena, space, RelayBroadcast<WORLD_SIZE>{root}, in, out, bytes)"),
     "exchange_packets": Source("exchange_packets", "exchange_by_packets<WORLD_SIZE>(arena, space, messages, in, out)"),
-    "exchange_ring": Source("exchange", "exchange<WORLD_SIZE>(arena, space, messages, in, out)", threads="exchange_threads<WORLD_SIZE>()"),
+    "exchange_ring": Source("exchange", "exchange<WORLD_SIZE>(arena, space, messages, in, out)", threads="exchange_threads"),
 }
 """Every kernel of the collectives, by name."""
 
 
-def compile_kernel(name: str, world_size: int, dtype: torch.dtype, arch: str) -> Cubin:
+def compile_kernel(name: str, world_size: int, dtype: torch.dtype, arch: str, rings: Rings = RINGS) -> Cubin:
     """The cubin of a kernel for a world size; ``dtype`` matters where it sums."""
     kernel = KERNELS[name]
-    defines: dict[str, str | int] = {"WORLD_SIZE": world_size}
+    defines: dict[str, str | int] = {"WORLD_SIZE": world_size, **rings.defines()}
     if kernel.sums:
         defines["ELEMENT"] = element_type(dtype)
     return compile_cubin(kernel.text(name), arch=arch, defines=defines)

@@ -45,7 +45,7 @@ class Rule:
 
 _RELEASING_STORE = re.compile(r"\b(st|red|atom)\.(relaxed|release|acq_rel)\.sys\b|\bst\.volatile\.global\b")
 _READ_WAIT = re.compile(r"cp\.async\.bulk\.wait_group\.read\b")
-_FULL_WAIT = re.compile(r"cp\.async\.bulk\.wait_group\s+0\b")
+_FULL_WAIT = re.compile(r"cp\.async\.bulk\.wait_group\s+\d+")  # which groups it is for, the emulator knows
 _ACQUIRING_LOAD = re.compile(r"\bld\.acquire\.(sys|gpu)\b")
 _RESTRICTED_LOAD = re.compile(r"\bld\.global(\.\w+)*\.nc\b")
 _MULTICAST = re.compile(r"\bmultimem\.")

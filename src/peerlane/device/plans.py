@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peerlane.device import workspace
+from peerlane.device.workspace import RINGS, Rings
 
 ONE_SHOT_EXCESS_BYTES = 512 << 10
 """Bytes per port that a second trip over the link is worth: about 1.5 us at 343 GB/s."""
@@ -28,10 +29,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan depends on besides sizes: ranks, and the smallest number of SMs of any of them."""
+    """What a plan depends on besides sizes: ranks, the smallest number of SMs of any of them, and how rings are laid out."""
 
     world_size: int
     sm_count: int
+    rings: Rings = RINGS
 
 
 def all_reduce(nbytes: int, machine: Machine) -> Plan:
@@ -49,12 +51,12 @@ def all_reduce(nbytes: int, machine: Machine) -> Plan:
 
 def broadcast(nbytes: int, machine: Machine) -> Plan:
     """``nbytes`` > 0 from one rank to all."""
-    return _rooted("exchange_packets", "broadcast_relay", nbytes, machine)
+    return _rooted("exchange_packets", "exchange_ring", "broadcast_relay", nbytes, machine)
 
 
 def reduce(nbytes: int, machine: Machine) -> Plan:
     """``nbytes`` > 0 of every rank summed on one."""
-    return _rooted("reduce_packets", "reduce_relay", nbytes, machine)
+    return _rooted("reduce_packets", "reduce_ring", "reduce_relay", nbytes, machine)
 
 
 def exchange(message: int, machine: Machine) -> Plan:
@@ -78,20 +80,23 @@ def _messages(packets: str, ring: str, message: int, machine: Machine) -> Plan:
     return _ring(ring, machine)
 
 
-def _rooted(packets: str, relay: str, nbytes: int, machine: Machine) -> Plan:
-    if (machine.world_size - 1) * nbytes <= PORT_PACKET_LIMIT_BYTES:
-        return Plan(packets, *_spread(-(-nbytes // workspace.PACKET_DATA_BYTES), machine))
+def _rooted(packets: str, ring: str, relay: str, nbytes: int, machine: Machine) -> Plan:
+    if machine.world_size == 2 or (machine.world_size - 1) * nbytes <= PORT_PACKET_LIMIT_BYTES:
+        return _messages(packets, ring, nbytes, machine)  # between two ranks there is nobody to share the work with
     return _relay(relay, machine)
 
 
 def _relay(kernel: str, machine: Machine) -> Plan:
-    return Plan(kernel, min(workspace.RELAY_BLOCKS, machine.sm_count), 512)
+    rings = machine.rings
+    return Plan(kernel, min(rings.relay_blocks, machine.sm_count), rings.relay_threads)
 
 
 def _ring(kernel: str, machine: Machine) -> Plan:
-    world_size = machine.world_size
-    grid = min(workspace.exchange_blocks(world_size), machine.sm_count)
-    return Plan(kernel, grid, workspace.exchange_threads(world_size), workspace.exchange_shared_bytes(world_size))
+    rings = machine.rings
+    grid = min(rings.exchange_blocks(machine.world_size), machine.sm_count)
+    if kernel == "reduce_ring":
+        return Plan(kernel, grid, rings.reduce_threads, rings.reduce_shared_bytes)
+    return Plan(kernel, grid, rings.exchange_threads, rings.exchange_shared_bytes)
 
 
 def _spread(items: int, machine: Machine) -> tuple[int, int]:

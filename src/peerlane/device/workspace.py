@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import Protocol
 
 from peerlane.device.arena import MAX_RANKS
@@ -11,14 +12,70 @@ from peerlane.device.layout import LINE_BYTES
 # Mirrored from the headers.
 MAX_EPOCH_BLOCKS = 256
 PACKET_BYTES, PACKET_DATA_BYTES = 16, 12
-RING_DEPTH, RING_TILE_BYTES = 4, 16384
-STAGES_PER_SENDER, WARPS_PER_RECEIVER, WARP_THREADS = 2, 2, 32
+WARP_THREADS = 32
+RELAY_DEPTH = 4
 
-RELAY_BLOCKS = 128
-CHANNELS_IN_FLIGHT = 128
-"""Bulk stores of one tile each that a rank has on the way at a time: 2 MiB, or 5 us of a port of 400 GB/s."""
 PACKET_LIMIT_BYTES = 4 << 20
 """Largest tensor that is reduced as packets, which carry a third more bytes than data; beyond it the ring's signals cost less."""
+
+
+@dataclass(frozen=True)
+class Rings:
+    """How large messages go through rings of tiles; the same on all ranks. The headers get these numbers as a macro and have none of their own.
+
+    A port of 375 GB/s needs about 1 MB on its way to be full: tiles times ``in_flight`` times blocks. A signal and its fences cost about
+    2 us, in which a tile of 16 KiB should not have to wait: hence several in flight, and ``batch`` of them told of at a time.
+    """
+
+    tile_bytes: int = 16 << 10
+    depth: int = 8
+    """Places per ring. At least ``stages + 2 * batch``, or sender and receiver can lock each other; a power of two, like ``batch``."""
+    stages: int = 4
+    """Tiles of shared memory of a warp that moves tiles; ``in_flight`` of them are on their way out, the others on their way in."""
+    in_flight: int = 2
+    batch: int = 2
+    """Tiles that one signal, or one acknowledgement, speaks for."""
+    summing_warps: int = 8
+    blocks: int = 128
+    """Most blocks of an exchange; a block has a channel to every other rank."""
+    bytes_per_kind: int = 40 << 20
+    """Most memory of all rings that copy; those that sum have as much."""
+    relay_threads: int = 512
+    relay_tile_bytes: int = 16 << 10
+    relay_blocks: int = 128
+
+    def defines(self) -> dict[str, str | int]:
+        """The macro that the headers want: ``peerlane::RingSettings``, in its order."""
+        numbers = (
+            *(self.tile_bytes, self.depth, self.stages, self.in_flight, self.batch, self.summing_warps),
+            *(self.relay_threads, self.relay_tile_bytes),
+        )
+        return {"PEERLANE_RINGS": ",".join(map(str, numbers))}
+
+    def exchange_blocks(self, world_size: int) -> int:
+        return max(1, min(self.blocks, self.bytes_per_kind // ((world_size - 1) * self.depth * self.tile_bytes)))
+
+    @property
+    def exchange_threads(self) -> int:
+        """A warp that sends and one that receives."""
+        return 2 * WARP_THREADS
+
+    @property
+    def exchange_shared_bytes(self) -> int:
+        return 2 * self.stages * self.tile_bytes
+
+    @property
+    def reduce_threads(self) -> int:
+        """A warp that sends, and those that add."""
+        return (1 + self.summing_warps) * WARP_THREADS
+
+    @property
+    def reduce_shared_bytes(self) -> int:
+        return self.stages * self.tile_bytes
+
+
+RINGS = Rings()
+"""The default."""
 
 
 class Taker(Protocol):
@@ -33,10 +90,11 @@ class Channels(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("tiles", "flags", "counters", "blocks"))
 
     @classmethod
-    def take(cls, arena: Taker, world_size: int, blocks: int) -> Channels:
+    def take(cls, arena: Taker, world_size: int, rings: Rings) -> Channels:
+        blocks = rings.exchange_blocks(world_size)
         pairs = blocks * world_size
         return cls(
-            tiles=arena.take(pairs * RING_DEPTH * RING_TILE_BYTES),
+            tiles=arena.take(blocks * (world_size - 1) * rings.depth * rings.tile_bytes),
             flags=arena.take(2 * pairs * LINE_BYTES),
             counters=arena.take(2 * pairs * 4),
             blocks=blocks,
@@ -59,20 +117,20 @@ class Workspace(ctypes.Structure):
     )
 
     @classmethod
-    def take(cls, arena: Taker, world_size: int) -> Workspace:
-        """Take ``workspace_bytes(world_size)`` of an arena."""
+    def take(cls, arena: Taker, world_size: int, rings: Rings = RINGS) -> Workspace:
+        """Take ``workspace_bytes(world_size, rings)`` of an arena."""
         packet_bytes = packet_buffer_bytes(world_size)
-        relay_pairs = RELAY_BLOCKS * world_size
+        relay_pairs = rings.relay_blocks * world_size
         return cls(
             epochs=arena.take(4 * MAX_EPOCH_BLOCKS),
             packets=arena.take(2 * packet_bytes),
             packet_buffer_bytes=packet_bytes,
-            relay_tiles=arena.take(relay_pairs * 2 * RING_DEPTH * RING_TILE_BYTES),
+            relay_tiles=arena.take(relay_pairs * 2 * RELAY_DEPTH * rings.relay_tile_bytes),
             relay_flags=arena.take(relay_pairs * LINE_BYTES),
-            relay_numbers=arena.take(4 * RELAY_BLOCKS),
-            relay_blocks=RELAY_BLOCKS,
-            copies=Channels.take(arena, world_size, exchange_blocks(world_size)),
-            sums=Channels.take(arena, world_size, exchange_blocks(world_size)),
+            relay_numbers=arena.take(4 * rings.relay_blocks),
+            relay_blocks=rings.relay_blocks,
+            copies=Channels.take(arena, world_size, rings),
+            sums=Channels.take(arena, world_size, rings),
         )
 
 
@@ -82,10 +140,10 @@ class Messages(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64 * MAX_RANKS) for name in ("send_at", "send_bytes", "receive_at", "receive_bytes"))
 
 
-def workspace_bytes(world_size: int) -> int:
+def workspace_bytes(world_size: int, rings: Rings = RINGS) -> int:
     """Bytes of an arena that hold a workspace."""
     counter = _Counter()
-    Workspace.take(counter, world_size)
+    Workspace.take(counter, world_size, rings)
     return counter.taken
 
 
@@ -98,21 +156,6 @@ def packet_buffer_bytes(world_size: int) -> int:
 def packet_message_bytes(world_size: int) -> int:
     """Largest message of an exchange by packets: a packet buffer is cut into one part per source."""
     return packet_buffer_bytes(world_size) // world_size // PACKET_BYTES * PACKET_DATA_BYTES
-
-
-def exchange_blocks(world_size: int) -> int:
-    """Blocks of an exchange by rings; a block has a channel to every other rank."""
-    return -(-CHANNELS_IN_FLIGHT // (world_size - 1))
-
-
-def exchange_threads(world_size: int) -> int:
-    """Threads of such a block: a sending warp per peer, receiving warps per rank."""
-    return WARP_THREADS * (world_size - 1 + world_size * WARPS_PER_RECEIVER)
-
-
-def exchange_shared_bytes(world_size: int) -> int:
-    """Dynamic shared memory of such a block."""
-    return (world_size - 1) * STAGES_PER_SENDER * RING_TILE_BYTES
 
 
 class _Counter:

@@ -70,7 +70,7 @@ class Peers {
     // ---- loads: behind a wait for whatever wrote the source ----------------------------------------------------------------------------
 
     // `bytes` at `source` of rank `peer` (or of the caller's own memory) to shared memory, asynchronously; ends the phase of `barrier`, which
-    // expects one arrival. Multiples of 16 at 16-byte aligned addresses. The team has finished with what the tile held.
+    // expects one arrival. Multiples of 16 at 16-byte aligned addresses; 0 bytes only end the phase. The team has finished with what the tile held.
     __device__ void load_async(void* tile, int peer, u64 source, u32 bytes, u64* barrier) const {
         load_async(tile, arena_.peer(peer, source), bytes, barrier);
     }
@@ -79,7 +79,7 @@ class Peers {
         team_.sync();
         if (team_.thread() != 0) return;
         ptx::mbarrier_arrive_expect(barrier, bytes);
-        ptx::bulk_load(tile, source, bytes, barrier);
+        if (bytes > 0) ptx::bulk_load(tile, source, bytes, barrier);
     }
 
     // Until the load that ends the phase of this parity has landed; then every thread sees the tile.
@@ -136,8 +136,24 @@ class Peers {
         finish_stores();
         if (team_.thread() != 0) return;
         release();
-#pragma unroll
-        for (int k = 1; k < W; ++k) ptx::store_relaxed_system(flag(rank_after<W>(arena_.rank, k), slot, arena_.rank), number);
+        tell_all(slot, number);
+    }
+
+    // All that this team has read at rank `peer`, or in what that rank has pushed, may be written again behind the matching wait there. It says
+    // nothing of stores, and waits for none: for data, `signal`.
+    __device__ void acknowledge(int peer, u32 slot, u32 number) const {
+        finish_reads();
+        if (team_.thread() != 0) return;
+        release();
+        ptx::store_relaxed_system(flag(peer, slot, arena_.rank), number);
+    }
+
+    // The same for every other rank, behind one fence.
+    __device__ void acknowledge_all(u32 slot, u32 number) const {
+        finish_reads();
+        if (team_.thread() != 0) return;
+        release();
+        tell_all(slot, number);
     }
 
     // Until rank `source` has signalled `number` or a later one here. Acquire, system scope, for ordinary and asynchronous reads.
@@ -146,6 +162,18 @@ class Peers {
         const Span span(arena_, role_, span_wait, team_.thread() == 0);
         if (team_.thread() == 0) {
             poll(source, slot, number);
+            acquire();
+        }
+        team_.sync();
+    }
+
+    // The same, where the team's thread 0 keeps in `seen` how far it knows the source to have come (at first: no further than it has come): a
+    // wait for what is known costs no fence and no poll.
+    __device__ void wait(int source, u32 slot, u32 number, u32& seen) const {
+        fuzz(arena_, role_, span_wait);
+        const Span span(arena_, role_, span_wait, team_.thread() == 0);
+        if (team_.thread() == 0 && !reached(seen, number)) {
+            seen = poll(source, slot, number);
             acquire();
         }
         team_.sync();
@@ -176,6 +204,17 @@ class Peers {
         team_.sync();
     }
 
+    // The same, where each thread q of the first W keeps how far it knows rank q to have come. The team has at least W threads.
+    __device__ void wait_all(u32 slot, u32 number, u32& seen) const {
+        fuzz(arena_, role_, span_wait);
+        const Span span(arena_, role_, span_wait, team_.thread() == 0);
+        if (const u32 q = team_.thread(); q < W && q != arena_.rank && !reached(seen, number)) {
+            seen = poll(q, slot, number);
+            acquire();
+        }
+        team_.sync();
+    }
+
     // Every rank's team at this slot has come here: what each did before comes before what any does after.
     __device__ void barrier(u32 slot, u32 number) const {
         signal_all(slot, number);
@@ -199,6 +238,18 @@ class Peers {
         team_.sync();
     }
 
+    // Behind the barrier all of the team's reads are done: what bulk copies read, whoever waited for them knows.
+    __device__ void finish_reads() const {
+        fuzz(arena_, role_, span_signal);
+        team_.sync();
+    }
+
+    // Behind a release.
+    __device__ void tell_all(u32 slot, u32 number) const {
+#pragma unroll
+        for (int k = 1; k < W; ++k) ptx::store_relaxed_system(flag(rank_after<W>(arena_.rank, k), slot, arena_.rank), number);
+    }
+
     __device__ void release() const {
         ptx::fence_proxy_async();
         ptx::fence_system();
@@ -209,13 +260,15 @@ class Peers {
         ptx::fence_proxy_async();
     }
 
-    __device__ void poll(u32 source, u32 slot, u32 number) const {
+    // What the flag said when it was enough.
+    __device__ u32 poll(u32 source, u32 slot, u32 number) const {
         const u32* place = flag(arena_.rank, slot, source);
         Deadline deadline;
         u32 seen;
         while (!reached(seen = ptx::load_relaxed_system(place), number)) {
             if (deadline.expired(arena_)) fail(arena_, Awaited{role_, source, slot, number}, seen);
         }
+        return seen;
     }
 
     template <class E>

@@ -56,7 +56,7 @@ struct RelayBroadcast {
     __device__ bool keeps(int rank) const { return rank == root; }
 };
 
-// Tiles go round a ring of `ring_depth` places per pair of ranks, block and direction; block b talks to the blocks b of the other ranks only.
+// Tiles go round a ring of `relay_depth` places per pair of ranks, block and direction; block b talks to the blocks b of the other ranks only.
 // In step i a block sends the terms of tile i, sums tile i - 1 and sends the sum, takes in the sums of tile i - 2, and gives one signal. The
 // link is at work meanwhile: the copy of step i - 2 runs while the stores of this step are on their way.
 //
@@ -70,7 +70,7 @@ template <class E, int W, class Route>
 __device__ inline void relay(
     const Arena& arena, const CollectiveWorkspace& space, const Route& route, const char* in, char* out, u64 bytes) {
     enum : u32 { terms_ring = 0, sums_ring = 1 };
-    constexpr u32 tile_vectors = ring_tile_bytes / sizeof(Vec16);
+    constexpr u32 tile_vectors = rings.relay_tile_bytes / sizeof(Vec16);
     const Peers<W> peers(arena, space.relay_flags);
     u32* number_at = reinterpret_cast<u32*>(arena.local(space.relay_numbers)) + blockIdx.x;
     const u32 first_number = *number_at;
@@ -86,8 +86,8 @@ __device__ inline void relay(
 
     const auto number = [&](u64 i) { return first_number + static_cast<u32>(i); };
     const auto place = [&](u32 ring, u64 i, u32 source) {
-        const u64 index = ((u64(blockIdx.x) * 2 + ring) * ring_depth + number(i) % ring_depth) * W + source;
-        return space.relay_tiles + index * ring_tile_bytes;
+        const u64 index = ((u64(blockIdx.x) * 2 + ring) * relay_depth + number(i) % relay_depth) * W + source;
+        return space.relay_tiles + index * rings.relay_tile_bytes;
     };
     const auto send = [&](int q, u64 target, u32 v, const u32(&data)[4]) {
         reinterpret_cast<Vec16*>(arena.peer(q, target))[v] = Vec16{{data[0], data[1], data[2], data[3]}};

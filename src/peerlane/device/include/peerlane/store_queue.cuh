@@ -1,0 +1,112 @@
+// Bulk stores one behind the other, with signals among them that do not stop the flow.
+//
+// A signal of `Peers` waits until every store has been written at its target, which takes a trip over the link; meanwhile nothing is sent. Here a
+// signal is owed: it is given as soon as the stores that came before it have been written, while newer ones are on their way.
+//
+//   StoreQueue<W, 2, Warp> queue(arena, flags, Warp{}, storer);
+//   for (...) {
+//       queue.store(q, at, tile, bytes);               a step: any number of stores, to any ranks
+//       queue.end_step(Signal{q, slot, number});       and at most one signal, of all steps so far
+//   }
+//   queue.flush();
+//
+// Order: as if end_step were Peers::signal. What the team has stored and read before end_step, at any rank, comes before what follows the matching
+// wait. The queue counts steps itself, so a signal can not come before its stores. It may come late: whoever blocks until somebody else has
+// had a signal that may still be owed flushes first, or argues why the other side can do without.
+//
+// A thread's stores are counted in the order in which they are started. So the team's first thread starts no other bulk stores until `flush`.
+#pragma once
+
+#include <peerlane/peers.cuh>
+
+namespace peerlane {
+
+constexpr int every_rank = -1;
+
+// To rank `peer`, or to every other rank.
+struct Signal {
+    int peer;
+    u32 slot, number;
+};
+
+// `in_flight`: steps that may be under way behind an end_step.
+template <int W, int in_flight, class Team = Warp>
+class StoreQueue : Peers<W, Team> {
+    static_assert(in_flight >= 1);
+    using Base = Peers<W, Team>;
+
+  public:
+    __device__ StoreQueue(const Arena& arena, u64 flags, Team team = {}, u32 role = storer) : Base(arena, flags, team, role) {}
+
+    // As Peers::store_async, but for when the tile may be written again: see end_step.
+    __device__ void store(int peer, u64 target, const void* tile, u32 bytes) { store(this->arena_.peer(peer, target), tile, bytes); }
+
+    // The same to an address: the caller's own memory, or a peer's.
+    __device__ void store(char* target, const void* tile, u32 bytes) {
+        this->start_store(span_store);
+        if (bytes > 0 && this->team_.thread() == 0) ptx::bulk_store(target, tile, bytes);
+    }
+
+    // The same to one place in the memory of every other rank.
+    __device__ void store_all(u64 target, const void* tile, u32 bytes) {
+        this->start_store(span_store);
+        if (this->team_.thread() != 0) return;
+#pragma unroll
+        for (int k = 1; k < W; ++k) ptx::bulk_store(this->arena_.peer(rank_after<W>(this->arena_.rank, k), target), tile, bytes);
+    }
+
+    // Ends the step. Behind it all stores but those of the newest `in_flight` steps have been written, the signals of these older steps have
+    // been given, and their tiles may be written again.
+    __device__ void end_step() { end_step(Owed{}); }
+    __device__ void end_step(const Signal& signal) { end_step(Owed{signal, true}); }
+
+    // All stores have been written, all signals given, all tiles may be written again.
+    __device__ void flush() {
+        if (this->team_.thread() == 0) ptx::bulk_commit();
+        this->finish_stores();
+        if (this->team_.thread() == 0) {
+            this->release();
+#pragma unroll
+            for (Owed& owed : owed_) give(owed), owed = Owed{};
+        }
+        this->team_.sync();
+    }
+
+  private:
+    struct Owed {
+        Signal signal{};
+        bool any = false;
+    };
+
+    __device__ void end_step(const Owed& newest) {
+        fuzz(this->arena_, this->role_, span_signal);
+        this->team_.sync();
+        if (this->team_.thread() == 0) {
+            ptx::bulk_commit();
+            ptx::bulk_wait<in_flight>();
+            if (owed_[0].any) {
+                this->release();
+                give(owed_[0]);
+            }
+#pragma unroll
+            for (int step = 1; step < in_flight; ++step) owed_[step - 1] = owed_[step];
+            owed_[in_flight - 1] = newest;
+        }
+        this->team_.sync();
+    }
+
+    // Behind a release.
+    __device__ void give(const Owed& owed) const {
+        const auto [peer, slot, number] = owed.signal;
+        if (!owed.any) return;
+        if (peer == every_rank) {
+            this->tell_all(slot, number);
+        } else {
+            ptx::store_relaxed_system(this->flag(peer, slot, this->arena_.rank), number);
+        }
+    }
+
+    Owed owed_[in_flight];  // of the newest steps, oldest first
+};
+
+}  // namespace peerlane
