@@ -29,10 +29,10 @@ def reduce_scatter(world_size: int = 2, calls: int = 2) -> Scenario:
     return emulated.gemm_reduce_scatter_calls(space, [72, 13, 64, 8][:world_size], calls=calls, grid=1)
 
 
-def all_gather(world_size: int = 2, calls: int = 3) -> Scenario:
-    """Two communicators, three pieces of rows, of which the last is short; shards that end within a step."""
+def all_gather(world_size: int = 2, calls: int = 3, communicator_blocks: int = 0) -> Scenario:
+    """Three pieces of rows, of which the last is short; shards that end within a step; a block that only communicates, or two."""
     space = all_gather_gemm.Workspace(40, 13, torch.bfloat16, world_size, piece_rows=16)
-    plan = all_gather_gemm.Plan(SMALL, gemm.grouped(*SMALL.grid(40, 72)), grid=3, communicator_blocks=2)
+    plan = all_gather_gemm.Plan(SMALL, SMALL.grouped(40, 72), grid=3, communicator_blocks=communicator_blocks)
     return emulated.all_gather_gemm_calls(space, 72, plan, calls=calls)
 
 
@@ -52,9 +52,26 @@ def test_a_product_with_reduce_scatter_is_right_call_after_call(world_size: int)
     assert report.clean, str(report)
 
 
+@dataclass(frozen=True)
+class Lagging(gemm_reduce_scatter.Workspace):
+    """Own tiles one number behind the others', where there are several."""
+
+    @property
+    def lag(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_own_tiles_among_the_others_are_right_and_lock_nobody(world_size: int) -> None:
+    space = Lagging(136, 72, torch.bfloat16, world_size, SMALL)
+    report = check(emulated.gemm_reduce_scatter_calls(space, [72, 13, 64][:world_size], calls=2, grid=2), schedules=2)
+    assert report.clean, str(report)
+
+
+@pytest.mark.parametrize("communicator_blocks", [0, 2], ids=["warps", "blocks"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_product_with_all_gather_is_right_call_after_call(world_size: int) -> None:
-    report = check(all_gather(world_size), schedules=2)
+def test_a_product_with_all_gather_is_right_call_after_call(world_size: int, communicator_blocks: int) -> None:
+    report = check(all_gather(world_size, communicator_blocks=communicator_blocks), schedules=2)
     assert report.clean, str(report)
 
 
@@ -97,6 +114,22 @@ TWINS = {
         "if (step > 0) wait_for_rows(row, source);",
         "",
         frozenset({"race", "wrong_result"}),
+    ),
+    "rows told of too early": Twin(
+        "all_gather",
+        "all_gather_gemm.cuh",
+        "            peers(communicator).store_all(gathered_place(at), parameters.local + at, end - at);\n"
+        "            peers(communicator).signal_all(piece, epoch);\n",
+        "            peers(communicator).signal_all(piece, epoch);\n"
+        "            peers(communicator).store_all(gathered_place(at), parameters.local + at, end - at);\n",
+        frozenset({"race"}),
+    ),
+    "own tile before the others'": Twin(
+        "reduce_scatter",
+        "gemm_reduce_scatter.cuh",
+        "distance = 1 + index % (W - 1);",
+        "distance = W - index % (W - 1);",
+        frozenset({"deadlock", "trap"}),
     ),
     "one buffer for all calls": Twin(
         "all_gather", "all_gather_gemm.cuh", "(epoch & 1) * W + source", "source", frozenset({"race", "wrong_result"})

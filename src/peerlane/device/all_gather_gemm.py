@@ -21,9 +21,10 @@ from peerlane.errors import UsageError
 
 MAX_EPOCH_BLOCKS = 256  # of arena.cuh
 
-COMMUNICATOR_BLOCKS = 16
-"""About as many SMs as bulk copies need to fill a port (ParallelKittens, arXiv 2511.13940, section 3)."""
-_PIECE_BYTES = 64 << 10  # what a communicator sends at least before it signals, where there are rows enough for all communicators
+_PIECE_BYTES = 32 << 10
+"""What one signal speaks for at most: a dozen us of a warp's stores, so that a signal costs little and rows do not come late."""
+_SHORT_PIECE_BYTES = 4 << 10
+"""What pieces are not cut below to have one for every sender."""
 _KEPT_LAUNCHES = 512
 
 
@@ -48,11 +49,14 @@ class Parameters(ctypes.Structure):
     )
 
 
-def choose_piece_rows(m: int, local_k: int) -> int:
-    """Rows that one signal speaks for: enough bytes to make a signal cheap, but pieces for all communicators. Divides the rows of every
-    tiling."""
-    rows = 64
-    while rows > 8 and (rows * local_k * ELEMENT_BYTES > _PIECE_BYTES or m < rows * COMMUNICATOR_BLOCKS):
+def choose_piece_rows(m: int, local_k: int, senders: int) -> int:
+    """Rows that one signal speaks for: enough bytes to make a signal cheap, but pieces for all senders. Divides the rows of every tiling."""
+    rows, row_bytes = 64, local_k * ELEMENT_BYTES
+
+    def too_large() -> bool:
+        return rows * row_bytes > _PIECE_BYTES or (m < rows * senders and rows * row_bytes > _SHORT_PIECE_BYTES)
+
+    while rows > 1 and too_large():
         rows //= 2
     return rows
 
@@ -114,7 +118,8 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch: the first ``communicator_blocks`` blocks of the grid communicate, the others compute."""
+    """One launch: the first ``communicator_blocks`` blocks of the grid communicate, the others compute. If there are none of the first kind, a
+    warp of every block communicates, and blocks beyond the tiles do nothing else."""
 
     tiling: Tiling
     tiles: GroupedTiles
@@ -122,15 +127,16 @@ class Plan:
     communicator_blocks: int
 
 
-def plan(m: int, n: int, k: int, pieces: int, sm_count: int) -> Plan:
+def plan(m: int, n: int, k: int, pieces: int, sm_count: int, communicator_blocks: int = 0) -> Plan:
     """The launch for an (m, n) result of ``k`` in all, whose rows come in ``pieces``."""
-    communicators = min(COMMUNICATOR_BLOCKS, pieces)
+    communicators = min(communicator_blocks, pieces)
     computing = sm_count - communicators
     tiling = gemm.choose_tiling(m, n, k, computing)
     rows, columns = tiling.grid(m, n)
     # As many row panels at a time as keep all compute blocks busy: rows are used in the order in which they come.
-    tiles = gemm.grouped(rows, columns, group_rows=-(-computing // columns))
-    return Plan(tiling, tiles, communicators + min(rows * columns, computing), communicators)
+    tiles = GroupedTiles(rows=rows, columns=columns, group_rows=min(rows, -(-computing // columns)))
+    needed = rows * columns if communicators else max(rows * columns, pieces)
+    return Plan(tiling, tiles, communicators + min(needed, computing), communicators)
 
 
 SOURCE = r"""
@@ -151,17 +157,26 @@ class AllGatherGemm:
 
     a (m, local_k), b (W local_k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, local_k and the dtype the same on all ranks.
     The result is laid out in the same way. Creating one is collective. Calls in one stream need no barrier between them and can be
-    captured in a graph."""
+    captured in a graph. ``communicator_blocks`` of the blocks only send; with 0, the default, a spare warp of every block does."""
 
     def __init__(
-        self, m: int, local_k: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None, *, timeout_s: float = 10.0
+        self,
+        m: int,
+        local_k: int,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float = 10.0,
+        communicator_blocks: int = 0,
     ) -> None:
         world_size = dist.get_world_size(group)
         if dtype not in gemm.ELEMENT_TYPES or not m * local_k:
             raise UsageError(
                 f"all-gather of ({m}, {local_k}) in {dtype} and GEMM: expected elements, and bfloat16 or float16; convert the operands"
             )
-        self.workspace = Workspace(m, local_k, dtype, world_size, choose_piece_rows(m, local_k))
+        self.communicator_blocks = communicator_blocks
+        piece_rows = choose_piece_rows(m, local_k, communicator_blocks or gemm.TYPICAL_SM_COUNT)
+        self.workspace = Workspace(m, local_k, dtype, world_size, piece_rows)
         self.arena = Arena(self.workspace.nbytes, group, timeout_s=timeout_s)
         self.gathered = self.arena.take(self.workspace.gathered_bytes, align=1024)
         self.flags = self.arena.take(self.workspace.flags_bytes)
@@ -192,7 +207,7 @@ class AllGatherGemm:
                 f"operands {tuple(a.shape)} and {tuple(b.shape)} in {a.dtype}: expected ({space.m}, {space.local_k}) and "
                 f"({space.world_size * space.local_k}, n) in {space.dtype}; create an AllGatherGemm for each size"
             )
-        chosen = plan(space.m, b.shape[1], b.shape[0], space.pieces, self.arena.sm_count)
+        chosen = plan(space.m, b.shape[1], b.shape[0], space.pieces, self.arena.sm_count, self.communicator_blocks)
         tiling = chosen.tiling
         cubin = compile_cubin(SOURCE, defines={**tiling.defines(a.dtype, "k", "mn"), "WORLD_SIZE": space.world_size})
         kernel = Kernel(cubin, "all_gather_gemm", on_failure=self.arena.raise_fault)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -76,6 +77,13 @@ class Tiling:
         """Row and column tiles of an (m, n) result."""
         return -(-m // self.rows), -(-n // self.columns)
 
+    def grouped(self, m: int, n: int, *, parts: int = 1) -> GroupedTiles:
+        """The order of the tiles of ``parts`` results of (m, n) that are computed side by side: such that a wave of tiles, one on every SM, reads
+        as many rows of A as columns of B, which is the least."""
+        rows, columns = self.grid(m, n)
+        group_rows = round(math.sqrt(TYPICAL_SM_COUNT * self.columns / self.rows) / parts)
+        return GroupedTiles(rows=rows, columns=columns, group_rows=max(1, min(group_rows, rows)))
+
     def defines(self, dtype: torch.dtype, a: Major, b: Major) -> dict[str, str | int]:
         return {
             "SHAPE": f"peerlane::GemmShape<{ELEMENT_TYPES[dtype]}, {self.groups}, {self.columns}, {self.slots}, "
@@ -98,10 +106,6 @@ def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1) -> Tili
         return waves * (max(flops / _FLOPS_PER_US, loaded / _L2_BYTES_PER_US) + _TILE_OVERHEAD_US)
 
     return min(TILINGS, key=time_us)
-
-
-def grouped(rows: int, columns: int, group_rows: int = 8) -> GroupedTiles:
-    return GroupedTiles(rows=rows, columns=columns, group_rows=max(1, min(group_rows, rows)))
 
 
 def operand_map(place: TensorPlace, major: Major, span: int) -> TensorMapSpec:
@@ -178,4 +182,4 @@ def specs(
 
 
 def parameters(maps: Mapping[str, TensorMap], m: int, n: int, k: int, tiling: Tiling) -> Parameters:
-    return Parameters(**maps, tiles=grouped(*tiling.grid(m, n)), k=k)
+    return Parameters(**maps, tiles=tiling.grouped(m, n), k=k)

@@ -38,6 +38,7 @@ class Parameters(ctypes.Structure):
         ("tiles", GroupedTiles),
         ("k", ctypes.c_uint32),
         ("local_rows", ctypes.c_uint32),
+        ("lag", ctypes.c_uint32),
         ("flags", ctypes.c_uint64),
         ("epochs", ctypes.c_uint64),
         ("padding", ctypes.c_uint32 * 6),
@@ -64,6 +65,11 @@ class Workspace:
         return rows * columns * self.tiling.groups * self.world_size * LINE_BYTES
 
     @property
+    def lag(self) -> int:
+        """Own tiles come about a wave of tiles behind the others' of their number, which are on their way meanwhile."""
+        return -(-gemm.TYPICAL_SM_COUNT // self.world_size)
+
+    @property
     def nbytes(self) -> int:
         return self.slots_bytes + self.flags_bytes + 4 * MAX_EPOCH_BLOCKS + 2 * 1024
 
@@ -87,9 +93,10 @@ class Workspace:
         return Parameters(
             **{name: maps[name] for name in ("a", "b", "out", "partials")},
             slots=(TensorMap * MAX_RANKS)(*(maps[f"slots.{peer}"] for peer in range(self.world_size))),
-            tiles=gemm.grouped(*self.tiling.grid(self.local_rows, self.n)),
+            tiles=self.tiling.grouped(self.local_rows, self.n, parts=self.world_size),
             k=k,
             local_rows=self.local_rows,
+            lag=self.lag,
             flags=flags,
             epochs=epochs,
         )

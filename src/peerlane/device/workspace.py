@@ -21,7 +21,7 @@ PACKET_LIMIT_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Rings:
-    """How large messages go through rings of tiles; the same on all ranks. The headers get these numbers as a macro and have none of their own.
+    """How large messages go through rings of tiles; the same on all ranks. Headers get these numbers as a macro and have none of their own.
 
     A port of 375 GB/s needs about 1 MB on its way to be full: tiles times ``in_flight`` times blocks. A signal and its fences cost about
     2 us, in which a tile of 16 KiB should not have to wait: hence several in flight, and ``batch`` of them told of at a time.

@@ -1,14 +1,15 @@
 // A product whose left operand lies in pieces on all ranks, split along k: out = sum over q of A_q B[q], A_q (m x local_k) on rank q, and
 // B[q] the q-th local_k rows of this rank's own B.
 //
-// Communicator blocks push this rank's A to every other rank, some rows at a time, first rows first, with a flag behind each piece. Compute
-// blocks go through the rows in the same order; each tile starts with this rank's own A, then takes the others' in the order in which they
-// are sent, and waits for the rows it needs.
+// This rank's A is pushed to every other rank, some rows at a time, first rows first, with a flag behind each piece. Who pushes, the launch says:
+// a warp of every compute block, by loads and stores, which costs no SM and needs all of them to fill a port; or communicator blocks, by
+// bulk copies, of which a dozen do. Compute blocks go through the rows in the same order; each tile starts with this rank's own A, then takes
+// the others' in the order in which they are sent, and waits for the rows it needs.
 //
 // What is gathered is double-buffered by the launch's epoch. A rank that finishes launch e has had pieces of launch e from every other rank, which
 // had therefore finished launch e - 1: what launch e - 1 gathered may be written over in launch e + 1.
 //
-// Communicators wait for no other rank, and they are the first blocks, so compute blocks always get what they wait for.
+// Who pushes waits for nobody, and communicator blocks are the first ones, so compute blocks always get what they wait for.
 #pragma once
 
 #include <peerlane/comm.cuh>
@@ -25,7 +26,7 @@ struct AllGatherGemmParameters {
     GroupedTiles tiles;
     u32 m, local_k, row_bytes;  // row_bytes: from a row of A to the next, here and where it is gathered
     u32 piece_rows;      // rows that one signal speaks for; divides the tile's rows
-    u32 communicator_blocks;
+    u32 communicator_blocks;  // 0: a warp of every compute block pushes
     const char* local;   // what `a` describes
     u64 gathered_at;     // in the arena: what `gathered` describes
     u64 flags;           // in the arena: Peers::flag_bytes(ceil(m / piece_rows))
@@ -74,32 +75,46 @@ struct AllGatherGemm : Shape {
         store_sum<Shape>(out, &parameters.out, {tile.column * Shape::columns, tile.row * Shape::rows + 64 * static_cast<int>(group), 0});
     }
 
-    // The communicators' first warp: own rows into the ring, in chunks that fill its slots.
+    // The spare warp of a compute block: own rows straight to every other rank.
+    __device__ void communicate(u32 part, u32 parts) const {
+        if (parameters.communicator_blocks > 0) return;
+        each_piece(part, parts, [&](u32 piece, u64 at, u64 end) {
+            peers(communicator).store_all(gathered_place(at), parameters.local + at, end - at);
+            peers(communicator).signal_all(piece, epoch);
+        });
+    }
+
+    // A communicator block's first warp: own rows into the ring, in chunks that fill its slots.
     __device__ void fetch(u32 part, u32 parts, InputProducer<AllGatherGemm>& in) const {
         each_chunk(part, parts, [&](u32, u64 at, u32 bytes, bool) {
             in.fill(bytes, [&](auto& slot, u64* full) { ptx::bulk_load(&slot, parameters.local + at, bytes, full); });
         });
     }
 
-    // The second: from the ring to every other rank.
+    // The second: from the ring to every other rank. Half of the slots are on their way out.
     __device__ void send(u32 part, u32 parts, InputConsumer<AllGatherGemm>& in) const {
-        bool holding = false;  // the slot before, which is read until the next copies have been started
+        constexpr int in_flight = Shape::input_slots / 2;
+        StoreQueue<W, in_flight> queue(arena, parameters.flags, Warp{}, communicator);
+        int held = 0;
         each_chunk(part, parts, [&](u32 piece, u64 at, u32 bytes, bool last) {
-            const auto& slot = in.wait();
-            const u64 target = parameters.gathered_at + slot_of(arena.rank) * shard_bytes() + at;
-            if (ptx::elect_one()) {
-                for (int k = 1; k < W; ++k) ptx::bulk_store(arena.peer(rank_after<W>(arena.rank, k), target), &slot, bytes);
-                ptx::bulk_commit();
-                ptx::bulk_wait_read<1>();
+            queue.store_all(gathered_place(at), &in.wait(), bytes);
+            if (last) {
+                queue.end_step(Signal{every_rank, piece, epoch});
+            } else {
+                queue.end_step();
             }
-            if (holding) in.release();
-            holding = true;
-            if (last) peers(communicator).signal_all(piece, epoch);
+            if (held == in_flight) {
+                in.release();
+            } else {
+                ++held;
+            }
         });
+        queue.flush();
     }
 
   private:
     __device__ u64 shard_bytes() const { return u64(parameters.m) * parameters.row_bytes; }
+    __device__ u64 gathered_place(u64 at) const { return parameters.gathered_at + slot_of(arena.rank) * shard_bytes() + at; }
     __device__ int slot_of(u32 source) const { return static_cast<int>((epoch & 1) * W + source); }
     __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
     __device__ void wait_for_rows(int row, int source) const {
@@ -107,18 +122,26 @@ struct AllGatherGemm : Shape {
         const u32 pieces = (rows + parameters.piece_rows - 1) / parameters.piece_rows;
         peers(loader).wait_slots(source, row / parameters.piece_rows, pieces, epoch);
     }
-    // use(piece, offset in the shard, bytes, whether it is the piece's last) for each chunk of every `parts`-th piece.
+    // use(piece, first byte of the shard, end) for every `parts`-th piece.
     template <class Use>
-    __device__ void each_chunk(u32 part, u32 parts, const Use& use) const {
-        constexpr u64 most = sizeof(typename Shape::Input);
+    __device__ void each_piece(u32 part, u32 parts, const Use& use) const {
         const u64 piece_bytes = u64(parameters.piece_rows) * parameters.row_bytes;
         for (u32 piece = part; piece * piece_bytes < shard_bytes(); piece += parts) {
-            const u64 end = (piece + 1) * piece_bytes < shard_bytes() ? (piece + 1) * piece_bytes : shard_bytes();
-            for (u64 at = piece * piece_bytes; at < end; at += most) {
+            const u64 end = (piece + 1) * piece_bytes;
+            use(piece, piece * piece_bytes, end < shard_bytes() ? end : shard_bytes());
+        }
+    }
+    // use(piece, first byte, bytes, whether it is the piece's last) for each chunk of these pieces, which are as long as each other.
+    template <class Use>
+    __device__ void each_chunk(u32 part, u32 parts, const Use& use) const {
+        each_piece(part, parts, [&](u32 piece, u64 at, u64 end) {
+            const u64 chunks = (end - at + sizeof(typename Shape::Input) - 1) / sizeof(typename Shape::Input);
+            const u64 vectors = (end - at) / sizeof(Vec16), most = (vectors + chunks - 1) / chunks * sizeof(Vec16);
+            for (; at < end; at += most) {
                 const u32 bytes = static_cast<u32>(end - at < most ? end - at : most);
                 use(piece, at, bytes, at + bytes == end);
             }
-        }
+        });
     }
 };
 

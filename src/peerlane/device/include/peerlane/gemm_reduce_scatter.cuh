@@ -1,13 +1,16 @@
 // Rows of a sum over ranks: out = rows [rank * local_rows, (rank + 1) * local_rows) of sum over q of A_q B_q.
 //
-// A finished tile goes from shared memory straight to its owner's slot for this rank, and a flag behind it. The owner computes its own tiles
-// last, and adds the others' to them in fp32, from the next rank before it backwards (a fixed order), before it rounds once. So each rank's port
-// is busy while it computes, nothing is zeroed, and own tiles never see memory before they are final.
+// A finished tile goes from shared memory straight to its owner's slot for this rank, and a flag behind it. The owner computes its own tile
+// of the same number about a wave later, and adds the others' to it in fp32, from the next rank before it backwards (a fixed order), before it
+// rounds once. So each rank's port is used evenly while it computes, nothing is zeroed, and own tiles never see memory before they are final.
 //
 // Slots are double-buffered by the launch's epoch. A rank that finishes launch e has had tiles of launch e from every other rank, which had
 // therefore finished launch e - 1: the slots of launch e - 1 may be written again in launch e + 1.
 //
-// Only own tiles wait, and every block comes to them after all others, so blocks that are resident together can not lock each other.
+// Blocks that are resident together can not lock each other. All ranks go through the same sequence of places: place s of every rank is a tile of
+// the same number and the same distance to its owner. Only own tiles wait, for tiles of their number, whose places come before theirs. A block
+// takes places in ascending order. Now consider, of all tiles on any rank that wait for ever, one of the first place. What it waits for has an
+// earlier place on its rank; the block there has nothing that waits for ever before it, so it computes and sends it.
 #pragma once
 
 #include <peerlane/comm.cuh>
@@ -23,6 +26,7 @@ struct GemmReduceScatterParameters {
     TensorMap slots[max_ranks];  // the same of every other rank, boxes of 64 rows
     GroupedTiles tiles;          // of the rows of one rank
     u32 k, local_rows;
+    u32 lag;                     // how many numbers own tiles come behind the others'; the same on all ranks
     u64 flags;                   // in the arena: Peers::flag_bytes(tiles.count() * consumer groups)
     u64 epochs;                  // in the arena: u32[max_epoch_blocks]
 };
@@ -44,10 +48,22 @@ struct GemmReduceScatter : Shape {
         : parameters(p), arena(a), epoch(next_epoch(reinterpret_cast<u32*>(a.local(p.epochs)))) {}
 
     __device__ u32 tile_count() const { return W * parameters.tiles.count(); }
+    // Round n is the other ranks' tiles number n, next rank first, and the own one number n - lag. The first `lag` rounds have no own tile, the
+    // last ones nothing else.
     __device__ Tile tile(u32 index) const {
-        const u32 count = parameters.tiles.count(), number = index % count;
+        const u32 count = parameters.tiles.count(), lag = parameters.lag < count ? parameters.lag : count;
+        const u32 before = lag * (W - 1), behind = before + (count - lag) * W;
+        u32 number, distance;
+        if (index < before) {
+            number = index / (W - 1), distance = 1 + index % (W - 1);
+        } else if (index < behind) {
+            number = (index - before) / W, distance = 1 + (index - before) % W;
+            if (distance < W) number += lag;
+        } else {
+            number = count - lag + index - behind, distance = W;
+        }
         const auto [row, column] = parameters.tiles.at(number);
-        return {number, rank_after<W>(arena.rank, 1 + index / count), row * Shape::rows, column * Shape::columns};
+        return {number, rank_after<W>(arena.rank, distance), row * Shape::rows, column * Shape::columns};
     }
 
     __device__ void load(const Tile& tile, InputProducer<GemmReduceScatter>& in) const {

@@ -61,6 +61,20 @@ class Peers {
         ptx::bulk_commit();
     }
 
+    // `bytes` of the caller's own memory to `target` of every other rank, by loads and stores of all threads. Multiples of 16 at 16-byte aligned
+    // addresses. Every vector is loaded once; several of a thread are on their way at a time.
+    __device__ void store_all(u64 target, const char* source, u64 bytes) const {
+        fuzz(arena_, role_, span_store);
+        const Span span(arena_, role_, span_store, team_.thread() == 0);
+        constexpr u32 at_once = W == 2 ? 7 : W <= 4 ? 4 : 2;  // of what comes in; W - 1 times as much goes out
+        const u64 step = team_.size() * sizeof(Vec16);
+        u64 at = team_.thread() * sizeof(Vec16);
+#pragma unroll 1
+        for (; at + (at_once - 1) * step < bytes; at += at_once * step) store_vectors<at_once>(target + at, source + at);
+#pragma unroll 1
+        for (; at < bytes; at += step) store_vectors<1>(target + at, source + at);
+    }
+
     // Until the tiles of this team's stores may be written again. Says nothing about what peers see: that is what `signal` is for.
     __device__ void reuse_tiles() const {
         ptx::bulk_wait_read<0>();
@@ -229,6 +243,20 @@ class Peers {
         fuzz(arena_, role_, kind);
         ptx::fence_proxy_async_shared();
         team_.sync();
+    }
+
+    // This thread's vector, and those of it a team's size further on.
+    template <int count>
+    __device__ void store_vectors(u64 target, const char* source) const {
+        Vec16 vectors[count];
+#pragma unroll
+        for (int v = 0; v < count; ++v) vectors[v] = reinterpret_cast<const Vec16*>(source)[v * team_.size()];
+#pragma unroll
+        for (int k = 1; k < W; ++k) {
+            Vec16* to = reinterpret_cast<Vec16*>(arena_.peer(rank_after<W>(arena_.rank, k), target));
+#pragma unroll
+            for (int v = 0; v < count; ++v) to[v * team_.size()] = vectors[v];
+        }
     }
 
     // Each thread waits for the stores that it has started itself; behind the barrier all of the team's are at their peers.

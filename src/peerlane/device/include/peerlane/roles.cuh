@@ -3,6 +3,7 @@
 //   compute blocks        loader (a warp): copies operands into the input ring
 //                         consumers (warpgroups): use them, and put results into the output ring, one per group
 //                         storers (a warp per group): copy results out, to this rank or another one, and tell it
+//                         communicator (the spare warp of the first warpgroup): sends what was there before
 //   communicator blocks   fetcher (a warp): copies local data into the input ring
 //                         sender (a warp): copies it on to other ranks, and tells them
 //
@@ -18,7 +19,7 @@ namespace peerlane {
 
 constexpr int group_threads = 128;  // a warpgroup: what wgmma and register reallocation work on
 
-// How the warps of a compute block are made up. Loader and storers share the first warpgroup, each group of consumers is one more.
+// How the warps of a compute block are made up. Loader, storers and communicator share the first warpgroup, each group of consumers is one more.
 struct RoleTable {
     int consumer_groups;     // 1 to 3
     int service_registers;   // per thread of the loader's and storers' warpgroup
@@ -137,6 +138,7 @@ template <class Kernel>
 __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks = 0) {
     constexpr RoleTable roles = Kernel::roles;
     static_assert(roles.fits(), "the registers of all warpgroups exceed a block's 65536");
+    static_assert(!requires { &Kernel::communicate; } || roles.consumer_groups <= 2, "with three groups of consumers there is no spare warp");
     auto& memory = *reinterpret_cast<RoleMemory<Kernel>*>(ptx::dynamic_shared());
     const u32 warp = threadIdx.x / 32;
     const bool communicates = blockIdx.x < communicator_blocks;
@@ -168,6 +170,10 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
             const u32 group = warp - 1;
             OutputConsumer<Kernel> out(memory.output[group], memory.output_ring[group]);
             tiles.template each<false>([&](const auto& tile) { kernel.store(tile, group, out); });
+        } else if (warp == 3) {
+            if constexpr (requires { &Kernel::communicate; }) {
+                kernel.communicate(blockIdx.x - communicator_blocks, gridDim.x - communicator_blocks);
+            }
         }
     } else {
         if constexpr (roles.moves_registers()) ptx::registers_increase<roles.consumer_registers>();
