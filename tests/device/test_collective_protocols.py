@@ -202,10 +202,8 @@ RELAY, EXCHANGE, PEERS, QUEUE = "collectives/relay.cuh", "collectives/exchange.c
 CREDIT = "mover.wait(q, here.used_slot(), number + 1 - rings.depth)"
 RELEASE = "ptx::fence_proxy_async();\n        ptx::fence_system();"
 ACQUIRE = "ptx::fence_system();\n        ptx::fence_proxy_async();"
-IS_THERE, DELIVER = (
-    "peers_.wait_load(state_.landed + turn % rings.stages, turn / rings.stages & 1);",
-    "deliver(tiles, stage(turn), queue_);",
-)
+IS_THERE = "peers_.wait_load(state_.landed + turn % rings.stages, turn / rings.stages & 1);"
+DELIVER = "deliver(tiles, stage(turn), queue_);"
 LANDED, DELIVERED = f"{IS_THERE}\n            {DELIVER}", f"{DELIVER}\n            {IS_THERE}"
 READS_DONE = "        fuzz(arena_, role_, span_signal);\n        team_.sync();\n    }\n\n    // Behind a release."
 BUFFERS = "packets + (epoch & 1) * packet_buffer_bytes"

@@ -50,7 +50,7 @@ class Parameters(ctypes.Structure):
 
 
 def choose_piece_rows(m: int, local_k: int, senders: int) -> int:
-    """Rows that one signal speaks for: enough bytes to make a signal cheap, but pieces for all senders. Divides the rows of every tiling."""
+    """Rows that one signal speaks for: enough bytes to make a signal cheap, but pieces for all senders. Divides every tiling's rows."""
     rows, row_bytes = 64, local_k * ELEMENT_BYTES
 
     def too_large() -> bool:
@@ -118,8 +118,8 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch: the first ``communicator_blocks`` blocks of the grid communicate, the others compute. If there are none of the first kind, a
-    warp of every block communicates, and blocks beyond the tiles do nothing else."""
+    """One launch: the first ``communicator_blocks`` blocks of the grid communicate, the others compute. With none of the first kind, a warp of
+    every block communicates, and blocks beyond the tiles do nothing else."""
 
     tiling: Tiling
     tiles: GroupedTiles

@@ -78,8 +78,8 @@ class Tiling:
         return -(-m // self.rows), -(-n // self.columns)
 
     def grouped(self, m: int, n: int, *, parts: int = 1) -> GroupedTiles:
-        """The order of the tiles of ``parts`` results of (m, n) that are computed side by side: such that a wave of tiles, one on every SM, reads
-        as many rows of A as columns of B, which is the least."""
+        """The order of the tiles of ``parts`` results of (m, n) that are computed side by side: such that a wave of tiles, one on every SM,
+        reads as many rows of A as columns of B, which is the least."""
         rows, columns = self.grid(m, n)
         group_rows = round(math.sqrt(TYPICAL_SM_COUNT * self.columns / self.rows) / parts)
         return GroupedTiles(rows=rows, columns=columns, group_rows=max(1, min(group_rows, rows)))
