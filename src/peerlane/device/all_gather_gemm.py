@@ -118,8 +118,8 @@ class Workspace:
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch: the first ``communicator_blocks`` blocks of the grid communicate, the others compute. With none of the first kind, a warp of
-    every block communicates, and blocks beyond the tiles do nothing else."""
+    """One launch: the first ``communicator_blocks`` blocks of the grid communicate, the others compute. If there are none of the first, a
+    warp of every block communicates, and blocks beyond the tiles do nothing else."""
 
     tiling: Tiling
     tiles: GroupedTiles
