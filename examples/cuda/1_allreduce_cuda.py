@@ -18,7 +18,7 @@ import torch.distributed as dist
 from peerlane.device import Arena, Kernel, Launch, compile_cubin, plans
 from peerlane.device.emulator import Scenario
 from peerlane.device.kernels import element_type
-from peerlane.device.workspace import RINGS, Workspace, workspace_bytes
+from peerlane.device.workspace import RINGS, Rings, Workspace, workspace_bytes
 
 SOURCE = r"""
 #include <peerlane/collectives/all_reduce.cuh>
@@ -26,7 +26,7 @@ SOURCE = r"""
 
 using namespace peerlane;
 
-#define KERNEL extern "C" __global__ void __launch_bounds__(512)
+#define KERNEL extern "C" __global__ void
 #define PARAMETERS \
     const __grid_constant__ Arena arena, const __grid_constant__ CollectiveWorkspace space, const char* in, char* out, u64 bytes
 
@@ -37,8 +37,8 @@ KERNEL all_reduce_relay(PARAMETERS) { relay<ELEMENT, WORLD_SIZE>(arena, space, R
 IN, OUT = 2, 3  # places of the arguments that change from call to call
 
 
-def macros(dtype: torch.dtype, world_size: int) -> dict[str, str | int]:
-    return {"ELEMENT": element_type(dtype), "WORLD_SIZE": world_size, **RINGS.defines()}
+def macros(dtype: torch.dtype, world_size: int, rings: Rings = RINGS) -> dict[str, str | int]:
+    return {"ELEMENT": element_type(dtype), "WORLD_SIZE": world_size, **rings.defines()}
 
 
 class AllReduce:
@@ -57,7 +57,7 @@ class AllReduce:
         kernel = Kernel(cubin, chosen.kernel, on_failure=self.arena.raise_fault)
         pointers = (ctypes.c_void_p(), ctypes.c_void_p())
         args = (self.arena.view, self.workspace, *pointers, ctypes.c_uint64(nbytes))
-        return kernel.bind(chosen.grid, chosen.block, args)
+        return kernel.bind(chosen.grid, chosen.block, args, shared_bytes=chosen.shared_bytes)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         key = (tensor.numel(), tensor.dtype)
@@ -85,16 +85,20 @@ def solution(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def race(world_size: int) -> Iterator[Scenario]:
-    """What ``peerlane race`` checks: three calls of each kernel in a row, of a size that leaves a part of the last packet or tile over."""
-    for kernel, numel in (("all_reduce_one_shot", 401), ("all_reduce_two_shot", 801), ("all_reduce_relay", 3003)):
-        scenario = Scenario(kernel, SOURCE, world_size, macros(torch.bfloat16, world_size))
-        arena = scenario.arena(workspace_bytes(world_size))
-        workspace = Workspace.take(arena, world_size)
-        for call in range(3):
+    """What ``peerlane race`` checks: two calls of each kernel in a row, of a size that leaves a part of the last packet or tile over."""
+    rings = Rings(tile_bytes=256, summing_warps=1)  # so that little data goes round them
+    large = rings.relay_threads, rings.relay_shared_bytes
+    cases = {"all_reduce_one_shot": (401, 32, 0), "all_reduce_two_shot": (801, 32, 0), "all_reduce_relay": (803, *large)}
+    for kernel, (numel, block, shared_bytes) in cases.items():
+        scenario = Scenario(kernel, SOURCE, world_size, macros(torch.bfloat16, world_size, rings))
+        arena = scenario.arena(workspace_bytes(world_size, rings))
+        workspace = Workspace.take(arena, world_size, rings)
+        for call in range(2):
             # Small integers, so that every sum is exact.
             tensors = [((torch.arange(numel) * (rank + 3) + call) % 13 - 6).to(torch.bfloat16) for rank in range(world_size)]
             total = torch.stack(tensors).sum(dim=0)
             data = scenario.buffer(f"in {call}", tensors)
             out = scenario.buffer(f"out {call}", [torch.zeros_like(total)] * world_size, expected=[total] * world_size)
-            scenario.launch(kernel, grid=2, block=32, args=(arena, workspace, data, out, ctypes.c_uint64(total.nbytes)))
+            args = (arena, workspace, data, out, ctypes.c_uint64(total.nbytes))
+            scenario.launch(kernel, grid=1 if shared_bytes else 2, block=block, args=args, shared_bytes=shared_bytes)
         yield scenario

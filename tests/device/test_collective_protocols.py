@@ -23,7 +23,7 @@ from peerlane.device.lint import lint
 from peerlane.device.messages import Member
 from peerlane.device.workspace import Channels, Messages, Rings, Workspace
 
-RINGS = Rings(tile_bytes=256, relay_tile_bytes=256, summing_warps=2)
+RINGS = Rings(tile_bytes=256, summing_warps=2)
 BLOCKS = 2
 PACKET_BUFFER_BYTES = 16384
 ROUNDS = (1500, 4, 2604)
@@ -44,10 +44,6 @@ def take_workspace(scenario: Scenario, world_size: int) -> tuple[object, Workspa
         epochs=arena.take(1024),
         packets=arena.take(2 * PACKET_BUFFER_BYTES),
         packet_buffer_bytes=PACKET_BUFFER_BYTES,
-        relay_tiles=arena.take(pairs * 2 * 4 * RINGS.relay_tile_bytes),
-        relay_flags=arena.take(pairs * 128),
-        relay_numbers=arena.take(4 * BLOCKS),
-        relay_blocks=BLOCKS,
         copies=channels(),
         sums=channels(),
     )
@@ -111,6 +107,9 @@ class Collectives:
         target = self.scenario.buffer(f"out {self.number}", zeros, [tensor.contiguous().view(torch.uint8) for tensor in expected])
         block, shared_bytes = {
             "exchange_ring": (RINGS.exchange_threads, RINGS.exchange_shared_bytes),
+            "broadcast_relay": (RINGS.exchange_threads, RINGS.exchange_shared_bytes),
+            "all_reduce_relay": (RINGS.relay_threads, RINGS.relay_shared_bytes),
+            "reduce_relay": (RINGS.relay_threads, RINGS.relay_shared_bytes),
             "reduce_ring": (RINGS.reduce_threads, RINGS.reduce_shared_bytes),
         }.get(kernel, (64, 0))
         self.scenario.launch(
@@ -139,7 +138,7 @@ SCHEDULES, PROCESSES = 300, 2
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_collective_is_clean_and_right_in_every_launch(kernel: str, world_size: int) -> None:
     work = Collectives(world_size, tuple(KERNELS))
-    for nbytes in BRIEF_ROUNDS if kernel.endswith("_ring") and world_size == 4 else ROUNDS:
+    for nbytes in BRIEF_ROUNDS if kernel.endswith(("_ring", "_relay")) and world_size == 4 else ROUNDS:
         work.add(kernel, nbytes)
     compile_program(work.scenario.source, defines=work.scenario.defines, include_dirs=work.scenario.include_dirs)
     share = SCHEDULES // PROCESSES
@@ -196,6 +195,8 @@ class Twin:
     right: str
     wrong: str
     found: str = "race"
+    world_size: int = 2
+    nbytes: int = 2604
 
 
 RELAY, EXCHANGE, PEERS, QUEUE = "collectives/relay.cuh", "collectives/exchange.cuh", "peers.cuh", "store_queue.cuh"
@@ -208,7 +209,16 @@ LANDED, DELIVERED = f"{IS_THERE}\n            {DELIVER}", f"{DELIVER}\n         
 READS_DONE = "        fuzz(arena_, role_, span_signal);\n        team_.sync();\n    }\n\n    // Behind a release."
 BUFFERS = "packets + (epoch & 1) * packet_buffer_bytes"
 TWINS = {
-    "no_wait_for_tiles": Twin("all_reduce_relay", RELAY, "peers.wait_all(blockIdx.x, number(i - 1) + 1)", "__syncthreads()"),
+    "no_wait_for_tiles": Twin("all_reduce_relay", RELAY, "givers.wait_all(terms.arrived_slot(), number + 1, known_arrived)", "team.sync()"),
+    "sums_sent_without_credit": Twin("all_reduce_relay", RELAY, "? ++sent - rings.depth :", "? ++sent - 8 * rings.depth :", nbytes=20832),
+    "passed_on_without_credit": Twin(
+        "broadcast_relay",
+        RELAY,
+        "owner.first[q] + round + 1 - rings.depth",
+        "owner.first[q] + round + 1 - 8 * rings.depth",
+        world_size=3,
+        nbytes=20832,
+    ),
     "ring_without_credit": Twin("exchange_ring", EXCHANGE, CREDIT, "__syncwarp()"),
     "one_packet_buffer": Twin("all_reduce_one_shot", "collectives/workspace.cuh", BUFFERS, "packets", found="deadlock"),
     "signal_owed_for_a_step_too_few": Twin("exchange_ring", QUEUE, "ptx::bulk_wait<in_flight>()", "ptx::bulk_wait<in_flight + 1>()"),
@@ -229,9 +239,9 @@ def test_a_broken_twin_is_caught(name: str, tmp_path: Path) -> None:
     broken = tmp_path / "peerlane" / twin.header
     broken.parent.mkdir(parents=True)
     broken.write_text(text.replace(twin.right, twin.wrong))
-    work = Collectives(2, (twin.kernel,), headers=(tmp_path,))
+    work = Collectives(twin.world_size, (twin.kernel,), headers=(tmp_path,))
     for _ in range(3):
-        work.add(twin.kernel, 2604)
+        work.add(twin.kernel, twin.nbytes)
     report = check(work.scenario, schedules=20)
     assert report.caught == 20 or twin.found != "race", report
     assert twin.found in {finding.kind for finding in report.findings}, report

@@ -17,7 +17,7 @@ from peerlane.device import emulator
 from peerlane.device.emulator import Finding, Report, Scenario, build, check
 from peerlane.device.jit import INCLUDE_DIR
 from peerlane.device.kernels import KERNELS
-from peerlane.device.workspace import RINGS, Messages, Workspace, workspace_bytes
+from peerlane.device.workspace import Messages, Rings, Workspace, workspace_bytes
 from peerlane.errors import CompileError, DeviceError, MissingDependency, UsageError
 
 SOURCE = Path(__file__).with_name("emulator_kernels.cu")
@@ -250,17 +250,19 @@ def test_all_reduce_in_place_in_fp32_of_odd_sizes() -> None:
     """Two elements for three ranks, and a few more than whole packets and vectors, one call after the other in one workspace."""
     world_size = 3
     kernels = ("all_reduce_one_shot", "all_reduce_two_shot", "all_reduce_relay")
+    rings = Rings(tile_bytes=256, summing_warps=1)
     source = "".join(KERNELS[name].text(name) for name in kernels)
-    scenario = Scenario("fp32", source, world_size, {"ELEMENT": "peerlane::Float32", "WORLD_SIZE": world_size, **RINGS.defines()})
-    arena = scenario.arena(workspace_bytes(world_size))
-    workspace = Workspace.take(arena, world_size)
+    scenario = Scenario("fp32", source, world_size, {"ELEMENT": "peerlane::Float32", "WORLD_SIZE": world_size, **rings.defines()})
+    arena = scenario.arena(workspace_bytes(world_size, rings))
+    workspace = Workspace.take(arena, world_size, rings)
     for numel in (2, 203):
         for kernel in kernels:
             terms = [(torch.arange(numel) * (rank + 5) % 17 - 8).float() for rank in range(world_size)]
             data = scenario.buffer(f"{kernel} {numel}", terms, expected=[torch.stack(terms).sum(dim=0)] * world_size)
             args = [arena, workspace, Messages(), data, data, ctypes.c_uint64(4 * numel), ctypes.c_int(0)]
-            scenario.launch(kernel, 2, 32, args)
-    report = check(scenario, schedules=100)
+            block, shared_bytes = (rings.relay_threads, rings.relay_shared_bytes) if kernel == "all_reduce_relay" else (32, 0)
+            scenario.launch(kernel, 2, block, args, shared_bytes=shared_bytes)
+    report = check(scenario, schedules=20)
     assert report.clean, str(report)
 
 

@@ -19,8 +19,9 @@ from peerlane.device.kernels import ELEMENT_TYPES
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [path for path in sorted((ROOT / "examples" / "cuda").glob("*_cuda.py")) if "\nSOURCE = " in path.read_text()]
-RINGS = workspace.Rings(tile_bytes=1024, depth=32, stages=5, in_flight=3, batch=4, summing_warps=7, relay_threads=96, relay_tile_bytes=2048)
-HOST_ONLY = {"blocks", "bytes_per_kind", "relay_blocks"}
+RINGS = workspace.Rings(tile_bytes=1024, depth=32, stages=5, in_flight=3, batch=4, summing_warps=7)
+SHAPES = [f"{kind}_{what}" for kind in ("exchange", "reduce", "relay") for what in ("threads", "shared_bytes")]
+HOST_ONLY = {"blocks", "bytes_per_kind"}
 HEADERS = sorted(INCLUDE_DIR.glob("peerlane/**/*.cuh"))
 
 
@@ -81,15 +82,14 @@ def test_host_structures_have_the_device_s_layout() -> None:
         "packet_data_bytes": workspace.PACKET_DATA_BYTES,
         "sizeof(Vec16)": workspace.PACKET_BYTES,
         "line_bytes": workspace.LINE_BYTES,
-        "relay_depth": workspace.RELAY_DEPTH,
         **{f"rings.{field.name}": getattr(RINGS, field.name) for field in fields(RINGS) if field.name not in HOST_ONLY},
-        **{name: getattr(RINGS, name) for name in ("exchange_threads", "exchange_shared_bytes", "reduce_threads", "reduce_shared_bytes")},
+        **{name: getattr(RINGS, name) for name in SHAPES},
         "sizeof(FaultRecord)": 4 * FAULT_WORDS,
         "communicator": ROLES.index("communicator"),
         **{f"sizeof({name})": ctypes.sizeof(structure) for name, structure in structures.items()},
     }
     cubin = compile_cubin(
-        "#include <peerlane/collectives/exchange.cuh>\nusing namespace peerlane;\n"
+        "#include <peerlane/collectives/relay.cuh>\nusing namespace peerlane;\n"
         + "".join(f"static_assert({name} == {value});\n" for name, value in constants.items())
         + "".join(f"__device__ {name} one_{name} = {initialised(structure)};\n" for name, structure in structures.items()),
         defines=RINGS.defines(),

@@ -49,9 +49,17 @@ KERNELS = {
     "all_reduce_one_shot": Source("all_reduce", "one_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes)", sums=True),
     "all_reduce_two_shot": Source("all_reduce", "two_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes)", sums=True),
     "all_reduce_relay": Source(
-        "relay", "relay<ELEMENT, WORLD_SIZE>(arena, space, RelayAllReduce<WORLD_SIZE>{}, in, out, bytes)", sums=True
+        "relay",
+        "relay<ELEMENT, WORLD_SIZE>(arena, space, RelayAllReduce<WORLD_SIZE>{}, in, out, bytes)",
+        sums=True,
+        threads="relay_threads",
     ),
-    "reduce_relay": Source("relay", "relay<ELEMENT, WORLD_SIZE>(arena, space, RelayReduce<WORLD_SIZE>{root}, in, out, bytes)", sums=True),
+    "reduce_relay": Source(
+        "relay",
+        "relay<ELEMENT, WORLD_SIZE>(arena, space, RelayReduce<WORLD_SIZE>{root}, in, out, bytes)",
+        sums=True,
+        threads="relay_threads",
+    ),
     "reduce_packets": Source("exchange_packets", "reduce_by_packets<ELEMENT, WORLD_SIZE>(arena, space, messages, in, out)", sums=True),
     "reduce_ring": Source(
         "exchange",
@@ -59,7 +67,7 @@ KERNELS = {
         sums=True,
         threads="reduce_threads",
     ),
-    "broadcast_relay": Source("relay", "relay<void, WORLD_SIZE>(arena, space, RelayBroadcast<WORLD_SIZE>{root}, in, out, bytes)"),
+    "broadcast_relay": Source("relay", "broadcast<WORLD_SIZE>(arena, space, root, in, out, bytes)", threads="exchange_threads"),
     "exchange_packets": Source("exchange_packets", "exchange_by_packets<WORLD_SIZE>(arena, space, messages, in, out)"),
     "exchange_ring": Source("exchange", "exchange<WORLD_SIZE>(arena, space, messages, in, out)", threads="exchange_threads"),
 }

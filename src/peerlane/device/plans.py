@@ -39,7 +39,7 @@ class Machine:
 def all_reduce(nbytes: int, machine: Machine) -> Plan:
     """``nbytes`` > 0 on every rank."""
     if nbytes > workspace.PACKET_LIMIT_BYTES:
-        return _relay("all_reduce_relay", machine)
+        return _ring("all_reduce_relay", machine)
     packets = -(-nbytes // workspace.PACKET_DATA_BYTES)
     others = machine.world_size - 1
     # Per port, one shot sends (W - 1) S and two shots 2 (W - 1) / W S, each times 4 / 3.
@@ -83,20 +83,17 @@ def _messages(packets: str, ring: str, message: int, machine: Machine) -> Plan:
 def _rooted(packets: str, ring: str, relay: str, nbytes: int, machine: Machine) -> Plan:
     if machine.world_size == 2 or (machine.world_size - 1) * nbytes <= PORT_PACKET_LIMIT_BYTES:
         return _messages(packets, ring, nbytes, machine)  # between two ranks there is nobody to share the work with
-    return _relay(relay, machine)
-
-
-def _relay(kernel: str, machine: Machine) -> Plan:
-    rings = machine.rings
-    return Plan(kernel, min(rings.relay_blocks, machine.sm_count), rings.relay_threads)
+    return _ring(relay, machine)
 
 
 def _ring(kernel: str, machine: Machine) -> Plan:
     rings = machine.rings
-    grid = min(rings.exchange_blocks(machine.world_size), machine.sm_count)
-    if kernel == "reduce_ring":
-        return Plan(kernel, grid, rings.reduce_threads, rings.reduce_shared_bytes)
-    return Plan(kernel, grid, rings.exchange_threads, rings.exchange_shared_bytes)
+    threads, shared_bytes = {
+        "reduce_ring": (rings.reduce_threads, rings.reduce_shared_bytes),
+        "all_reduce_relay": (rings.relay_threads, rings.relay_shared_bytes),
+        "reduce_relay": (rings.relay_threads, rings.relay_shared_bytes),
+    }.get(kernel, (rings.exchange_threads, rings.exchange_shared_bytes))
+    return Plan(kernel, min(rings.exchange_blocks(machine.world_size), machine.sm_count), threads, shared_bytes)
 
 
 def _spread(items: int, machine: Machine) -> tuple[int, int]:

@@ -13,7 +13,6 @@ from peerlane.device.layout import LINE_BYTES
 MAX_EPOCH_BLOCKS = 256
 PACKET_BYTES, PACKET_DATA_BYTES = 16, 12
 WARP_THREADS = 32
-RELAY_DEPTH = 4
 
 PACKET_LIMIT_BYTES = 4 << 20
 """Largest tensor that is reduced as packets, which carry a third more bytes than data; beyond it the ring's signals cost less."""
@@ -40,16 +39,10 @@ class Rings:
     """Most blocks of an exchange; a block has a channel to every other rank."""
     bytes_per_kind: int = 40 << 20
     """Most memory of all rings that copy; those that sum have as much."""
-    relay_threads: int = 512
-    relay_tile_bytes: int = 16 << 10
-    relay_blocks: int = 128
 
     def defines(self) -> dict[str, str | int]:
         """The macro that the headers want: ``peerlane::RingSettings``, in its order."""
-        numbers = (
-            *(self.tile_bytes, self.depth, self.stages, self.in_flight, self.batch, self.summing_warps),
-            *(self.relay_threads, self.relay_tile_bytes),
-        )
+        numbers = (self.tile_bytes, self.depth, self.stages, self.in_flight, self.batch, self.summing_warps)
         return {"PEERLANE_RINGS": ",".join(map(str, numbers))}
 
     def exchange_blocks(self, world_size: int) -> int:
@@ -72,6 +65,15 @@ class Rings:
     @property
     def reduce_shared_bytes(self) -> int:
         return self.stages * self.tile_bytes
+
+    @property
+    def relay_threads(self) -> int:
+        """A warp that sends, one that receives, and those that add."""
+        return (2 + self.summing_warps) * WARP_THREADS
+
+    @property
+    def relay_shared_bytes(self) -> int:
+        return (2 * self.stages + self.in_flight + 1) * self.tile_bytes
 
 
 RINGS = Rings()
@@ -108,10 +110,6 @@ class Workspace(ctypes.Structure):
         ("epochs", ctypes.c_uint64),
         ("packets", ctypes.c_uint64),
         ("packet_buffer_bytes", ctypes.c_uint64),
-        ("relay_tiles", ctypes.c_uint64),
-        ("relay_flags", ctypes.c_uint64),
-        ("relay_numbers", ctypes.c_uint64),
-        ("relay_blocks", ctypes.c_uint64),
         ("copies", Channels),
         ("sums", Channels),
     )
@@ -120,15 +118,10 @@ class Workspace(ctypes.Structure):
     def take(cls, arena: Taker, world_size: int, rings: Rings = RINGS) -> Workspace:
         """Take ``workspace_bytes(world_size, rings)`` of an arena."""
         packet_bytes = packet_buffer_bytes(world_size)
-        relay_pairs = rings.relay_blocks * world_size
         return cls(
             epochs=arena.take(4 * MAX_EPOCH_BLOCKS),
             packets=arena.take(2 * packet_bytes),
             packet_buffer_bytes=packet_bytes,
-            relay_tiles=arena.take(relay_pairs * 2 * RELAY_DEPTH * rings.relay_tile_bytes),
-            relay_flags=arena.take(relay_pairs * LINE_BYTES),
-            relay_numbers=arena.take(4 * rings.relay_blocks),
-            relay_blocks=rings.relay_blocks,
             copies=Channels.take(arena, world_size, rings),
             sums=Channels.take(arena, world_size, rings),
         )

@@ -24,7 +24,7 @@ extern "C" __global__ void queue_push(const __grid_constant__ Arena arena, const
         u32* tile = tiles + step % (twin == reused_tile ? in_flight : in_flight + 1) * blockDim.x;
         tile[threadIdx.x] = message(rank, epoch, step * blockDim.x + threadIdx.x);
         queue.store(peer, place(step), tile, tile_bytes);
-        queue.end_step(Signal{static_cast<int>(peer), blockIdx.x, epoch * steps + step});
+        queue.end_step(Signal{only(peer), blockIdx.x, epoch * steps + step});
         if (twin == foreign_store) peers.store_async(rank, at.data + (2 * gridDim.x + blockIdx.x) * steps * tile_bytes, tile, tile_bytes);
     }
     if (twin != no_flush) queue.flush();

@@ -218,7 +218,8 @@ class Peers {
         team_.sync();
     }
 
-    // The same, where each thread q of the first W keeps how far it knows rank q to have come. The team has at least W threads.
+    // The same, where each thread q of the first W keeps how far it knows rank q to have come; it may want a number of its own. The team has at
+    // least W threads.
     __device__ void wait_all(u32 slot, u32 number, u32& seen) const {
         fuzz(arena_, role_, span_wait);
         const Span span(arena_, role_, span_wait, team_.thread() == 0);

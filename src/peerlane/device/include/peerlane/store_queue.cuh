@@ -6,7 +6,7 @@
 //   StoreQueue<W, 2, Warp> queue(arena, flags, Warp{}, storer);
 //   for (...) {
 //       queue.store(q, at, tile, bytes);               a step: any number of stores, to any ranks
-//       queue.end_step(Signal{q, slot, number});       and at most one signal, of all steps so far
+//       queue.end_step(Signal{only(q), slot, number});       and at most one signal, of all steps so far
 //   }
 //   queue.flush();
 //
@@ -21,12 +21,13 @@
 
 namespace peerlane {
 
-constexpr int every_rank = -1;
+__device__ inline u32 only(int rank) { return 1u << rank; }
+constexpr u32 every_rank = ~0u;
 
-// To rank `peer`, or to every other rank.
+// To all ranks of a set (bits by rank; the caller is left out): the number, or what it is from `first[rank]` on.
 struct Signal {
-    int peer;
-    u32 slot, number;
+    u32 ranks, slot, number;
+    const u32* first = nullptr;
 };
 
 // `in_flight`: steps that may be under way behind an end_step.
@@ -97,12 +98,13 @@ class StoreQueue : Peers<W, Team> {
 
     // Behind a release.
     __device__ void give(const Owed& owed) const {
-        const auto [peer, slot, number] = owed.signal;
+        const auto [ranks, slot, number, first] = owed.signal;
         if (!owed.any) return;
-        if (peer == every_rank) {
-            this->tell_all(slot, number);
-        } else {
-            ptx::store_relaxed_system(this->flag(peer, slot, this->arena_.rank), number);
+#pragma unroll
+        for (int k = 1; k < W; ++k) {
+            const int q = rank_after<W>(this->arena_.rank, k);
+            if ((ranks >> q & 1) == 0) continue;
+            ptx::store_relaxed_system(this->flag(q, slot, this->arena_.rank), number + (first == nullptr ? 0 : first[q]));
         }
     }
 

@@ -108,11 +108,12 @@ struct MoverState {
 template <int W>
 class Mover {
   public:
-    // counters[q]: what has gone in the channel of rank q before; `behind`: how far rank q may be behind that.
-    __device__ Mover(const Arena& arena, const Channels& channels, u32 role, MoverState<W>& state, char* stages, const u32* counters, u32 behind)
+    // counters[q]: what has gone in the channel of rank q before, of those that have a message; `behind`: how far rank q may be behind that.
+    __device__ Mover(
+        const Arena& arena, const Channels& channels, u32 role, MoverState<W>& state, char* stages, const u64* bytes, const u32* counters, u32 behind)
         : peers_(arena, channels.flags, Warp{}, role), queue_(arena, channels.flags, Warp{}, role), state_(state), stages_(stages) {
         const u32 lane = Warp{}.thread();
-        if (lane < W) state.first[lane] = counters[lane], state.seen[lane] = counters[lane] - behind;
+        if (lane < W && bytes[lane] > 0) state.first[lane] = counters[lane], state.seen[lane] = counters[lane] - behind;
         if (lane < rings.stages) ptx::mbarrier_init(state.landed + lane, 1);
         ptx::mbarrier_init_fence();
         __syncwarp();
@@ -136,10 +137,10 @@ class Mover {
         queue_.flush();
     }
 
-    // For the next launch: what has gone in each channel.
+    // For the next launch: what has gone in each channel that has a message.
     __device__ void keep(u32* counters, const u64* bytes, u32 rank) const {
         const u32 lane = Warp{}.thread();
-        if (lane < W && lane != rank) counters[lane] = state_.first[lane] + MessageTiles{bytes[lane]}.count();
+        if (lane < W && lane != rank && bytes[lane] > 0) counters[lane] = state_.first[lane] + MessageTiles{bytes[lane]}.count();
     }
 
     // The number of a tile in its channel.
@@ -170,7 +171,7 @@ template <int W>
 __device__ inline void send_messages(
     const Arena& arena, const Channels& channels, const Messages& messages, const char* in, MoverState<W>& state, char* stages) {
     const BlockChannels<W> here{arena, channels};
-    Mover<W> mover(arena, channels, storer, state, stages, here.sent(0), rings.depth);
+    Mover<W> mover(arena, channels, storer, state, stages, messages.send_bytes, here.sent(0), rings.depth);
     const auto source = [&](const auto& tiles) { return in + messages.send_at[tiles.peer()] + tiles.tile().at; };
     const auto deliver = [&](const auto& tiles, const char* stage, auto& queue) {
         const int q = tiles.peer();
@@ -178,7 +179,7 @@ __device__ inline void send_messages(
         mover.wait(q, here.used_slot(), number + 1 - rings.depth);
         queue.store(q, here.place(arena.rank, q, number), stage, (tiles.tile().length() + 15) / 16 * 16);
         if (ends_batch(number + 1, tiles.tile().last())) {
-            queue.end_step(Signal{q, here.arrived_slot(), number + 1});
+            queue.end_step(Signal{only(q), here.arrived_slot(), number + 1});
         } else {
             queue.end_step();
         }
@@ -193,7 +194,7 @@ __device__ inline void receive_messages(
     const Arena& arena, const Channels& channels, const Messages& messages, const char* in, char* out, MoverState<W>& state, char* stages) {
     const BlockChannels<W> here{arena, channels};
     const int rank = arena.rank;
-    Mover<W> mover(arena, channels, consumer, state, stages, here.used(0), 0);
+    Mover<W> mover(arena, channels, consumer, state, stages, messages.receive_bytes, here.used(0), 0);
     const auto source = [&](const auto& tiles) -> const char* {
         const int q = tiles.peer();
         if (q == rank) return in + messages.send_at[q] + tiles.tile().at;

@@ -1,29 +1,34 @@
 // A large tensor in two trips through rings of tiles, in one kernel, correct for any size. It is cut into shares, one per owner. Whoever
-// gives sends each owner its share; owners sum what they got and send the sum to whoever takes. A route says who is what:
+// gives sends each owner its share; owners sum what they got, or take it as it is, and send that to whoever takes:
 //
 //   RelayAllReduce   all own, give and take                                       bytes per port: 2 (W - 1) / W of the tensor each way
 //   RelayReduce      the root takes; the others own and keep                      once the tensor into the root's port, not W - 1 times
-//   RelayBroadcast   the root gives and keeps; the others own and take            once the tensor out of the root's port
+//   broadcast        the root gives and keeps; the others own and take            once the tensor out of the root's port
 //
 // Terms are added in rank order in fp32 and rounded once, by one rank for each element: all ranks have the same bits.
 //
+// The trips are those of exchange.cuh: the first one its senders and, in place of receivers, warps that add and pass on; the second one its
+// receivers. Tile t of a share goes through block t mod grid in both. Who adds or passes on waits for tile i of the first trip, and for places of
+// tile i - depth in the second one, whose receivers wait for nothing else. So the argument there that nobody can lock anybody goes through.
+//
 // `in` and `out` are local and may be the same. `bytes` is a multiple of the element size and the same on all ranks, as is the grid, of at
-// most space.relay_blocks. All blocks are resident together.
+// most channels.blocks. Blocks of relay_threads (broadcast: exchange_threads) threads with relay_shared_bytes (exchange_shared_bytes) bytes of
+// dynamic shared memory. All blocks are resident together.
 #pragma once
 
-#include <peerlane/collectives/workspace.cuh>
+#include <peerlane/collectives/exchange.cuh>
 
 namespace peerlane {
 
-// A route: `sums`, number of owners, share_of(rank) (-1 for who owns none), gives, takes, and keeps: who copies its own
-// tensor to `out`.
+constexpr u32 relay_threads = (2 + rings.summing_warps) * warp_threads;
+constexpr u32 sum_stages = rings.in_flight + 1;
+constexpr u32 relay_shared_bytes = 2 * stages_bytes + sum_stages * rings.tile_bytes;
+
+// A route: number of owners, share_of(rank) (-1 for who owns none), takes, and keeps: who copies its own tensor to `out`. All give.
 template <int W>
 struct RelayAllReduce {
-    static constexpr bool sums = true;
-
     __device__ u32 owners() const { return W; }
     __device__ int share_of(int rank) const { return rank; }
-    __device__ bool gives(int) const { return true; }
     __device__ bool takes(int) const { return true; }
     __device__ bool keeps(int) const { return false; }
 };
@@ -31,7 +36,6 @@ struct RelayAllReduce {
 // With two ranks the root sums: its port takes in the tensor either way, and one trip is shorter than two.
 template <int W>
 struct RelayReduce {
-    static constexpr bool sums = true;
     int root;
 
     __device__ u32 owners() const { return W - 1; }
@@ -39,134 +43,173 @@ struct RelayReduce {
         if constexpr (W == 2) return rank == root ? 0 : -1;
         return rank == root ? -1 : rank - (rank > root);
     }
-    __device__ bool gives(int) const { return true; }
     __device__ bool takes(int rank) const { return rank == root; }
     __device__ bool keeps(int rank) const { return rank != root; }
 };
 
-template <int W>
-struct RelayBroadcast {
-    static constexpr bool sums = false;
-    int root;
+// Where shares lie: owners' shares are as long as each other, of whole vectors; the last ones may be shorter or empty.
+struct Shares {
+    u64 bytes, length;
 
-    __device__ u32 owners() const { return W - 1; }
-    __device__ int share_of(int rank) const { return rank == root ? -1 : rank - (rank > root); }
-    __device__ bool gives(int rank) const { return rank == root; }
-    __device__ bool takes(int rank) const { return rank != root; }
-    __device__ bool keeps(int rank) const { return rank == root; }
+    __device__ Shares(u64 bytes, u32 owners) : bytes(bytes), length(((bytes + sizeof(Vec16) - 1) / sizeof(Vec16) + owners - 1) / owners * sizeof(Vec16)) {}
+    __device__ u64 at(int share) const { return share < 0 || share * length > bytes ? bytes : share * length; }
+    __device__ u64 size(int share) const { return share < 0 ? 0 : at(share + 1) - at(share); }
 };
 
-// Tiles go round a ring of `relay_depth` places per pair of ranks, block and direction; block b talks to the blocks b of the other ranks only.
-// In step i a block sends the terms of tile i, sums tile i - 1 and sends the sum, takes in the sums of tile i - 2, and gives one signal. The
-// link is at work meanwhile: the copy of step i - 2 runs while the stores of this step are on their way.
-//
-// No place is written before it was read, without any other signal. Having a rank's signal of step j means that it has read the terms of tile
-// j - 1 and the sums of tile j - 2, whether or not its role in the route made it read any.
-//   terms of tile i are sent with the signals of step i - 2 in hand: terms of tile i - 3 have been read;
-//   sums of tile i - 1 are sent with the signals of step i - 1 in hand: sums of tile i - 3 have been read.
-// Both are in time for a ring of four; three would do. A launch of n tiles has steps 0 to n + 1 and ends with the signals of step n in
-// hand; numbers go on from launch to launch, so the argument holds across launches and routes.
+// What an owner keeps in shared memory: of each rank, the number of the first tile that it sends on.
+template <int W>
+struct OwnerState {
+    u32 first[W];
+};
+
+// The adding warps of an owner: its share of all ranks' tensors, tile by tile into shared memory, and from there to its own `out` and to the rings
+// of all that take.
+template <class E, int W, class Route>
+__device__ inline void sum_share(
+    const Arena& arena, const CollectiveWorkspace& space, const Route& route, u64 bytes, const char* own, char* out, OwnerState<W>& state, char* stages) {
+    const Warps team{2, rings.summing_warps, 1};
+    const BlockChannels<W> terms{arena, space.sums}, totals{arena, space.copies};
+    const Peers<W, Warps> givers(arena, space.sums.flags, team, consumer), takers(arena, space.copies.flags, team, storer);
+    StoreQueue<W, rings.in_flight, Warps> queue(arena, space.copies.flags, team, storer);
+    const int rank = arena.rank;
+    u32 taking = 0;
+#pragma unroll
+    for (int q = 0; q < W; ++q) taking |= (q != rank && route.takes(q) ? 1u : 0u) << q;
+    const u32 thread = team.thread();
+    const bool counts = thread < W && (taking >> thread & 1);  // for the rank of its number
+    u32 sent = counts ? *totals.sent(thread) : 0, known_used = sent - rings.depth;
+    if (counts) state.first[thread] = sent;
+    const u32 first = *terms.used(rank);
+    u32 number = first, known_arrived = first;
+    team.sync();
+    MessageTiles tile{bytes};
+    for (u32 turn = 0; tile.any(); tile.next(), ++turn, ++number) {
+        char* stage = stages + turn % sum_stages * rings.tile_bytes;
+        givers.wait_all(terms.arrived_slot(), number + 1, known_arrived);
+        const auto term = [&](int q) -> const char* { return arena.local(terms.place(q, rank, number)); };
+        sum_tile<E, W>(team, rank, own + tile.at, term, stage, tile.length());
+        const bool ends = ends_batch(number + 1, tile.last());
+        if (ends) givers.acknowledge_all(terms.used_slot(), number + 1);
+        // Who does not take is known to have come as far as is wanted of it.
+        takers.wait_all(totals.used_slot(), counts ? ++sent - rings.depth : known_used, known_used);
+#pragma unroll
+        for (int k = 1; k < W; ++k) {
+            const int q = rank_after<W>(rank, k);
+            if (taking >> q & 1) queue.store(q, totals.place(rank, q, state.first[q] + turn), stage, (tile.length() + 15) / 16 * 16);
+        }
+        if (route.takes(rank)) {
+            const u32 whole = aligned_for<Vec16>(out + tile.at) ? tile.length() / sizeof(Vec16) * sizeof(Vec16) : 0;
+            queue.store(out + tile.at, stage, whole);
+            copy_bytes(team, out + tile.at + whole, stage + whole, tile.length() - whole);
+        }
+        if (turn % rings.batch == rings.batch - 1 || tile.last()) {
+            queue.end_step(Signal{taking, totals.arrived_slot(), turn + 1, state.first});
+        } else {
+            queue.end_step();
+        }
+    }
+    queue.flush();
+    if (counts) *totals.sent(thread) = sent;
+    if (thread == 0) *terms.used(rank) = number;
+}
+
 template <class E, int W, class Route>
 __device__ inline void relay(
     const Arena& arena, const CollectiveWorkspace& space, const Route& route, const char* in, char* out, u64 bytes) {
-    enum : u32 { terms_ring = 0, sums_ring = 1 };
-    constexpr u32 tile_vectors = rings.relay_tile_bytes / sizeof(Vec16);
-    const Peers<W> peers(arena, space.relay_flags);
-    u32* number_at = reinterpret_cast<u32*>(arena.local(space.relay_numbers)) + blockIdx.x;
-    const u32 first_number = *number_at;
+    __shared__ MoverState<W> states[2];
+    __shared__ OwnerState<W> owner;
+    __shared__ Messages messages;
     const int rank = arena.rank;
-    const int own_share = route.share_of(rank);
-    const bool keeps = route.keeps(rank) && out != in;
-
-    const u64 vectors = (bytes + sizeof(Vec16) - 1) / sizeof(Vec16);
-    const u64 share = (vectors + route.owners() - 1) / route.owners();
-    const u64 all_tiles = (share + tile_vectors - 1) / tile_vectors;
-    if (blockIdx.x >= all_tiles) return;
-    const u64 tiles = (all_tiles - blockIdx.x + gridDim.x - 1) / gridDim.x;
-
-    const auto number = [&](u64 i) { return first_number + static_cast<u32>(i); };
-    const auto place = [&](u32 ring, u64 i, u32 source) {
-        const u64 index = ((u64(blockIdx.x) * 2 + ring) * relay_depth + number(i) % relay_depth) * W + source;
-        return space.relay_tiles + index * rings.relay_tile_bytes;
-    };
-    const auto send = [&](int q, u64 target, u32 v, const u32(&data)[4]) {
-        reinterpret_cast<Vec16*>(arena.peer(q, target))[v] = Vec16{{data[0], data[1], data[2], data[3]}};
-    };
-    const auto take = [&](u64 source, u32 v, u32(&data)[4]) { load_words(arena.local(source), u64(v) * sizeof(Vec16), ~u64(0), data); };
-    const auto tile_start = [&](u64 i) { return (blockIdx.x + i * gridDim.x) * tile_vectors; };
-    const auto tile_length = [&](u64 i) {
-        const u64 rest = share - tile_start(i);
-        return rest < tile_vectors ? static_cast<u32>(rest) : tile_vectors;
-    };
-    // Bytes from the tensor's start to vector v of the i-th tile of an owner's share; may lie behind the tensor's end for the last owners.
-    const auto offset = [&](int of_share, u64 i, u32 v) { return (of_share * share + tile_start(i) + v) * sizeof(Vec16); };
-
-    for (u64 i = 0; i < tiles + 2; ++i) {
-        if (i < tiles && route.gives(rank)) {
-            const u64 target = place(terms_ring, i, rank);
-            const u32 length = tile_length(i);
-            for (u32 v = threadIdx.x; v < length; v += blockDim.x) {
-                u32 data[W - 1][4];
-#pragma unroll
-                for (int k = 1; k < W; ++k) {
-                    const int of_share = route.share_of(rank_after<W>(rank, k));
-                    if (of_share >= 0) load_words(in, offset(of_share, i, v), bytes, data[k - 1]);
-                }
-#pragma unroll
-                for (int k = 1; k < W; ++k) {
-                    const int q = rank_after<W>(rank, k);
-                    const int of_share = route.share_of(q);
-                    if (of_share < 0) continue;
-                    send(q, target, v, data[k - 1]);
-                    if (keeps) store_words(out, offset(of_share, i, v), bytes, data[k - 1]);
-                }
-            }
-        }
-        if (i >= 1) peers.wait_all(blockIdx.x, number(i - 1) + 1);
-        if (i >= 1 && i - 1 < tiles && own_share >= 0) {
-            const u64 target = place(sums_ring, i - 1, rank);
-            const u32 length = tile_length(i - 1);
-            for (u32 v = threadIdx.x; v < length; v += blockDim.x) {
-                const u64 at = offset(own_share, i - 1, v);
-                u32 own[4] = {}, terms[W][4], total[4] = {};
-                if (route.gives(rank)) load_words(in, at, bytes, own);
-#pragma unroll
-                for (int q = 0; q < W; ++q) {
-                    if (q == rank || !route.gives(q)) continue;
-                    take(place(terms_ring, i - 1, q), v, terms[q]);
-                    if constexpr (!Route::sums) {
-#pragma unroll
-                        for (int w = 0; w < 4; ++w) total[w] = terms[q][w];
-                    }
-                }
-                if constexpr (Route::sums) sum_in_rank_order<E, W>(rank, own, terms, total);
-#pragma unroll
-                for (int k = 1; k < W; ++k) {
-                    const int q = rank_after<W>(rank, k);
-                    if (route.takes(q)) send(q, target, v, total);
-                }
-                if (route.takes(rank)) store_words(out, at, bytes, total);
-                if (route.gives(rank) && keeps) store_words(out, at, bytes, own);
-            }
-        }
-        if (i >= 2 && route.takes(rank)) {
-            const u32 length = tile_length(i - 2);
-            for (u32 v = threadIdx.x; v < length; v += blockDim.x) {
-                u32 sums[W][4];
-#pragma unroll
-                for (int q = 0; q < W; ++q) {
-                    if (q != rank && route.share_of(q) >= 0) take(place(sums_ring, i - 2, q), v, sums[q]);
-                }
-#pragma unroll
-                for (int q = 0; q < W; ++q) {
-                    const int of_share = route.share_of(q);
-                    if (q != rank && of_share >= 0) store_words(out, offset(of_share, i - 2, v), bytes, sums[q]);
-                }
-            }
-        }
-        if (i <= tiles) peers.signal_all(blockIdx.x, number(i) + 1);
+    const Shares shares(bytes, route.owners());
+    if (const int q = threadIdx.x; q < W) {
+        const int share = route.share_of(q);
+        messages.send_at[q] = q == rank ? 0 : shares.at(share);
+        messages.send_bytes[q] = q == rank ? 0 : shares.size(share);
+        messages.receive_at[q] = q == rank ? 0 : shares.at(share);
+        messages.receive_bytes[q] = q == rank ? (route.keeps(rank) ? bytes : 0) : (route.takes(rank) ? shares.size(share) : 0);
     }
-    if (threadIdx.x == 0) *number_at = number(tiles + 1);
+    __syncthreads();
+    char* stages = ptx::dynamic_shared();
+    const u32 warp = threadIdx.x / warp_threads;
+    if (warp == 0) {
+        send_messages<W>(arena, space.sums, messages, in, states[0], stages);
+    } else if (warp == 1) {
+        receive_messages<W>(arena, space.copies, messages, in, out, states[1], stages + stages_bytes);
+    } else {
+        const u64 at = shares.at(route.share_of(rank));
+        sum_share<E, W>(arena, space, route, shares.size(route.share_of(rank)), in + at, out + at, owner, stages + 2 * stages_bytes);
+    }
+}
+
+// By one warp: the share of an owner from the root, to its place in `out` and on to the others.
+template <int W>
+__device__ inline void pass_on(
+    const Arena& arena, const Channels& channels, int root, const u64* bytes, char* out, MoverState<W>& state, OwnerState<W>& owner, char* stages) {
+    const BlockChannels<W> here{arena, channels};
+    const int rank = arena.rank;
+    const u32 others = every_rank & ~(only(root) | only(rank)), lane = Warp{}.thread();
+    u32 known_used[W];  // of the rank so far behind this one
+    if (lane < W) owner.first[lane] = *here.sent(lane);
+    __syncwarp();
+#pragma unroll
+    for (int k = 1; k < W; ++k) known_used[k] = owner.first[rank_after<W>(rank, k)] - rings.depth;
+    Mover<W> mover(arena, channels, storer, state, stages, bytes, here.used(0), 0);
+    const auto source = [&](const auto& tiles) -> const char* {
+        const u32 number = mover.number(tiles);
+        mover.wait(root, here.arrived_slot(), number + 1);
+        return arena.local(here.place(root, rank, number));
+    };
+    const auto deliver = [&](const auto& tiles, const char* stage, auto& queue) {
+        const u32 count = mover.number(tiles) + 1, round = tiles.round(), length = tiles.tile().length();
+        if (ends_batch(count, tiles.tile().last())) mover.peers().acknowledge(root, here.used_slot(), count);
+#pragma unroll
+        for (int k = 1; k < W; ++k) {
+            const int q = rank_after<W>(rank, k);
+            if (q == root) continue;
+            mover.peers().wait(q, here.used_slot(), owner.first[q] + round + 1 - rings.depth, known_used[k]);
+            queue.store(q, here.place(rank, q, owner.first[q] + round), stage, (length + 15) / 16 * 16);
+        }
+        char* target = out + tiles.tile().at;
+        const u32 whole = aligned_for<Vec16>(target) ? length / sizeof(Vec16) * sizeof(Vec16) : 0;
+        queue.store(target, stage, whole);
+        copy_bytes(Warp{}, target + whole, stage + whole, length - whole);
+        if (ends_batch(round + 1, tiles.tile().last())) {
+            queue.end_step(Signal{others, here.arrived_slot(), round + 1, owner.first});
+        } else {
+            queue.end_step();
+        }
+    };
+    mover.move(Rounds<W, -1>(bytes, rank, false), source, deliver);
+    mover.keep(here.used(0), bytes, rank);
+    if (lane < W && (others >> lane & 1)) *here.sent(lane) = owner.first[lane] + MessageTiles{bytes[root]}.count();
+}
+
+// The root's tensor to all.
+template <int W>
+__device__ inline void broadcast(const Arena& arena, const CollectiveWorkspace& space, int root, const char* in, char* out, u64 bytes) {
+    __shared__ MoverState<W> states[2];
+    __shared__ OwnerState<W> owner;
+    __shared__ Messages messages;  // to owners, and to their end
+    __shared__ u64 from_root[W];
+    const int rank = arena.rank;
+    const Shares shares(bytes, W - 1);
+    const auto share_of = [&](int q) { return q == root ? -1 : q - (q > root); };
+    if (const int q = threadIdx.x; q < W) {
+        messages.send_at[q] = q == rank ? 0 : shares.at(share_of(q));
+        messages.send_bytes[q] = q == rank ? 0 : shares.size(share_of(q));
+        messages.receive_at[q] = q == rank ? 0 : shares.at(share_of(q));
+        messages.receive_bytes[q] = rank == root ? (q == root ? bytes : 0) : (q == rank ? 0 : shares.size(share_of(q)));
+        from_root[q] = q == root ? shares.size(share_of(rank)) : 0;
+    }
+    __syncthreads();
+    char* stages = ptx::dynamic_shared();
+    if (threadIdx.x >= warp_threads) {
+        receive_messages<W>(arena, space.copies, messages, in, out, states[1], stages + stages_bytes);
+    } else if (rank == root) {
+        send_messages<W>(arena, space.copies, messages, in, states[0], stages);
+    } else {
+        pass_on<W>(arena, space.copies, root, from_root, out + shares.at(share_of(rank)), states[0], owner, stages);
+    }
 }
 
 }  // namespace peerlane

@@ -16,8 +16,6 @@ struct RingSettings {
     u32 in_flight;       // of them, those on their way out
     u32 batch;           // tiles that one signal, or one acknowledgement, speaks for
     u32 summing_warps;   // of a block that sums
-    u32 relay_threads;   // of a block of a relay
-    u32 relay_tile_bytes;
 };
 #ifndef PEERLANE_RINGS
 #error "PEERLANE_RINGS is not defined: pass the macros of peerlane.device.workspace.Rings().defines()"
@@ -26,11 +24,9 @@ constexpr RingSettings rings{PEERLANE_RINGS};
 
 constexpr bool is_power_of_two(u32 number) { return number > 0 && (number & (number - 1)) == 0; }
 static_assert(is_power_of_two(rings.depth) && is_power_of_two(rings.batch), "numbers of tiles wrap at 2^32");
-static_assert(rings.tile_bytes % 128 == 0 && rings.relay_tile_bytes % 128 == 0 && 0 < rings.in_flight && rings.in_flight < rings.stages);
+static_assert(rings.tile_bytes % 128 == 0 && 0 < rings.in_flight && rings.in_flight < rings.stages);
 // What a sender may still owe, and what a receiver fetches ahead and acknowledges late: exchange.cuh argues why it has to fit.
 static_assert(rings.depth >= rings.stages + 2 * rings.batch, "a ring of this depth can lock sender and receiver");
-
-constexpr u32 relay_depth = 4;  // places per ring of a relay
 
 // Rings of tiles from every rank to every other, one per block: tiles[block][distance - 1][depth] at the receiver, `distance`
 // ranks from the source to it.
@@ -53,10 +49,6 @@ struct CollectiveWorkspace {
     u64 epochs;               // u32[max_epoch_blocks]
     u64 packets;              // two alternating buffers of packet_buffer_bytes each
     u64 packet_buffer_bytes;
-    u64 relay_tiles;          // [relay_blocks][2][relay_depth][W]
-    u64 relay_flags;          // relay_blocks slots
-    u64 relay_numbers;        // u32[relay_blocks]
-    u64 relay_blocks;
     Channels copies, sums;    // apart, because tiles of one may still be unread when a launch of the other begins
 
     // The one that belongs to an epoch. A rank has packet_buffer_bytes / W / 16 packets in it.
