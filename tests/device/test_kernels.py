@@ -14,8 +14,8 @@ from peerlane.errors import UsageError
 REGISTER_BUDGET = {
     "all_reduce_one_shot": 96,
     "all_reduce_two_shot": 96,
-    "all_reduce_relay": 192,
-    "reduce_relay": 192,
+    "all_reduce_relay": 204,
+    "reduce_relay": 204,
     "reduce_packets": 104,
     "reduce_ring": 192,
     "broadcast_relay": 224,

@@ -1,8 +1,9 @@
 """Problem 12, all-gather of the columns of A and a matrix product: one persistent kernel.
 
 A spare warp of every block pushes this rank's columns to all others, rows in order, with a signal behind each piece; the others compute,
-each tile from this rank's own columns on, and wait only for the rows that they need. ``device/include/peerlane/all_gather_gemm.cuh`` is the
-device code. float32, which its tensor cores do not take, is one launch more and a product."""
+each tile from this rank's own columns on, and wait only for the rows that they need. The device code is
+``device/include/peerlane/all_gather_gemm.cuh``.
+float32, which its tensor cores do not take, is one launch more and a product."""
 
 from __future__ import annotations
 

@@ -258,6 +258,7 @@ __device__ inline void sum_tile(const Warps& team, u32 rank, const char* own, co
             }
         }
     }
+#pragma unroll 1
     for (; v * sizeof(Vec16) < bytes; v += team.size()) {
         const u32 at = v * sizeof(Vec16);
         u32 owns[4], terms[W][4], total[4];

@@ -92,7 +92,7 @@ __device__ inline void sum_share(
         if (ends) givers.acknowledge_all(terms.used_slot(), number + 1);
         // Who does not take is known to have come as far as is wanted of it.
         takers.wait_all(totals.used_slot(), counts ? ++sent - rings.depth : known_used, known_used);
-#pragma unroll
+#pragma unroll 1
         for (int k = 1; k < W; ++k) {
             const int q = rank_after<W>(rank, k);
             if (taking >> q & 1) queue.store(q, totals.place(rank, q, state.first[q] + turn), stage, (tile.length() + 15) / 16 * 16);
