@@ -81,7 +81,7 @@ class StressRules:
     shortest_delay_us: float = 10.0
     longest_delay_us: float = 10_000.0
     late_share: float = 2 / 3
-    """of the passes behind the first: in them every call's contents come to its slot right before it"""
+    """of the passes behind the first two, and the second: in them every call's contents come to its slot right before it"""
     crowded_share: float = 0.5
     """of the passes on GPUs: there an eighth of the calls runs beside a kernel that holds SMs"""
 

@@ -21,7 +21,9 @@ from peerlane.settings import StressRules, Supply
 
 GOOD = EXAMPLES / "pytorch" / "8_alltoall_pytorch.py"  # of the problem with the fewest cases
 SUPPLY = Supply(spares=1, builds=0, back_off_s=0.01)
-ONE_PASS = StressRules(calls=3, budget_s=0.0, min_slots=3, max_slots=3)  # so that every evaluation has the same few messages
+ONE_PASS = StressRules(
+    calls=3, budget_s=0.0, overtime_s=0.0, min_slots=3, max_slots=3
+)  # so that every evaluation has the same few messages
 
 
 class Notes(Silent):

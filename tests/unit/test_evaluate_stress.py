@@ -55,19 +55,22 @@ def test_the_last_call_and_some_that_others_followed_are_compared(judge_s: float
 
 
 @pytest.mark.parametrize(
-    ("calls", "seconds_left", "goes_on"),
+    ("calls", "passes", "seconds_left", "goes_on"),
     [
-        (0, -100.0, True),  # one pass there must be
-        (RULES.min_calls - 1, -RULES.overtime_s / 2, True),
-        (RULES.min_calls - 1, -RULES.overtime_s * 2, False),
-        (RULES.min_calls, -0.1, False),
-        (RULES.calls - 1, 10.0, True),
-        (RULES.calls, 10.0, False),
+        (0, 0, -100.0, True),  # one pass there must be
+        (RULES.min_calls, 1, -RULES.overtime_s / 2, True),  # and a late one, if it can be had in time
+        (RULES.calls, 1, 10.0, True),
+        (RULES.min_calls, 1, -RULES.overtime_s * 2, False),
+        (RULES.min_calls - 1, 2, -RULES.overtime_s / 2, True),
+        (RULES.min_calls - 1, 2, -RULES.overtime_s * 2, False),
+        (RULES.min_calls, 2, -0.1, False),
+        (RULES.calls - 1, 2, 10.0, True),
+        (RULES.calls, 2, 10.0, False),
     ],
 )
-def test_passes_end_with_the_calls_or_the_time(calls: int, seconds_left: float, goes_on: bool) -> None:
+def test_passes_end_with_the_calls_or_the_time(calls: int, passes: int, seconds_left: float, goes_on: bool) -> None:
     stress = Stress(None, RULES)  # type: ignore[arg-type]
-    assert stress._goes_on(calls, time.monotonic() + seconds_left) == goes_on
+    assert stress._goes_on(calls, passes, time.monotonic() + seconds_left) == goes_on
 
 
 class ScriptedRanks:

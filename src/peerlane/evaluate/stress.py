@@ -19,6 +19,7 @@ from peerlane.settings import StressRules
 
 _SHARE_OF_BUDGET = 0.25  # one pass of a case may take so much of the time, so that there are several
 _CROWDED_CALLS = 1 / 8
+_FEWEST_PASSES = 2  # the second is a late one
 _POISONED_CALLS = 1 / 2
 
 _dice = random.SystemRandom()
@@ -80,22 +81,24 @@ class Stress:
         trial = Trial(checked.session, checked.group, checked.problem, checked.case, checked.space, slots)
         trial.open()
         order: list[int] = []
-        while self._goes_on(trial.evidence.stressed_calls, end):
-            order = self._pass(trial, order)
+        passes = 0
+        while self._goes_on(trial.evidence.stressed_calls, passes, end):
+            late = passes == 1 or (passes > 1 and _dice.random() < self.rules.late_share)
+            order = self._pass(trial, order if late else _dice.sample(range(trial.slots), trial.slots), late=late)
+            passes += 1
         trial.close()
         return trial
 
-    def _goes_on(self, calls: int, end: float) -> bool:
-        late = end if calls >= self.rules.min_calls else end + self.rules.overtime_s
-        return calls == 0 or (calls < self.rules.calls and time.monotonic() < late)
+    def _goes_on(self, calls: int, passes: int, end: float) -> bool:
+        enough = calls >= self.rules.min_calls and passes >= _FEWEST_PASSES
+        last = end if enough else end + self.rules.overtime_s
+        return passes == 0 or ((calls < self.rules.calls or passes < _FEWEST_PASSES) and time.monotonic() < last)
 
-    def _pass(self, trial: Trial, before: list[int]) -> list[int]:
-        """One pass; returns the order of its slots. In a late one that is the order of the pass ``before`` it: who has learned which slot
-        comes next finds it so, and its contents changed."""
+    def _pass(self, trial: Trial, order: list[int], *, late: bool) -> list[int]:
+        """One pass; returns the order of its slots. In a late one that is the order of the pass before it: who has learned which slot comes
+        next finds it so, and its contents changed."""
         trial.mint(mixed=True)
         trial.reveal()
-        late = bool(before) and _dice.random() < self.rules.late_share
-        order = before if late else _dice.sample(range(trial.slots), trial.slots)
         exchanges = trial.exchanges(order, range(len(order)) if late else ())
         answers = trial.ask_each("stress", "stress", trial.session.deadlines.stress, self._requests(trial, order, exchanges))
         trial.collect_from(answers, choose_compared(order, self.checked.judge_s, self.rules), "stress", exchanges)
