@@ -11,6 +11,7 @@ from peerlane.evaluate.calibrate import read_calibrations
 from peerlane.report.calibration import calibration_table
 from peerlane.report.corpus import rule_table, rules_table
 from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, NOISE, PRODUCTION, RESULTS, TWO_GPUS
+from peerlane.report.kernels import collectives_report, fused_report
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
 from peerlane.report.noise import acceptance_lines, noise_table
 from peerlane.report.records import read_results
@@ -67,10 +68,13 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "noise_of_two": (TWO_GPUS / "noise.jsonl", _noise),
     "solutions_of_two": (TWO_GPUS / "solutions.jsonl", _speeds),
     "mechanisms": (MECHANISMS, _mechanisms),
+    "collectives_of_two": (TWO_GPUS / "collectives.json", collectives_report),
+    "fused_of_two": (TWO_GPUS / "fused.json", fused_report),
     "margins_cpu": (CALIBRATIONS[0], _margins),
     "corpus_rules": (CORPUS, _rules),
     **{f"corpus_{rule}": (CORPUS, _candidates_of(rule)) for rule in RULES},
     "selftest_cpu": (RESULTS / "cpu" / outcome.FILE, _selftest),
+    "selftest_gpu": (TWO_GPUS / outcome.FILE, _selftest),
 }
 """Name of a section -> the file of results it shows, relative to the checkout, and how."""
 
@@ -78,6 +82,7 @@ DOCUMENTS = (
     Path("README.md"),
     Path("docs/measurements.md"),
     Path("docs/calibration.md"),
+    Path("docs/device/collectives.md"),
     Path("docs/device/principles.md"),
     Path("docs/integrity/README.md"),
     *(Path(f"docs/integrity/{rule}.md") for rule in RULES),

@@ -1,0 +1,57 @@
+"""Tables of what ``tests/gpu/bench_kernels.py`` measured: the kit's collectives and fused kernels beside NCCL and cuBLAS."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from peerlane.errors import UsageError
+from peerlane.hardware.environment import node_class
+from peerlane.report.mechanisms import size_text
+from peerlane.report.tables import TextTable
+
+
+def collectives_report(path: Path) -> str:
+    """Microseconds of the kit's collectives and, behind a stroke, of NCCL's, by size."""
+    found = _read(path)
+    operations = list(dict.fromkeys(row["op"] for row in found["rows"]))
+    columns = [name.replace("_", "-") for name in operations]
+    table = TextTable(("size", *columns), right=("size", *columns))
+    for size in sorted({row["bytes"] for row in found["rows"]}):
+        rows = {row["op"]: row for row in found["rows"] if row["bytes"] == size}
+        cells = (f"{_us(rows[name]['ours_us'])} / {_us(rows[name]['nccl_us'])}" if name in rows else "-" for name in operations)
+        table.add(size_text(size), *cells)
+    return f"{table.markdown()}\n{_where(found)}\n"
+
+
+def fused_report(path: Path) -> str:
+    """A row per kernel and width."""
+    found = _read(path)
+    columns = ("kernel", "N", "product us", "wire us", "kit us", "cuBLAS + NCCL us", "faster by", "of the bound")
+    table = TextTable(columns, right=columns[1:])
+    names = {"gemm_rs": "GEMM + reduce-scatter", "ag_gemm": "all-gather + GEMM"}
+    for row in sorted(found["rows"], key=lambda row: (row["op"] != "gemm_rs", row["N"])):
+        times = (_us(row[key]) for key in ("mm_us", "comm_us", "fused_us", "nccl_us"))
+        table.add(names[row["op"]], str(row["N"]), *times, f"{row['ratio']:.2f}x", f"{row['of_bound']:.0%}")
+    return f"{table.markdown()}\n{_where(found)}\n"
+
+
+def _us(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _where(found: dict[str, Any]) -> str:
+    software = found["environment"]["software"]
+    return f"Node: {node_class(found['environment'])}; {found['world_size']} ranks; torch {software['torch']}, nccl {software['nccl']}."
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found["rows"], found["environment"], found["world_size"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path} is not a measurement of kernels ({error!r}): expected what `python tests/gpu/bench_kernels.py --out` writes"
+        ) from None
+    return found

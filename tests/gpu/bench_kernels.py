@@ -1,0 +1,183 @@
+"""Times the kit's collectives and fused kernels beside NCCL and cuBLAS, as replayed CUDA graphs, one process per GPU.
+
+    PYTHONPATH=src python tests/gpu/bench_kernels.py collectives|fused [--world 2] [--out FILE]
+
+A quick look for those who change a kernel: calls of one kind back to back on the same tensors, nothing judged but the size of the error.
+What is published comes from `peerlane eval`, which mints inputs anew and compares every answer. Times are the slowest rank's, in
+microseconds, the median of five stretches of calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from peerlane.device import Communicator, communicator
+from peerlane.hardware.environment import record
+from peerlane.solutions import p012_allgather_gemm, p016_gemm_reducescatter
+
+BF16 = torch.bfloat16
+SIZES = tuple(1 << power for power in (11, 14, 16, 18, 19, 20, 21, 22, 23, 24, 26, 28))
+"""Bytes of the tensor that every rank has at first."""
+WIDTHS = (1024, 2048, 4096, 8192, 16384)
+PORT_GBPS = 375.0
+"""What a port takes in at most, by `peerlane doctor --measure` on 2x H200; for the bound of the fused kernels."""
+Call = Callable[[], Any]
+
+
+def replay(call: Call) -> Call:
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        call()
+    return graph.replay
+
+
+def microseconds(call: Call, calls: int) -> float:
+    graph = replay(call)
+    for _ in range(3):
+        graph()
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(400_000)  # so that the host is ahead
+        start.record()
+        for _ in range(calls):
+            graph()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / calls * 1e3)
+    slowest = torch.tensor([sorted(times)[2]], device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return round(slowest.item(), 2)
+
+
+def collective_calls(kit: Communicator, rank: int, world: int, nbytes: int) -> dict[str, tuple[Call, Call]]:
+    """The kit's call and NCCL's, by name."""
+    count = nbytes // BF16.itemsize
+    mine, whole = torch.randn(count, device="cuda", dtype=BF16), torch.empty(count * world, device="cuda", dtype=BF16)
+    part, other = mine.new_empty(count // world), torch.zeros_like(mine)
+    parts, wholes = (list(mine.chunk(world)), list(whole.chunk(world))) if rank == 0 else (None, None)
+    return {
+        "all_reduce": (lambda: kit.all_reduce(mine, other), lambda: dist.all_reduce(other)),
+        "all_gather": (lambda: kit.all_gather_into_tensor(whole, mine), lambda: dist.all_gather_into_tensor(whole, mine)),
+        "reduce_scatter": (lambda: kit.reduce_scatter_tensor(part, mine), lambda: dist.reduce_scatter_tensor(part, mine)),
+        "all_to_all": (lambda: kit.all_to_all_single(other, mine), lambda: dist.all_to_all_single(other, mine)),
+        "broadcast": (lambda: kit.broadcast(mine, 0, other), lambda: dist.broadcast(other, 0)),
+        "reduce": (lambda: kit.reduce(mine, 0, other), lambda: dist.reduce(other, 0)),
+        "gather": (lambda: kit.gather(mine, whole if rank == 0 else None, 0), lambda: dist.gather(mine, wholes, 0)),
+        "scatter": (lambda: kit.scatter(part, mine if rank == 0 else None, 0), lambda: dist.scatter(part, parts, 0)),
+    }
+
+
+def collectives(rank: int, world: int) -> Iterator[dict[str, Any]]:
+    kit = communicator()
+    for size in SIZES:
+        calls = 100 if size <= 1 << 20 else max(5, min(100, int(2e9 / (size * world))))
+        for name, (ours, nccl) in collective_calls(kit, rank, world, size).items():
+            ours_us, nccl_us = microseconds(ours, calls), microseconds(nccl, calls)
+            yield {"op": name, "bytes": size, "ours_us": ours_us, "nccl_us": nccl_us, "ratio": round(nccl_us / ours_us, 2)}
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The product alone, the kit's kernel, cuBLAS and NCCL; and the bytes that a port must take in."""
+
+    product: Call
+    ours: Call
+    nccl: Call
+    port_bytes: float
+
+
+def gemm_and_reduce_scatter(width: int, world: int) -> Fused:
+    a = torch.randn(width, width // 4, device="cuda", dtype=BF16)
+    b = torch.randn(width // 4, width, device="cuda", dtype=BF16)
+    rows = a.new_empty(width // world, width)
+
+    def nccl() -> torch.Tensor:
+        dist.reduce_scatter_tensor(rows, torch.mm(a, b))
+        return rows
+
+    ours = p016_gemm_reducescatter.solution
+    return Fused(lambda: torch.mm(a, b), lambda: ours(a, b), nccl, (world - 1) * rows.nbytes)
+
+
+def all_gather_and_gemm(width: int, world: int) -> Fused:
+    shard = torch.randn(width, width // world, device="cuda", dtype=BF16)
+    b = torch.randn(width, width // 4, device="cuda", dtype=BF16)
+    gathered, whole = shard.new_empty(world, *shard.shape), torch.randn(width, width, device="cuda", dtype=BF16)
+
+    def nccl() -> torch.Tensor:
+        dist.all_gather_into_tensor(gathered, shard)
+        return torch.mm(gathered.transpose(0, 1).reshape(width, -1), b)
+
+    ours = p012_allgather_gemm.solution
+    return Fused(lambda: torch.mm(whole, b), lambda: ours(shard, b), nccl, (world - 1) * shard.nbytes)
+
+
+def fused(rank: int, world: int) -> Iterator[dict[str, Any]]:
+    for width in WIDTHS:
+        calls = max(4, min(100, int(4e13 / width**3)))
+        for name, make in (("gemm_rs", gemm_and_reduce_scatter), ("ag_gemm", all_gather_and_gemm)):
+            work = make(width, world)
+            product_us, ours_us, nccl_us = (microseconds(call, calls) for call in (work.product, work.ours, work.nccl))
+            got, want, port_us = work.ours().float(), work.nccl().float(), work.port_bytes / PORT_GBPS / 1e3
+            yield {
+                "op": name,
+                "N": width,
+                "mm_us": product_us,
+                "comm_us": round(port_us, 1),
+                "fused_us": ours_us,
+                "nccl_us": nccl_us,
+                "ratio": round(nccl_us / ours_us, 2),
+                "of_bound": round(max(product_us, port_us) / ours_us, 3),
+                "err": f"{((got - want).abs().max() / want.abs().max()).item():.1e}",
+            }
+            del work, got, want
+            torch.cuda.empty_cache()
+
+
+def run(rank: int, world: int, what: str, store: str, out: Path | None) -> None:
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world, device_id=device)
+    rows = []
+    for row in {"collectives": collectives, "fused": fused}[what](rank, world):
+        rows.append(row)
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+    if rank == 0 and out is not None:
+        out.write_text(json.dumps({"environment": record(), "world_size": world, "rows": rows}, indent=1))
+    dist.barrier()
+    os._exit(0)  # communicators of two libraries have no order in which to be taken down
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("collectives", "fused"))
+    parser.add_argument("--world", type=int, default=0, help="ranks; by default all GPUs")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    world = options.world or torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run, args=(world, options.what, os.path.join(folder, "store"), options.out), nprocs=world)
+
+
+if __name__ == "__main__":
+    main()
