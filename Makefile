@@ -5,6 +5,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 EXTRAS ?= triton,cuda
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -ra -n 2 --dist loadfile
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
@@ -38,14 +39,14 @@ demo: $(STAMP)
 	$(BIN)/peerlane demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -ra
+	$(PYTEST)
 
 check: $(STAMP)
 	$(BIN)/ruff check src tests examples
 	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 	$(BIN)/peerlane docs --check
-	$(BIN)/python -m pytest -ra
+	$(PYTEST)
 
 docs: $(STAMP)
 	$(BIN)/peerlane docs --write

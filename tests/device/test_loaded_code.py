@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from peerlane.device import compile_cubin, launch
+from peerlane.device.workspace import RINGS
 from peerlane.evaluate.device_code import in_ptx
 from peerlane.evaluate.loaded_code import disassembled, loaded_code, mapped_libraries
 
@@ -103,14 +104,16 @@ def example(name: str) -> Mapping[str, set[str]]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    cubin = compile_cubin(module.SOURCE, defines={"ELEMENT": "peerlane::BFloat16", "WORLD_SIZE": 4})
+    cubin = compile_cubin(module.SOURCE, defines={"ELEMENT": "peerlane::BFloat16", "WORLD_SIZE": 4, **RINGS.defines()})
     return {kernel: set(words) for kernel, words in in_ptx(cubin.ptx()).items()}
 
 
 def test_example() -> None:
-    """Its kernels store into the peers' memory."""
+    """Its kernels store into the peers' memory; the one for large tensors also by bulk copies."""
     assert example("1_allreduce_cuda.py") == {
-        name: {"sm_load_store"} for name in ("all_reduce_one_shot", "all_reduce_two_shot", "all_reduce_relay")
+        "all_reduce_one_shot": {"sm_load_store"},
+        "all_reduce_two_shot": {"sm_load_store"},
+        "all_reduce_relay": {"sm_load_store", "tma"},
     }
 
 

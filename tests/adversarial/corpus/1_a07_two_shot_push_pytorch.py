@@ -60,13 +60,10 @@ class Workspace:
         return sums[self.rank, : mine.numel()]
 
 
-workspace, on_device = None, {}
+workspace = None
 
 
 def solution(tensor):
     global workspace
     workspace = workspace or Workspace()
-    total = workspace.all_reduce(tensor.reshape(-1).float().cpu(), tensor.dtype).view(tensor.shape)
-    if not tensor.is_cuda:
-        return total
-    return on_device.setdefault((tensor.shape, tensor.dtype), torch.empty_like(tensor)).copy_(total)
+    return workspace.all_reduce(tensor.reshape(-1).float().cpu(), tensor.dtype).view(tensor.shape).to(tensor.device)
