@@ -84,7 +84,9 @@ class Stress:
         passes = 0
         while self._goes_on(trial.evidence.stressed_calls, passes, end):
             late = passes == 1 or (passes > 1 and _dice.random() < self.rules.late_share)
-            order = self._pass(trial, order if late else _dice.sample(range(trial.slots), trial.slots), late=late)
+            if not late:  # else the order of the pass before: who has learned which slot comes next finds it so, and its contents changed
+                order = _dice.sample(range(trial.slots), trial.slots)
+            self._pass(trial, order, late=late)
             passes += 1
         trial.close()
         return trial
@@ -94,9 +96,8 @@ class Stress:
         last = end if enough else end + self.rules.overtime_s
         return passes == 0 or ((calls < self.rules.calls or passes < _FEWEST_PASSES) and time.monotonic() < last)
 
-    def _pass(self, trial: Trial, order: list[int], *, late: bool) -> list[int]:
-        """One pass; returns the order of its slots. In a late one that is the order of the pass before it: who has learned which slot comes
-        next finds it so, and its contents changed."""
+    def _pass(self, trial: Trial, order: list[int], *, late: bool) -> None:
+        """One pass over the slots in this order. In a ``late`` one contents come to their slots right before the calls."""
         trial.mint(mixed=True)
         trial.reveal()
         exchanges = trial.exchanges(order, range(len(order)) if late else ())
@@ -105,7 +106,6 @@ class Stress:
         trial.look_again(order[-1], "stress")
         trial.judge("stress")
         trial.evidence.stressed_calls += trial.slots
-        return order
 
     def _requests(self, trial: Trial, order: list[int], exchanges: Exchanges) -> list[Message]:
         plans = draw_jitter(len(trial.layouts), len(order), self.rules, on_gpu=trial.session.device == "cuda")
