@@ -495,7 +495,7 @@ def test_a_reference_that_is_not_captured_ends_the_baseline(where: str, monkeypa
     else:
         Captures(trial, [True, False], [])
         trial.layouts, trial.case = [], None  # type: ignore[attr-defined]
-        trial.input_bytes = trial.output_bytes = 1.0  # type: ignore[attr-defined]
+        trial.slot_bytes = 1.0  # type: ignore[attr-defined]
         monkeypatch.setattr("peerlane.evaluate.stopwatch.case_request", lambda case: {})
     speed = SpeedTrial(trial, ("eager", "graph"), RULES, None, (), 1e9)  # type: ignore[arg-type]
     speed.baseline()

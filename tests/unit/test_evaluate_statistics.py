@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peerlane.evaluate.speed import Room, choose_slots
+from peerlane.evaluate.speed import choose_slots
 from peerlane.evaluate.statistics import Interval, median_interval, quantile
 from peerlane.settings import TimingRules
 
@@ -93,6 +93,24 @@ def test_product(a: list[float], b: list[float]) -> None:
     assert swapped.low == pytest.approx(product.low) and swapped.high == pytest.approx(product.high)
 
 
+@given(times, st.floats(1e-4, 1.0))
+def test_shrinking_believes_an_estimate_as_far_as_it_is_certain(values: list[float], spread: float) -> None:
+    interval = median_interval(values)
+    shrunk = interval.shrunk(spread)
+    assert shrunk.low <= shrunk.median <= shrunk.high
+    assert abs(math.log(shrunk.median)) <= abs(math.log(interval.median)) * (1 + 1e-9)
+    assert shrunk.high / shrunk.low <= interval.high / interval.low * (1 + 1e-9)
+    assert interval.shrunk(1e6).median == pytest.approx(interval.median)
+    certain = Interval(1.05, 1.05, 1.05, 9)
+    assert certain.shrunk(spread).median == pytest.approx(1.05)
+
+
+def test_shrinking_halves_what_is_as_uncertain_as_what_was_known_before() -> None:
+    error = 0.01
+    interval = Interval(1.04, 1.04 * math.exp(-1.96 * error), 1.04 * math.exp(1.96 * error), 12)
+    assert interval.shrunk(error).median == pytest.approx(1.04**0.5)
+
+
 @given(times)
 def test_product_with_a_certain_number(values: list[float]) -> None:
     interval = median_interval(values)
@@ -112,19 +130,17 @@ sizes = st.floats(0, 1e12)
 
 
 @settings(max_examples=300)
-@given(st.floats(1, 1e6), st.floats(0.01, 1), sizes, sizes, st.sampled_from(["eager", "graph"]))
-def test_slots_of_a_block(call_us: float, share: float, input_bytes: float, output_bytes: float, mode: str) -> None:
+@given(st.floats(1, 1e6), st.floats(0.01, 1), sizes, st.sampled_from(["eager", "graph"]))
+def test_slots_of_a_block(call_us: float, share: float, slot_bytes: float, mode: str) -> None:
     rules, memory = TimingRules(), 140e9
-    slots = choose_slots(call_us, call_us * share, input_bytes, output_bytes, Room(60 * 2**20, memory), rules, mode)
+    slots = choose_slots(call_us, call_us * share, slot_bytes, memory, rules, mode)
     assert rules.min_slots <= slots <= rules.max_slots
     if slots > rules.min_slots:
         assert slots * call_us <= rules.max_block_us
-        assert slots * max(input_bytes, output_bytes) <= rules.arena_share * memory
+        assert slots * slot_bytes <= rules.arena_share * memory
 
 
 def test_slots_are_enough_where_nothing_forbids_it() -> None:
     rules = TimingRules()
-    slots = choose_slots(40.0, 30.0, 2**20, 2**20, Room(50 * 2**20, 140e9), rules, "graph")
-    assert slots * 30.0 >= rules.min_block_us["graph"] * 0.98
-    traffic = 2**20 + 3 * 2**20  # inputs read; outputs written, read and written again
-    assert slots * traffic >= rules.l2_multiple * 50 * 2**20 * 0.98
+    assert choose_slots(40.0, 30.0, 2**20, 140e9, rules, "graph") * 30.0 >= rules.min_block_us["graph"] * 0.98
+    assert choose_slots(900.0, 800.0, 2**20, 140e9, rules, "graph") == rules.usual_slots

@@ -252,6 +252,7 @@ def clockless(monkeypatch: pytest.MonkeyPatch) -> None:
         "_synchronize": lambda: None,
         "_all_reduce": lambda tensor: None,
         "quiesce": lambda: None,
+        "evict": lambda: None,
         "synchronize_all": lambda: None,
     }.items():
         monkeypatch.setattr(timing, name, stand_in)

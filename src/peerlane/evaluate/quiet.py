@@ -1,4 +1,4 @@
-"""A GPU at rest: nothing of this process runs on any of its GPUs, and no part of the L2 cache is set aside.
+"""A GPU at rest: nothing of this process runs on any of its GPUs, no part of the L2 cache is set aside, and nothing useful is in it.
 
 Functions are bound by :func:`bind`, which ranks call before candidate code is loaded.
 """
@@ -16,8 +16,10 @@ from peerlane.evaluate.arena import runtime
 _synchronize, _count = torch.cuda.synchronize, torch.cuda.device_count
 _in_use = getattr(torch._C, "_cuda_hasPrimaryContext", lambda _: False)  # a build without CUDA has no such function
 _clock = time.perf_counter
+_fill = torch.Tensor.fill_
 
 _PROBES = 5
+_L2_MULTIPLE = 3  # of what the cache holds, that is written to leave nothing else in it
 
 
 def synchronize_all() -> None:
@@ -32,6 +34,18 @@ def quiesce() -> None:
     """Waits until this process does nothing, and takes back what part of the current device's L2 cache it may have set aside."""
     synchronize_all()
     bind()()
+
+
+def evict() -> None:
+    """Leaves nothing in the current device's L2 cache that a call could find there, in stream order."""
+    _fill(_filler(), 0)
+
+
+@functools.cache
+def _filler() -> torch.Tensor:
+    """What is written for that; made by the first block, which runs before candidate code is loaded."""
+    l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return torch.empty(_L2_MULTIPLE * l2_bytes, dtype=torch.uint8, device="cuda")
 
 
 @functools.cache

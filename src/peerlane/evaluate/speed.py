@@ -2,7 +2,8 @@
 
 The reference is timed twice. Before candidate code is loaded, in the candidate's own ranks, alternating with the trusted group's
 reference: that gives the ratio between the two places. Afterwards the candidate alternates with the trusted reference alone, which
-tracks drift. The speedup is the product of the two paired ratios, and the spread of the first is the noise floor.
+tracks drift. The speedup is the product of the two paired ratios, the first shrunk towards 1 as far as it is uncertain, and the spread of
+the first is the noise floor.
 """
 
 from __future__ import annotations
@@ -79,30 +80,15 @@ def _is_time(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-@dataclass(frozen=True)
-class Room:
-    """What a block must outgrow, and fit into, in bytes."""
+def choose_slots(call_us: float, shortest_us: float, slot_bytes: float, memory_bytes: float, rules: TimingRules, mode: str) -> int:
+    """Calls per block: long enough to time, and within a share of memory.
 
-    l2_bytes: float
-    memory_bytes: float
-
-
-def choose_slots(
-    call_us: float, shortest_us: float, input_bytes: float, output_bytes: float, room: Room, rules: TimingRules, mode: str
-) -> int:
-    """Calls per block: long enough to time, touching more memory than a few L2 caches hold, and all of it within a share of memory.
-
-    A call reads its inputs and writes its outputs, which the snapshot reads and writes once more. Between the moment when a slot's inputs
-    are minted and the moment when they are used, all other slots have passed through the cache.
-
-    ``call_us``: an eager call of the reference; ``shortest_us``: its shortest in the mode. Bytes are per slot. Slots that are too small to
-    outgrow the cache in any block do not lengthen it.
+    ``call_us``: an eager call of the reference; ``shortest_us``: its shortest in the mode. ``slot_bytes``: of a slot's inputs or outputs,
+    whichever are larger. ``memory_bytes``: of a GPU.
     """
-    outgrowing = rules.l2_multiple * room.l2_bytes / max(input_bytes + 3 * output_bytes, 1.0)
-    wanted = max(rules.min_block_us[mode] / shortest_us, outgrowing if outgrowing <= rules.max_slots else rules.time_only_slots)
+    wanted = max(rules.min_block_us[mode] / shortest_us, rules.usual_slots)
     longest = rules.max_block_us / call_us
-    budget = rules.arena_share * room.memory_bytes
-    fitting = min(budget / max(input_bytes, 1.0), budget / max(output_bytes, 1.0))
+    fitting = rules.arena_share * memory_bytes / max(slot_bytes, 1.0)
     return max(rules.min_slots, int(min(wanted, longest, fitting, rules.max_slots)))
 
 
@@ -258,7 +244,8 @@ class Race:
         self.prepare()
         self._warm(budget_s)
         begin = time.monotonic()
-        while len(self.others) < rules.max_rounds:
+        most = rules.max_baseline_rounds if self.side == "reference" else rules.max_rounds
+        while len(self.others) < most:
             passed_s = time.monotonic() - begin
             enough = len(self.others) >= (rules.min_rounds if passed_s < rules.patience_s else rules.fewest_rounds)
             if enough and (self.ratio().half_width <= target or passed_s > budget_s):

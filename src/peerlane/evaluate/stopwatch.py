@@ -10,7 +10,7 @@ from peerlane.errors import HarnessError
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import case_request
-from peerlane.evaluate.speed import CaptureFailed, Race, Room, choose_slots, not_captured
+from peerlane.evaluate.speed import CaptureFailed, Race, choose_slots, not_captured
 from peerlane.evaluate.statistics import Interval
 from peerlane.evaluate.trial import Rejected, Trial, verdict_of
 from peerlane.evaluate.verdict import CaseEvidence, Estimate, Mode, ModeSpeed, Tampered, Utilisation
@@ -21,7 +21,6 @@ from peerlane.settings import TimingRules
 _PROBE_SLOTS = 8
 _PROBE_BLOCKS = 3
 _PROBE_S = 0.1  # a block that takes longer is enough
-_USUAL_L2_MIB = 64.0  # for a GPU without a profile
 
 
 class Unmeasurable(Exception):
@@ -102,9 +101,9 @@ class SpeedTrial:
                 continue
             trial.mint()
             times[mode] = self._shortest_call_us(Race(trial, mode, "reference", self.rules, _PROBE_SLOTS))
-        room = Room((_USUAL_L2_MIB if self.profile is None else self.profile.l2_mib) * 2**20, self.memory_bytes)
-        bytes_of = trial.input_bytes / _PROBE_SLOTS, trial.output_bytes / _PROBE_SLOTS
-        slots = {mode: choose_slots(times["eager"], us, *bytes_of, room, self.rules, mode) for mode, us in times.items()}
+        slots = {
+            mode: choose_slots(times["eager"], us, trial.slot_bytes, self.memory_bytes, self.rules, mode) for mode, us in times.items()
+        }
         trial.trusted("close_case")
         return slots
 
@@ -163,7 +162,7 @@ class SpeedTrial:
             what = "the reference could not be captured again" if failure.trusted else "cannot be captured"
             raise Unmeasurable(f"{what}: {failure}") from None
         self._check_floor(race)
-        speedup = race.ratio() * _inverse(baseline.ratio())
+        speedup = race.ratio() * _inverse(baseline.ratio().shrunk(self.rules.placement_spread))
         reference_us, candidate_us = baseline.times_us(), race.times_us()
         return ModeSpeed(
             mode=mode,

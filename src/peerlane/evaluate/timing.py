@@ -1,7 +1,7 @@
 """Timed blocks: K calls back to back on one rank, each between two events, in eager or graph mode.
 
-A block starts behind a device-side barrier over all ranks. The times are device times of this rank; the supervisor takes the
-maximum over the ranks per call. Functions used while candidate code is present are bound at import, which happens before.
+A block starts with a cold L2 cache, behind a device-side barrier over all ranks. The times are device times of this rank; the
+supervisor takes the maximum over the ranks per call. Functions used while candidate code is present are bound at import, which happens before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.evaluate.quiet import quiesce, synchronize_all
+from peerlane.evaluate.quiet import evict, quiesce, synchronize_all
 from peerlane.evaluate.recorder import collectives
 from peerlane.evaluate.slots import OutputRegions, Unowned
 from peerlane.problems._tree import Tree
@@ -88,6 +88,7 @@ class Block(abc.ABC):
             if cores is not None:
                 _set_affinity(0, cores)  # this thread alone: NCCL's threads on the same core would slow it down
             quiesce()
+            evict()
             if self.head_start_us:
                 head_start_us = self.head_start_us * len(order) + _EXCHANGE_US * len(between)
                 _sleep(int(head_start_us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
