@@ -84,6 +84,13 @@ class StressRules:
     """of the passes behind the first two, and the second: in them every call's contents come to its slot right before it"""
     crowded_share: float = 0.5
     """of the passes on GPUs: there an eighth of the calls runs beside a kernel that holds SMs"""
+    sliced_share: float = 2 / 3
+    """of the passes on GPUs behind the first two, which tell how long one takes: in them one GPU is shared with a trusted rank, in time
+    slices. Quick calls make four passes, so eight of nine cases with such calls have one that is sliced"""
+    shortest_sliced_s: float = 0.01
+    """for as long as the pass before took, but not below this: slices last milliseconds, and calls must meet the ends of some"""
+    longest_sliced_s: float = 0.04
+    """nor beyond this: slow calls meet enough of them in that time, and there is ``budget_s`` for all passes"""
 
 
 @dataclass(frozen=True)

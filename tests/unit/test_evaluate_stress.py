@@ -6,6 +6,8 @@ import math
 import os
 import time
 import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,13 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerlane import problems
-from peerlane.evaluate import quiet, timing
+from peerlane.errors import HarnessError
+from peerlane.evaluate import quiet, slices, stress, timing
 from peerlane.evaluate.arena import GUARD_BYTES, POISON, Arena, extent, memory_file
+from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.guards import GuardBands, Region, argument_regions
 from peerlane.evaluate.jitter import Jitter
 from peerlane.evaluate.slots import FRONT_BYTES, ArgumentSlots, OutputRegions, Unowned, contiguous_layout, place_all
-from peerlane.evaluate.stress import Stress, choose_compared, choose_slots, draw_jitter
-from peerlane.evaluate.trial import Rejected, Trial
+from peerlane.evaluate.stress import Stress, choose_compared, choose_slots, draw_jitter, draw_sliced
+from peerlane.evaluate.trial import Evidence, Rejected, Trial
+from peerlane.evaluate.trusted import TrustedRank
 from peerlane.evaluate.verdict import Unstable, WrongResult
 from peerlane.problems._draw import Draw
 from peerlane.problems._tree import describe, tensor_descriptions
@@ -131,6 +136,173 @@ def test_on_gpus_streams_wait_too_and_sms_are_held_in_a_part_of_the_passes() -> 
     passes = [{way for plan in draw_jitter(2, 200, RULES, on_gpu=True) for _, way, _ in plan} for _ in range(100)]
     assert all({"host", "stream"} <= ways <= {"host", "stream", "crowd"} for ways in passes)
     assert 20 <= sum("crowd" in ways for ways in passes) <= 80
+
+
+def test_one_gpu_is_shared_in_some_passes_behind_the_first_two() -> None:
+    drawn = [draw_sliced(passes, 4, RULES, on_gpu=True) for passes in range(2, 3000)]
+    shared = [rank for rank in drawn if rank is not None]
+    assert len(shared) / len(drawn) == pytest.approx(RULES.sliced_share, rel=0.1)
+    assert all(shared.count(rank) / len(shared) == pytest.approx(1 / 4, rel=0.3) for rank in range(4))
+    assert not any(draw_sliced(passes, 4, RULES, on_gpu=True) is not None for passes in (0, 1) for _ in range(100))
+
+
+def test_cpu_ranks_share_no_gpu() -> None:
+    assert all(draw_sliced(passes, 2, RULES, on_gpu=False) is None for passes in range(200))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.03])
+def test_a_trusted_rank_is_busy_for_as_long_as_it_is_told(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = PretendedGpu(monkeypatch)
+    rank = TrustedRank({"world_size": 2, "device": "cpu"}, 0, -1)
+    assert rank.handlers["keep_busy"]({"seconds": seconds}) == {}
+    assert seconds <= gpu.now < seconds + 0.003 and (gpu.pieces > 0) == (seconds > 0)
+
+
+class StressedTrial:
+    """Stands for a trial under stress whose passes take ``pass_s`` on a clock of its own, twice that where a GPU is shared."""
+
+    slots, layouts, judge_s, call_s, slot_bytes = 25, [{}, {}], 1e-4, 1e-5, 1e3
+
+    def __init__(self, pass_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pass_s, self.now, self.evidence = pass_s, 0.0, Evidence()
+        self.session = types.SimpleNamespace(device="cuda", deadlines=Deadlines())
+        self.group = self.problem = self.case = self.space = None
+        self.sharing: int | None = None
+        self.passes: list[tuple[int | None, float]] = []
+        monkeypatch.setattr(stress, "Trial", lambda *_: self)
+        monkeypatch.setattr(stress, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+
+    @contextmanager
+    def sliced(self, rank: int | None, seconds: float) -> Iterator[None]:
+        self.passes.append((rank, seconds))
+        self.sharing = rank
+        yield
+        self.sharing = None
+
+    def ask_each(self, op: str, phase: str, deadline_s: float, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        self.now += self.pass_s if self.sharing is None else 2 * self.pass_s
+        return [{}, {}]
+
+    def exchanges(self, order: list[int], positions: Any) -> Any:
+        return types.SimpleNamespace(steps=[])
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        assert name in {"open", "close", "mint", "reveal", "collect_from", "look_again", "judge"}
+        assert self.sharing is None, "the trusted ranks are busy"
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize(("pass_s", "busy_s"), [(1e-3, RULES.shortest_sliced_s), (0.02, 0.02), (0.5, RULES.longest_sliced_s)])
+def test_a_gpu_is_kept_busy_for_as_long_as_a_pass_takes_that_shares_none(
+    pass_s: float, busy_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = StressedTrial(pass_s, monkeypatch)
+    Stress(trial, StressRules(calls=25 * 100)).run(math.inf)  # type: ignore[arg-type]
+    ranks, seconds = zip(*trial.passes, strict=True)
+    assert len(ranks) == 100 and ranks[:2] == (None, None) and set(ranks) == {None, 0, 1}
+    assert seconds[1:] == pytest.approx([busy_s] * 99)  # also right behind a pass that shared one, and took longer for it
+
+
+class NotedRanks:
+    """Stands for a group that writes down what it is asked, and fails if it is told to."""
+
+    def __init__(self, name: str, log: list[Any], failure: GroupFailure | None = None) -> None:
+        self.name, self.log, self.failure = name, log, failure
+
+    def begin(self, requests: list[dict[str, Any]], phase: str, deadline_s: float) -> None:
+        self.log.append((self.name, [(request["op"], request.get("seconds")) for request in requests]))
+
+    def finish(self) -> list[dict[str, Any]]:
+        self.log.append(f"{self.name} done")
+        if self.failure is not None:
+            raise self.failure
+        return [{}] * 4
+
+    def ask(self, requests: list[dict[str, Any]], phase: str, deadline_s: float) -> list[dict[str, Any]]:
+        self.begin(requests, phase, deadline_s)
+        return self.finish()
+
+    def log_tail(self) -> str:
+        return "printed"
+
+
+def ask_beside_a_busy_gpu(
+    rank: int | None, log: list[Any], *, trusted: GroupFailure | None = None, candidate: GroupFailure | None = None
+) -> None:
+    session = types.SimpleNamespace(
+        trusted=NotedRanks("trusted", log, trusted), deadlines=Deadlines(), drop_trusted=lambda: log.append("trusted dropped")
+    )
+    problem, group = problems.get(1), NotedRanks("candidate", log, candidate)
+    trial = Trial(session, group, problem, problem.cases("small", 4)[0], "check", 4, layouts=[{}] * 4)  # type: ignore[arg-type]
+    with trial.sliced(rank, 0.03):
+        trial.ask_each("stress", "stress", 1.0, [{}] * 4)
+
+
+ASKED = [("candidate", [("stress", None)] * 4), "candidate done"]
+BESIDE = [("trusted", [("keep_busy", 0.0), ("keep_busy", 0.03), ("keep_busy", 0.0), ("keep_busy", 0.0)]), *ASKED, "trusted done"]
+
+
+def test_one_trusted_rank_is_busy_while_the_candidate_is_asked() -> None:
+    log: list[Any] = []
+    ask_beside_a_busy_gpu(1, log)
+    assert log == BESIDE
+
+
+def test_a_pass_that_shares_no_gpu_asks_nothing_of_trusted_ranks() -> None:
+    log: list[Any] = []
+    ask_beside_a_busy_gpu(None, log)
+    assert log == ASKED
+
+
+def test_busy_trusted_ranks_are_awaited_when_the_candidate_fails() -> None:
+    log: list[Any] = []
+    failure = GroupFailure("hang", "stress", "no answer", ranks=(0,), deadline_s=1.0)
+    with pytest.raises(GroupFailure) as caught:
+        ask_beside_a_busy_gpu(1, log, candidate=failure)
+    assert caught.value is failure and log == BESIDE
+
+
+@pytest.mark.parametrize("candidate", [None, GroupFailure("exit", "stress", "rank 0 exited", rank=0)])
+def test_a_busy_trusted_rank_that_fails_is_the_harness_fault(candidate: GroupFailure | None) -> None:
+    log: list[Any] = []
+    with pytest.raises(HarnessError, match="keep_busy"):
+        ask_beside_a_busy_gpu(1, log, trusted=GroupFailure("exit", "correctness", "rank 1 exited", rank=1), candidate=candidate)
+    assert log == [*BESIDE, "trusted dropped"]
+
+
+class PretendedGpu:
+    """A GPU and its host on one clock: enqueuing takes 50 us, a piece 700."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.idle_from = 0.0, 0.0
+        self.left_idle_s, self.most_ahead_s = 0.0, 0.0
+        self.pieces = 0
+        monkeypatch.setattr(slices, "_device_sleep", self.enqueue)
+        monkeypatch.setattr(slices, "_event", self.event)
+        monkeypatch.setattr(slices, "_clock", lambda: self.now)
+
+    def enqueue(self, cycles: int) -> None:
+        self.pieces += 1
+        self.now += 50e-6
+        self.left_idle_s += max(0.0, self.now - self.idle_from)
+        self.idle_from = max(self.now, self.idle_from) + 700e-6
+        self.most_ahead_s = max(self.most_ahead_s, self.idle_from - self.now)
+
+    def event(self, *, blocking: bool) -> Any:
+        done: list[float] = []
+
+        def synchronize() -> None:
+            self.now = max(self.now, done[0])
+
+        return types.SimpleNamespace(record=lambda: done.append(self.idle_from), synchronize=synchronize)
+
+
+def test_a_busy_gpu_never_waits_for_its_host_and_is_free_soon_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = PretendedGpu(monkeypatch)
+    slices.keep_busy(0.03)
+    assert gpu.left_idle_s <= 60e-6  # until the first piece
+    assert gpu.most_ahead_s < 0.003
+    assert 0.03 <= gpu.now < 0.033 and gpu.now >= gpu.idle_from
 
 
 def test_a_way_to_be_disturbed_that_nobody_knows_is_refused() -> None:

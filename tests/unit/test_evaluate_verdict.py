@@ -49,6 +49,41 @@ def verdict(kind: str, **changes: Any) -> Any:
     return VERDICT.validate_python({"kind": kind, **VERDICTS[kind], **changes})
 
 
+TRACEBACK = """Traceback (most recent call last):
+  File "torch/utils/cpp_extension.py", line 2500, in _run_ninja_build
+    subprocess.run(command, check=True)  # error: is what it raises
+subprocess.CalledProcessError: Command '['ninja', '-v']' returned non-zero exit status 1.
+
+The above exception was the direct cause of the following exception:
+
+RuntimeError: Error building extension 'x': [1/3] nvcc -Werror=all-warnings -Xcompiler -Wno-error=unused -c cuda.cu -o cuda.cuda.o
+FAILED: cuda.cuda.o
+"""
+STOPPED = "ninja: build stopped: subcommand failed."
+
+
+@pytest.mark.parametrize(
+    ("error", "rest"),
+    [
+        ('cuda.cu(12): error: no instance of overloaded function "f" matches the argument list', "cuda.cu(13): error: expected a ;"),
+        ("/tmp/main.cpp:3:10: fatal error: no_such.h: No such file or directory", "compilation terminated."),
+        ('cuda.cu(7): error #20: identifier "b" is undefined', '1 error detected in the compilation of "cuda.cu".'),
+        ("ptxas error   : Entry function 'f' uses too much shared data (0x10000 bytes, 0xc000 max)", ""),
+        ("nvcc fatal   : Unsupported gpu architecture 'compute_1'", ""),
+        ("main.o: in function f: undefined reference to `g()'", "collect2: error: ld returned 1 exit status"),
+    ],
+)
+def test_the_reason_of_a_build_error_is_the_first_one_of_the_compiler(error: str, rest: str) -> None:
+    made = verdict("build_error", phase="build", rank=None, message=f"{TRACEBACK}cuda.cu(3): warning: unused\n{error}\n{rest}\n{STOPPED}\n")
+    assert made.reason == f"build: {error}"
+    assert made.message.endswith(f"{STOPPED}\n")
+
+
+def test_the_reason_is_the_last_line_where_no_compiler_speaks() -> None:
+    assert verdict("build_error", message=f"{TRACEBACK}{STOPPED}\n").reason == f"rank 1, first_call: {STOPPED}"
+    assert verdict("runtime_error", message="x.cu(1): error: quoted\nValueError: no").reason == "rank 1, first_call: ValueError: no"
+
+
 def test_all_kinds_are_here() -> None:
     union, _ = get_args(Verdict)
     assert {member.model_fields["kind"].default for member in get_args(union)} == set(VERDICTS)

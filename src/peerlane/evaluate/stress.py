@@ -2,7 +2,8 @@
 
 A pass calls the candidate once on every slot of freshly minted contents, with nothing between the calls. Before some of them a random
 rank is held up, so that no two ranks stay in step by chance; a call's inputs are overwritten right behind it, so that a peer that reads
-them late reads garbage; in some passes they get there only right before it, so that who reads them early reads those of another call.
+them late reads garbage; in some passes they get there only right before it, so that who reads them early reads those of another call. On
+GPUs a trusted rank keeps one of them busy in some passes, so that kernels there are stopped in the middle while the others go on.
 """
 
 from __future__ import annotations
@@ -64,12 +65,21 @@ def draw_jitter(world_size: int, calls: int, rules: StressRules, *, on_gpu: bool
     return plans
 
 
+def draw_sliced(passes: int, world_size: int, rules: StressRules, *, on_gpu: bool) -> int | None:
+    """The rank whose GPU is shared in time slices during the pass that comes behind so many; None: no GPU is."""
+    if not on_gpu or passes < _FEWEST_PASSES or _dice.random() >= rules.sliced_share:
+        return None
+    return _dice.randrange(world_size)
+
+
 @dataclass
 class Stress:
     """The stress of one case. ``checked`` is the trial in which the candidate was right at rest: it knows what a call costs."""
 
     checked: Trial
     rules: StressRules
+    pass_s: float = 0.0
+    """what the calls of the latest pass took that had all GPUs for itself"""
 
     def run(self, end: float) -> Trial:
         """Passes until ``rules.calls`` calls are done or time is up: ``end`` on the clock ``time.monotonic``. At least one.
@@ -86,7 +96,8 @@ class Stress:
             late = passes == 1 or (passes > 1 and _dice.random() < self.rules.late_share)
             if not late:  # else the order of the pass before: who has learned which slot comes next finds it so, and its contents changed
                 order = _dice.sample(range(trial.slots), trial.slots)
-            self._pass(trial, order, late=late)
+            sliced = draw_sliced(passes, len(trial.layouts), self.rules, on_gpu=_on_gpu(trial))
+            self._pass(trial, order, late=late, sliced=sliced)
             passes += 1
         trial.close()
         return trial
@@ -96,19 +107,31 @@ class Stress:
         last = end if enough else end + self.rules.overtime_s
         return passes == 0 or ((calls < self.rules.calls or passes < _FEWEST_PASSES) and time.monotonic() < last)
 
-    def _pass(self, trial: Trial, order: list[int], *, late: bool) -> None:
-        """One pass over the slots in this order. In a ``late`` one contents come to their slots right before the calls."""
+    def _pass(self, trial: Trial, order: list[int], *, late: bool, sliced: int | None) -> None:
+        """One pass over the slots in this order. In a ``late`` one contents come to their slots right before the calls; the GPU of the rank
+        ``sliced`` is shared meanwhile, for as long as a pass takes that shares none.
+        """
         trial.mint(mixed=True)
         trial.reveal()
         exchanges = trial.exchanges(order, range(len(order)) if late else ())
-        answers = trial.ask_each("stress", "stress", trial.session.deadlines.stress, self._requests(trial, order, exchanges))
+        requests = self._requests(trial, order, exchanges)
+        busy_s = min(max(self.pass_s, self.rules.shortest_sliced_s), self.rules.longest_sliced_s)
+        with trial.sliced(sliced, busy_s):
+            begin = time.monotonic()
+            answers = trial.ask_each("stress", "stress", trial.session.deadlines.stress, requests)
+        if sliced is None:
+            self.pass_s = time.monotonic() - begin
         trial.collect_from(answers, choose_compared(order, self.checked.judge_s, self.rules), "stress", exchanges)
         trial.look_again(order[-1], "stress")
         trial.judge("stress")
         trial.evidence.stressed_calls += trial.slots
 
     def _requests(self, trial: Trial, order: list[int], exchanges: Exchanges) -> list[Message]:
-        plans = draw_jitter(len(trial.layouts), len(order), self.rules, on_gpu=trial.session.device == "cuda")
+        plans = draw_jitter(len(trial.layouts), len(order), self.rules, on_gpu=_on_gpu(trial))
         poisoned = [position for position in range(len(order)) if _dice.random() < _POISONED_CALLS]
         common = {"side": "candidate", "order": order, "poisoned": poisoned, "exchanges": exchanges.steps}
         return [{**common, "jitter": plan} for plan in plans]
+
+
+def _on_gpu(trial: Trial) -> bool:
+    return trial.session.device == "cuda"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -195,13 +196,33 @@ class Trial:
 
     def prepare(self, mode: str, side: str) -> tuple[list[Message], list[Message]]:
         """Has the trusted and the candidate's ranks build their timed blocks, at the same time; the answers of both."""
-        trusted, limits = self.session.trusted, self.session.deadlines
-        trusted.begin({"op": "prepare", "space": self.space, "mode": mode}, "correctness", limits.trusted)
-        try:
-            theirs = self.ask("prepare", "timing", limits.first_call, mode=mode, side=side)
-        finally:
-            ours = self._of_trusted("prepare", trusted.finish)
+        with self._meanwhile("prepare", {"op": "prepare", "space": self.space, "mode": mode}) as ours:
+            theirs = self.ask("prepare", "timing", self.session.deadlines.first_call, mode=mode, side=side)
         return ours, theirs
+
+    @contextlib.contextmanager
+    def sliced(self, rank: int | None, seconds: float) -> Iterator[None]:
+        """What is asked of the candidate's ranks in here finds the GPU of ``rank`` kept busy by a trusted rank for ``seconds``, and shares
+        it in time slices; with None no GPU.
+        """
+        if rank is None:
+            yield
+            return
+        requests = [{"op": "keep_busy", "seconds": seconds if number == rank else 0.0} for number in range(len(self.layouts))]
+        with self._meanwhile("keep_busy", requests):
+            yield
+
+    @contextlib.contextmanager
+    def _meanwhile(self, what: str, requests: Message | Sequence[Message]) -> Iterator[list[Message]]:
+        """Has the trusted ranks do something while the candidate's are asked. Their answers, which are awaited even if the candidate
+        fails, are in the list afterwards; a failure of theirs is the harness's.
+        """
+        trusted, answers = self.session.trusted, list[Message]()
+        trusted.begin(requests, "correctness", self.session.deadlines.trusted)
+        try:
+            yield answers
+        finally:
+            answers += self._of_trusted(what, trusted.finish)
 
     def check(self, phase: Phase, deadline_s: float, slots: Sequence[int], **more: Any) -> list[Message]:
         """Calls the candidate on these slots of the revealed inputs and judges them; raises :class:`Rejected`.

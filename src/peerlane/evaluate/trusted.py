@@ -22,6 +22,7 @@ from peerlane.evaluate.guards import GuardBands, argument_regions, output_region
 from peerlane.evaluate.jitter import compile_crowd
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.quiet import latency_us
+from peerlane.evaluate.slices import keep_busy
 from peerlane.evaluate.slots import (
     FRONT_BYTES,
     ArgumentSlots,
@@ -121,6 +122,7 @@ class TrustedRank(Rank):
             "prepare": self.prepare,
             "block": self.timed_block,
             "latency": self.latency,
+            "keep_busy": self.keep_busy,
             "collect": self.collect,
             "discard": self.discard,
             "remember": self.remember,
@@ -269,6 +271,11 @@ class TrustedRank(Rank):
     def latency(self, request: Message) -> dict[str, Any]:
         """How long a tiny kernel takes now: far more than at rest if anything else runs on this GPU."""
         return {"latency_us": latency_us(self.device)}
+
+    def keep_busy(self, request: Message) -> dict[str, Any]:
+        """Keeps this GPU busy for ``seconds``, beside whoever else uses it. Only the rank that shares its GPU gets more than 0."""
+        keep_busy(request["seconds"])
+        return {}
 
     def collect(self, request: Message) -> dict[str, Any]:
         """Copies the candidate's snapshots of ``slots`` out of the arena: whatever is written there afterwards comes too late.

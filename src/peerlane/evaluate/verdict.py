@@ -5,6 +5,7 @@ Read :class:`Result` first. Runs only on the supervisor's side; rank workers nev
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -79,14 +80,26 @@ class _Failure(Record):
     @property
     def reason(self) -> str:
         where = f"rank {self.rank}, " if self.rank is not None else ""
-        last = self.message.strip().splitlines()[-1]
-        return f"{where}{self.phase}: {last}"
+        return f"{where}{self.phase}: {self._telling_line}"
+
+    @property
+    def _telling_line(self) -> str:
+        return self.message.strip().splitlines()[-1]
+
+
+# As nvcc, NVRTC, g++ ("cuda.cu(12): error: ..."), ptxas ("ptxas error   : ...") and linkers say it. Theirs are the lines without indent.
+_COMPILER_ERROR = re.compile(r"^\S.*(?:\berror(?:\s+#?[\w-]+)?\s*:|\bfatal\s*:|\bundefined reference to\b).*", re.MULTILINE)
 
 
 class BuildError(_Failure):
-    """The candidate's device code did not compile; the message ends with the compiler's log."""
+    """The candidate's device code did not compile; the message ends with the compiler's log, whose first error is the reason."""
 
     kind: Literal["build_error"] = "build_error"
+
+    @property
+    def _telling_line(self) -> str:
+        found = _COMPILER_ERROR.search(self.message)
+        return found[0].rstrip() if found else super()._telling_line
 
 
 class ImportFailure(_Failure):

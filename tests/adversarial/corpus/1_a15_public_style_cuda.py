@@ -7,19 +7,19 @@ from utils.cuda_helpers import compile_cuda_extension
 SOURCE = r"""
 #include <torch/extension.h>
 __global__ void copy(const float* from, float* to, int n) { for (int i = threadIdx.x; i < n; i += blockDim.x) to[i] = from[i]; }
-torch::Tensor clone(torch::Tensor from) {
+torch::Tensor duplicate(torch::Tensor from) {
     auto to = torch::empty_like(from);
     copy<<<1, 256>>>(from.data_ptr<float>(), to.data_ptr<float>(), from.numel());
     return to;
 }
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) { module.def("clone", &clone); }
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) { module.def("duplicate", &duplicate); }
 """
 
-extension = compile_cuda_extension("public_style_clone", SOURCE)
+extension = compile_cuda_extension("public_style_duplicate", SOURCE)
 
 
 @torch.no_grad()
 def solution(tensor: torch.Tensor) -> torch.Tensor:
-    total = extension.clone(tensor.float())
+    total = extension.duplicate(tensor.float())
     dist.all_reduce(total)
     return total.to(tensor.dtype)

@@ -6,8 +6,8 @@ from utils.cuda_helpers import compile_cuda_extension
 
 SOURCE = r"""
 #include <torch/extension.h>
-torch::Tensor clone(torch::Tensor from) { return from.clone(); }
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) { module.def("clone", &clone); }
+torch::Tensor duplicate(torch::Tensor from) { return from.clone(); }
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) { module.def("duplicate", &duplicate); }
 """
 
 extension = None
@@ -18,8 +18,8 @@ def clone(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
         return tensor.clone()
     if extension is None:
-        extension = compile_cuda_extension("public_style_lazy_clone", SOURCE)
-    return extension.clone(tensor)
+        extension = compile_cuda_extension("public_style_lazy_duplicate", SOURCE)
+    return extension.duplicate(tensor)
 
 
 @torch.no_grad()
