@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from peerlane.evaluate.exchanges import MOST_BYTES, Exchanges, kinds_of_slots
 from peerlane.evaluate.slots import ArgumentSlots, contiguous_layout
+from peerlane.evaluate.trusted import TrustedRank
 
 
 @given(st.permutations(range(7)), st.lists(st.integers(0, 2), min_size=7, max_size=7), st.sets(st.integers(0, 6)))
@@ -46,6 +49,33 @@ def test_slots_are_alike_where_they_are_on_every_rank() -> None:
     assert kinds_of_slots([{**one, "input_bytes": 5 * MOST_BYTES}]) == [-1] * 4
 
 
+def test_the_trusted_reference_finds_its_contents_where_they_were_minted_after_a_block() -> None:
+    slots = [(torch.full((3,), float(slot)),) for slot in range(4)]
+    layout, size = contiguous_layout(iter(slots))
+    private = ArgumentSlots(torch.zeros(size, dtype=torch.uint8), layout, str)
+    for slot, tree in enumerate(slots):
+        private.fill(slot, tree)
+    seen = []
+
+    def contents() -> list[int]:
+        return [int(tensors[0][0]) for tensors in private.tensors]
+
+    def run(cores: None, order: list[int], between: dict[int, Callable[[], None]]) -> dict[str, Any]:
+        for position, slot in enumerate(order):
+            between.get(position, lambda: None)()
+            seen.append(contents()[slot])
+        return {"span_us": 1.0}
+
+    rank = TrustedRank({"world_size": 2, "device": "cpu"}, 0, -1)
+    rank.cores = None
+    block = types.SimpleNamespace(run=run)
+    rank._open["timed"] = types.SimpleNamespace(blocks={"eager": block}, private=private)  # type: ignore[assignment]
+    request = {"space": "timed", "mode": "eager", "order": [1, 2, 0, 3], "exchanges": [[1, 2, 0], [2, 0, 3]]}
+    assert rank.timed_block(request) == {"span_us": 1.0}
+    assert seen == [1, 0, 3, 2]
+    assert contents() == [0, 1, 2, 3]
+
+
 def test_exchanged_slots_hold_each_others_tensors_and_leave_the_rest_alone() -> None:
     slots = [(torch.full((3,), float(slot)), [torch.full((5,), slot, dtype=torch.int64)]) for slot in range(3)]
     layout, size = contiguous_layout(iter(slots))
@@ -54,7 +84,7 @@ def test_exchanged_slots_hold_each_others_tensors_and_leave_the_rest_alone() -> 
     for slot, tree in enumerate(slots):
         arguments.fill(slot, tree)
     before = data.clone()
-    arguments.exchange(0, 2)
+    arguments.exchanger(0, 2)()
     assert [[int(tensor[0]) for tensor in tensors] for tensors in arguments.tensors] == [[2, 2], [1, 1], [0, 0]]
-    arguments.exchange(2, 0)
+    arguments.exchangers([(1, 2, 0)])[1]()
     assert torch.equal(data, before)

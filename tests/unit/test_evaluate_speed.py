@@ -59,6 +59,7 @@ class FakeTrial:
     steps: list[Any] = field(default_factory=list)
     collected: list[list[int]] = field(default_factory=list)
     exchanged: list[Exchanges] = field(default_factory=list)
+    trusted_steps: list[Any] = field(default_factory=list)
     counted: int = 0
     minted: int = 0
     revealed: int = 0
@@ -77,6 +78,7 @@ class FakeTrial:
             return [{"latency_us": self.latency_us}] * RANKS
         self.log.append(f"trusted {op}")
         if op == "block":
+            self.trusted_steps.append(more["exchanges"])
             return self._block("trusted", self.trusted_us, self.trusted_hand_off_s, more["order"])
         return [{"captured": True}] * RANKS
 
@@ -269,6 +271,13 @@ def test_in_timed_blocks_calls_that_are_compared_get_their_contents_late() -> No
     warming = trial.steps[: -len(sent)]
     assert warming and not any(warming)
     assert len(set(sent)) > 1
+
+
+def test_the_reference_is_disturbed_by_as_many_late_changes_as_the_candidate() -> None:
+    trial = steady(slots=40)
+    race(trial).run(budget_s=10)
+    assert [len(steps) for steps in trial.trusted_steps] == [len(steps) for steps in trial.steps]
+    assert any(trial.trusted_steps) and trial.trusted_steps[-1] != trial.steps[-1]
 
 
 def test_every_block_uses_its_slots_in_an_order_of_its_own() -> None:

@@ -163,9 +163,7 @@ class CandidateRank(Rank):
         """One timed block; the answer carries the times and what the calls returned."""
         attached = self._spaces[request["space"]]
         block = attached.blocks[request["mode"]]
-        exchange = attached.arguments.exchange
-        between = {position: functools.partial(exchange, slot, other) for position, slot, other in request["exchanges"]}
-        times = block.run(self.cores, request["order"], between)
+        times = block.run(self.cores, request["order"], attached.arguments.exchangers(request["exchanges"]))
         attached.latest = block.latest
         return {**times, "outputs": attached.outputs.descriptions}
 
@@ -213,11 +211,11 @@ class CandidateRank(Rank):
         for position, way, us in request["jitter"]:
             before.setdefault(position, []).append((way, us))
         poisoned = set(request["poisoned"])
-        exchanged = {position: (slot, other) for position, slot, other in request["exchanges"]}
+        between = attached.arguments.exchangers(request["exchanges"])
         attached.latest = list
         for position, slot in enumerate(order):
-            if position in exchanged:
-                attached.arguments.exchange(*exchanged[position])
+            if position in between:
+                between[position]()
             if position in poisoned:
                 self._poison(outputs.layout[slot])
             for way, us in before.get(position, ()):

@@ -6,7 +6,7 @@ Both sides build their views from the same descriptions, which travel as JSON.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,12 +70,21 @@ class ArgumentSlots:
         for region in self._regions(slot):
             _fill(region, POISON)
 
-    def exchange(self, slot: int, other: int) -> None:
-        """Has the tensors of two slots of one structure exchange their contents, in stream order."""
-        for mine, theirs in zip(self._regions(slot), self._regions(other), strict=True):
-            kept = _clone(mine)
-            _copy(mine, theirs)
-            _copy(theirs, kept)
+    def exchanger(self, slot: int, other: int) -> Callable[[], None]:
+        """What has the tensors of two slots of one structure exchange their contents, in stream order, and as quickly as it can."""
+        pairs = list(zip(self._regions(slot), self._regions(other), strict=True))
+
+        def exchange() -> None:
+            for mine, theirs in pairs:
+                kept = _clone(mine)
+                _copy(mine, theirs)
+                _copy(theirs, kept)
+
+        return exchange
+
+    def exchangers(self, steps: Iterable[tuple[int, int, int]]) -> dict[int, Callable[[], None]]:
+        """By position, what carries out the steps of :class:`Exchanges`."""
+        return {position: self.exchanger(slot, other) for position, slot, other in steps}
 
     def _regions(self, slot: int) -> Iterator[torch.Tensor]:
         """The bytes of the slot's tensors, one region each."""

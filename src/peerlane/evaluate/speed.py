@@ -16,12 +16,15 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from peerlane.errors import HarnessError
+from peerlane.evaluate.exchanges import Exchanges
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.statistics import Interval, median_interval, quantile
 from peerlane.evaluate.trial import Rejected, Trial
 from peerlane.evaluate.verdict import Tampered
 from peerlane.settings import TimingRules
+
+_dice = random.SystemRandom()
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,16 @@ class CaptureFailed(Exception):
         self.trusted = trusted
 
 
+@dataclass(frozen=True)
+class _Calls:
+    """What a block of the other side is to be: the order of its slots, whether outputs are compared, of which slots, and late changes."""
+
+    order: list[int]
+    compared: bool
+    chosen: list[int]
+    exchanges: Exchanges
+
+
 def not_captured(answers: list[Message]) -> str | None:
     """Why a rank could not build its block, by the ranks' answers to ``prepare``."""
     return next((str(answer.get("why")) for answer in answers if not answer.get("captured")), None)
@@ -127,37 +140,42 @@ class Race:
     discarded: int = 0
     suspicious: int = 0
 
-    def trusted_block(self) -> BlockTimes:
-        """One block of the trusted reference on what was minted."""
+    def trusted_block(self, late: int = 0) -> BlockTimes:
+        """One block of the trusted reference on what was minted; before so many calls contents change places, as on the other side."""
+        order = self._new_order()
+        steps = self.trial.exchanges(order, _dice.sample(range(1, self.slots - 1), late)).steps
         begin = time.perf_counter()
-        answers = self.trial.trusted("block", mode=self.mode, order=self._new_order())
+        answers = self.trial.trusted("block", mode=self.mode, order=order, exchanges=steps)
         outer_us = (time.perf_counter() - begin) * 1e6
         try:
             return BlockTimes.of(answers, self.slots, outer_us)
         except GroupFailure as failure:
             raise HarnessError(f"the trusted reference cannot be timed: {failure.message}") from None
 
-    def other_block(self, *, compared: bool) -> BlockTimes:
-        """One block of the other side on what was minted, revealed just before; ``compared`` has some of its outputs collected."""
-        trial, order = self.trial, self._new_order()
-        chosen = self._chosen_slots(order[-1]) if compared else []
-        exchanges = trial.exchanges(order, self._late_calls(order, chosen))
-        request = {"mode": self.mode, "side": self.side, "order": order, "exchanges": exchanges.steps}
+    def other_block(self, calls: _Calls) -> BlockTimes:
+        """One block of the other side on what was minted, revealed just before."""
+        trial, order, chosen = self.trial, calls.order, calls.chosen
+        request = {"mode": self.mode, "side": self.side, "order": order, "exchanges": calls.exchanges.steps}
         trial.reveal(self.slots)
         begin = time.perf_counter()
         answers = trial.ask("block", "timing", trial.session.deadlines.timing, **request)
         times = BlockTimes.of(answers, self.slots, (time.perf_counter() - begin) * 1e6)
         latencies = [float(answer["latency_us"]) for answer in trial.trusted("latency")]
-        if compared:
+        if calls.compared:
             trial.count_collectives(answers)
-            if chosen and trial.collect_from(answers, chosen, "timing", exchanges) > self.rules.max_waiting_bytes:
+            if chosen and trial.collect_from(answers, chosen, "timing", calls.exchanges) > self.rules.max_waiting_bytes:
                 trial.judge("timing")
             trial.look_again(order[-1], "timing")
         return replace(times, idle_latency_us=max(latencies))
 
     def _new_order(self) -> list[int]:
         """The order in which a block uses its slots: another one every time, so that nobody can know the next slot beforehand."""
-        return random.SystemRandom().sample(range(self.slots), self.slots)
+        return _dice.sample(range(self.slots), self.slots)
+
+    def _draw_calls(self, *, compared: bool) -> _Calls:
+        order = self._new_order()
+        chosen = self._chosen_slots(order[-1]) if compared else []
+        return _Calls(order, compared, chosen, self.trial.exchanges(order, self._late_calls(order, chosen)))
 
     def rehearse(self, marker: str) -> list[Message]:
         """A block of the candidate's on new contents, recorded instead of timed, its outputs judged; what the ranks answered.
@@ -180,15 +198,16 @@ class Race:
 
     def _round(self, *, warming: bool = False) -> tuple[BlockTimes, BlockTimes]:
         """A block of each side in random order, on the same new contents; a candidate's outputs are compared, but for warm-up."""
-        compared = self.side == "candidate" and not warming
+        calls = self._draw_calls(compared=self.side == "candidate" and not warming)
+        late = len(calls.exchanges.steps)
         self.trial.mint(slots=self.slots)
-        if random.SystemRandom().random() < 0.5:
-            other = self.other_block(compared=compared)
-            return self.trusted_block(), other
-        reference = self.trusted_block()
+        if _dice.random() < 0.5:
+            other = self.other_block(calls)
+            return self.trusted_block(late), other
+        reference = self.trusted_block(late)
         if self.trial.problem.changeable:
             self.trial.mint(slots=self.slots)
-        return reference, self.other_block(compared=compared)
+        return reference, self.other_block(calls)
 
     def _chosen_slots(self, last: int) -> list[int]:
         """The slots of a block to be compared: a share of them at random and the last one, or as many at random as can be judged in time.
@@ -196,18 +215,18 @@ class Race:
         Where even one per round is too many, some rounds have none; which, nobody knows beforehand. Comparison waits for the end of the
         race, so that neighbouring blocks stay close in time.
         """
-        slots, dice = self.slots, random.SystemRandom()
+        slots = self.slots
         share = max(1, math.ceil(self.rules.compared_share * slots))
         affordable = self.rules.judging_s / self.rules.max_rounds / max(self.trial.judge_s, 1e-9)
         if share + 1 <= affordable:
-            return sorted({last, *dice.sample(range(slots), share)})
-        count = int(affordable) + (dice.random() < affordable % 1)
-        return sorted(dice.sample(range(slots), min(count, slots)))
+            return sorted({last, *_dice.sample(range(slots), share)})
+        count = int(affordable) + (_dice.random() < affordable % 1)
+        return sorted(_dice.sample(range(slots), min(count, slots)))
 
     def _late_calls(self, order: list[int], chosen: list[int]) -> list[int]:
         """Positions of calls, not the first, whose contents are to change right before them: some of those that are compared."""
         compared = [position for position, slot in enumerate(order) if position and slot in chosen]
-        return random.SystemRandom().sample(compared, min(self.rules.late_changes, len(compared)))
+        return _dice.sample(compared, min(self.rules.late_changes, len(compared)))
 
     def _warm(self, budget_s: float) -> None:
         """Rounds until two neighbours agree on both sides: for at least ``warm_calls`` calls a side or ``warm_s``, and no longer than

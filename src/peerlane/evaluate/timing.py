@@ -1,7 +1,9 @@
 """Timed blocks: K calls back to back on one rank, each between two events, in eager or graph mode.
 
 A block starts with a cold L2 cache, behind a device-side barrier over all ranks. The times are device times of this rank; the
-supervisor takes the maximum over the ranks per call. Functions used while candidate code is present are bound at import, which happens before.
+supervisor takes the maximum over the ranks per call.
+
+Functions used while candidate code is present are bound at import, which happens before.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _synchronize = torch.cuda.synchronize
 _current_stream, _set_stream = torch.cuda.current_stream, torch.cuda.set_stream
 _sleep = torch.cuda._sleep
 _CYCLES_PER_US = 1_800  # SM clock
-_EXCHANGE_US = 100.0  # of host time, generously, of what happens between two calls
+_EXCHANGE_US = 300.0  # of host time, generously, of what happens between two calls
 _replay = torch.cuda.CUDAGraph.replay
 _all_reduce = dist.all_reduce
 _get_affinity, _set_affinity = os.sched_getaffinity, os.sched_setaffinity

@@ -265,8 +265,14 @@ class TrustedRank(Rank):
         return {"captured": True}
 
     def timed_block(self, request: Message) -> dict[str, Any]:
-        """One timed block of the reference on the minted inputs."""
-        return self.opened(request).blocks[request["mode"]].run(self.cores, request["order"])
+        """One timed block of the reference on the minted inputs. Contents change places as in the candidate's block, which costs the host
+        time in both, and are put back behind it."""
+        current, steps = self.opened(request), request["exchanges"]
+        times = current.blocks[request["mode"]].run(self.cores, request["order"], current.private.exchangers(steps))
+        for _, slot, other in reversed(steps):
+            current.private.exchanger(slot, other)()
+        self.synchronize()
+        return times
 
     def latency(self, request: Message) -> dict[str, Any]:
         """How long a tiny kernel takes now: far more than at rest if anything else runs on this GPU."""
