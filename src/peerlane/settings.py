@@ -128,7 +128,7 @@ class TimingRules:
     warm_calls: int = 20
     warm_s: float = 0.3
     """of warm-up, if that comes before ``warm_calls``"""
-    max_warm_calls: int = 100
+    max_warm_calls: int = 60
     warm_agreement: float = 0.02
     min_rounds: int = 9
     patience_s: float = 2.0
@@ -150,7 +150,7 @@ class TimingRules:
     compared_share: float = 0.25
     late_changes: int = 2
     """per block whose outputs are compared, of calls that are compared"""
-    judging_s: float = 0.4
+    judging_s: float = 0.25
     """for comparing the outputs of a race; where that does not do for the share, fewer are compared, chosen over all rounds"""
     max_waiting_bytes: int = 4 << 30
     """of snapshots that wait for the end of a race to be compared"""

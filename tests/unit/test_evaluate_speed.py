@@ -25,7 +25,7 @@ from peerlane.settings import Deadlines, TimingRules
 
 SLOTS = 8
 RANKS = 2
-RULES = TimingRules(warm_calls=SLOTS, min_rounds=9, max_rounds=12)
+RULES = TimingRules(warm_calls=SLOTS, min_rounds=9, max_rounds=12, judging_s=0.4)
 
 
 @dataclass
@@ -271,6 +271,20 @@ def test_in_timed_blocks_calls_that_are_compared_get_their_contents_late() -> No
     warming = trial.steps[: -len(sent)]
     assert warming and not any(warming)
     assert len(set(sent)) > 1
+
+
+@pytest.mark.parametrize(
+    ("side", "changeable", "renewed"), [("reference", (), False), ("reference", ("x",), True), ("candidate", (), True)]
+)
+def test_contents_are_new_in_every_round_unless_nobody_could_know_them(side: str, changeable: set[str], renewed: bool) -> None:
+    trial = steady(problem=FakeProblem(changeable=frozenset(changeable)))
+    run = race(trial, side)
+    run.run(budget_s=10)
+    blocks = len(trial.orders["other"])
+    assert blocks >= len(run.others) >= RULES.min_rounds
+    assert (trial.log.count("mint") >= blocks, trial.log.count("reveal") > blocks) == (renewed, renewed)
+    if not renewed:
+        assert trial.log.count("mint") == trial.log.count("reveal") == 1
 
 
 def test_the_reference_is_disturbed_by_as_many_late_changes_as_the_candidate() -> None:

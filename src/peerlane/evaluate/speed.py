@@ -155,8 +155,9 @@ class Race:
     def other_block(self, calls: _Calls) -> BlockTimes:
         """One block of the other side on what was minted, revealed just before."""
         trial, order, chosen = self.trial, calls.order, calls.chosen
+        if self._needs_new_contents:
+            trial.reveal(self.slots)
         request = {"mode": self.mode, "side": self.side, "order": order, "exchanges": calls.exchanges.steps}
-        trial.reveal(self.slots)
         begin = time.perf_counter()
         answers = trial.ask("block", "timing", trial.session.deadlines.timing, **request)
         times = BlockTimes.of(answers, self.slots, (time.perf_counter() - begin) * 1e6)
@@ -171,6 +172,11 @@ class Race:
     def _new_order(self) -> list[int]:
         """The order in which a block uses its slots: another one every time, so that nobody can know the next slot beforehand."""
         return _dice.sample(range(self.slots), self.slots)
+
+    @property
+    def _needs_new_contents(self) -> bool:
+        """In every round. The reference against itself may go on with what it has, unless that is changed by calls."""
+        return self.side == "candidate" or bool(self.trial.problem.changeable)
 
     def _draw_calls(self, *, compared: bool) -> _Calls:
         order = self._new_order()
@@ -197,10 +203,11 @@ class Race:
         self.trial.reveal(self.slots)
 
     def _round(self, *, warming: bool = False) -> tuple[BlockTimes, BlockTimes]:
-        """A block of each side in random order, on the same new contents; a candidate's outputs are compared, but for warm-up."""
+        """A block of each side in random order, on the same contents. A candidate gets new ones, and but for warm-up is compared."""
         calls = self._draw_calls(compared=self.side == "candidate" and not warming)
         late = len(calls.exchanges.steps)
-        self.trial.mint(slots=self.slots)
+        if self._needs_new_contents:
+            self.trial.mint(slots=self.slots)
         if _dice.random() < 0.5:
             other = self.other_block(calls)
             return self.trusted_block(late), other

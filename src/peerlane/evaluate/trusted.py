@@ -163,15 +163,16 @@ class TrustedRank(Rank):
         slots: int = request["slots"]
         groups = self.groups(problem.process_groups(case))
         layout, offset = [], FRONT_BYTES
-        for slot in range(slots):
-            tree = strip_overlap(self._inputs(problem, case, self.rank, slot, 0, RANDOM))
+        trees = [strip_overlap(self._inputs(problem, case, self.rank, slot, 0, RANDOM)) for slot in range(slots)]
+        for tree in trees:
             placed, offset = place_all(describe(tree), offset)
             layout.append(placed)
         input_bytes = offset
         staging = torch.empty(max(offset, 1), dtype=torch.uint8, device=self.device)
         private = ArgumentSlots(staging, layout, groups.__getitem__)
-        for slot in range(slots):
-            private.fill(slot, strip_overlap(self._inputs(problem, case, self.rank, slot, 0, RANDOM)))
+        for slot, tree in enumerate(trees):
+            private.fill(slot, tree)
+        del trees, tree
         reference = problem.reference_of(case.variant)
         output_layout, output_bytes = contiguous_layout(problem.answer(reference(*args), args) for args in private.args)
         self.synchronize()
