@@ -118,7 +118,7 @@ class TimingRules:
 
     min_block_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 4_000.0, "graph": 2_000.0})
     """by launch mode: eager calls vary more"""
-    max_block_us: float = 20_000.0
+    max_block_us: float = 12_000.0
     usual_slots: int = 12
     """per block, however long a call takes, where ``max_block_us`` and memory allow"""
     max_slots: int = 160
@@ -131,7 +131,7 @@ class TimingRules:
     max_warm_calls: int = 60
     warm_agreement: float = 0.02
     min_rounds: int = 9
-    patience_s: float = 2.0
+    patience_s: float = 1.0
     """of a race; after it ``fewest_rounds`` do"""
     fewest_rounds: int = 6
     max_rounds: int = 24

@@ -287,6 +287,16 @@ def test_contents_are_new_in_every_round_unless_nobody_could_know_them(side: str
         assert trial.log.count("mint") == trial.log.count("reveal") == 1
 
 
+@pytest.mark.parametrize(
+    ("times", "median_us", "mean_us"),
+    [([400.0, 300.0, 200.0, 150.0] + [100.0] * 8, 100.0, 154.17), ([300.0, 100.0, 120.0], 110.0, 173.33), ([5.0], 5.0, 5.0)],
+)
+def test_calls_that_find_cold_caches_count_in_the_mean_only(times: list[float], median_us: float, mean_us: float) -> None:
+    block = BlockTimes(tuple(times), sum(times), 1e6)
+    assert block.median_us == median_us and block.mean_us == pytest.approx(mean_us, abs=0.01)
+    assert block.skew == pytest.approx(mean_us / median_us, rel=1e-3)
+
+
 def test_the_reference_is_disturbed_by_as_many_late_changes_as_the_candidate() -> None:
     trial = steady(slots=40)
     race(trial).run(budget_s=10)

@@ -80,7 +80,7 @@ class Block(abc.ABC):
     def run(self, cores: set[int] | None, order: list[int], between: Between | None = None) -> dict[str, Any]:
         """One block, this thread kept on ``cores``, its slots in this order.
 
-        Returns ``iterations_us`` (per slot that was used), ``span_us`` (first start to last end) and ``collectives``: how many the process
+        Returns ``iterations_us`` (call by call), ``span_us`` (first start to last end) and ``collectives``: how many the process
         groups counted in the calls, captured ones included.
         """
         _collect()
@@ -102,7 +102,7 @@ class Block(abc.ABC):
         finally:
             _set_affinity(0, everywhere)
             _gc_enable()
-        iterations = [_elapsed(self._starts[slot], self._ends[slot]) * 1e3 for slot in sorted(order)]
+        iterations = [_elapsed(self._starts[slot], self._ends[slot]) * 1e3 for slot in order]
         return {
             "iterations_us": iterations,
             "span_us": _elapsed(self._starts[order[0]], self._ends[order[-1]]) * 1e3,
