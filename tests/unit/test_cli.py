@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,15 @@ import pytest
 import typer.main
 
 from peerlane import cli, problems
-from peerlane.cli import _console, _progress
+from peerlane.cli import _console, _progress, doctor
 from peerlane.cli._console import ExitCode
 from peerlane.errors import HarnessError, MissingDependency, UsageError
 from peerlane.evaluate.verdict import HarnessFailure, NotRun
 from peerlane.hardware import topology
+from peerlane.hardware.ceilings import Ceilings, Measurement
 from unit.sample_results import ENVIRONMENT, hung, on_cpu, result, wrong
 
+MECHANISMS_FILE = Path(__file__).parents[2] / "results" / "h200x4" / "mechanisms.json"
 COMMAND_LINE = {
     "doctor": ["--measure", "--json"],
     "list": ["--json"],
@@ -286,6 +289,33 @@ def test_doctor_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert run(monkeypatch, "doctor") == ExitCode.OK
     out = capsys.readouterr().out
     assert printed["node"] in out and all(check["name"] in out for check in printed["checks"])
+
+
+@pytest.mark.parametrize(
+    ("ending", "why"),
+    [
+        (subprocess.CompletedProcess((), 4, "", "peerlane: no link\n"), "no link"),
+        (subprocess.CompletedProcess((), 0, "", ""), "not a measurement"),
+        (subprocess.TimeoutExpired((), 90), "90 s"),
+        (None, None),
+    ],
+)
+def test_doctor_measures_mechanisms_too(ending: Any, why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bench(command: list[str], **_: Any) -> Any:
+        if isinstance(ending, Exception):
+            raise ending
+        if ending is None:
+            shutil.copy(MECHANISMS_FILE, command[-1])
+        return ending or subprocess.CompletedProcess((), 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", bench)
+    before = Ceilings("node", "2026-01-02", {}, {"hbm_copy_tbps": Measurement(4.0, 3.9, 4.1, 9)}, ("a note",))
+    after = doctor._with_mechanisms(before)
+    assert after.figures.items() >= before.figures.items() and after.notes[0] == "a note"
+    if why is None:
+        assert after.median("nvlink_sm_store_gbps") is not None and after.median("packet_round_us") is not None and len(after.notes) == 1
+    else:
+        assert after.figures == before.figures and "mechanisms: not measured" in after.notes[1] and why in after.notes[1]
 
 
 def test_docs_are_written_checked_and_found_stale(

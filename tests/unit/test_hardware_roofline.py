@@ -140,6 +140,17 @@ def test_measured_peaks_replace_the_datasheets_and_name_what_they_lack() -> None
     assert roofline([Cost(43e6, 0, 0)], peaks).assumed == peaks.assumed
 
 
+def test_the_best_mechanism_and_the_shortest_trip_are_the_ceilings() -> None:
+    peaks = measured_peaks(
+        ceilings(
+            nvlink_pair_gbps=389, nvlink_copy_engine_push_gbps=392, nvlink_sm_store_gbps=366, flag_exchange_us=1.8, packet_round_us=1.4
+        ),
+        H200_SXM,
+    )
+    assert peaks.nvlink_gbps == 392 and peaks.latency_us == pytest.approx(0.7)
+    assert not {"nvlink", "latency"} & set(peaks.assumed)
+
+
 def test_nothing_measured_is_the_datasheet_and_says_so() -> None:
     peaks = measured_peaks(ceilings(), H200_SXM)
     assert set(peaks.assumed) == {"bf16", "fp16", "fp8", "tf32", "fp32", "fp64", "hbm", "nvlink", "latency"}

@@ -20,8 +20,9 @@ from peerlane.device.mechanisms import Bandwidth, Latency, Mechanisms
 from peerlane.errors import MissingDependency, UsageError
 from peerlane.evaluate.verdict import CandidateInfo, Result
 from peerlane.hardware import environment, topology
+from peerlane.hardware.ceilings import FIGURES
 from peerlane.report import sections
-from peerlane.report.mechanisms import MeasuredMechanisms, choice_table, mechanisms_report, read_mechanisms, size_text
+from peerlane.report.mechanisms import MeasuredMechanisms, as_ceilings, choice_table, mechanisms_report, read_mechanisms, size_text
 from peerlane.report.plots import Point, mechanisms_plot, sweep_bytes, sweep_plot, write_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -123,6 +124,16 @@ def test_the_table_to_choose_by() -> None:
     ]
     text = mechanisms_report(MECHANISMS)
     assert "4x NVIDIA H200, NVLink, driver 580; 2026-01-02; 7 samples each" in text and "| flag | 2.50 | 2.40 | 2.70 | 7 |" in text
+
+
+def test_what_the_doctor_keeps_of_them() -> None:
+    kept = as_ceilings(MECHANISMS.mechanisms)
+    assert {name: (item.median, item.p10, item.p90, item.n) for name, item in kept.items()} == {
+        "nvlink_copy_engine_push_gbps": (390.0, 388.0, 391.0, 7),
+        "nvlink_sm_store_gbps": (360.0, 358.0, 361.0, 7),
+        "flag_round_us": (2.5, 2.4, 2.7, 7),
+    }
+    assert kept.keys() < FIGURES.keys()
 
 
 def test_a_line_per_mechanism_at_its_best_block_count() -> None:

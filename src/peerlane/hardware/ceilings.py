@@ -11,7 +11,7 @@ import re
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,27 @@ FIGURES: Mapping[str, str] = {
     "nvlink_pair_gbps": "256 MB pushed by the copy engine to one peer, all else idle, 10^9 bytes/s",
     "nvlink_ring_gbps": "the same, every GPU to its next one at once; each sample is the slowest GPU's",
     "flag_exchange_us": "two GPUs write a flag to each other and wait for the other's, device time",
+    **{
+        f"nvlink_{mechanism}_gbps": f"{how}; GPU 0 and one peer, all else idle, the fastest size and number of blocks, 10^9 bytes/s"
+        for mechanism, how in {
+            "copy_engine_push": "written by the copy engine",
+            "copy_engine_pull": "read by the copy engine",
+            "sm_store": "16-byte stores of SMs",
+            "sm_load": "16-byte loads of SMs",
+            "bulk_store": "bulk copies out of shared memory",
+            "bulk_add": "bulk copies that add",
+            "bulk_load": "bulk copies into shared memory",
+        }.items()
+    },
+    "flag_round_us": "a flag from one GPU to another and back, with its fences, device time",
+    "packet_round_us": "a packet, which carries its flag, there and back, device time",
+    "barrier_round_us": "a barrier of all GPUs inside of a kernel, device time",
     "nccl_allreduce_8b_us": "NCCL all-reduce of 8 bytes, called from Python, slowest rank",
     "nccl_allreduce_256b_us": "NCCL all-reduce of 256 bytes, called from Python, slowest rank",
     "nccl_allreduce_2048b_us": "NCCL all-reduce of 2048 bytes, called from Python, slowest rank",
     "nccl_allreduce_graph_8b_us": "NCCL all-reduce of 8 bytes, replayed as a CUDA graph, slowest rank",
 }
-"""Every figure that may be measured, and what it is."""
+"""Every figure that may be measured, and what it is. Those by mechanism are `peerlane bench mechanisms`'."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +95,10 @@ class Ceilings:
         """The figure's median, or None if it was not measured."""
         found = self.figures.get(figure)
         return found.median if found else None
+
+    def joined(self, figures: Mapping[str, Measurement], notes: Sequence[str] = ()) -> Ceilings:
+        """These and more."""
+        return replace(self, figures={**self.figures, **figures}, notes=(*self.notes, *notes))
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able form, the inverse of :meth:`from_json`."""

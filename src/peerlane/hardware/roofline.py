@@ -117,10 +117,14 @@ def datasheet_peaks(profile: HardwareProfile) -> Peaks:
     )
 
 
+_TRIPS = {"flag_exchange_us": 1.0, "flag_round_us": 0.5, "packet_round_us": 0.5}
+
+
 def measured_peaks(ceilings: Ceilings, profile: HardwareProfile) -> Peaks:
     """The medians measured on a node; what was not measured is the datasheet's, and named in ``assumed``.
 
-    The link rate is the better of one pair alone and all in a ring. NCCL's latency is not used: it is no bound, kernels undercut it.
+    The link rate is the best that any mechanism reached. The latency is one trip over the link: half of what a packet or a flag takes
+    there and back, or two flags that cross, whichever is shortest. NCCL's latency is no bound: kernels undercut it.
     """
     sheet = datasheet_peaks(profile)
     assumed: list[str] = []
@@ -132,16 +136,16 @@ def measured_peaks(ceilings: Ceilings, profile: HardwareProfile) -> Peaks:
             return otherwise
         return value
 
-    links = [value for value in (ceilings.median("nvlink_pair_gbps"), ceilings.median("nvlink_ring_gbps")) if value is not None]
-    if not links:
-        assumed.append("nvlink")
+    links = [item.median for name, item in ceilings.figures.items() if name.startswith("nvlink_")]
+    trips = [item.median * share for name, share in _TRIPS.items() if (item := ceilings.figures.get(name)) is not None]
+    assumed += [name for name, found in (("nvlink", links), ("latency", trips)) if not found]
     return Peaks(
         source="measured",
         tensor_tflops={dtype: measured(f"{dtype}_matmul_tflops", peak, dtype) for dtype, peak in sheet.tensor_tflops.items()},
         vector_tflops={dtype: measured(f"{dtype}_matmul_tflops", peak, dtype) for dtype, peak in sheet.vector_tflops.items()},
         hbm_tbps=measured("hbm_copy_tbps", sheet.hbm_tbps, "hbm"),
         nvlink_gbps=max(links, default=sheet.nvlink_gbps),
-        latency_us=measured("flag_exchange_us", sheet.latency_us, "latency"),
+        latency_us=min(trips, default=sheet.latency_us),
         assumed=tuple(assumed),
     )
 

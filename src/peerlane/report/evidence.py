@@ -18,7 +18,7 @@ NOISE, REFERENCES = NODE / "noise.jsonl", NODE / "references.jsonl"
 PRODUCTION, PUBLIC = NODE / "production.jsonl", NODE / "public_references.json"
 CALIBRATIONS = (RESULTS / "cpu" / "calibration.jsonl", NODE / "calibration.jsonl")
 TWO_GPUS = RESULTS / "h200x2"
-MECHANISMS = TWO_GPUS / "mechanisms.json"
+MECHANISMS = NODE / "mechanisms.json"
 COUNTED_WORLD_SIZE = 4
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from peerlane.device.mechanisms import Bandwidth, Latency, Mechanisms, fastest
 from peerlane.errors import UsageError
+from peerlane.hardware.ceilings import Measurement
 from peerlane.hardware.environment import node_class
 from peerlane.report.tables import TextTable
 
@@ -46,9 +47,22 @@ def read_mechanisms(path: Path) -> MeasuredMechanisms:
         ) from None
 
 
+def as_ceilings(measured: Mechanisms) -> dict[str, Measurement]:
+    """What each mechanism reached between two GPUs, and how long messages took, as figures of :class:`peerlane.hardware.ceilings.Ceilings`.
+    The lowest and the highest of the few samples stand for their percentiles.
+    """
+    found: dict[str, Measurement] = {}
+    for row in measured.bandwidths:
+        name = f"nvlink_{row.mechanism}_gbps"
+        if row.peers == row.movers == 1 and (name not in found or row.gbps > found[name].median):
+            found[name] = Measurement(row.gbps, row.lowest_gbps, row.highest_gbps, row.n)
+    return found | {f"{row.what}_round_us": Measurement(row.us, row.lowest_us, row.highest_us, row.n) for row in measured.latencies}
+
+
 def size_text(nbytes: int) -> str:
-    """``64 KiB``, ``240 MiB``."""
-    return f"{nbytes / 2**20:.4g} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.4g} KiB"
+    """``64 KiB``, ``240 MiB``, to three digits: a size that had to be cut into equal parts keeps its name."""
+    mebibytes = float(f"{nbytes / 2**20:.3g}")
+    return f"{mebibytes:.4g} MiB" if mebibytes >= 1 else f"{float(f'{nbytes / 2**10:.3g}'):.4g} KiB"
 
 
 def bandwidth_table(bandwidths: Iterable[Bandwidth], peers: int) -> TextTable:
