@@ -26,7 +26,7 @@ BLOCKS, THREADS = 4096, 1024
 
 
 def solution(tensor):
-    total = tensor.float()
+    total = tensor.to(torch.float32, copy=True)
     dist.all_reduce(total)
     out, arrived = torch.empty_like(total), torch.zeros(1, dtype=torch.int32, device=total.device)
     args = [total, out, ctypes.c_uint64(total.numel()), arrived]
