@@ -74,6 +74,19 @@ def test_spares_are_taken_in_the_order_of_their_start() -> None:
     assert len(made) == 2 and queue.take() is made[0] and len(queue) == 1 and notes == []
 
 
+def test_spares_are_started_in_a_batch_when_few_are_left() -> None:
+    made: list[Group] = []
+    queue = Spares("candidate", Starts(iter(()), made), Supply(spares=5, low_water=2), lambda _: None)
+    counts = []
+    for _ in range(9):
+        queue.refill(5)
+        counts.append(len(made))
+        queue.take()
+    assert counts == [5, 5, 5, 5, 9, 9, 9, 9, 13]
+    queue.refill(1)  # what is left of a run needs no more
+    assert len(made) == 13
+
+
 def test_a_group_that_does_not_start_is_tried_again_and_said_so() -> None:
     queue, made, notes = spares(False, False, True)
     queue.refill(1)

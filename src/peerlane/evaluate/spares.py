@@ -30,8 +30,10 @@ class Spares:
         return len(self._waiting)
 
     def refill(self, wanted: int) -> None:
-        """Starts what is missing to ``wanted`` groups. They use cores and GPUs until :meth:`settle`."""
+        """Starts what is missing to ``wanted`` groups once there are few. They use cores and GPUs until :meth:`settle`."""
         self._drop_lost()
+        if len(self._waiting) >= min(wanted, self._supply.low_water):
+            return
         while len(self._waiting) < wanted:
             try:
                 self._waiting.append(self._start())

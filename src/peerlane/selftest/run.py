@@ -111,7 +111,7 @@ class _Run:
             device=self.plan.device,
             track=setting[1],
             isolation=self.tier,
-            supply=SELFTEST_SUPPLY,
+            supply=SELFTEST_SUPPLY[self.plan.device],
             deadlines=SELFTEST_DEADLINES,
             rules=SELFTEST_RULES,
         )
