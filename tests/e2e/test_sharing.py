@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from e2e.runs import DEADLINES, GOOD
 from peerlane.errors import UsageError
-from peerlane.evaluate import EvaluationPlan, discover, evaluation, isolation
+from peerlane.evaluate import EvaluationPlan, discover, evaluation, isolation, sharing
 from peerlane.evaluate.sharing import sharing_failure
 
 
-def test_memory_is_shared_at_the_default_tier() -> None:
-    assert sharing_failure(isolation.choose(None, "cpu"), "cpu", DEADLINES) == ""
+def test_memory_is_shared_at_the_default_tier_and_that_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path))
+    chosen = isolation.choose(None, "cpu")
+    sharing_failure.cache_clear()
+    assert sharing_failure(chosen, "cpu", DEADLINES) == ""
+    monkeypatch.setattr(sharing, "_try", lambda *_: "tried again")
+    sharing_failure.cache_clear()
+    assert sharing_failure(chosen, "cpu", DEADLINES) == ""
+    restarted = tmp_path / "boot_id"
+    restarted.write_text("another start")
+    monkeypatch.setattr(sharing, "_MACHINE", (restarted,))
+    sharing_failure.cache_clear()
+    assert sharing_failure(chosen, "cpu", DEADLINES) == "tried again"
+    sharing_failure.cache_clear()
+    assert sharing_failure(chosen, "cpu", DEADLINES) == "tried again", "a failure must not be remembered"
+    sharing_failure.cache_clear()
 
 
 def test_ranks_that_cannot_share_memory_are_not_confined_or_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
