@@ -172,7 +172,7 @@ extern "C" __global__ void late(u32 pauses) {
 
 @pytest.mark.parametrize("late_rank", range(3))
 def test_kernels_that_use_packets_take_turns_while_one_rank_is_late(late_rank: int) -> None:
-    """With a root that stays, the kernels in which it might not have to wait for the others lie between two that write to the same places."""
+    """The root stays. Kernels in which it might not wait for the others lie between two that write to the same places."""
     work = Collectives(3, tuple(BY_PACKETS), source=LATE)
     for kernel in BY_PACKETS:
         work.late(late_rank, 2000)

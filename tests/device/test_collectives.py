@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -198,11 +199,27 @@ def test_small_tensors_go_as_packets_and_large_ones_through_rings() -> None:
     assert [plan(8 << 20, Machine(2, 132)).kernel for plan in (plans.reduce, plans.broadcast)] == ["reduce_ring", "exchange_ring"]
 
 
-def test_rings_of_every_world_size_are_deep_enough_and_of_some_tens_of_mebibytes() -> None:
-    assert RINGS.depth >= RINGS.stages + 2 * RINGS.batch
+def test_rings_of_every_world_size_are_of_some_tens_of_mebibytes_and_of_four_ranks_reach_every_sm() -> None:
     for world_size in range(2, 9):
-        assert RINGS.exchange_blocks(world_size) >= 32
-        assert workspace.workspace_bytes(world_size) <= 256 << 20
+        assert RINGS.exchange_blocks(world_size) >= 57
+        assert workspace.workspace_bytes(world_size) <= 124 << 20
+    assert [plans.all_reduce(64 << 20, Machine(world_size, 132)).grid for world_size in (2, 4, 8)] == [132, 132, 57]
+
+
+@pytest.mark.parametrize(
+    ("setting", "rule"),
+    [
+        ({"depth": 12}, "depth is a power of two"),
+        ({"batch": 3, "depth": 16}, "batch is a power of two"),
+        ({"batch": 4}, r"depth is at least stages \+ 2 batch"),
+        ({"tile_bytes": 1000}, "tile_bytes is a multiple of 128"),
+        ({"in_flight": 4}, "in_flight is at least 1 and less than stages"),
+    ],
+)
+def test_rings_that_break_a_rule_are_refused_with_it(setting: dict[str, int], rule: str) -> None:
+    with pytest.raises(UsageError, match=f"{rule}$"):
+        replace(RINGS, **setting)
+    assert replace(RINGS, tile_bytes=24 << 10, stages=3, in_flight=1).exchange_blocks(4) == 88
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
