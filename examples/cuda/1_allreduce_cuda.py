@@ -2,7 +2,8 @@
 
 The data goes straight from the caller's tensor into the peers' memory, so inputs may lie anywhere and change from call to call. Small
 tensors are sent as packets (data and flag in one store), once to everybody; medium ones as packets in two shots; large ones in two shots
-through rings of tiles. The device code is ``peerlane/collectives/all_reduce.cuh`` and ``relay.cuh``.
+through rings of tiles. The device code is ``all_reduce.cuh``, ``two_shot.cuh`` and ``relay.cuh`` in
+``peerlane/collectives``.
 
 ``peerlane.device.communicator().all_reduce`` does the same in one line; here every step is in sight: source, arena, workspace, launch.
 """
@@ -23,6 +24,7 @@ from peerlane.device.workspace import RINGS, Rings, Workspace, workspace_bytes
 SOURCE = r"""
 #include <peerlane/collectives/all_reduce.cuh>
 #include <peerlane/collectives/relay.cuh>
+#include <peerlane/collectives/two_shot.cuh>
 
 using namespace peerlane;
 
@@ -31,8 +33,8 @@ using namespace peerlane;
     const __grid_constant__ Arena arena, const __grid_constant__ CollectiveWorkspace space, const char* in, char* out, u64 bytes
 
 KERNEL all_reduce_one_shot(PARAMETERS) { one_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes); }
-KERNEL all_reduce_two_shot(PARAMETERS) { two_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes); }
-KERNEL all_reduce_relay(PARAMETERS) { relay<ELEMENT, WORLD_SIZE>(arena, space, RelayAllReduce<WORLD_SIZE>{}, in, out, bytes); }
+KERNEL all_reduce_two_shot(PARAMETERS) { two_shot<ELEMENT, WORLD_SIZE>(arena, space, AllReduceRoute<WORLD_SIZE>{}, in, out, bytes); }
+KERNEL all_reduce_relay(PARAMETERS) { relay<ELEMENT, WORLD_SIZE>(arena, space, AllReduceRoute<WORLD_SIZE>{}, in, out, bytes); }
 """
 IN, OUT = 2, 3  # places of the arguments that change from call to call
 

@@ -52,26 +52,35 @@ def take_workspace(scenario: Scenario, world_size: int) -> tuple[object, Workspa
 class Collectives:
     """A scenario to which launches of collectives are added, each with the result that it must have."""
 
-    def __init__(self, world_size: int, kernels: tuple[str, ...], dtype: torch.dtype = torch.int32, headers: tuple[Path, ...] = ()) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        kernels: tuple[str, ...],
+        dtype: torch.dtype = torch.int32,
+        headers: tuple[Path, ...] = (),
+        source: str = "",
+    ) -> None:
         defines = {"WORLD_SIZE": world_size, "ELEMENT": ELEMENT_TYPES[dtype], **RINGS.defines()}
-        source = "".join(KERNELS[kernel].text(kernel) for kernel in kernels)
-        self.scenario = Scenario("+".join(kernels), source, world_size, defines=defines, include_dirs=headers)
+        texts = (KERNELS[kernel].text(kernel) for kernel in kernels)
+        self.scenario = Scenario("+".join(kernels), "".join((*texts, source)), world_size, defines=defines, include_dirs=headers)
         self.world_size, self.dtype = world_size, dtype
         self.arena, self.workspace = take_workspace(self.scenario, world_size)
         self.generator = torch.Generator().manual_seed(1)
         self.number = 0
 
-    def add(self, kernel: str, nbytes: int) -> None:
-        """One launch; its sizes and roots follow from ``nbytes`` and how many came before."""
+    def add(self, kernel: str, nbytes: int, root: int | None = None) -> None:
+        """One launch; its sizes and, unless one is given, its root follow from ``nbytes`` and how many came before."""
         self.number += 1
-        world, root = self.world_size, self.number % self.world_size
-        if kernel.startswith("all_reduce") or kernel.endswith("_relay"):
+        world = self.world_size
+        root = self.number % world if root is None else root
+        if kernel.endswith(("_one_shot", "_two_shot", "_relay")):
             terms = self._tensors(nbytes // self.dtype.itemsize)
             total = self._sum(terms)
             expected = {
-                "reduce_relay": [total if rank == root else terms[rank] for rank in range(world)],
-                "broadcast_relay": [terms[root]] * world,
-            }.get(kernel, [total] * world)
+                "all": [total] * world,
+                "reduce": [total if rank == root else terms[rank] for rank in range(world)],
+                "broadcast": [terms[root]] * world,
+            }[kernel.split("_")[0]]
             self._launch(kernel, terms, expected, [Messages()] * world, nbytes, root)
         elif kernel in ("reduce_packets", "reduce_ring") and self.number % 2:
             terms = self._tensors(nbytes // self.dtype.itemsize)
@@ -84,6 +93,10 @@ class Collectives:
             self._launch(kernel, terms, list(self._sum(terms).view(world, -1)), tables, nbytes, root)
         else:
             self._exchange(kernel, nbytes)
+
+    def late(self, late_rank: int, pauses: int) -> None:
+        """One rank passes time before its next launch."""
+        self.scenario.launch("late", 1, 1, (lambda rank: ctypes.c_uint32(pauses if rank == late_rank else 0),))
 
     def _exchange(self, kernel: str, nbytes: int) -> None:
         """All-to-all with uneven parts at odd addresses; some are empty."""
@@ -149,6 +162,26 @@ def test_a_collective_is_clean_and_right_in_every_launch(kernel: str, world_size
         assert report.clean, report
 
 
+BY_PACKETS = [kernel for kernel in KERNELS if kernel.endswith(("_one_shot", "_two_shot", "_packets"))]
+LATE = """
+extern "C" __global__ void late(u32 pauses) {
+    for (u32 i = 0; i < pauses; ++i) peerlane::ptx::sleep(1000);
+}
+"""
+
+
+@pytest.mark.parametrize("late_rank", range(3))
+def test_kernels_that_use_packets_take_turns_while_one_rank_is_late(late_rank: int) -> None:
+    """The root stays. Kernels in which it might not wait for the others lie between two that write to the same places."""
+    work = Collectives(3, tuple(BY_PACKETS), source=LATE)
+    for kernel in BY_PACKETS:
+        work.late(late_rank, 2000)
+        for turn in (kernel, "broadcast_two_shot", kernel, "reduce_two_shot", kernel):
+            work.add(turn, 340, root=0)
+    report = check(work.scenario, schedules=SCHEDULES // 5)
+    assert report.clean, report
+
+
 def test_collectives_share_a_workspace_in_any_order_at_an_odd_world_size() -> None:
     work = Collectives(3, tuple(KERNELS))
     for kernel in (*KERNELS, *reversed(KERNELS)):
@@ -197,9 +230,11 @@ class Twin:
     found: str = "race"
     world_size: int = 2
     nbytes: int = 2604
+    root: int | None = None
 
 
 RELAY, EXCHANGE, PEERS, QUEUE = "collectives/relay.cuh", "collectives/exchange.cuh", "peers.cuh", "store_queue.cuh"
+TWO_SHOT = "collectives/two_shot.cuh"
 CREDIT = "mover.wait(q, here.used_slot(), number + 1 - rings.depth)"
 RELEASE = "ptx::fence_proxy_async();\n        ptx::fence_system();"
 ACQUIRE = "ptx::fence_system();\n        ptx::fence_proxy_async();"
@@ -221,6 +256,15 @@ TWINS = {
     ),
     "ring_without_credit": Twin("exchange_ring", EXCHANGE, CREDIT, "__syncwarp()"),
     "one_packet_buffer": Twin("all_reduce_one_shot", "collectives/workspace.cuh", BUFFERS, "packets", found="deadlock"),
+    "root_waits_for_nobody": Twin(
+        "broadcast_two_shot",
+        TWO_SHOT,
+        "pull_packets<W>(arena, arena.local(buffer.place(0, 0)), buffer.stride, 0, epoch, begun)",
+        "begun[0][0] = 0",
+        found="deadlock",
+        world_size=3,
+        root=0,
+    ),
     "signal_owed_for_a_step_too_few": Twin("exchange_ring", QUEUE, "ptx::bulk_wait<in_flight>()", "ptx::bulk_wait<in_flight + 1>()"),
     "signal_when_the_tile_was_read": Twin("exchange_ring", QUEUE, "ptx::bulk_wait<in_flight>()", "ptx::bulk_wait_read<in_flight>()"),
     "stage_filled_a_step_too_early": Twin("exchange_ring", EXCHANGE, "fetched < rings.stages - rings.in_flight", "fetched < rings.stages"),
@@ -241,7 +285,7 @@ def test_a_broken_twin_is_caught(name: str, tmp_path: Path) -> None:
     broken.write_text(text.replace(twin.right, twin.wrong))
     work = Collectives(twin.world_size, (twin.kernel,), headers=(tmp_path,))
     for _ in range(3):
-        work.add(twin.kernel, twin.nbytes)
+        work.add(twin.kernel, twin.nbytes, twin.root)
     report = check(work.scenario, schedules=20)
     assert report.caught == 20 or twin.found != "race", report
     assert twin.found in {finding.kind for finding in report.findings}, report

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from peerlane.device import messages, plans, workspace
 from peerlane.device.arena import check_members, describe_fault
+from peerlane.device.collectives import Communicator
 from peerlane.device.kernels import KERNELS
 from peerlane.device.layout import Layout, check_layouts
 from peerlane.device.messages import Member
@@ -92,24 +97,89 @@ def test_who_gets_no_sum_keeps_its_own() -> None:
     assert other["send_bytes"] == [0, 96, 96] and other["receive_bytes"] == [0, 0, 0]
 
 
+def packets_per_source(kernel: str, nbytes: int, world_size: int) -> int:
+    """Places that a kernel needs for each source in a packet buffer."""
+    packets = -(-nbytes // workspace.PACKET_DATA_BYTES)
+    return {
+        "all_reduce_two_shot": 2 * -(-packets // world_size),
+        "reduce_two_shot": -(-packets // (world_size - 1)),
+        "broadcast_two_shot": -(-packets // (world_size - 1)),
+    }.get(kernel, 0 if kernel.endswith(("_ring", "_relay")) else packets)
+
+
+PLANS = (plans.all_reduce, plans.broadcast, plans.reduce, plans.exchange, plans.reduce_scatter)
+
+
+def around_limits(world_size: int) -> set[int]:
+    """The last size, in bytes, before a plan takes another kernel, and the first one behind it; and sizes far from any limit."""
+    machine = Machine(world_size, 132)
+    found = set(SIZES)
+    for plan in PLANS:
+        for low, high in itertools.pairwise(1 << power for power in range(29)):
+            while high - low > 1 and plan(low, machine).kernel != plan(high, machine).kernel:
+                middle = (low + high) // 2
+                low, high = (middle, high) if plan(middle, machine).kernel == plan(low, machine).kernel else (low, middle)
+            found |= {low, high}
+    return found
+
+
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_plans_fit_the_workspace_and_the_device(world_size: int) -> None:
     machine = Machine(world_size, sm_count=132)
-    for nbytes in SIZES:
-        reduced = plans.all_reduce(nbytes, machine)
-        packets = -(-nbytes // workspace.PACKET_DATA_BYTES)
-        needed = {"all_reduce_one_shot": packets, "all_reduce_two_shot": 2 * -(-packets // world_size), "all_reduce_relay": 0}
-        assert needed[reduced.kernel] * workspace.PACKET_DATA_BYTES <= workspace.packet_message_bytes(world_size)
-        chosen = [reduced, *(plan(nbytes, machine) for plan in (plans.broadcast, plans.reduce, plans.exchange, plans.reduce_scatter))]
-        for plan in (*chosen, plans.uneven_exchange(machine)):
+    room = workspace.packet_message_bytes(world_size) // workspace.PACKET_DATA_BYTES
+    for nbytes in around_limits(world_size):
+        for plan in (*(make(nbytes, machine) for make in PLANS), plans.uneven_exchange(machine)):
             assert plan.kernel in KERNELS and 1 <= plan.grid <= 132
-            if plan.kernel.endswith("_packets"):
-                assert nbytes <= workspace.packet_message_bytes(world_size)
+            assert packets_per_source(plan.kernel, nbytes, world_size) <= room, (plan, nbytes)
             if plan.kernel.endswith(("_ring", "_relay")):
                 assert plan.grid <= RINGS.exchange_blocks(world_size)
                 assert plan.block <= 1024 and 0 < plan.shared_bytes <= 226 << 10
             else:
                 assert plan.block in (128, 256, 512) and plan.shared_bytes == 0 and plan.grid <= workspace.MAX_EPOCH_BLOCKS
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_packets_carry_what_a_port_may_as_far_as_the_buffers_hold_it(world_size: int) -> None:
+    machine, others = Machine(world_size, 132), world_size - 1
+    most = min(plans.PORT_PACKET_LIMIT_BYTES // others, workspace.packet_message_bytes(world_size))
+    assert most >= 850 << 10
+    for plan, name in ((plans.exchange, "exchange"), (plans.reduce_scatter, "reduce")):
+        assert [plan(size, machine).kernel for size in (most, most + 1)] == [f"{name}_packets", f"{name}_ring"]
+    for plan, name in ((plans.reduce, "reduce"), (plans.broadcast, "broadcast")):
+        if world_size > 2:
+            assert plan(workspace.PACKET_LIMIT_BYTES, machine).kernel == f"{name}_two_shot"
+            assert plan(plans.PORT_PACKET_LIMIT_BYTES + 1, machine).kernel == f"{name}_relay"
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_all_ranks_plan_alike(world_size: int) -> None:
+    """What each rank's communicator plans for a call, with its own tensors and its own part of the messages."""
+
+    class Planner(Communicator):
+        def __init__(self, rank: int) -> None:
+            self.member, self.machine = Member(rank, world_size), Machine(world_size, 132)
+            self.arena = SimpleNamespace(device=torch.device("meta"))  # type: ignore[assignment]
+            self.planned: list[plans.Plan] = []
+
+        def _run(self, key: object, source: object, target: object, make: Callable[[], tuple[plans.Plan, Messages, int]]) -> None:
+            plan, table, _ = make()
+            self.planned.append(plan)
+            if plan.kernel.endswith("_packets"):
+                assert max(*table.send_bytes, *table.receive_bytes) <= workspace.packet_message_bytes(world_size)
+
+    planners = [Planner(rank) for rank in range(world_size)]
+    for planner, nbytes in itertools.product(planners, sorted(around_limits(world_size))):
+        part, whole = (torch.empty(size, dtype=torch.uint8, device="meta") for size in (nbytes, nbytes * world_size))
+        at_root = planner.member.rank == world_size - 1
+        planner.all_reduce(part)
+        planner.reduce(part, world_size - 1)
+        planner.broadcast(part, world_size - 1)
+        planner.reduce_scatter_tensor(part, whole)
+        planner.all_gather_into_tensor(whole, part)
+        planner.gather(part, whole if at_root else None, world_size - 1)
+        planner.scatter(part, whole if at_root else None, world_size - 1)
+        planner.all_to_all_single(whole, whole)
+    assert planners[0].planned and all(planner.planned == planners[0].planned for planner in planners)
 
 
 def test_small_tensors_go_as_packets_and_large_ones_through_rings() -> None:
@@ -120,16 +190,36 @@ def test_small_tensors_go_as_packets_and_large_ones_through_rings() -> None:
         "all_reduce_relay",
     ]
     assert plans.all_reduce(2 << 20, Machine(2, 132)).kernel == "all_reduce_one_shot"
-    assert [plans.exchange(size, machine).kernel for size in (2048, 2 << 20)] == ["exchange_packets", "exchange_ring"]
-    assert [plans.reduce(size, machine).kernel for size in (4096, 2 << 20)] == ["reduce_packets", "reduce_relay"]
-    assert [plan(4 << 20, Machine(2, 132)).kernel for plan in (plans.reduce, plans.broadcast)] == ["reduce_ring", "exchange_ring"]
+    assert [plans.exchange(size, machine).kernel for size in (2048, 2 << 20, 4 << 20)] == ["exchange_packets"] * 2 + ["exchange_ring"]
+    assert [plans.reduce(size, machine).kernel for size in (4096, 2 << 20, 8 << 20)] == [
+        "reduce_packets",
+        "reduce_two_shot",
+        "reduce_relay",
+    ]
+    assert [plan(8 << 20, Machine(2, 132)).kernel for plan in (plans.reduce, plans.broadcast)] == ["reduce_ring", "exchange_ring"]
 
 
-def test_rings_of_every_world_size_are_deep_enough_and_of_some_tens_of_mebibytes() -> None:
-    assert RINGS.depth >= RINGS.stages + 2 * RINGS.batch
+def test_rings_of_every_world_size_are_of_some_tens_of_mebibytes_and_of_four_ranks_reach_every_sm() -> None:
     for world_size in range(2, 9):
-        assert RINGS.exchange_blocks(world_size) >= 32
-        assert workspace.workspace_bytes(world_size) <= 256 << 20
+        assert RINGS.exchange_blocks(world_size) >= 57
+        assert workspace.workspace_bytes(world_size) <= 124 << 20
+    assert [plans.all_reduce(64 << 20, Machine(world_size, 132)).grid for world_size in (2, 4, 8)] == [132, 132, 57]
+
+
+@pytest.mark.parametrize(
+    ("setting", "rule"),
+    [
+        ({"depth": 12}, "depth is a power of two"),
+        ({"batch": 3, "depth": 16}, "batch is a power of two"),
+        ({"batch": 4}, r"depth is at least stages \+ 2 batch"),
+        ({"tile_bytes": 1000}, "tile_bytes is a multiple of 128"),
+        ({"in_flight": 4}, "in_flight is at least 1 and less than stages"),
+    ],
+)
+def test_rings_that_break_a_rule_are_refused_with_it(setting: dict[str, int], rule: str) -> None:
+    with pytest.raises(UsageError, match=f"{rule}$"):
+        replace(RINGS, **setting)
+    assert replace(RINGS, tile_bytes=24 << 10, stages=3, in_flight=1).exchange_blocks(4) == 88
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])

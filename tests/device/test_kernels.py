@@ -13,7 +13,9 @@ from peerlane.errors import UsageError
 
 REGISTER_BUDGET = {
     "all_reduce_one_shot": 96,
-    "all_reduce_two_shot": 96,
+    "all_reduce_two_shot": 104,
+    "reduce_two_shot": 112,
+    "broadcast_two_shot": 96,
     "all_reduce_relay": 204,
     "reduce_relay": 204,
     "reduce_packets": 104,

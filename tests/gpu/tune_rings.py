@@ -3,14 +3,16 @@
     PYTHONPATH=src python tests/gpu/tune_rings.py [--world 2] [--out rings.json] [--budget 60] [--only depth=8,batch=1 ...]
 
 Compiles every kernel of every setting first, in parallel. Then one process per GPU goes through the settings: each gets a communicator of
-its own, each operation is checked on exact data, captured in a graph and replayed. Prints GB/s that the busiest port takes in, by setting
-and size; the best of each column last. --out writes the same as JSON. Settings that are left when the budget is spent are named, not timed;
-the first one is always timed.
+its own, with the memory that its blocks need; each operation is checked on exact data, captured in a graph and replayed. Prints GB/s that
+the busiest port takes in, by setting and size; the best of each column last. --out writes the same as JSON. What cannot be timed is named:
+a setting that breaks a rule of the rings or cannot be launched, a column for which blocks want more shared memory than there is ("-"), and
+settings that are left when the budget is spent; the first one is always timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -27,40 +29,42 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from peerlane.device import plans
 from peerlane.device.collectives import Communicator
 from peerlane.device.kernels import compile_kernel
+from peerlane.device.plans import Machine, Plan
 from peerlane.device.workspace import RINGS, Rings
+from peerlane.errors import LaunchError, UsageError
 
-SIZES = (4 << 20, 16 << 20, 64 << 20)
+SIZES = (16 << 20, 64 << 20, 256 << 20)
 """Bytes of the whole tensor: what is gathered, scattered, exchanged or summed."""
-SETTINGS = (
+SETTINGS: tuple[dict[str, int], ...] = (
     {},
-    {"batch": 1},
-    {"depth": 16},
-    {"depth": 16, "batch": 4},
-    {"depth": 16, "stages": 5, "in_flight": 3},
-    {"stages": 4, "in_flight": 3},
-    {"stages": 3, "in_flight": 1},
-    {"blocks": 64, "depth": 16},
-    {"blocks": 96},
-    {"blocks": 64, "tile_bytes": 32 << 10, "stages": 2, "in_flight": 1},
-    {"tile_bytes": 8 << 10, "depth": 16, "batch": 4},
-    {"tile_bytes": 8 << 10, "depth": 16, "stages": 8, "in_flight": 4},
+    {"tile_bytes": 32 << 10, "stages": 3, "in_flight": 1, "batch": 1},
+    {"tile_bytes": 32 << 10, "stages": 3, "in_flight": 1, "batch": 2},
+    {"tile_bytes": 32 << 10, "stages": 3, "in_flight": 1, "blocks": 64},
+    {"tile_bytes": 32 << 10, "stages": 3, "in_flight": 1, "blocks": 96},
+    {"tile_bytes": 32 << 10, "stages": 2, "in_flight": 1},
+    {"tile_bytes": 24 << 10, "stages": 4, "in_flight": 2},
     {"tile_bytes": 24 << 10, "stages": 3, "in_flight": 1},
+    {"batch": 4, "depth": 16},
+    {"stages": 6, "in_flight": 3, "batch": 4, "depth": 16},
+    {"tile_bytes": 8 << 10, "stages": 8, "in_flight": 4, "batch": 4, "depth": 16},
     {"summing_warps": 4},
     {"summing_warps": 12},
-    {"summing_warps": 16},
 )
 """What differs from the default."""
-RING_KERNELS = ("exchange_ring", "reduce_ring", "all_reduce_relay", "broadcast_relay", "reduce_relay")
+BLOCK_SHARED_BYTES, STATIC_SHARED_BYTES = 227 << 10, 2 << 10
+"""Shared memory that a block can have, and the most of it that kernels have beside their stages (tests/device/test_kernels.py)."""
 REPLAYS, CALLS = 5, 4
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective on int32 tensors of ``nbytes`` in all: its call, made with tensors of this rank, and bytes into the busiest port."""
+    """A collective on int32 tensors of ``nbytes`` in all: its plan, its call on this rank's tensors, and bytes into the busiest port."""
 
     name: str
+    plan: Callable[[int, Machine], Plan]
     prepare: Callable[[Communicator, int], tuple[Callable[[], None], torch.Tensor, torch.Tensor]]
     port_share: Callable[[int], float]
 
@@ -106,13 +110,46 @@ def broadcast(group: Communicator, nbytes: int) -> tuple[Callable[[], None], tor
     return lambda: group.broadcast(source, 0, out), out, own_values(0, source.numel())
 
 
+def reduce(group: Communicator, nbytes: int) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
+    rank, world = group.member.rank, group.member.world_size
+    source = own_values(rank, nbytes // 4)
+    out = torch.zeros_like(source)
+    return lambda: group.reduce(source, 0, out), out, own_values(0, source.numel()) * world + sum(range(world)) if rank == 0 else source
+
+
+def exchange_of_parts(nbytes: int, machine: Machine) -> Plan:
+    return plans.exchange(nbytes // machine.world_size, machine)
+
+
 OPERATIONS = (
-    Operation("all_gather", all_gather, lambda world: (world - 1) / world),
-    Operation("all_to_all", all_to_all, lambda world: (world - 1) / world),
-    Operation("reduce_scatter", reduce_scatter, lambda world: (world - 1) / world),
-    Operation("all_reduce", all_reduce, lambda world: 2 * (world - 1) / world),
-    Operation("broadcast", broadcast, lambda world: 1.0),
+    Operation("all_gather", exchange_of_parts, all_gather, lambda world: (world - 1) / world),
+    Operation("all_to_all", exchange_of_parts, all_to_all, lambda world: (world - 1) / world),
+    Operation(
+        "reduce_scatter",
+        lambda nbytes, machine: plans.reduce_scatter(nbytes // machine.world_size, machine),
+        reduce_scatter,
+        lambda world: (world - 1) / world,
+    ),
+    Operation("all_reduce", plans.all_reduce, all_reduce, lambda world: 2 * (world - 1) / world),
+    Operation("broadcast", plans.broadcast, broadcast, lambda world: 1.0),
+    Operation("reduce", plans.reduce, reduce, lambda world: 1.0),
 )
+COLUMNS = [(operation, nbytes) for operation in OPERATIONS for nbytes in SIZES]
+
+
+def column_name(operation: Operation, nbytes: int) -> str:
+    return f"{operation.name} {nbytes >> 20}M"
+
+
+def rings_of(setting: dict[str, int], world: int) -> Rings:
+    """The setting's rings, with the memory for as many blocks as it names. Raises UsageError for one that breaks a rule."""
+    rings = replace(RINGS, **setting)
+    needed = rings.blocks * (world - 1) * rings.depth * rings.tile_bytes
+    return replace(rings, bytes_per_kind=setting.get("bytes_per_kind", max(RINGS.bytes_per_kind, needed)))
+
+
+def fits(operation: Operation, nbytes: int, machine: Machine) -> bool:
+    return operation.plan(nbytes, machine).shared_bytes + STATIC_SHARED_BYTES <= BLOCK_SHARED_BYTES
 
 
 def median_us(call: Callable[[], None]) -> float:
@@ -138,20 +175,30 @@ def median_us(call: Callable[[], None]) -> float:
 
 
 def measure(rings: Rings) -> dict[str, float]:
-    """GB/s by operation and size. Raises if a result is wrong."""
+    """GB/s by column, of those that fit. Raises if a result is wrong."""
     group = Communicator(rings=rings, timeout_s=5.0)
     rates = {}
-    for operation in OPERATIONS:
-        for nbytes in SIZES:
+    try:
+        for operation, nbytes in COLUMNS:
+            if not fits(operation, nbytes, group.machine):
+                continue
             call, out, expected = operation.prepare(group, nbytes)
             time_us = median_us(call)
             if not torch.equal(out, expected):
                 raise SystemExit(f"{operation.name} of {nbytes} bytes with {rings} is wrong on rank {group.member.rank}")
-            rates[f"{operation.name} {nbytes >> 20}M"] = operation.port_share(group.member.world_size) * nbytes / time_us / 1000
-    torch.cuda.synchronize()
-    dist.barrier()
-    group.close()
+            rates[column_name(operation, nbytes)] = operation.port_share(group.member.world_size) * nbytes / time_us / 1000
+        torch.cuda.synchronize()
+        dist.barrier()
+    finally:
+        group.close()
     return rates
+
+
+def agreed(flag: bool) -> bool:
+    """Whether it holds on any rank."""
+    mine = torch.tensor(flag, device="cuda", dtype=torch.int32)
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return bool(mine.item())
 
 
 def run(rank: int, world: int, port: int, settings: list[dict[str, int]], budget_s: float, out: str | None) -> None:
@@ -166,25 +213,36 @@ def run(rank: int, world: int, port: int, settings: list[dict[str, int]], budget
     )
     deadline = time.monotonic() + budget_s
     rows: list[dict[str, Any]] = []
-    names = [f"{operation.name} {nbytes >> 20}M" for operation in OPERATIONS for nbytes in SIZES]
+    names = [column_name(*column) for column in COLUMNS]
     if rank == 0:
         print("\n".join(f"{column:3} {name}" for column, name in enumerate(names)))
         print(" ".join(f"{column:5}" for column in range(len(names))))
     for setting in settings:
-        late = torch.tensor(time.monotonic() > deadline, device="cuda", dtype=torch.int32)
-        dist.all_reduce(late, dist.ReduceOp.MAX)
-        if late.item() and rows:
+        refusal = ""
+        if agreed(time.monotonic() > deadline) and rows:
+            refusal = "out of budget"
+        else:
+            try:
+                rates = measure(rings_of(setting, world))
+            except (
+                UsageError,
+                LaunchError,
+            ) as error:  # GPUs are alike: a launch that is refused on one is refused on all, before any has begun
+                refusal = str(error)
+            if agreed(bool(refusal)) and not refusal:
+                refusal = "another rank could not"
+        if refusal:
             if rank == 0:
-                print("not timed, out of budget:", setting or "default")
+                print(f"not timed: {setting or 'default'}: {refusal}", flush=True)
             continue
-        rates = measure(replace(RINGS, **setting))
         rows.append({"setting": setting, "gbps": rates})
         if rank == 0:
-            print(" ".join(f"{rates[name]:5.0f}" for name in names), setting or "default", flush=True)
+            print(" ".join(f"{rates[name]:5.0f}" if name in rates else "    -" for name in names), setting or "default", flush=True)
     if rank == 0:
         for name in names:
-            best = max(rows, key=lambda row: row["gbps"][name])
-            print(f"{name:20} {best['gbps'][name]:5.0f} GB/s with {best['setting'] or 'default'}")
+            best = max((row for row in rows if name in row["gbps"]), key=lambda row: row["gbps"][name], default=None)
+            if best is not None:
+                print(f"{name:20} {best['gbps'][name]:5.0f} GB/s with {best['setting'] or 'default'}")
         if out:
             Path(out).write_text(json.dumps({"world_size": world, "rows": rows}, indent=1))
     dist.barrier()
@@ -210,7 +268,13 @@ def main() -> None:
     began = time.monotonic()
     world = options.world or torch.cuda.device_count()
     settings = list(SETTINGS) if options.only is None else options.only
-    jobs = [(kernel, world, replace(RINGS, **setting)) for setting in settings for kernel in RING_KERNELS]
+    jobs = []
+    for setting in settings:
+        with contextlib.suppress(UsageError):  # to be named when its turn comes
+            rings = rings_of(setting, world)
+            machine = Machine(world, torch.cuda.get_device_properties(0).multi_processor_count, rings)
+            needed = {operation.plan(nbytes, machine).kernel for operation, nbytes in COLUMNS if fits(operation, nbytes, machine)}
+            jobs += [(kernel, world, rings) for kernel in needed]
     unique = list({(kernel, rings.defines()["PEERLANE_RINGS"]): (kernel, world, rings) for kernel, world, rings in jobs}.values())
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=mp.get_context("spawn")) as pool:
         list(pool.map(compile_one, unique, chunksize=4))

@@ -47,16 +47,22 @@ class Source:
 
 KERNELS = {
     "all_reduce_one_shot": Source("all_reduce", "one_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes)", sums=True),
-    "all_reduce_two_shot": Source("all_reduce", "two_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes)", sums=True),
+    "all_reduce_two_shot": Source(
+        "two_shot", "two_shot<ELEMENT, WORLD_SIZE>(arena, space, AllReduceRoute<WORLD_SIZE>{}, in, out, bytes)", sums=True
+    ),
+    "reduce_two_shot": Source(
+        "two_shot", "two_shot<ELEMENT, WORLD_SIZE>(arena, space, ReduceRoute<WORLD_SIZE>{root}, in, out, bytes)", sums=True
+    ),
+    "broadcast_two_shot": Source("two_shot", "broadcast_two_shot<WORLD_SIZE>(arena, space, root, in, out, bytes)"),
     "all_reduce_relay": Source(
         "relay",
-        "relay<ELEMENT, WORLD_SIZE>(arena, space, RelayAllReduce<WORLD_SIZE>{}, in, out, bytes)",
+        "relay<ELEMENT, WORLD_SIZE>(arena, space, AllReduceRoute<WORLD_SIZE>{}, in, out, bytes)",
         sums=True,
         threads="relay_threads",
     ),
     "reduce_relay": Source(
         "relay",
-        "relay<ELEMENT, WORLD_SIZE>(arena, space, RelayReduce<WORLD_SIZE>{root}, in, out, bytes)",
+        "relay<ELEMENT, WORLD_SIZE>(arena, space, ReduceRoute<WORLD_SIZE>{root}, in, out, bytes)",
         sums=True,
         threads="relay_threads",
     ),

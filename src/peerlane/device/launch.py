@@ -20,9 +20,6 @@ from peerlane.errors import LaunchError, UsageError
 Argument = Any
 """A ctypes value (``c_uint32(3)``, a Structure: passed by value) or a tensor (passed as its address)."""
 
-# Dynamic shared memory a block gets without asking.
-_DEFAULT_SHARED_BYTES = 48 * 1024
-
 # One loaded module per cubin and device: its kernels share their global variables, and loading twice would cost time.
 _modules: dict[tuple[str, int], Any] = {}
 
@@ -38,7 +35,7 @@ class Kernel:
         self.name = name
         self.device = torch.cuda.current_device()
         self.on_failure = on_failure
-        self._granted_shared_bytes = _DEFAULT_SHARED_BYTES
+        self._granted_shared_bytes = 0
         driver = _cuda.driver()
         status, self._function = driver.cuModuleGetFunction(_module(cubin, self.device), name.encode())
         if status:
@@ -88,13 +85,15 @@ class Kernel:
         return {name: driver.cuFuncGetAttribute(attribute, self._function)[1] for name, attribute in names.items()}
 
     def _grant_shared(self, shared_bytes: int) -> None:
+        """Always asked for: what a block gets without asking, 48 KiB, has to hold its static shared memory too."""
         driver = _cuda.driver()
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        (status,) = driver.cuFuncSetAttribute(self._function, attribute, shared_bytes)
+        _, before = driver.cuFuncGetAttribute(attribute, self._function)  # another Kernel of this function may need more
+        (status,) = driver.cuFuncSetAttribute(self._function, attribute, max(before, shared_bytes))
         if status:
             raise LaunchError(
-                f"kernel {self.name!r} asks for {shared_bytes} bytes of dynamic shared memory: {_cuda.describe(status)}; "
-                "ask for less (a block of an H100 or H200 has 232448 bytes, static ones included)"
+                f"kernel {self.name!r} asks for {shared_bytes} bytes of dynamic shared memory beside {self.attributes()['shared_bytes']} "
+                f"static ones: {_cuda.describe(status)}; ask for less (a block of an H100 or H200 has 232448 bytes for both)"
             )
         self._granted_shared_bytes = shared_bytes
 

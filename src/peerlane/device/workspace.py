@@ -8,6 +8,7 @@ from typing import Protocol
 
 from peerlane.device.arena import MAX_RANKS
 from peerlane.device.layout import LINE_BYTES
+from peerlane.errors import UsageError
 
 # Mirrored from the headers.
 MAX_EPOCH_BLOCKS = 256
@@ -16,6 +17,10 @@ WARP_THREADS = 32
 
 PACKET_LIMIT_BYTES = 4 << 20
 """Largest tensor that is reduced as packets, which carry a third more bytes than data; beyond it the ring's signals cost less."""
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,23 @@ class Rings:
     batch: int = 2
     """Tiles that one signal, or one acknowledgement, speaks for."""
     summing_warps: int = 8
-    blocks: int = 128
-    """Most blocks of an exchange; a block has a channel to every other rank."""
-    bytes_per_kind: int = 40 << 20
-    """Most memory of all rings that copy; those that sum have as much."""
+    blocks: int = 132
+    """Most blocks of an exchange; a block has a channel to every other rank. As many as an H200 has SMs."""
+    bytes_per_kind: int = 50 << 20
+    """Most memory of all rings that copy; those that sum have as much. At 4 ranks it holds the rings of 132 blocks, at 8 ranks of 57."""
+
+    def __post_init__(self) -> None:
+        """The rules that the headers check too; they say why."""
+        rules = {
+            "depth is a power of two": _is_power_of_two(self.depth),
+            "batch is a power of two": _is_power_of_two(self.batch),
+            "depth is at least stages + 2 batch": self.depth >= self.stages + 2 * self.batch,
+            "tile_bytes is a multiple of 128": self.tile_bytes > 0 and self.tile_bytes % 128 == 0,
+            "in_flight is at least 1 and less than stages": 0 < self.in_flight < self.stages,
+        }
+        broken = [rule for rule, holds in rules.items() if not holds]
+        if broken:
+            raise UsageError(f"{self} can not be: expected that {', and that '.join(broken)}")
 
     def defines(self) -> dict[str, str | int]:
         """The macro that the headers want: ``peerlane::RingSettings``, in its order."""

@@ -1,8 +1,7 @@
 // Small messages between all ranks, as packets, in one kernel: what all-gather, all-to-all, broadcast, gather and scatter are; and, where the
 // messages are terms of a sum, reduce-scatter and reduce.
 //
-// Every rank sends at least one packet to every other one, an empty message's holds no data. So a rank that finishes a launch knows that all
-// others have begun it, hence finished the one before, and a place may be written again two launches later.
+// Every rank sends at least one packet to every other one, an empty message's holds no data, and waits for those of all others: the rule of PacketBuffer.
 //
 // A message of `bytes` takes ceil(bytes / 12) packets, for which a rank's part of the packet buffer has to do.
 #pragma once

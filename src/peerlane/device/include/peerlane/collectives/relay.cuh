@@ -1,9 +1,7 @@
-// A large tensor in two trips through rings of tiles, in one kernel, correct for any size. It is cut into shares, one per owner. Whoever
-// gives sends each owner its share; owners sum what they got, or take it as it is, and send that to whoever takes:
+// A large tensor in two trips through rings of tiles, in one kernel, correct for any size:
 //
-//   RelayAllReduce   all own, give and take                                       bytes per port: 2 (W - 1) / W of the tensor each way
-//   RelayReduce      the root takes; the others own and keep                      once the tensor into the root's port, not W - 1 times
-//   broadcast        the root gives and keeps; the others own and take            once the tensor out of the root's port
+//   relay       shares are summed by their owners, by a route (routes.cuh): all-reduce and reduce
+//   broadcast   the root gives each other rank a share, which passes it on: once the tensor out of the root's port, not W - 1 times
 //
 // Terms are added in rank order in fp32 and rounded once, by one rank for each element: all ranks have the same bits.
 //
@@ -17,35 +15,13 @@
 #pragma once
 
 #include <peerlane/collectives/exchange.cuh>
+#include <peerlane/collectives/routes.cuh>
 
 namespace peerlane {
 
 constexpr u32 relay_threads = (2 + rings.summing_warps) * warp_threads;
 constexpr u32 sum_stages = rings.in_flight + 1;
 constexpr u32 relay_shared_bytes = 2 * stages_bytes + sum_stages * rings.tile_bytes;
-
-// A route: number of owners, share_of(rank) (-1 for who owns none), takes, and keeps: who copies its own tensor to `out`. All give.
-template <int W>
-struct RelayAllReduce {
-    __device__ u32 owners() const { return W; }
-    __device__ int share_of(int rank) const { return rank; }
-    __device__ bool takes(int) const { return true; }
-    __device__ bool keeps(int) const { return false; }
-};
-
-// With two ranks the root sums: its port takes in the tensor either way, and one trip is shorter than two.
-template <int W>
-struct RelayReduce {
-    int root;
-
-    __device__ u32 owners() const { return W - 1; }
-    __device__ int share_of(int rank) const {
-        if constexpr (W == 2) return rank == root ? 0 : -1;
-        return rank == root ? -1 : rank - (rank > root);
-    }
-    __device__ bool takes(int rank) const { return rank == root; }
-    __device__ bool keeps(int rank) const { return rank != root; }
-};
 
 // Where shares lie: owners' shares are as long as each other, of whole vectors; the last ones may be shorter or empty.
 struct Shares {
@@ -193,7 +169,7 @@ __device__ inline void broadcast(const Arena& arena, const CollectiveWorkspace& 
     __shared__ u64 from_root[W];
     const int rank = arena.rank;
     const Shares shares(bytes, W - 1);
-    const auto share_of = [&](int q) { return q == root ? -1 : q - (q > root); };
+    const auto share_of = [&](int q) { return share_beside(root, q); };
     if (const int q = threadIdx.x; q < W) {
         messages.send_at[q] = q == rank ? 0 : shares.at(share_of(q));
         messages.send_bytes[q] = q == rank ? 0 : shares.size(share_of(q));

@@ -38,6 +38,12 @@ struct Channels {
 
 // One of the two packet buffers, cut into a part per source, the same in every launch: a place has one writer for ever, whose own program
 // orders what it stores there. (Ranks that took turns at a place would need a fence: packets order nothing but themselves.)
+//
+// All kernels that use packets take turns at these two buffers, and number their launches together. A place is written again two launches later,
+// whichever kernels they are. That is safe because each of them keeps one rule: to finish a launch, a rank needs a packet of every other rank's
+// same launch, an empty one if there is nothing to say. So the writer, which has finished launch n + 1, had a packet of that launch from the
+// reader, who had therefore begun it, and finished launch n with all its reads. A packet that nobody has read when its launch ends is harmless:
+// its number is that of no later launch.
 struct PacketBuffer {
     u64 at, stride;
 

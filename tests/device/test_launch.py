@@ -1,0 +1,84 @@
+"""Shared memory of a launch, with a stand-in for the driver that refuses what the driver refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from peerlane.device import Kernel, _cuda, launch
+from peerlane.errors import LaunchError
+
+UNASKED_BYTES, MOST_BYTES = 48 << 10, 227 << 10
+"""Shared memory of a block on Hopper, static ones included: what it gets without asking, and the most that it can ask for."""
+
+
+class SharedMemoryDriver:
+    """One function with ``static_bytes`` of static shared memory; notes the dynamic ones of its launches."""
+
+    CUfunction_attribute = SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic",
+        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES="static",
+        CU_FUNC_ATTRIBUTE_NUM_REGS="registers",
+        CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES="local",
+    )
+    OK, REFUSED = 0, 1
+
+    def __init__(self, static_bytes: int) -> None:
+        self.attributes = {"static": static_bytes, "dynamic": UNASKED_BYTES}
+        self.allowed = UNASKED_BYTES - static_bytes
+        self.launched: list[int] = []
+
+    def cuModuleGetFunction(self, module: object, name: bytes) -> tuple[int, str]:
+        return self.OK, name.decode()
+
+    def cuFuncGetAttribute(self, attribute: str, function: str) -> tuple[int, int]:
+        return self.OK, self.attributes.get(attribute, 0)
+
+    def cuFuncSetAttribute(self, function: str, attribute: str, value: int) -> tuple[int]:
+        if value + self.attributes["static"] > MOST_BYTES:
+            return (self.REFUSED,)
+        self.attributes[attribute] = self.allowed = value
+        return (self.OK,)
+
+    def cuLaunchKernel(self, function: str, *sizes: Any) -> tuple[int]:
+        shared_bytes = sizes[6]
+        if shared_bytes > self.allowed:
+            return (self.REFUSED,)
+        self.launched.append(shared_bytes)
+        return (self.OK,)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> SharedMemoryDriver:
+    stand_in = SharedMemoryDriver(static_bytes=96)
+    monkeypatch.setattr(_cuda, "driver", lambda: stand_in)
+    monkeypatch.setattr(_cuda, "describe", lambda status: "CUDA_ERROR_INVALID_VALUE")
+    monkeypatch.setattr(launch, "_module", lambda cubin, device: object())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)  # only in builds with CUDA
+    return stand_in
+
+
+CUBIN: Any = SimpleNamespace(path="kernel.cubin")
+
+
+def test_dynamic_shared_memory_that_fits_only_without_the_static_one_is_granted(driver: SharedMemoryDriver) -> None:
+    sizes = [UNASKED_BYTES - 96, UNASKED_BYTES, UNASKED_BYTES + 1]
+    for shared_bytes in sizes:
+        Kernel(CUBIN, "k").bind(1, 32, [], shared_bytes=shared_bytes)(0)
+    assert driver.launched == sizes
+
+
+def test_a_second_kernel_of_a_function_takes_nothing_from_the_first(driver: SharedMemoryDriver) -> None:
+    large = Kernel(CUBIN, "k").bind(1, 32, [], shared_bytes=200 << 10)
+    Kernel(CUBIN, "k").bind(1, 32, [], shared_bytes=100 << 10)(0)
+    large(0)
+    assert driver.launched == [100 << 10, 200 << 10]
+
+
+def test_more_than_a_block_has_is_refused_with_both_amounts(driver: SharedMemoryDriver) -> None:
+    with pytest.raises(LaunchError, match=r"asks for 232448 bytes of dynamic shared memory beside 96 static ones.*232448 bytes for both"):
+        Kernel(CUBIN, "k").bind(1, 32, [], shared_bytes=MOST_BYTES)
