@@ -23,7 +23,7 @@ from peerlane.device.lint import lint
 from peerlane.device.messages import Member
 from peerlane.device.workspace import Channels, Messages, Rings, Workspace
 
-RINGS = Rings(tile_bytes=256, summing_warps=2)
+RINGS = Rings(tile_bytes=256, summing_warps=2, depth=8, batch=2)  # so short that small messages go round
 BLOCKS = 2
 PACKET_BUFFER_BYTES = 16384
 ROUNDS = (1500, 4, 2604)

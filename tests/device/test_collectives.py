@@ -199,10 +199,10 @@ def test_small_tensors_go_as_packets_and_large_ones_through_rings() -> None:
     assert [plan(8 << 20, Machine(2, 132)).kernel for plan in (plans.reduce, plans.broadcast)] == ["reduce_ring", "exchange_ring"]
 
 
-def test_rings_of_every_world_size_are_of_some_tens_of_mebibytes_and_of_four_ranks_reach_every_sm() -> None:
+def test_rings_of_every_world_size_stay_within_bounds_and_of_four_ranks_reach_every_sm() -> None:
     for world_size in range(2, 9):
         assert RINGS.exchange_blocks(world_size) >= 57
-        assert workspace.workspace_bytes(world_size) <= 124 << 20
+        assert workspace.workspace_bytes(world_size) <= 224 << 20
     assert [plans.all_reduce(64 << 20, Machine(world_size, 132)).grid for world_size in (2, 4, 8)] == [132, 132, 57]
 
 
@@ -211,7 +211,7 @@ def test_rings_of_every_world_size_are_of_some_tens_of_mebibytes_and_of_four_ran
     [
         ({"depth": 12}, "depth is a power of two"),
         ({"batch": 3, "depth": 16}, "batch is a power of two"),
-        ({"batch": 4}, r"depth is at least stages \+ 2 batch"),
+        ({"batch": 8}, r"depth is at least stages \+ 2 batch"),
         ({"tile_bytes": 1000}, "tile_bytes is a multiple of 128"),
         ({"in_flight": 4}, "in_flight is at least 1 and less than stages"),
     ],
