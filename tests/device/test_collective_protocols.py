@@ -182,6 +182,17 @@ def test_kernels_that_use_packets_take_turns_while_one_rank_is_late(late_rank: i
     assert report.clean, report
 
 
+@pytest.mark.parametrize("kernel", ["exchange_ring", "all_reduce_relay"])
+def test_messages_of_many_rounds_that_end_in_different_ones_lock_nobody(kernel: str) -> None:
+    """Rings just as deep as the rule wants them, gone round several times."""
+    assert RINGS.depth == RINGS.stages + 2 * RINGS.batch
+    work = Collectives(3, (kernel,))
+    for nbytes in (9004, 1500, 6000):
+        work.add(kernel, nbytes)
+    report = check(work.scenario, schedules=12)
+    assert report.clean, report
+
+
 def test_collectives_share_a_workspace_in_any_order_at_an_odd_world_size() -> None:
     work = Collectives(3, tuple(KERNELS))
     for kernel in (*KERNELS, *reversed(KERNELS)):

@@ -28,8 +28,9 @@ class Rings:
     """How large messages go through rings of tiles; the same on all ranks. Headers get these numbers as a macro and have none of their own.
 
     A port of 375 GB/s needs about 1 MB on its way to be full: tiles times ``in_flight`` times blocks. A signal and its fences cost about
-    2 us, in which a tile of 16 KiB should not have to wait: hence several in flight, and ``batch`` of them told of at a time. Measured on
-    4x H200 by tests/gpu/tune_rings.py, these numbers are up to 9 % faster than half the depth and batch from 64 MiB on.
+    2 us, in which a tile of 16 KiB should not have to wait: hence several in flight, and ``batch`` rounds of them, to all ranks, told of at
+    a time. Twice the depth and half the signals were up to 9 % faster from 64 MiB on (4x H200, tests/gpu/tune_rings.py), when every
+    channel had signals of its own.
     """
 
     tile_bytes: int = 16 << 10
@@ -38,8 +39,8 @@ class Rings:
     stages: int = 4
     """Tiles of shared memory of a warp that moves tiles; ``in_flight`` of them are on their way out, the others on their way in."""
     in_flight: int = 2
-    batch: int = 4
-    """Tiles that one signal, or one acknowledgement, speaks for."""
+    batch: int = 2
+    """Rounds, of a tile to or from every other rank, that one signal or acknowledgement speaks for."""
     summing_warps: int = 8
     blocks: int = 132
     """Most blocks of an exchange; a block has a channel to every other rank. As many as an H200 has SMs."""

@@ -31,6 +31,16 @@ struct BulkAddOf<BFloat16> { static constexpr ptx::BulkAdd type = ptx::BulkAdd::
 template <>
 struct BulkAddOf<Int32> { static constexpr ptx::BulkAdd type = ptx::BulkAdd::u32; };
 
+// Ranks as a set: bits by rank.
+__device__ inline u32 only(int rank) { return 1u << rank; }
+constexpr u32 every_rank = ~0u;
+
+// To all ranks of a set (the caller is left out): the number, or what it is from `first[rank]` on.
+struct Signal {
+    u32 ranks, slot, number;
+    const u32* first = nullptr;
+};
+
 // Flags: one u32, on a line of its own, per (slot, source). flag_bytes(slots) of the arena at `flags`, zero at first. A flag holds a number
 // that only grows and belongs to whoever numbers the events of that slot.
 template <int W, class Team = Block>
@@ -162,7 +172,15 @@ class Peers {
         ptx::store_relaxed_system(flag(peer, slot, arena_.rank), number);
     }
 
-    // The same for every other rank, behind one fence.
+    // The same for the ranks of a signal, behind one fence.
+    __device__ void acknowledge(const Signal& signal) const {
+        finish_reads();
+        if (team_.thread() != 0) return;
+        release();
+        give(signal);
+    }
+
+    // The same for every other rank.
     __device__ void acknowledge_all(u32 slot, u32 number) const {
         finish_reads();
         if (team_.thread() != 0) return;
@@ -181,13 +199,17 @@ class Peers {
         team_.sync();
     }
 
-    // The same, where the team's thread 0 keeps in `seen` how far it knows the source to have come (at first: no further than it has come): a
-    // wait for what is known costs no fence and no poll.
-    __device__ void wait(int source, u32 slot, u32 number, u32& seen) const {
+    // The same, where the team keeps in `seen`, in shared memory, how far it knows each rank to have come (at first: no further than it has come). A
+    // wait for what is known costs no fence and no poll; else one look at all flags of the slot, and one fence, are for all ranks. The team has
+    // at least W threads.
+    __device__ void wait(int source, u32 slot, u32 number, u32 (&seen)[W]) const {
         fuzz(arena_, role_, span_wait);
         const Span span(arena_, role_, span_wait, team_.thread() == 0);
-        if (team_.thread() == 0 && !reached(seen, number)) {
-            seen = poll(source, slot, number);
+        if (reached(seen[source], number)) return;
+        if (team_.thread() == 0) poll(source, slot, number);
+        team_.sync();
+        if (const u32 q = team_.thread(); q < W) {
+            seen[q] = ptx::load_relaxed_system(flag(arena_.rank, slot, q));
             acquire();
         }
         team_.sync();
@@ -277,6 +299,16 @@ class Peers {
     __device__ void tell_all(u32 slot, u32 number) const {
 #pragma unroll
         for (int k = 1; k < W; ++k) ptx::store_relaxed_system(flag(rank_after<W>(arena_.rank, k), slot, arena_.rank), number);
+    }
+
+    // Behind a release.
+    __device__ void give(const Signal& signal) const {
+        const auto [ranks, slot, number, first] = signal;
+#pragma unroll
+        for (int k = 1; k < W; ++k) {
+            const int q = rank_after<W>(arena_.rank, k);
+            if (ranks >> q & 1) ptx::store_relaxed_system(flag(q, slot, arena_.rank), number + (first == nullptr ? 0 : first[q]));
+        }
     }
 
     __device__ void release() const {

@@ -21,15 +21,6 @@
 
 namespace peerlane {
 
-__device__ inline u32 only(int rank) { return 1u << rank; }
-constexpr u32 every_rank = ~0u;
-
-// To all ranks of a set (bits by rank; the caller is left out): the number, or what it is from `first[rank]` on.
-struct Signal {
-    u32 ranks, slot, number;
-    const u32* first = nullptr;
-};
-
 // `in_flight`: steps that may be under way behind an end_step.
 template <int W, int in_flight, class Team = Warp>
 class StoreQueue : Peers<W, Team> {
@@ -68,7 +59,10 @@ class StoreQueue : Peers<W, Team> {
         if (this->team_.thread() == 0) {
             this->release();
 #pragma unroll
-            for (Owed& owed : owed_) give(owed), owed = Owed{};
+            for (Owed& owed : owed_) {
+                if (owed.any) this->give(owed.signal);
+                owed = Owed{};
+            }
         }
         this->team_.sync();
     }
@@ -87,25 +81,13 @@ class StoreQueue : Peers<W, Team> {
             ptx::bulk_wait<in_flight>();
             if (owed_[0].any) {
                 this->release();
-                give(owed_[0]);
+                this->give(owed_[0].signal);
             }
 #pragma unroll
             for (int step = 1; step < in_flight; ++step) owed_[step - 1] = owed_[step];
             owed_[in_flight - 1] = newest;
         }
         this->team_.sync();
-    }
-
-    // Behind a release.
-    __device__ void give(const Owed& owed) const {
-        const auto [ranks, slot, number, first] = owed.signal;
-        if (!owed.any) return;
-#pragma unroll
-        for (int k = 1; k < W; ++k) {
-            const int q = rank_after<W>(this->arena_.rank, k);
-            if ((ranks >> q & 1) == 0) continue;
-            ptx::store_relaxed_system(this->flag(q, slot, this->arena_.rank), number + (first == nullptr ? 0 : first[q]));
-        }
     }
 
     Owed owed_[in_flight];  // of the newest steps, oldest first

@@ -4,16 +4,18 @@
 // Tile t of a message goes through block t mod grid. In a block one warp sends: tile to shared memory, from there to the receiver's ring, by bulk
 // copies, round after round over all other ranks. Another warp receives, in the same way: from the ring to shared memory, from there to its
 // place. Both keep `rings.in_flight` tiles on their way out and the rest of their stages on their way in. Where messages are summed, warps that
-// add take the receiver's place.
+// add take the receiver's place. Signals and acknowledgements are for `rings.batch` rounds, of all ranks at once, since their fences take longer
+// than a tile.
 //
 // A place of a ring is written again only when its reader has said that it is done (flags of slot `blocks + b`), so there is nothing to argue
 // about between launches: numbers go on, and a channel whose message is empty stays still.
 //
 // Nobody can lock anybody. Both ends of a message go through their tiles in the order of (round, distance between the ranks). Consider the first
 // tile in this order that a receiver waits for in vain. Its sender has not sent it, or still owes its signal (at most `in_flight` tiles, and the
-// rest of a batch); so it waits for the place of a tile at most in_flight + batch - 1 rounds later, hence for the acknowledgement of one
+// rest of a batch of rounds); so it waits for the place of a tile at most in_flight + batch - 1 rounds later, hence for the acknowledgement of one
 // that is `depth` rounds before that. That receiver is at least as far as the one we consider, and has acknowledged all but what it fetches
-// ahead (stages - in_flight tiles) and the rest of a batch. With depth >= stages + 2 batch this is impossible.
+// ahead (stages - in_flight tiles, of as many rounds at most) and the rest of a batch. With depth >= stages + 2 batch this is impossible. A round in
+// which a message ends ends a batch too, so what is told of is the same number of rounds for all messages that have a tile in this round.
 //
 // The grid is the same at both ends of a message, at most channels.blocks; blocks of exchange_threads or reduce_threads threads with
 // exchange_shared_bytes or reduce_shared_bytes of dynamic shared memory, all resident together.
@@ -63,7 +65,7 @@ struct MessageTiles {
     __device__ void next() { at += tile_step(); }
 };
 
-// Whether a signal or an acknowledgement comes when so many tiles have gone.
+// Whether a signal or an acknowledgement comes when so many tiles have gone, where all channels go together.
 __device__ inline bool ends_batch(u32 count, bool last) { return last || count % rings.batch == 0; }
 
 // All tiles of this block that go to (direction 1) or come from (direction -1) other ranks: one of each message, then the next one of each.
@@ -78,7 +80,7 @@ class Rounds {
         next();
     }
 
-    __device__ int peer() const { return rank_after<W>(rank_, direction > 0 ? distance_ : W - distance_); }
+    __device__ int peer() const { return peer(distance_); }
     __device__ u32 round() const { return round_; }
     __device__ MessageTiles tile() const { return {bytes_[peer()], at_}; }
     __device__ bool any() const { return at_ < longest_; }
@@ -89,7 +91,31 @@ class Rounds {
         }
     }
 
+    // Whether this is the last tile of its round, the caller's own one apart, and all that went since the last batch is to be told of: because
+    // `batch` rounds have gone, or because a message ends in this round. Then all messages in this round have come as far as `round() + 1`.
+    __device__ bool ends_batch() const {
+        bool ends = (round_ + 1) % rings.batch == 0;
+#pragma unroll 1
+        for (int distance = 1; distance < W; ++distance) {
+            const u64 bytes = bytes_[peer(distance)];
+            if (bytes <= at_) continue;
+            if (distance > distance_) return false;
+            if (bytes <= at_ + tile_step()) ends = true;
+        }
+        return ends && distance_ < W;
+    }
+
+    // The ranks with a tile in this round.
+    __device__ u32 ranks() const {
+        u32 set = 0;
+#pragma unroll 1
+        for (int q = 0; q < W; ++q) set |= (at_ < bytes_[q] ? 1u : 0u) << q;
+        return set;
+    }
+
   private:
+    __device__ int peer(int distance) const { return rank_after<W>(rank_, direction > 0 ? distance : W - distance); }
+
     const u64* bytes_;
     u32 rank_;
     int distances_, distance_ = 0;
@@ -147,7 +173,10 @@ class Mover {
     template <class Tiles>
     __device__ u32 number(const Tiles& tiles) const { return state_.first[tiles.peer()] + tiles.round(); }
 
-    __device__ void wait(int q, u32 slot, u32 number) const { peers_.wait(q, slot, number, state_.seen[q]); }
+    // For each rank, the number of the first tile in its channel.
+    __device__ const u32* first() const { return state_.first; }
+
+    __device__ void wait(int q, u32 slot, u32 number) const { peers_.wait(q, slot, number, state_.seen); }
     __device__ const Peers<W, Warp>& peers() const { return peers_; }
 
   private:
@@ -178,8 +207,8 @@ __device__ inline void send_messages(
         const u32 number = mover.number(tiles);
         mover.wait(q, here.used_slot(), number + 1 - rings.depth);
         queue.store(q, here.place(arena.rank, q, number), stage, (tiles.tile().length() + 15) / 16 * 16);
-        if (ends_batch(number + 1, tiles.tile().last())) {
-            queue.end_step(Signal{only(q), here.arrived_slot(), number + 1});
+        if (tiles.ends_batch()) {
+            queue.end_step(Signal{tiles.ranks(), here.arrived_slot(), tiles.round() + 1, mover.first()});
         } else {
             queue.end_step();
         }
@@ -204,8 +233,8 @@ __device__ inline void receive_messages(
     };
     const auto deliver = [&](const auto& tiles, const char* stage, auto& queue) {
         const int q = tiles.peer();
-        const u32 count = mover.number(tiles) + 1, length = tiles.tile().length();
-        if (q != rank && ends_batch(count, tiles.tile().last())) mover.peers().acknowledge(q, here.used_slot(), count);
+        const u32 length = tiles.tile().length();
+        if (tiles.ends_batch()) mover.peers().acknowledge(Signal{tiles.ranks(), here.used_slot(), tiles.round() + 1, mover.first()});
         char* target = out + messages.receive_at[q] + tiles.tile().at;
         const u32 whole = aligned_for<Vec16>(target) ? length / sizeof(Vec16) * sizeof(Vec16) : 0;
         queue.store(target, stage, whole);
@@ -233,15 +262,15 @@ __device__ inline void exchange(const Arena& arena, const CollectiveWorkspace& s
 template <class E, int W, class Term>
 __device__ inline void sum_tile(const Warps& team, u32 rank, const char* own, const Term& term, char* target, u32 bytes) {
     constexpr u32 at_once = W * E::lanes <= 4 ? 4 : W * E::lanes <= 8 ? 2 : 1;
+    const auto load = [](const char* from, u32 vector, u32(&words)[4]) {
+        const Vec16 whole = reinterpret_cast<const Vec16*>(from)[vector];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) words[w] = whole.word[w];
+    };
     u32 v = team.thread();
     if (aligned_for<Vec16>(own) && aligned_for<Vec16>(target)) {
         for (; (v + (at_once - 1) * team.size() + 1) * sizeof(Vec16) <= bytes; v += at_once * team.size()) {
             u32 owns[at_once][4], terms[at_once][W][4];
-            const auto load = [](const char* from, u32 vector, u32(&words)[4]) {
-                const Vec16 whole = reinterpret_cast<const Vec16*>(from)[vector];
-#pragma unroll
-                for (int w = 0; w < 4; ++w) words[w] = whole.word[w];
-            };
 #pragma unroll
             for (u32 k = 0; k < at_once; ++k) {
                 load(own, v + k * team.size(), owns[k]);
@@ -265,7 +294,7 @@ __device__ inline void sum_tile(const Warps& team, u32 rank, const char* own, co
         load_words(own, at, bytes, owns);
 #pragma unroll
         for (int q = 0; q < W; ++q) {
-            if (q != rank) load_words(term(q), at, ~u64(0), terms[q]);
+            if (q != rank) load(term(q), v, terms[q]);  // whole vectors: who sends rounds up
         }
         sum_in_rank_order<E, W>(rank, owns, terms, total);
         store_words(target, at, bytes, total);

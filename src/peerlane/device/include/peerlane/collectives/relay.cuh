@@ -32,10 +32,10 @@ struct Shares {
     __device__ u64 size(int share) const { return share < 0 ? 0 : at(share + 1) - at(share); }
 };
 
-// What an owner keeps in shared memory: of each rank, the number of the first tile that it sends on.
+// What an owner keeps in shared memory: of each rank, the number of the first tile that it sends on, and, who passes on, how far it is known to be.
 template <int W>
 struct OwnerState {
-    u32 first[W];
+    u32 first[W], seen[W];
 };
 
 // The adding warps of an owner: its share of all ranks' tensors, tile by tile into shared memory, and from there to its own `out` and to the rings
@@ -49,7 +49,7 @@ __device__ inline void sum_share(
     StoreQueue<W, rings.in_flight, Warps> queue(arena, space.copies.flags, team, storer);
     const int rank = arena.rank;
     u32 taking = 0;
-#pragma unroll
+#pragma unroll 1
     for (int q = 0; q < W; ++q) taking |= (q != rank && route.takes(q) ? 1u : 0u) << q;
     const u32 thread = team.thread();
     const bool counts = thread < W && (taking >> thread & 1);  // for the rank of its number
@@ -123,12 +123,9 @@ __device__ inline void pass_on(
     const Arena& arena, const Channels& channels, int root, const u64* bytes, char* out, MoverState<W>& state, OwnerState<W>& owner, char* stages) {
     const BlockChannels<W> here{arena, channels};
     const int rank = arena.rank;
-    const u32 others = every_rank & ~(only(root) | only(rank)), lane = Warp{}.thread();
-    u32 known_used[W];  // of the rank so far behind this one
-    if (lane < W) owner.first[lane] = *here.sent(lane);
+    const u32 others = ((1u << W) - 1) & ~(only(root) | only(rank)), lane = Warp{}.thread();
+    if (lane < W) owner.first[lane] = *here.sent(lane), owner.seen[lane] = owner.first[lane] - rings.depth;
     __syncwarp();
-#pragma unroll
-    for (int k = 1; k < W; ++k) known_used[k] = owner.first[rank_after<W>(rank, k)] - rings.depth;
     Mover<W> mover(arena, channels, storer, state, stages, bytes, here.used(0), 0);
     const auto source = [&](const auto& tiles) -> const char* {
         const u32 number = mover.number(tiles);
@@ -142,7 +139,7 @@ __device__ inline void pass_on(
         for (int k = 1; k < W; ++k) {
             const int q = rank_after<W>(rank, k);
             if (q == root) continue;
-            mover.peers().wait(q, here.used_slot(), owner.first[q] + round + 1 - rings.depth, known_used[k]);
+            mover.peers().wait(q, here.used_slot(), owner.first[q] + round + 1 - rings.depth, owner.seen);
             queue.store(q, here.place(rank, q, owner.first[q] + round), stage, (length + 15) / 16 * 16);
         }
         char* target = out + tiles.tile().at;
