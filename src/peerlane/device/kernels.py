@@ -45,15 +45,26 @@ class Source:
         return _SOURCE.format(name=name, header=self.header, call=self.call, threads=self.threads)
 
 
+ROUNDS = "_rounds"
+"""How the names of kernels end that send packets in several rounds."""
+
+
+def _by_packets(name: str, header: str, call: str, arguments: str, *, sums: bool = False) -> dict[str, Source]:
+    """A kernel for messages that the packet buffers hold, and the same one for longer ones, which it sends in several rounds."""
+    element = "ELEMENT, " if sums else ""
+    return {
+        name: Source(header, f"{call}<{element}WORLD_SIZE>({arguments})", sums),
+        name + ROUNDS: Source(header, f"{call}<{element}WORLD_SIZE, true>({arguments})", sums),
+    }
+
+
 KERNELS = {
     "all_reduce_one_shot": Source("all_reduce", "one_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes)", sums=True),
-    "all_reduce_two_shot": Source(
-        "two_shot", "two_shot<ELEMENT, WORLD_SIZE>(arena, space, AllReduceRoute<WORLD_SIZE>{}, in, out, bytes)", sums=True
-    ),
-    "reduce_two_shot": Source(
-        "two_shot", "two_shot<ELEMENT, WORLD_SIZE>(arena, space, ReduceRoute<WORLD_SIZE>{root}, in, out, bytes)", sums=True
-    ),
-    "broadcast_two_shot": Source("two_shot", "broadcast_two_shot<WORLD_SIZE>(arena, space, root, in, out, bytes)"),
+    **_by_packets("all_reduce_two_shot", "two_shot", "two_shot", "arena, space, AllReduceRoute<WORLD_SIZE>{}, in, out, bytes", sums=True),
+    **_by_packets("reduce_two_shot", "two_shot", "two_shot", "arena, space, ReduceRoute<WORLD_SIZE>{root}, in, out, bytes", sums=True),
+    **_by_packets("broadcast_two_shot", "two_shot", "broadcast_two_shot", "arena, space, root, in, out, bytes"),
+    **_by_packets("reduce_packets", "exchange_packets", "reduce_by_packets", "arena, space, messages, in, out", sums=True),
+    **_by_packets("exchange_packets", "exchange_packets", "exchange_by_packets", "arena, space, messages, in, out"),
     "all_reduce_relay": Source(
         "relay",
         "relay<ELEMENT, WORLD_SIZE>(arena, space, AllReduceRoute<WORLD_SIZE>{}, in, out, bytes)",
@@ -66,7 +77,6 @@ KERNELS = {
         sums=True,
         threads="relay_threads",
     ),
-    "reduce_packets": Source("exchange_packets", "reduce_by_packets<ELEMENT, WORLD_SIZE>(arena, space, messages, in, out)", sums=True),
     "reduce_ring": Source(
         "exchange",
         "reduce_scatter<ELEMENT, WORLD_SIZE>(arena, space, messages, in, out)",
@@ -74,7 +84,6 @@ KERNELS = {
         threads="reduce_threads",
     ),
     "broadcast_relay": Source("relay", "broadcast<WORLD_SIZE>(arena, space, root, in, out, bytes)", threads="exchange_threads"),
-    "exchange_packets": Source("exchange_packets", "exchange_by_packets<WORLD_SIZE>(arena, space, messages, in, out)"),
     "exchange_ring": Source("exchange", "exchange<WORLD_SIZE>(arena, space, messages, in, out)", threads="exchange_threads"),
 }
 """Every kernel of the collectives, by name."""

@@ -102,15 +102,17 @@ constexpr u32 first_epoch = 2;
 
 // The number of this launch among all launches that use `counters` (u32[max_epoch_blocks], local, zero at first), and the advance to the
 // next. Call once, by all threads of all blocks; grids of up to max_epoch_blocks, launched in one stream order, which may differ in size.
+// A launch that takes `count` numbers, the same on all ranks, gets the first of them; the others follow it without a gap.
 //
 // Block b reads only counter b, and advances counters b, b + grid, b + 2 grid, ...: all counters stay equal, whatever the grids were, and no
-// block reads what another one writes in the same launch. Zero stands for "never written", and skipping two numbers keeps parity alternating
-// when the 32 bits wrap.
-__device__ inline u32 next_epoch(u32* counters) {
+// block reads what another one writes in the same launch. Zero stands for "never written". Where the numbers left in 32 bits are too few for
+// the launch, it begins again with first_epoch or the one behind it, whichever keeps parity alternating.
+__device__ inline u32 next_epoch(u32* counters, u32 count = 1) {
     const u32 last = counters[blockIdx.x];
-    const u32 epoch = last < first_epoch || last == 0xffffffffu ? first_epoch : last + 1;
+    const u32 again = first_epoch + (last % 2 == 0 && last != 0 ? 1 : 0);
+    const u32 epoch = last == 0 || 0xffffffffu - last < count ? again : last + 1;
     __syncthreads();
-    for (u32 c = blockIdx.x + threadIdx.x * gridDim.x; c < max_epoch_blocks; c += blockDim.x * gridDim.x) counters[c] = epoch;
+    for (u32 c = blockIdx.x + threadIdx.x * gridDim.x; c < max_epoch_blocks; c += blockDim.x * gridDim.x) counters[c] = epoch + count - 1;
     return epoch;
 }
 

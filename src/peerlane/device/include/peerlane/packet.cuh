@@ -2,7 +2,7 @@
 //
 // The flag travels with the data, so there is no fence, no barrier and one trip over the link; three quarters of the bytes are data.
 // A packet's place is free to be written again in the epoch after next (two alternating buffers) if every rank's completion of an epoch
-// implies that every other rank has begun it.
+// implies that every other rank has begun it. Where a launch goes through several epochs, the same holds thread by thread: workspace.cuh.
 #pragma once
 
 #include <peerlane/arena.cuh>

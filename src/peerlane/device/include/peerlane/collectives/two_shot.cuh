@@ -8,7 +8,12 @@
 //
 // Every share is at least one packet long, and packets behind the end of the tensor are sent too. So owners get packets of every other rank, and whoever
 // takes sums gets them from every other rank: the rule of PacketBuffer. The root of a broadcast gets nothing that it needs; there the others
-// send it one packet that says they have begun.
+// send it empty messages that say they have begun.
+//
+// A share that a packet buffer has no room for goes in rounds. In each of them a thread makes both trips with its packets before it begins the next
+// round; an empty term or sum is sent like any other. So each thread has a packet of the round from its like on every other rank when it ends
+// the round: an owner their terms, the root of a reduce their sums, the root of a broadcast their empty messages, and the other ranks of a
+// broadcast the root's share and the others' ones. What it sends in a round, terms and sums alike, it sends after all its reads of the round before.
 //
 // `in` and `out` are local and may be the same. `bytes` > 0 is a multiple of the element size and the same on all ranks. All blocks are resident
 // together. A thread handles every so many packets of every share; it has loaded all of them from the other shares before it stores any.
@@ -19,54 +24,79 @@
 
 namespace peerlane {
 
-// Needs room for a share's packets from every rank in the buffer, and where all own for as many sums behind them. (Else nobody gets both.)
-template <class E, int W, class Route>
+// What a rank takes part in: a tensor of packets, cut into shares.
+struct TensorInShares {
+    const char* in;
+    char* out;
+    u64 bytes;
+    u32 packets;    // of a share
+
+    // Packet i of a share; behind its end lies nothing, though the tensor may go on.
+    __device__ void load(const PacketRound& round, int share, u32 i, u32 (&words)[packet_words]) const {
+        load_words(in, at(round, share, i), end(round, i), words);
+    }
+    __device__ void store(const PacketRound& round, int share, u32 i, const u32 (&words)[packet_words]) const {
+        store_words(out, at(round, share, i), end(round, i), words);
+    }
+
+  private:
+    __device__ u32 at(const PacketRound& round, int share, u32 i) const { return round.offset(share * packets + i); }
+    __device__ u64 end(const PacketRound& round, u32 i) const { return round.holds(i, packets) ? bytes : 0; }
+};
+
+// Sums lie behind the terms of a part where all own. (Else nobody gets both.)
+template <class E, int W, bool several_rounds = false, class Route>
 __device__ inline void two_shot(
     const Arena& arena, const CollectiveWorkspace& space, const Route& route, const char* in, char* out, u64 bytes) {
-    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(space.epochs)));
-    const PacketBuffer buffer = space.packet_buffer<W>(epoch);
-    const u32 share = (packets_of(bytes) + route.owners() - 1) / route.owners();
-    const u32 sums = route.owners() == W ? share : 0;
+    const bool all_own = route.owners() == W;
+    const u32 room = space.packet_room<W>() / (all_own ? 2 : 1);
+    const u32 sums = all_own ? room : 0;
+    const TensorInShares shares{in, out, bytes, (packets_of(bytes) + route.owners() - 1) / route.owners()};
+    const PacketRounds<W, several_rounds> rounds(arena, space, shares.packets, room);
     const int rank = arena.rank, own_share = route.share_of(rank);
     const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
     const u32 step = gridDim.x * blockDim.x;
-    const auto load = [&](u32 i, u32(&words)[packet_words]) { load_words(in, u64(i) * packet_data_bytes, bytes, words); };
-    const auto store = [&](u32 i, const u32(&words)[packet_words]) { store_words(out, u64(i) * packet_data_bytes, bytes, words); };
 
-    for (u32 i = first; i < share; i += step) {
-        u32 data[W - 1][packet_words];
+#pragma unroll 1
+    for (u32 number = 0; number < rounds.count(); ++number) {
+        const PacketRound round = rounds[number];
+        const PacketBuffer& buffer = round.buffer;
+        const u32 count = round.places(shares.packets);
+        for (u32 i = first; i < count; i += step) {
+            u32 data[W - 1][packet_words];
 #pragma unroll
-        for (int k = 1; k < W; ++k) {
-            const int owned = route.share_of(rank_after<W>(rank, k));
-            if (owned >= 0) load(owned * share + i, data[k - 1]);
-        }
-#pragma unroll
-        for (int k = 1; k < W; ++k) {
-            const int q = rank_after<W>(rank, k);
-            if (route.share_of(q) >= 0) push_packet(arena.peer(q, buffer.place(rank, i)), data[k - 1], epoch);
-        }
-    }
-    if (own_share >= 0) {
-        for (u32 i = first; i < share; i += step) {
-            u32 own[packet_words], terms[W][packet_words], total[packet_words];
-            load(own_share * share + i, own);
-            pull_packets<W>(arena, arena.local(buffer.place(0, i)), buffer.stride, i, epoch, terms);
-            sum_in_rank_order<E, W>(rank, own, terms, total);
+            for (int k = 1; k < W; ++k) {
+                const int owned = route.share_of(rank_after<W>(rank, k));
+                if (owned >= 0) shares.load(round, owned, i, data[k - 1]);
+            }
 #pragma unroll
             for (int k = 1; k < W; ++k) {
                 const int q = rank_after<W>(rank, k);
-                if (route.takes(q)) push_packet(arena.peer(q, buffer.place(rank, sums + i)), total, epoch);
+                if (route.share_of(q) >= 0) push_packet(arena.peer(q, buffer.place(rank, i)), data[k - 1], round.epoch);
             }
-            if (route.takes(rank)) store(own_share * share + i, total);
         }
-    }
-    if (route.takes(rank)) {
-        for (u32 i = first; i < share; i += step) {
-            u32 totals[W][packet_words];
-            pull_packets<W>(arena, arena.local(buffer.place(0, sums + i)), buffer.stride, sums + i, epoch, totals);
+        if (own_share >= 0) {
+            for (u32 i = first; i < count; i += step) {
+                u32 own[packet_words], terms[W][packet_words], total[packet_words];
+                shares.load(round, own_share, i, own);
+                pull_packets<W>(arena, arena.local(buffer.place(0, i)), buffer.stride, i, round.epoch, terms);
+                sum_in_rank_order<E, W>(rank, own, terms, total);
 #pragma unroll
-            for (int q = 0; q < W; ++q) {
-                if (q != rank) store(route.share_of(q) * share + i, totals[q]);
+                for (int k = 1; k < W; ++k) {
+                    const int q = rank_after<W>(rank, k);
+                    if (route.takes(q)) push_packet(arena.peer(q, buffer.place(rank, sums + i)), total, round.epoch);
+                }
+                if (route.takes(rank)) shares.store(round, own_share, i, total);
+            }
+        }
+        if (route.takes(rank)) {
+            for (u32 i = first; i < count; i += step) {
+                u32 totals[W][packet_words];
+                pull_packets<W>(arena, arena.local(buffer.place(0, sums + i)), buffer.stride, sums + i, round.epoch, totals);
+#pragma unroll
+                for (int q = 0; q < W; ++q) {
+                    if (q != rank) shares.store(round, route.share_of(q), i, totals[q]);
+                }
             }
         }
     }
@@ -76,57 +106,65 @@ __device__ inline void two_shot(
     }
 }
 
-// Needs room for a share's packets from every rank in the buffer.
-template <int W>
+template <int W, bool several_rounds = false>
 __device__ inline void broadcast_two_shot(const Arena& arena, const CollectiveWorkspace& space, int root, const char* in, char* out, u64 bytes) {
-    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(space.epochs)));
-    const PacketBuffer buffer = space.packet_buffer<W>(epoch);
-    const u32 share = (packets_of(bytes) + W - 2) / (W - 1);
+    const TensorInShares shares{in, out, bytes, (packets_of(bytes) + W - 2) / (W - 1)};
+    const PacketRounds<W, several_rounds> rounds(arena, space, shares.packets, space.packet_room<W>());
     const int rank = arena.rank;
     const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
     const u32 step = gridDim.x * blockDim.x;
-    const auto store = [&](u32 i, const u32(&words)[packet_words]) { store_words(out, u64(i) * packet_data_bytes, bytes, words); };
+    const auto others_begun = [&](const PacketRound& round) {
+        for (u32 i = first; i < round.places(0); i += step) {
+            u32 begun[W][packet_words];
+            pull_packets<W>(arena, arena.local(round.buffer.place(0, i)), round.buffer.stride, i, round.epoch, begun);
+        }
+    };
 
-    if (rank == root) {
-        for (u32 i = first; i < share; i += step) {
+#pragma unroll 1
+    for (u32 number = 0; number < rounds.count(); ++number) {
+        const PacketRound round = rounds[number];
+        const PacketBuffer& buffer = round.buffer;
+        const u32 count = round.places(shares.packets);
+        if (rank == root) {
+            if (number > 0) others_begun(rounds[number - 1]);
+            for (u32 i = first; i < count; i += step) {
+#pragma unroll
+                for (int k = 1; k < W; ++k) {
+                    const int q = rank_after<W>(rank, k);
+                    u32 data[packet_words];
+                    shares.load(round, share_beside(root, q), i, data);
+                    push_packet(arena.peer(q, buffer.place(rank, i)), data, round.epoch);
+                }
+            }
+            continue;
+        }
+        for (u32 i = first; i < round.places(0); i += step) push_packet(arena.peer(root, buffer.place(rank, i)), {0, 0, 0}, round.epoch);
+        for (u32 i = first; i < count; i += step) {
+            u32 data[packet_words];
+            pull_packet(arena, root, arena.local(buffer.place(root, i)), i, round.epoch, data);
 #pragma unroll
             for (int k = 1; k < W; ++k) {
                 const int q = rank_after<W>(rank, k);
-                u32 data[packet_words];
-                load_words(in, (u64(share_beside(root, q)) * share + i) * packet_data_bytes, bytes, data);
-                push_packet(arena.peer(q, buffer.place(rank, i)), data, epoch);
+                if (q != root) push_packet(arena.peer(q, buffer.place(rank, i)), data, round.epoch);
+            }
+            shares.store(round, share_beside(root, rank), i, data);
+        }
+        const u32 passing_on = ((1u << W) - 1) & ~(1u << root);
+        for (u32 i = first; i < count; i += step) {
+            u32 data[W][packet_words];
+            pull_packets<W>(arena, PacketPlaces{arena.local(buffer.place(0, i)), buffer.stride, passing_on, i}, round.epoch, data);
+#pragma unroll
+            for (int q = 0; q < W; ++q) {
+                if (q != rank && q != root) shares.store(round, share_beside(root, q), i, data[q]);
             }
         }
-        if (in != out) {
-            const Part part = part_of(bytes, blockIdx.x, gridDim.x);
-            copy_bytes(Block{}, out + part.first, in + part.first, part.end - part.first);
-        }
-        if (first == 0) {
-            u32 begun[W][packet_words];
-            pull_packets<W>(arena, arena.local(buffer.place(0, 0)), buffer.stride, 0, epoch, begun);
-        }
-        return;
     }
-    if (first == 0) push_packet(arena.peer(root, buffer.place(rank, 0)), {0, 0, 0}, epoch);
-    for (u32 i = first; i < share; i += step) {
-        u32 data[packet_words];
-        pull_packet(arena, root, arena.local(buffer.place(root, i)), i, epoch, data);
-#pragma unroll
-        for (int k = 1; k < W; ++k) {
-            const int q = rank_after<W>(rank, k);
-            if (q != root) push_packet(arena.peer(q, buffer.place(rank, i)), data, epoch);
-        }
-        store(share_beside(root, rank) * share + i, data);
+    if (rank != root) return;
+    if (in != out) {
+        const Part part = part_of(bytes, blockIdx.x, gridDim.x);
+        copy_bytes(Block{}, out + part.first, in + part.first, part.end - part.first);
     }
-    const u32 passing_on = ((1u << W) - 1) & ~(1u << root);
-    for (u32 i = first; i < share; i += step) {
-        u32 data[W][packet_words];
-        pull_packets<W>(arena, PacketPlaces{arena.local(buffer.place(0, i)), buffer.stride, passing_on, i}, epoch, data);
-#pragma unroll
-        for (int q = 0; q < W; ++q) {
-            if (q != rank && q != root) store(share_beside(root, q) * share + i, data[q]);
-        }
-    }
+    others_begun(rounds[rounds.count() - 1]);
 }
 
 }  // namespace peerlane
