@@ -6,6 +6,7 @@ The device source is that of the GPU, but for rings of smaller tiles, so that a 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from peerlane.device import compile_cubin, messages
 from peerlane.device.emulator import Scenario, check
 from peerlane.device.emulator.build import compile_program
 from peerlane.device.jit import INCLUDE_DIR
-from peerlane.device.kernels import ELEMENT_TYPES, KERNELS
+from peerlane.device.kernels import ELEMENT_TYPES, KERNELS, ROUNDS
 from peerlane.device.lint import lint
 from peerlane.device.messages import Member
 from peerlane.device.workspace import Channels, Messages, Rings, Workspace
@@ -26,13 +27,17 @@ from peerlane.device.workspace import Channels, Messages, Rings, Workspace
 RINGS = Rings(tile_bytes=256, summing_warps=2, depth=8, batch=2)  # so short that small messages go round
 BLOCKS = 2
 PACKET_BUFFER_BYTES = 16384
-ROUNDS = (1500, 4, 2604)
+SIZES = (1500, 4, 2604)
 """Bytes of the tensor in successive launches: a ragged end, one word, several turns of a ring."""
-BRIEF_ROUNDS = (4, 1604)
+BRIEF_SIZES = (4, 1604)
 """For rings at four ranks, where 352 threads a block make a schedule slow: one word, then more than one turn through a single block."""
 
 
-def take_workspace(scenario: Scenario, world_size: int) -> tuple[object, Workspace]:
+ROOM, ROOM_THREADS = 16, 12
+"""Packets of a rank in a buffer that is too small for most messages, and the threads of a block: less than that, of two blocks more."""
+
+
+def take_workspace(scenario: Scenario, world_size: int, packet_buffer_bytes: int) -> tuple[object, Workspace]:
     arena = scenario.arena(1 << 20)
     pairs = BLOCKS * world_size
 
@@ -42,8 +47,8 @@ def take_workspace(scenario: Scenario, world_size: int) -> tuple[object, Workspa
 
     return arena, Workspace(
         epochs=arena.take(1024),
-        packets=arena.take(2 * PACKET_BUFFER_BYTES),
-        packet_buffer_bytes=PACKET_BUFFER_BYTES,
+        packets=arena.take(2 * packet_buffer_bytes),
+        packet_buffer_bytes=packet_buffer_bytes,
         copies=channels(),
         sums=channels(),
     )
@@ -59,21 +64,24 @@ class Collectives:
         dtype: torch.dtype = torch.int32,
         headers: tuple[Path, ...] = (),
         source: str = "",
+        packet_buffer_bytes: int = PACKET_BUFFER_BYTES,
+        packet_threads: int = 64,
     ) -> None:
         defines = {"WORLD_SIZE": world_size, "ELEMENT": ELEMENT_TYPES[dtype], **RINGS.defines()}
         texts = (KERNELS[kernel].text(kernel) for kernel in kernels)
         self.scenario = Scenario("+".join(kernels), "".join((*texts, source)), world_size, defines=defines, include_dirs=headers)
         self.world_size, self.dtype = world_size, dtype
-        self.arena, self.workspace = take_workspace(self.scenario, world_size)
+        self.arena, self.workspace = take_workspace(self.scenario, world_size, packet_buffer_bytes)
+        self.packet_threads = packet_threads
         self.generator = torch.Generator().manual_seed(1)
-        self.number = 0
+        self.number = self.exchanges = 0
 
     def add(self, kernel: str, nbytes: int, root: int | None = None) -> None:
         """One launch; its sizes and, unless one is given, its root follow from ``nbytes`` and how many came before."""
         self.number += 1
         world = self.world_size
         root = self.number % world if root is None else root
-        if kernel.endswith(("_one_shot", "_two_shot", "_relay")):
+        if kernel.removesuffix(ROUNDS).endswith(("_one_shot", "_two_shot", "_relay")):
             terms = self._tensors(nbytes // self.dtype.itemsize)
             total = self._sum(terms)
             expected = {
@@ -82,7 +90,7 @@ class Collectives:
                 "broadcast": [terms[root]] * world,
             }[kernel.split("_")[0]]
             self._launch(kernel, terms, expected, [Messages()] * world, nbytes, root)
-        elif kernel in ("reduce_packets", "reduce_ring") and self.number % 2:
+        elif kernel.startswith("reduce") and self.number % 2:
             terms = self._tensors(nbytes // self.dtype.itemsize)
             total = self._sum(terms)
             expected = [total if rank == root else terms[rank] for rank in range(world)]
@@ -91,6 +99,8 @@ class Collectives:
             terms = self._tensors(world * (nbytes // self.dtype.itemsize))
             tables = [messages.reduce_scatter(member, nbytes) for member in self._members()]
             self._launch(kernel, terms, list(self._sum(terms).view(world, -1)), tables, nbytes, root)
+        elif kernel.endswith(ROUNDS):
+            self._exchange_evenly(kernel, nbytes, root)
         else:
             self._exchange(kernel, nbytes)
 
@@ -112,6 +122,26 @@ class Collectives:
             expected.append(torch.cat([*parts, torch.zeros(length - sum(received[r]), dtype=torch.uint8)]))
         self._launch(kernel, sent, expected, [messages.all_to_all(sizes[r], received[r]) for r in world], 0, 0)
 
+    def _exchange_evenly(self, kernel: str, nbytes: int, root: int) -> None:
+        """Gather, scatter, all-gather and all-to-all in turn."""
+        world = range(self.world_size)
+        tables = [
+            (
+                messages.gather(member, nbytes, root),
+                messages.scatter(member, nbytes, root),
+                messages.all_gather(member, nbytes),
+                messages.all_to_all([nbytes] * self.world_size, [nbytes] * self.world_size),
+            )[self.exchanges % 4]
+            for member in self._members()
+        ]
+        sent = [torch.randint(1, 256, (self.world_size * nbytes,), dtype=torch.uint8, generator=self.generator) for _ in world]
+        expected = [torch.zeros_like(tensor) for tensor in sent]
+        for r, q in itertools.product(world, world):
+            at, source, length = tables[r].receive_at[q], tables[q].send_at[r], tables[r].receive_bytes[q]
+            expected[r][at : at + length] = sent[q][source : source + length]
+        self.exchanges += 1
+        self._launch(kernel, sent, expected, tables, 0, root)
+
     def _launch(
         self, kernel: str, sent: list[torch.Tensor], expected: list[torch.Tensor], tables: list[Messages], nbytes: int, root: int
     ) -> None:
@@ -124,7 +154,7 @@ class Collectives:
             "all_reduce_relay": (RINGS.relay_threads, RINGS.relay_shared_bytes),
             "reduce_relay": (RINGS.relay_threads, RINGS.relay_shared_bytes),
             "reduce_ring": (RINGS.reduce_threads, RINGS.reduce_shared_bytes),
-        }.get(kernel, (64, 0))
+        }.get(kernel, (self.packet_threads, 0))
         self.scenario.launch(
             kernel,
             1 + self.number % BLOCKS,
@@ -143,15 +173,16 @@ class Collectives:
         return [Member(rank, self.world_size) for rank in range(self.world_size)]
 
 
+ONE_ROUND_EACH = tuple(kernel for kernel in KERNELS if not kernel.endswith(ROUNDS))
 SCHEDULES, PROCESSES = 300, 2
 """Of every kernel at every world size; halves of them run side by side."""
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", ONE_ROUND_EACH)
 def test_a_collective_is_clean_and_right_in_every_launch(kernel: str, world_size: int) -> None:
-    work = Collectives(world_size, tuple(KERNELS))
-    for nbytes in BRIEF_ROUNDS if kernel.endswith(("_ring", "_relay")) and world_size == 4 else ROUNDS:
+    work = Collectives(world_size, ONE_ROUND_EACH)
+    for nbytes in BRIEF_SIZES if kernel.endswith(("_ring", "_relay")) and world_size == 4 else SIZES:
         work.add(kernel, nbytes)
     compile_program(work.scenario.source, defines=work.scenario.defines, include_dirs=work.scenario.include_dirs)
     share = SCHEDULES // PROCESSES
@@ -193,9 +224,64 @@ def test_messages_of_many_rounds_that_end_in_different_ones_lock_nobody(kernel: 
     assert report.clean, report
 
 
+IN_ROUNDS = tuple(kernel for kernel in KERNELS if kernel.endswith(ROUNDS))
+
+
+def in_rounds(kernel: str, rounds: int, world_size: int, itemsize: int = 1) -> int:
+    """Bytes with which a kernel goes so many rounds through a buffer of ROOM packets. The last one has a single packet, not a whole one."""
+    room, shares = {
+        "all_reduce_two_shot": (ROOM // 2, world_size),
+        "reduce_two_shot": (ROOM, world_size - 1),
+        "broadcast_two_shot": (ROOM, world_size - 1),
+    }.get(kernel.removesuffix(ROUNDS), (ROOM, 1))
+    return (shares * ((rounds - 1) * room + 1) * 12 - 5) // itemsize * itemsize
+
+
+def rounds_workload(world_size: int, kernels: tuple[str, ...], dtype: torch.dtype, headers: tuple[Path, ...] = ()) -> Collectives:
+    buffer_bytes = world_size * ROOM * 16
+    return Collectives(world_size, kernels, dtype, headers, LATE, packet_buffer_bytes=buffer_bytes, packet_threads=ROOM_THREADS)
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, torch.int32), (3, torch.bfloat16), (4, torch.float8_e4m3fn)], ids=str)
+def test_messages_that_no_packet_buffer_holds_go_in_rounds(world_size: int, dtype: torch.dtype) -> None:
+    """On one block and on two, one behind the other and between kernels of one round, with a rank that is late."""
+    work = rounds_workload(world_size, (*BY_PACKETS, *IN_ROUNDS), dtype)
+    exchange, reduce = "exchange_packets_rounds", "reduce_packets_rounds"  # of these there are several kinds
+    for number, kernel in enumerate((*IN_ROUNDS, exchange, reduce, exchange, exchange)):
+        work.late(number % world_size, 300 * (number % 2))
+        work.add(kernel, in_rounds(kernel, 3 + number % 3, world_size, dtype.itemsize))
+        if number % 2:
+            work.add(BY_PACKETS[number % len(BY_PACKETS)], 40)
+    report = check(work.scenario, schedules=SCHEDULES)
+    assert report.clean, report
+
+
+@pytest.mark.parametrize("last", [0, 1, 2, 7, 0xFFFFFFF9, 0xFFFFFFFA, 0xFFFFFFFD, 0xFFFFFFFE, 0xFFFFFFFF])
+def test_epochs_alternate_across_the_wrap(last: int) -> None:
+    source = """
+    #include <peerlane/comm.cuh>
+    using namespace peerlane;
+    extern "C" __global__ void take(u32* counters, u32* taken, u32 count) {
+        const u32 first = next_epoch(counters, count);
+        if (blockIdx.x == 0 && threadIdx.x == 0) *taken = first;
+    }
+    """
+    counts, previous = (3, 1, 2, 4, 1), last
+    scenario = Scenario("epochs", source, 1)
+    counters = scenario.buffer("counters", [torch.full((256,), last, dtype=torch.uint32)])
+    for launch, count in enumerate(counts):
+        first = previous + 1 if 0 < previous <= 0xFFFFFFFF - count else 2 if previous == 0 or previous % 2 else 3
+        assert previous == 0 or (first - previous) % 2 == 1
+        taken = scenario.buffer(f"taken {launch}", [torch.zeros(1, dtype=torch.uint32)], [torch.tensor([first], dtype=torch.uint32)])
+        scenario.launch("take", 2, 32, (counters, taken, ctypes.c_uint32(count)))
+        previous = first + count - 1
+    report = check(scenario, schedules=2)
+    assert report.clean, report
+
+
 def test_collectives_share_a_workspace_in_any_order_at_an_odd_world_size() -> None:
-    work = Collectives(3, tuple(KERNELS))
-    for kernel in (*KERNELS, *reversed(KERNELS)):
+    work = Collectives(3, ONE_ROUND_EACH)
+    for kernel in (*ONE_ROUND_EACH, *reversed(ONE_ROUND_EACH)):
         work.add(kernel, 604)
     report = check(work.scenario, schedules=10)
     assert report.clean, report
@@ -270,8 +356,8 @@ TWINS = {
     "root_waits_for_nobody": Twin(
         "broadcast_two_shot",
         TWO_SHOT,
-        "pull_packets<W>(arena, arena.local(buffer.place(0, 0)), buffer.stride, 0, epoch, begun)",
-        "begun[0][0] = 0",
+        "others_begun(rounds[rounds.count() - 1]);",
+        "",
         found="deadlock",
         world_size=3,
         root=0,
@@ -300,3 +386,25 @@ def test_a_broken_twin_is_caught(name: str, tmp_path: Path) -> None:
     report = check(work.scenario, schedules=20)
     assert report.caught == 20 or twin.found != "race", report
     assert twin.found in {finding.kind for finding in report.findings}, report
+
+
+ROUNDS_TWINS = {
+    "rounds_without_padding": ("left > least ? left : least", "left > 1 ? left : 1"),
+    "rounds_through_one_buffer": (BUFFERS, "packets"),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS_TWINS)
+def test_rounds_that_overwrite_what_a_late_root_has_not_read_are_caught_in_every_schedule(name: str, tmp_path: Path) -> None:
+    """A gather: nobody but the root needs what it gets."""
+    text = (INCLUDE_DIR / "peerlane" / "collectives" / "workspace.cuh").read_text()
+    assert text.count(ROUNDS_TWINS[name][0]) == 1
+    broken = tmp_path / "peerlane" / "collectives" / "workspace.cuh"
+    broken.parent.mkdir(parents=True)
+    broken.write_text(text.replace(*ROUNDS_TWINS[name]))
+    work = rounds_workload(3, ("exchange_packets_rounds",), torch.int32, (tmp_path,))
+    work.late(0, 2000)
+    work.add("exchange_packets_rounds", in_rounds("exchange_packets_rounds", 4, 3), root=0)
+    report = check(work.scenario, schedules=SCHEDULES)
+    assert report.caught == SCHEDULES, report
+    assert {finding.kind for finding in report.findings} <= {"deadlock", "wrong_result"}, report

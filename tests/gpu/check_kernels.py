@@ -371,7 +371,7 @@ def main() -> None:
 
     with in_one_process(ranks), faults_told(ranks):
         communicators = [collectives.Communicator(ranks) for _ in ranks.each()]  # type: ignore[arg-type]
-        sizes = (4, 100, 4096, 50_000) if options.small else (4, 100, 4096, 300_001, 2 << 20, 9_000_003, 48 << 20)
+        sizes = (4, 100, 4096, 50_000) if options.small else (4, 100, 4096, 300_001, 2 << 20, 9_000_003, 12 << 20, 20_000_003, 48 << 20)
         for nbytes, dtype in [(nbytes, BF16) for nbytes in sizes] + [(50_000, dtype) for dtype in (*collectives_sum_dtypes(), torch.uint8)]:
             for work in collective_workloads(ranks, communicators, nbytes, dtype):
                 begin = time.time()

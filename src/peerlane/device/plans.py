@@ -1,7 +1,7 @@
 """Which kernel a collective uses for a size, with which grid: pure functions of what all ranks know, so that all ranks plan alike.
 
 The limits come from a model (packets carry a third more bytes than data, a port takes in 343 GB/s) and from what was measured on 4x H200:
-packets move 270 GB/s of data through a port, and a ring takes about 25 us before it flows.
+packets of 6 MiB of data a port take 30 us (252 GB/s); rings carry 140 GB/s where a port has 12 MiB to move, 200 at 48 MiB, 260 at 192 MiB.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from peerlane.device import workspace
+from peerlane.device.kernels import ROUNDS
 from peerlane.device.workspace import RINGS, Rings
 
 ONE_SHOT_EXCESS_BYTES = 512 << 10
 """Bytes per port that a second trip over the link is worth: about 1.5 us at 343 GB/s."""
-PORT_PACKET_LIMIT_BYTES = 6 << 20
-"""Most data that one port takes in or sends out as packets, where the packet buffers hold it: about as long as a ring takes to start."""
+PORT_PACKET_LIMIT_BYTES = 24 << 20
+"""Most data of an exchange that one port takes in or sends out as packets, in as many rounds as that takes."""
+TWO_SHOT_LIMIT_BYTES = 16 << 20
+"""Largest tensor that goes by packets in two trips, in as many rounds as that takes."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +41,16 @@ class Machine:
 
 def all_reduce(nbytes: int, machine: Machine) -> Plan:
     """``nbytes`` > 0 on every rank."""
-    if nbytes > workspace.PACKET_LIMIT_BYTES:
-        return _ring("all_reduce_relay", machine)
     packets = _packets(nbytes)
     others = machine.world_size - 1
     # Per port, one shot sends (W - 1) S and two shots 2 (W - 1) / W S, each times 4 / 3.
     excess = others * (1 - 2 / machine.world_size) * packets * workspace.PACKET_BYTES
-    if excess <= ONE_SHOT_EXCESS_BYTES:
+    if excess <= ONE_SHOT_EXCESS_BYTES and packets <= _room(machine):
         return Plan("all_reduce_one_shot", *_spread(packets, machine))
-    return Plan("all_reduce_two_shot", *_spread(-(-packets // machine.world_size), machine))
+    if nbytes <= TWO_SHOT_LIMIT_BYTES:
+        # Places for terms, and as many for sums.
+        return _by_packets("all_reduce_two_shot", -(-packets // machine.world_size), _room(machine) // 2, machine)
+    return _ring("all_reduce_relay", machine)
 
 
 def broadcast(nbytes: int, machine: Machine) -> Plan:
@@ -80,8 +84,8 @@ def uneven_exchange(machine: Machine) -> Plan:
 
 def _messages(packets: str, ring: str, message: int, machine: Machine) -> Plan:
     at_port = (machine.world_size - 1) * message
-    if at_port <= PORT_PACKET_LIMIT_BYTES and message <= workspace.packet_message_bytes(machine.world_size):
-        return Plan(packets, *_spread(_packets(message), machine))
+    if at_port <= PORT_PACKET_LIMIT_BYTES:
+        return _by_packets(packets, _packets(message), _room(machine), machine)
     return _ring(ring, machine)
 
 
@@ -90,10 +94,19 @@ def _rooted(one_trip: str, two_trips: str, relay: str, nbytes: int, machine: Mac
     # Through the root's port, one trip takes (W - 1) S and two trips S, each times 4 / 3.
     if (others - 1) * _packets(nbytes) * workspace.PACKET_BYTES <= ONE_SHOT_EXCESS_BYTES:
         return Plan(one_trip, *_spread(_packets(nbytes), machine))
-    share = -(-_packets(nbytes) // others)
-    if nbytes <= PORT_PACKET_LIMIT_BYTES and share * workspace.PACKET_DATA_BYTES <= workspace.packet_message_bytes(machine.world_size):
-        return Plan(two_trips, *_spread(share, machine))
+    if nbytes <= TWO_SHOT_LIMIT_BYTES:
+        return _by_packets(two_trips, -(-_packets(nbytes) // others), _room(machine), machine)
     return _ring(relay, machine)
+
+
+def _by_packets(kernel: str, packets: int, room: int, machine: Machine) -> Plan:
+    """Messages of at most ``packets`` packets, where ``room`` fit at a time."""
+    return Plan(kernel if packets <= room else kernel + ROUNDS, *_spread(packets, machine))
+
+
+def _room(machine: Machine) -> int:
+    """Packets of one source that a packet buffer holds."""
+    return workspace.packet_message_bytes(machine.world_size) // workspace.PACKET_DATA_BYTES
 
 
 def _packets(nbytes: int) -> int:

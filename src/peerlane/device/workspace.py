@@ -15,8 +15,8 @@ MAX_EPOCH_BLOCKS = 256
 PACKET_BYTES, PACKET_DATA_BYTES = 16, 12
 WARP_THREADS = 32
 
-PACKET_LIMIT_BYTES = 4 << 20
-"""Largest tensor that is reduced as packets, which carry a third more bytes than data; beyond it the ring's signals cost less."""
+PACKET_BUFFER_TENSOR_BYTES = 4 << 20
+"""Largest tensor that a packet buffer holds at once, the terms of an all-reduce and its sums; what is longer goes in several rounds."""
 
 
 def _is_power_of_two(number: int) -> bool:
@@ -162,12 +162,12 @@ def workspace_bytes(world_size: int, rings: Rings = RINGS) -> int:
 
 def packet_buffer_bytes(world_size: int) -> int:
     """Two shots of the largest tensor: a place for every rank's term and sum of each share."""
-    packets = -(-PACKET_LIMIT_BYTES // PACKET_DATA_BYTES)
+    packets = -(-PACKET_BUFFER_TENSOR_BYTES // PACKET_DATA_BYTES)
     return 2 * world_size * -(-packets // world_size) * PACKET_BYTES
 
 
 def packet_message_bytes(world_size: int) -> int:
-    """Largest message of an exchange by packets: a packet buffer is cut into one part per source."""
+    """Largest message that goes by packets in one round: a packet buffer is cut into one part per source."""
     return packet_buffer_bytes(world_size) // world_size // PACKET_BYTES * PACKET_DATA_BYTES
 
 
