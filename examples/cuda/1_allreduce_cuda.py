@@ -34,6 +34,9 @@ using namespace peerlane;
 
 KERNEL all_reduce_one_shot(PARAMETERS) { one_shot<ELEMENT, WORLD_SIZE>(arena, space, in, out, bytes); }
 KERNEL all_reduce_two_shot(PARAMETERS) { two_shot<ELEMENT, WORLD_SIZE>(arena, space, AllReduceRoute<WORLD_SIZE>{}, in, out, bytes); }
+KERNEL all_reduce_two_shot_rounds(PARAMETERS) {
+    two_shot<ELEMENT, WORLD_SIZE, true>(arena, space, AllReduceRoute<WORLD_SIZE>{}, in, out, bytes);
+}
 KERNEL all_reduce_relay(PARAMETERS) { relay<ELEMENT, WORLD_SIZE>(arena, space, AllReduceRoute<WORLD_SIZE>{}, in, out, bytes); }
 """
 IN, OUT = 2, 3  # places of the arguments that change from call to call

@@ -76,8 +76,10 @@ class Collectives:
         self.generator = torch.Generator().manual_seed(1)
         self.number = self.exchanges = 0
 
-    def add(self, kernel: str, nbytes: int, root: int | None = None) -> None:
-        """One launch; its sizes and, unless one is given, its root follow from ``nbytes`` and how many came before."""
+    def add(self, kernel: str, nbytes: int, root: int | None = None, *, in_place: bool = False) -> None:
+        """One launch; its sizes and, unless one is given, its root follow from ``nbytes`` and how many came before.
+
+        ``in_place``: of kernels of one tensor; what goes in is what comes out."""
         self.number += 1
         world = self.world_size
         root = self.number % world if root is None else root
@@ -89,7 +91,7 @@ class Collectives:
                 "reduce": [total if rank == root else terms[rank] for rank in range(world)],
                 "broadcast": [terms[root]] * world,
             }[kernel.split("_")[0]]
-            self._launch(kernel, terms, expected, [Messages()] * world, nbytes, root)
+            self._launch(kernel, terms, expected, [Messages()] * world, nbytes, root, in_place=in_place)
         elif kernel.startswith("reduce") and self.number % 2:
             terms = self._tensors(nbytes // self.dtype.itemsize)
             total = self._sum(terms)
@@ -143,11 +145,22 @@ class Collectives:
         self._launch(kernel, sent, expected, tables, 0, root)
 
     def _launch(
-        self, kernel: str, sent: list[torch.Tensor], expected: list[torch.Tensor], tables: list[Messages], nbytes: int, root: int
+        self,
+        kernel: str,
+        sent: list[torch.Tensor],
+        expected: list[torch.Tensor],
+        tables: list[Messages],
+        nbytes: int,
+        root: int,
+        *,
+        in_place: bool = False,
     ) -> None:
-        source = self.scenario.buffer(f"in {self.number}", sent)
-        zeros = [torch.zeros(tensor.nbytes, dtype=torch.uint8) for tensor in expected]
-        target = self.scenario.buffer(f"out {self.number}", zeros, [tensor.contiguous().view(torch.uint8) for tensor in expected])
+        right = [tensor.contiguous().view(torch.uint8) for tensor in expected]
+        if in_place:
+            source = target = self.scenario.buffer(f"in place {self.number}", [tensor.view(torch.uint8) for tensor in sent], right)
+        else:
+            source = self.scenario.buffer(f"in {self.number}", sent)
+            target = self.scenario.buffer(f"out {self.number}", [torch.zeros_like(tensor) for tensor in right], right)
         block, shared_bytes = {
             "exchange_ring": (RINGS.exchange_threads, RINGS.exchange_shared_bytes),
             "broadcast_relay": (RINGS.exchange_threads, RINGS.exchange_shared_bytes),
@@ -253,6 +266,16 @@ def test_messages_that_no_packet_buffer_holds_go_in_rounds(world_size: int, dtyp
         if number % 2:
             work.add(BY_PACKETS[number % len(BY_PACKETS)], 40)
     report = check(work.scenario, schedules=SCHEDULES)
+    assert report.clean, report
+
+
+def test_what_goes_in_may_be_what_comes_out() -> None:
+    of_one_tensor = [kernel for kernel in KERNELS if kernel.removesuffix(ROUNDS).endswith(("_one_shot", "_two_shot"))]
+    work = rounds_workload(3, tuple(of_one_tensor), torch.bfloat16)
+    for number, kernel in enumerate(of_one_tensor * 2):
+        work.late(number % 3, 300 * (number % 2))
+        work.add(kernel, in_rounds(kernel, 3, 3, 2) if kernel.endswith(ROUNDS) else 100, in_place=True)
+    report = check(work.scenario, schedules=60)
     assert report.clean, report
 
 

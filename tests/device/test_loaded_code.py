@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from peerlane.device import compile_cubin, launch
+from peerlane.device import compile_cubin, launch, plans
+from peerlane.device.plans import Machine
 from peerlane.device.workspace import RINGS
 from peerlane.evaluate.device_code import in_ptx
 from peerlane.evaluate.loaded_code import disassembled, loaded_code, mapped_libraries
@@ -109,12 +110,16 @@ def example(name: str) -> Mapping[str, set[str]]:
 
 
 def test_example() -> None:
-    """Its kernels store into the peers' memory; the one for large tensors also by bulk copies."""
-    assert example("1_allreduce_cuda.py") == {
+    """It has every kernel that a size may ask for. They store into the peers' memory; the one for large tensors also by bulk copies."""
+    kernels = example("1_allreduce_cuda.py")
+    assert kernels == {
         "all_reduce_one_shot": {"sm_load_store"},
         "all_reduce_two_shot": {"sm_load_store"},
+        "all_reduce_two_shot_rounds": {"sm_load_store"},
         "all_reduce_relay": {"sm_load_store", "tma"},
     }
+    sizes = [1 << power for power in range(31)]
+    assert {plans.all_reduce(size, Machine(world_size, 132)).kernel for world_size in range(2, 9) for size in sizes} == kernels.keys()
 
 
 def test_what_a_process_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
