@@ -68,6 +68,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "noise_busy": (NODE / "noise_busy.jsonl", _noise),
     "noise_of_two": (TWO_GPUS / "noise.jsonl", _noise),
     "solutions_of_two": (TWO_GPUS / "solutions.jsonl", _speeds),
+    "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),
     "mechanisms": (MECHANISMS, _mechanisms),
     "collectives": (NODE / "collectives.json", collectives_report),
     "fused": (NODE / "fused.json", fused_report),
