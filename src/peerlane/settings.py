@@ -139,8 +139,8 @@ class TimingRules:
     max_rounds: int = 24
     max_baseline_rounds: int = 12
     placement_spread: float = 0.01
-    """how far the times of two groups on the same GPUs lie apart, as a standard deviation of their ratio; the reference against itself had
-    0.6 % in graph mode and 1.2 % in eager mode, on nodes of 2 and 4 H200"""
+    """how far the times of two groups on the same GPUs lie apart, as a standard deviation of their ratio; what two races of the reference
+    against itself had in common was 0.2 to 1.2 %, on nodes of 2 and 4 H200"""
     rounds_per_capture: int = 3
     target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.012})
     """of the ratio of a race, by launch mode; a speedup joins two races"""

@@ -42,7 +42,7 @@ class BlockTimes:
 
     @property
     def median_us(self) -> float:
-        """The middle call's time, of those behind the first ones: these find cold caches, and take up to three times as long."""
+        """The middle call's time, of those behind the first ones, which find the caches of the host cold."""
         return statistics.median(self.iterations_us[min(_LEADING_CALLS, len(self.iterations_us) // 3) :])
 
     @property
