@@ -145,8 +145,10 @@ class TimingRules:
     target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.012})
     """of the ratio of a race, by launch mode; a speedup joins two races"""
     budget_s: float = 20.0
+    usual_share: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.25, "graph": 0.5})
+    """which quantile of a block's calls stands for it, by launch mode: the host holds up some eager calls"""
     skew_margin: float = 1.1
-    """on how unequal the reference's calls within a block are (mean over median): a candidate beyond it is scored by the mean"""
+    """on how unequal the reference's calls within a block are (mean over usual call): a candidate beyond it is scored by the mean"""
     gross_skew: float = 3.0
     """times that: beyond it a few calls do the work of all"""
     compared_share: float = 0.25

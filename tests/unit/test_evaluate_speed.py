@@ -31,6 +31,7 @@ RULES = TimingRules(warm_calls=SLOTS, min_rounds=9, max_rounds=12, judging_s=0.4
 @dataclass
 class FakeSession:
     deadlines: Deadlines = field(default_factory=Deadlines)
+    full_pace_us: float = 0.0
 
 
 @dataclass
@@ -54,6 +55,8 @@ class FakeTrial:
     trusted_hand_off_s: float = 0.0
     other_hand_off_s: float = 0.0
     latency_us: float = 20.0
+    settled: list[float] = field(default_factory=list)
+    cores: list[Any] = field(default_factory=list)
     orders: dict[str, list[list[int]]] = field(default_factory=lambda: {"trusted": [], "other": []})
     log: list[str] = field(default_factory=list)
     steps: list[Any] = field(default_factory=list)
@@ -74,6 +77,9 @@ class FakeTrial:
         return [{"iterations_us": [us - rank for us in calls], "span_us": span} for rank in range(RANKS)]
 
     def trusted(self, op: str, **more: Any) -> list[dict[str, Any]]:
+        if op == "settle_core":
+            self.settled.append(more["full_us"])
+            return [{"core": 10 * len(self.settled) + rank, "pace_us": 10.0 + rank} for rank in range(RANKS)]
         if op == "latency":
             return [{"latency_us": self.latency_us}] * RANKS
         self.log.append(f"trusted {op}")
@@ -81,6 +87,10 @@ class FakeTrial:
             self.trusted_steps.append(more["exchanges"])
             return self._block("trusted", self.trusted_us, self.trusted_hand_off_s, more["order"])
         return [{"captured": True}] * RANKS
+
+    def ask_each(self, op: str, phase: str, deadline_s: float, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        self.cores.append([request["core"] for request in requests])
+        return self.ask(op, phase, deadline_s, **{name: value for name, value in requests[0].items() if name not in ("op", "core")})
 
     def ask(self, op: str, phase: str, deadline_s: float, **more: Any) -> list[dict[str, Any]]:
         self.log.append(f"other {op}")
@@ -288,13 +298,26 @@ def test_contents_are_new_in_every_round_unless_nobody_could_know_them(side: str
 
 
 @pytest.mark.parametrize(
-    ("times", "median_us", "mean_us"),
-    [([400.0, 300.0, 200.0, 150.0] + [100.0] * 8, 100.0, 154.17), ([300.0, 100.0, 120.0], 110.0, 173.33), ([5.0], 5.0, 5.0)],
+    ("times", "usual_us", "mean_us"),
+    [
+        ([400.0, 300.0, 200.0, 150.0] + [100.0] * 8, 100.0, 154.17),
+        ([90.0, 90.0, 90.0, 90.0, 130.0, 99.0, 180.0, 100.0, 101.0, 160.0, 102.0, 170.0], 100.0, 116.83),
+        ([300.0, 100.0, 120.0], 100.0, 173.33),
+        ([5.0], 5.0, 5.0),
+    ],
 )
-def test_calls_that_find_cold_caches_count_in_the_mean_only(times: list[float], median_us: float, mean_us: float) -> None:
-    block = BlockTimes(tuple(times), sum(times), 1e6)
-    assert block.median_us == median_us and block.mean_us == pytest.approx(mean_us, abs=0.01)
-    assert block.skew == pytest.approx(mean_us / median_us, rel=1e-3)
+def test_calls_that_the_host_holds_up_count_in_the_mean_only(times: list[float], usual_us: float, mean_us: float) -> None:
+    block = BlockTimes(tuple(times), sum(times), 1e6, 0.25)
+    assert block.usual_us == usual_us and block.mean_us == pytest.approx(mean_us, abs=0.01)
+    assert block.skew == pytest.approx(mean_us / usual_us, rel=1e-3)
+
+
+@pytest.mark.parametrize(("mode", "usual_us"), [("eager", 60.0), ("graph", 90.0)])
+def test_a_quarter_of_the_eager_calls_is_enough_and_half_of_the_replayed_ones(mode: str, usual_us: float) -> None:
+    calls = [500.0, 400.0, 60.0, 60.0, 90.0, 95.0, 200.0, 90.0]
+    run = race(FakeTrial(itertools.repeat(100.0), itertools.repeat(calls)), mode=mode, usual_skews=(9.0,) * 50)
+    run.run(budget_s=10)
+    assert run.scored_by == "quantile" and run.times_us().median == usual_us
 
 
 def test_the_reference_is_disturbed_by_as_many_late_changes_as_the_candidate() -> None:
@@ -311,13 +334,22 @@ def test_every_block_uses_its_slots_in_an_order_of_its_own() -> None:
     assert len(orders) > 15 and len(set(orders)) == len(orders)
 
 
+def test_every_block_begins_with_a_choice_of_cores() -> None:
+    trial = steady(session=FakeSession(full_pace_us=40.0))
+    race(trial).run(budget_s=10)
+    blocks = [line for line in trial.log if line.endswith(" block")]
+    assert trial.settled == [40.0] + [10.0] * (len(blocks) - 1) and trial.session.full_pace_us == 10.0
+    numbers = [number for number, line in enumerate(blocks, 1) if line == "other block"]
+    assert trial.cores == [[10 * number + rank for rank in range(RANKS)] for number in numbers]
+
+
 def uneven(first: float, other: float) -> list[float]:
     """A block whose first call takes longer than its other ones."""
     return [first] + [other] * (SLOTS - 1)
 
 
 def test_computing_everything_in_the_first_call_gains_nothing() -> None:
-    """The mean then stands for the block: it holds all the work, where the median would leave out nearly all of it."""
+    """The mean then stands for the block: it holds all the work, where a usual call would leave out nearly all of it."""
     trial = FakeTrial(itertools.repeat(100.0), itertools.repeat(uneven(8 * 100.0 - 7 * 60.0, 60.0)))
     run = race(trial)
     run.run(budget_s=10)
@@ -334,20 +366,20 @@ def test_a_few_calls_that_do_the_work_of_all_are_tampered() -> None:
 
 
 @pytest.mark.parametrize("where", ["in this race", "in the race before"])
-def test_calls_as_unequal_as_the_reference_s_are_scored_by_the_median(where: str) -> None:
+def test_calls_as_unequal_as_the_reference_s_are_scored_by_a_quantile(where: str) -> None:
     """Slots may differ in size: a layout that is unequal for the reference is so for everybody."""
     unequal = uneven(1000.0, 50.0)
     trial = FakeTrial(itertools.repeat(unequal if where == "in this race" else 50.0), itertools.repeat(uneven(500.0, 25.0)))
     run = race(trial, usual_skews=() if where == "in this race" else (3.4,) * 20)
     run.run(budget_s=10)
-    assert run.scored_by == "median" and run.ratio().median == pytest.approx(2.0)
+    assert run.scored_by == "quantile" and run.ratio().median == pytest.approx(2.0)
 
 
 def test_a_disturbed_block_now_and_then_changes_nothing() -> None:
     blocks = itertools.cycle([50.0, 50.0, uneven(3000.0, 50.0)])
     run = race(FakeTrial(itertools.repeat(100.0), blocks))
     run.run(budget_s=10)
-    assert run.scored_by == "median" and run.ratio().median == pytest.approx(2.0)
+    assert run.scored_by == "quantile" and run.ratio().median == pytest.approx(2.0)
 
 
 def test_a_gpu_that_is_still_busy_after_every_block_is_tampered() -> None:
@@ -454,7 +486,7 @@ def test_times_that_are_no_times_are_refused(times: Any) -> None:
 
 def test_a_rank_without_work_may_report_no_time() -> None:
     idle, busy = ({"iterations_us": [us] * SLOTS, "span_us": 90.0} for us in (0.0, 7.5))
-    assert BlockTimes.of([busy, idle], SLOTS, 100.0).median_us == 7.5
+    assert BlockTimes.of([busy, idle], SLOTS, 100.0).usual_us == 7.5
 
 
 def test_a_failed_capture_leaves_the_rank_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:

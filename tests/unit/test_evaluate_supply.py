@@ -16,7 +16,6 @@ from peerlane.errors import HarnessError, RunStopped
 from peerlane.evaluate import EvaluationPlan, builds, discover, evaluate, evaluation
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.logs import KEPT_BYTES, LogTail
-from peerlane.evaluate.processes import cores_beside, physical_cores
 from peerlane.evaluate.quarantine import Quarantine
 from peerlane.evaluate.spares import NoRanks, Spares
 from peerlane.evaluate.store import ResultsStore
@@ -266,15 +265,6 @@ def test_a_gpu_in_quarantine_leaves_the_rest_of_the_run_undone(monkeypatch: pyte
     run._quarantine.reasons[1] = "the driver says: GPU is lost"
     results = list(run.judge(evaluation.make_jobs(plan), 2))
     assert [item.verdict.kind for item in results] == ["not_run"] * 3 and "GPU is lost" in results[2].verdict.reason
-
-
-def test_builders_stay_off_the_cores_of_timed_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr("peerlane.evaluate.processes._siblings", lambda cpu: f"{cpu % 8},{cpu % 8 + 8}")
-    assert physical_cores(set(range(16))) == list(range(8))
-    left = cores_beside(4)
-    assert left and all((cpu + 8) % 16 in left for cpu in left) and len(left) == 8
-    assert cores_beside(8) == set(range(16))  # none to spare
 
 
 def test_a_full_disk_is_no_build_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

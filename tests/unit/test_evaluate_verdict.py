@@ -218,6 +218,7 @@ def shape_of(schema: Any) -> Any:
 
 
 def test_schema_is_frozen() -> None:
-    """Files of results outlive versions: a field may be added if it has a default, which older records then have; whoever changes more
+    """Files of results outlive versions: a field may be added if it has a default, which older records then have, and a value to those that
+    a field may take; whoever changes more
     raises ``schema_version`` and writes a schema of that number."""
     assert shape_of(Result.model_json_schema()) == json.loads(SCHEMA.read_text())

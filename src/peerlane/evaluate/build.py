@@ -10,7 +10,7 @@ from typing import Any
 
 from peerlane.evaluate import extensions
 from peerlane.evaluate.candidate import import_candidate
-from peerlane.evaluate.processes import cores_beside
+from peerlane.evaluate.cores import cores_beside
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.worker import Rank, classify
 

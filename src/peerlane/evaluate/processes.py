@@ -23,40 +23,6 @@ def adopt_orphans() -> None:
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
 
 
-def core_of_rank(rank: int, world_size: int) -> set[int] | None:
-    """The core on which a rank's calling thread is timed: the same for this rank in every group, and no other rank's.
-
-    A thread that the scheduler moves about calls up to twice as slowly for seconds at a time. Only one group is busy at a time, so all
-    groups can use the same cores. None where there are not more cores than ranks.
-    """
-    cores = physical_cores(os.sched_getaffinity(0))
-    return {cores[1 + rank * (len(cores) - 1) // world_size]} if len(cores) > world_size else None
-
-
-def cores_beside(world_size: int) -> set[int]:
-    """The cores on which no rank of such a group is timed, for what runs meanwhile; all of them where there is none to spare."""
-    allowed = os.sched_getaffinity(0)
-    timed = {_siblings(cpu) for rank in range(world_size) for cpu in core_of_rank(rank, world_size) or ()}
-    return {cpu for cpu in allowed if _siblings(cpu) not in timed} or allowed
-
-
-def physical_cores(allowed: set[int]) -> list[int]:
-    """One CPU number per physical core among these, ascending."""
-    cores: dict[str, int] = {}
-    for cpu in sorted(allowed):
-        cores.setdefault(_siblings(cpu), cpu)
-    return sorted(cores.values())
-
-
-def _siblings(cpu: int) -> str:
-    """The CPUs of the physical core that this one belongs to, as the kernel lists them."""
-    try:
-        with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
-            return file.read().strip()
-    except OSError:
-        return str(cpu)
-
-
 def _family() -> dict[int, list[int]]:
     """The living children of every process."""
     children: dict[int, list[int]] = defaultdict(list)

@@ -44,6 +44,7 @@ class Session:
         self._trusted_source = Spares("trusted", self._spawn_trusted, self.supply, note)
         self._spares = Spares("candidate", self._spawn_candidate, self.supply, note)
         self._block = 0
+        self.full_pace_us = 0.0  # of the fastest core seen yet, see peerlane.evaluate.cores; 0: none
 
     def __enter__(self) -> Self:
         environment = {

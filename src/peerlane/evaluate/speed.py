@@ -32,18 +32,20 @@ _dice = random.SystemRandom()
 class BlockTimes:
     """One block: the slowest rank's time per call, in their order, and how the clocks agree. Microseconds.
 
+    ``share``: of its calls, that are no slower than the one that stands for the block.
     ``idle_latency_us``: how long a tiny kernel of the trusted ranks took on the slowest GPU when the block was over.
     """
 
     iterations_us: tuple[float, ...]
     span_us: float
     outer_us: float
+    share: float = 0.5
     idle_latency_us: float = 0.0
 
     @property
-    def median_us(self) -> float:
-        """The middle call's time, of those behind the first ones, which find the caches of the host cold."""
-        return statistics.median(self.iterations_us[min(_LEADING_CALLS, len(self.iterations_us) // 3) :])
+    def usual_us(self) -> float:
+        """The time that stands for the block: a quantile of the calls behind the first ones, which find the caches of the host cold."""
+        return quantile(self.iterations_us[min(_LEADING_CALLS, len(self.iterations_us) // 3) :], self.share)
 
     @property
     def mean_us(self) -> float:
@@ -52,8 +54,8 @@ class BlockTimes:
 
     @property
     def skew(self) -> float:
-        """Mean of all over median: far above 1 where a few calls did the work of all."""
-        return self.mean_us / self.median_us
+        """Mean of all over the usual time: far above 1 where a few calls did the work of all."""
+        return self.mean_us / self.usual_us
 
     @property
     def slack_us(self) -> float:
@@ -61,7 +63,7 @@ class BlockTimes:
         return self.outer_us - self.span_us
 
     @staticmethod
-    def of(answers: list[Message], slots: int, outer_us: float) -> BlockTimes:
+    def of(answers: list[Message], slots: int, outer_us: float, share: float = 0.5) -> BlockTimes:
         """From the ranks' answers; raises GroupFailure for anything that is not a list of times.
 
         A rank without work in a call may report 0, for nothing lies between its events; the slowest rank may not.
@@ -77,7 +79,7 @@ class BlockTimes:
         slowest, span_us = tuple(max(values) for values in zip(*columns, strict=True)), max(answer["span_us"] for answer in answers)
         if min(*slowest, span_us) <= 0:
             raise GroupFailure("garbage", "timing", "the ranks reported times of 0 for a call: no kernel is that fast")
-        return BlockTimes(slowest, span_us, outer_us)
+        return BlockTimes(slowest, span_us, outer_us, share)
 
 
 def _is_time(value: object) -> bool:
@@ -126,6 +128,8 @@ class Race:
     ``side`` is ``reference`` (in the candidate's ranks, before candidate code is loaded) or ``candidate``. A block uses the first ``slots``
     slots of the trial. What is usual here, the hand-off, an idle GPU's latency, and how unequal a block's calls are, comes from the
     reference's own race.
+
+    Every block begins on cores that run at full speed, if there are any.
     """
 
     trial: Trial
@@ -141,15 +145,27 @@ class Race:
     discarded: int = 0
     suspicious: int = 0
 
+    @property
+    def _share(self) -> float:
+        return self.rules.usual_share[self.mode]
+
+    def _settle(self) -> list[int | None]:
+        """Chooses the ranks' cores for the next block."""
+        session = self.trial.session
+        answers = self.trial.trusted("settle_core", full_us=session.full_pace_us)
+        session.full_pace_us = min([session.full_pace_us or math.inf, *(float(answer["pace_us"]) for answer in answers)])
+        return [answer["core"] for answer in answers]
+
     def trusted_block(self, late: int = 0) -> BlockTimes:
         """One block of the trusted reference on what was minted; before so many calls contents change places, as on the other side."""
         order = self._new_order()
         steps = self.trial.exchanges(order, _dice.sample(range(1, self.slots - 1), late)).steps
+        self._settle()
         begin = time.perf_counter()
         answers = self.trial.trusted("block", mode=self.mode, order=order, exchanges=steps)
         outer_us = (time.perf_counter() - begin) * 1e6
         try:
-            return BlockTimes.of(answers, self.slots, outer_us)
+            return BlockTimes.of(answers, self.slots, outer_us, self._share)
         except GroupFailure as failure:
             raise HarnessError(f"the trusted reference cannot be timed: {failure.message}") from None
 
@@ -158,10 +174,11 @@ class Race:
         trial, order, chosen = self.trial, calls.order, calls.chosen
         if self._needs_new_contents:
             trial.reveal(self.slots)
-        request = {"mode": self.mode, "side": self.side, "order": order, "exchanges": calls.exchanges.steps}
+        request = {"op": "block", "mode": self.mode, "side": self.side, "order": order, "exchanges": calls.exchanges.steps}
+        requests = [{**request, "core": core} for core in self._settle()]
         begin = time.perf_counter()
-        answers = trial.ask("block", "timing", trial.session.deadlines.timing, **request)
-        times = BlockTimes.of(answers, self.slots, (time.perf_counter() - begin) * 1e6)
+        answers = trial.ask_each("block", "timing", trial.session.deadlines.timing, requests)
+        times = BlockTimes.of(answers, self.slots, (time.perf_counter() - begin) * 1e6, self._share)
         latencies = [float(answer["latency_us"]) for answer in trial.trusted("latency")]
         if calls.compared:
             trial.count_collectives(answers)
@@ -242,7 +259,7 @@ class Race:
         """
         rules, calls, last, begin = self.rules, 0, [math.inf, math.inf], time.monotonic()
         while calls < rules.max_warm_calls and time.monotonic() < begin + budget_s:
-            now = [block.median_us for block in self._round(warming=True)]
+            now = [block.usual_us for block in self._round(warming=True)]
             calls += self.slots
             agree = all(abs(a - b) <= rules.warm_agreement * b for a, b in zip(now, last, strict=True))
             if agree and (calls >= rules.warm_calls or time.monotonic() >= begin + rules.warm_s):
@@ -316,7 +333,7 @@ class Race:
 
     @property
     def skew(self) -> float:
-        """How unequal the other side's calls are: mean over median, in the middle block."""
+        """How unequal the other side's calls are: mean over usual time, in the middle block."""
         return statistics.median(block.skew for block in self.others)
 
     @property
@@ -326,25 +343,25 @@ class Race:
         return self.rules.skew_margin * max(1.0, quantile(skews, 0.9))
 
     @property
-    def scored_by(self) -> Literal["median", "mean"]:
-        """What stands for a block of the other side: its median, unless its calls are more unequal than the reference's, so that the
-        median would leave out work."""
-        return "mean" if self.side == "candidate" and self.skew > self.usual_skew else "median"
+    def scored_by(self) -> Literal["quantile", "mean"]:
+        """What stands for a block of the other side: a quantile of its calls, unless they are more unequal than the reference's, so that
+        it would leave out work."""
+        return "mean" if self.side == "candidate" and self.skew > self.usual_skew else "quantile"
 
     def _refuse_gross_skew(self) -> None:
         limit = self.rules.gross_skew * self.usual_skew
         if self.skew > limit:
-            what = f"a few calls do the work of all: a block's mean is {self.skew:.1f} times its median, {limit:.1f} is the most"
+            what = f"a few calls do the work of all: a block's mean is {self.skew:.1f} times its usual call, {limit:.1f} is the most"
             raise Rejected(Tampered(phase="timing", what=what))
 
     def other_us(self) -> list[float]:
         """The other side's time per call, block by block, as it is scored."""
         by_mean = self.scored_by == "mean"
-        return [block.mean_us if by_mean else block.median_us for block in self.others]
+        return [block.mean_us if by_mean else block.usual_us for block in self.others]
 
     def ratio(self) -> Interval:
         """Reference over other, per round; its median and interval."""
-        return median_interval([a.median_us / b for a, b in zip(self.references, self.other_us(), strict=True)])
+        return median_interval([a.usual_us / b for a, b in zip(self.references, self.other_us(), strict=True)])
 
     @property
     def idle_latency_us(self) -> float:

@@ -109,9 +109,9 @@ class SpeedTrial:
 
     @staticmethod
     def _shortest_call_us(race: Race) -> float:
-        end, times = time.monotonic() + _PROBE_S, [race.trusted_block().median_us]
+        end, times = time.monotonic() + _PROBE_S, [race.trusted_block().usual_us]
         while len(times) < _PROBE_BLOCKS and time.monotonic() < end:
-            times.append(race.trusted_block().median_us)
+            times.append(race.trusted_block().usual_us)
         return min(times)
 
     def measure(self, mode: Mode) -> ModeSpeed:
@@ -173,7 +173,7 @@ class SpeedTrial:
             slots_per_block=race.slots,
             rounds=len(race.others),
             discarded_rounds=race.discarded,
-            reference_blocks_us=tuple(round(block.median_us, 3) for block in race.references),
+            reference_blocks_us=tuple(round(block.usual_us, 3) for block in race.references),
             candidate_blocks_us=tuple(round(us, 3) for us in race.other_us()),
             scored_by=race.scored_by,
             candidate_p10_us=race.quantile_us(0.1),
@@ -193,7 +193,7 @@ class SpeedTrial:
         costs, slots = self._costs(), race.slots
         for calls, times_us in (
             (slots, [sum(block.iterations_us) for block in race.others]),
-            (1, [block.median_us for block in race.others]),
+            (1, [block.usual_us for block in race.others]),
         ):
             floor_us = physical_floor_us(costs, self.profile, calls=calls)
             if min(times_us) < floor_us:

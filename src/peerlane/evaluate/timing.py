@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import abc
 import gc
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from peerlane.evaluate.cores import on_core
 from peerlane.evaluate.quiet import evict, quiesce, synchronize_all
 from peerlane.evaluate.recorder import collectives
 from peerlane.evaluate.slots import OutputRegions, Unowned
@@ -32,7 +32,6 @@ _CYCLES_PER_US = 1_800  # SM clock
 _EXCHANGE_US = 300.0  # of host time, generously, of what happens between two calls
 _replay = torch.cuda.CUDAGraph.replay
 _all_reduce = dist.all_reduce
-_get_affinity, _set_affinity = os.sched_getaffinity, os.sched_setaffinity
 _collectives = collectives
 _collect, _gc_enable, _gc_disable = gc.collect, gc.enable, gc.disable
 
@@ -77,30 +76,28 @@ class Block(abc.ABC):
     def latest(self) -> list[torch.Tensor]:
         """What the last call of the latest run returned."""
 
-    def run(self, cores: set[int] | None, order: list[int], between: Between | None = None) -> dict[str, Any]:
-        """One block, this thread kept on ``cores``, its slots in this order.
+    def run(self, core: int | None, order: list[int], between: Between | None = None) -> dict[str, Any]:
+        """One block, this thread kept on ``core``, its slots in this order.
 
         Returns ``iterations_us`` (call by call), ``span_us`` (first start to last end) and ``collectives``: how many the process
         groups counted in the calls, captured ones included.
         """
         _collect()
         _gc_disable()
-        everywhere, between = _get_affinity(0), between or {}
+        between = between or {}
         try:
-            if cores is not None:
-                _set_affinity(0, cores)  # this thread alone: NCCL's threads on the same core would slow it down
-            quiesce()
-            evict()
-            if self.head_start_us:
-                head_start_us = self.head_start_us * len(order) + _EXCHANGE_US * len(between)
-                _sleep(int(head_start_us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
-            _all_reduce(self._barrier)
-            before = _collectives()
-            self._run(order, between)
-            synchronize_all()
-            counted = _collectives() - before
+            with on_core(core):
+                quiesce()
+                evict()
+                if self.head_start_us:
+                    head_start_us = self.head_start_us * len(order) + _EXCHANGE_US * len(between)
+                    _sleep(int(head_start_us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
+                _all_reduce(self._barrier)
+                before = _collectives()
+                self._run(order, between)
+                synchronize_all()
+                counted = _collectives() - before
         finally:
-            _set_affinity(0, everywhere)
             _gc_enable()
         iterations = [_elapsed(self._starts[slot], self._ends[slot]) * 1e3 for slot in order]
         return {

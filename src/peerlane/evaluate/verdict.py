@@ -285,7 +285,7 @@ class Utilisation(Record):
 
 
 class ModeSpeed(Record):
-    """Speed in one launch mode. Times are device times in microseconds, the slowest rank's, median over the slots of a block."""
+    """Speed in one launch mode. Times are device times in microseconds, the slowest rank's."""
 
     status: Literal["measured"] = "measured"
     mode: Mode
@@ -298,8 +298,10 @@ class ModeSpeed(Record):
     discarded_rounds: int = Field(ge=0, description="rounds in which the outer clock and the events disagreed")
     reference_blocks_us: tuple[float, ...]
     candidate_blocks_us: tuple[float, ...]
-    scored_by: Literal["median", "mean"] = Field(
-        default="median", description="what stands for a block of the candidate; mean where its calls are more unequal than the reference's"
+    scored_by: Literal["quantile", "mean", "median"] = Field(
+        default="median",
+        description="what stands for a block of the candidate: a quantile of its calls, of the eager ones the lower quartile, of replayed "
+        "ones the median; or the mean, where they are more unequal than the reference's. median: of an earlier evaluator, in both modes",
     )
     candidate_p10_us: float = Field(gt=0)
     candidate_p90_us: float = Field(gt=0)

@@ -17,7 +17,7 @@ from peerlane.problems._count import Count, counted
 from peerlane.problems._draw import INTEGER, RANDOM, Draw
 from peerlane.problems._judge import (
     STANDARD_NULL_ANSWERS,
-    digest,
+    digests,
     expected_leaves,
     is_excused,
     null_answers,
@@ -138,7 +138,8 @@ def margins(
             raise ValueError(f"{case.key}, rank {rank}: the reference and the oracle disagree about the output's type: {mismatch}")
         _enlarge(result.reference, ratios_of(problem, case, got, expected, kind))
         named = zip(expected_leaves(expected), leaves(got), strict=True)
-        result.bits |= {f"{leaf.name} ({kind})": digest(tensor) for leaf, tensor in named if problem.is_replicated(leaf.name)}
+        replicated = {f"{leaf.name} ({kind})": tensor for leaf, tensor in named if problem.is_replicated(leaf.name)}
+        result.bits |= zip(replicated, digests(list(replicated.values())), strict=True)
         if problem.changeable:  # the reference has written into them
             inputs = draw_all(problem, case, secret=secret, kind=kind, device=device)
         for variant in problem.honest_variants:

@@ -1,0 +1,107 @@
+"""The cores on which ranks' calling threads are timed: which they may be, and which of them run at full speed now.
+
+On a machine that is shared, a core that looks idle may run at half its speed for tenths of a second at a time, because the physical core
+beneath it has a second hardware thread, which somebody else keeps busy. A call from Python then takes nearly twice as long. Nothing that
+a guest can read says so; how long a fixed piece of Python takes does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+
+_MOST = 8  # cores that a rank chooses from
+_STEPS, _TRIES = 1_000, 3
+_SLOWER = 1.25  # than the fastest core: no longer full speed. Two busy threads on one physical core: 1.7 to 2
+
+_clock = time.perf_counter
+_get_affinity, _set_affinity = os.sched_getaffinity, os.sched_setaffinity
+
+
+def cores_of_rank(rank: int, world_size: int) -> list[int]:
+    """The cores on which a rank's calling thread may be timed: the same for this rank in every group, and no other rank's.
+
+    A thread that the scheduler moves about calls up to twice as slowly for seconds at a time. Only one group is busy at a time, so all
+    groups can use the same cores. Half of the machine's, at most; none where there are not more cores than ranks.
+    """
+    cores = physical_cores(os.sched_getaffinity(0))[1:]
+    share = len(cores) // world_size
+    mine = cores[rank * share : (rank + 1) * share]
+    return mine[: min(_MOST, max(1, share // 2))]
+
+
+def cores_beside(world_size: int) -> set[int]:
+    """The cores on which no rank of such a group is timed, for what runs meanwhile; all of them where there is none to spare."""
+    allowed = os.sched_getaffinity(0)
+    timed = {_siblings(cpu) for rank in range(world_size) for cpu in cores_of_rank(rank, world_size)}
+    return {cpu for cpu in allowed if _siblings(cpu) not in timed} or allowed
+
+
+def physical_cores(allowed: set[int]) -> list[int]:
+    """One CPU number per physical core among these, ascending."""
+    cores: dict[str, int] = {}
+    for cpu in sorted(allowed):
+        cores.setdefault(_siblings(cpu), cpu)
+    return sorted(cores.values())
+
+
+def _siblings(cpu: int) -> str:
+    """The CPUs of the physical core that this one belongs to, as the kernel lists them."""
+    try:
+        with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as file:
+            return file.read().strip()
+    except OSError:
+        return str(cpu)
+
+
+@contextlib.contextmanager
+def on_core(core: int | None) -> Iterator[None]:
+    """Keeps the calling thread on a core, and no other: NCCL's threads on the same one would slow it down. None: wherever it may be."""
+    everywhere = _get_affinity(0)
+    try:
+        if core is not None:
+            _set_affinity(0, {core})
+        yield
+    finally:
+        _set_affinity(0, everywhere)
+
+
+def pace_us() -> float:
+    """How long a fixed piece of Python takes on the calling thread's core now, in microseconds: the shortest of a few times."""
+    times = []
+    for _ in range(_TRIES):
+        begin = _clock()
+        for _ in range(_STEPS):
+            pass
+        times.append(_clock() - begin)
+    return min(times) * 1e6
+
+
+class TimedCore:
+    """The core on which a rank is timed, one of ``cores``; ``number`` is None where there are none."""
+
+    def __init__(self, cores: list[int]) -> None:
+        self._cores = cores
+
+    @property
+    def number(self) -> int | None:
+        return self._cores[0] if self._cores else None
+
+    def settle(self, full_us: float) -> float:
+        """Goes to a core that runs at full speed, this one if it does, or to the fastest; how fast it is.
+
+        ``full_us``: the pace of a core at full speed; 0 where nobody knows yet, so that all are tried.
+        """
+        if not self._cores:
+            return pace_us()
+        found: dict[int, float] = {}
+        for core in self._cores:
+            with on_core(core):
+                found[core] = pace_us()
+            if found[core] <= _SLOWER * full_us:
+                break
+        best = min(found, key=found.__getitem__)
+        self._cores = [best, *(core for core in self._cores if core != best)]
+        return found[best]
