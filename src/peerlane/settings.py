@@ -136,12 +136,12 @@ class TimingRules:
     patience_s: float = 1.0
     """of a race; after it ``fewest_rounds`` do"""
     fewest_rounds: int = 6
-    max_rounds: int = 24
-    max_baseline_rounds: int = 12
+    max_rounds: int = 27
+    max_baseline_rounds: int = 9
     placement_spread: float = 0.01
     """how far the times of two groups on the same GPUs lie apart, as a standard deviation of their ratio; what two races of the reference
     against itself had in common was 0.2 to 1.2 %, on nodes of 2 and 4 H200"""
-    rounds_per_capture: int = 3
+    rounds_per_capture: int = 4
     target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.012})
     """of the ratio of a race, by launch mode; a speedup joins two races"""
     budget_s: float = 20.0

@@ -75,6 +75,14 @@ def test_a_core_at_full_speed_is_kept_and_a_slow_one_left_for_the_first_that_is_
     assert core.number == 4 and machine.asked[4:] == [3, 1, 2, 4]
 
 
+def test_what_a_core_at_full_speed_does_is_remembered(machine: Machine) -> None:
+    core = TimedCore([1, 2, 3, 4])
+    core.settle()
+    machine.paces[3] = 18.0
+    core.settle()
+    assert core.number == 4 and machine.asked[4:] == [3, 1, 2, 4]
+
+
 def test_where_all_are_slow_the_least_slow_is_taken(machine: Machine) -> None:
     machine.paces |= {3: 21.0, 4: 18.0}
     core = TimedCore([1, 2, 3, 4])

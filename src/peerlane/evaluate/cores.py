@@ -8,6 +8,7 @@ a guest can read says so; how long a fixed piece of Python takes does.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -80,28 +81,31 @@ def pace_us() -> float:
 
 
 class TimedCore:
-    """The core on which a rank is timed, one of ``cores``; ``number`` is None where there are none."""
+    """The core of a rank's calling thread while it is timed, one of ``cores``; ``number`` is None where there are none."""
 
     def __init__(self, cores: list[int]) -> None:
         self._cores = cores
+        self._full_us = 0.0  # of the fastest core that is known; 0: of none
 
     @property
     def number(self) -> int | None:
         return self._cores[0] if self._cores else None
 
-    def settle(self, full_us: float) -> float:
+    def settle(self, full_us: float = 0.0) -> float:
         """Goes to a core that runs at full speed, this one if it does, or to the fastest; how fast it is.
 
-        ``full_us``: the pace of a core at full speed; 0 where nobody knows yet, so that all are tried.
+        ``full_us``: the pace of the fastest core that anybody knows, if anybody does. Where nobody does, all cores are tried.
         """
         if not self._cores:
             return pace_us()
+        self._full_us = min(filter(None, (full_us, self._full_us)), default=0.0)
         found: dict[int, float] = {}
         for core in self._cores:
             with on_core(core):
                 found[core] = pace_us()
-            if found[core] <= _SLOWER * full_us:
+            if found[core] <= _SLOWER * self._full_us:
                 break
         best = min(found, key=found.__getitem__)
         self._cores = [best, *(core for core in self._cores if core != best)]
+        self._full_us = min(self._full_us or math.inf, found[best])
         return found[best]
