@@ -136,7 +136,7 @@ class TimingRules:
     patience_s: float = 1.0
     """of a race; after it ``fewest_rounds`` do"""
     fewest_rounds: int = 6
-    max_rounds: int = 27
+    max_rounds: int = 36
     max_baseline_rounds: int = 9
     placement_spread: float = 0.01
     """how far the times of two groups on the same GPUs lie apart, as a standard deviation of their ratio; what two races of the reference
@@ -145,16 +145,16 @@ class TimingRules:
     target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.012})
     """of the ratio of a race, by launch mode; a speedup joins two races"""
     budget_s: float = 20.0
-    usual_share: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.25, "graph": 0.5})
-    """which quantile of a block's calls stands for it, by launch mode: the host holds up some eager calls"""
-    skew_margin: float = 1.1
+    usual_share: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.1, "graph": 0.5})
+    """which quantile of the calls stands for them, by launch mode: the host holds up many eager calls"""
+    skew_margin: float = 1.15
     """on how unequal the reference's calls within a block are (mean over usual call): a candidate beyond it is scored by the mean"""
     gross_skew: float = 3.0
     """times that: beyond it a few calls do the work of all"""
     compared_share: float = 0.25
     late_changes: int = 2
     """per block whose outputs are compared, of calls that are compared"""
-    judging_s: float = 0.25
+    judging_s: float = 0.15
     """for comparing the outputs of a race; where that does not do for the share, fewer are compared, chosen over all rounds"""
     max_waiting_bytes: int = 4 << 30
     """of snapshots that wait for the end of a race to be compared"""

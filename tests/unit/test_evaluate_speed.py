@@ -313,11 +313,37 @@ def test_calls_that_the_host_holds_up_count_in_the_mean_only(times: list[float],
 
 
 @pytest.mark.parametrize(("mode", "usual_us"), [("eager", 60.0), ("graph", 90.0)])
-def test_a_quarter_of_the_eager_calls_is_enough_and_half_of_the_replayed_ones(mode: str, usual_us: float) -> None:
+def test_a_tenth_of_the_eager_calls_is_enough_and_half_of_the_replayed_ones(mode: str, usual_us: float) -> None:
     calls = [500.0, 400.0, 60.0, 60.0, 90.0, 95.0, 200.0, 90.0]
     run = race(FakeTrial(itertools.repeat(100.0), itertools.repeat(calls)), mode=mode, usual_skews=(9.0,) * 50)
     run.run(budget_s=10)
     assert run.scored_by == "quantile" and run.times_us().median == usual_us
+    assert run.ratio().median == pytest.approx(100.0 / usual_us)
+
+
+def test_eager_calls_of_all_blocks_count_together_and_replays_round_by_round() -> None:
+    """Each side is held up in two of three blocks, never both at once: no round compares what was not held up."""
+    times = {mode: FakeTrial(itertools.cycle([100.0, 100.0, 160.0]), itertools.cycle([80.0, 50.0, 50.0])) for mode in ("eager", "graph")}
+    ratios = {}
+    for mode, trial in times.items():
+        run = race(trial, mode=mode, rules=TimingRules(warm_calls=SLOTS, min_rounds=9, max_rounds=9))
+        run.run(budget_s=10)
+        ratios[mode] = run.ratio()
+    assert ratios["eager"].median == pytest.approx(2.0) and ratios["eager"].half_width == 0.0
+    assert ratios["graph"].high > 3.0
+
+
+def test_how_narrow_the_interval_is_is_looked_at_every_third_round() -> None:
+    run = race(steady(), rules=TimingRules(warm_calls=SLOTS, min_rounds=10, max_rounds=30))
+    run.run(budget_s=10)
+    assert len(run.others) == 12
+
+
+def test_both_sides_are_scored_by_the_mean_where_the_candidate_s_calls_are_unequal() -> None:
+    trial = FakeTrial(itertools.repeat(uneven(180.0, 100.0)), itertools.repeat(uneven(600.0, 50.0)))
+    run = race(trial)
+    run.run(budget_s=10)
+    assert run.scored_by == "mean" and run.ratio().median == pytest.approx(880.0 / 950.0)
 
 
 def test_the_reference_is_disturbed_by_as_many_late_changes_as_the_candidate() -> None:

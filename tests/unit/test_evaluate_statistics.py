@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerlane.evaluate.speed import choose_slots
-from peerlane.evaluate.statistics import Interval, median_interval, quantile
+from peerlane.evaluate.statistics import Interval, median_interval, pooled_interval, quantile
 from peerlane.settings import TimingRules
 
 times = st.lists(st.floats(1e-2, 1e6), min_size=1, max_size=60)
@@ -51,6 +51,36 @@ def test_interval_by_simulation() -> None:
         interval = median_interval([generator.lognormvariate(0.0, 1.5) for _ in range(15)])
         hits += interval.low <= 1.0 <= interval.high
     assert hits / 2000 >= 0.94  # three standard deviations below 0.965, what order statistics 4 and 12 of 15 cover
+
+
+@given(st.lists(times, min_size=1, max_size=12), st.sampled_from([0.1, 0.25, 0.5, 1.0]))
+def test_a_pooled_quantile_is_that_of_all_values(groups: list[list[float]], share: float) -> None:
+    interval = pooled_interval(groups, share)
+    assert interval.median == quantile([value for group in groups for value in group], share) and interval.n == len(groups)
+    assert interval.low <= interval.median <= interval.high
+    assert pooled_interval(groups, share, over=groups).half_width == 0.0  # what belongs together is drawn together
+
+
+def blocks(generator: random.Random, rounds: int, call_us: float, slow_share: float) -> list[list[float]]:
+    """Calls of one true time, and blocks that are held up, each as a whole, by up to twice as much."""
+    found = []
+    for _ in range(rounds):
+        pace = generator.uniform(1.3, 2.0) if generator.random() < slow_share else 1.0
+        found.append([call_us * pace * (1 + generator.expovariate(10.0)) for _ in range(30)])
+    return found
+
+
+def test_a_pooled_ratio_holds_where_half_of_the_blocks_are_held_up() -> None:
+    generator = random.Random(2)
+    hits, errors, paired = 0, [], []
+    for _ in range(300):
+        a, b = (blocks(generator, 30, us, 0.5) for us in (120.0, 100.0))
+        interval = pooled_interval(a, 0.1, over=b)
+        hits += interval.low <= 1.2 <= interval.high
+        errors.append(abs(interval.median / 1.2 - 1))
+        paired.append(abs(median_interval([quantile(x, 0.5) / quantile(y, 0.5) for x, y in zip(a, b, strict=True)]).median / 1.2 - 1))
+    assert hits / 300 >= 0.9
+    assert quantile(errors, 0.95) < 0.02 < 0.05 < quantile(paired, 0.95)
 
 
 @given(times, st.randoms())

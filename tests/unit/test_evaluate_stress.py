@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerlane import problems
-from peerlane.errors import HarnessError
-from peerlane.evaluate import quiet, slices, stress, timing
+from peerlane.errors import HarnessError, UsageError
+from peerlane.evaluate import candidate, quiet, slices, stress, timing
 from peerlane.evaluate.arena import GUARD_BYTES, POISON, Arena, extent, memory_file
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.guards import GuardBands, Region, argument_regions
@@ -481,3 +481,23 @@ def test_before_a_block_every_gpu_in_use_is_waited_for_and_no_l2_cache_is_set_as
     finally:
         quiet.bind.cache_clear()
     assert log == [("wait",), ("wait", 0), ("wait", 3), ("reset",), ("persisting", 0)]
+
+
+def test_what_only_trusted_ranks_may_compile_can_still_be_missing_when_a_confined_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a machine's first run both start side by side; by the time a candidate is loaded it is there."""
+    compiled = False
+
+    def jitter(device: torch.device) -> Jitter:
+        if not compiled:
+            raise UsageError("the cache folder can not be made")
+        return Jitter(device)
+
+    monkeypatch.setattr(candidate, "Jitter", jitter)
+    monkeypatch.setattr(candidate.Rank, "init", lambda self, request: {"pid": 1})
+    rank = candidate.CandidateRank({"world_size": 1, "device": "cpu"}, 0, -1)
+    load = {"path": None, "problem": 1, "variant": ""}
+    assert rank.init({}) == {"pid": 1}
+    with pytest.raises(UsageError):
+        rank.load(load)
+    compiled = True
+    assert rank.load(load) == {} and rank._jitter is not None

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from peerlane import problems
+from peerlane.errors import UsageError
 from peerlane.evaluate import extensions
 from peerlane.evaluate.arena import POISON, Arena
 from peerlane.evaluate.jitter import Jitter
@@ -76,6 +77,7 @@ class CandidateRank(Rank):
         self._solution: Solution | None = None
         self._reference: Solution | None = None
         self._spaces: dict[str, AttachedCase] = {}
+        self._jitter: Jitter | None = None
         self.handlers |= {
             "attach_case": self.attach_case,
             "prepare": self.prepare,
@@ -93,7 +95,8 @@ class CandidateRank(Rank):
     def init(self, request: Message) -> dict[str, Any]:
         """As every rank's; and what disturbs this one under stress is made ready, while nothing else is here."""
         answer = super().init(request)
-        self._jitter = Jitter(self.device)
+        with contextlib.suppress(UsageError):  # in a machine's first run: trusted ranks compile it now, and the cache is theirs to write
+            self._jitter = Jitter(self.device)
         return answer
 
     def detach(self, request: Message) -> dict[str, Any]:
@@ -123,6 +126,7 @@ class CandidateRank(Rank):
         """Imports the candidate; ``path`` None stands for the reference itself."""
         for attached in self._spaces.values():
             attached.clear()
+        self._jitter = self._jitter or Jitter(self.device)
         if request["path"] is None:
             self._solution = problems.get(request["problem"]).reference_of(request["variant"])
             return {}
@@ -205,7 +209,8 @@ class CandidateRank(Rank):
         snapshot, for what a peer reads then, it reads too late; the last call's stay, so that what it returned, which may be its inputs,
         can be looked at again.
         """
-        attached = self._spaces[request["space"]]
+        attached, jitter = self._spaces[request["space"]], self._jitter
+        assert jitter is not None, "a candidate is loaded first"
         solution, outputs, order = self._side(request), attached.outputs, request["order"]
         before: dict[int, list[tuple[str, float]]] = {}
         for position, way, us in request["jitter"]:
@@ -219,7 +224,7 @@ class CandidateRank(Rank):
             if position in poisoned:
                 self._poison(outputs.layout[slot])
             for way, us in before.get(position, ()):
-                self._jitter(way, us)
+                jitter(way, us)
             args = outputs.fresh(attached.arguments.args[slot])
             found = outputs.take(slot, solution(*args), args)
             if position < len(order) - 1:

@@ -19,12 +19,13 @@ from peerlane.errors import HarnessError
 from peerlane.evaluate.exchanges import Exchanges
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
-from peerlane.evaluate.statistics import Interval, median_interval, quantile
+from peerlane.evaluate.statistics import Interval, median_interval, pooled_interval, quantile
 from peerlane.evaluate.trial import Rejected, Trial
 from peerlane.evaluate.verdict import Tampered
 from peerlane.settings import TimingRules
 
 _LEADING_CALLS = 4
+_ROUNDS_PER_LOOK = 3  # at how narrow the interval is
 _dice = random.SystemRandom()
 
 
@@ -43,9 +44,14 @@ class BlockTimes:
     idle_latency_us: float = 0.0
 
     @property
+    def warm_us(self) -> tuple[float, ...]:
+        """The calls behind the first ones, which find the caches of the host cold."""
+        return self.iterations_us[min(_LEADING_CALLS, len(self.iterations_us) // 3) :]
+
+    @property
     def usual_us(self) -> float:
-        """The time that stands for the block: a quantile of the calls behind the first ones, which find the caches of the host cold."""
-        return quantile(self.iterations_us[min(_LEADING_CALLS, len(self.iterations_us) // 3) :], self.share)
+        """The time that stands for the block: a quantile of its warm calls."""
+        return quantile(self.warm_us, self.share)
 
     @property
     def mean_us(self) -> float:
@@ -292,7 +298,8 @@ class Race:
         while len(self.others) < most:
             passed_s = time.monotonic() - begin
             enough = len(self.others) >= (rules.min_rounds if passed_s < rules.patience_s else rules.fewest_rounds)
-            if enough and (self.ratio().half_width <= target or passed_s > budget_s):
+            look = len(self.others) % _ROUNDS_PER_LOOK == 0
+            if enough and (passed_s > budget_s or (look and self.ratio().half_width <= target)):
                 break
             if self.mode == "graph" and self.others and len(self.others) % rules.rounds_per_capture == 0:
                 self.prepare()
@@ -338,9 +345,9 @@ class Race:
 
     @property
     def usual_skew(self) -> float:
-        """How unequal the calls of all but a tenth of the reference's blocks are, with a margin. Never below the margin."""
+        """How unequal the calls of the reference's blocks are at most, in their middle, with a margin. Never below the margin."""
         skews = [*self.usual_skews, *(block.skew for block in self.references), 1.0]
-        return self.rules.skew_margin * max(1.0, quantile(skews, 0.9))
+        return self.rules.skew_margin * max(1.0, median_interval(skews).high)
 
     @property
     def scored_by(self) -> Literal["quantile", "mean"]:
@@ -359,9 +366,20 @@ class Race:
         by_mean = self.scored_by == "mean"
         return [block.mean_us if by_mean else block.usual_us for block in self.others]
 
+    @property
+    def _pooled(self) -> bool:
+        """Whether the calls of all blocks count together. What disturbs eager calls comes from the host and only ever adds to their time,
+        on either side of a round; what disturbs replays is drift, which both sides of a round share."""
+        return self.mode == "eager" and self.scored_by == "quantile"
+
     def ratio(self) -> Interval:
-        """Reference over other, per round; its median and interval."""
-        return median_interval([a.usual_us / b for a, b in zip(self.references, self.other_us(), strict=True)])
+        """Reference over other: of the usual calls of all rounds, or the median over rounds."""
+        if self._pooled:
+            references, others = ([block.warm_us for block in blocks] for blocks in (self.references, self.others))
+            return pooled_interval(references, self._share, over=others)
+        by_mean = self.scored_by == "mean"
+        references_us = [block.mean_us if by_mean else block.usual_us for block in self.references]
+        return median_interval([a / b for a, b in zip(references_us, self.other_us(), strict=True)])
 
     @property
     def idle_latency_us(self) -> float:
@@ -374,8 +392,8 @@ class Race:
         return max(block.slack_us for block in [*self.references, *self.others])
 
     def times_us(self) -> Interval:
-        """The other side's time per call over the blocks."""
-        return median_interval(self.other_us())
+        """The other side's time per call."""
+        return pooled_interval([block.warm_us for block in self.others], self._share) if self._pooled else median_interval(self.other_us())
 
     def quantile_us(self, share: float) -> float:
         """A quantile of all the other side's calls."""

@@ -300,8 +300,8 @@ class ModeSpeed(Record):
     candidate_blocks_us: tuple[float, ...]
     scored_by: Literal["quantile", "mean", "median"] = Field(
         default="median",
-        description="what stands for a block of the candidate: a quantile of its calls, of the eager ones the lower quartile, of replayed "
-        "ones the median; or the mean, where they are more unequal than the reference's. median: of an earlier evaluator, in both modes",
+        description="what is scored: a quantile of the calls (the first decile of all eager ones, the median of each block's replayed "
+        "ones), or, where the candidate's calls are more unequal than the reference's, the mean. median: by an earlier evaluator",
     )
     candidate_p10_us: float = Field(gt=0)
     candidate_p90_us: float = Field(gt=0)
