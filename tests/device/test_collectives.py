@@ -107,7 +107,7 @@ def packets_per_source(kernel: str, nbytes: int, world_size: int) -> int:
     }.get(kernel.removesuffix(ROUNDS), 0 if kernel.endswith(("_ring", "_relay")) else packets)
 
 
-PLANS = (plans.all_reduce, plans.broadcast, plans.reduce, plans.exchange, plans.reduce_scatter)
+PLANS = (plans.all_reduce, plans.broadcast, plans.reduce, plans.exchange, plans.rooted_exchange, plans.reduce_scatter)
 
 
 def around_limits(world_size: int) -> set[int]:
@@ -206,6 +206,11 @@ def test_small_tensors_go_as_packets_and_large_ones_through_rings() -> None:
         "exchange_packets",
         "exchange_packets",
         "exchange_packets_rounds",
+        "exchange_ring",
+    ]
+    assert [plans.rooted_exchange(size, machine).kernel for size in (2048, 2 << 20, (2 << 20) + 1)] == [
+        "exchange_packets",
+        "exchange_packets",
         "exchange_ring",
     ]
     assert [plans.reduce(size, machine).kernel for size in (4096, 2 << 20, 8 << 20, 17 << 20)] == [

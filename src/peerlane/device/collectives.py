@@ -124,7 +124,7 @@ class Communicator:
             ("gather", shard, dst),
             tensor,
             output,
-            lambda: (plans.exchange(shard, self.machine), message_tables.gather(self.member, shard, dst), dst),
+            lambda: (plans.rooted_exchange(shard, self.machine), message_tables.gather(self.member, shard, dst), dst),
         )
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> None:
@@ -140,7 +140,7 @@ class Communicator:
             ("scatter", shard, src),
             input,
             output,
-            lambda: (plans.exchange(shard, self.machine), message_tables.scatter(self.member, shard, src), src),
+            lambda: (plans.rooted_exchange(shard, self.machine), message_tables.scatter(self.member, shard, src), src),
         )
 
     def all_to_all_single(

@@ -1,7 +1,8 @@
 """Which kernel a collective uses for a size, with which grid: pure functions of what all ranks know, so that all ranks plan alike.
 
 The limits come from a model (packets carry a third more bytes than data, a port takes in 343 GB/s) and from what was measured on 4x H200:
-packets of 6 MiB of data a port take 30 us (252 GB/s); rings carry 140 GB/s where a port has 12 MiB to move, 200 at 48 MiB, 260 at 192 MiB.
+where all ports are busy both ways, packets carry 190 to 215 GB/s at 6 to 24 MiB of data a port, in rounds too, and rings 180 at 12 MiB,
+230 at 48 MiB and 280 at 192 MiB. To one root rings carry 350 GB/s from 12 MiB on, and packets in rounds 215; from one root 240, and 215.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ ONE_SHOT_EXCESS_BYTES = 512 << 10
 """Bytes per port that a second trip over the link is worth: about 1.5 us at 343 GB/s."""
 PORT_PACKET_LIMIT_BYTES = 24 << 20
 """Most data of an exchange that one port takes in or sends out as packets, in as many rounds as that takes."""
+ROOTED_PACKET_LIMIT_BYTES = 6 << 20
+"""The same where all is for one rank, or from one."""
 TWO_SHOT_LIMIT_BYTES = 16 << 20
 """Largest tensor that goes by packets in two trips, in as many rounds as that takes."""
 
@@ -68,8 +71,13 @@ def reduce(nbytes: int, machine: Machine) -> Plan:
 
 
 def exchange(message: int, machine: Machine) -> Plan:
-    """Messages of ``message`` > 0 bytes from or to every other rank at the busiest port: all-gather, all-to-all, gather, scatter."""
+    """Messages of ``message`` > 0 bytes from every rank to every other one: all-gather, all-to-all."""
     return _messages("exchange_packets", "exchange_ring", message, machine)
+
+
+def rooted_exchange(message: int, machine: Machine) -> Plan:
+    """Messages of ``message`` > 0 bytes to one rank from every other one, or from one to every other: gather, scatter."""
+    return _messages("exchange_packets", "exchange_ring", message, machine, ROOTED_PACKET_LIMIT_BYTES)
 
 
 def reduce_scatter(shard: int, machine: Machine) -> Plan:
@@ -82,9 +90,9 @@ def uneven_exchange(machine: Machine) -> Plan:
     return _ring("exchange_ring", machine)
 
 
-def _messages(packets: str, ring: str, message: int, machine: Machine) -> Plan:
+def _messages(packets: str, ring: str, message: int, machine: Machine, limit_bytes: int = PORT_PACKET_LIMIT_BYTES) -> Plan:
     at_port = (machine.world_size - 1) * message
-    if at_port <= PORT_PACKET_LIMIT_BYTES:
+    if at_port <= limit_bytes:
         return _by_packets(packets, _packets(message), _room(machine), machine)
     return _ring(ring, machine)
 
