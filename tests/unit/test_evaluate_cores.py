@@ -72,7 +72,9 @@ def test_a_core_at_full_speed_is_kept_and_a_slow_one_left_for_the_first_that_is_
     assert core.number == 3 and machine.asked == [1, 2, 3, 3]
     machine.paces[3] = 18.0
     core.settle(10.0)
-    assert core.number == 4 and machine.asked[4:] == [3, 1, 2, 4]
+    assert core.number == 4 and machine.asked[4:] == [3, 4]
+    machine.paces[4] = 18.0
+    assert core.settle(10.0) == 18.0 and machine.asked[6:] == [4, 1, 2, 3], "what was slow last is tried last"
 
 
 def test_what_a_core_at_full_speed_does_is_remembered(machine: Machine) -> None:

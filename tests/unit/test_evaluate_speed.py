@@ -55,8 +55,7 @@ class FakeTrial:
     trusted_hand_off_s: float = 0.0
     other_hand_off_s: float = 0.0
     latency_us: float = 20.0
-    settled: list[float] = field(default_factory=list)
-    cores: list[Any] = field(default_factory=list)
+    full_paces_us: list[float] = field(default_factory=list)
     orders: dict[str, list[list[int]]] = field(default_factory=lambda: {"trusted": [], "other": []})
     log: list[str] = field(default_factory=list)
     steps: list[Any] = field(default_factory=list)
@@ -77,23 +76,20 @@ class FakeTrial:
         return [{"iterations_us": [us - rank for us in calls], "span_us": span} for rank in range(RANKS)]
 
     def trusted(self, op: str, **more: Any) -> list[dict[str, Any]]:
-        if op == "settle_core":
-            self.settled.append(more["full_us"])
-            return [{"core": 10 * len(self.settled) + rank, "pace_us": 10.0 + rank} for rank in range(RANKS)]
         if op == "latency":
             return [{"latency_us": self.latency_us}] * RANKS
         self.log.append(f"trusted {op}")
         if op == "block":
             self.trusted_steps.append(more["exchanges"])
-            return self._block("trusted", self.trusted_us, self.trusted_hand_off_s, more["order"])
+            self.full_paces_us.append(more["full_pace_us"])
+            times = self._block("trusted", self.trusted_us, self.trusted_hand_off_s, more["order"])
+            return [{**answer, "pace_us": 10.0 + rank} for rank, answer in enumerate(times)]
         return [{"captured": True}] * RANKS
-
-    def ask_each(self, op: str, phase: str, deadline_s: float, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        self.cores.append([request["core"] for request in requests])
-        return self.ask(op, phase, deadline_s, **{name: value for name, value in requests[0].items() if name not in ("op", "core")})
 
     def ask(self, op: str, phase: str, deadline_s: float, **more: Any) -> list[dict[str, Any]]:
         self.log.append(f"other {op}")
+        if op == "block":
+            self.full_paces_us.append(more["full_pace_us"])
         if op in ("block", "rehearse"):
             self.steps.append(more.get("exchanges", ()))
             return self._block("other", self.other_us, self.other_hand_off_s, more["order"])
@@ -360,13 +356,12 @@ def test_every_block_uses_its_slots_in_an_order_of_its_own() -> None:
     assert len(orders) > 15 and len(set(orders)) == len(orders)
 
 
-def test_every_block_begins_with_a_choice_of_cores() -> None:
+def test_blocks_are_told_how_fast_the_fastest_core_of_a_trusted_rank_was() -> None:
+    """What a candidate's ranks say of their cores is not believed."""
     trial = steady(session=FakeSession(full_pace_us=40.0))
     race(trial).run(budget_s=10)
-    blocks = [line for line in trial.log if line.endswith(" block")]
-    assert trial.settled == [40.0] + [10.0] * (len(blocks) - 1) and trial.session.full_pace_us == 10.0
-    numbers = [number for number, line in enumerate(blocks, 1) if line == "other block"]
-    assert trial.cores == [[10 * number + rank for rank in range(RANKS)] for number in numbers]
+    first = [line for line in trial.log if line.endswith(" block")].index("trusted block")
+    assert trial.full_paces_us == [40.0] * (first + 1) + [10.0] * (len(trial.full_paces_us) - first - 1)
 
 
 def uneven(first: float, other: float) -> list[float]:

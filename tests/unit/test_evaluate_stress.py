@@ -19,6 +19,7 @@ from peerlane import problems
 from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate import candidate, quiet, slices, stress, timing
 from peerlane.evaluate.arena import GUARD_BYTES, POISON, Arena, extent, memory_file
+from peerlane.evaluate.cores import TimedCore
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.guards import GuardBands, Region, argument_regions
 from peerlane.evaluate.jitter import Jitter
@@ -437,7 +438,7 @@ def test_a_block_calls_its_slots_in_the_order_that_was_asked_for_and_keeps_the_l
     layout, size = contiguous_layout(iter([torch.empty(1, dtype=torch.int64)] * slots))
     outputs = OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, CPU)
     block = timing.make_block("eager", solution, args, outputs, CPU)
-    assert len(block.run(None, [3, 1, 4, 0, 2])["iterations_us"]) == slots
+    assert len(block.run(TimedCore([]), 0.0, [3, 1, 4, 0, 2])["iterations_us"]) == slots
     assert solution.seen == [3, 1, 4, 0, 2]
     assert [int(views[0]) for views in outputs.views] == [100, 101, 102, 103, 104]
     solution.returned[-1].fill_(7)
@@ -459,7 +460,7 @@ def test_graphs_are_replayed_in_the_order_that_was_asked_for(monkeypatch: pytest
     monkeypatch.setattr(timing, "_sleep", lambda cycles: None)
     outputs = OutputRegions(torch.zeros(1, dtype=torch.uint8), [], CPU)
     block = timing.make_block("graph", lambda: None, [()] * 4, outputs, CPU)
-    block.run(None, [2, 0, 3, 1])
+    block.run(TimedCore([]), 0.0, [2, 0, 3, 1])
     assert replayed == [2, 0, 3, 1]
     assert block.latest()[0] is results[1]
 

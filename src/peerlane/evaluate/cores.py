@@ -106,6 +106,7 @@ class TimedCore:
             if found[core] <= _SLOWER * self._full_us:
                 break
         best = min(found, key=found.__getitem__)
-        self._cores = [best, *(core for core in self._cores if core != best)]
+        untried = self._cores[len(found) :]
+        self._cores = [best, *untried, *(core for core in found if core != best)]  # what was slow just now is tried last
         self._full_us = min(self._full_us or math.inf, found[best])
         return found[best]

@@ -155,21 +155,14 @@ class Race:
     def _share(self) -> float:
         return self.rules.usual_share[self.mode]
 
-    def _settle(self) -> list[int | None]:
-        """Chooses the ranks' cores for the next block."""
-        session = self.trial.session
-        answers = self.trial.trusted("settle_core", full_us=session.full_pace_us)
-        session.full_pace_us = min([session.full_pace_us or math.inf, *(float(answer["pace_us"]) for answer in answers)])
-        return [answer["core"] for answer in answers]
-
     def trusted_block(self, late: int = 0) -> BlockTimes:
         """One block of the trusted reference on what was minted; before so many calls contents change places, as on the other side."""
         order = self._new_order()
         steps = self.trial.exchanges(order, _dice.sample(range(1, self.slots - 1), late)).steps
-        self._settle()
-        begin = time.perf_counter()
-        answers = self.trial.trusted("block", mode=self.mode, order=order, exchanges=steps)
+        session, begin = self.trial.session, time.perf_counter()
+        answers = self.trial.trusted("block", mode=self.mode, order=order, exchanges=steps, full_pace_us=session.full_pace_us)
         outer_us = (time.perf_counter() - begin) * 1e6
+        session.full_pace_us = min([session.full_pace_us or math.inf, *(float(answer["pace_us"]) for answer in answers)])
         try:
             return BlockTimes.of(answers, self.slots, outer_us, self._share)
         except GroupFailure as failure:
@@ -180,10 +173,9 @@ class Race:
         trial, order, chosen = self.trial, calls.order, calls.chosen
         if self._needs_new_contents:
             trial.reveal(self.slots)
-        request = {"op": "block", "mode": self.mode, "side": self.side, "order": order, "exchanges": calls.exchanges.steps}
-        requests = [{**request, "core": core} for core in self._settle()]
+        request = {"mode": self.mode, "side": self.side, "order": order, "exchanges": calls.exchanges.steps}
         begin = time.perf_counter()
-        answers = trial.ask_each("block", "timing", trial.session.deadlines.timing, requests)
+        answers = trial.ask("block", "timing", trial.session.deadlines.timing, **request, full_pace_us=trial.session.full_pace_us)
         times = BlockTimes.of(answers, self.slots, (time.perf_counter() - begin) * 1e6, self._share)
         latencies = [float(answer["latency_us"]) for answer in trial.trusted("latency")]
         if calls.compared:

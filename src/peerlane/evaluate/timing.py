@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.evaluate.cores import on_core
+from peerlane.evaluate.cores import TimedCore, on_core
 from peerlane.evaluate.quiet import evict, quiesce, synchronize_all
 from peerlane.evaluate.recorder import collectives
 from peerlane.evaluate.slots import OutputRegions, Unowned
@@ -76,8 +76,8 @@ class Block(abc.ABC):
     def latest(self) -> list[torch.Tensor]:
         """What the last call of the latest run returned."""
 
-    def run(self, core: int | None, order: list[int], between: Between | None = None) -> dict[str, Any]:
-        """One block, this thread kept on ``core``, its slots in this order.
+    def run(self, core: TimedCore, full_pace_us: float, order: list[int], between: Between | None = None) -> dict[str, Any]:
+        """One block, its slots in this order, this thread kept on a core at full speed, whose pace is ``full_pace_us`` (0: not known).
 
         Returns ``iterations_us`` (call by call), ``span_us`` (first start to last end) and ``collectives``: how many the process
         groups counted in the calls, captured ones included.
@@ -86,8 +86,9 @@ class Block(abc.ABC):
         _gc_disable()
         between = between or {}
         try:
-            with on_core(core):
-                quiesce()
+            quiesce()
+            pace_us = core.settle(full_pace_us)  # at the last moment: cores change within milliseconds
+            with on_core(core.number):
                 evict()
                 if self.head_start_us:
                     head_start_us = self.head_start_us * len(order) + _EXCHANGE_US * len(between)
@@ -102,6 +103,7 @@ class Block(abc.ABC):
         iterations = [_elapsed(self._starts[slot], self._ends[slot]) * 1e3 for slot in order]
         return {
             "iterations_us": iterations,
+            "pace_us": pace_us,
             "span_us": _elapsed(self._starts[order[0]], self._ends[order[-1]]) * 1e3,
             "collectives": self.captured_collectives + counted,
         }

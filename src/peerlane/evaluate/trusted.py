@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.evaluate.arena import POISON, Arena, view
-from peerlane.evaluate.cores import TimedCore, cores_of_rank, on_core
+from peerlane.evaluate.cores import on_core
 from peerlane.evaluate.guards import GuardBands, argument_regions, output_regions
 from peerlane.evaluate.jitter import compile_crowd
 from peerlane.evaluate.protocol import Message
@@ -113,7 +113,6 @@ class TrustedRank(Rank):
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__(config, rank, memory_fd)
         self._secret = ""
-        self._core = TimedCore(cores_of_rank(rank, self.world_size))
         self._arenas: dict[str, Arena] = {}
         self._open: dict[str, OpenCase] = {}
         self.handlers |= {
@@ -123,7 +122,6 @@ class TrustedRank(Rank):
             "reveal": self.reveal,
             "prepare": self.prepare,
             "block": self.timed_block,
-            "settle_core": self.settle_core,
             "latency": self.latency,
             "keep_busy": self.keep_busy,
             "collect": self._quickly(self.collect),
@@ -149,8 +147,8 @@ class TrustedRank(Rank):
         def serve(request: Message) -> dict[str, Any]:
             if self.device.type == "cpu":
                 return handler(request)
-            self._core.settle()
-            with on_core(self._core.number):
+            self.core.settle()
+            with on_core(self.core.number):
                 return handler(request)
 
         return serve
@@ -284,16 +282,11 @@ class TrustedRank(Rank):
         """One timed block of the reference on the minted inputs. Contents change places as in the candidate's block, which costs the host
         time in both, and are put back behind it."""
         current, steps = self.opened(request), request["exchanges"]
-        times = current.blocks[request["mode"]].run(self._core.number, request["order"], current.private.exchangers(steps))
+        times = current.blocks[request["mode"]].run(self.core, request["full_pace_us"], request["order"], current.private.exchangers(steps))
         for _, slot, other in reversed(steps):
             current.private.exchanger(slot, other)()
         self.synchronize()
         return times
-
-    def settle_core(self, request: Message) -> dict[str, Any]:
-        """Chooses the core on which blocks of this rank, and of the candidate's, are timed from now on; ``pace_us``: how fast it is."""
-        pace_us = self._core.settle(request["full_us"])
-        return {"core": self._core.number, "pace_us": pace_us}
 
     def latency(self, request: Message) -> dict[str, Any]:
         """How long a tiny kernel takes now: far more than at rest if anything else runs on this GPU."""

@@ -20,6 +20,7 @@ from peerlane import problems
 from peerlane.errors import CompileError, DeviceTimeout
 from peerlane.evaluate import quiet
 from peerlane.evaluate.arena import Arena
+from peerlane.evaluate.cores import TimedCore, cores_of_rank
 from peerlane.evaluate.protocol import Channel, Message
 from peerlane.problems._spec import Case, GroupLayout, Problem
 
@@ -53,6 +54,7 @@ class Rank:
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
         self.handlers: dict[str, Handler] = {"init": self.init, "lend": self.lend, "borrow": self.borrow, "exit": self.exit}
         self.leaving = False
+        self.core = TimedCore(cores_of_rank(rank, self.world_size))
 
     def init(self, request: Message) -> dict[str, Any]:
         """Joins the process group and runs one collective, so that connections exist."""
