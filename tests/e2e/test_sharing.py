@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from e2e.runs import DEADLINES, GOOD
+from peerlane.cli.doctor import isolation_checks
 from peerlane.errors import UsageError
 from peerlane.evaluate import EvaluationPlan, discover, evaluation, isolation, sharing
 from peerlane.evaluate.sharing import sharing_failure
@@ -39,3 +40,19 @@ def test_ranks_that_cannot_share_memory_are_not_confined_or_not_run(monkeypatch:
     assert found.tier == "L0" and "cudaErrorMapBufferObjectFailed" in found.describe()
     with pytest.raises(UsageError, match=r"isolation L1 is not possible here.*cudaErrorMapBufferObjectFailed"):
         evaluation.choose_isolation(EvaluationPlan(discover([str(GOOD)]), device="cuda", isolation="L1"))
+
+
+def test_the_doctor_finds_out_whether_confined_ranks_can_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    confined = isolation.Isolation("L1", isolation.NO_ISOLATION.confinement, {})
+    monkeypatch.setattr(isolation, "choose", lambda tier, device: confined)
+    tried: list[str] = []
+
+    def fails(isolation: object, device: str, deadlines: object) -> str:
+        tried.append(device)
+        return "candidate ranks did not start\nTraceback\nPermissionError: no"
+
+    monkeypatch.setattr(sharing, "sharing_failure", fails)
+    assert {check.status for check in isolation_checks("cpu")} == {"ok"} and not tried
+    found = isolation_checks("cuda")
+    assert {check.status for check in found} == {"absent"} and set(tried) == {"cuda"}
+    assert found[0].detail.endswith("candidate ranks did not start ... PermissionError: no")

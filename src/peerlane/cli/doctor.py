@@ -77,8 +77,10 @@ def isolation_checks(device: Literal["cuda", "cpu"]) -> list[Check]:
     """How far candidates can be confined here: a check per tier above L0."""
     from peerlane.errors import UsageError
     from peerlane.evaluate.confine import OWN_UID
-    from peerlane.evaluate.isolation import Tier, choose
+    from peerlane.evaluate.isolation import Tier, choose, in_short
+    from peerlane.evaluate.sharing import sharing_failure
     from peerlane.hardware.doctor import Check
+    from peerlane.settings import Deadlines
 
     remedies: dict[Tier, str] = {
         "L1": "a newer kernel or a less restricted container: docs/isolation.md",
@@ -91,6 +93,10 @@ def isolation_checks(device: Literal["cuda", "cpu"]) -> list[Check]:
             found = choose(tier, device)
         except UsageError as error:
             checks.append(Check(name, "absent", str(error), remedy))
+            continue
+        if device == "cuda" and (failure := sharing_failure(found, device, Deadlines())):
+            detail = f"confined ranks cannot share GPU memory with trusted ones: {in_short(failure)}"
+            checks.append(Check(name, "absent", detail, "docs/isolation.md; candidates that you trust can be judged in L0"))
             continue
         lacking = found.missing.keys() - {OWN_UID}  # of two ways to one end, it is the one that nobody but root has
         absent = "".join(f"; no {measure}: {reason}" for measure, reason in found.missing.items())

@@ -75,13 +75,13 @@ class Isolation:
     def describe(self) -> str:
         """One line for people."""
         if self.tier == "L0":
-            why = "".join(f"; no {name}: {_ends(reason)}" for name, reason in self.missing.items())
+            why = "".join(f"; no {name}: {in_short(reason)}" for name, reason in self.missing.items())
             return f"L0 (unverified): own processes and deadlines{why}"
         absent = f"; without {', '.join(self.missing)}" if self.missing else ""
         return f"{self.tier}: {', '.join(self.measures)}{absent}"
 
 
-def _ends(reason: str) -> str:
+def in_short(reason: str) -> str:
     """The first and the last line: of an exception with its traceback, whose it is and what it says."""
     lines = reason.splitlines()
     return lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
