@@ -11,13 +11,14 @@ process's private memory, and the arena is cleared before it is handed on.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peerlane.evaluate.arena import POISON, Arena, view
+from peerlane.evaluate.arena import POISON, Arena, aligned, view
 from peerlane.evaluate.cores import on_core
 from peerlane.evaluate.guards import GuardBands, argument_regions, output_regions
 from peerlane.evaluate.jitter import compile_crowd
@@ -51,6 +52,7 @@ from peerlane.problems._tree import (
     tensor_descriptions,
 )
 
+_GATHERED_BYTES = 64 << 20  # of a rank's inputs, that oracles get from it at a time
 _IDLE_BYTES = 256 << 20  # of an arena, that may lie idle
 
 
@@ -95,6 +97,13 @@ class OpenCase:
     blocks: dict[str, Block] = field(default_factory=dict)
     snapshots: list[Snapshot] = field(default_factory=list)
     remembered: tuple[int, list[torch.Tensor]] = (0, [])
+    _spans: dict[int, list[slice]] = field(default_factory=dict)
+
+    def spans(self, slot: int) -> list[slice]:
+        """Where every rank has the inputs of a slot in its memory."""
+        if slot not in self._spans:
+            self._spans[slot] = [slot_range(layout[slot]) for layout in self.layouts]
+        return self._spans[slot]
 
     @property
     def reference(self) -> Solution:
@@ -306,7 +315,7 @@ class TrustedRank(Rank):
         """
         current = self.opened(request)
         for slot, source, described in zip(request["slots"], request["contents"], request["outputs"], strict=True):
-            inputs = current.staging[slot_range(current.private.layout[source])].clone()
+            inputs = current.staging[current.spans(source)[self.rank]].clone()
             current.snapshots.append(Snapshot(slot, source, current.kinds[source], described, current.taken(slot), inputs))
         self.synchronize()
         return {"bytes": sum(snapshot.nbytes for snapshot in current.snapshots)}
@@ -337,14 +346,17 @@ class TrustedRank(Rank):
         snapshots, current.snapshots = current.snapshots, []
         at_rest = request["check_inputs"]
         return {
-            "slots": [self._judge(current, snapshot) for snapshot in snapshots],
+            "slots": [
+                self._judge(current, snapshot, inputs)
+                for snapshot, inputs in zip(snapshots, self._all_inputs(current, snapshots), strict=True)
+            ],
             "changed_arguments": self._changed_arguments(current) if at_rest else [],
             "trespass": _trespass(current) if at_rest else None,
         }
 
-    def _judge(self, current: OpenCase, snapshot: Snapshot) -> dict[str, Any]:
+    def _judge(self, current: OpenCase, snapshot: Snapshot, inputs: list[tuple[Any, ...]]) -> dict[str, Any]:
         problem, case, slot = current.problem, current.case, snapshot.slot
-        expected = problem.oracle(case, self._all_inputs(current, snapshot), self.rank)
+        expected = problem.oracle(case, inputs, self.rank)
         reason = _claimed_mismatch(snapshot.described, expected) or _misplaced(snapshot.described, expected, self.device)
         if reason is not None:
             return {"slot": slot, "type": reason}
@@ -367,20 +379,34 @@ class TrustedRank(Rank):
             answer["digest"] = digests([tensor for leaf, tensor in named if problem.is_replicated(leaf.name)])
         return answer
 
-    def _all_inputs(self, current: OpenCase, snapshot: Snapshot) -> list[tuple[Any, ...]]:
-        """The call's arguments on every rank, for the oracle; process groups stay references by name."""
-        layouts = [layout[snapshot.source] for layout in current.layouts]
-        width = max(slot_range(layout).stop - slot_range(layout).start for layout in layouts)
-        own = torch.zeros(max(width, 1), dtype=torch.uint8, device=self.device)
-        own[: snapshot.inputs.numel()] = snapshot.inputs
-        everyone = [torch.empty_like(own) for _ in layouts]
-        dist.all_gather(everyone, own)
-        trees = []
-        for layout, data in zip(layouts, everyone, strict=True):
-            start = slot_range(layout).start
-            tensors = [view(data, {**placed, "offset": placed["offset"] - start}) for placed in tensor_descriptions(layout)]
-            trees.append(rebuild(layout, iter(tensors), GroupRef))
-        return trees
+    def _all_inputs(self, current: OpenCase, snapshots: list[Snapshot]) -> Iterator[list[tuple[Any, ...]]]:
+        """For one snapshot after the other the call's arguments on every rank, for the oracle; process groups stay references by name."""
+        widths = [aligned(max(1, *(span.stop - span.start for span in current.spans(snapshot.source)))) for snapshot in snapshots]
+        begin = 0
+        while begin < len(snapshots):
+            end, offsets = begin, [0]
+            while end < len(snapshots) and (end == begin or offsets[-1] + widths[end] <= _GATHERED_BYTES):
+                offsets.append(offsets[-1] + widths[end])
+                end += 1
+            own = torch.empty(offsets[-1], dtype=torch.uint8, device=self.device)
+            for snapshot, offset in zip(snapshots[begin:end], offsets, strict=False):
+                own[offset : offset + snapshot.inputs.numel()] = snapshot.inputs
+            everyone = own.new_empty(self.world_size * own.numel())
+            dist.all_gather_into_tensor(everyone, own)
+            for snapshot, offset in zip(snapshots[begin:end], offsets, strict=False):
+                yield [
+                    self._arguments(layout[snapshot.source], data[offset:], span.start)
+                    for layout, data, span in zip(
+                        current.layouts, everyone.chunk(self.world_size), current.spans(snapshot.source), strict=True
+                    )
+                ]
+            begin = end
+
+    @staticmethod
+    def _arguments(layout: Description, data: torch.Tensor, start: int) -> tuple[Any, ...]:
+        """The arguments of one call; ``data`` begins with what lies at ``start`` in the rank's memory."""
+        tensors = [view(data, {**placed, "offset": placed["offset"] - start}) for placed in tensor_descriptions(layout)]
+        return tuple(rebuild(layout, iter(tensors), GroupRef))
 
     def margins(self, request: Message) -> dict[str, Any]:
         """This rank's margins of a case (see :mod:`peerlane.problems._calibration`): the reference, honest variants and wrong answers."""
