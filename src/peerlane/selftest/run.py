@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import shutil
 import tempfile
@@ -15,12 +16,17 @@ import peerlane
 from peerlane.evaluate.candidates import CandidateFile, candidate_file, reference_candidate
 from peerlane.evaluate.evaluation import EvaluationPlan, Progress, Silent, choose_isolation, evaluate
 from peerlane.evaluate.isolation import Tier
+from peerlane.evaluate.lanes import Lane, divide, evaluate_side_by_side
 from peerlane.evaluate.store import append_line
 from peerlane.evaluate.verdict import Result, Track
+from peerlane.hardware.topology import discover
 from peerlane.selftest.outcome import FILE, Outcome, identity, read_outcomes
 from peerlane.selftest.table import Corpus, Device, Entry
 from peerlane.settings import SELFTEST_DEADLINES, SELFTEST_RULES, SELFTEST_SUPPLY
 
+MOST_LANES = 8
+FEWEST_PER_LANE = 8
+"""candidates; ranks take seconds to start, so that fewer are done sooner by one after the other"""
 BAD_PER_GOOD = 3
 """At most so many cheats and bugs follow each other before a legitimate candidate must show that nothing is left of them."""
 
@@ -85,7 +91,7 @@ class _Run:
             settings[entry.world_size, entry.track] += [entry] * max(times, 0)
         for setting, due in settings.items():
             if due:
-                yield from self._judge(setting, order(due, self._controls(setting), random.SystemRandom()))
+                yield from self._judge(setting, due)
 
     def _identity(self, entry: Entry) -> tuple[str, ...]:
         sha256 = self.files[entry.file].sha256
@@ -103,8 +109,28 @@ class _Run:
 
         return suitable(self.judged) or suitable([entry for entry in self.plan.corpus.entries if entry.quick])
 
-    def _judge(self, setting: Setting, sequence: list[Entry]) -> list[tuple[Entry, Outcome]]:
-        plan = EvaluationPlan(
+    def _lanes(self, world_size: int, due: int) -> list[Lane]:
+        """What runs side by side: on GPUs, as many runs as there is work for; what is judged needs verdicts, and few speeds."""
+        gpus = [gpu.uuid for gpu in discover().gpus] if self.plan.device == "cuda" else []
+        return divide(gpus, os.sched_getaffinity(0), world_size, min(MOST_LANES, due // FEWEST_PER_LANE))
+
+    def _judge(self, setting: Setting, due: list[Entry]) -> list[tuple[Entry, Outcome]]:
+        dice, lanes = random.SystemRandom(), self._lanes(setting[0], len(due))
+        dice.shuffle(due)
+        controls = self._controls(setting)
+        sequences = [order(due[number :: len(lanes)], controls, dice) for number in range(len(lanes))]
+        recorders = [_Recorder(sequence, self.path, self.progress) for sequence in sequences]
+        plans = [self._plan(setting, sequence) for sequence in sequences]
+        if len(lanes) == 1:
+            evaluate(plans[0], recorders[0])
+        else:
+            self.progress.started(sum(map(len, sequences)), 0)
+            self.progress.note(f"{len(lanes)} runs side by side, on {setting[0]} GPUs each")
+            evaluate_side_by_side(list(zip(lanes, plans, recorders, strict=True)))
+        return [outcome for recorder in recorders for outcome in recorder.outcomes]
+
+    def _plan(self, setting: Setting, sequence: list[Entry]) -> EvaluationPlan:
+        return EvaluationPlan(
             candidates=[self.files[entry.file] for entry in sequence],
             presets=("small",),
             world_sizes=(setting[0],),
@@ -115,9 +141,6 @@ class _Run:
             deadlines=SELFTEST_DEADLINES,
             rules=SELFTEST_RULES,
         )
-        recorder = _Recorder(sequence, self.path, self.progress)
-        evaluate(plan, recorder)
-        return recorder.outcomes
 
 
 def attributed(corpus: Corpus, outcomes: Sequence[Outcome]) -> list[tuple[Entry, Outcome]]:
