@@ -485,7 +485,7 @@ def test_before_a_block_every_gpu_in_use_is_waited_for_and_no_l2_cache_is_set_as
 
 
 def test_what_only_trusted_ranks_may_compile_can_still_be_missing_when_a_confined_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a machine's first run both start side by side; by the time a candidate is loaded it is there."""
+    """In a machine's first run both start side by side; by the time its memory is shared it is there."""
     compiled = False
 
     def jitter(device: torch.device) -> Jitter:
@@ -495,10 +495,11 @@ def test_what_only_trusted_ranks_may_compile_can_still_be_missing_when_a_confine
 
     monkeypatch.setattr(candidate, "Jitter", jitter)
     monkeypatch.setattr(candidate.Rank, "init", lambda self, request: {"pid": 1})
+    monkeypatch.setattr(candidate.Rank, "borrow", lambda self, request: {"byte": 7})
     rank = candidate.CandidateRank({"world_size": 1, "device": "cpu"}, 0, -1)
-    load = {"path": None, "problem": 1, "variant": ""}
     assert rank.init({}) == {"pid": 1}
-    with pytest.raises(UsageError):
-        rank.load(load)
+    for ask in (rank.handlers["borrow"], rank.handlers["attach_case"]):
+        with pytest.raises(UsageError):
+            ask({})
     compiled = True
-    assert rank.load(load) == {} and rank._jitter is not None
+    assert rank.handlers["borrow"]({}) == {"byte": 7} and rank._jitter is not None

@@ -96,8 +96,16 @@ class CandidateRank(Rank):
         """As every rank's; and what disturbs this one under stress is made ready, while nothing else is here."""
         answer = super().init(request)
         with contextlib.suppress(UsageError):  # in a machine's first run: trusted ranks compile it now, and the cache is theirs to write
-            self._jitter = Jitter(self.device)
+            self._prepare_jitter()
         return answer
+
+    def _prepare_jitter(self) -> None:
+        self._jitter = self._jitter or Jitter(self.device)
+
+    def borrow(self, request: Message) -> dict[str, Any]:
+        """As every rank's; trusted ranks are up by then, so that all that this one needs of them must be there."""
+        self._prepare_jitter()
+        return super().borrow(request)
 
     def detach(self, request: Message) -> dict[str, Any]:
         """Lets go of a space, because the trusted side is about to lay it out anew."""
@@ -109,6 +117,7 @@ class CandidateRank(Rank):
 
     def attach_case(self, request: Message) -> dict[str, Any]:
         """Maps the space's arena and builds the views of all slots."""
+        self._prepare_jitter()
         arena = Arena.attach(request["arena"], self.device, self.memory_fd)
         base, data = request["output_base"], arena.data
         groups = self.groups(request["groups"])
@@ -126,7 +135,6 @@ class CandidateRank(Rank):
         """Imports the candidate; ``path`` None stands for the reference itself."""
         for attached in self._spaces.values():
             attached.clear()
-        self._jitter = self._jitter or Jitter(self.device)
         if request["path"] is None:
             self._solution = problems.get(request["problem"]).reference_of(request["variant"])
             return {}
@@ -210,7 +218,7 @@ class CandidateRank(Rank):
         can be looked at again.
         """
         attached, jitter = self._spaces[request["space"]], self._jitter
-        assert jitter is not None, "a candidate is loaded first"
+        assert jitter is not None, "a space is attached first"
         solution, outputs, order = self._side(request), attached.outputs, request["order"]
         before: dict[int, list[tuple[str, float]]] = {}
         for position, way, us in request["jitter"]:
