@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.runs import GOOD, judge
+from e2e.runs import GOOD, PATIENT, judge
 from peerlane import problems
 from peerlane.evaluate.examine import CHECKED_SLOTS
 from peerlane.evaluate.isolation import choose
@@ -76,7 +76,7 @@ def test_inputs_are_never_the_same_twice(tmp_path: Path) -> None:
         (tmp_path / str(run)).mkdir()
         candidate = tmp_path / f"1_diary{run}_pytorch.py"
         candidate.write_text(DIARY.format(folder=tmp_path / str(run)))
-        (result,) = judge(candidate, isolation="L0")  # what is confined keeps no diary
+        (result,) = judge(candidate, isolation="L0", deadlines=PATIENT)  # what is confined keeps no diary; its audit must end, too
         assert result.correct, result.verdict
         stressed += sum(item.stressed_calls for item in result.correctness)
     seen: Counter[str] = Counter()

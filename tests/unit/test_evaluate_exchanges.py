@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerlane.evaluate.cores import TimedCore
 from peerlane.evaluate.exchanges import MOST_BYTES, Exchanges, kinds_of_slots
 from peerlane.evaluate.slots import ArgumentSlots, contiguous_layout
 from peerlane.evaluate.trusted import TrustedRank
@@ -60,17 +61,17 @@ def test_the_trusted_reference_finds_its_contents_where_they_were_minted_after_a
     def contents() -> list[int]:
         return [int(tensors[0][0]) for tensors in private.tensors]
 
-    def run(cores: None, order: list[int], between: dict[int, Callable[[], None]]) -> dict[str, Any]:
+    def run(core: TimedCore, full_pace_us: float, order: list[int], between: dict[int, Callable[[], None]]) -> dict[str, Any]:
+        assert full_pace_us == 10.0
         for position, slot in enumerate(order):
             between.get(position, lambda: None)()
             seen.append(contents()[slot])
         return {"span_us": 1.0}
 
     rank = TrustedRank({"world_size": 2, "device": "cpu"}, 0, -1)
-    rank.cores = None
     block = types.SimpleNamespace(run=run)
     rank._open["timed"] = types.SimpleNamespace(blocks={"eager": block}, private=private)  # type: ignore[assignment]
-    request = {"space": "timed", "mode": "eager", "order": [1, 2, 0, 3], "exchanges": [[1, 2, 0], [2, 0, 3]]}
+    request = {"space": "timed", "mode": "eager", "order": [1, 2, 0, 3], "exchanges": [[1, 2, 0], [2, 0, 3]], "full_pace_us": 10.0}
     assert rank.timed_block(request) == {"span_us": 1.0}
     assert seen == [1, 0, 3, 2]
     assert contents() == [0, 1, 2, 3]
