@@ -56,43 +56,53 @@ __device__ inline void two_shot(
     const int rank = arena.rank, own_share = route.share_of(rank);
     const u32 first = blockIdx.x * blockDim.x + threadIdx.x;
     const u32 step = gridDim.x * blockDim.x;
+    constexpr bool registers_do = W <= 4;
 
+    const auto send_terms = [&](const PacketRound& round, u32 i) {
+        u32 data[W - 1][packet_words];
+#pragma unroll
+        for (int k = 1; k < W; ++k) {
+            const int owned = route.share_of(rank_after<W>(rank, k));
+            if (owned >= 0) shares.load(round, owned, i, data[k - 1]);
+        }
+#pragma unroll
+        for (int k = 1; k < W; ++k) {
+            const int q = rank_after<W>(rank, k);
+            if (route.share_of(q) >= 0) push_packet(arena.peer(q, round.buffer.place(rank, i)), data[k - 1], round.epoch);
+        }
+    };
+    const auto send_sum = [&](const PacketRound& round, u32 i) {
+        u32 own[packet_words], terms[W][packet_words], total[packet_words];
+        if (registers_do) shares.load(round, own_share, i, own);  // while terms are on their way
+        pull_packets<W>(arena, arena.local(round.buffer.place(0, i)), round.buffer.stride, i, round.epoch, terms);
+        if (!registers_do) shares.load(round, own_share, i, own);
+        sum_in_rank_order<E, W>(rank, own, terms, total);
+#pragma unroll
+        for (int k = 1; k < W; ++k) {
+            const int q = rank_after<W>(rank, k);
+            if (route.takes(q)) push_packet(arena.peer(q, round.buffer.place(rank, sums + i)), total, round.epoch);
+        }
+        if (route.takes(rank)) shares.store(round, own_share, i, total);
+    };
+    // Where all own, both trips load all ports alike. Of a reduce the first one leaves the port into the root idle, and the second one the others: so both
+    // are kept under way there, and owners send their terms one packet ahead of those that they wait for.
+    const bool ahead = registers_do && !all_own && own_share >= 0;
 #pragma unroll 1
     for (u32 number = 0; number < rounds.count(); ++number) {
         const PacketRound round = rounds[number];
-        const PacketBuffer& buffer = round.buffer;
         const u32 count = round.places(shares.packets);
-        for (u32 i = first; i < count; i += step) {
-            u32 data[W - 1][packet_words];
-#pragma unroll
-            for (int k = 1; k < W; ++k) {
-                const int owned = route.share_of(rank_after<W>(rank, k));
-                if (owned >= 0) shares.load(round, owned, i, data[k - 1]);
-            }
-#pragma unroll
-            for (int k = 1; k < W; ++k) {
-                const int q = rank_after<W>(rank, k);
-                if (route.share_of(q) >= 0) push_packet(arena.peer(q, buffer.place(rank, i)), data[k - 1], round.epoch);
-            }
-        }
+        const u32 sent_first = ahead ? min(count, first + 1) : count;
+        for (u32 i = first; i < sent_first; i += step) send_terms(round, i);
         if (own_share >= 0) {
             for (u32 i = first; i < count; i += step) {
-                u32 own[packet_words], terms[W][packet_words], total[packet_words];
-                shares.load(round, own_share, i, own);
-                pull_packets<W>(arena, arena.local(buffer.place(0, i)), buffer.stride, i, round.epoch, terms);
-                sum_in_rank_order<E, W>(rank, own, terms, total);
-#pragma unroll
-                for (int k = 1; k < W; ++k) {
-                    const int q = rank_after<W>(rank, k);
-                    if (route.takes(q)) push_packet(arena.peer(q, buffer.place(rank, sums + i)), total, round.epoch);
-                }
-                if (route.takes(rank)) shares.store(round, own_share, i, total);
+                if (ahead && i + step < count) send_terms(round, i + step);
+                send_sum(round, i);
             }
         }
         if (route.takes(rank)) {
             for (u32 i = first; i < count; i += step) {
                 u32 totals[W][packet_words];
-                pull_packets<W>(arena, arena.local(buffer.place(0, sums + i)), buffer.stride, sums + i, round.epoch, totals);
+                pull_packets<W>(arena, arena.local(round.buffer.place(0, sums + i)), round.buffer.stride, sums + i, round.epoch, totals);
 #pragma unroll
                 for (int q = 0; q < W; ++q) {
                     if (q != rank) shares.store(round, route.share_of(q), i, totals[q]);
