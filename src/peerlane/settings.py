@@ -136,7 +136,7 @@ class TimingRules:
     patience_s: float = 1.0
     """of a race; after it ``fewest_rounds`` do"""
     fewest_rounds: int = 6
-    max_rounds: int = 36
+    max_rounds: int = 45
     max_baseline_rounds: int = 9
     placement_spread: float = 0.01
     """how far the times of two groups on the same GPUs lie apart, as a standard deviation of their ratio; what two races of the reference
