@@ -1,8 +1,8 @@
 """The cores on which ranks' calling threads are timed: which they may be, and which of them run at full speed now.
 
-On a machine that is shared, a core that looks idle may run at half its speed for tenths of a second at a time, because the physical core
-beneath it has a second hardware thread, which somebody else keeps busy. A call from Python then takes nearly twice as long. Nothing that
-a guest can read says so; how long a fixed piece of Python takes does.
+On a machine that is shared, a core may run at half its speed for tenths of a second at a time, and a call from Python then takes nearly
+twice as long. Neither load nor stolen time tells; how long a fixed piece of Python takes does. The likely reason is a second hardware
+thread of the physical core, which the guest does not see and somebody else keeps busy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 _MOST = 8  # cores that a rank chooses from
 _STEPS, _TRIES = 1_000, 3
-_SLOWER = 1.25  # than the fastest core: no longer full speed. Two busy threads on one physical core: 1.7 to 2
+_SLOWER = 1.25  # than the fastest core: no longer full speed; slow cores take about twice as long
 
 _clock = time.perf_counter
 _get_affinity, _set_affinity = os.sched_getaffinity, os.sched_setaffinity
