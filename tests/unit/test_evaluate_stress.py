@@ -465,6 +465,38 @@ def test_graphs_are_replayed_in_the_order_that_was_asked_for(monkeypatch: pytest
     assert block.latest()[0] is results[1]
 
 
+@pytest.mark.usefixtures("clockless")
+def test_graphs_are_replayed_in_bursts_that_a_queue_holds_each_with_a_head_start_and_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, log = 2 * timing.GraphBlock.burst + 3, list[Any]()
+
+    def capture(self: timing.GraphBlock) -> list[int]:
+        self._returned = [[] for _ in range(slots)]
+        return list(range(slots))
+
+    spans: list[tuple[str, str]] = []
+    names = iter(f"event {number}" for number in range(2 * slots))
+    monkeypatch.setattr(timing, "_timer", lambda **_: next(names))
+    monkeypatch.setattr(timing, "_elapsed", lambda start, end: spans.append((start, end)) or 0.001)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(timing.GraphBlock, "_capture", capture)
+    monkeypatch.setattr(timing, "_replay", log.append)
+    monkeypatch.setattr(timing, "_all_reduce", lambda tensor: log.append("barrier"))
+    monkeypatch.setattr(timing, "_sleep", lambda cycles: log.append(cycles / timing._CYCLES_PER_US))
+    monkeypatch.setattr(timing, "synchronize_all", lambda: log.append("wait"))
+    block = timing.make_block("graph", lambda: None, [()] * slots, OutputRegions(torch.zeros(1, dtype=torch.uint8), [], CPU), CPU)
+    log.clear()
+    size, last = block.burst, 2 * block.burst
+    answer = block.run(TimedCore([]), 0.0, list(range(slots)), {size + 1: lambda: log.append("change")})
+    ahead = [block.head_start_us * calls for calls in (size, size, 3)]
+    assert log == [
+        *[ahead[0], "barrier", *range(size), "wait"],
+        *[ahead[1] + timing._EXCHANGE_US, "barrier", size, "change", *range(size + 1, last), "wait"],
+        *[ahead[2], "barrier", *range(last, slots), "wait"],
+    ]
+    bursts = [(0, size - 1), (size, last - 1), (last, slots - 1)]
+    assert spans[slots:] == [(f"event {first}", f"event {slots + end}") for first, end in bursts]
+    assert answer["span_us"] == pytest.approx(3.0)
+
+
 def test_before_a_block_every_gpu_in_use_is_waited_for_and_no_l2_cache_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[tuple[Any, ...]] = []
     runtime = types.SimpleNamespace(

@@ -1,7 +1,7 @@
 """Timed blocks: K calls back to back on one rank, each between two events, in eager or graph mode.
 
-A block starts with a cold L2 cache, behind a device-side barrier over all ranks. The times are device times of this rank; the
-supervisor takes the maximum over the ranks per call.
+A block starts with a cold L2 cache, and each of its bursts behind a device-side barrier over all ranks. The times are device times of this
+rank; the supervisor takes the maximum over the ranks per call.
 
 Functions used while candidate code is present are bound at import, which happens before.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import gc
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,9 +49,11 @@ class Block(abc.ABC):
     """K slots of one case on this rank, in one launch mode, with the events that time them.
 
     ``head_start_us``: for so long per call the device is kept waiting while the host enqueues, so that the host stays ahead of it.
+    ``burst``: how many calls are enqueued before the host waits for the device.
     """
 
     head_start_us = 0.0
+    burst = sys.maxsize
     captured_collectives = 0
     """what process groups counted while the calls were captured"""
 
@@ -60,13 +63,20 @@ class Block(abc.ABC):
         self._starts: list[torch.cuda.Event] = []
         self._ends: list[torch.cuda.Event] = []
 
-    def _run(self, order: list[int], between: Between) -> None:
-        """Enqueues the calls of all slots in this order, and what belongs between them."""
+    def _run(self, order: list[int], between: Between, positions: range) -> None:
+        """Enqueues the calls at these positions of an order of slots, and what belongs between them."""
         last = len(order) - 1
-        for position, slot in enumerate(order):
+        for position in positions:
             if position in between:
                 between[position]()
-            self._call(slot, last=position == last)
+            self._call(order[position], last=position == last)
+
+    def _start_together(self, between: Between, positions: range) -> None:
+        """Keeps the device waiting until the calls at these positions can be enqueued, and then until all ranks are there."""
+        if self.head_start_us:
+            late = sum(position in between for position in positions)
+            _sleep(int((self.head_start_us * len(positions) + _EXCHANGE_US * late) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
+        _all_reduce(self._barrier)
 
     @abc.abstractmethod
     def _call(self, slot: int, *, last: bool) -> None:
@@ -79,38 +89,40 @@ class Block(abc.ABC):
     def run(self, core: TimedCore, full_pace_us: float, order: list[int], between: Between | None = None) -> dict[str, Any]:
         """One block, its slots in this order, this thread kept on a core at full speed, whose pace is ``full_pace_us`` (0: not known).
 
-        Returns ``iterations_us`` (call by call), ``span_us`` (first start to last end) and ``collectives``: how many the process
-        groups counted in the calls, captured ones included.
+        Returns ``iterations_us`` (call by call), ``span_us`` (first start to last end of every burst, summed) and ``collectives``: how many
+        the process groups counted in the calls, captured ones included.
         """
         _collect()
         _gc_disable()
-        between = between or {}
+        between, counted = between or {}, 0
+        bursts = [range(first, min(first + self.burst, len(order))) for first in range(0, len(order), self.burst)]
         try:
             quiesce()
             pace_us = core.settle(full_pace_us)  # at the last moment: cores change within milliseconds
             with on_core(core.number):
                 evict()
-                if self.head_start_us:
-                    head_start_us = self.head_start_us * len(order) + _EXCHANGE_US * len(between)
-                    _sleep(int(head_start_us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
-                _all_reduce(self._barrier)
-                before = _collectives()
-                self._run(order, between)
-                synchronize_all()
-                counted = _collectives() - before
+                for positions in bursts:
+                    self._start_together(between, positions)
+                    before = _collectives()
+                    self._run(order, between, positions)
+                    counted += _collectives() - before
+                    synchronize_all()
         finally:
             _gc_enable()
-        iterations = [_elapsed(self._starts[slot], self._ends[slot]) * 1e3 for slot in order]
         return {
-            "iterations_us": iterations,
+            "iterations_us": [self._elapsed_us(slot, slot) for slot in order],
             "pace_us": pace_us,
-            "span_us": _elapsed(self._starts[order[0]], self._ends[order[-1]]) * 1e3,
+            "span_us": sum(self._elapsed_us(order[positions[0]], order[positions[-1]]) for positions in bursts),
             "collectives": self.captured_collectives + counted,
         }
 
+    def _elapsed_us(self, first: int, last: int) -> float:
+        """From the start of a slot's call to the end of another's."""
+        return float(_elapsed(self._starts[first], self._ends[last])) * 1e3
+
     def rehearse(self, order: list[int]) -> None:
         """The calls of these slots once more, without clocks and barrier, until they have ended."""
-        self._run(order, {})
+        self._run(order, {}, range(len(order)))
         _synchronize()
 
 
@@ -140,11 +152,15 @@ class EagerBlock(Block):
 class GraphBlock(Block):
     """Captures the call of every slot, with its snapshot, into a CUDA graph of its own and replays them in any order.
 
+    In bursts, because a device's queue is finite: it held 19 to 28 such graphs on H200s. A host that meets a full one is hardly ahead of
+    the device any more, and every rank waits for the slowest host.
+
     One graph for the whole block would be wrong: NCCL ties every captured collective to all earlier ones of the same graph, so that the
     k-th costs in proportion to k. Raises what the capture raises.
     """
 
-    head_start_us = 40.0  # meant to exceed what launching a graph takes; a host slower than that still counts
+    head_start_us = 60.0  # meant to exceed what launching a graph takes; a host slower than that still counts
+    burst = 16
 
     def __init__(self, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> None:
         super().__init__(solution, args, outputs, device)
