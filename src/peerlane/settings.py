@@ -118,7 +118,7 @@ class Supply:
 class TimingRules:
     """The protocol of speed; see docs/evaluating.md for the reasons."""
 
-    min_block_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 4_000.0, "graph": 2_000.0})
+    min_block_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 4_000.0, "graph": 1_500.0})
     """by launch mode: eager calls vary more"""
     max_block_us: float = 12_000.0
     usual_slots: int = 12
@@ -154,7 +154,7 @@ class TimingRules:
     compared_share: float = 0.25
     late_changes: int = 2
     """per block whose outputs are compared, of calls that are compared"""
-    judging_s: float = 0.15
+    judging_s: float = 0.1
     """for comparing the outputs of a race; where that does not do for the share, fewer are compared, chosen over all rounds"""
     max_waiting_bytes: int = 4 << 30
     """of snapshots that wait for the end of a race to be compared"""
@@ -164,5 +164,5 @@ SELFTEST_DEADLINES = Deadlines(load=12.0, exit=4.0).with_calls(6.0)
 """For the corpus, some of which never returns."""
 SELFTEST_RULES = TimingRules(budget_s=0.3, min_rounds=5, max_rounds=7, warm_s=0.1, max_warm_calls=80, judging_s=0.2)
 """Enough to tell a forged time from a true one."""
-SELFTEST_SUPPLY: Mapping[str, Supply] = {"cuda": Supply(spares=8), "cpu": Supply(spares=4, low_water=4)}
+SELFTEST_SUPPLY: Mapping[str, Supply] = {"cuda": Supply(spares=8, low_water=8), "cpu": Supply(spares=4, low_water=4)}
 """By device. Most of the corpus fails at once, and takes its ranks along. Ranks on GPUs take seconds to start."""

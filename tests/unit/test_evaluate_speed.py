@@ -128,8 +128,8 @@ class FakeTrial:
     def count_collectives(self, answers: list[dict[str, Any]]) -> None:
         self.counted += 1
 
-    def look_again(self, slot: int, phase: str) -> None:
-        assert (slot, phase) == (self.orders["other"][-1][-1], "timing")
+    def look_again(self, slot: int, phase: str, ended: float) -> None:
+        assert (slot, phase) == (self.orders["other"][-1][-1], "timing") and ended <= time.monotonic()
         self.log.append("look again")
 
     def judge(self, phase: str) -> None:

@@ -6,12 +6,13 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerlane.evaluate.speed import choose_slots
-from peerlane.evaluate.statistics import Interval, median_interval, pooled_interval, quantile
+from peerlane.evaluate.statistics import Interval, _pooled_quantiles, median_interval, pooled_interval, quantile
 from peerlane.settings import TimingRules
 
 times = st.lists(st.floats(1e-2, 1e6), min_size=1, max_size=60)
@@ -68,6 +69,16 @@ def blocks(generator: random.Random, rounds: int, call_us: float, slow_share: fl
         pace = generator.uniform(1.3, 2.0) if generator.random() < slow_share else 1.0
         found.append([call_us * pace * (1 + generator.expovariate(10.0)) for _ in range(30)])
     return found
+
+
+def test_a_resample_without_the_group_of_the_small_values_has_its_own_quantile() -> None:
+    """Its quantile lies far above the sample's, where nearly all resamples end."""
+    rng = np.random.default_rng(3)
+    groups = [list(range(20)), *(list(100 + rng.permutation(20)) for _ in range(4))]
+    times = np.array([[1, 1, 1, 1, 1], [0, 2, 1, 1, 1], [5, 0, 0, 0, 0], [0, 0, 0, 0, 5]])
+    for share in (0.05, 0.1, 0.5, 1.0):
+        got = _pooled_quantiles(groups, times, share)
+        assert list(got) == [quantile([value for group, n in zip(groups, row, strict=True) for value in group * n], share) for row in times]
 
 
 def test_a_pooled_ratio_holds_where_half_of_the_blocks_are_held_up() -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from peerlane import problems
 from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate import candidate, quiet, slices, stress, timing
+from peerlane.evaluate import trial as trial_module
 from peerlane.evaluate.arena import GUARD_BYTES, POISON, Arena, extent, memory_file
 from peerlane.evaluate.cores import TimedCore
 from peerlane.evaluate.groups import GroupFailure
@@ -93,15 +94,24 @@ UNTOUCHED = {"changed": None, "trespass": None}
 BEHIND = {"slot": 3, "name": "argument tensor", "place": "0 bytes behind its end"}
 
 
-def looked_again(*answers: dict[str, Any]) -> None:
+def looked_again(*answers: dict[str, Any], ended: float = 0.0) -> None:
     session = types.SimpleNamespace(trusted=ScriptedRanks(recall=list(answers)), deadlines=Deadlines())
     problem = problems.get(1)
     trial = Trial(session, ScriptedRanks(), problem, problem.cases("small", 2)[0], "check", 4)  # type: ignore[arg-type]
-    trial.look_again(2, "stress")
+    trial.look_again(2, "stress", ended)
 
 
 def test_what_is_as_it_was_passes_the_second_look() -> None:
     looked_again(UNTOUCHED, UNTOUCHED)
+
+
+def test_a_second_look_comes_when_enough_time_has_passed_since_the_end_and_no_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was done meanwhile was waiting too."""
+    waited: list[float] = []
+    monkeypatch.setattr(trial_module, "time", types.SimpleNamespace(monotonic=lambda: 100.0, sleep=waited.append))
+    for ended in (100.0, 100.0 - trial_module._SETTLING_S / 3, 99.0):
+        looked_again(UNTOUCHED, UNTOUCHED, ended=ended)
+    assert waited == pytest.approx([trial_module._SETTLING_S, trial_module._SETTLING_S * 2 / 3, 0.0])
 
 
 def test_a_result_that_changed_after_its_end_is_unstable() -> None:

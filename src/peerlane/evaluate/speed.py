@@ -176,13 +176,14 @@ class Race:
         request = {"mode": self.mode, "side": self.side, "order": order, "exchanges": calls.exchanges.steps}
         begin = time.perf_counter()
         answers = trial.ask("block", "timing", trial.session.deadlines.timing, **request, full_pace_us=trial.session.full_pace_us)
+        ended = time.monotonic()
         times = BlockTimes.of(answers, self.slots, (time.perf_counter() - begin) * 1e6, self._share)
         latencies = [float(answer["latency_us"]) for answer in trial.trusted("latency")]
         if calls.compared:
             trial.count_collectives(answers)
             if chosen and trial.collect_from(answers, chosen, "timing", calls.exchanges) > self.rules.max_waiting_bytes:
                 trial.judge("timing")
-            trial.look_again(order[-1], "timing")
+            trial.look_again(order[-1], "timing", ended)
         return replace(times, idle_latency_us=max(latencies))
 
     def _new_order(self) -> list[int]:

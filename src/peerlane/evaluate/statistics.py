@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _RESAMPLES = 200
+_USUAL_DEPTH = 2.5  # a resample's quantile lies below the sample's of so many times the share
 _NORMAL_95 = 1.96  # standard deviations either way hold 95 % of a normal distribution
 
 
@@ -80,10 +81,16 @@ def pooled_interval(groups: Sequence[Sequence[float]], share: float, over: Seque
 def _pooled_quantiles(groups: Sequence[Sequence[float]], times: np.ndarray, share: float) -> np.ndarray:
     """For every row of ``times`` the quantile of the groups' values, each as often as the row says (nearest rank)."""
     values = np.concatenate([np.asarray(group) for group in groups])
-    owner = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    sizes = np.array([len(group) for group in groups])
     order = np.argsort(values)
-    seen = np.cumsum(times[:, owner[order]], axis=1)
-    return np.asarray(values[order][(seen >= share * seen[:, -1:]).argmax(axis=1)])
+    owner = np.repeat(np.arange(len(groups)), sizes)[order]
+    wanted = share * (times @ sizes)
+    depth = min(len(values), math.ceil(_USUAL_DEPTH * share * len(values)))  # of the smallest values; nearly always enough
+    while True:
+        reached = np.cumsum(times[:, owner[:depth]], axis=1, dtype=np.int32) >= wanted[:, None]
+        if depth == len(values) or reached[:, -1].all():
+            return np.asarray(values[order][reached.argmax(axis=1)])
+        depth = len(values)
 
 
 def quantile(values: Sequence[float], share: float) -> float:

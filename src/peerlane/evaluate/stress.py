@@ -119,10 +119,11 @@ class Stress:
         with trial.sliced(sliced, busy_s):
             begin = time.monotonic()
             answers = trial.ask_each("stress", "stress", trial.session.deadlines.stress, requests)
+            ended = time.monotonic()
         if sliced is None:
-            self.pass_s = time.monotonic() - begin
+            self.pass_s = ended - begin
         trial.collect_from(answers, choose_compared(order, self.checked.judge_s, self.rules), "stress", exchanges)
-        trial.look_again(order[-1], "stress")
+        trial.look_again(order[-1], "stress", ended)
         trial.judge("stress")
         trial.evidence.stressed_calls += trial.slots
 

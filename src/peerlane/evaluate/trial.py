@@ -270,13 +270,14 @@ class Trial:
         self._waiting += [self.kinds[slot] for slot in contents]
         return max(int(answer["bytes"]) for answer in answers)
 
-    def look_again(self, slot: int, phase: Phase) -> None:
+    def look_again(self, slot: int, phase: Phase, ended: float) -> None:
         """Compares what the latest call of a block or pass returned, in this slot, with its snapshot; raises :class:`Rejected`.
 
-        A result is good until the next call, and there was none: what changes now was not done when the call ended.
+        A result is good until the next call, and there was none: what changes now was not done when the call ended. ``ended``: when the
+        answers came, on the clock ``time.monotonic``; what has been done since then counts as waiting.
         """
         self.trusted("remember", slot=slot)
-        time.sleep(_SETTLING_S)
+        time.sleep(max(0.0, ended + _SETTLING_S - time.monotonic()))
         self.ask("copy_again", phase, self.session.deadlines.stress, slot=slot)
         answers = self.trusted("recall")
         for rank, answer in enumerate(answers):
