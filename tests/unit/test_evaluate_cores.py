@@ -74,7 +74,17 @@ def test_a_core_at_full_speed_is_kept_and_a_slow_one_left_for_the_first_that_is_
     core.settle(10.0)
     assert core.number == 4 and machine.asked[4:] == [3, 4]
     machine.paces[4] = 18.0
-    assert core.settle(10.0) == 18.0 and machine.asked[6:] == [4, 1, 2, 3], "what was slow last is tried last"
+    assert core.settle(10.0) == 18.0 and machine.asked[6:] == [4, 1, 2, 3]
+
+
+def test_threads_that_begin_at_the_same_place_find_the_same_core(machine: Machine) -> None:
+    mine, theirs = TimedCore([1, 2, 3, 4]), TimedCore([1, 2, 3, 4])
+    mine.settle(10.0)
+    for first, tried, number in ((1, [2, 3], 3), (3, [4], 4), (4, [1, 2, 3], 3), (10, [3], 3)):
+        for core in (mine, theirs):
+            machine.asked.clear()
+            core.settle(10.0, first)
+            assert (machine.asked, core.number) == (tried, number)
 
 
 def test_what_a_core_at_full_speed_does_is_remembered(machine: Machine) -> None:
@@ -82,7 +92,7 @@ def test_what_a_core_at_full_speed_does_is_remembered(machine: Machine) -> None:
     core.settle()
     machine.paces[3] = 18.0
     core.settle()
-    assert core.number == 4 and machine.asked[4:] == [3, 1, 2, 4]
+    assert core.number == 4 and machine.asked[4:] == [3, 4]
 
 
 def test_where_all_are_slow_the_least_slow_is_taken(machine: Machine) -> None:

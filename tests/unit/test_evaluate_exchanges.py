@@ -61,8 +61,8 @@ def test_the_trusted_reference_finds_its_contents_where_they_were_minted_after_a
     def contents() -> list[int]:
         return [int(tensors[0][0]) for tensors in private.tensors]
 
-    def run(core: TimedCore, full_pace_us: float, order: list[int], between: dict[int, Callable[[], None]]) -> dict[str, Any]:
-        assert full_pace_us == 10.0
+    def run(core: TimedCore, sought: dict[str, Any], order: list[int], between: dict[int, Callable[[], None]]) -> dict[str, Any]:
+        assert sought == {"full_us": 10.0, "first": 3}
         for position, slot in enumerate(order):
             between.get(position, lambda: None)()
             seen.append(contents()[slot])
@@ -71,7 +71,13 @@ def test_the_trusted_reference_finds_its_contents_where_they_were_minted_after_a
     rank = TrustedRank({"world_size": 2, "device": "cpu"}, 0, -1)
     block = types.SimpleNamespace(run=run)
     rank._open["timed"] = types.SimpleNamespace(blocks={"eager": block}, private=private)  # type: ignore[assignment]
-    request = {"space": "timed", "mode": "eager", "order": [1, 2, 0, 3], "exchanges": [[1, 2, 0], [2, 0, 3]], "full_pace_us": 10.0}
+    request = {
+        "space": "timed",
+        "mode": "eager",
+        "order": [1, 2, 0, 3],
+        "exchanges": [[1, 2, 0], [2, 0, 3]],
+        "core": {"full_us": 10.0, "first": 3},
+    }
     assert rank.timed_block(request) == {"span_us": 1.0}
     assert seen == [1, 0, 3, 2]
     assert contents() == [0, 1, 2, 3]

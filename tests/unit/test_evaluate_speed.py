@@ -55,7 +55,7 @@ class FakeTrial:
     trusted_hand_off_s: float = 0.0
     other_hand_off_s: float = 0.0
     latency_us: float = 20.0
-    full_paces_us: list[float] = field(default_factory=list)
+    cores: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     orders: dict[str, list[list[int]]] = field(default_factory=lambda: {"trusted": [], "other": []})
     log: list[str] = field(default_factory=list)
     steps: list[Any] = field(default_factory=list)
@@ -81,7 +81,7 @@ class FakeTrial:
         self.log.append(f"trusted {op}")
         if op == "block":
             self.trusted_steps.append(more["exchanges"])
-            self.full_paces_us.append(more["full_pace_us"])
+            self.cores.append(("trusted", more["core"]))
             times = self._block("trusted", self.trusted_us, self.trusted_hand_off_s, more["order"])
             return [{**answer, "pace_us": 10.0 + rank} for rank, answer in enumerate(times)]
         return [{"captured": True}] * RANKS
@@ -89,7 +89,7 @@ class FakeTrial:
     def ask(self, op: str, phase: str, deadline_s: float, **more: Any) -> list[dict[str, Any]]:
         self.log.append(f"other {op}")
         if op == "block":
-            self.full_paces_us.append(more["full_pace_us"])
+            self.cores.append(("other", more["core"]))
         if op in ("block", "rehearse"):
             self.steps.append(more.get("exchanges", ()))
             return self._block("other", self.other_us, self.other_hand_off_s, more["order"])
@@ -360,8 +360,16 @@ def test_blocks_are_told_how_fast_the_fastest_core_of_a_trusted_rank_was() -> No
     """What a candidate's ranks say of their cores is not believed."""
     trial = steady(session=FakeSession(full_pace_us=40.0))
     race(trial).run(budget_s=10)
-    first = [line for line in trial.log if line.endswith(" block")].index("trusted block")
-    assert trial.full_paces_us == [40.0] * (first + 1) + [10.0] * (len(trial.full_paces_us) - first - 1)
+    first = [side for side, _ in trial.cores].index("trusted")
+    assert [core["full_us"] for _, core in trial.cores] == [40.0] * (first + 1) + [10.0] * (len(trial.cores) - first - 1)
+
+
+def test_both_blocks_of_a_round_look_for_cores_in_one_order_and_every_round_in_another() -> None:
+    trial = steady()
+    race(trial).run(budget_s=10)
+    rounds = list(zip(trial.cores[::2], trial.cores[1::2], strict=True))
+    assert all({side for side, _ in pair} == {"trusted", "other"} and len({core["first"] for _, core in pair}) == 1 for pair in rounds)
+    assert len({core["first"] % 8 for (_, core), _ in rounds}) > 2
 
 
 def uneven(first: float, other: float) -> list[float]:

@@ -448,7 +448,7 @@ def test_a_block_calls_its_slots_in_the_order_that_was_asked_for_and_keeps_the_l
     layout, size = contiguous_layout(iter([torch.empty(1, dtype=torch.int64)] * slots))
     outputs = OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, CPU)
     block = timing.make_block("eager", solution, args, outputs, CPU)
-    assert len(block.run(TimedCore([]), 0.0, [3, 1, 4, 0, 2])["iterations_us"]) == slots
+    assert len(block.run(TimedCore([]), {}, [3, 1, 4, 0, 2])["iterations_us"]) == slots
     assert solution.seen == [3, 1, 4, 0, 2]
     assert [int(views[0]) for views in outputs.views] == [100, 101, 102, 103, 104]
     solution.returned[-1].fill_(7)
@@ -470,7 +470,7 @@ def test_graphs_are_replayed_in_the_order_that_was_asked_for(monkeypatch: pytest
     monkeypatch.setattr(timing, "_sleep", lambda cycles: None)
     outputs = OutputRegions(torch.zeros(1, dtype=torch.uint8), [], CPU)
     block = timing.make_block("graph", lambda: None, [()] * 4, outputs, CPU)
-    block.run(TimedCore([]), 0.0, [2, 0, 3, 1])
+    block.run(TimedCore([]), {}, [2, 0, 3, 1])
     assert replayed == [2, 0, 3, 1]
     assert block.latest()[0] is results[1]
 
@@ -495,7 +495,7 @@ def test_graphs_are_replayed_in_bursts_that_a_queue_holds_each_with_a_head_start
     block = timing.make_block("graph", lambda: None, [()] * slots, OutputRegions(torch.zeros(1, dtype=torch.uint8), [], CPU), CPU)
     log.clear()
     size, last = block.burst, 2 * block.burst
-    answer = block.run(TimedCore([]), 0.0, list(range(slots)), {size + 1: lambda: log.append("change")})
+    answer = block.run(TimedCore([]), {}, list(range(slots)), {size + 1: lambda: log.append("change")})
     ahead = [block.head_start_us * calls for calls in (size, size, 3)]
     assert log == [
         *[ahead[0], "barrier", *range(size), "wait"],

@@ -175,7 +175,7 @@ class CandidateRank(Rank):
         """One timed block; the answer carries the times and what the calls returned."""
         attached = self._spaces[request["space"]]
         block = attached.blocks[request["mode"]]
-        times = block.run(self.core, request["full_pace_us"], request["order"], attached.arguments.exchangers(request["exchanges"]))
+        times = block.run(self.core, request["core"], request["order"], attached.arguments.exchangers(request["exchanges"]))
         attached.latest = block.latest
         return {**times, "outputs": attached.outputs.descriptions}
 

@@ -84,29 +84,31 @@ class TimedCore:
     """The core of a rank's calling thread while it is timed, one of ``cores``; ``number`` is None where there are none."""
 
     def __init__(self, cores: list[int]) -> None:
-        self._cores = cores
+        self._cores, self._place = cores, 0
         self._full_us = 0.0  # of the fastest core that is known; 0: of none
 
     @property
     def number(self) -> int | None:
-        return self._cores[0] if self._cores else None
+        return self._cores[self._place] if self._cores else None
 
-    def settle(self, full_us: float = 0.0) -> float:
-        """Goes to a core that runs at full speed, this one if it does, or to the fastest; how fast it is.
+    def settle(self, full_us: float = 0.0, first: int | None = None) -> float:
+        """Goes to the next core that runs at full speed, this one if it does, or to the fastest; how fast it is.
 
         ``full_us``: the pace of the fastest core that anybody knows, if anybody does. Where nobody does, all cores are tried.
+        ``first``: the place, modulo their number, of the core that is tried first, instead of this one: threads with the same cores that
+        begin at the same place find the same core.
         """
         if not self._cores:
             return pace_us()
         self._full_us = min(filter(None, (full_us, self._full_us)), default=0.0)
         found: dict[int, float] = {}
-        for core in self._cores:
-            with on_core(core):
-                found[core] = pace_us()
-            if found[core] <= _SLOWER * self._full_us:
+        begin = self._place if first is None else first
+        for step in range(len(self._cores)):
+            place = (begin + step) % len(self._cores)
+            with on_core(self._cores[place]):
+                found[place] = pace_us()
+            if found[place] <= _SLOWER * self._full_us:
                 break
-        best = min(found, key=found.__getitem__)
-        untried = self._cores[len(found) :]
-        self._cores = [best, *untried, *(core for core in found if core != best)]  # what was slow just now is tried last
-        self._full_us = min(self._full_us or math.inf, found[best])
-        return found[best]
+        self._place = min(found, key=found.__getitem__)
+        self._full_us = min(self._full_us or math.inf, found[self._place])
+        return found[self._place]

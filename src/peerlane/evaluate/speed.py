@@ -26,6 +26,7 @@ from peerlane.settings import TimingRules
 
 _LEADING_CALLS = 4
 _ROUNDS_PER_LOOK = 3  # at how narrow the interval is
+_MANY = 1 << 20  # cores, far more than a rank has
 _dice = random.SystemRandom()
 
 
@@ -114,8 +115,11 @@ class CaptureFailed(Exception):
 
 @dataclass(frozen=True)
 class _Calls:
-    """What a block of the other side is to be: the order of its slots, whether outputs are compared, of which slots, and late changes."""
+    """What a block of the other side is to be: its first core, the order of its slots, whether outputs are compared, of which, and late
+    changes.
+    """
 
+    core: int
     order: list[int]
     compared: bool
     chosen: list[int]
@@ -135,7 +139,8 @@ class Race:
     slots of the trial. What is usual here, the hand-off, an idle GPU's latency, and how unequal a block's calls are, comes from the
     reference's own race.
 
-    Every block begins on cores that run at full speed, if there are any.
+    Every block begins on cores that run at full speed, if there are any; both blocks of a round look for them in one order, drawn for
+    the round, and so mostly have the same ones. Cores that are kept would differ between the sides by some per cent, round after round.
     """
 
     trial: Trial
@@ -155,12 +160,16 @@ class Race:
     def _share(self) -> float:
         return self.rules.usual_share[self.mode]
 
-    def trusted_block(self, late: int = 0) -> BlockTimes:
+    def _core(self, first: int) -> Message:
+        """What a block's ranks are to know of cores; see :meth:`peerlane.evaluate.cores.TimedCore.settle`."""
+        return {"full_us": self.trial.session.full_pace_us, "first": first}
+
+    def trusted_block(self, late: int = 0, first_core: int = 0) -> BlockTimes:
         """One block of the trusted reference on what was minted; before so many calls contents change places, as on the other side."""
         order = self._new_order()
         steps = self.trial.exchanges(order, _dice.sample(range(1, self.slots - 1), late)).steps
         session, begin = self.trial.session, time.perf_counter()
-        answers = self.trial.trusted("block", mode=self.mode, order=order, exchanges=steps, full_pace_us=session.full_pace_us)
+        answers = self.trial.trusted("block", mode=self.mode, order=order, exchanges=steps, core=self._core(first_core))
         outer_us = (time.perf_counter() - begin) * 1e6
         session.full_pace_us = min([session.full_pace_us or math.inf, *(float(answer["pace_us"]) for answer in answers)])
         try:
@@ -173,9 +182,9 @@ class Race:
         trial, order, chosen = self.trial, calls.order, calls.chosen
         if self._needs_new_contents:
             trial.reveal(self.slots)
-        request = {"mode": self.mode, "side": self.side, "order": order, "exchanges": calls.exchanges.steps}
+        request = {"mode": self.mode, "side": self.side, "order": order, "exchanges": calls.exchanges.steps, "core": self._core(calls.core)}
         begin = time.perf_counter()
-        answers = trial.ask("block", "timing", trial.session.deadlines.timing, **request, full_pace_us=trial.session.full_pace_us)
+        answers = trial.ask("block", "timing", trial.session.deadlines.timing, **request)
         ended = time.monotonic()
         times = BlockTimes.of(answers, self.slots, (time.perf_counter() - begin) * 1e6, self._share)
         latencies = [float(answer["latency_us"]) for answer in trial.trusted("latency")]
@@ -198,7 +207,7 @@ class Race:
     def _draw_calls(self, *, compared: bool) -> _Calls:
         order = self._new_order()
         chosen = self._chosen_slots(order[-1]) if compared else []
-        return _Calls(order, compared, chosen, self.trial.exchanges(order, self._late_calls(order, chosen)))
+        return _Calls(_dice.randrange(_MANY), order, compared, chosen, self.trial.exchanges(order, self._late_calls(order, chosen)))
 
     def rehearse(self, marker: str) -> list[Message]:
         """A block of the candidate's on new contents, recorded instead of timed, its outputs judged; what the ranks answered.
@@ -227,8 +236,8 @@ class Race:
             self.trial.mint(slots=self.slots)
         if _dice.random() < 0.5:
             other = self.other_block(calls)
-            return self.trusted_block(late), other
-        reference = self.trusted_block(late)
+            return self.trusted_block(late, calls.core), other
+        reference = self.trusted_block(late, calls.core)
         if self.trial.problem.changeable:
             self.trial.mint(slots=self.slots)
         return reference, self.other_block(calls)

@@ -86,8 +86,8 @@ class Block(abc.ABC):
     def latest(self) -> list[torch.Tensor]:
         """What the last call of the latest run returned."""
 
-    def run(self, core: TimedCore, full_pace_us: float, order: list[int], between: Between | None = None) -> dict[str, Any]:
-        """One block, its slots in this order, this thread kept on a core at full speed, whose pace is ``full_pace_us`` (0: not known).
+    def run(self, core: TimedCore, sought: Mapping[str, Any], order: list[int], between: Between | None = None) -> dict[str, Any]:
+        """One block, its slots in this order, this thread kept on a core at full speed; ``sought``: the arguments of its ``settle``.
 
         Returns ``iterations_us`` (call by call), ``span_us`` (first start to last end of every burst, summed) and ``collectives``: how many
         the process groups counted in the calls, captured ones included.
@@ -98,7 +98,7 @@ class Block(abc.ABC):
         bursts = [range(first, min(first + self.burst, len(order))) for first in range(0, len(order), self.burst)]
         try:
             quiesce()
-            pace_us = core.settle(full_pace_us)  # at the last moment: cores change within milliseconds
+            pace_us = core.settle(**sought)  # at the last moment: cores change within milliseconds
             with on_core(core.number):
                 evict()
                 for positions in bursts:

@@ -291,7 +291,7 @@ class TrustedRank(Rank):
         """One timed block of the reference on the minted inputs. Contents change places as in the candidate's block, which costs the host
         time in both, and are put back behind it."""
         current, steps = self.opened(request), request["exchanges"]
-        times = current.blocks[request["mode"]].run(self.core, request["full_pace_us"], request["order"], current.private.exchangers(steps))
+        times = current.blocks[request["mode"]].run(self.core, request["core"], request["order"], current.private.exchangers(steps))
         for _, slot, other in reversed(steps):
             current.private.exchanger(slot, other)()
         self.synchronize()
