@@ -118,8 +118,8 @@ class Supply:
 class TimingRules:
     """The protocol of speed; see docs/evaluating.md for the reasons."""
 
-    min_block_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 4_000.0, "graph": 1_500.0})
-    """by launch mode: eager calls vary more"""
+    min_block_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 2_500.0, "graph": 1_500.0})
+    """by launch mode: eager calls vary more. Longer blocks would tell little more: a core is fast or slow for all of one"""
     max_block_us: float = 12_000.0
     usual_slots: int = 12
     """per block, however long a call takes, where ``max_block_us`` and memory allow"""
@@ -136,7 +136,7 @@ class TimingRules:
     patience_s: float = 1.0
     """of a race; after it ``fewest_rounds`` do"""
     fewest_rounds: int = 6
-    max_rounds: int = 45
+    max_rounds: int = 60
     max_baseline_rounds: int = 9
     placement_spread: float = 0.01
     """how far the times of two groups on the same GPUs lie apart, as a standard deviation of their ratio; what two races of the reference
