@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from peerlane import cli
 from peerlane.cli._console import ExitCode
 from peerlane.errors import UsageError
+from peerlane.evaluate.evaluation import EvaluationPlan, make_jobs
 from peerlane.report.selftest import objections, selftest_report, totals_lines
 from peerlane.selftest import run
 from peerlane.selftest.outcome import Outcome, objection, read_outcomes, totals
@@ -180,6 +182,17 @@ def test_a_run_is_stored_resumed_and_reported(corpus: Corpus, tmp_path: Path) ->
     assert "| C01 | 1_c01_lazy_pytorch | 2 | wrong_result 1 | wrong_result | yes |" in report
     assert "Cheats and bugs judged as expected: 1/1." in report and "isolation" in report
     assert objections(first) == []
+
+
+def test_tracks_are_judged_side_by_side(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session serves both; another one would take seconds to start."""
+    judged: list[EvaluationPlan] = []
+    monkeypatch.setattr(run, "evaluate", lambda plan, progress: judged.append(plan))
+    custom = corpus.entries[0].model_copy(update={"track": "custom"})
+    corpus = dataclasses.replace(corpus, entries=(custom, *corpus.entries[1:]))
+    selftest(SelftestPlan(corpus, corpus.entries, "cpu", isolation="L0"))
+    (plan,) = judged
+    assert {job.candidate.name: job.track for job in make_jobs(plan)} == {custom.file: "custom", corpus.entries[2].file: "open"}
 
 
 def test_what_a_higher_tier_promises_is_not_judged_below_it(corpus: Corpus) -> None:

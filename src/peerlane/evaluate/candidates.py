@@ -11,6 +11,7 @@ from typing import Literal
 
 import peerlane
 from peerlane.errors import CandidateNotFound
+from peerlane.evaluate.verdict import Track
 
 Backend = Literal["pytorch", "cuda", "triton", "reference"]
 
@@ -32,6 +33,7 @@ class CandidateFile:
         backend: by the file name's ending, else by what the source imports.
         uses_extensions: compiles with torch.utils.cpp_extension.
         problem: the number that starts the file's name (``13_gemm_allreduce_cuda.py``, ``p013_gemm_allreduce.py``), if any.
+        track: in which it is judged; None: that of the plan.
     """
 
     name: str
@@ -40,6 +42,7 @@ class CandidateFile:
     backend: Backend
     problem: int | None
     uses_extensions: bool = False
+    track: Track | None = None
 
     @property
     def is_reference(self) -> bool:

@@ -47,7 +47,8 @@ class EvaluationPlan:
         problems: ``"1-8,13"``, ``"all"``, or None: by the candidates' file names (all, for the reference).
         presets: names; ``production`` and ``sweep`` stand for all presets of that family of a problem, ``production_first`` for the first
             that has a case at the world size.
-        track: ``open``: anything goes; ``custom``: what a call communicates must be the candidate's own doing. See docs/tracks.md.
+        track: ``open``: anything goes; ``custom``: what a call communicates must be the candidate's own doing. See docs/tracks.md. Of
+            candidates that name none themselves.
         variant: ``default``, or ``pkb``: the public benchmark's semantics, for the problems where those differ.
         world_sizes: numbers of ranks.
         modes: launch modes to time.
@@ -200,7 +201,7 @@ def make_jobs(plan: EvaluationPlan) -> list[Job]:
     """The evaluations of a plan, in order; raises :class:`UsageError` if any part of it cannot be."""
     if not plan.candidates:
         raise UsageError("no candidates: expected at least one file, folder or the word 'reference'")
-    if plan.track == "custom" and any(candidate.is_reference for candidate in plan.candidates):
+    if any(candidate.is_reference and (candidate.track or plan.track) == "custom" for candidate in plan.candidates):
         raise UsageError(f"{REFERENCE!r} has no place in the custom track: it communicates by NCCL or gloo; evaluate it in the open track")
     selected = None if plan.problems is None else problems.select(plan.problems)
     jobs = []
@@ -210,7 +211,7 @@ def make_jobs(plan: EvaluationPlan) -> list[Job]:
                 for preset in presets_of(problem, plan.presets, world_size):
                     problem.cases(preset, world_size)  # raises for a world size that the mathematics forbids
                     variant = plan.variant if plan.variant in problem.variants else "default"
-                    jobs.append(Job(candidate, problem, preset, world_size, plan.modes, variant, plan.track))
+                    jobs.append(Job(candidate, problem, preset, world_size, plan.modes, variant, candidate.track or plan.track))
     if not jobs:
         raise UsageError("nothing to evaluate: no candidate belongs to the chosen problems, or none of them has the chosen presets")
     return jobs

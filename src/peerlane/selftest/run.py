@@ -18,7 +18,7 @@ from peerlane.evaluate.evaluation import EvaluationPlan, Progress, Silent, choos
 from peerlane.evaluate.isolation import Tier
 from peerlane.evaluate.lanes import Lane, divide, evaluate_side_by_side
 from peerlane.evaluate.store import append_line
-from peerlane.evaluate.verdict import Result, Track
+from peerlane.evaluate.verdict import Result
 from peerlane.hardware.topology import discover
 from peerlane.selftest.outcome import FILE, Outcome, identity, read_outcomes
 from peerlane.selftest.table import Corpus, Device, Entry
@@ -52,10 +52,6 @@ class SelftestPlan:
     isolation: Tier | None = None
 
 
-Setting = tuple[int, Track]
-"""World size and track: what candidates share that are judged in one session."""
-
-
 def selftest(plan: SelftestPlan, progress: Progress | None = None) -> list[tuple[Entry, Outcome]]:
     """All outcomes of the plan's candidates, those found in ``plan.out`` included, oldest first; each stored as it comes.
 
@@ -85,27 +81,23 @@ class _Run:
         kept = attributed(self.plan.corpus, [item for item in found if item.evaluator_version == peerlane.__version__])
         yield from kept
         done = Counter(item.identity for _, item in kept)
-        settings: dict[Setting, list[Entry]] = defaultdict(list)
+        missing: dict[int, list[Entry]] = defaultdict(list)  # by world size: what can be judged in one session
         for entry in self.judged:
             times = self.plan.repeat - done[self._identity(entry)] // entry.runs
-            settings[entry.world_size, entry.track] += [entry] * max(times, 0)
-        for setting, due in settings.items():
+            missing[entry.world_size] += [entry] * max(times, 0)
+        for world_size, due in missing.items():
             if due:
-                yield from self._judge(setting, due)
+                yield from self._judge(world_size, due)
 
     def _identity(self, entry: Entry) -> tuple[str, ...]:
         sha256 = self.files[entry.file].sha256
         return identity(peerlane.__version__, sha256, entry.world_size, self.plan.device, entry.track, self.tier)
 
-    def _controls(self, setting: Setting) -> list[Entry]:
+    def _controls(self) -> list[Entry]:
         """Legitimate candidates that may stand between others: those of the plan where it has some."""
 
         def suitable(entries: Sequence[Entry]) -> list[Entry]:
-            return [
-                entry
-                for entry in entries
-                if entry.kind == "legitimate" and entry.track == setting[1] and "correct" in entry.accepted(self.plan.device)
-            ]
+            return [entry for entry in entries if entry.kind == "legitimate" and "correct" in entry.accepted(self.plan.device)]
 
         return suitable(self.judged) or suitable([entry for entry in self.plan.corpus.entries if entry.quick])
 
@@ -114,28 +106,27 @@ class _Run:
         gpus = [gpu.uuid for gpu in discover().gpus] if self.plan.device == "cuda" else []
         return divide(gpus, os.sched_getaffinity(0), world_size, min(MOST_LANES, due // FEWEST_PER_LANE))
 
-    def _judge(self, setting: Setting, due: list[Entry]) -> list[tuple[Entry, Outcome]]:
-        dice, lanes = random.SystemRandom(), self._lanes(setting[0], len(due))
+    def _judge(self, world_size: int, due: list[Entry]) -> list[tuple[Entry, Outcome]]:
+        dice, lanes = random.SystemRandom(), self._lanes(world_size, len(due))
         dice.shuffle(due)
-        controls = self._controls(setting)
+        controls = self._controls()
         sequences = [order(due[number :: len(lanes)], controls, dice) for number in range(len(lanes))]
         recorders = [_Recorder(sequence, self.path, self.progress) for sequence in sequences]
-        plans = [self._plan(setting, sequence) for sequence in sequences]
+        plans = [self._plan(world_size, sequence) for sequence in sequences]
         if len(lanes) == 1:
             evaluate(plans[0], recorders[0])
         else:
             self.progress.started(sum(map(len, sequences)), 0)
-            self.progress.note(f"{len(lanes)} runs side by side, on {setting[0]} GPUs each")
+            self.progress.note(f"{len(lanes)} runs side by side, on {world_size} GPUs each")
             evaluate_side_by_side(list(zip(lanes, plans, recorders, strict=True)))
         return [outcome for recorder in recorders for outcome in recorder.outcomes]
 
-    def _plan(self, setting: Setting, sequence: list[Entry]) -> EvaluationPlan:
+    def _plan(self, world_size: int, sequence: list[Entry]) -> EvaluationPlan:
         return EvaluationPlan(
             candidates=[self.files[entry.file] for entry in sequence],
             presets=("small",),
-            world_sizes=(setting[0],),
+            world_sizes=(world_size,),
             device=self.plan.device,
-            track=setting[1],
             isolation=self.tier,
             supply=SELFTEST_SUPPLY[self.plan.device],
             deadlines=SELFTEST_DEADLINES,
@@ -151,7 +142,8 @@ def attributed(corpus: Corpus, outcomes: Sequence[Outcome]) -> list[tuple[Entry,
 
 def _candidate(corpus: Corpus, entry: Entry) -> CandidateFile:
     path = corpus.path(entry)
-    return replace(reference_candidate(), problem=entry.problem) if path is None else candidate_file(path)
+    candidate = replace(reference_candidate(), problem=entry.problem) if path is None else candidate_file(path)
+    return replace(candidate, track=entry.track)
 
 
 def order(due: Sequence[Entry], controls: Sequence[Entry], dice: random.Random) -> list[Entry]:
