@@ -144,7 +144,7 @@ class TimingRules:
     rounds_per_capture: int = 4
     target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.012})
     """of the ratio of a race, by launch mode; a speedup joins two races"""
-    budget_s: float = 8.0
+    budget_s: float = 5.0
     usual_share: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.1, "graph": 0.5})
     """which quantile of the calls stands for them, by launch mode: the host holds up many eager calls"""
     skew_margin: float = 1.15

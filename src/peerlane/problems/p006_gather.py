@@ -123,4 +123,7 @@ PROBLEM = Problem(
         "which does not change the answer but makes the baseline faster.",
         "Where dst changes between slots, the cost charges every rank as the root; the slowest rank's bound is the right one.",
     ),
+    speed_note=(
+        "The public one gathers into separate tensors and copies them once more to stack them; this one gathers straight into the result."
+    ),
 )

@@ -396,4 +396,5 @@ PROBLEM = Problem(
         "The public benchmark's N(0, 1) weights give outputs of size 6000 and gates that saturate; here weights have variance 1 / fan-in. "
         "It has no tensor parallelism on two ranks; here small cases and a production case do.",
     ),
+    speed_note="The public one creates its process groups in every call; this one creates none and moves shards between pairs of ranks.",
 )

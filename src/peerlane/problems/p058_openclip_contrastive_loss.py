@@ -328,4 +328,8 @@ PROBLEM = Problem(
         "logits are accepted. Float32 cases of the same shapes give the scalar the resolution that bfloat16 lacks.",
         "The public reference exchanges texts with both neighbours in turn; ours gathers them: the same bytes in one collective.",
     ),
+    speed_note=(
+        "The public one swaps texts with neighbours round by round, with a product and a loss for each rank's texts; this one gathers "
+        "all texts at once and computes one product."
+    ),
 )

@@ -439,4 +439,8 @@ PROBLEM = Problem(
         "Numbers of rows must be the same in every call, so that a case has one scene; calls differ by a rigid motion, order, colours, "
         "opacities and changes too small to decide what is seen. A radius next to a whole number may be rounded either way.",
     ),
+    speed_note=(
+        "Likely because the public one reads counts from the device at every allocation and split, this one once; inputs differ too: "
+        "float32 here, and cameras see only a part of the scene."
+    ),
 )

@@ -326,4 +326,8 @@ PROBLEM = Problem(
         "block. Degrees of the production graphs follow a power law with the named mean; fewer ranks than 8 have a share of "
         "ogbn-papers100M's nodes.",
     ),
+    speed_note=(
+        "The public one loops over nodes in Python and waits for the device several times for each; this one handles a whole frontier "
+        "with tensor operations, though its hops find more nodes."
+    ),
 )

@@ -343,4 +343,8 @@ PROBLEM = Problem(
         "In bfloat16 several negatives tie with a positive by the sigmoid's rounding; that rounding is part of the definition. Where a "
         "float32 sigmoid may round to either side, both answers are right.",
     ),
+    speed_note=(
+        "The public one sends all negatives to all ranks, each of which sorts every row; this one compares scores locally and sends the "
+        "resulting places alone."
+    ),
 )

@@ -380,4 +380,8 @@ PROBLEM = Problem(
         "has is constant per slot here, so that slots keep their shapes; how they are distributed over samples is not.",
         "stride_per_rank is in the order of ranks also if stagger is not 1, unlike stride_per_key_per_rank, as in the public version.",
     ),
+    speed_note=(
+        "The public one reads sizes from the device one at a time, dozens of them; this one gathers all sizes in one table and reads it "
+        "once."
+    ),
 )

@@ -379,4 +379,8 @@ PROBLEM = Problem(
         "The public reference exchanges x1, x2 and v; here only x2 v is, for the gates act on the positions that a rank has anyway.",
         "z and y need not be rounded: the error model covers both.",
     ),
+    speed_note=(
+        "The public one exchanges both gates, the values and the result, in four all-to-alls; this one applies gates where they are and "
+        "needs two."
+    ),
 )

@@ -343,4 +343,8 @@ PROBLEM = Problem(
         "temporal overlap has tiles of 8.",
         "NaN fills the latents of a rank whose one tile is the first: elsewhere it would depend on whether weights of zero are applied.",
     ),
+    speed_note=(
+        "The public one blends tiles row by row in Python and exchanges them decoded and again blended; this one blends a whole overlap "
+        "at a time and exchanges decoded tiles alone."
+    ),
 )

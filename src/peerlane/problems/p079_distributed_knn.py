@@ -470,4 +470,8 @@ PROBLEM = Problem(
         "The public reference takes group ranks for global ranks; here any group will do.",
         "Similarities have the features' dtype, whatever it is.",
     ),
+    speed_note=(
+        "The public one serves one rank's queries after the other, each with four collectives, a product and a selection; this one takes "
+        "all ranks' queries in one batch."
+    ),
 )

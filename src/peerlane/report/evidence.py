@@ -23,26 +23,32 @@ COUNTED_WORLD_SIZE = 4
 
 
 @dataclass(frozen=True)
+class PublicTimes:
+    """Eager calls back to back, on unchanged inputs: microseconds per call, on average and at least."""
+
+    mean_us: float
+    min_us: float
+
+
+@dataclass(frozen=True)
 class Evidence:
     """Recorded results of the references, by problem number.
 
     Attributes:
         references: evaluations of the reference as its own candidate, one for every preset and world size.
-        undisturbed: the problems whose ``pkb`` times come from the accuracy run, on a quiet host.
         counts: what the reference does in one call of the timed ``pkb`` case on rank 0 of four; see :mod:`peerlane.problems._count`.
-        public_us: what the public benchmark's reference of the same number takes, eager, on the same class of node.
+        public: what the public benchmark's reference of the same number takes on the same class of node.
     """
 
     references: Mapping[int, Sequence[Result]] = field(default_factory=dict)
-    undisturbed: frozenset[int] = frozenset()
     counts: Mapping[int, Sequence[CountedStep]] = field(default_factory=dict)
-    public_us: Mapping[int, float] = field(default_factory=dict)
+    public: Mapping[int, PublicTimes] = field(default_factory=dict)
 
 
 def read_evidence(root: Path) -> Evidence:
     """The evidence below a checkout; what is not there has not been measured."""
     references: dict[int, dict[tuple[str, int], Result]] = {}
-    for name in (REFERENCES, NOISE, PRODUCTION):  # the accuracy run counts for more than the run over everything
+    for name in (REFERENCES, PRODUCTION):
         for result in _results(root / name):
             if result.candidate.backend == "reference" and result.correct:
                 references.setdefault(result.problem.id, {})[result.preset, result.world_size] = result
@@ -50,13 +56,18 @@ def read_evidence(root: Path) -> Evidence:
     for item in all_calibrations(root):
         if item.preset == "pkb" and item.world_size == COUNTED_WORLD_SIZE and item.variant == "default" and item.steps:
             counts.setdefault(item.problem, item.steps)
-    public = json.loads((root / PUBLIC).read_text(encoding="utf-8"))["mean_us"] if (root / PUBLIC).is_file() else {}
     return Evidence(
         {number: list(results.values()) for number, results in references.items()},
-        frozenset(result.problem.id for result in _results(root / NOISE)),
         counts,
-        {int(number): float(value) for number, value in public.items()},
+        _public_times(root / PUBLIC),
     )
+
+
+def _public_times(path: Path) -> dict[int, PublicTimes]:
+    if not path.is_file():
+        return {}
+    recorded = json.loads(path.read_text(encoding="utf-8"))
+    return {int(number): PublicTimes(mean_us, recorded["min_us"][number]) for number, mean_us in recorded["mean_us"].items()}
 
 
 def _results(path: Path) -> list[Result]:

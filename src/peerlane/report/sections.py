@@ -10,7 +10,7 @@ from peerlane.errors import UsageError
 from peerlane.evaluate.calibrate import read_calibrations
 from peerlane.report.calibration import calibration_table
 from peerlane.report.corpus import rule_table, rules_table
-from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, NOISE, PRODUCTION, RESULTS, TWO_GPUS
+from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, NOISE, PRODUCTION, REFERENCES, RESULTS, TWO_GPUS
 from peerlane.report.kernels import collectives_report, fused_report
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
 from peerlane.report.noise import acceptance_lines, noise_table
@@ -65,7 +65,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "examples": (NODE / "examples.jsonl", _speeds),
     "production": (PRODUCTION, _speeds),
     "noise": (NOISE, _noise),
-    "noise_busy": (NODE / "noise_busy.jsonl", _noise),
+    "noise_all": (REFERENCES, _noise),
     "noise_of_two": (TWO_GPUS / "noise.jsonl", _noise),
     "solutions_of_two": (TWO_GPUS / "solutions.jsonl", _speeds),
     "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),
