@@ -21,6 +21,7 @@ def lent() -> Iterator[Nursery]:
     """The nursery of all the module's tests that ask for it: what it bears starts in milliseconds, and nothing of that may be left."""
     with marked(MARKED):
         nursery = LentNursery({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"})
+        nursery.await_start()  # here, not in a process that is forked from this one
     yield nursery
     Nursery.close(nursery)
     assert marked_processes(MARKED) == []

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from sample_results import on_cpu
 from typer.testing import CliRunner
 
 from peerlane import cli
 from peerlane.cli._console import ExitCode
 from peerlane.cli.demo import Expectation, can_run, good_folders, needs_gpu, read_expectation
+from peerlane.cli.evaluation import choose_device, gpu_count, torch_has_cuda
 from peerlane.errors import RunStopped, UsageError
 from peerlane.evaluate import discover
 from peerlane.evaluate.candidates import reference_candidate
@@ -55,6 +59,20 @@ def test_eval_prints_one_json_object_and_exits_by_the_verdicts(examples: Path, t
     assert "0 evaluations to run; 2 already done with this evaluator and skipped" in again.stderr
     assert again.exit_code == ExitCode.NOT_CORRECT, "what was skipped still counts"
     assert json.loads(again.stdout) == json.loads(first.stdout)
+
+
+def test_eval_starts_its_nursery_early(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peerlane.evaluate.session.Nursery", None)
+    shared = ["--preset", "small", "--world-size", "2", "--device", "cpu", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(cli.app, ["eval", str(examples / "pytorch"), *shared])
+    assert done.exit_code == ExitCode.OK, done.output
+
+
+def test_the_device_is_chosen_without_torch() -> None:
+    assert torch_has_cuda() == (torch.version.cuda is not None)
+    code = "import sys; from peerlane.cli import evaluation as e; print(e.choose_device('auto'), e.gpu_count(), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [choose_device("auto"), str(gpu_count()), "False"]
 
 
 def test_a_run_that_stops_shows_what_it_has(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

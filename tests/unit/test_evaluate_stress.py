@@ -19,9 +19,9 @@ from peerlane import problems
 from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate import candidate, quiet, slices, stress, timing
 from peerlane.evaluate import trial as trial_module
-from peerlane.evaluate.arena import GUARD_BYTES, POISON, Arena, extent, memory_file
+from peerlane.evaluate.arena import GUARD_BYTES, POISON, Arena, extent
 from peerlane.evaluate.cores import TimedCore
-from peerlane.evaluate.groups import GroupFailure
+from peerlane.evaluate.groups import GroupFailure, memory_file
 from peerlane.evaluate.guards import GuardBands, Region, argument_regions
 from peerlane.evaluate.jitter import Jitter
 from peerlane.evaluate.slots import FRONT_BYTES, ArgumentSlots, OutputRegions, Unowned, contiguous_layout, place_all

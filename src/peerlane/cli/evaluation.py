@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, cast
@@ -58,27 +60,36 @@ def evaluate_candidates(
     sizes = None if world_size is None else positive_integers(world_size, "--world-size")
     chosen = choose_device(device)
 
-    from peerlane.evaluate import EvaluationPlan, discover, evaluate
+    from peerlane.evaluate import discover
+    from peerlane.evaluate.early import early_nursery
 
-    plan = EvaluationPlan(
-        candidates=discover(candidates),
-        problems=problem,
-        presets=presets,
-        world_sizes=sizes or default_world_sizes(chosen),
-        modes=modes,
-        device=chosen,
-        out=out,
-        variant=one_of(variant, ("default", "pkb"), "--variant"),
-        track=cast(Track, one_of(track, ("open", "custom"), "--track")),
-        isolation=None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation")),
-    )
-    try:
-        with progress() as shown:
-            evaluate(plan, shown)
-    except RunStopped as stopped:
-        if not as_json:
-            print_results(stopped.results)
-        raise
+    found = discover(candidates)
+    sizes = sizes or default_world_sizes(chosen)
+    variant = one_of(variant, ("default", "pkb"), "--variant")
+    track = one_of(track, ("open", "custom"), "--track")
+    tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
+    with early_nursery(chosen, tier):
+        from peerlane.evaluate import EvaluationPlan, evaluate  # torch, which takes seconds
+
+        plan = EvaluationPlan(
+            candidates=found,
+            problems=problem,
+            presets=presets,
+            world_sizes=sizes,
+            modes=modes,
+            device=chosen,
+            out=out,
+            variant=variant,
+            track=cast(Track, track),
+            isolation=tier,
+        )
+        try:
+            with progress() as shown:
+                evaluate(plan, shown)
+        except RunStopped as stopped:
+            if not as_json:
+                print_results(stopped.results)
+            raise
     results = requested_results(plan, out)
     if as_json:
         print_json(results_json(results))
@@ -102,10 +113,16 @@ def requested_results(plan: EvaluationPlan, folder: Path) -> list[Result]:
 def choose_device(text: str) -> Device:
     """What ``--device`` means on this machine (auto: CUDA where torch is built for it and there is a GPU); raises UsageError."""
     if one_of(text, ("auto", "cuda", "cpu"), "--device") == "auto":
-        import torch
-
-        return "cuda" if torch.version.cuda is not None and gpu_count() > 0 else "cpu"
+        return "cuda" if torch_has_cuda() and gpu_count() > 0 else "cpu"
     return cast(Device, text)
+
+
+def torch_has_cuda() -> bool:
+    """Whether torch is built for CUDA, from its ``version.py``: importing all of it takes seconds."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    return runpy.run_path(str(Path(found.origin).with_name("version.py")))["cuda"] is not None
 
 
 def gpu_count() -> int:

@@ -6,9 +6,7 @@ allocator: an IPC handle opens a whole allocation, and nothing but slots may lie
 
 from __future__ import annotations
 
-import fcntl
 import mmap
-import os
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ ALIGNMENT_BYTES = 256
 POISON = 0xFF  # every float format: NaN; integers: -1 or the largest value
 GUARD_BYTES = 256  # at least so many lie before and behind every tensor
 _PAGE_BYTES = 2 << 20
-_FILE_BYTES = 1 << 42  # address space, not memory: pages come into being when they are written
 
 
 def aligned(size: int) -> int:
@@ -56,14 +53,6 @@ class DeviceMemory:
         }
 
 
-def memory_file(name: str) -> int:
-    """A file that holds the arenas of one CPU rank. Its size is sealed: a candidate that cut it would kill the trusted rank (SIGBUS)."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, _FILE_BYTES)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    return fd
-
-
 class Arena:
     """A flat byte tensor, and the handle by which another process maps the same memory."""
 
@@ -88,7 +77,7 @@ class Arena:
 
     @classmethod
     def create(cls, size: int, device: torch.device, memory_fd: int) -> Arena:
-        """A new arena of at least ``size`` bytes; on CPU in ``memory_fd``, a :func:`memory_file`, behind all earlier ones."""
+        """A new arena of at least ``size`` bytes; on CPU in ``memory_fd``, a memory file, behind all earlier ones."""
         size = -(-max(size, 1) // _PAGE_BYTES) * _PAGE_BYTES
         if device.type == "cpu":
             offset, Arena._file_end = Arena._file_end, Arena._file_end + size

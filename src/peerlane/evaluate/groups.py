@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import selectors
@@ -16,7 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from peerlane.errors import HarnessError, ProtocolError
-from peerlane.evaluate.arena import memory_file
 from peerlane.evaluate.caches import CacheSlot, RunFolders
 from peerlane.evaluate.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.protocol import Channel, Message, encode
@@ -24,6 +24,7 @@ from peerlane.evaluate.protocol import Channel, Message, encode
 _REPORTED_KINDS = {"runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run"}
 _SEND_S = 10  # a rank that does not read its requests for this long has failed, and the answer's deadline will say so
 _GRACE_S = 0.1  # after the first rank fails, the leader or another rank has this long to be found dead, which would be the cause
+_FILE_BYTES = 1 << 42  # address space, not memory: pages come into being when they are written
 
 
 class GroupFailure(Exception):
@@ -273,8 +274,27 @@ class RankGroup:
         return []
 
 
+def memory_file(name: str) -> int:
+    """A file that holds the arenas of one CPU rank. Its size is sealed: a candidate that cut it would kill the trusted rank (SIGBUS)."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, _FILE_BYTES)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def nursery_environment(device: str) -> dict[str, str]:
+    """What the nursery of ranks on this device gets besides the environment of its isolation."""
+    environment = {
+        "OMP_NUM_THREADS": "1",  # the nursery must have one thread when it forks
+        "OPENBLAS_NUM_THREADS": "1",
+        "KINETO_LOG_LEVEL": "99",  # audits would print a line for each end of every record
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking how many GPUs there are must not initialise CUDA
+    }
+    return environment | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else environment
+
+
 class Nursery:
-    """Starts the nursery process, anew if it is killed, and orders groups from it."""
+    """Starts the nursery process, anew if it is killed, and orders groups from it. Does not wait for it: that takes seconds."""
 
     def __init__(self, environment: dict[str, str], start_deadline_s: float = 120.0, isolation: Isolation = NO_ISOLATION) -> None:
         self._environment, self._start_deadline_s, self._isolation = environment, start_deadline_s, isolation
@@ -288,10 +308,11 @@ class Nursery:
 
     def _launch(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._orders = ours
+        self._orders, self._up, self._start_end = ours, False, time.monotonic() + self._start_deadline_s
         folders, isolation = self._folders, self._isolation
         start = json.dumps({"confinement": isolation.confinement.to_json(), "folders": [str(path) for path in folders.writable]})
         interpreter = isolation.command(folders.writable, folders.readable)
+        self._variables = isolation.environment() | self._environment
         self._process = subprocess.Popen(
             [*interpreter, "-P", "-m", "peerlane.evaluate.nursery", str(theirs.fileno()), start],
             pass_fds=[theirs.fileno()],
@@ -299,20 +320,30 @@ class Nursery:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            env={**isolation.environment(), **self._environment},
+            env=self._variables,
         )
         theirs.close()
-        ours.settimeout(self._start_deadline_s)
+
+    def await_start(self) -> None:
+        """Waits until the process takes orders; raises :class:`HarnessError` if it does not come up."""
+        if self._up:
+            return
         try:
-            word = ours.recv(16)
-        except (TimeoutError, OSError):
+            self._orders.settimeout(max(self._start_end - time.monotonic(), 0))
+            word = self._orders.recv(16)
+        except OSError:
             word = b""
         if word != b"ready":
             self._process.kill()
             _, errors = self._process.communicate()
-            ours.close()
+            self._orders.close()
             raise HarnessError(f"the process that starts ranks did not come up: {errors.decode(errors='replace').strip()[-2000:]}")
-        ours.settimeout(None)
+        self._orders.settimeout(None)
+        self._up = True
+
+    def serves(self, environment: dict[str, str], isolation: Isolation) -> bool:
+        """True if a nursery that was made of these now would be started in the same way."""
+        return self._isolation == isolation and self._variables == isolation.environment() | environment
 
     @property
     def alive(self) -> bool:
@@ -330,6 +361,7 @@ class Nursery:
         if not self.alive:
             self._bury()
             self._launch()
+        self.await_start()
         with contextlib.ExitStack() as kept, contextlib.ExitStack() as handed_over:
             try:
                 folder = tempfile.mkdtemp(dir=self._folders.scratch)
@@ -386,6 +418,8 @@ class Nursery:
 
     def _bury(self) -> None:
         self._orders.close()
+        if not self._up:
+            self._process.kill()  # it has borne nothing, and would not look at its orders before it is up
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:

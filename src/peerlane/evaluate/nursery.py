@@ -118,7 +118,10 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
 def _receive_order(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """One order with its file descriptors (a sequenced packet), or None at the end."""
     room = array.array("i")
-    data, ancillary, _, _ = sock.recvmsg(1 << 16, socket.CMSG_SPACE(64 * room.itemsize))
+    try:
+        data, ancillary, _, _ = sock.recvmsg(1 << 16, socket.CMSG_SPACE(64 * room.itemsize))
+    except ConnectionResetError:  # the supervisor ended and had not read that this process is up
+        return None
     if not data:
         return None
     for level, kind, payload in ancillary:
@@ -159,7 +162,8 @@ def main(fd: int, confinement: Confinement, folders: list[str]) -> None:
         finalizer.atexit = False  # torch takes back its operators one by one, for 0.1 s, in every process that ends
     gc.collect()
     gc.freeze()  # what is imported by now never needs collecting: ranks collect in microseconds, and share the pages
-    orders.send(b"ready")
+    with contextlib.suppress(BrokenPipeError):  # the supervisor has ended, as the wait for an order tells
+        orders.send(b"ready")
     leaders: dict[int, str] = {}
     while (order := _receive_order(orders)) is not None:
         config, fds = order

@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from peerlane.errors import HarnessError
-from peerlane.evaluate import linux
+from peerlane.evaluate import early, linux
 from peerlane.evaluate.confine import NOT_DUMPABLE
 from peerlane.evaluate.extensions import ARCHITECTURE
-from peerlane.evaluate.groups import GroupFailure, Nursery, RankGroup
+from peerlane.evaluate.groups import GroupFailure, Nursery, RankGroup, nursery_environment
 from peerlane.evaluate.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.spares import Spares
 from peerlane.problems._spec import Case
@@ -47,18 +47,12 @@ class Session:
         self.full_pace_us = 0.0  # of the fastest core seen yet, see peerlane.evaluate.cores; 0: none
 
     def __enter__(self) -> Self:
-        environment = {
-            "OMP_NUM_THREADS": "1",  # the nursery must have one thread when it forks
-            "OPENBLAS_NUM_THREADS": "1",
-            "KINETO_LOG_LEVEL": "99",  # audits would print a line for each end of every record
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking how many GPUs there are must not initialise CUDA
-        }
-        if self.device == "cpu":
-            environment |= {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = nursery_environment(self.device)
         if NOT_DUMPABLE in self.isolation.measures:
             self._dumpable = linux.set_dumpable(False)
         try:
-            self._nursery = Nursery(environment, self.deadlines.spawn, self.isolation)
+            self._nursery = early.take(environment, self.isolation) or Nursery(environment, self.deadlines.spawn, self.isolation)
+            self._nursery.await_start()
         except BaseException:
             self.__exit__(None, None, None)
             raise
