@@ -71,6 +71,15 @@ def blocks(generator: random.Random, rounds: int, call_us: float, slow_share: fl
     return found
 
 
+def test_what_is_known_to_lie_about_one_widens_an_interval_and_moves_nothing() -> None:
+    measured = Interval(2.0, 1.9, 2.1, 9)
+    same = measured * Interval.about_one(0.0)
+    assert (same.median, same.low, same.high, same.n) == pytest.approx((2.0, 1.9, 2.1, 9))
+    wider = measured * Interval.about_one(0.05)
+    assert (wider.median, wider.n) == (2.0, 9)
+    assert math.log(wider.high / 2) ** 2 == pytest.approx(math.log(1.05) ** 2 + (1.96 * 0.05) ** 2)
+
+
 def test_a_resample_without_the_group_of_the_small_values_has_its_own_quantile() -> None:
     """Its quantile lies far above the sample's, where nearly all resamples end."""
     rng = np.random.default_rng(3)

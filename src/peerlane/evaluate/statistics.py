@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,11 @@ class Interval:
     low: float
     high: float
     n: int
+
+    @staticmethod
+    def about_one(spread: float) -> Interval:
+        """A ratio of which only this is known: it lies about 1, with a standard deviation of ``spread``."""
+        return Interval(1.0, math.exp(-_NORMAL_95 * spread), math.exp(_NORMAL_95 * spread), sys.maxsize)
 
     @property
     def half_width(self) -> float:

@@ -162,7 +162,8 @@ class SpeedTrial:
             what = "the reference could not be captured again" if failure.trusted else "cannot be captured"
             raise Unmeasurable(f"{what}: {failure}") from None
         self._check_floor(race)
-        speedup = race.ratio() * _inverse(baseline.ratio().shrunk(self.rules.placement_spread))
+        captures = Interval.about_one(self.rules.capture_spread[mode])
+        speedup = race.ratio() * captures * _inverse(baseline.ratio().shrunk(self.rules.placement_spread))
         reference_us, candidate_us = baseline.times_us(), race.times_us()
         return ModeSpeed(
             mode=mode,
