@@ -11,6 +11,9 @@ from typing import Self
 
 from peerlane.errors import UsageError
 
+ARCHITECTURE = "9.0a"
+"""What torch extensions are compiled for, as torch names it, where the environment does not say."""
+
 
 def cache_dir() -> Path:
     """Where compiled kernels and measured ceilings are kept: PEERLANE_CACHE_DIR, else peerlane/ in the user's cache folder."""

@@ -1,12 +1,14 @@
-"""The nursery that comes up before the session that takes it; mostly with a stub in its place, which is up at once, or never."""
+"""What comes up before the session that takes it; mostly with a stub in the nursery's place, which is up at once, or never."""
 
 from __future__ import annotations
 
+import os
 import select
 import subprocess
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +17,11 @@ import pytest
 from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate import early
 from peerlane.evaluate.confine import Confinement
-from peerlane.evaluate.early import early_nursery
+from peerlane.evaluate.early import early_start
 from peerlane.evaluate.groups import Nursery, nursery_environment
 from peerlane.evaluate.isolation import Isolation
 from peerlane.evaluate.session import Session
+from peerlane.hardware.memory import GpuMemory
 from peerlane.settings import Deadlines
 
 
@@ -28,7 +31,7 @@ def stub(code: str) -> Isolation:
     return Isolation("L0", Confinement(), {}, (sys.executable, "-c", start))
 
 
-UP = stub("orders.send(b'ready'); orders.recv(1)")
+UP = stub("orders.send(b'ready'); list(iter(lambda: orders.recv(1), b''))")
 COMING_UP = stub("time.sleep(600)")
 BROKEN = stub("sys.exit('out of luck')")
 
@@ -56,7 +59,7 @@ def test_what_starts_a_nursery_does_not_import_torch(module: str) -> None:
 
 def test_the_first_session_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_always(monkeypatch, UP)
-    with early_nursery("cpu", None):
+    with early_start("cpu", None, 1):
         pid = early._waiting[0].pid
         with session(UP) as first:
             assert first.nursery.pid == pid
@@ -66,24 +69,51 @@ def test_the_first_session_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_may_outlive_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_always(monkeypatch, UP)
-    with early_nursery("cpu", None):
+    with early_start("cpu", None, 1):
         taken = session(UP).__enter__()
     assert taken.nursery.alive
     taken.__exit__(None, None, None)
 
 
-def test_another_isolation_or_environment_wants_another(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("differs", ["isolation", "device", "variables", "world size"])
+def test_what_a_session_cannot_use_is_ended(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_always(monkeypatch, COMING_UP)
-    with early_nursery("cpu", None):
+    with early_start("cpu", None, 1):
         waiting = early._waiting[0]
-        with session(UP) as other:
-            assert other.nursery is not waiting
-        assert early.take(nursery_environment("cuda"), COMING_UP) is None
         with monkeypatch.context() as changed:
-            changed.setenv("NCCL_DEBUG", "INFO")
-            assert early.take(nursery_environment("cpu"), COMING_UP) is None
-        assert waiting.alive and waiting.serves(nursery_environment("cpu"), COMING_UP)
-    assert not waiting.alive
+            if differs == "variables":
+                changed.setenv("NCCL_DEBUG", "INFO")
+            environment = nursery_environment("cuda" if differs == "device" else "cpu")
+            isolation = UP if differs == "isolation" else COMING_UP
+            assert early.take(environment, isolation, 2 if differs == "world size" else 1) is None
+        assert not waiting.alive and not early._waiting
+
+
+def test_the_first_groups_come_up_in_it() -> None:
+    with early_start("cpu", "L0", 2):
+        begun = early._waiting[0].groups
+        with Session("cpu", 2, Deadlines()) as first:
+            assert first.take_group() is begun[1] and first.trusted is begun[0]
+            assert [group.role for group in begun] == ["trusted", "candidate"]
+            assert all(os.fstat(begun[0].memory_fd(rank)).st_ino == os.fstat(begun[1].memory_fd(rank)).st_ino for rank in range(2))
+
+
+def test_where_there_are_fewer_gpus_than_ranks_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_always(monkeypatch, UP)
+    monkeypatch.setattr(early, "discover", lambda: types.SimpleNamespace(gpus=[types.SimpleNamespace(index=0)]))
+    with early_start("cuda", None, 2):
+        assert not early._waiting and early.memory_before() == ()
+
+
+def test_what_was_in_use_before_is_remembered_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_always(monkeypatch, UP)
+    monkeypatch.setattr(early, "discover", lambda: types.SimpleNamespace(gpus=[types.SimpleNamespace(index=3)]))
+    monkeypatch.setattr(early, "gpu_memory", lambda indices: tuple(GpuMemory(index, 100) for index in indices))
+    with early_start("cuda", None, 1):
+        assert early.memory_before() == (GpuMemory(3, 100),)
+        assert early.take(nursery_environment("cpu"), UP, 1) is None
+        assert early.memory_before() == (GpuMemory(3, 100),)
+    assert early.memory_before() == ()
 
 
 @pytest.mark.parametrize("ending", [None, KeyboardInterrupt, SystemExit])
@@ -96,7 +126,7 @@ def test_what_nobody_takes_is_ended_at_once(
     waiting: list[Nursery] = []
 
     def run() -> None:
-        with early_nursery("cpu", None):
+        with early_start("cpu", None, 1):
             waiting.extend(early._waiting)
             if ending is not None:
                 raise ending
@@ -114,16 +144,16 @@ def test_what_fails_early_is_left_to_the_session(monkeypatch: pytest.MonkeyPatch
         raise UsageError("isolation L1 is not possible")
 
     monkeypatch.setattr(early, "choose", impossible)
-    with early_nursery("cpu", "L1"):
+    with early_start("cpu", "L1", 1):
         assert not early._waiting
-    with early_nursery("cpu", "L2"):
+    with early_start("cpu", "L2", 1):
         assert not early._waiting
 
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_one_that_does_not_come_up_is_told_by_the_session(is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_always(monkeypatch, BROKEN if is_early else UP)
-    with early_nursery("cpu", None), pytest.raises(HarnessError, match="starts ranks did not come up: out of luck"), session(BROKEN):
+    with early_start("cpu", None, 1), pytest.raises(HarnessError, match="starts ranks did not come up: out of luck"), session(BROKEN):
         pass
 
 

@@ -167,7 +167,7 @@ class Gpus:
         self.ended += 1
 
     def quarantine(self) -> Quarantine:
-        return Quarantine(self.probe, Supply(), lambda: self.now, self.sleep)
+        return Quarantine(self.probe, Supply(), (), lambda: self.now, self.sleep)
 
 
 def used(*gib: float) -> list[GpuMemory]:

@@ -61,14 +61,14 @@ def evaluate_candidates(
     chosen = choose_device(device)
 
     from peerlane.evaluate import discover
-    from peerlane.evaluate.early import early_nursery
+    from peerlane.evaluate.early import early_start
 
     found = discover(candidates)
     sizes = sizes or default_world_sizes(chosen)
     variant = one_of(variant, ("default", "pkb"), "--variant")
     track = one_of(track, ("open", "custom"), "--track")
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
-    with early_nursery(chosen, tier):
+    with early_start(chosen, tier, sizes[0]):
         from peerlane.evaluate import EvaluationPlan, evaluate  # torch, which takes seconds
 
         plan = EvaluationPlan(

@@ -1,33 +1,63 @@
-"""A nursery that comes up while the supervisor imports torch itself, for the first session that would start one like it. No torch here."""
+"""A nursery and the first rank groups, which come up while the supervisor imports torch itself, for the first session that would start the
+same. No torch here."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
-from peerlane.evaluate.groups import Nursery, nursery_environment
+from peerlane.evaluate.groups import Nursery, nursery_environment, start_ranks
 from peerlane.evaluate.isolation import Isolation, Tier, choose
+from peerlane.hardware.memory import GpuMemory, gpu_memory
+from peerlane.hardware.topology import discover
 from peerlane.settings import Deadlines
 
 _waiting: list[Nursery] = []  # one, or none
+_before: list[tuple[GpuMemory, ...]] = []  # the same
 
 
 @contextlib.contextmanager
-def early_nursery(device: str, tier: Tier | None) -> Iterator[None]:
-    """Starts the nursery that an evaluation with this device and tier will want; ends it if nobody has taken it by the end of the block.
+def early_start(device: str, tier: Tier | None, world_size: int) -> Iterator[None]:
+    """Starts the nursery, the trusted ranks and a spare group that an evaluation with these will want; ends them if nobody has taken them
+    by the end of the block.
 
     Raises nothing: what cannot be started here is started by the session, which says why not. L2 depends on the candidates, and waits.
     """
     try:
         if tier != "L2":
             with contextlib.suppress(Exception):
-                _waiting.append(Nursery(nursery_environment(device), Deadlines().spawn, choose(tier, device)))
+                _start(device, choose(tier, device), world_size, Deadlines().spawn)
         yield
     finally:
+        _before.clear()
         while _waiting:
             _waiting.pop().close()
 
 
-def take(environment: dict[str, str], isolation: Isolation) -> Nursery | None:
-    """The nursery that waits, if one started with these would be no different. It is the caller's to close."""
-    return _waiting.pop() if _waiting and _waiting[0].serves(environment, isolation) else None
+def _start(device: str, isolation: Isolation, world_size: int, deadline_s: float) -> None:
+    if device == "cuda":
+        gpus = discover().gpus
+        if len(gpus) < world_size:
+            return
+        _before.append(gpu_memory([gpu.index for gpu in gpus]))
+    nursery = Nursery(nursery_environment(device), deadline_s, isolation)
+    _waiting.append(nursery)
+    trusted = start_ranks(nursery, "trusted", device, world_size, deadline_s)
+    start_ranks(nursery, "candidate", device, world_size, deadline_s, trusted)
+
+
+def take(environment: dict[str, str], isolation: Isolation, world_size: int) -> Nursery | None:
+    """The nursery that waits, with the groups that come up in it, if what is started with these now would be no different: it is the
+    caller's to close. Else it is ended: it would hold cores and GPUs."""
+    if not _waiting:
+        return None
+    nursery = _waiting.pop()
+    if nursery.serves(environment, isolation) and {group.world_size for group in nursery.groups} == {world_size}:
+        return nursery
+    nursery.close()
+    return None
+
+
+def memory_before() -> tuple[GpuMemory, ...]:
+    """What was in use on the GPUs before anything was started early; empty if nothing was."""
+    return _before[0] if _before else ()

@@ -15,6 +15,7 @@ import torch
 import peerlane
 from peerlane import problems
 from peerlane.errors import HarnessError, RunStopped, UsageError
+from peerlane.evaluate import early
 from peerlane.evaluate.builds import Builds
 from peerlane.evaluate.candidates import REFERENCE, CandidateFile
 from peerlane.evaluate.examine import Examination, Job, Node, groups_needed
@@ -142,7 +143,7 @@ class Run:
     def __init__(self, plan: EvaluationPlan, progress: Progress, node: Node, isolation: Isolation = NO_ISOLATION) -> None:
         self._plan, self._progress, self._node, self._isolation = plan, progress, node, isolation
         indices = [gpu["index"] for gpu in node.environment["gpus"]] if plan.device == "cuda" else []
-        self._quarantine = Quarantine(lambda: gpu_memory(indices) if indices else (), plan.supply)
+        self._quarantine = Quarantine(lambda: gpu_memory(indices) if indices else (), plan.supply, early.memory_before() if indices else ())
 
     def judge(self, jobs: list[Job], world_size: int) -> Generator[Result, None, None]:
         """The results of the jobs, all of one world size, as they come. Every candidate gets fresh groups; the reference, which is ours,

@@ -19,9 +19,7 @@ from typing import Any
 import torch
 
 from peerlane.evaluate.caches import cache_variables
-from peerlane.settings import cache_dir
-
-ARCHITECTURE = "9.0a"
+from peerlane.settings import ARCHITECTURE, cache_dir
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate.caches import CacheSlot, RunFolders
 from peerlane.evaluate.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.protocol import Channel, Message, encode
+from peerlane.settings import ARCHITECTURE
 
 _REPORTED_KINDS = {"runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run"}
 _SEND_S = 10  # a rank that does not read its requests for this long has failed, and the answer's deadline will say so
@@ -293,6 +294,19 @@ def nursery_environment(device: str) -> dict[str, str]:
     return environment | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else environment
 
 
+def start_ranks(nursery: Nursery, role: str, device: str, world_size: int, deadline_s: float, share: RankGroup | None = None) -> RankGroup:
+    """A group of trusted or candidate ranks that is coming up; ``finish`` waits for it.
+
+    On CPU the two sides ``share`` memory files, on GPUs they use CUDA IPC.
+    """
+    config: dict[str, Any] = {"device": device}
+    if role == "candidate" and device == "cuda":
+        config["environment"] = {"TORCH_CUDA_ARCH_LIST": ARCHITECTURE}
+    group = nursery.spawn(role, world_size, config, share if device == "cpu" else None)
+    group.begin({"op": "init"}, "spawn", deadline_s)
+    return group
+
+
 class Nursery:
     """Starts the nursery process, anew if it is killed, and orders groups from it. Does not wait for it: that takes seconds."""
 
@@ -356,12 +370,13 @@ class Nursery:
         return self._process.pid
 
     def spawn(self, role: str, world_size: int, config: dict[str, Any], share: RankGroup | None = None) -> RankGroup:
-        """A new group; ``share`` gives it that group's shared memory, rank by rank, instead of its own. Raises :class:`HarnessError`."""
+        """A new group, as soon as the process is up; ``share`` gives it that group's shared memory, rank by rank, instead of its own.
+        Raises :class:`HarnessError`."""
         self._groups = [group for group in self._groups if group.alive]
         if not self.alive:
             self._bury()
             self._launch()
-        self.await_start()
+            self.await_start()
         with contextlib.ExitStack() as kept, contextlib.ExitStack() as handed_over:
             try:
                 folder = tempfile.mkdtemp(dir=self._folders.scratch)
@@ -404,8 +419,15 @@ class Nursery:
     def _order(self, order: dict[str, Any], fds: list[int]) -> None:
         socket.send_fds(self._orders, [json.dumps(order).encode()], fds)
 
+    @property
+    def groups(self) -> tuple[RankGroup, ...]:
+        """Those that have not been ended."""
+        return tuple(group for group in self._groups if group.alive)
+
     def close(self) -> None:
-        """Kills all groups, then the nursery."""
+        """Kills all groups, then the nursery; one that is not up yet at once, and its groups have not been born."""
+        if not self._up:
+            self._bury()
         self.end_groups()
         self._bury()
         self._folders.remove()

@@ -18,17 +18,19 @@ class Quarantine:
     """Watches the GPUs of a run by what is in use on each, compared with what was in use before the run's first process.
 
     ``probe`` gives the memory of every GPU in the order of the ranks; where it gives nothing, nothing is watched.
+    ``before``: what it gave before that process, where that has been started already.
     """
 
     def __init__(
         self,
         probe: Probe,
         supply: Supply,
+        before: Sequence[GpuMemory] = (),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._probe, self._supply, self._clock, self._sleep = probe, supply, clock, sleep
-        self._before = tuple(probe())
+        self._before = tuple(before or probe())
         self.reasons: dict[int, str] = {}
         """why a GPU is not used any more, by its number"""
 

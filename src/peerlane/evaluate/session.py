@@ -11,12 +11,11 @@ from typing import Any, Self
 from peerlane.errors import HarnessError
 from peerlane.evaluate import early, linux
 from peerlane.evaluate.confine import NOT_DUMPABLE
-from peerlane.evaluate.extensions import ARCHITECTURE
-from peerlane.evaluate.groups import GroupFailure, Nursery, RankGroup, nursery_environment
+from peerlane.evaluate.groups import GroupFailure, Nursery, RankGroup, nursery_environment, start_ranks
 from peerlane.evaluate.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.spares import Spares
 from peerlane.problems._spec import Case
-from peerlane.settings import Deadlines, Supply
+from peerlane.settings import ARCHITECTURE, Deadlines, Supply
 
 
 class Session:
@@ -51,8 +50,11 @@ class Session:
         if NOT_DUMPABLE in self.isolation.measures:
             self._dumpable = linux.set_dumpable(False)
         try:
-            self._nursery = early.take(environment, self.isolation) or Nursery(environment, self.deadlines.spawn, self.isolation)
+            begun = early.take(environment, self.isolation, self.world_size)
+            self._nursery = begun or Nursery(environment, self.deadlines.spawn, self.isolation)
             self._nursery.await_start()
+            for group in self._nursery.groups:
+                (self._trusted_source if group.role == "trusted" else self._spares).adopt(group)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -72,18 +74,12 @@ class Session:
         assert self._nursery is not None, "use the session as a context manager"
         return self._nursery
 
-    def _spawn(self, role: str, share: RankGroup | None = None, **config: Any) -> RankGroup:
-        group = self.nursery.spawn(role, self.world_size, {"device": self.device, **config}, share)
-        group.begin({"op": "init"}, "spawn", self.deadlines.spawn)
-        return group
-
     def _spawn_trusted(self) -> RankGroup:
-        return self._spawn("trusted")
+        return start_ranks(self.nursery, "trusted", self.device, self.world_size, self.deadlines.spawn)
 
     def _spawn_candidate(self) -> RankGroup:
-        environment = {"TORCH_CUDA_ARCH_LIST": ARCHITECTURE} if self.device == "cuda" else {}
-        share = self.trusted if self.device == "cpu" else None  # on CPU the two sides share memory files, on GPUs CUDA IPC
-        return self._spawn("candidate", share, environment=environment)
+        share = self.trusted if self.device == "cpu" else None
+        return start_ranks(self.nursery, "candidate", self.device, self.world_size, self.deadlines.spawn, share)
 
     @property
     def trusted(self) -> RankGroup:

@@ -29,6 +29,10 @@ class Spares:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def adopt(self, group: RankGroup) -> None:
+        """Takes in a group that somebody else has started."""
+        self._waiting.append(group)
+
     def refill(self, wanted: int) -> None:
         """Starts what is missing to ``wanted`` groups once there are few. They use cores and GPUs until :meth:`settle`."""
         self._drop_lost()
