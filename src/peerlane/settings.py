@@ -144,7 +144,7 @@ class TimingRules:
     placement_spread: float = 0.01
     """how far the times of two groups on the same GPUs lie apart, as a standard deviation of their ratio; what two races of the reference
     against itself had in common was 0.2 to 1.2 %, on nodes of 2 and 4 H200"""
-    rounds_per_capture: int = 4
+    rounds_per_capture: int = 5
     capture_spread: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.0, "graph": 0.005})
     """by launch mode, how far races of the same calls lie apart beyond what their rounds show, as a standard deviation of the ratio: a race
     has few captures. Of 69 races of the reference against itself on 4 H200s, deviations were of 0.8 %, where rounds showed 0.6 %"""

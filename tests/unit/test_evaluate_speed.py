@@ -465,7 +465,7 @@ def test_graphs_are_captured_anew_between_rounds_and_eager_blocks_are_not() -> N
     race(graph, mode="graph").run(budget_s=10)
     assert eager.log.count("other prepare") == 1
     captures = 1 + (RULES.min_rounds - 1) // RULES.rounds_per_capture
-    assert graph.log.count("other prepare") == graph.log.count("trusted prepare") == captures > 2
+    assert graph.log.count("other prepare") == graph.log.count("trusted prepare") == captures > 1
 
 
 def test_a_failed_capture_says_why() -> None:

@@ -425,7 +425,7 @@ class Nursery:
         return tuple(group for group in self._groups if group.alive)
 
     def close(self) -> None:
-        """Kills all groups, then the nursery; one that is not up yet at once, and its groups have not been born."""
+        """Kills all groups, then the nursery; before them, if nobody has waited for it: it may not be up, and would bear them yet."""
         if not self._up:
             self._bury()
         self.end_groups()
