@@ -140,6 +140,7 @@ class TimingRules:
     """of a race; after it ``fewest_rounds`` do"""
     fewest_rounds: int = 6
     max_rounds: int = 60
+    """of a candidate; twice as many where the interval is more than twice as wide as wanted by then"""
     max_baseline_rounds: int = 9
     placement_spread: float = 0.01
     """how far the times of two groups on the same GPUs lie apart, as a standard deviation of their ratio; what two races of the reference

@@ -170,11 +170,19 @@ def test_a_rehearsal_is_judged_and_not_timed() -> None:
     assert trial.log == expected and trial.orders["other"][0][-1] in trial.collected[0]
 
 
-def test_a_wide_interval_goes_on_to_the_last_round() -> None:
-    trial = FakeTrial(itertools.repeat(100.0), itertools.cycle([40.0, 50.0, 60.0]))
-    run = race(trial)
+@pytest.mark.parametrize(
+    ("side", "others_us", "rounds"),
+    [
+        ("candidate", [50.0], RULES.min_rounds),
+        ("candidate", [49.0, 50.0, 51.0], RULES.max_rounds),
+        ("candidate", [40.0, 50.0, 60.0], 2 * RULES.max_rounds),
+        ("reference", [40.0, 50.0, 60.0], RULES.max_baseline_rounds),
+    ],
+)
+def test_the_wider_an_interval_the_more_rounds_it_gets(side: str, others_us: list[float], rounds: int) -> None:
+    run = race(FakeTrial(itertools.repeat(100.0), itertools.cycle(others_us)), side, "graph")
     run.run(budget_s=10)
-    assert len(run.others) == RULES.max_rounds
+    assert len(run.others) == rounds
 
 
 def test_a_spent_budget_ends_the_race_after_the_fewest_rounds() -> None:
