@@ -104,6 +104,8 @@ class Supply:
     """rank groups that wait, warm, for the next candidates; a timed candidate takes two"""
     low_water: int = 2
     """fewer spares than these, and all that are missing are started at once: timing waits for starts, and so waits seldom"""
+    timed_alone: bool = True
+    """nothing is timed while ranks start, which takes GPUs and cores; else they are waited for where a round turns out to be disturbed"""
     builds: int = 2
     """candidates that are compiled, each in a process of its own, before it is their turn"""
     start_attempts: int = 3
@@ -171,5 +173,6 @@ SELFTEST_DEADLINES = Deadlines(load=12.0, exit=4.0).with_calls(6.0)
 """For the corpus, some of which never returns."""
 SELFTEST_RULES = TimingRules(budget_s=0.3, min_rounds=5, max_rounds=7, warm_s=0.1, max_warm_calls=80, judging_s=0.2)
 """Enough to tell a forged time from a true one."""
-SELFTEST_SUPPLY: Mapping[str, Supply] = {"cuda": Supply(spares=8, low_water=8), "cpu": Supply(spares=4, low_water=4)}
-"""By device. Most of the corpus fails at once, and takes its ranks along. Ranks on GPUs take seconds to start."""
+SELFTEST_SUPPLY: Mapping[str, Supply] = {"cuda": Supply(spares=8, low_water=8, timed_alone=False), "cpu": Supply(spares=4, low_water=4)}
+"""By device. Most of the corpus fails at once, and takes its ranks along. Ranks on GPUs take seconds to start, and verdicts need no exact
+speeds."""

@@ -32,6 +32,12 @@ RULES = TimingRules(warm_calls=SLOTS, min_rounds=9, max_rounds=12, judging_s=0.4
 class FakeSession:
     deadlines: Deadlines = field(default_factory=Deadlines)
     full_pace_us: float = 0.0
+    coming_up: int = 0
+    """how many times something was"""
+
+    def settle(self) -> bool:
+        self.coming_up -= 1
+        return self.coming_up >= 0
 
 
 @dataclass
@@ -423,6 +429,16 @@ def test_a_gpu_that_is_still_busy_after_every_block_is_tampered() -> None:
     with pytest.raises(Rejected, match="tampered") as caught:
         race(steady(latency_us=3000.0), latency_limit_us=600.0).run(budget_s=10)
     assert "busy when the block is over" in caught.value.verdict.reason
+
+
+def test_a_round_that_is_disturbed_while_ranks_come_up_does_not_count() -> None:
+    trial = steady(latency_us=3000.0, session=FakeSession(coming_up=2))
+    run = race(trial, latency_limit_us=600.0)
+    with pytest.raises(Rejected):
+        run.run(budget_s=10)
+    assert run.suspicious == run.discarded == RULES.max_rounds + 1
+    assert len([core for side, core in trial.cores if side == "other"]) >= run.discarded + 2
+    assert trial.session.coming_up < 0, "they were waited for"
 
 
 def test_the_reference_s_own_race_says_how_an_idle_gpu_answers() -> None:

@@ -19,7 +19,7 @@ from peerlane.evaluate.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.stopwatch import Unmeasurable
 from peerlane.evaluate.trial import Evidence, Rejected
 from peerlane.evaluate.verdict import ModeSpeed, WrongType
-from peerlane.settings import Deadlines, TimingRules
+from peerlane.settings import Deadlines, Supply, TimingRules
 from unit.sample_results import measured
 
 
@@ -60,6 +60,7 @@ class ScriptedSession:
     stage: Stage
     deadlines: Deadlines = field(default_factory=Deadlines)
     isolation: Isolation = NO_ISOLATION
+    supply: Supply = field(default_factory=Supply)
     taken: int = 0
 
     def take_group(self) -> ScriptedGroup:

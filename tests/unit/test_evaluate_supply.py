@@ -103,8 +103,9 @@ def test_the_last_attempt_ends_with_the_log() -> None:
 def test_before_anything_is_timed_all_spares_are_up_or_gone() -> None:
     queue, made, notes = spares(True, False)
     queue.refill(2)
-    queue.settle()
+    assert queue.settle()
     assert not made[0].busy and made[1].killed and len(queue) == 1 and "NCCL could not" in notes[0]
+    assert not queue.settle(), "none is coming up any more"
 
 
 def test_a_spare_that_was_killed_while_it_waited_is_not_handed_out() -> None:

@@ -276,7 +276,8 @@ class Examination:
         assert self.group is not None
         self.loaded = False
         with self._in("timing"):
-            self.session.settle()
+            if self.session.supply.timed_alone:
+                self.session.settle()
             trial = Trial(self.session, self.group, job.problem, case, "timed", CHECKED_SLOTS)
             speed = SpeedTrial(trial, job.modes, self.rules, node.profile, node.peaks, node.memory_bytes, unmeasurable=unmeasurable)
             speed.baseline()

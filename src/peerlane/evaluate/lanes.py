@@ -16,12 +16,15 @@ import sys
 import tempfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from peerlane.errors import HarnessError, PeerlaneError
-from peerlane.evaluate.evaluation import EvaluationPlan, Progress, evaluate
+from peerlane.evaluate.early import early_start
 from peerlane.evaluate.processes import die_with_parent
 from peerlane.evaluate.verdict import Result
+
+if TYPE_CHECKING:
+    from peerlane.evaluate.evaluation import EvaluationPlan, Progress
 
 _CORES_PER_RANK = 4  # at least: trusted rank, candidate rank, spares, builders
 _PARTING_S = 20.0
@@ -83,7 +86,8 @@ class _Running:
         assert self._process.stdin is not None and self._process.stdout is not None
         self.said = self._process.stdout.fileno()
         with contextlib.suppress(BrokenPipeError), self._process.stdin as given:
-            pickle.dump((os.getpid(), lane.cores, plan), given)
+            pickle.dump((os.getpid(), lane.cores, plan.device, plan.isolation, plan.world_sizes[0]), given)
+            pickle.dump(plan, given)
 
     def pump(self) -> bool:
         """Passes on what the process has said; False at its end."""
@@ -144,13 +148,16 @@ class _Telling:
 
 def main() -> int:
     """The process of a lane: reads its plan from stdin, tells of it on stdout."""
-    parent, cores, plan = pickle.load(sys.stdin.buffer)
+    parent, cores, device, tier, world_size = pickle.load(sys.stdin.buffer)
     die_with_parent(parent)
     os.sched_setaffinity(0, cores)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing else goes there
     try:
-        evaluate(plan, _Telling(out))
+        with early_start(device, tier, world_size):
+            from peerlane.evaluate.evaluation import evaluate  # torch, which takes seconds
+
+            evaluate(pickle.load(sys.stdin.buffer), _Telling(out))
     except KeyboardInterrupt:
         return 130
     except PeerlaneError as error:

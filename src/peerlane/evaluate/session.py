@@ -140,9 +140,9 @@ class Session:
         self._spares.clear()
         self.survivors = False
 
-    def settle(self) -> None:
-        """Waits until all spares are up, so that their start does not disturb what is timed next."""
-        self._spares.settle()
+    def settle(self) -> bool:
+        """Waits until all spares are up, so that their start does not disturb what is timed next; False if none were coming up."""
+        return self._spares.settle()
 
     def builder(self) -> RankGroup:
         """A process that compiles, on cores where no rank is timed; no GPU is visible to it."""

@@ -67,14 +67,17 @@ class Spares:
                 reason = _ended(group, failure)
         raise NoRanks(f"{self._role} ranks did not start in {attempts} attempts; the last one: {reason}")
 
-    def settle(self) -> None:
-        """Waits until all that are coming up are up, so that they do not disturb what is timed next; drops those that fail."""
-        for group in [group for group in self._waiting if group.busy]:
+    def settle(self) -> bool:
+        """Waits until all that are coming up are up, so that they do not disturb what is timed next; drops those that fail. False if none
+        were."""
+        coming = [group for group in self._waiting if group.busy]
+        for group in coming:
             try:
                 group.wait()
             except GroupFailure as failure:
                 self._waiting.remove(group)
                 self._note(f"a spare rank group did not start: {_ended(group, failure)}")
+        return bool(coming)
 
     def clear(self) -> None:
         """Ends all of them."""

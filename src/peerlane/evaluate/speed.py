@@ -329,6 +329,8 @@ class Race:
             self.references.append(reference)
             self.others.append(other)
             return
+        if self.trial.session.settle():
+            return  # ranks were coming up meanwhile: no wonder
         self.discarded += 1
         self.suspicious += doubt is not None
         if doubt is not None and self.suspicious > self.rules.max_rounds:
