@@ -10,7 +10,7 @@ from e2e.faults import LentNursery, Switchboard, switchboard
 from e2e.runs import marked, marked_processes, wait_for
 from peerlane.evaluate import evaluation
 from peerlane.evaluate.examine import Job
-from peerlane.evaluate.groups import Nursery
+from peerlane.evaluate.nursery_handle import Nursery
 from peerlane.evaluate.processes import descendants
 
 MARKED = f"faults-{os.getpid()}"

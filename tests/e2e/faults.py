@@ -15,7 +15,8 @@ import pytest
 
 from e2e.runs import EXAMPLES, wait_for
 from peerlane.evaluate.evaluation import Silent
-from peerlane.evaluate.groups import Nursery, RankGroup
+from peerlane.evaluate.groups import RankGroup
+from peerlane.evaluate.nursery_handle import Nursery
 from peerlane.evaluate.processes import children
 from peerlane.settings import StressRules, Supply
 

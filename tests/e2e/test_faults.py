@@ -27,7 +27,8 @@ from e2e.faults import (
 from e2e.runs import DEADLINES, wait_for, within
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluation
 from peerlane.evaluate.evaluation import Run, describe_node
-from peerlane.evaluate.groups import Nursery, RankGroup
+from peerlane.evaluate.groups import RankGroup
+from peerlane.evaluate.nursery_handle import Nursery
 from peerlane.evaluate.processes import descendants
 from peerlane.evaluate.store import ResultsStore
 

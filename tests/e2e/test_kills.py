@@ -20,7 +20,7 @@ import pytest
 from e2e.faults import GOOD, ONE_PASS, SUPPLY, Fault, Message, Switchboard, kill_rank
 from e2e.runs import DEADLINES, wait_for, within
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
-from peerlane.evaluate.groups import Nursery
+from peerlane.evaluate.nursery_handle import Nursery
 from peerlane.evaluate.processes import descendants
 from peerlane.evaluate.store import ResultsStore
 from unit.sample_results import on_cpu

@@ -18,8 +18,8 @@ from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate import early
 from peerlane.evaluate.confine import Confinement
 from peerlane.evaluate.early import early_start
-from peerlane.evaluate.groups import Nursery, nursery_environment
 from peerlane.evaluate.isolation import Isolation
+from peerlane.evaluate.nursery_handle import Nursery, nursery_environment
 from peerlane.evaluate.session import Session
 from peerlane.hardware.memory import GpuMemory
 from peerlane.settings import Deadlines
@@ -52,7 +52,7 @@ def session(isolation: Isolation, device: str = "cpu") -> Session:
     return Session(device, 1, Deadlines(), isolation=isolation)
 
 
-@pytest.mark.parametrize("module", ["evaluate.groups", "evaluate.early", "evaluate.lanes", "cli.evaluation"])
+@pytest.mark.parametrize("module", ["evaluate.nursery_handle", "evaluate.early", "evaluate.lanes", "cli.evaluation"])
 def test_what_starts_a_nursery_does_not_import_torch(module: str) -> None:
     subprocess.run([sys.executable, "-c", f"import sys, peerlane.{module}; assert 'torch' not in sys.modules"], check=True)
 

@@ -21,9 +21,10 @@ from peerlane.evaluate import candidate, quiet, slices, stress, timing
 from peerlane.evaluate import trial as trial_module
 from peerlane.evaluate.arena import GUARD_BYTES, POISON, Arena, extent
 from peerlane.evaluate.cores import TimedCore
-from peerlane.evaluate.groups import GroupFailure, memory_file
+from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.guards import GuardBands, Region, argument_regions
 from peerlane.evaluate.jitter import Jitter
+from peerlane.evaluate.nursery_handle import memory_file
 from peerlane.evaluate.slots import FRONT_BYTES, ArgumentSlots, OutputRegions, Unowned, contiguous_layout, place_all
 from peerlane.evaluate.stress import Stress, choose_compared, choose_slots, draw_jitter, draw_sliced
 from peerlane.evaluate.trial import Evidence, Rejected, Trial

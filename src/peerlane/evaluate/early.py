@@ -6,8 +6,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from peerlane.evaluate.groups import Nursery, nursery_environment, start_ranks
 from peerlane.evaluate.isolation import Isolation, Tier, choose
+from peerlane.evaluate.nursery_handle import Nursery, nursery_environment, start_ranks
 from peerlane.hardware.memory import GpuMemory, gpu_memory
 from peerlane.hardware.topology import discover
 from peerlane.settings import Deadlines

@@ -11,8 +11,9 @@ from typing import Any, Self
 from peerlane.errors import HarnessError
 from peerlane.evaluate import early, linux
 from peerlane.evaluate.confine import NOT_DUMPABLE
-from peerlane.evaluate.groups import GroupFailure, Nursery, RankGroup, nursery_environment, start_ranks
+from peerlane.evaluate.groups import GroupFailure, RankGroup
 from peerlane.evaluate.isolation import NO_ISOLATION, Isolation
+from peerlane.evaluate.nursery_handle import Nursery, nursery_environment, start_ranks
 from peerlane.evaluate.spares import Spares
 from peerlane.problems._spec import Case
 from peerlane.settings import ARCHITECTURE, Deadlines, Supply
