@@ -1,4 +1,4 @@
-"""What comes up before the session that takes it; mostly with a stub in the nursery's place, which is up at once, or never."""
+"""What comes up before the session that takes it; mostly with a stand-in for the nursery, which is up at once, or never."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from peerlane.hardware.memory import GpuMemory
 from peerlane.settings import Deadlines
 
 
-def stub(code: str) -> Isolation:
+def stand_in(code: str) -> Isolation:
     """Runs this in place of the nursery; ``orders`` is its socket."""
     start = f"import socket, sys, time; orders = socket.socket(fileno=int(sys.argv[-2])); {code}"
     return Isolation("L0", Confinement(), {}, (sys.executable, "-c", start))
 
 
-UP = stub("orders.send(b'ready'); list(iter(lambda: orders.recv(1), b''))")
-COMING_UP = stub("time.sleep(600)")
-BROKEN = stub("sys.exit('out of luck')")
+UP = stand_in("orders.send(b'ready'); list(iter(lambda: orders.recv(1), b''))")
+COMING_UP = stand_in("time.sleep(600)")
+BROKEN = stand_in("sys.exit('out of luck')")
 
 
 @pytest.fixture(autouse=True)

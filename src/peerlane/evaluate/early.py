@@ -13,7 +13,7 @@ from peerlane.hardware.topology import discover
 from peerlane.settings import Deadlines
 
 _waiting: list[Nursery] = []  # one, or none
-_before: list[tuple[GpuMemory, ...]] = []  # the same
+_before: list[tuple[GpuMemory, ...]] = []  # what was in use on the GPUs: one, or none
 
 
 @contextlib.contextmanager
