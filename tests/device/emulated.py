@@ -58,7 +58,9 @@ def plain_product(
     out = result(scenario, [(a.float() @ b.float()).to(dtype)])
     places = place(a_buffer, 0, *a_stored.shape), place(b_buffer, 0, *b_stored.shape), place(out, 0, m, n)
     maps = {name: spec.emulated() for name, spec in gemm.specs(*places, tiling, *majors).items()}
-    scenario.launch("gemm", grid, tiling.threads, (gemm.parameters(maps, m, n, k, tiling),), shared_bytes=tiling.shared_bytes)
+    scenario.launch(
+        "gemm", grid, tiling.threads, (gemm.parameters(maps, m, n, k, tiling),), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks
+    )
     return scenario
 
 
@@ -96,7 +98,9 @@ def gemm_reduce_scatter_calls(
             maps = {name: spec.emulated() for name, spec in space.specs(*places, bases, rank).items()}
             return space.parameters(maps, depth, flags, epochs)
 
-        scenario.launch("gemm_reduce_scatter", grid, tiling.threads, (parameters, arena), shared_bytes=tiling.shared_bytes)
+        scenario.launch(
+            "gemm_reduce_scatter", grid, tiling.threads, (parameters, arena), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks
+        )
     return scenario
 
 
@@ -125,7 +129,9 @@ def all_gather_gemm_calls(
             maps = {name: spec.emulated() for name, spec in specs.items()}
             return space.parameters(maps, plan, a_buffer.addresses[rank], gathered, flags, epochs)
 
-        scenario.launch("all_gather_gemm", plan.grid, tiling.threads, (parameters, arena), shared_bytes=tiling.shared_bytes)
+        scenario.launch(
+            "all_gather_gemm", plan.grid, tiling.threads, (parameters, arena), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks
+        )
     return scenario
 
 

@@ -21,7 +21,7 @@ SOURCE = "".join(
 )
 
 
-@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.rows}x{tiling.columns}")
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.rows}x{tiling.columns} by {tiling.blocks}")
 def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: Tiling) -> None:
     fused = ("peerlane::Gemm<in_gemm::Shape>", "in_gemm_reduce_scatter::Fused", "in_all_gather_gemm::Fused")
     layouts = "".join(f"static_assert(sizeof(peerlane::RoleMemory<{kernel}>) == {tiling.shared_bytes});\n" for kernel in fused)
@@ -60,7 +60,7 @@ def test_host_structures_have_the_devices_layout() -> None:
 
 
 def test_large_products_get_large_tiles_and_small_ones_fill_the_gpu() -> None:
-    assert choose_tiling(8192, 8192, 8192, 132) == Tiling(2, 256, 4)
+    assert choose_tiling(8192, 8192, 8192, 132) == Tiling(2, 256, 4, blocks=2)
     small = choose_tiling(128, 4096, 7168, 116)
     rows, columns = small.grid(128, 4096)
     assert rows * columns > 32
@@ -72,7 +72,7 @@ def test_every_tiling_fits_a_block() -> None:
     for tiling in TILINGS:
         assert tiling.shared_bytes <= SHARED_LIMIT_BYTES
         # A piece of another rank's product takes the place of a step's operands.
-        assert tiling.rows * min(tiling.columns, 128) <= (tiling.rows + tiling.columns) * gemm.PANEL
+        assert tiling.block_rows * min(tiling.columns, 128) <= (tiling.block_rows + tiling.columns) * gemm.PANEL
 
 
 def test_a_grid_that_can_not_be_resident_is_refused() -> None:
@@ -91,7 +91,7 @@ def test_a_grid_that_can_not_be_resident_is_refused() -> None:
 @pytest.mark.parametrize("local_k", [8, 128, 1792, 2048])
 def test_pieces_suit_every_tiling_and_plans_suit_the_gpu(m: int, local_k: int, communicator_blocks: int) -> None:
     rows = all_gather_gemm.choose_piece_rows(m, local_k, communicator_blocks or 132)
-    assert all(tiling.rows % rows == 0 for tiling in TILINGS)
+    assert all(tiling.block_rows % rows == 0 for tiling in TILINGS)
     pieces = -(-m // rows)
     chosen = all_gather_gemm.plan(m, 4096, 4 * local_k, pieces, 132, communicator_blocks)
     assert chosen.communicator_blocks == min(communicator_blocks, pieces) and chosen.communicator_blocks < chosen.grid <= 132

@@ -23,6 +23,15 @@ def plain() -> Scenario:
     return emulated.plain_product(72, 136, 136, SMALL, grid=2)
 
 
+PAIR = Tiling(groups=1, columns=128, slots=2, blocks=2)
+"""A cluster of two blocks."""
+
+
+def plain_of_pairs() -> Scenario:
+    """The same by two clusters of two blocks."""
+    return emulated.plain_product(136, 136, 136, PAIR, grid=4)
+
+
 def reduce_scatter(world_size: int = 2, calls: int = 2) -> Scenario:
     """Ranks of unequal depth, rows that end within a tile."""
     space = gemm_reduce_scatter.Workspace(40, 72, torch.bfloat16, world_size, SMALL)

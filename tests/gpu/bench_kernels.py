@@ -1,6 +1,6 @@
-"""Times the kit's collectives and fused kernels beside NCCL and cuBLAS, as replayed CUDA graphs, one process per GPU.
+"""Times the kit's collectives, fused kernels and matrix product beside NCCL and cuBLAS, as replayed CUDA graphs, one process per GPU.
 
-    PYTHONPATH=src python tests/gpu/bench_kernels.py collectives|fused [--world 2] [--out FILE]
+    PYTHONPATH=src python tests/gpu/bench_kernels.py collectives|fused|product [--world 2] [--out FILE]
 
 A quick look for those who change a kernel: calls of one kind back to back on the same tensors, nothing judged but the size of the error.
 What is published comes from `peerlane eval`, which mints inputs anew and compares every answer. Times are the slowest rank's, in
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from peerlane.device import Communicator, communicator
+from peerlane.device import Communicator, communicator, gemm
 from peerlane.hardware.environment import record
 from peerlane.solutions import p012_allgather_gemm, p016_gemm_reducescatter
 
@@ -153,12 +153,36 @@ def fused(rank: int, world: int) -> Iterator[dict[str, Any]]:
             torch.cuda.empty_cache()
 
 
+def product(rank: int, world: int) -> Iterator[dict[str, Any]]:
+    """The product alone, on every GPU at once: as each of them is when it computes and communicates."""
+    for width in (4096, 8192, 16384):
+        a, b = (torch.randn(width, width, device="cuda", dtype=BF16) for _ in range(2))
+        out, want = torch.empty_like(a), torch.mm(a, b)
+        calls = max(4, int(4e13 / width**3))
+        cublas_us = microseconds(lambda: torch.mm(a, b, out=want), calls)  # noqa: B023
+        ours = gemm.bind(a, b, out)
+        ours_us = microseconds(ours, calls)
+        difference = (out.float() - want.float()).abs().max() / want.float().abs().max()
+        yield {
+            "op": "gemm",
+            "N": width,
+            "ours_us": ours_us,
+            "cublas_us": cublas_us,
+            "tflops": round(2 * width**3 / ours_us / 1e6),
+            "of_cublas": round(cublas_us / ours_us, 3),
+            "err": f"{difference.item():.1e}",
+        }
+
+
+BENCHES = {"collectives": collectives, "fused": fused, "product": product}
+
+
 def run(rank: int, world: int, what: str, store: str, out: Path | None) -> None:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=world, device_id=device)
     rows = []
-    for row in {"collectives": collectives, "fused": fused}[what](rank, world):
+    for row in BENCHES[what](rank, world):
         rows.append(row)
         if rank == 0:
             print(json.dumps(row), flush=True)
@@ -170,7 +194,7 @@ def run(rank: int, world: int, what: str, store: str, out: Path | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("collectives", "fused"))
+    parser.add_argument("what", choices=BENCHES)
     parser.add_argument("--world", type=int, default=0, help="ranks; by default all GPUs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

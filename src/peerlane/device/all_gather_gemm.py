@@ -50,7 +50,8 @@ class Parameters(ctypes.Structure):
 
 
 def choose_piece_rows(m: int, local_k: int, senders: int) -> int:
-    """Rows that one signal speaks for: enough bytes to make a signal cheap, but pieces for all senders. Divides every tiling's rows."""
+    """Rows that one signal speaks for: enough bytes to make a signal cheap, but pieces for all senders. Divides the rows of every tiling's
+    blocks."""
     rows, row_bytes = 64, local_k * ELEMENT_BYTES
 
     def too_large() -> bool:
@@ -93,9 +94,9 @@ class Workspace:
         stride = gemm.row_stride(self.local_k)
         strides = (self.m * stride, stride, 1)
         return {
-            "a": gemm.operand_map(a.split(1), "k", tiling.rows),
-            "gathered": TensorMapSpec(gathered, self.dtype, shape, strides, (1, tiling.rows, gemm.PANEL)),
-            "b": gemm.operand_map(b.split(self.world_size), "mn", tiling.columns),
+            "a": gemm.operand_map(a.split(1), "k", tiling.block_rows),
+            "gathered": TensorMapSpec(gathered, self.dtype, shape, strides, (1, tiling.block_rows, gemm.PANEL)),
+            "b": gemm.operand_map(b.split(self.world_size), "mn", tiling.columns // tiling.blocks),
             "out": gemm.result_map(out.split(1)),
         }
 
@@ -130,12 +131,15 @@ class Plan:
 def plan(m: int, n: int, k: int, pieces: int, sm_count: int, communicator_blocks: int = 0) -> Plan:
     """The launch for an (m, n) result of ``k`` in all, whose rows come in ``pieces``."""
     communicators = min(communicator_blocks, pieces)
-    computing = sm_count - communicators
-    tiling = gemm.choose_tiling(m, n, k, computing)
+    tiling = gemm.choose_tiling(m, n, k, sm_count - communicators)
+    communicators = -(-communicators // tiling.blocks) * tiling.blocks
+    computing = tiling.whole(sm_count - communicators)
     rows, columns = tiling.grid(m, n)
     # As many row panels at a time as keep all compute blocks busy: rows are used in the order in which they come.
-    tiles = GroupedTiles(rows=rows, columns=columns, group_rows=min(rows, -(-computing // columns)))
-    needed = rows * columns if communicators else max(rows * columns, pieces)
+    tiles = GroupedTiles(rows=rows, columns=columns, group_rows=min(rows, -(-computing // (tiling.blocks * columns))))
+    needed = rows * columns * tiling.blocks
+    if not communicators:
+        needed = max(needed, -(-pieces // tiling.blocks) * tiling.blocks)
     return Plan(tiling, tiles, communicators + min(needed, computing), communicators)
 
 
@@ -145,7 +149,7 @@ SOURCE = r"""
 using Shape = SHAPE;
 using Fused = peerlane::AllGatherGemm<Shape, WORLD_SIZE>;
 
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) all_gather_gemm(
+extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1) all_gather_gemm(
     const __grid_constant__ Fused::Parameters parameters, const __grid_constant__ peerlane::Arena arena) {
     peerlane::run_roles(Fused(parameters, arena), parameters.communicator_blocks);
 }

@@ -26,10 +26,11 @@ TYPICAL_SM_COUNT = 132
 PANEL = 64
 """Elements in a row of a swizzled tile; k of one step."""
 
-# Priors of the model that picks tiles, for one SM of an H100: matrix units at the rate a large product reaches, operands from L2, and
-# what a tile costs besides (first loads, last stores). Kernels are compared by them, nothing else.
+# Priors of the model that picks tiles, for an H100: an SM's matrix units at the rate a large product reaches, operands from L2 for one SM and for
+# all of them, and what a tile costs besides (first loads, last stores). Kernels are compared by them, nothing else.
 _FLOPS_PER_US = 5.3e6
-_L2_BYTES_PER_US = 4.5e4
+_SM_BYTES_PER_US = 1e5
+_L2_BYTES_PER_US = 5.9e6
 _TILE_OVERHEAD_US = 1.5
 
 
@@ -54,15 +55,21 @@ class Parameters(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Tiling:
-    """One instance of ``peerlane::GemmShape``: tiles of 64 ``groups`` rows and ``columns`` columns, ``slots`` steps of 64 k in flight."""
+    """One instance of ``peerlane::GemmShape``: tiles of ``columns`` columns by clusters of ``blocks`` blocks, each of which has 64 ``groups``
+    rows of it, with ``slots`` steps of 64 k in flight."""
 
     groups: int
     columns: int
     slots: int
+    blocks: int = 1
+
+    @property
+    def block_rows(self) -> int:
+        return 64 * self.groups
 
     @property
     def rows(self) -> int:
-        return 64 * self.groups
+        return self.block_rows * self.blocks
 
     @property
     def threads(self) -> int:
@@ -71,27 +78,38 @@ class Tiling:
     @property
     def shared_bytes(self) -> int:
         """``sizeof(RoleMemory)``: both rings' buffers, and their barriers in the last 1024 bytes."""
-        return (self.slots * (self.rows + self.columns) + self.groups * 2 * 64) * PANEL * ELEMENT_BYTES + 1024
+        return (self.slots * (self.block_rows + self.columns) + self.groups * 2 * 64) * PANEL * ELEMENT_BYTES + 1024
 
     def grid(self, m: int, n: int) -> tuple[int, int]:
         """Row and column tiles of an (m, n) result."""
         return -(-m // self.rows), -(-n // self.columns)
 
+    def whole(self, blocks: int) -> int:
+        """The largest grid of at most ``blocks`` blocks."""
+        return blocks // self.blocks * self.blocks
+
     def grouped(self, m: int, n: int, *, parts: int = 1) -> GroupedTiles:
-        """The order of the tiles of ``parts`` results of (m, n) that are computed side by side: such that a wave of tiles, one on every SM,
+        """The order of the tiles of ``parts`` results of (m, n) that are computed side by side: such that a wave of tiles, on all SMs,
         reads as many rows of A as columns of B, which is the least."""
         rows, columns = self.grid(m, n)
-        group_rows = round(math.sqrt(TYPICAL_SM_COUNT * self.columns / self.rows) / parts)
+        group_rows = round(math.sqrt(TYPICAL_SM_COUNT / self.blocks * self.columns / self.rows) / parts)
         return GroupedTiles(rows=rows, columns=columns, group_rows=max(1, min(group_rows, rows)))
 
     def defines(self, dtype: torch.dtype, a: Major, b: Major) -> dict[str, str | int]:
         return {
             "SHAPE": f"peerlane::GemmShape<{ELEMENT_TYPES[dtype]}, {self.groups}, {self.columns}, {self.slots}, "
-            f"peerlane::Major::{a}, peerlane::Major::{b}>"
+            f"peerlane::Major::{a}, peerlane::Major::{b}, {self.blocks}>"
         }
 
 
-TILINGS = (Tiling(2, 256, 4), Tiling(2, 128, 6), Tiling(2, 64, 8), Tiling(1, 64, 8))
+TILINGS = (
+    Tiling(2, 256, 4, blocks=2),
+    Tiling(2, 128, 6, blocks=2),
+    Tiling(2, 256, 4),
+    Tiling(2, 128, 6),
+    Tiling(2, 64, 8),
+    Tiling(1, 64, 8),
+)
 
 
 def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1) -> Tiling:
@@ -100,16 +118,18 @@ def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1) -> Tili
 
     def time_us(tiling: Tiling) -> float:
         rows, columns = tiling.grid(m, n)
-        waves = -(-parts * rows * columns // sm_count)
-        flops = 2 * tiling.rows * tiling.columns * k
-        loaded = (tiling.rows + tiling.columns) * k * ELEMENT_BYTES
-        return waves * (max(flops / _FLOPS_PER_US, loaded / _L2_BYTES_PER_US) + _TILE_OVERHEAD_US)
+        tiles, clusters = parts * rows * columns, sm_count // tiling.blocks
+        flops = 2 * tiling.block_rows * tiling.columns * k
+        loaded = (tiling.block_rows + tiling.columns / tiling.blocks) * k * ELEMENT_BYTES
+        loading_us = loaded * max(1 / _SM_BYTES_PER_US, min(tiles, clusters) * tiling.blocks / _L2_BYTES_PER_US)
+        return -(-tiles // clusters) * (max(flops / _FLOPS_PER_US, loading_us) + _TILE_OVERHEAD_US)
 
-    return min(TILINGS, key=time_us)
+    return min((tiling for tiling in TILINGS if tiling.blocks <= sm_count), key=time_us)
 
 
 def operand_map(place: TensorPlace, major: Major, span: int) -> TensorMapSpec:
-    """The map of A or B, (parts, outer, k) or (parts, k, outer), for ``peerlane::Operand`` of this span."""
+    """The map of A or B, (parts, outer, k) or (parts, k, outer), for what a block loads of a ``peerlane::Operand``: ``span`` of its rows (A) or
+    columns (B)."""
     return place.map((span if major == "k" else PANEL, PANEL))
 
 
@@ -150,7 +170,8 @@ SOURCE = r"""
 
 using Shape = SHAPE;
 
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) gemm(const __grid_constant__ peerlane::GemmParameters parameters) {
+extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
+    gemm(const __grid_constant__ peerlane::GemmParameters parameters) {
     peerlane::run_roles(peerlane::Gemm<Shape>(parameters));
 }
 """
@@ -164,7 +185,7 @@ def bind(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiling: Tiling | N
     tiling = tiling or choose_tiling(m, n, k, sm_count)
     kernel = Kernel(compile_cubin(SOURCE, defines=tiling.defines(a.dtype, "k", "mn")), "gemm")
     rows, columns = tiling.grid(m, n)
-    grid = min(rows * columns, sm_count)
+    grid = tiling.whole(min(rows * columns * tiling.blocks, sm_count))
     require_resident("gemm", grid, BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes), sm_count)
     maps = {name: spec.encode() for name, spec in specs(TensorPlace.of(a), TensorPlace.of(b), TensorPlace.of(out), tiling).items()}
     return kernel.bind(grid, tiling.threads, (parameters(maps, m, n, k, tiling),), shared_bytes=tiling.shared_bytes)
@@ -175,8 +196,8 @@ def specs(
 ) -> dict[str, TensorMapSpec]:
     """All maps of a launch, by the field they go to, for matrices as they lie in memory."""
     return {
-        "a": operand_map(a.split(1), a_major, tiling.rows),
-        "b": operand_map(b.split(1), b_major, tiling.columns),
+        "a": operand_map(a.split(1), a_major, tiling.block_rows),
+        "b": operand_map(b.split(1), b_major, tiling.columns // tiling.blocks),
         "c": result_map(out.split(1)),
     }
 

@@ -62,12 +62,12 @@ class Workspace:
     @property
     def flags_bytes(self) -> int:
         rows, columns = self.tiling.grid(self.local_rows, self.n)
-        return rows * columns * self.tiling.groups * self.world_size * LINE_BYTES
+        return rows * columns * self.tiling.groups * self.tiling.blocks * self.world_size * LINE_BYTES
 
     @property
     def lag(self) -> int:
         """Own tiles come about a wave of tiles behind the others' of their number, which are on their way meanwhile."""
-        return -(-gemm.TYPICAL_SM_COUNT // self.world_size)
+        return -(-gemm.TYPICAL_SM_COUNT // (self.tiling.blocks * self.world_size))
 
     @property
     def nbytes(self) -> int:
@@ -82,10 +82,10 @@ class Workspace:
     def specs(self, a: TensorPlace, b: TensorPlace, out: TensorPlace, bases: Sequence[int], rank: int) -> dict[str, TensorMapSpec]:
         """All maps of a launch, by the field they go to; ``bases`` are the addresses of every rank's slots."""
         return {
-            "a": gemm.operand_map(a.split(1), "k", self.tiling.rows),
-            "b": gemm.operand_map(b.split(1), "mn", self.tiling.columns),
+            "a": gemm.operand_map(a.split(1), "k", self.tiling.block_rows),
+            "b": gemm.operand_map(b.split(1), "mn", self.tiling.columns // self.tiling.blocks),
             "out": gemm.result_map(out.split(1)),
-            "partials": self.slots_map(bases[rank], self.tiling.rows),
+            "partials": self.slots_map(bases[rank], self.tiling.block_rows),
             **{f"slots.{peer}": self.slots_map(base, 64) for peer, base in enumerate(bases)},
         }
 
@@ -108,7 +108,7 @@ SOURCE = r"""
 using Shape = SHAPE;
 using Fused = peerlane::GemmReduceScatter<Shape, WORLD_SIZE>;
 
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) gemm_reduce_scatter(
+extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1) gemm_reduce_scatter(
     const __grid_constant__ Fused::Parameters parameters, const __grid_constant__ peerlane::Arena arena) {
     peerlane::run_roles(Fused(parameters, arena));
 }
@@ -139,7 +139,7 @@ class GemmReduceScatter:
         cubin = compile_cubin(SOURCE, defines={**tiling.defines(dtype, "k", "mn"), "WORLD_SIZE": world_size})
         self.kernel = Kernel(cubin, "gemm_reduce_scatter", on_failure=self.arena.raise_fault)
         rows, columns = tiling.grid(m // world_size, n)
-        self.grid = min(world_size * rows * columns, self.arena.sm_count)
+        self.grid = tiling.whole(min(world_size * rows * columns * tiling.blocks, self.arena.sm_count))
         needs = BlockNeeds(tiling.threads, self.kernel.attributes()["registers"], tiling.shared_bytes)
         require_resident("gemm_reduce_scatter", self.grid, needs, self.arena.sm_count)
         self._launches: dict[tuple[int, int, int, int], Launch] = {}

@@ -28,6 +28,7 @@ class _Launch(ctypes.Structure):
         ("rank", ctypes.c_uint32),
         ("stream", ctypes.c_uint32),
         ("shared_bytes", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
     )
@@ -73,6 +74,7 @@ def main() -> None:
                 item["rank"],
                 item["stream"],
                 item["shared_bytes"],
+                item["cluster"],
                 (ctypes.c_uint32 * 3)(*item["grid"]),
                 (ctypes.c_uint32 * 3)(*item["block"]),
             )

@@ -163,6 +163,7 @@ def _run(scenario: Scenario, program: build.Program, schedules: int, seed: int, 
                     "grid": launch.grid,
                     "block": launch.block,
                     "shared_bytes": launch.shared_bytes,
+                    "cluster": launch.cluster,
                     "arguments": [put(argument) for argument in launch.arguments],
                 }
                 for launch in scenario.launches

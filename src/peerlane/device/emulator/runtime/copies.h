@@ -18,13 +18,37 @@ inline void Machine::mbarrier_init(std::uint64_t* barrier, std::uint32_t arrival
     *known = Mbarrier{offset, arrivals, arrivals, 0, 0, {}, {}};
 }
 
+inline void Machine::mbarrier_init_fence() {
+    proxy_fence(shared_proxy);
+    current->initialised = snapshot(*current);
+}
+
+// The block of the current one's cluster in whose shared memory this lies.
+inline Block& Machine::owner(std::uint64_t offset, std::uint32_t site) {
+    const int key = memory.holds(offset) ? memory.buffers()[memory.number_at(offset)].block : -1;
+    Block* block = current->block->cluster;
+    while (block && block->key != key) block = block->next;
+    if (!block || !block->live) {
+        current->site = site;
+        const char* what = block ? "shared memory of a block of the cluster that has ended" : "an mbarrier that is not in this cluster's shared memory";
+        fatal({"misuse", what, {side(*current, "uses it")}});
+    }
+    return *block;
+}
+
 inline Mbarrier& Machine::find_mbarrier(const std::uint64_t* barrier, std::uint32_t site) {
-    Mbarrier* known = current->block->mbarrier(memory.offset(barrier));
+    const std::uint64_t offset = memory.offset(barrier);
+    Mbarrier* known = owner(offset, site).mbarrier(offset);
     if (!known) {
         current->site = site;
-        fatal({"misuse", "an mbarrier of this block that nobody has initialised before", {side(*current, "uses an mbarrier")}});
+        fatal({"misuse", "an mbarrier that nobody has initialised before", {side(*current, "uses an mbarrier")}});
     }
     return *known;
+}
+
+// Among the blocks of a cluster mbarriers count for all of them.
+inline std::uint8_t mbarrier_scope(const Block& block) {
+    return static_cast<std::uint8_t>((block.launch->cluster > 1 ? gpu_scope : block_scope) << scope_shift);
 }
 
 inline void Machine::end_phase(Mbarrier& barrier) {
@@ -39,7 +63,7 @@ inline void Machine::end_phase(Mbarrier& barrier) {
 inline void Machine::mbarrier_arrive(std::uint64_t* barrier, std::uint32_t bytes, std::uint32_t site) {
     maybe_pause();
     Mbarrier& known = find_mbarrier(barrier, site);
-    touch(known.offset, 8, writes | updates | atomic | block_scope << scope_shift, site);
+    touch(known.offset, 8, writes | updates | atomic | mbarrier_scope(*current->block), site);
     if (known.pending == 0) {
         current->site = site;
         fatal({"misuse", "more arrivals in a phase of an mbarrier than it was initialised for", {side(*current, "arrives")}});
@@ -54,7 +78,7 @@ inline bool Machine::mbarrier_try_wait(std::uint64_t* barrier, std::uint32_t par
     maybe_pause();
     Mbarrier& known = find_mbarrier(barrier, site);
     poll(known.offset, 8, site);
-    touch(known.offset, 8, atomic | block_scope << scope_shift, site);
+    touch(known.offset, 8, atomic | mbarrier_scope(*current->block), site);
     if ((known.phase & 1) == parity) return false;
     current->view.absorb(known.ended);
     current->polls = 0;
@@ -85,11 +109,14 @@ inline void Machine::async(
     fiber.site = site;
     if (barrier) find_mbarrier(barrier, site);
     bool reads_shared = false, writes_shared = false;
+    Block* uses = fiber.block;
     for (const Segment* segment = segments; segment != segments + count; ++segment) {
         for (const void* end : {static_cast<const void*>(segment->target), segment->source}) {
             const std::uint64_t offset = memory.offset(end);
             if (end && memory.holds(offset) && allowed(fiber, offset, segment->bytes)) {
-                (end == segment->source ? reads_shared : writes_shared) |= is_shared(offset);
+                if (!is_shared(offset)) continue;
+                (end == segment->source ? reads_shared : writes_shared) = true;
+                uses = &owner(offset, site);
             } else if (end) {
                 Finding finding{"illegal_address", "", {side(fiber, end == segment->source ? "copies from here" : "copies to here")}};
                 locate(finding, offset);
@@ -108,10 +135,12 @@ inline void Machine::async(
     copy->segments.assign(segments, segments + count);
     copy->combine = combine;
     copy->barrier = barrier ? memory.offset(barrier) : ~0ull;
+    copy->barrier_block = barrier ? &owner(copy->barrier, site) : nullptr;
     copy->site = site;
     slot.clock = copy->clock + 1;
     slot.must_know = writes_shared ? slot.clock : reads_shared ? copy->clock : Vector::floor;
     slot.site = site;
+    slot.block = uses;
     ++copy->stream->copies;
     copies_.push_back(copy);
     if (!barrier) fiber.groups[queue].open.push_back(copy);
@@ -192,8 +221,8 @@ inline void Machine::copy_goes_on(std::size_t index) {
         }
         copy->stage = Copy::written;
         if (copy->barrier != ~0ull) {
-            Mbarrier& barrier = *copy->block->mbarrier(copy->barrier);
-            copy_access(*copy, copy->barrier, 8, writes | updates | atomic | block_scope << scope_shift, copy->clock + 1);
+            Mbarrier& barrier = *copy->barrier_block->mbarrier(copy->barrier);
+            copy_access(*copy, copy->barrier, 8, writes | updates | atomic | mbarrier_scope(*copy->block), copy->clock + 1);
             set(barrier.meeting.sum.seen[View::ordinary], copy->actor, copy->clock + 1);
             barrier.bytes -= static_cast<std::int64_t>(total);
             end_phase(barrier);

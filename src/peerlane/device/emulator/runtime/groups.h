@@ -90,6 +90,48 @@ inline const unsigned long long* Machine::warp_exchange(std::uint32_t mask, unsi
     return values;
 }
 
+// ---- clusters
+
+inline std::uint32_t Machine::cluster_rank() const { return static_cast<std::uint32_t>(current->block->key - current->block->cluster->key); }
+
+inline std::uint32_t Machine::live_in_cluster(const Block& block) {
+    std::uint32_t live = 0;
+    for (const Block* mate = block.cluster; mate; mate = mate->next) live += mate->live;
+    return live;
+}
+
+inline void Machine::cluster_concludes(Meeting& meeting) {
+    for (Fiber* fiber : meeting.waiting) {
+        fiber->view.absorb(meeting.sum);
+        enlist(*fiber, State::runnable);
+    }
+    meeting = Meeting{};
+    ++version_;
+}
+
+inline void Machine::cluster_barrier(std::uint32_t site) {
+    Fiber& fiber = *current;
+    Meeting& meeting = fiber.block->cluster->cluster_barrier;
+    if (fiber.initialised) meeting.sum.absorb(fiber.initialised->view);
+    meeting.waiting.push_back(&fiber);
+    if (++meeting.arrived == live_in_cluster(*fiber.block)) {
+        cluster_concludes(meeting);
+        leave(State::runnable);
+    } else {
+        wait("waits at a barrier of its cluster", site);
+    }
+}
+
+inline void* Machine::cluster_pointer(const void* pointer, std::uint32_t rank, std::uint32_t site) {
+    const Block* mate = current->block->cluster;
+    for (std::uint32_t i = 0; i < rank && mate; ++i) mate = mate->next;
+    if (!mate) {
+        current->site = site;
+        fatal({"misuse", "a block of this number is not in the cluster", {side(*current, "asks for its shared memory")}});
+    }
+    return memory.address(memory.offset(pointer) - current->block->dynamic_shared + mate->dynamic_shared);
+}
+
 // A thread that has ended is waited for no more. Not on its own stack, which the next launch may need.
 inline void Machine::thread_ends(Fiber& fiber) {
     Block& block = *fiber.block;
@@ -106,18 +148,23 @@ inline void Machine::thread_ends(Fiber& fiber) {
     for (const auto& known : warp.exchanges) {
         if (known->arrived && (known->arrived & warp.live) == (known->mask & warp.live)) warp_concludes(*known, false);
     }
+    Meeting& meeting = block.cluster->cluster_barrier;
+    if (meeting.arrived && meeting.arrived == live_in_cluster(block)) cluster_concludes(meeting);
     ++version_;
     if (block.live == 0) block_ends(block);
 }
 
-// Shared memory is given away with the block: no copy may still use it, as far as the block's threads know.
+// Shared memory is given away with the block: no copy, of other blocks of the cluster neither, may still use it, as far as the block's threads
+// know.
 inline void Machine::block_ends(Block& block) {
-    for (Fiber* fiber = block.first; fiber != block.first + block.threads; ++fiber) {
-        for (const Slot& slot : fiber->slots) {
-            if (at(block.end.sum.seen[View::ordinary], slot.actor) >= slot.must_know) continue;
-            Finding finding{"unfinished_copy", "", {side(*fiber, "starts a copy that nobody waits for before the block ends")}};
-            finding.sides[0].site = slot.site;
-            report(std::move(finding));
+    for (const Block* mate = block.cluster; mate; mate = mate->next) {
+        for (Fiber* fiber = mate->first; fiber != mate->first + mate->threads; ++fiber) {
+            for (const Slot& slot : fiber->slots) {
+                if (slot.block != &block || at(block.end.sum.seen[View::ordinary], slot.actor) >= slot.must_know) continue;
+                Finding finding{"unfinished_copy", "", {side(*fiber, "starts a copy that nobody waits for before the block ends")}};
+                finding.sides[0].site = slot.site;
+                report(std::move(finding));
+            }
         }
     }
     Stream& stream = *block.stream;

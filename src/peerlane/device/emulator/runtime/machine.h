@@ -17,6 +17,7 @@ struct Copy {
     std::vector<Segment> segments;
     Combine combine;
     std::uint64_t barrier;  // offset, or ~0
+    Block* barrier_block;   // where it lies: this block, or another of its cluster
     std::uint32_t site;
     enum Stage { issued, read, written } stage = issued;
     std::vector<char> data;
@@ -68,9 +69,13 @@ class Machine {
     void barrier(std::uint32_t number, std::uint32_t threads, bool wait, std::uint32_t site);
     void warp_barrier(std::uint32_t mask, std::uint32_t site);
     const unsigned long long* warp_exchange(std::uint32_t mask, unsigned long long value, std::uint32_t site);
+    std::uint32_t cluster_rank() const;
+    void cluster_barrier(std::uint32_t site);
+    void* cluster_pointer(const void* pointer, std::uint32_t rank, std::uint32_t site);
 
     // copies.h
     void mbarrier_init(std::uint64_t* barrier, std::uint32_t arrivals, std::uint32_t site);
+    void mbarrier_init_fence();
     void mbarrier_arrive(std::uint64_t* barrier, std::uint32_t bytes, std::uint32_t site);
     bool mbarrier_try_wait(std::uint64_t* barrier, std::uint32_t parity, std::uint32_t site);
     void async(const Segment* segments, std::uint32_t count, Combine combine, std::uint64_t* barrier, unsigned queue, std::uint32_t site);
@@ -116,10 +121,13 @@ class Machine {
     void meet(Warp::Exchange& exchange, bool orders, const char* name, std::uint32_t site);
     void warp_concludes(Warp::Exchange& exchange, bool orders);
     static Warp::Exchange& exchange(std::vector<std::unique_ptr<Warp::Exchange>>& exchanges, std::uint32_t mask);
+    static std::uint32_t live_in_cluster(const Block& block);
+    void cluster_concludes(Meeting& meeting);
     void thread_ends(Fiber& fiber);
     void block_ends(Block& block);
 
     // copies.h
+    Block& owner(std::uint64_t offset, std::uint32_t site);
     Mbarrier& find_mbarrier(const std::uint64_t* barrier, std::uint32_t site);
     void end_phase(Mbarrier& barrier);
     Slot& free_slot(Fiber& fiber);
@@ -140,7 +148,7 @@ class Machine {
     void poll(std::uint64_t offset, std::uint32_t bytes, std::uint32_t site);
     void maybe_pause();
     void start_blocks();
-    void start_block(Stream& stream);
+    Block& start_block(Stream& stream);
     void stream_goes_on(Stream& stream);
     static void thread_main();
     void no_progress();

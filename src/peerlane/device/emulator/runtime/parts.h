@@ -25,8 +25,9 @@ constexpr int scopes = 3;
 struct Slot {
     Actor actor;
     Clock clock = 0;      // of the last operation's writes; its reads have the clock before
-    Clock must_know = 0;  // what the block must know at its end: its shared memory is not in use any more
+    Clock must_know = 0;  // what `block` must know at its end: its shared memory is not in use any more
     std::uint32_t site = 0;
+    const Block* block = nullptr;  // whose shared memory the operation uses
 };
 
 // The groups of one queue of a thread: closed ones in order, and the open one at the end.
@@ -55,6 +56,7 @@ struct Fiber {
     void* stack_pointer = nullptr;
     View view;
     Ref<Snapshot> released[scopes];              // by the last fence of at least this scope
+    Ref<Snapshot> initialised;                   // what came before the last mbarrier_init_fence
     std::vector<Ref<Snapshot>> pending[scopes];  // seen by relaxed loads, taken over by the next fence of at least this scope
     Groups groups[2];
 
@@ -107,6 +109,7 @@ struct Launch {
     std::uint32_t rank, stream;
     Uint3 grid, block;
     std::uint32_t shared_bytes;
+    std::uint32_t cluster;  // blocks of a cluster: neighbours in the grid
     std::vector<void*> arguments;
     std::uint32_t number = 0;  // in its stream
 };
@@ -119,12 +122,15 @@ struct Block {
     Uint3 index;
     int key;  // its number in the whole run: the same for the blocks of this place in all launches
     std::uint64_t dynamic_shared, static_shared;  // offsets
+    Block* cluster = nullptr;  // the first block of its cluster
+    Block* next = nullptr;     // the one behind it in its cluster
     Fiber* first;
     std::uint32_t threads, live;
     Meeting barriers[16];
     std::vector<Warp> warps;
     std::deque<Mbarrier> mbarriers;
     Meeting end;
+    Meeting cluster_barrier;  // of the cluster, in its first block
 
     Mbarrier* mbarrier(std::uint64_t offset) {
         for (Mbarrier& barrier : mbarriers) {

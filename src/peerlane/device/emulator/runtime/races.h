@@ -104,7 +104,8 @@ inline bool Machine::allowed(const Fiber& fiber, std::uint64_t offset, std::uint
     const Buffer& buffer = memory.buffers()[memory.number_at(offset)];
     return offset >= buffer.begin && offset + bytes <= buffer.end &&
            (buffer.rank < 0 || buffer.rank == static_cast<int>(fiber.block->launch->rank)) &&
-           (buffer.block < 0 || buffer.block == fiber.block->key);
+           (buffer.block < 0 || (buffer.block >= fiber.block->cluster->key &&
+                                 buffer.block < fiber.block->cluster->key + static_cast<int>(fiber.block->launch->cluster)));
 }
 
 inline void Machine::touch(std::uint64_t offset, std::uint32_t bytes, std::uint8_t flags, std::uint32_t site) {

@@ -128,6 +128,7 @@ inline void Machine::clear() {
         fiber.state = State::ended;
         fiber.view = View{};
         for (int s = 0; s < scopes; ++s) fiber.released[s] = Ref<Snapshot>(), fiber.pending[s].clear();
+        fiber.initialised = Ref<Snapshot>();
         for (Groups& groups : fiber.groups) groups.closed.clear(), groups.open.clear();
     }
     for (Fiber& fiber : fibers_) fiber.clock = floor + 1;

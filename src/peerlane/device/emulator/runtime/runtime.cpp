@@ -160,9 +160,14 @@ unsigned peerlane_shared_address(const void* pointer) {
 }
 void* peerlane_shared_pointer(unsigned address) { return machine->shared_base() + address; }
 
+unsigned peerlane_cluster_rank() { return machine->cluster_rank(); }
+void peerlane_cluster_barrier() { machine->cluster_barrier(SITE); }
+void* peerlane_cluster_pointer(const void* pointer, unsigned rank) { return machine->cluster_pointer(pointer, rank, SITE); }
+
 void peerlane_mbarrier_init(unsigned long long* barrier, unsigned arrivals) {
     machine->mbarrier_init(reinterpret_cast<std::uint64_t*>(barrier), arrivals, SITE);
 }
+void peerlane_mbarrier_init_fence() { machine->mbarrier_init_fence(); }
 void peerlane_mbarrier_arrive(unsigned long long* barrier, unsigned expected_bytes) {
     machine->mbarrier_arrive(reinterpret_cast<std::uint64_t*>(barrier), expected_bytes, SITE);
 }
@@ -185,7 +190,7 @@ struct HostBuffer {
 struct HostLaunch {
     void (*kernel)(void**);
     void** arguments;
-    std::uint32_t argument_count, rank, stream, shared_bytes;
+    std::uint32_t argument_count, rank, stream, shared_bytes, cluster;
     Uint3 grid, block;
 };
 struct HostRun {
@@ -209,7 +214,7 @@ const char* peerlane_emulator_run(const HostRun* run) {
     for (std::uint32_t i = 0; i < run->launch_count; ++i) {
         const HostLaunch& from = run->launches[i];
         std::vector<void*> arguments(from.arguments, from.arguments + from.argument_count);
-        machine->launches.push_back({from.kernel, from.rank, from.stream, from.grid, from.block, from.shared_bytes, std::move(arguments)});
+        machine->launches.push_back({from.kernel, from.rank, from.stream, from.grid, from.block, from.shared_bytes, from.cluster, std::move(arguments)});
     }
     machine->fault_buffers.assign(run->fault_buffers, run->fault_buffers + run->fault_count);
     machine->resident_blocks = run->resident_blocks;

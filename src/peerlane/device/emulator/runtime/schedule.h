@@ -139,13 +139,19 @@ inline void Machine::start_blocks() {
     for (Stream& stream : streams_) {
         while (stream.next_launch < stream.launches.size()) {
             const Uint3& grid = stream.launches[stream.next_launch].grid;
-            if (stream.next_block >= grid.x * grid.y * grid.z || resident_[stream.rank] >= resident_blocks) break;
-            start_block(stream);
+            const std::uint32_t cluster = stream.launches[stream.next_launch].cluster;
+            if (stream.next_block >= grid.x * grid.y * grid.z || resident_[stream.rank] + cluster > resident_blocks) break;
+            Block& first = start_block(stream);
+            first.cluster = &first;
+            for (Block* last = &first; last->key + 1 < first.key + static_cast<int>(cluster); last = last->next) {
+                last->next = &start_block(stream);
+                last->next->cluster = &first;
+            }
         }
     }
 }
 
-inline void Machine::start_block(Stream& stream) {
+inline Block& Machine::start_block(Stream& stream) {
     const Launch& launch = stream.launches[stream.next_launch];
     const std::uint32_t number = stream.next_block++;
     const std::uint64_t at_shared = stream.shared + number * stream.shared_stride;
@@ -170,6 +176,7 @@ inline void Machine::start_block(Stream& stream) {
         fiber.view = stream.view;
         fiber.launches.push_back(fiber.clock);
         for (int s = 0; s < scopes; ++s) fiber.released[s] = Ref<Snapshot>(), fiber.pending[s].clear();
+        fiber.initialised = Ref<Snapshot>();
         for (Groups& groups : fiber.groups) groups.closed.clear(), groups.open.clear();
         fiber.poll_version = 0;
         fiber.polls = 0;
@@ -180,6 +187,7 @@ inline void Machine::start_block(Stream& stream) {
     ++stream.live_blocks;
     ++resident_[stream.rank];
     ++version_;
+    return block;
 }
 
 // The next launch begins when nothing of this one is left, and knows all of it, whatever the proxy.

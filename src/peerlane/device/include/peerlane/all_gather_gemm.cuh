@@ -25,7 +25,7 @@ struct AllGatherGemmParameters {
     TensorMap out;       // (n, m, 1)
     GroupedTiles tiles;
     u32 m, local_k, row_bytes;  // row_bytes: from a row of A to the next, here and where it is gathered
-    u32 piece_rows;      // rows that one signal speaks for; divides the tile's rows
+    u32 piece_rows;      // rows that one signal speaks for; divides a block's rows of a tile
     u32 communicator_blocks;  // 0: a warp of every compute block pushes
     const char* local;   // what `a` describes
     u64 gathered_at;     // in the arena: what `gathered` describes
@@ -49,7 +49,7 @@ struct AllGatherGemm : Shape {
     __device__ Tile tile(u32 index) const { return parameters.tiles.at(index); }
 
     __device__ void load(const Tile& tile, InputProducer<AllGatherGemm>& in) const {
-        const int row = tile.row * Shape::rows, column = tile.column * Shape::columns;
+        const int row = tile.row * Shape::rows + Shape::first_row(), column = tile.column * Shape::columns;
         for (int step = 0; step < W; ++step) {
             const int source = rank_after<W>(arena.rank, W - step);
             if (step > 0) wait_for_rows(row, source);
@@ -72,7 +72,7 @@ struct AllGatherGemm : Shape {
     }
 
     __device__ void store(const Tile& tile, u32 group, OutputConsumer<AllGatherGemm>& out) const {
-        store_sum<Shape>(out, &parameters.out, {tile.column * Shape::columns, tile.row * Shape::rows + 64 * static_cast<int>(group), 0});
+        store_sum<Shape>(out, &parameters.out, {tile.column * Shape::columns, tile.row * Shape::rows + Shape::first_row(group), 0});
     }
 
     // The spare warp of a compute block: own rows straight to every other rank.
@@ -92,7 +92,7 @@ struct AllGatherGemm : Shape {
     }
 
     // The second: from the ring to every other rank. Half of the slots are on their way out.
-    __device__ void send(u32 part, u32 parts, InputConsumer<AllGatherGemm>& in) const {
+    __device__ void send(u32 part, u32 parts, SenderInput<AllGatherGemm>& in) const {
         constexpr int in_flight = Shape::input_slots / 2;
         StoreQueue<W, in_flight> queue(arena, parameters.flags, Warp{}, communicator);
         int held = 0;
@@ -117,8 +117,9 @@ struct AllGatherGemm : Shape {
     __device__ u64 gathered_place(u64 at) const { return parameters.gathered_at + slot_of(arena.rank) * shard_bytes() + at; }
     __device__ int slot_of(u32 source) const { return static_cast<int>((epoch & 1) * W + source); }
     __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
-    __device__ void wait_for_rows(int row, int source) const {
-        const u32 rows = parameters.m - row < Shape::rows ? parameters.m - row : Shape::rows;
+    __device__ void wait_for_rows(u32 row, int source) const {
+        if (row >= parameters.m) return;  // a block of a cluster whose rows the tile does not have
+        const u32 rows = min(parameters.m - row, u32(Shape::block_rows));
         const u32 pieces = (rows + parameters.piece_rows - 1) / parameters.piece_rows;
         peers(loader).wait_slots(source, row / parameters.piece_rows, pieces, epoch);
     }

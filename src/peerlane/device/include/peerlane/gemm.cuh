@@ -9,19 +9,22 @@
 
 namespace peerlane {
 
-// Tiles of 64 Groups x N, `Slots` steps of 64 k in flight. A_major and B_major: how the operands lie in memory (tile.cuh).
-template <class Element, int Groups, int N, int Slots, Major A_major, Major B_major>
+// Tiles of 64 Groups Blocks x N by a cluster of that many blocks: each has 64 Groups rows, and loads its part of B's tile for all of them, so that
+// B is read from L2 once for the cluster. `Slots` steps of 64 k in flight. A_major and B_major: how the operands lie in memory (tile.cuh).
+template <class Element, int Groups, int N, int Slots, Major A_major, Major B_major, int Blocks = 1>
 struct GemmShape {
     using E = Element;
+    static constexpr int cluster_blocks = Blocks;
     static constexpr RoleTable roles{.consumer_groups = Groups, .service_registers = 56, .consumer_registers = 224};
-    static constexpr int rows = 64 * Groups;
+    static constexpr int block_rows = 64 * Groups;
+    static constexpr int rows = block_rows * Blocks;
     static constexpr int columns = N;
     static constexpr int depth = panel_columns;
 
-    using A = Operand<E, rows, A_major>;
+    using A = Operand<E, block_rows, A_major>;
     using B = Operand<E, N, B_major>;
     // A piece of another product that is to be added, in place of operands.
-    using Partial = SharedTile<E, rows, (N < 128 ? N : 128)>;
+    using Partial = SharedTile<E, block_rows, (N < 128 ? N : 128)>;
     struct Operands {
         A a;
         B b;
@@ -37,10 +40,13 @@ struct GemmShape {
     using Sum = SumTile<N>;
 
     __device__ static u32 steps(u32 k) { return (k + depth - 1) / depth; }
+    // Of this block's consumer groups, the number among the cluster's: it has the tile's rows from 64 times that on.
+    __device__ static u32 group_of_tile(u32 group) { return Blocks == 1 ? group : ptx::cluster_rank() * Groups + group; }
+    __device__ static int first_row(u32 group = 0) { return 64 * static_cast<int>(group_of_tile(group)); }
 };
 
-// What one fill of the input ring copies: `a` and `b` are maps of three dimensions, the places in them are of the tile's first row (column)
-// and the step's first k; z is whatever the caller's maps have as third dimension.
+// What one fill of the input ring copies: `a` and `b` are maps of three dimensions, the places in them are of the block's first row (the tile's first
+// column) and the step's first k; z is whatever the caller's maps have as third dimension.
 struct OperandPlace {
     const TensorMap* map;
     int outer, inner, z;
@@ -50,7 +56,7 @@ template <class Shape, class Producer>
 __device__ inline void load_step(Producer& in, const OperandPlace& a, const OperandPlace& b) {
     in.fill(sizeof(typename Shape::Operands), [&](auto& slot, u64* full) {
         slot.operands.a.load(a.map, full, Shape::A::place(a.outer, a.inner, a.z));
-        slot.operands.b.load(b.map, full, Shape::B::place(b.outer, b.inner, b.z));
+        slot.operands.b.template load_part<Shape::cluster_blocks>(b.map, full, b.outer, b.inner, b.z);
     });
 }
 
@@ -100,7 +106,7 @@ __device__ inline void store_sum(Consumer& out, const TensorMap* map, Place3 at)
 }
 
 struct GemmParameters {
-    TensorMap a, b, c;  // as (k, m, 1) or (m, k, 1); (n, k, 1) or (k, n, 1); (n, m, 1): innermost first, with boxes of one panel
+    TensorMap a, b, c;  // as (k, m, 1) or (m, k, 1); (n, k, 1) or (k, n, 1); (n, m, 1): innermost first, with boxes of one panel or part
     GroupedTiles tiles;
     u32 k;
 };
@@ -115,8 +121,9 @@ struct Gemm : Shape {
     __device__ GroupedTiles::Tile tile(u32 index) const { return parameters.tiles.at(index); }
 
     __device__ void load(const GroupedTiles::Tile& tile, InputProducer<Gemm>& in) const {
+        const int row = tile.row * Shape::rows + Shape::first_row();
         for (u32 k = 0; k < parameters.k; k += Shape::depth) {
-            load_step<Shape>(in, {&parameters.a, tile.row * Shape::rows, static_cast<int>(k), 0},
+            load_step<Shape>(in, {&parameters.a, row, static_cast<int>(k), 0},
                              {&parameters.b, tile.column * Shape::columns, static_cast<int>(k), 0});
         }
     }
@@ -126,7 +133,7 @@ struct Gemm : Shape {
         emit<Shape>(sum, out);
     }
     __device__ void store(const GroupedTiles::Tile& tile, u32 group, OutputConsumer<Gemm>& out) const {
-        store_sum<Shape>(out, &parameters.c, {tile.column * Shape::columns, tile.row * Shape::rows + 64 * static_cast<int>(group), 0});
+        store_sum<Shape>(out, &parameters.c, {tile.column * Shape::columns, tile.row * Shape::rows + Shape::first_row(group), 0});
     }
 };
 

@@ -22,12 +22,12 @@ namespace peerlane {
 struct GemmReduceScatterParameters {
     TensorMap a, b;              // as in GemmParameters, third dimension of extent 1
     TensorMap out;               // (n, local_rows, 1)
-    TensorMap partials;          // own slots: (n, local_rows, 2 W), third index buffer * W + source, boxes of all rows of a tile
+    TensorMap partials;          // own slots: (n, local_rows, 2 W), third index buffer * W + source, boxes of a block's rows of a tile
     TensorMap slots[max_ranks];  // the same of every other rank, boxes of 64 rows
     GroupedTiles tiles;          // of the rows of one rank
     u32 k, local_rows;
     u32 lag;                     // how many numbers own tiles come behind the others'; the same on all ranks
-    u64 flags;                   // in the arena: Peers::flag_bytes(tiles.count() * consumer groups)
+    u64 flags;                   // in the arena: Peers::flag_bytes(tiles.count() * consumer groups of a cluster)
     u64 epochs;                  // in the arena: u32[max_epoch_blocks]
 };
 
@@ -67,7 +67,7 @@ struct GemmReduceScatter : Shape {
     }
 
     __device__ void load(const Tile& tile, InputProducer<GemmReduceScatter>& in) const {
-        const int row = tile.owner * static_cast<int>(parameters.local_rows) + tile.row;
+        const int own_row = tile.row + Shape::first_row(), row = tile.owner * static_cast<int>(parameters.local_rows) + own_row;
         for (u32 k = 0; k < parameters.k; k += Shape::depth) {
             load_step<Shape>(in, {&parameters.a, row, static_cast<int>(k), 0}, {&parameters.b, tile.column, static_cast<int>(k), 0});
         }
@@ -77,7 +77,7 @@ struct GemmReduceScatter : Shape {
             peers(loader).wait_slots(source, flag_of(tile, 0), Shape::roles.consumer_groups, epoch);
             for (int column = 0; column < Shape::columns; column += Shape::Partial::columns) {
                 in.fill(Shape::Partial::bytes, [&](auto& slot, u64* full) {
-                    slot.partial.load(&parameters.partials, full, {tile.column + column, tile.row, slot_of(source)});
+                    slot.partial.load(&parameters.partials, full, {tile.column + column, own_row, slot_of(source)});
                 });
             }
         }
@@ -97,7 +97,7 @@ struct GemmReduceScatter : Shape {
     }
 
     __device__ void store(const Tile& tile, u32 group, OutputConsumer<GemmReduceScatter>& out) const {
-        const int row = tile.row + 64 * static_cast<int>(group);
+        const int row = tile.row + Shape::first_row(group);
         if (tile.owner == arena.rank) {
             store_sum<Shape>(out, &parameters.out, {tile.column, row, 0});
         } else {
@@ -108,7 +108,7 @@ struct GemmReduceScatter : Shape {
 
   private:
     __device__ int slot_of(u32 source) const { return static_cast<int>((epoch & 1) * W + source); }
-    __device__ static u32 flag_of(const Tile& tile, u32 group) { return tile.number * Shape::roles.consumer_groups + group; }
+    __device__ static u32 flag_of(const Tile& tile, u32 group) { return tile.number * (Shape::rows / 64) + Shape::group_of_tile(group); }
     __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
 };
 

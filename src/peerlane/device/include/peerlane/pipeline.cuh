@@ -16,7 +16,8 @@ struct Ring {
     u64 full[Slots];
     u64 empty[Slots];
 
-    // By one thread, before ptx::mbarrier_init_fence and a barrier of the block. `producers` warps fill a slot, `consumers` warps release it.
+    // By one thread, before ptx::mbarrier_init_fence and a barrier of the block, or of the cluster. `producers` warps fill a slot, `consumers`
+    // warps release it.
     __device__ void init(u32 producers, u32 consumers) {
         for (int slot = 0; slot < Slots; ++slot) {
             ptx::mbarrier_init(full + slot, producers);
@@ -108,8 +109,9 @@ class StoreProducer {
     Cursor<slots> at_;
 };
 
-// The using end, for whole warps.
-template <class T, int slots>
+// The using end, for whole warps. A ring whose copies go to all `blocks` of a cluster is filled when all of them have room: warps release the
+// slot in each, and Ring::init counts the consumers of all.
+template <class T, int slots, int blocks = 1>
 class Consumer {
   public:
     __device__ Consumer(T* buffers, Ring<slots>& ring) : buffers_(buffers), ring_(ring) {}
@@ -125,7 +127,14 @@ class Consumer {
     // This warp is done with the oldest slot that it has waited for and not released.
     __device__ void release() {
         __syncwarp();
-        if (ptx::elect_one()) ptx::mbarrier_arrive(ring_.empty + oldest_.slot);
+        if (ptx::elect_one()) {
+            u64* empty = ring_.empty + oldest_.slot;
+            if constexpr (blocks == 1) {
+                ptx::mbarrier_arrive(empty);
+            } else {
+                for (u32 block = 0; block < blocks; ++block) ptx::mbarrier_arrive_at(empty, block);
+            }
+        }
         oldest_.advance();
     }
 

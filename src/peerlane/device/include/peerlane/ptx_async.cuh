@@ -42,6 +42,29 @@ __device__ inline bool mbarrier_try_wait(u64* barrier, u32 parity) {
     return done != 0;
 }
 
+// ---- clusters: neighbouring blocks of a grid that run at the same time and reach each other's shared memory ---------------------------------
+
+// This block's number in its cluster. Blocks of a cluster have the same layout of shared memory.
+__device__ inline u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// By all threads of the cluster's blocks: until all have come. Shows them the mbarriers that were initialised before mbarrier_init_fence, and
+// orders no other memory. No block may end while others still copy to it or arrive at its mbarriers.
+__device__ inline void cluster_barrier() { asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory"); }
+
+// An arrival at the mbarrier that lies in block `rank` of the cluster where `barrier` lies in this one. It says that this thread has read what
+// it waited for, and publishes no writes: that would take a fence of the whole GPU.
+__device__ inline void mbarrier_arrive_at(u64* barrier, u32 rank) {
+    asm volatile(
+        "{\n\t.reg .b32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\tmbarrier.arrive.shared::cluster.b64 _, [there];\n\t}" ::"r"(
+            shared_address(barrier)),
+        "r"(rank)
+        : "memory");
+}
+
 // ---- bulk copies ----------------------------------------------------------------------------------------------------------------------
 
 // Global (own or a peer's) to shared memory; the bytes count towards the mbarrier's phase when they have landed.

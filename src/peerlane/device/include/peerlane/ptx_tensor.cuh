@@ -36,6 +36,15 @@ __device__ inline void tensor_load(void* shared, const TensorMap* map, u64* barr
                  : "memory");
 }
 
+// The same into every block of the cluster whose bit is set in `blocks`: to where `shared` lies in it, counted at its own `barrier`.
+__device__ inline void tensor_load_to(u16 blocks, void* shared, const TensorMap* map, u64* barrier, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::
+            "r"(shared_address(shared)),
+        "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "h"(blocks)
+        : "memory");
+}
+
 // ---- shared to global; what threads wrote to shared memory must be behind fence_proxy_async_shared and a barrier --------------------------
 
 __device__ inline void tensor_store(const TensorMap* map, const void* shared, int x, int y) {

@@ -33,6 +33,15 @@ struct RoleTable {
     }
 };
 
+// Blocks of a cluster work on one tile, each on its part, and share what `load` copies to all of them: a kernel type with more than one says so by a
+// member `cluster_blocks`. Its `load` fills the input ring as often in each of them. It is launched with __cluster_dims__ of as many, and numbers of
+// communicator blocks and of all blocks that are multiples of it.
+template <class Kernel>
+constexpr int cluster_blocks = 1;
+template <class Kernel>
+    requires requires { Kernel::cluster_blocks; }
+constexpr int cluster_blocks<Kernel> = Kernel::cluster_blocks;
+
 // Row panels in groups of `group_rows`, each group column by column: neighbours in the order share operands while they are in L2.
 struct GroupedTiles {
     u32 rows, columns, group_rows;  // in tiles
@@ -64,7 +73,7 @@ struct TileClaims {
 
 constexpr int claim_slots = 2;  // tiles that a block claims ahead
 
-// A kernel whose tiles are claimed has a member `u32 claim() const`; otherwise block b of B takes tiles b, b + B, ...
+// A kernel whose tiles are claimed has a member `u32 claim() const`; otherwise block (cluster) b of B takes tiles b, b + B, ...
 template <class Kernel>
 concept ClaimsTiles = requires(const Kernel& kernel) { kernel.claim(); };
 
@@ -127,7 +136,9 @@ class TileStream {
 template <class Kernel>
 using InputProducer = CopyProducer<typename Kernel::Input, Kernel::input_slots>;
 template <class Kernel>
-using InputConsumer = Consumer<typename Kernel::Input, Kernel::input_slots>;
+using InputConsumer = Consumer<typename Kernel::Input, Kernel::input_slots, cluster_blocks<Kernel>>;
+template <class Kernel>
+using SenderInput = Consumer<typename Kernel::Input, Kernel::input_slots>;  // of a communicator block, which shares nothing
 template <class Kernel>
 using OutputProducer = StoreProducer<typename Kernel::Output, Kernel::output_slots>;
 template <class Kernel>
@@ -138,26 +149,32 @@ template <class Kernel>
 __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks = 0) {
     constexpr RoleTable roles = Kernel::roles;
     static_assert(roles.fits(), "the registers of all warpgroups exceed a block's 65536");
+    constexpr u32 blocks = cluster_blocks<Kernel>;
+    static_assert(blocks == 1 || !ClaimsTiles<Kernel>, "blocks of a cluster work on the same tile, each claims its own");
     static_assert(!requires { &Kernel::communicate; } || roles.consumer_groups <= 2, "with three groups of consumers there is no spare warp");
     auto& memory = *reinterpret_cast<RoleMemory<Kernel>*>(ptx::dynamic_shared());
     const u32 warp = threadIdx.x / 32;
     const bool communicates = blockIdx.x < communicator_blocks;
     if (threadIdx.x == 0) {
-        memory.input_ring.init(1, communicates ? 1 : 4 * roles.consumer_groups);
+        memory.input_ring.init(1, communicates ? 1 : 4 * roles.consumer_groups * blocks);
         for (auto& ring : memory.output_ring) ring.init(4, 1);
         memory.claim_ring.init(1, 5 * roles.consumer_groups);
         ptx::mbarrier_init_fence();
     }
-    __syncthreads();
+    if constexpr (blocks == 1) {
+        __syncthreads();
+    } else {
+        ptx::cluster_barrier();
+    }
 
-    TileStream<Kernel> tiles(kernel, memory, blockIdx.x - communicator_blocks, gridDim.x - communicator_blocks);
+    TileStream<Kernel> tiles(kernel, memory, (blockIdx.x - communicator_blocks) / blocks, (gridDim.x - communicator_blocks) / blocks);
     if (communicates) {
         if constexpr (requires { &Kernel::fetch; }) {
             if (warp == 0) {
                 InputProducer<Kernel> in(memory.input, memory.input_ring);
                 kernel.fetch(blockIdx.x, communicator_blocks, in);
             } else if (warp == 1) {
-                InputConsumer<Kernel> in(memory.input, memory.input_ring);
+                SenderInput<Kernel> in(memory.input, memory.input_ring);
                 kernel.send(blockIdx.x, communicator_blocks, in);
             }
         }
@@ -182,6 +199,7 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
         OutputProducer<Kernel> out(memory.output[group], memory.output_ring[group]);
         tiles.template each<false>([&](const auto& tile) { kernel.compute(tile, group, in, out); });
     }
+    if constexpr (blocks > 1) ptx::cluster_barrier();
 }
 
 }  // namespace peerlane

@@ -77,6 +77,26 @@ struct Operand : SharedTile<E, major == Major::k ? Span : panel_columns, major =
         }
     }
 
+    // This block's part of a tile that all `blocks` of the cluster use: they load a part each, into all of them. Boxes of the map are a panel, or
+    // a part's rows. For one thread of each block; all of the tile's `bytes` count towards every block's barrier.
+    template <int blocks>
+    __device__ void load_part(const TensorMap* map, u64* barrier, int outer, int inner, int z) {
+        if constexpr (blocks == 1) {
+            this->load(map, barrier, place(outer, inner, z));
+        } else {
+            constexpr int part = Span / blocks;
+            static_assert(Span % (blocks * panel_columns) == 0);
+            const int first = static_cast<int>(ptx::cluster_rank()) * part;
+            constexpr int step = major == Major::k ? part : panel_columns;
+#pragma unroll
+            for (int at = 0; at < part; at += step) {
+                char* target = major == Major::k ? this->data + (first + at) * 128 : this->panel((first + at) / panel_columns);
+                const Place3 from = place(outer + first + at, inner, z);
+                ptx::tensor_load_to((1 << blocks) - 1, target, map, barrier, from.x, from.y, from.z);
+            }
+        }
+    }
+
     // From m (or n) = `outer`, k = `inner` on.
     __device__ static Place3 place(int outer, int inner, int z) { return major == Major::k ? Place3{inner, outer, z} : Place3{outer, inner, z}; }
 };

@@ -11,10 +11,18 @@ PEERLANE_INLINE u32 shared_address(const void* pointer) { return emulator::peerl
 // ---- mbarriers
 
 PEERLANE_INLINE void mbarrier_init(u64* barrier, u32 arrivals) { emulator::peerlane_mbarrier_init(barrier, arrivals); }
-PEERLANE_INLINE void mbarrier_init_fence() { emulator::peerlane_proxy_fence(emulator::shared_proxy); }
+PEERLANE_INLINE void mbarrier_init_fence() { emulator::peerlane_mbarrier_init_fence(); }
 PEERLANE_INLINE void mbarrier_arrive(u64* barrier) { emulator::peerlane_mbarrier_arrive(barrier, 0); }
 PEERLANE_INLINE void mbarrier_arrive_expect(u64* barrier, u32 bytes) { emulator::peerlane_mbarrier_arrive(barrier, bytes); }
 PEERLANE_INLINE bool mbarrier_try_wait(u64* barrier, u32 parity) { return emulator::peerlane_mbarrier_try_wait(barrier, parity); }
+
+// ---- clusters
+
+PEERLANE_INLINE u32 cluster_rank() { return emulator::peerlane_cluster_rank(); }
+PEERLANE_INLINE void cluster_barrier() { emulator::peerlane_cluster_barrier(); }
+PEERLANE_INLINE void mbarrier_arrive_at(u64* barrier, u32 rank) {
+    emulator::peerlane_mbarrier_arrive(static_cast<u64*>(emulator::peerlane_cluster_pointer(barrier, rank)), 0);
+}
 
 // ---- bulk copies
 

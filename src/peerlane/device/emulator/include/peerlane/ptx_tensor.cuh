@@ -69,6 +69,18 @@ PEERLANE_INLINE void load(void* shared, const TensorMap* map, u64* barrier, cons
     emulator::peerlane_async(segments.list(), segments.count(), emulator::Combine::replace, barrier, emulator::bulk_queue);
 }
 
+// One copy for each block, which are done at different times.
+PEERLANE_INLINE void load_to(u16 blocks, void* shared, const TensorMap* map, u64* barrier, const Place& place) {
+    for (u32 block = 0; blocks >> block; ++block) {
+        if (!(blocks >> block & 1)) continue;
+        emulator::Segments segments;
+        const long long away = static_cast<char*>(emulator::peerlane_cluster_pointer(shared, block)) - static_cast<char*>(shared);
+        each_piece(*map, shared, place, [&](char* global, char* piece, u32 bytes) { segments.add(piece + away, global, bytes); });
+        u64* const there = static_cast<u64*>(emulator::peerlane_cluster_pointer(barrier, block));
+        emulator::peerlane_async(segments.list(), segments.count(), emulator::Combine::replace, there, emulator::bulk_queue);
+    }
+}
+
 PEERLANE_INLINE void store(const TensorMap* map, const void* shared, emulator::Combine combine, const Place& place) {
     emulator::Segments segments;
     each_piece(*map, shared, place, [&](char* global, char* piece, u32 bytes) {
@@ -86,6 +98,9 @@ PEERLANE_INLINE void tensor_load(void* shared, const TensorMap* map, u64* barrie
 }
 PEERLANE_INLINE void tensor_load(void* shared, const TensorMap* map, u64* barrier, int x, int y, int z) {
     tensor::load(shared, map, barrier, {3, {x, y, z}});
+}
+PEERLANE_INLINE void tensor_load_to(u16 blocks, void* shared, const TensorMap* map, u64* barrier, int x, int y, int z) {
+    tensor::load_to(blocks, shared, map, barrier, {3, {x, y, z}});
 }
 PEERLANE_INLINE void tensor_store(const TensorMap* map, const void* shared, int x, int y) {
     tensor::store(map, shared, emulator::Combine::replace, {2, {x, y, 0}});

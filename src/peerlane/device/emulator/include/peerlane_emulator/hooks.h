@@ -68,8 +68,16 @@ char* peerlane_dynamic_shared();
 unsigned peerlane_shared_address(const void* pointer);
 void* peerlane_shared_pointer(unsigned address);
 
+// ---- clusters
+unsigned peerlane_cluster_rank();
+// All threads of the cluster's blocks meet. Orders what came before an mbarrier_init_fence, and nothing else.
+void peerlane_cluster_barrier();
+// Where block `rank` of the cluster has what lies at `pointer` in this block's shared memory.
+void* peerlane_cluster_pointer(const void* pointer, unsigned rank);
+
 // ---- asynchronous operations: they read and write at a time of their own between issue and wait
 void peerlane_mbarrier_init(unsigned long long* barrier, unsigned arrivals);
+void peerlane_mbarrier_init_fence();
 void peerlane_mbarrier_arrive(unsigned long long* barrier, unsigned expected_bytes);
 bool peerlane_mbarrier_try_wait(unsigned long long* barrier, unsigned parity);
 // With an mbarrier the operation counts its bytes there, without one it belongs to the open group of the thread's queue.
