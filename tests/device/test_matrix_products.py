@@ -90,9 +90,10 @@ def test_a_grid_that_can_not_be_resident_is_refused() -> None:
 @pytest.mark.parametrize("m", [1, 8, 33, 128, 4093, 8192])
 @pytest.mark.parametrize("local_k", [8, 128, 1792, 2048])
 def test_pieces_suit_every_tiling_and_plans_suit_the_gpu(m: int, local_k: int, communicator_blocks: int) -> None:
-    rows = all_gather_gemm.choose_piece_rows(m, local_k, communicator_blocks or 132)
-    assert all(tiling.block_rows % rows == 0 for tiling in TILINGS)
-    pieces = -(-m // rows)
-    chosen = all_gather_gemm.plan(m, 4096, 4 * local_k, pieces, 132, communicator_blocks)
-    assert chosen.communicator_blocks == min(communicator_blocks, pieces) and chosen.communicator_blocks < chosen.grid <= 132
+    pieces = all_gather_gemm.choose_pieces(m, local_k, communicator_blocks)
+    assert all(tiling.block_rows % pieces.rows == 0 for tiling in TILINGS)
+    assert pieces.columns == local_k or (pieces.columns % gemm.PANEL == 0 and not communicator_blocks)
+    chosen = all_gather_gemm.plan(pieces, 4096, 4 * local_k, 132, communicator_blocks)
+    assert (chosen.communicator_blocks > 0) == (communicator_blocks > 0) and chosen.communicator_blocks < chosen.grid <= 132
+    assert chosen.communicator_blocks % chosen.tiling.blocks == 0 and chosen.grid % chosen.tiling.blocks == 0
     assert chosen.tiles.rows * chosen.tiling.rows >= m

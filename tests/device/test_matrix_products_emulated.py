@@ -3,6 +3,7 @@ caught."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,15 +39,46 @@ def reduce_scatter(world_size: int = 2, calls: int = 2) -> Scenario:
     return emulated.gemm_reduce_scatter_calls(space, [72, 13, 64, 8][:world_size], calls=calls, grid=1)
 
 
+def reduce_scatter_of_pairs(world_size: int = 2) -> Scenario:
+    """One cluster of two blocks; of the second of two tiles' rows the first block has some and the second none."""
+    space = gemm_reduce_scatter.Workspace(140, 136, torch.bfloat16, world_size, PAIR)
+    return emulated.gemm_reduce_scatter_calls(space, [72, 13, 64][:world_size], calls=2, grid=2)
+
+
 def all_gather(world_size: int = 2, calls: int = 3, communicator_blocks: int = 0) -> Scenario:
-    """Three pieces of rows, of which the last is short; shards that end within a step; a block that only communicates, or two."""
-    space = all_gather_gemm.Workspace(40, 13, torch.bfloat16, world_size, piece_rows=16)
+    """Pieces of rows, of which the last is short, and of columns, whose last ends within a step; a block that only communicates, or two."""
+    pieces = all_gather_gemm.Pieces(40, 72, rows=16, columns=72 if communicator_blocks else 64)
+    space = all_gather_gemm.Workspace(pieces, torch.bfloat16, world_size)
     plan = all_gather_gemm.Plan(SMALL, SMALL.grouped(40, 72), grid=3, communicator_blocks=communicator_blocks)
     return emulated.all_gather_gemm_calls(space, 72, plan, calls=calls)
 
 
+def all_gather_of_pairs(world_size: int = 2, communicator_blocks: int = 0) -> Scenario:
+    """Two clusters, one of which may communicate; rows as above."""
+    pieces = all_gather_gemm.Pieces(140, 72, rows=16, columns=72 if communicator_blocks else 64)
+    space = all_gather_gemm.Workspace(pieces, torch.bfloat16, world_size)
+    plan = all_gather_gemm.Plan(PAIR, PAIR.grouped(140, 136), grid=4, communicator_blocks=communicator_blocks)
+    return emulated.all_gather_gemm_calls(space, 136, plan, calls=2)
+
+
 def test_a_product_is_right_and_nothing_in_it_is_unordered() -> None:
     report = check(plain(), schedules=4)
+    assert report.clean, str(report)
+
+
+@pytest.mark.parametrize("b_major", ["mn", "k"])
+def test_blocks_of_a_cluster_share_an_operand(b_major: gemm.Major) -> None:
+    report = check(emulated.plain_product(136, 136, 136, PAIR, grid=4, majors=("k", b_major)), schedules=4)
+    assert report.clean, str(report)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [reduce_scatter_of_pairs, all_gather_of_pairs, lambda: all_gather_of_pairs(3, communicator_blocks=2)],
+    ids=["reduce_scatter", "all_gather by warps", "all_gather by blocks"],
+)
+def test_clusters_communicate_as_blocks_do(scenario: Callable[[], Scenario]) -> None:
+    report = check(scenario(), schedules=2)
     assert report.clean, str(report)
 
 
@@ -96,6 +128,23 @@ class Twin:
 
 
 TWINS = {
+    "slot given back to one block of the cluster": Twin(
+        "plain_of_pairs",
+        "pipeline.cuh",
+        "for (u32 block = 0; block < blocks; ++block)",
+        "for (u32 block = 0; block < 1; ++block)",
+        frozenset({"deadlock", "trap", "misuse"}),
+    ),
+    "block ends before its neighbour": Twin(
+        "plain_of_pairs", "roles.cuh", "            if constexpr (blocks > 1) in.drain();\n", "", frozenset({"misuse"})
+    ),
+    "both blocks load the same part": Twin(
+        "plain_of_pairs",
+        "tile.cuh",
+        "static_cast<int>(ptx::cluster_rank()) * part;",
+        "0;",
+        frozenset({"race", "wrong_result"}),
+    ),
     "operand steps too short": Twin(
         "plain", "tile.cuh", "step * (mma_depth * 128)", "step * (mma_depth * 64)", frozenset({"wrong_result"})
     ),
@@ -120,17 +169,17 @@ TWINS = {
     "no wait": Twin(
         "all_gather",
         "all_gather_gemm.cuh",
-        "if (step > 0) wait_for_rows(row, source);",
+        "wait_for_rows(row, piece, source);",
         "",
         frozenset({"race", "wrong_result"}),
     ),
     "rows told of too early": Twin(
         "all_gather",
         "all_gather_gemm.cuh",
-        "            peers(communicator).store_all(gathered_place(at), parameters.local + at, end - at);\n"
-        "            peers(communicator).signal_all(piece, epoch);\n",
-        "            peers(communicator).signal_all(piece, epoch);\n"
-        "            peers(communicator).store_all(gathered_place(at), parameters.local + at, end - at);\n",
+        "            peers(communicator).store_all(gathered_place(at), parameters.local + at, rows);\n"
+        "            peers(communicator).signal_all(flag, epoch);\n",
+        "            peers(communicator).signal_all(flag, epoch);\n"
+        "            peers(communicator).store_all(gathered_place(at), parameters.local + at, rows);\n",
         frozenset({"race"}),
     ),
     "own tile before the others'": Twin(
@@ -146,6 +195,14 @@ TWINS = {
 }
 
 
+SCENARIOS: dict[str, Callable[[], Scenario]] = {
+    "plain": plain,
+    "plain_of_pairs": plain_of_pairs,
+    "reduce_scatter": reduce_scatter,
+    "all_gather": all_gather,
+}
+
+
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_line_wrong_is_caught(name: str, tmp_path: Path) -> None:
     twin = TWINS[name]
@@ -153,7 +210,7 @@ def test_a_twin_with_one_line_wrong_is_caught(name: str, tmp_path: Path) -> None
     assert text.count(twin.line) == 1
     (tmp_path / "peerlane").mkdir()
     (tmp_path / "peerlane" / twin.header).write_text(text.replace(twin.line, twin.instead))
-    scenario = {"plain": plain, "reduce_scatter": reduce_scatter, "all_gather": all_gather}[twin.scenario]()
+    scenario = SCENARIOS[twin.scenario]()
     scenario.include_dirs = (tmp_path,)
     report = check(scenario, schedules=3)
     assert {finding.kind for finding in report.findings} & twin.kinds, str(report)

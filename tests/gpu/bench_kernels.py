@@ -4,7 +4,7 @@
 
 A quick look for those who change a kernel: calls of one kind back to back on the same tensors, nothing judged but the size of the error.
 What is published comes from `peerlane eval`, which mints inputs anew and compares every answer. Times are the slowest rank's, in
-microseconds, the median of five stretches of calls.
+microseconds, the median of five stretches of calls, which take turns with those of what it is compared with.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ SIZES = tuple(1 << power for power in (11, 14, 16, 18, 19, 20, 21, 22, 23, 24, 2
 WIDTHS = (1024, 2048, 4096, 8192, 16384)
 PORT_GBPS = 375.0
 """What a port takes in at most, by `peerlane doctor --measure` on 2x H200; for the bound of the fused kernels."""
+STRETCHES = 5
 Call = Callable[[], Any]
 
 
@@ -46,26 +48,26 @@ def replay(call: Call) -> Call:
     return graph.replay
 
 
-def microseconds(call: Call, calls: int) -> float:
-    graph = replay(call)
-    for _ in range(3):
-        graph()
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(400_000)  # so that the host is ahead
-        start.record()
-        for _ in range(calls):
-            graph()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / calls * 1e3)
-    slowest = torch.tensor([sorted(times)[2]], device="cuda")
+def microseconds(*calls: Call, count: int) -> list[float]:
+    """Of each kind of call, which take turns: a GPU that computes becomes slower as it becomes warm, and all should see the same of it."""
+    graphs = [replay(call) for call in calls]
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(STRETCHES + 1):
+        for graph, known in zip(graphs, times, strict=True):
+            torch.cuda.synchronize()
+            dist.barrier()
+            torch.cuda.synchronize()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(400_000)  # so that the host is ahead
+            start.record()
+            for _ in range(count):
+                graph()
+            end.record()
+            end.synchronize()
+            known.append(start.elapsed_time(end) / count * 1e3)
+    slowest = torch.tensor([statistics.median(known[1:]) for known in times], device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return round(slowest.item(), 2)
+    return [round(us, 2) for us in slowest.tolist()]
 
 
 def collective_calls(kit: Communicator, rank: int, world: int, nbytes: int) -> dict[str, tuple[Call, Call]]:
@@ -91,7 +93,7 @@ def collectives(rank: int, world: int) -> Iterator[dict[str, Any]]:
     for size in SIZES:
         calls = 100 if size <= 1 << 20 else max(5, min(100, int(2e9 / (size * world))))
         for name, (ours, nccl) in collective_calls(kit, rank, world, size).items():
-            ours_us, nccl_us = microseconds(ours, calls), microseconds(nccl, calls)
+            ours_us, nccl_us = microseconds(ours, nccl, count=calls)
             yield {"op": name, "bytes": size, "ours_us": ours_us, "nccl_us": nccl_us, "ratio": round(nccl_us / ours_us, 2)}
 
 
@@ -136,7 +138,7 @@ def fused(rank: int, world: int) -> Iterator[dict[str, Any]]:
         calls = max(4, min(100, int(4e13 / width**3)))
         for name, make in (("gemm_rs", gemm_and_reduce_scatter), ("ag_gemm", all_gather_and_gemm)):
             work = make(width, world)
-            product_us, ours_us, nccl_us = (microseconds(call, calls) for call in (work.product, work.ours, work.nccl))
+            product_us, ours_us, nccl_us = microseconds(work.product, work.ours, work.nccl, count=calls)
             got, want, port_us = work.ours().float(), work.nccl().float(), work.port_bytes / PORT_GBPS / 1e3
             yield {
                 "op": name,
@@ -159,9 +161,7 @@ def product(rank: int, world: int) -> Iterator[dict[str, Any]]:
         a, b = (torch.randn(width, width, device="cuda", dtype=BF16) for _ in range(2))
         out, want = torch.empty_like(a), torch.mm(a, b)
         calls = max(4, int(4e13 / width**3))
-        cublas_us = microseconds(lambda: torch.mm(a, b, out=want), calls)  # noqa: B023
-        ours = gemm.bind(a, b, out)
-        ours_us = microseconds(ours, calls)
+        ours_us, cublas_us = microseconds(gemm.bind(a, b, out), lambda: torch.mm(a, b, out=want), count=calls)  # noqa: B023
         difference = (out.float() - want.float()).abs().max() / want.float().abs().max()
         yield {
             "op": "gemm",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,13 @@ from peerlane.errors import UsageError
 
 MAX_EPOCH_BLOCKS = 256  # of arena.cuh
 
-_PIECE_BYTES = 32 << 10
-"""What one signal speaks for at most: a dozen us of a warp's stores, so that a signal costs little and rows do not come late."""
+_PIECE_BYTES, _BLOCKS_PIECE_BYTES = 16 << 10, 32 << 10
+"""What one signal speaks for at most, of a warp and of a communicator block: a dozen us of stores, so that a signal costs little and pieces
+do not come late."""
 _SHORT_PIECE_BYTES = 4 << 10
 """What pieces are not cut below to have one for every sender."""
+_PIECE_COLUMNS, _COLUMN_PIECES = 256, 4
+"""Columns are cut into as many pieces, none of them narrower than this: rows of 512 bytes are what a warp stores at a time."""
 _KEPT_LAUNCHES = 512
 
 
@@ -37,40 +41,71 @@ class Parameters(ctypes.Structure):
         ("b", TensorMap),
         ("out", TensorMap),
         ("tiles", GroupedTiles),
+        ("pieces", GroupedTiles),
         ("m", ctypes.c_uint32),
         ("local_k", ctypes.c_uint32),
         ("row_bytes", ctypes.c_uint32),
         ("piece_rows", ctypes.c_uint32),
+        ("piece_columns", ctypes.c_uint32),
         ("communicator_blocks", ctypes.c_uint32),
         ("local", ctypes.c_uint64),
         ("gathered_at", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
         ("epochs", ctypes.c_uint64),
+        ("padding", ctypes.c_uint32 * 12),
     )
 
 
-def choose_piece_rows(m: int, local_k: int, senders: int) -> int:
-    """Rows that one signal speaks for: enough bytes to make a signal cheap, but pieces for all senders. Divides the rows of every tiling's
-    blocks."""
-    rows, row_bytes = 64, local_k * ELEMENT_BYTES
+@dataclass(frozen=True)
+class Pieces:
+    """Shards of (m, local_k) in pieces of (rows, columns), of which each has a signal."""
 
-    def too_large() -> bool:
-        return rows * row_bytes > _PIECE_BYTES or (m < rows * senders and rows * row_bytes > _SHORT_PIECE_BYTES)
+    m: int
+    local_k: int
+    rows: int
+    columns: int
 
-    while rows > 1 and too_large():
-        rows //= 2
-    return rows
+    @property
+    def grid(self) -> tuple[int, int]:
+        return -(-self.m // self.rows), -(-self.local_k // self.columns)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.columns * ELEMENT_BYTES
+
+
+def choose_pieces(m: int, local_k: int, communicator_blocks: int = 0) -> Pieces:
+    """Pieces of enough bytes to make a signal cheap, but some for all senders. Rows divide those of every tiling's blocks; communicator
+    blocks send whole rows."""
+    senders, limit, columns = communicator_blocks, _BLOCKS_PIECE_BYTES, local_k
+    if not communicator_blocks:
+        senders, limit = gemm.TYPICAL_SM_COUNT, _PIECE_BYTES
+        columns = min(local_k, max(_PIECE_COLUMNS, -(-local_k // (_COLUMN_PIECES * gemm.PANEL)) * gemm.PANEL))
+    pieces = Pieces(m, local_k, 64, columns)
+    while pieces.rows > 1 and (pieces.nbytes > limit or (pieces.count < senders and pieces.nbytes > _SHORT_PIECE_BYTES)):
+        pieces = replace(pieces, rows=pieces.rows // 2)
+    return pieces
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where gathered rows, flags and epochs lie in the arena, for left operands of (m, local_k) on each of ``world_size`` ranks."""
+    """Where gathered pieces, flags and epochs lie in the arena, for left operands of (m, local_k) on each of ``world_size`` ranks."""
 
-    m: int
-    local_k: int
+    pieces: Pieces
     dtype: torch.dtype
     world_size: int
-    piece_rows: int
+
+    @property
+    def m(self) -> int:
+        return self.pieces.m
+
+    @property
+    def local_k(self) -> int:
+        return self.pieces.local_k
 
     @property
     def gathered_bytes(self) -> int:
@@ -78,15 +113,11 @@ class Workspace:
 
     @property
     def flags_bytes(self) -> int:
-        return self.pieces * self.world_size * LINE_BYTES
+        return self.pieces.count * self.world_size * LINE_BYTES
 
     @property
     def nbytes(self) -> int:
         return self.gathered_bytes + self.flags_bytes + 4 * MAX_EPOCH_BLOCKS + 2 * 1024
-
-    @property
-    def pieces(self) -> int:
-        return -(-self.m // self.piece_rows)
 
     def specs(self, a: TensorPlace, b: TensorPlace, out: TensorPlace, gathered: int, tiling: Tiling) -> dict[str, TensorMapSpec]:
         """All maps of a launch, by the field they go to; ``gathered`` is the address of this rank's gathered rows."""
@@ -100,15 +131,22 @@ class Workspace:
             "out": gemm.result_map(out.split(1)),
         }
 
+    def order(self, plan: Plan) -> GroupedTiles:
+        """Pieces in the order in which a plan's tiles use them."""
+        rows, columns = self.pieces.grid
+        return GroupedTiles(rows=rows, columns=columns, group_rows=plan.tiles.group_rows * plan.tiling.rows // self.pieces.rows)
+
     def parameters(self, maps: Mapping[str, TensorMap], plan: Plan, a: int, gathered_at: int, flags: int, epochs: int) -> Parameters:
         """``a`` is the address of this rank's left operand, the others are offsets in the arena."""
         return Parameters(
             **maps,
             tiles=plan.tiles,
+            pieces=self.order(plan),
             m=self.m,
             local_k=self.local_k,
             row_bytes=gemm.row_stride(self.local_k) * ELEMENT_BYTES,
-            piece_rows=self.piece_rows,
+            piece_rows=self.pieces.rows,
+            piece_columns=self.pieces.columns,
             communicator_blocks=plan.communicator_blocks,
             local=a,
             gathered_at=gathered_at,
@@ -128,9 +166,9 @@ class Plan:
     communicator_blocks: int
 
 
-def plan(m: int, n: int, k: int, pieces: int, sm_count: int, communicator_blocks: int = 0) -> Plan:
-    """The launch for an (m, n) result of ``k`` in all, whose rows come in ``pieces``."""
-    communicators = min(communicator_blocks, pieces)
+def plan(pieces: Pieces, n: int, k: int, sm_count: int, communicator_blocks: int = 0) -> Plan:
+    """The launch for a result of ``n`` columns and ``k`` in all."""
+    communicators, m = min(communicator_blocks, pieces.count), pieces.m
     tiling = gemm.choose_tiling(m, n, k, sm_count - communicators)
     communicators = -(-communicators // tiling.blocks) * tiling.blocks
     computing = tiling.whole(sm_count - communicators)
@@ -139,7 +177,7 @@ def plan(m: int, n: int, k: int, pieces: int, sm_count: int, communicator_blocks
     tiles = GroupedTiles(rows=rows, columns=columns, group_rows=min(rows, -(-computing // (tiling.blocks * columns))))
     needed = rows * columns * tiling.blocks
     if not communicators:
-        needed = max(needed, -(-pieces // tiling.blocks) * tiling.blocks)
+        needed = max(needed, -(-pieces.count // tiling.blocks) * tiling.blocks)
     return Plan(tiling, tiles, communicators + min(needed, computing), communicators)
 
 
@@ -179,8 +217,7 @@ class AllGatherGemm:
                 f"all-gather of ({m}, {local_k}) in {dtype} and GEMM: expected elements, and bfloat16 or float16; convert the operands"
             )
         self.communicator_blocks = communicator_blocks
-        piece_rows = choose_piece_rows(m, local_k, communicator_blocks or gemm.TYPICAL_SM_COUNT)
-        self.workspace = Workspace(m, local_k, dtype, world_size, piece_rows)
+        self.workspace = Workspace(choose_pieces(m, local_k, communicator_blocks), dtype, world_size)
         self.arena = Arena(self.workspace.nbytes, group, timeout_s=timeout_s)
         self.gathered = self.arena.take(self.workspace.gathered_bytes, align=1024)
         self.flags = self.arena.take(self.workspace.flags_bytes)
@@ -211,7 +248,7 @@ class AllGatherGemm:
                 f"operands {tuple(a.shape)} and {tuple(b.shape)} in {a.dtype}: expected ({space.m}, {space.local_k}) and "
                 f"({space.world_size * space.local_k}, n) in {space.dtype}; create an AllGatherGemm for each size"
             )
-        chosen = plan(space.m, b.shape[1], b.shape[0], space.pieces, self.arena.sm_count, self.communicator_blocks)
+        chosen = plan(space.pieces, b.shape[1], b.shape[0], self.arena.sm_count, self.communicator_blocks)
         tiling = chosen.tiling
         cubin = compile_cubin(SOURCE, defines={**tiling.defines(a.dtype, "k", "mn"), "WORLD_SIZE": space.world_size})
         kernel = Kernel(cubin, "all_gather_gemm", on_failure=self.arena.raise_fault)

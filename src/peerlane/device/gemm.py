@@ -26,8 +26,8 @@ TYPICAL_SM_COUNT = 132
 PANEL = 64
 """Elements in a row of a swizzled tile; k of one step."""
 
-# Priors of the model that picks tiles, for an H100: an SM's matrix units at the rate a large product reaches, operands from L2 for one SM and for
-# all of them, and what a tile costs besides (first loads, last stores). Kernels are compared by them, nothing else.
+# Priors of the model that picks tiles, for an H100: an SM's matrix units at the rate a large product reaches, operands from L2 for one SM
+# and for all of them, and what a tile costs besides (first loads, last stores). Kernels are compared by them, nothing else.
 _FLOPS_PER_US = 5.3e6
 _SM_BYTES_PER_US = 1e5
 _L2_BYTES_PER_US = 5.9e6
@@ -55,8 +55,8 @@ class Parameters(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Tiling:
-    """One instance of ``peerlane::GemmShape``: tiles of ``columns`` columns by clusters of ``blocks`` blocks, each of which has 64 ``groups``
-    rows of it, with ``slots`` steps of 64 k in flight."""
+    """One instance of ``peerlane::GemmShape``: tiles of ``columns`` columns by clusters of ``blocks`` blocks, each of which has
+    64 ``groups`` rows of it, with ``slots`` steps of 64 k in flight."""
 
     groups: int
     columns: int
@@ -128,8 +128,8 @@ def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1) -> Tili
 
 
 def operand_map(place: TensorPlace, major: Major, span: int) -> TensorMapSpec:
-    """The map of A or B, (parts, outer, k) or (parts, k, outer), for what a block loads of a ``peerlane::Operand``: ``span`` of its rows (A) or
-    columns (B)."""
+    """The map of A or B, (parts, outer, k) or (parts, k, outer), for what a block loads of a ``peerlane::Operand``: ``span`` of its
+    rows (A) or columns (B)."""
     return place.map((span if major == "k" else PANEL, PANEL))
 
 

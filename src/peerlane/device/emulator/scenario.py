@@ -140,13 +140,13 @@ class Scenario:
         stream: int = 0,
         cluster: int = 1,
     ) -> None:
-        """Add one launch on every rank. ``grid`` may be a function of the rank, to see what happens when ranks disagree. ``cluster`` is what
-        the kernel's __cluster_dims__ says, of which the emulator knows nothing: blocks of that many numbers in a row run at the same time."""
+        """Add one launch on every rank. ``grid`` may be a function of the rank, to see what happens when ranks disagree. ``cluster`` is
+        what the kernel's __cluster_dims__ says, which the emulator does not see: so many blocks in a row run at the same time."""
         for rank in range(self.world_size):
             sizes = (_three(grid(rank) if callable(grid) else grid), _three(block))
             if cluster < 1 or _product(sizes[0]) % cluster:
                 raise UsageError(
-                    f"scenario {self.name!r} launches {_product(sizes[0])} blocks in clusters of {cluster}; expected a multiple of the cluster"
+                    f"scenario {self.name!r} launches {_product(sizes[0])} blocks in clusters of {cluster}; expected a multiple of that"
                 )
             arguments = tuple(self._argument(i, value, rank) for i, value in enumerate(args))
             self.launches.append(Launch(kernel, rank, stream, *sizes, shared_bytes, cluster, arguments))

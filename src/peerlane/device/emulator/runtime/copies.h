@@ -68,6 +68,7 @@ inline void Machine::mbarrier_arrive(std::uint64_t* barrier, std::uint32_t bytes
         current->site = site;
         fatal({"misuse", "more arrivals in a phase of an mbarrier than it was initialised for", {side(*current, "arrives")}});
     }
+    if (Block& block = owner(known.offset, site); &block != current->block) block.arrivals[current->id] = {current->clock, site};
     contribute(known.meeting, *current);
     known.bytes += bytes;
     --known.pending;

@@ -167,6 +167,13 @@ inline void Machine::block_ends(Block& block) {
             }
         }
     }
+    for (const auto& [actor, last] : block.arrivals) {
+        if (at(block.end.sum.seen[View::ordinary], actor) >= last.first) continue;
+        Side arrives = side(*actors_[actor].fiber, "arrives at an mbarrier of another block, which may have ended for all that it knows");
+        arrives.site = last.second;
+        report({"misuse", "", {std::move(arrives)}});
+        break;
+    }
     Stream& stream = *block.stream;
     stream.end.absorb(block.end.sum);
     --stream.live_blocks;

@@ -131,6 +131,7 @@ struct Block {
     std::deque<Mbarrier> mbarriers;
     Meeting end;
     Meeting cluster_barrier;  // of the cluster, in its first block
+    std::unordered_map<Actor, std::pair<Clock, std::uint32_t>> arrivals;  // of other blocks' threads at its mbarriers: the last of each, and its site
 
     Mbarrier* mbarrier(std::uint64_t offset) {
         for (Mbarrier& barrier : mbarriers) {

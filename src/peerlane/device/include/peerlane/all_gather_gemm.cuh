@@ -1,10 +1,11 @@
 // A product whose left operand lies in pieces on all ranks, split along k: out = sum over q of A_q B[q], A_q (m x local_k) on rank q, and
 // B[q] the q-th local_k rows of this rank's own B.
 //
-// This rank's A is pushed to every other rank, some rows at a time, first rows first, with a flag behind each piece. Who pushes, the launch says:
-// a warp of every compute block, by loads and stores, which costs no SM and needs all of them to fill a port; or communicator blocks, by
-// bulk copies, of which a dozen do. Compute blocks go through the rows in the same order; each tile starts with this rank's own A, then takes
-// the others' in the order in which they are sent, and waits for the rows it needs.
+// This rank's A is pushed to every other rank in pieces of some rows and columns, with a flag behind each. Who pushes, the launch says: a warp of
+// every compute block, by loads and stores, which costs no SM and needs all of them to fill a port; or communicator blocks, by bulk copies
+// of whole rows, of which a dozen do. Pieces are sent in the order in which tiles use them: rows in groups, as many as all blocks work on at a
+// time, and within a group its first columns first. Each tile starts with this rank's own A, and goes on with the first columns of every other
+// rank's, then the next ones, waiting for what it needs: so all tiles of a group advance as the pieces come, from all ranks alike.
 //
 // What is gathered is double-buffered by the launch's epoch. A rank that finishes launch e has had pieces of launch e from every other rank, which
 // had therefore finished launch e - 1: what launch e - 1 gathered may be written over in launch e + 1.
@@ -24,12 +25,14 @@ struct AllGatherGemmParameters {
     TensorMap b;         // (n, local_k, W), or (local_k, n, W)
     TensorMap out;       // (n, m, 1)
     GroupedTiles tiles;
+    GroupedTiles pieces;        // in the order in which they are sent
     u32 m, local_k, row_bytes;  // row_bytes: from a row of A to the next, here and where it is gathered
-    u32 piece_rows;      // rows that one signal speaks for; divides a block's rows of a tile
-    u32 communicator_blocks;  // 0: a warp of every compute block pushes
+    u32 piece_rows;             // of the piece that one signal speaks for; divides a block's rows of a tile
+    u32 piece_columns;          // all of them if communicator blocks push, else that or a multiple of a step's depth
+    u32 communicator_blocks;    // 0: a warp of every compute block pushes
     const char* local;   // what `a` describes
     u64 gathered_at;     // in the arena: what `gathered` describes
-    u64 flags;           // in the arena: Peers::flag_bytes(ceil(m / piece_rows))
+    u64 flags;           // in the arena: Peers::flag_bytes(pieces.count())
     u64 epochs;          // in the arena: u32[max_epoch_blocks]
 };
 
@@ -50,16 +53,19 @@ struct AllGatherGemm : Shape {
 
     __device__ void load(const Tile& tile, InputProducer<AllGatherGemm>& in) const {
         const int row = tile.row * Shape::rows + Shape::first_row(), column = tile.column * Shape::columns;
-        for (int step = 0; step < W; ++step) {
-            const int source = rank_after<W>(arena.rank, W - step);
-            if (step > 0) wait_for_rows(row, source);
-            for (u32 k = 0; k < parameters.local_k; k += Shape::depth) {
-                const int depth = static_cast<int>(k);
-                const OperandPlace b{&parameters.b, column, depth, source};
-                if (step == 0) {
-                    load_step<Shape>(in, {&parameters.a, row, depth, 0}, b);
-                } else {
-                    load_step<Shape>(in, {&parameters.gathered, row, depth, slot_of(source)}, b);
+        for (u32 k = 0; k < parameters.local_k; k += Shape::depth) {
+            const int depth = static_cast<int>(k);
+            load_step<Shape>(in, {&parameters.a, row, depth, 0}, {&parameters.b, column, depth, arena.rank});
+        }
+        for (u32 piece = 0; piece < parameters.pieces.columns; ++piece) {
+            const u32 first = piece * parameters.piece_columns;
+            const u32 end = min(first + parameters.piece_columns, parameters.local_k);
+            for (int before = 1; before < W; ++before) {
+                const int source = rank_after<W>(arena.rank, W - before);
+                wait_for_rows(row, piece, source);
+                for (u32 k = first; k < end; k += Shape::depth) {
+                    const int depth = static_cast<int>(k);
+                    load_step<Shape>(in, {&parameters.gathered, row, depth, slot_of(source)}, {&parameters.b, column, depth, source});
                 }
             }
         }
@@ -75,12 +81,12 @@ struct AllGatherGemm : Shape {
         store_sum<Shape>(out, &parameters.out, {tile.column * Shape::columns, tile.row * Shape::rows + Shape::first_row(group), 0});
     }
 
-    // The spare warp of a compute block: own rows straight to every other rank.
+    // The spare warp of a compute block: own pieces straight to every other rank.
     __device__ void communicate(u32 part, u32 parts) const {
         if (parameters.communicator_blocks > 0) return;
-        each_piece(part, parts, [&](u32 piece, u64 at, u64 end) {
-            peers(communicator).store_all(gathered_place(at), parameters.local + at, end - at);
-            peers(communicator).signal_all(piece, epoch);
+        each_piece(part, parts, [&](u32 flag, u64 at, const Rows& rows) {
+            peers(communicator).store_all(gathered_place(at), parameters.local + at, rows);
+            peers(communicator).signal_all(flag, epoch);
         });
     }
 
@@ -96,10 +102,10 @@ struct AllGatherGemm : Shape {
         constexpr int in_flight = Shape::input_slots / 2;
         StoreQueue<W, in_flight> queue(arena, parameters.flags, Warp{}, communicator);
         int held = 0;
-        each_chunk(part, parts, [&](u32 piece, u64 at, u32 bytes, bool last) {
+        each_chunk(part, parts, [&](u32 flag, u64 at, u32 bytes, bool last) {
             queue.store_all(gathered_place(at), &in.wait(), bytes);
             if (last) {
-                queue.end_step(Signal{every_rank, piece, epoch});
+                queue.end_step(Signal{every_rank, flag, epoch});
             } else {
                 queue.end_step();
             }
@@ -117,30 +123,35 @@ struct AllGatherGemm : Shape {
     __device__ u64 gathered_place(u64 at) const { return parameters.gathered_at + slot_of(arena.rank) * shard_bytes() + at; }
     __device__ int slot_of(u32 source) const { return static_cast<int>((epoch & 1) * W + source); }
     __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
-    __device__ void wait_for_rows(u32 row, int source) const {
+    // Until `source` has sent what pieces of this column have of the block's rows from `row` on.
+    __device__ void wait_for_rows(u32 row, u32 column, int source) const {
         if (row >= parameters.m) return;  // a block of a cluster whose rows the tile does not have
         const u32 rows = min(parameters.m - row, u32(Shape::block_rows));
         const u32 pieces = (rows + parameters.piece_rows - 1) / parameters.piece_rows;
-        peers(loader).wait_slots(source, row / parameters.piece_rows, pieces, epoch);
+        peers(loader).wait_slots(source, flag_of(row / parameters.piece_rows, column), pieces, epoch);
     }
-    // use(piece, first byte of the shard, end) for every `parts`-th piece.
+    __device__ u32 flag_of(u32 row, u32 column) const { return column * parameters.pieces.rows + row; }
+    // use(flag, first byte in the shard, rows) for every `parts`-th piece.
     template <class Use>
     __device__ void each_piece(u32 part, u32 parts, const Use& use) const {
-        const u64 piece_bytes = u64(parameters.piece_rows) * parameters.row_bytes;
-        for (u32 piece = part; piece * piece_bytes < shard_bytes(); piece += parts) {
-            const u64 end = (piece + 1) * piece_bytes;
-            use(piece, piece * piece_bytes, end < shard_bytes() ? end : shard_bytes());
+        for (u32 index = part; index < parameters.pieces.count(); index += parts) {
+            const auto [row, column] = parameters.pieces.at(index);
+            const u32 first_row = row * parameters.piece_rows, first_byte = column * parameters.piece_columns * element_bytes;
+            const u32 rows = min(parameters.piece_rows, parameters.m - first_row);
+            const u32 bytes = column + 1 == parameters.pieces.columns ? parameters.row_bytes - first_byte : parameters.piece_columns * element_bytes;
+            use(flag_of(row, column), u64(first_row) * parameters.row_bytes + first_byte, Rows{rows, bytes, parameters.row_bytes});
         }
     }
-    // use(piece, first byte, bytes, whether it is the piece's last) for each chunk of these pieces, which are as long as each other.
+    // use(flag, first byte, bytes, whether it is the piece's last) for each chunk of these pieces, of whole rows, as long as each other.
     template <class Use>
     __device__ void each_chunk(u32 part, u32 parts, const Use& use) const {
-        each_piece(part, parts, [&](u32 piece, u64 at, u64 end) {
+        each_piece(part, parts, [&](u32 flag, u64 at, const Rows& rows) {
+            const u64 end = at + u64(rows.count) * rows.stride;
             const u64 chunks = (end - at + sizeof(typename Shape::Input) - 1) / sizeof(typename Shape::Input);
             const u64 vectors = (end - at) / sizeof(Vec16), most = (vectors + chunks - 1) / chunks * sizeof(Vec16);
             for (; at < end; at += most) {
                 const u32 bytes = static_cast<u32>(end - at < most ? end - at : most);
-                use(piece, at, bytes, at + bytes == end);
+                use(flag, at, bytes, at + bytes == end);
             }
         });
     }

@@ -77,6 +77,14 @@ class CopyProducer {
         at_.advance();
     }
 
+    // Until every slot has been released: nobody, of other blocks neither, will arrive here any more, and the block may end.
+    __device__ void drain() {
+        for (int slot = 0; slot < slots; ++slot) {
+            if (ptx::elect_one()) poll_phase(ring_.empty + at_.slot, at_.parity ^ 1);
+            at_.advance();
+        }
+    }
+
   private:
     T* buffers_;
     Ring<slots>& ring_;

@@ -52,7 +52,7 @@ __device__ inline u32 cluster_rank() {
 }
 
 // By all threads of the cluster's blocks: until all have come. Shows them the mbarriers that were initialised before mbarrier_init_fence, and
-// orders no other memory. No block may end while others still copy to it or arrive at its mbarriers.
+// orders no other memory. A block may end only when it knows that no other copies to it or arrives at its mbarriers any more.
 __device__ inline void cluster_barrier() { asm volatile("barrier.cluster.arrive.relaxed;\n\tbarrier.cluster.wait;" ::: "memory"); }
 
 // An arrival at the mbarrier that lies in block `rank` of the cluster where `barrier` lies in this one. It says that this thread has read what

@@ -183,6 +183,7 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
         if (warp == 0) {
             InputProducer<Kernel> in(memory.input, memory.input_ring);
             tiles.template each<true>([&](const auto& tile) { kernel.load(tile, in); });
+            if constexpr (blocks > 1) in.drain();
         } else if (warp <= roles.consumer_groups) {
             const u32 group = warp - 1;
             OutputConsumer<Kernel> out(memory.output[group], memory.output_ring[group]);
@@ -199,7 +200,6 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
         OutputProducer<Kernel> out(memory.output[group], memory.output_ring[group]);
         tiles.template each<false>([&](const auto& tile) { kernel.compute(tile, group, in, out); });
     }
-    if constexpr (blocks > 1) ptx::cluster_barrier();
 }
 
 }  // namespace peerlane
