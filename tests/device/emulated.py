@@ -125,12 +125,12 @@ def all_gather_gemm_calls(
             rank: int, a_buffer: Buffer = a_buffer, b_buffer: Buffer = b_buffer, out: Buffer = out
         ) -> all_gather_gemm.Parameters:
             places = place(a_buffer, rank, m, local_k), place(b_buffer, rank, world * local_k, n), place(out, rank, m, n)
-            specs = space.specs(*places, arena.memory.addresses[rank] + gathered, tiling)
+            specs = space.specs(*places, tiling)
             maps = {name: spec.emulated() for name, spec in specs.items()}
-            return space.parameters(maps, plan, a_buffer.addresses[rank], gathered, flags, epochs)
+            return space.parameters(maps, plan, gathered, flags, epochs)
 
         scenario.launch(
-            "all_gather_gemm", plan.grid, tiling.threads, (parameters, arena), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks
+            "all_gather_gemm", plan.grid, tiling.threads, (parameters, arena), shared_bytes=plan.shared_bytes, cluster=tiling.blocks
         )
     return scenario
 

@@ -49,23 +49,26 @@ def replay(call: Call) -> Call:
 
 
 def microseconds(*calls: Call, count: int) -> list[float]:
-    """Of each kind of call, which take turns: a GPU that computes becomes slower as it becomes warm, and all should see the same of it."""
+    """Of each kind of call. They take turns, and each has as many calls again before those that count: a GPU's clocks follow its power, and with it
+    what ran in the last milliseconds."""
     graphs = [replay(call) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
-    for _ in range(STRETCHES + 1):
+    for _ in range(STRETCHES):
         for graph, known in zip(graphs, times, strict=True):
             torch.cuda.synchronize()
             dist.barrier()
             torch.cuda.synchronize()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(400_000)  # so that the host is ahead
+            for _ in range(count):
+                graph()
             start.record()
             for _ in range(count):
                 graph()
             end.record()
             end.synchronize()
             known.append(start.elapsed_time(end) / count * 1e3)
-    slowest = torch.tensor([statistics.median(known[1:]) for known in times], device="cuda")
+    slowest = torch.tensor([statistics.median(known) for known in times], device="cuda")
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return [round(us, 2) for us in slowest.tolist()]
 
