@@ -45,28 +45,20 @@ def reduce_scatter_of_pairs(world_size: int = 2) -> Scenario:
     return emulated.gemm_reduce_scatter_calls(space, [72, 13, 64][:world_size], calls=2, grid=2)
 
 
-@dataclass(frozen=True)
-class OneByOne(all_gather_gemm.Workspace):
-    """A wait for every image."""
-
-    @property
-    def waited_panels(self) -> int:
-        return 1
-
-
 def all_gather(world_size: int = 2, calls: int = 3, communicator_blocks: int = 0) -> Scenario:
-    """Two rows of images, of which the second is short, and two columns, of which the second ends within a step; a block that only
-    communicates, or two."""
-    space = OneByOne(136, 72, torch.bfloat16, world_size)
-    plan = all_gather_gemm.Plan(SMALL, SMALL.grouped(136, 24), grid=3, communicator_blocks=communicator_blocks)
-    return emulated.all_gather_gemm_calls(space, 24, plan, calls=calls)
+    """Pieces of rows, of which the last is short, and of columns, whose last ends within a step; a block that only communicates, or two."""
+    pieces = all_gather_gemm.Pieces(40, 72, rows=16, columns=72 if communicator_blocks else 64)
+    space = all_gather_gemm.Workspace(pieces, torch.bfloat16, world_size)
+    plan = all_gather_gemm.Plan(SMALL, SMALL.grouped(40, 72), grid=3, communicator_blocks=communicator_blocks)
+    return emulated.all_gather_gemm_calls(space, 72, plan, calls=calls)
 
 
 def all_gather_of_pairs(world_size: int = 2, communicator_blocks: int = 0) -> Scenario:
     """Two clusters, one of which may communicate; rows as above."""
-    space = OneByOne(140, 72, torch.bfloat16, world_size)
-    plan = all_gather_gemm.Plan(PAIR, PAIR.grouped(140, 24), grid=4, communicator_blocks=communicator_blocks)
-    return emulated.all_gather_gemm_calls(space, 24, plan, calls=2)
+    pieces = all_gather_gemm.Pieces(140, 72, rows=16, columns=72 if communicator_blocks else 64)
+    space = all_gather_gemm.Workspace(pieces, torch.bfloat16, world_size)
+    plan = all_gather_gemm.Plan(PAIR, PAIR.grouped(140, 136), grid=4, communicator_blocks=communicator_blocks)
+    return emulated.all_gather_gemm_calls(space, 136, plan, calls=2)
 
 
 def test_a_product_is_right_and_nothing_in_it_is_unordered() -> None:
@@ -170,22 +162,24 @@ TWINS = {
     "wrong slot": Twin(
         "reduce_scatter",
         "gemm_reduce_scatter.cuh",
-        "{tile.column, row, slot_of(arena.rank)}",
-        "{tile.column, row, slot_of(tile.owner)}",
+        "u64(slot_of(arena.rank))",
+        "u64(slot_of(owner))",
         frozenset({"wrong_result"}),
     ),
     "no wait": Twin(
         "all_gather",
         "all_gather_gemm.cuh",
-        "if (rows_from(row) > 0) peers().wait_slots(source, image_of(row, first), end - first, epoch);",
+        "wait_for_rows(row, piece, source);",
         "",
         frozenset({"race", "wrong_result"}),
     ),
-    "image told of too early": Twin(
+    "rows told of too early": Twin(
         "all_gather",
         "all_gather_gemm.cuh",
-        "            const u32 image = image_of(row * image_rows, panel);\n",
-        "            const u32 image = image_of(row * image_rows, panel);\n            peers().signal_all(image, epoch);\n",
+        "            peers(communicator).store_all(gathered_place(at), parameters.local + at, rows);\n"
+        "            peers(communicator).signal_all(flag, epoch);\n",
+        "            peers(communicator).signal_all(flag, epoch);\n"
+        "            peers(communicator).store_all(gathered_place(at), parameters.local + at, rows);\n",
         frozenset({"race"}),
     ),
     "own tile before the others'": Twin(

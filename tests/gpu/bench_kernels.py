@@ -49,8 +49,8 @@ def replay(call: Call) -> Call:
 
 
 def microseconds(*calls: Call, count: int) -> list[float]:
-    """Of each kind of call. They take turns, and each has as many calls again before those that count: a GPU's clocks follow its power, and with it
-    what ran in the last milliseconds."""
+    """Of each kind of call. They take turns, and each has as many calls again before those that count: a GPU's clocks follow its power, and
+    with it what ran in the last milliseconds."""
     graphs = [replay(call) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(STRETCHES):

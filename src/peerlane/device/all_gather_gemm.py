@@ -16,18 +16,19 @@ from peerlane.device.gemm import ELEMENT_BYTES, GroupedTiles, Tiling
 from peerlane.device.jit import compile_cubin
 from peerlane.device.launch import Kernel, Launch
 from peerlane.device.layout import LINE_BYTES
-from peerlane.device.roles import SHARED_LIMIT_BYTES, BlockNeeds, require_resident
+from peerlane.device.roles import BlockNeeds, require_resident
 from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
 from peerlane.errors import UsageError
 
 MAX_EPOCH_BLOCKS = 256  # of arena.cuh
 
-IMAGE_ROWS = 128
-"""Rows of an image; its columns are a panel's."""
-IMAGE_BYTES = IMAGE_ROWS * gemm.PANEL * ELEMENT_BYTES
-CARRY_SLOTS = 2
-_WAITS = 4
-"""How often a tile waits for each other rank, if no wait is for less than so many images: each costs a fence, but a long one comes late."""
+_SENT_BYTES, _PIECE_BYTES = 48 << 10, 32 << 10
+"""What one signal speaks for at most: of a warp, what it stores at all ranks, and of a communicator block. A dozen us of stores, so that a
+signal costs little and pieces do not come late."""
+_SHORT_PIECE_BYTES = 4 << 10
+"""What pieces are not cut below to have one for every sender."""
+_PIECE_COLUMNS, _COLUMN_PIECES = 256, 4
+"""Columns are cut into as many pieces, none of them narrower than this: rows of 512 bytes are what a warp stores at a time."""
 _KEPT_LAUNCHES = 512
 
 
@@ -36,74 +37,119 @@ class Parameters(ctypes.Structure):
 
     _fields_ = (
         ("a", TensorMap),
-        ("images", TensorMap),
+        ("gathered", TensorMap),
         ("b", TensorMap),
         ("out", TensorMap),
         ("tiles", GroupedTiles),
-        ("sent", GroupedTiles),
+        ("pieces", GroupedTiles),
         ("m", ctypes.c_uint32),
         ("local_k", ctypes.c_uint32),
-        ("waited_panels", ctypes.c_uint32),
+        ("row_bytes", ctypes.c_uint32),
+        ("piece_rows", ctypes.c_uint32),
+        ("piece_columns", ctypes.c_uint32),
         ("communicator_blocks", ctypes.c_uint32),
-        ("gathered", ctypes.c_uint64),
+        ("local", ctypes.c_uint64),
+        ("gathered_at", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
         ("epochs", ctypes.c_uint64),
+        ("padding", ctypes.c_uint32 * 12),
     )
 
 
 @dataclass(frozen=True)
-class Workspace:
-    """Where gathered images, flags and epochs lie in the arena, for left operands of (m, local_k) on each of ``world_size`` ranks."""
+class Pieces:
+    """Shards of (m, local_k) in pieces of (rows, columns), of which each has a signal."""
 
     m: int
     local_k: int
+    rows: int
+    columns: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return -(-self.m // self.rows), -(-self.local_k // self.columns)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.columns * ELEMENT_BYTES
+
+
+def choose_pieces(m: int, local_k: int, world_size: int, communicator_blocks: int = 0) -> Pieces:
+    """Pieces of enough bytes to make a signal cheap, but some for all senders. Rows divide those of every tiling's blocks; communicator
+    blocks send whole rows."""
+    senders, limit, columns = communicator_blocks, _PIECE_BYTES, local_k
+    if not communicator_blocks:
+        senders, limit = gemm.TYPICAL_SM_COUNT, _SENT_BYTES // max(1, world_size - 1)
+        columns = min(local_k, max(_PIECE_COLUMNS, -(-local_k // (_COLUMN_PIECES * gemm.PANEL)) * gemm.PANEL))
+    pieces = Pieces(m, local_k, 64, columns)
+    while pieces.rows > 1 and (pieces.nbytes > limit or (pieces.count < senders and pieces.nbytes > _SHORT_PIECE_BYTES)):
+        pieces = replace(pieces, rows=pieces.rows // 2)
+    return pieces
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where gathered pieces, flags and epochs lie in the arena, for left operands of (m, local_k) on each of ``world_size`` ranks."""
+
+    pieces: Pieces
     dtype: torch.dtype
     world_size: int
 
     @property
-    def images(self) -> tuple[int, int]:
-        """Of one rank's operand: rows and columns of them."""
-        return -(-self.m // IMAGE_ROWS), -(-self.local_k // gemm.PANEL)
+    def m(self) -> int:
+        return self.pieces.m
 
     @property
-    def waited_panels(self) -> int:
-        """Images of a row that a tile waits for at a time."""
-        return max(_WAITS, -(-self.images[1] // _WAITS))
+    def local_k(self) -> int:
+        return self.pieces.local_k
 
     @property
     def gathered_bytes(self) -> int:
-        return 2 * self.world_size * math.prod(self.images) * IMAGE_BYTES
+        return 2 * self.world_size * self.m * gemm.row_stride(self.local_k) * ELEMENT_BYTES
 
     @property
     def flags_bytes(self) -> int:
-        return math.prod(self.images) * self.world_size * LINE_BYTES
+        return self.pieces.count * self.world_size * LINE_BYTES
 
     @property
     def nbytes(self) -> int:
         return self.gathered_bytes + self.flags_bytes + 4 * MAX_EPOCH_BLOCKS + 2 * 1024
 
-    def specs(self, a: TensorPlace, b: TensorPlace, out: TensorPlace, tiling: Tiling) -> dict[str, TensorMapSpec]:
-        """All maps of a launch, by the field they go to."""
+    def specs(self, a: TensorPlace, b: TensorPlace, out: TensorPlace, gathered: int, tiling: Tiling) -> dict[str, TensorMapSpec]:
+        """All maps of a launch, by the field they go to; ``gathered`` is the address of this rank's gathered rows."""
+        shape = (2 * self.world_size, self.m, self.local_k)
+        stride = gemm.row_stride(self.local_k)
+        strides = (self.m * stride, stride, 1)
         return {
             "a": gemm.operand_map(a.split(1), "k", tiling.block_rows),
-            "images": gemm.operand_map(a.split(1), "k", IMAGE_ROWS),
+            "gathered": TensorMapSpec(gathered, self.dtype, shape, strides, (1, tiling.block_rows, gemm.PANEL)),
             "b": gemm.operand_map(b.split(self.world_size), "mn", tiling.columns // tiling.blocks),
             "out": gemm.result_map(out.split(1)),
         }
 
-    def parameters(self, maps: Mapping[str, TensorMap], plan: Plan, gathered: int, flags: int, epochs: int) -> Parameters:
-        """The last three are offsets in the arena."""
-        rows, columns = self.images
-        group_rows = -(-plan.tiles.group_rows * plan.tiling.rows // IMAGE_ROWS)
+    def order(self, plan: Plan) -> GroupedTiles:
+        """Pieces in the order in which a plan's tiles use them."""
+        rows, columns = self.pieces.grid
+        return GroupedTiles(rows=rows, columns=columns, group_rows=plan.tiles.group_rows * plan.tiling.rows // self.pieces.rows)
+
+    def parameters(self, maps: Mapping[str, TensorMap], plan: Plan, a: int, gathered_at: int, flags: int, epochs: int) -> Parameters:
+        """``a`` is the address of this rank's left operand, the others are offsets in the arena."""
         return Parameters(
             **maps,
             tiles=plan.tiles,
-            sent=GroupedTiles(rows=rows, columns=columns, group_rows=group_rows),
+            pieces=self.order(plan),
             m=self.m,
             local_k=self.local_k,
-            waited_panels=self.waited_panels,
+            row_bytes=gemm.row_stride(self.local_k) * ELEMENT_BYTES,
+            piece_rows=self.pieces.rows,
+            piece_columns=self.pieces.columns,
             communicator_blocks=plan.communicator_blocks,
-            gathered=gathered,
+            local=a,
+            gathered_at=gathered_at,
             flags=flags,
             epochs=epochs,
         )
@@ -112,40 +158,26 @@ class Workspace:
 @dataclass(frozen=True)
 class Plan:
     """One launch: the first ``communicator_blocks`` blocks of the grid communicate, the others compute. If there are none of the first, a
-    warp of every block communicates."""
+    warp of every block communicates, and blocks beyond the tiles do nothing else."""
 
     tiling: Tiling
     tiles: GroupedTiles
     grid: int
     communicator_blocks: int
 
-    @property
-    def shared_bytes(self) -> int:
-        return shared_bytes(self.tiling)
 
-
-def shared_bytes(tiling: Tiling) -> int:
-    """``sizeof(RoleMemory)``: the communicator's images beside what a product takes."""
-    return tiling.shared_bytes + CARRY_SLOTS * IMAGE_BYTES
-
-
-def with_room(tiling: Tiling) -> Tiling:
-    """With as many slots as the communicator's images leave room for."""
-    while shared_bytes(tiling) > SHARED_LIMIT_BYTES:
-        tiling = replace(tiling, slots=tiling.slots - 1)
-    return tiling
-
-
-def plan(m: int, n: int, k: int, sm_count: int, communicator_blocks: int = 0) -> Plan:
-    """The launch for an (m, n) result of ``k`` in all."""
-    tiling = with_room(gemm.choose_tiling(m, n, k, sm_count - communicator_blocks))
-    communicators = -(-communicator_blocks // tiling.blocks) * tiling.blocks
+def plan(pieces: Pieces, n: int, k: int, sm_count: int, communicator_blocks: int = 0) -> Plan:
+    """The launch for a result of ``n`` columns and ``k`` in all."""
+    communicators, m = min(communicator_blocks, pieces.count), pieces.m
+    tiling = gemm.choose_tiling(m, n, k, sm_count - communicators)
+    communicators = -(-communicators // tiling.blocks) * tiling.blocks
     computing = tiling.whole(sm_count - communicators)
     rows, columns = tiling.grid(m, n)
     # As many row panels at a time as keep all compute blocks busy: rows are used in the order in which they come.
     tiles = GroupedTiles(rows=rows, columns=columns, group_rows=min(rows, -(-computing // (tiling.blocks * columns))))
-    # Where few compute, all blocks communicate nevertheless.
-    needed = rows * columns * tiling.blocks if communicators else computing
+    needed = rows * columns * tiling.blocks
+    if not communicators:
+        needed = max(needed, -(-pieces.count // tiling.blocks) * tiling.blocks)
     return Plan(tiling, tiles, communicators + min(needed, computing), communicators)
 
 
@@ -185,7 +217,7 @@ class AllGatherGemm:
                 f"all-gather of ({m}, {local_k}) in {dtype} and GEMM: expected elements, and bfloat16 or float16; convert the operands"
             )
         self.communicator_blocks = communicator_blocks
-        self.workspace = Workspace(m, local_k, dtype, world_size)
+        self.workspace = Workspace(choose_pieces(m, local_k, world_size, communicator_blocks), dtype, world_size)
         self.arena = Arena(self.workspace.nbytes, group, timeout_s=timeout_s)
         self.gathered = self.arena.take(self.workspace.gathered_bytes, align=1024)
         self.flags = self.arena.take(self.workspace.flags_bytes)
@@ -216,13 +248,14 @@ class AllGatherGemm:
                 f"operands {tuple(a.shape)} and {tuple(b.shape)} in {a.dtype}: expected ({space.m}, {space.local_k}) and "
                 f"({space.world_size * space.local_k}, n) in {space.dtype}; create an AllGatherGemm for each size"
             )
-        chosen = plan(space.m, b.shape[1], b.shape[0], self.arena.sm_count, self.communicator_blocks)
+        chosen = plan(space.pieces, b.shape[1], b.shape[0], self.arena.sm_count, self.communicator_blocks)
         tiling = chosen.tiling
         cubin = compile_cubin(SOURCE, defines={**tiling.defines(a.dtype, "k", "mn"), "WORLD_SIZE": space.world_size})
         kernel = Kernel(cubin, "all_gather_gemm", on_failure=self.arena.raise_fault)
-        needs = BlockNeeds(tiling.threads, kernel.attributes()["registers"], chosen.shared_bytes)
+        needs = BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes)
         require_resident("all_gather_gemm", chosen.grid, needs, self.arena.sm_count)
-        specs = space.specs(TensorPlace.of(a), TensorPlace.of(b), TensorPlace.of(out), tiling)
+        gathered = self.arena.view.base[self.arena.rank] + self.gathered
+        specs = space.specs(TensorPlace.of(a), TensorPlace.of(b), TensorPlace.of(out), gathered, tiling)
         maps = {name: spec.encode() for name, spec in specs.items()}
-        parameters = space.parameters(maps, chosen, self.gathered, self.flags, self.epochs)
-        return kernel.bind(chosen.grid, tiling.threads, (parameters, self.arena.view), shared_bytes=chosen.shared_bytes)
+        parameters = space.parameters(maps, chosen, a.data_ptr(), self.gathered, self.flags, self.epochs)
+        return kernel.bind(chosen.grid, tiling.threads, (parameters, self.arena.view), shared_bytes=tiling.shared_bytes)

@@ -1,19 +1,16 @@
 // A product whose left operand lies in pieces on all ranks, split along k: out = sum over q of A_q B[q], A_q (m x local_k) on rank q, and
 // B[q] the q-th local_k rows of this rank's own B.
 //
-// What travels are images: 128 rows x 64 k of A as they lie in shared memory for the matrix units, swizzled. A communicator brings an image
-// of this rank's A into shared memory by a tensor copy, and sends it to every other rank by bulk copies, with a flag behind it; there it
-// lies in one piece, which a loader copies straight into its ring. Who communicates, the launch says: a warp of every block, or blocks that do
-// nothing else.
+// This rank's A is pushed to every other rank in pieces of some rows and columns, with a flag behind each. Who pushes, the launch says: a warp of
+// every compute block, by loads and stores, which costs no SM and needs all of them to fill a port; or communicator blocks, by bulk copies
+// of whole rows, of which a dozen do. Pieces are sent in the order in which tiles use them: rows in groups, as many as all blocks work on at a
+// time, and within a group its first columns first. Each tile starts with this rank's own A, and goes on with the first columns of every other
+// rank's, then the next ones, waiting for what it needs: so all tiles of a group advance as the pieces come, from all ranks alike.
 //
-// Images are sent in the order in which tiles use them: rows in groups, as many as all blocks work on at a time, and within a group its first
-// columns first. Each tile starts with this rank's own A, and goes on with the first columns of every other rank's, then the next ones, waiting
-// for what it needs: so all tiles of a group advance as the images come, from all ranks alike.
+// What is gathered is double-buffered by the launch's epoch. A rank that finishes launch e has had pieces of launch e from every other rank, which
+// had therefore finished launch e - 1: what launch e - 1 gathered may be written over in launch e + 1.
 //
-// What is gathered is double-buffered by the launch's epoch. A rank that finishes launch e has had all images of launch e from every other rank,
-// which had therefore finished launch e - 1: what launch e - 1 gathered may be written over in launch e + 1.
-//
-// Communicators wait for nobody, and if they have blocks of their own these are the first ones, so tiles always get what they wait for.
+// Who pushes waits for nobody, and communicator blocks are the first ones, so compute blocks always get what they wait for.
 #pragma once
 
 #include <peerlane/comm.cuh>
@@ -23,17 +20,19 @@ namespace peerlane {
 
 // Mirrors `peerlane.device.all_gather_gemm.Parameters`.
 struct AllGatherGemmParameters {
-    TensorMap a;         // this rank's: (local_k, m, 1), boxes of a block's rows
-    TensorMap images;    // the same, boxes of an image
+    TensorMap a;         // this rank's: (local_k, m, 1)
+    TensorMap gathered;  // in the arena: (local_k, m, 2 W), third index buffer * W + source
     TensorMap b;         // (n, local_k, W), or (local_k, n, W)
     TensorMap out;       // (n, m, 1)
     GroupedTiles tiles;
-    GroupedTiles sent;   // images, in the order in which they are sent
-    u32 m, local_k;
-    u32 waited_panels;   // images of a row that a tile waits for at a time
-    u32 communicator_blocks;
-    u64 gathered;        // in the arena: 2 W times all images of a rank
-    u64 flags;           // in the arena: Peers::flag_bytes(sent.count())
+    GroupedTiles pieces;        // in the order in which they are sent
+    u32 m, local_k, row_bytes;  // row_bytes: from a row of A to the next, here and where it is gathered
+    u32 piece_rows;             // of the piece that one signal speaks for; divides a block's rows of a tile
+    u32 piece_columns;          // all of them if communicator blocks push, else that or a multiple of a step's depth
+    u32 communicator_blocks;    // 0: a warp of every compute block pushes
+    const char* local;   // what `a` describes
+    u64 gathered_at;     // in the arena: what `gathered` describes
+    u64 flags;           // in the arena: Peers::flag_bytes(pieces.count())
     u64 epochs;          // in the arena: u32[max_epoch_blocks]
 };
 
@@ -41,11 +40,6 @@ template <class Shape, int W>
 struct AllGatherGemm : Shape {
     using Parameters = AllGatherGemmParameters;
     using Tile = GroupedTiles::Tile;
-    static constexpr int image_rows = 128;
-    using Carried = SharedTile<typename Shape::E, image_rows, panel_columns>;
-    static constexpr int carry_slots = 2;
-    static_assert(image_rows % Shape::block_rows == 0 && Shape::depth == panel_columns);
-
     const Parameters& parameters;
     const Arena& arena;
     const u32 epoch;
@@ -63,20 +57,23 @@ struct AllGatherGemm : Shape {
             const int depth = static_cast<int>(k);
             load_step<Shape>(in, {&parameters.a, row, depth, 0}, {&parameters.b, column, depth, arena.rank});
         }
-        const u32 panels = parameters.sent.columns;
-        for (u32 first = 0; first < panels; first += parameters.waited_panels) {
-            const u32 end = min(first + parameters.waited_panels, panels);
+        for (u32 piece = 0; piece < parameters.pieces.columns; ++piece) {
+            const u32 first = piece * parameters.piece_columns;
+            const u32 end = min(first + parameters.piece_columns, parameters.local_k);
             for (int before = 1; before < W; ++before) {
                 const int source = rank_after<W>(arena.rank, W - before);
-                if (rows_from(row) > 0) peers().wait_slots(source, image_of(row, first), end - first, epoch);
-                for (u32 panel = first; panel < end; ++panel) load_gathered(in, source, row, column, panel);
+                wait_for_rows(row, piece, source);
+                for (u32 k = first; k < end; k += Shape::depth) {
+                    const int depth = static_cast<int>(k);
+                    load_step<Shape>(in, {&parameters.gathered, row, depth, slot_of(source)}, {&parameters.b, column, depth, source});
+                }
             }
         }
     }
 
     __device__ void compute(const Tile&, u32 group, InputConsumer<AllGatherGemm>& in, OutputProducer<AllGatherGemm>& out) const {
         typename Shape::Sum sum;
-        multiply_steps<Shape>(sum, group, W * parameters.sent.columns, in);
+        multiply_steps<Shape>(sum, group, W * Shape::steps(parameters.local_k), in);
         emit<Shape>(sum, out);
     }
 
@@ -84,47 +81,78 @@ struct AllGatherGemm : Shape {
         store_sum<Shape>(out, &parameters.out, {tile.column * Shape::columns, tile.row * Shape::rows + Shape::first_row(group), 0});
     }
 
-    // One image is on its way out while the next one comes in.
-    __device__ void communicate(u32 part, u32 parts, CarryProducer<AllGatherGemm>& in, CarryConsumer<AllGatherGemm>& out) const {
-        const u32 count = parameters.sent.count();
-        const auto fetch = [&](u32 index) {
-            if (index >= count) return;
-            const auto [row, panel] = parameters.sent.at(index);
-            in.fill(Carried::bytes, [&](auto& image, u64* full) {
-                image.load(&parameters.images, full, {panel * panel_columns, row * image_rows, 0});
-            });
-        };
-        StoreQueue<W, 1> queue(arena, parameters.flags, Warp{}, communicator);
-        for (u32 slot = 0; slot < carry_slots; ++slot) fetch(part + slot * parts);
-        for (u32 index = part; index < count; index += parts) {
-            const auto [row, panel] = parameters.sent.at(index);
-            const u32 image = image_of(row * image_rows, panel);
-            queue.store_all(place_of(arena.rank, image), &out.wait(), min(rows_from(row * image_rows), image_rows) * row_bytes);
-            queue.end_step(Signal{every_rank, image, epoch});
-            if (index == part) continue;
-            out.release();  // the image before this one has been written
-            fetch(index + (carry_slots - 1) * parts);
-        }
+    // The spare warp of a compute block: own pieces straight to every other rank.
+    __device__ void communicate(u32 part, u32 parts) const {
+        if (parameters.communicator_blocks > 0) return;
+        each_piece(part, parts, [&](u32 flag, u64 at, const Rows& rows) {
+            peers(communicator).store_all(gathered_place(at), parameters.local + at, rows);
+            peers(communicator).signal_all(flag, epoch);
+        });
+    }
+
+    // A communicator block's first warp: own rows into the ring, in chunks that fill its slots.
+    __device__ void fetch(u32 part, u32 parts, InputProducer<AllGatherGemm>& in) const {
+        each_chunk(part, parts, [&](u32, u64 at, u32 bytes, bool) {
+            in.fill(bytes, [&](auto& slot, u64* full) { ptx::bulk_load(&slot, parameters.local + at, bytes, full); });
+        });
+    }
+
+    // The second: from the ring to every other rank. Half of the slots are on their way out.
+    __device__ void send(u32 part, u32 parts, SenderInput<AllGatherGemm>& in) const {
+        constexpr int in_flight = Shape::input_slots / 2;
+        StoreQueue<W, in_flight> queue(arena, parameters.flags, Warp{}, communicator);
+        int held = 0;
+        each_chunk(part, parts, [&](u32 flag, u64 at, u32 bytes, bool last) {
+            queue.store_all(gathered_place(at), &in.wait(), bytes);
+            if (last) {
+                queue.end_step(Signal{every_rank, flag, epoch});
+            } else {
+                queue.end_step();
+            }
+            if (held == in_flight) {
+                in.release();
+            } else {
+                ++held;
+            }
+        });
         queue.flush();
     }
 
   private:
-    static constexpr u32 row_bytes = panel_columns * element_bytes;
-
-    __device__ u32 rows_from(u32 row) const { return row < parameters.m ? parameters.m - row : 0; }
-    __device__ u32 image_of(u32 row, u32 panel) const { return row / image_rows * parameters.sent.columns + panel; }
-    __device__ u64 place_of(u32 source, u32 image) const {
-        return parameters.gathered + (u64((epoch & 1) * W + source) * parameters.sent.count() + image) * Carried::bytes;
+    __device__ u64 shard_bytes() const { return u64(parameters.m) * parameters.row_bytes; }
+    __device__ u64 gathered_place(u64 at) const { return parameters.gathered_at + slot_of(arena.rank) * shard_bytes() + at; }
+    __device__ int slot_of(u32 source) const { return static_cast<int>((epoch & 1) * W + source); }
+    __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
+    // Until `source` has sent what pieces of this column have of the block's rows from `row` on.
+    __device__ void wait_for_rows(u32 row, u32 column, int source) const {
+        if (row >= parameters.m) return;  // a block of a cluster whose rows the tile does not have
+        const u32 rows = min(parameters.m - row, u32(Shape::block_rows));
+        const u32 pieces = (rows + parameters.piece_rows - 1) / parameters.piece_rows;
+        peers(loader).wait_slots(source, flag_of(row / parameters.piece_rows, column), pieces, epoch);
     }
-    __device__ Peers<W, Warp> peers() const { return {arena, parameters.flags, {}, loader}; }
-
-    // Rows that there are not stay as they were in the slot; nobody sees what becomes of them.
-    __device__ void load_gathered(InputProducer<AllGatherGemm>& in, int source, u32 row, int column, u32 panel) const {
-        const u32 bytes = min(rows_from(row), Shape::block_rows) * row_bytes;
-        const char* image = arena.local(place_of(source, image_of(row, panel)) + row % image_rows * row_bytes);
-        in.fill(bytes + Shape::B::bytes, [&](auto& slot, u64* full) {
-            if (bytes > 0) ptx::bulk_load(&slot.operands.a, image, bytes, full);
-            slot.operands.b.template load_part<Shape::cluster_blocks>(&parameters.b, full, column, panel * panel_columns, source);
+    __device__ u32 flag_of(u32 row, u32 column) const { return column * parameters.pieces.rows + row; }
+    // use(flag, first byte in the shard, rows) for every `parts`-th piece.
+    template <class Use>
+    __device__ void each_piece(u32 part, u32 parts, const Use& use) const {
+        for (u32 index = part; index < parameters.pieces.count(); index += parts) {
+            const auto [row, column] = parameters.pieces.at(index);
+            const u32 first_row = row * parameters.piece_rows, first_byte = column * parameters.piece_columns * element_bytes;
+            const u32 rows = min(parameters.piece_rows, parameters.m - first_row);
+            const u32 bytes = column + 1 == parameters.pieces.columns ? parameters.row_bytes - first_byte : parameters.piece_columns * element_bytes;
+            use(flag_of(row, column), u64(first_row) * parameters.row_bytes + first_byte, Rows{rows, bytes, parameters.row_bytes});
+        }
+    }
+    // use(flag, first byte, bytes, whether it is the piece's last) for each chunk of these pieces, of whole rows, as long as each other.
+    template <class Use>
+    __device__ void each_chunk(u32 part, u32 parts, const Use& use) const {
+        each_piece(part, parts, [&](u32 flag, u64 at, const Rows& rows) {
+            const u64 end = at + u64(rows.count) * rows.stride;
+            const u64 chunks = (end - at + sizeof(typename Shape::Input) - 1) / sizeof(typename Shape::Input);
+            const u64 vectors = (end - at) / sizeof(Vec16), most = (vectors + chunks - 1) / chunks * sizeof(Vec16);
+            for (; at < end; at += most) {
+                const u32 bytes = static_cast<u32>(end - at < most ? end - at : most);
+                use(flag, at, bytes, at + bytes == end);
+            }
         });
     }
 };

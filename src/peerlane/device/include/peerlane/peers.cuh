@@ -35,6 +35,11 @@ struct BulkAddOf<Int32> { static constexpr ptx::BulkAdd type = ptx::BulkAdd::u32
 __device__ inline u32 only(int rank) { return 1u << rank; }
 constexpr u32 every_rank = ~0u;
 
+// `bytes` of each of `count` rows, `stride` bytes from one to the next.
+struct Rows {
+    u32 count, bytes, stride;
+};
+
 // To all ranks of a set (the caller is left out): the number, or what it is from `first[rank]` on.
 struct Signal {
     u32 ranks, slot, number;
@@ -69,6 +74,36 @@ class Peers {
         if (team_.thread() != 0) return;
         ptx::bulk_add<BulkAddOf<E>::type>(arena_.peer(peer, target), tile, bytes);
         ptx::bulk_commit();
+    }
+
+    // Rows of the caller's own memory to `target` of every other rank, as far apart there as here, by loads and stores of all threads. Multiples of
+    // 16 at 16-byte aligned addresses, less than 4 GiB from the first to the last. Every vector is loaded once; several of a thread are on their
+    // way at a time.
+    __device__ void store_all(u64 target, const char* source, Rows rows) const {
+        fuzz(arena_, role_, span_store);
+        const Span span(arena_, role_, span_store, team_.thread() == 0);
+        const u32 step = team_.size() * sizeof(Vec16), own = team_.thread() * sizeof(Vec16);
+        u32 row = 0, first = 0;
+        while (row < rows.count) {
+            Vec16 vectors[at_once];
+            u32 at[at_once];
+#pragma unroll
+            for (int v = 0; v < at_once; ++v) {
+                const bool inside = row < rows.count && first + own < rows.bytes;
+                at[v] = inside ? row * rows.stride + first + own : nowhere;
+                if (inside) vectors[v] = *reinterpret_cast<const Vec16*>(source + at[v]);
+                first += step;
+                if (first >= rows.bytes) ++row, first = 0;
+            }
+#pragma unroll
+            for (int k = 1; k < W; ++k) {
+                char* to = arena_.peer(rank_after<W>(arena_.rank, k), target);
+#pragma unroll
+                for (int v = 0; v < at_once; ++v) {
+                    if (at[v] != nowhere) *reinterpret_cast<Vec16*>(to + at[v]) = vectors[v];
+                }
+            }
+        }
     }
 
     // Until the tiles of this team's stores may be written again. Says nothing about what peers see: that is what `signal` is for.
@@ -245,6 +280,9 @@ class Peers {
     }
 
   protected:
+    static constexpr int at_once = W == 2 ? 6 : W <= 4 ? 4 : 2;  // vectors of a thread that come in; W - 1 times as many go out
+    static constexpr u32 nowhere = ~0u;
+
     __device__ u64 flag_offset(u32 slot, u32 source) const { return flags_ + (u64(slot) * W + source) * line_bytes; }
     __device__ u32* flag(int rank, u32 slot, u32 source) const { return reinterpret_cast<u32*>(arena_.peer(rank, flag_offset(slot, source))); }
 

@@ -1,9 +1,11 @@
 // The template of fused kernels: warps with roles, rings between them, and each role's loop over the block's tiles.
 //
-//   loader (a warp)              copies operands into the input ring
-//   consumers (warpgroups)       use them, and put results into the output ring, one per group
-//   storers (a warp per group)   copy results out, to this rank or another one, and tell it
-//   communicator (a warp)        sends what was there before, through a ring of its own; of every block, or of blocks that do nothing else
+//   compute blocks        loader (a warp): copies operands into the input ring
+//                         consumers (warpgroups): use them, and put results into the output ring, one per group
+//                         storers (a warp per group): copy results out, to this rank or another one, and tell it
+//                         communicator (the spare warp of the first warpgroup): sends what was there before
+//   communicator blocks   fetcher (a warp): copies local data into the input ring
+//                         sender (a warp): copies it on to other ranks, and tells them
 //
 // A kernel is a type that says what each role does with one tile, and of which kinds and sizes everything is; docs/device/template.md lists what
 // it has to have. The template lays out shared memory, initialises barriers, keeps phases, moves registers from the warps that copy to the
@@ -75,32 +77,15 @@ constexpr int claim_slots = 2;  // tiles that a block claims ahead
 template <class Kernel>
 concept ClaimsTiles = requires(const Kernel& kernel) { kernel.claim(); };
 
-// A kernel whose communicator copies through shared memory has a type `Carried` and a number of `carry_slots`.
-template <class Kernel>
-concept Carries = requires { typename Kernel::Carried; };
-
-template <class Kernel>
-struct CarryBuffers {};
-template <Carries Kernel>
-struct CarryBuffers<Kernel> {
-    typename Kernel::Carried slots[Kernel::carry_slots];
-};
-template <class Kernel>
-struct CarryRing {};
-template <Carries Kernel>
-struct CarryRing<Kernel> : Ring<Kernel::carry_slots> {};
-
 // A block's shared memory.
 template <class Kernel>
 struct RoleMemory {
     typename Kernel::Input input[Kernel::input_slots];
     typename Kernel::Output output[Kernel::roles.consumer_groups][Kernel::output_slots];
-    CarryBuffers<Kernel> carry;
     Ring<Kernel::input_slots> input_ring;
     Ring<Kernel::output_slots> output_ring[Kernel::roles.consumer_groups];
     Ring<claim_slots> claim_ring;
     u32 claimed[claim_slots];
-    CarryRing<Kernel> carry_ring;
 };
 
 // The tiles of a block, for one of its roles: every role sees the same ones in the same order.
@@ -153,28 +138,13 @@ using InputProducer = CopyProducer<typename Kernel::Input, Kernel::input_slots>;
 template <class Kernel>
 using InputConsumer = Consumer<typename Kernel::Input, Kernel::input_slots, cluster_blocks<Kernel>>;
 template <class Kernel>
-using CarryProducer = CopyProducer<typename Kernel::Carried, Kernel::carry_slots>;
-template <class Kernel>
-using CarryConsumer = Consumer<typename Kernel::Carried, Kernel::carry_slots>;
+using SenderInput = Consumer<typename Kernel::Input, Kernel::input_slots>;  // of a communicator block, which shares nothing
 template <class Kernel>
 using OutputProducer = StoreProducer<typename Kernel::Output, Kernel::output_slots>;
 template <class Kernel>
 using OutputConsumer = Consumer<typename Kernel::Output, Kernel::output_slots>;
 
-// The communicator's warp, of communicator `part` of `parts`.
-template <class Kernel>
-__device__ inline void run_communicator(const Kernel& kernel, RoleMemory<Kernel>& memory, u32 part, u32 parts) {
-    if constexpr (Carries<Kernel>) {
-        CarryProducer<Kernel> in(memory.carry.slots, memory.carry_ring);
-        CarryConsumer<Kernel> out(memory.carry.slots, memory.carry_ring);
-        kernel.communicate(part, parts, in, out);
-    } else if constexpr (requires { &Kernel::communicate; }) {
-        kernel.communicate(part, parts);
-    }
-}
-
-// Runs a kernel: call it with all threads of all blocks, and return. The first `communicator_blocks` blocks communicate, the others compute; if
-// there are none, a warp of every block communicates.
+// Runs a kernel: call it with all threads of all blocks, and return. The first `communicator_blocks` blocks communicate, the others compute.
 template <class Kernel>
 __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks = 0) {
     constexpr RoleTable roles = Kernel::roles;
@@ -186,10 +156,9 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
     const u32 warp = threadIdx.x / 32;
     const bool communicates = blockIdx.x < communicator_blocks;
     if (threadIdx.x == 0) {
-        memory.input_ring.init(1, 4 * roles.consumer_groups * blocks);
+        memory.input_ring.init(1, communicates ? 1 : 4 * roles.consumer_groups * blocks);
         for (auto& ring : memory.output_ring) ring.init(4, 1);
         memory.claim_ring.init(1, 5 * roles.consumer_groups);
-        if constexpr (Carries<Kernel>) memory.carry_ring.init(1, 1);
         ptx::mbarrier_init_fence();
     }
     if constexpr (blocks == 1) {
@@ -200,7 +169,15 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
 
     TileStream<Kernel> tiles(kernel, memory, (blockIdx.x - communicator_blocks) / blocks, (gridDim.x - communicator_blocks) / blocks);
     if (communicates) {
-        if (warp == 0) run_communicator(kernel, memory, blockIdx.x, communicator_blocks);
+        if constexpr (requires { &Kernel::fetch; }) {
+            if (warp == 0) {
+                InputProducer<Kernel> in(memory.input, memory.input_ring);
+                kernel.fetch(blockIdx.x, communicator_blocks, in);
+            } else if (warp == 1) {
+                SenderInput<Kernel> in(memory.input, memory.input_ring);
+                kernel.send(blockIdx.x, communicator_blocks, in);
+            }
+        }
     } else if (warp < 4) {
         if constexpr (roles.moves_registers()) ptx::registers_decrease<roles.service_registers>();
         if (warp == 0) {
@@ -211,8 +188,10 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
             const u32 group = warp - 1;
             OutputConsumer<Kernel> out(memory.output[group], memory.output_ring[group]);
             tiles.template each<false>([&](const auto& tile) { kernel.store(tile, group, out); });
-        } else if (warp == 3 && communicator_blocks == 0) {
-            run_communicator(kernel, memory, blockIdx.x, gridDim.x);
+        } else if (warp == 3) {
+            if constexpr (requires { &Kernel::communicate; }) {
+                kernel.communicate(blockIdx.x - communicator_blocks, gridDim.x - communicator_blocks);
+            }
         }
     } else {
         if constexpr (roles.moves_registers()) ptx::registers_increase<roles.consumer_registers>();
