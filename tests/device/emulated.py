@@ -80,6 +80,7 @@ def gemm_reduce_scatter_calls(
     scenario = Scenario("gemm_reduce_scatter", source, world, defines=defines)
     arena = scenario.arena(space.nbytes)
     slots, flags, epochs = arena.take(space.slots_bytes, align=1024), arena.take(space.flags_bytes), arena.take(4 * 256)
+    bases = [address + slots for address in arena.memory.addresses]
     for call in range(calls):
         a, b = products(world * rows, depths, n, call)
         total = sum((left.float() @ right.float()) for left, right in zip(a, b, strict=True))
@@ -94,8 +95,8 @@ def gemm_reduce_scatter_calls(
         ) -> gemm_reduce_scatter.Parameters:
             depth = depths[rank]
             places = place(a_buffer, rank, world * rows, depth), place(b_buffer, rank, depth, n), place(out, rank, rows, n)
-            maps = {name: spec.emulated() for name, spec in space.specs(*places, arena.memory.addresses[rank] + slots).items()}
-            return space.parameters(maps, depth, slots, flags, epochs)
+            maps = {name: spec.emulated() for name, spec in space.specs(*places, bases, rank).items()}
+            return space.parameters(maps, depth, flags, epochs)
 
         scenario.launch(
             "gemm_reduce_scatter", grid, tiling.threads, (parameters, arena), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks

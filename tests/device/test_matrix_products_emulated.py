@@ -162,8 +162,8 @@ TWINS = {
     "wrong slot": Twin(
         "reduce_scatter",
         "gemm_reduce_scatter.cuh",
-        "u64(slot_of(arena.rank))",
-        "u64(slot_of(owner))",
+        "{tile.column, row, slot_of(arena.rank)}",
+        "{tile.column, row, slot_of(tile.owner)}",
         frozenset({"wrong_result"}),
     ),
     "no wait": Twin(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from peerlane.device import gemm
-from peerlane.device.arena import Arena
+from peerlane.device.arena import MAX_RANKS, Arena
 from peerlane.device.gemm import ELEMENT_BYTES, GroupedTiles, Tiling
 from peerlane.device.jit import compile_cubin
 from peerlane.device.launch import Kernel, Launch
@@ -34,15 +34,14 @@ class Parameters(ctypes.Structure):
         ("b", TensorMap),
         ("out", TensorMap),
         ("partials", TensorMap),
+        ("slots", TensorMap * MAX_RANKS),
         ("tiles", GroupedTiles),
         ("k", ctypes.c_uint32),
         ("local_rows", ctypes.c_uint32),
         ("lag", ctypes.c_uint32),
-        ("row_bytes", ctypes.c_uint32),
-        ("slots", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
         ("epochs", ctypes.c_uint64),
-        ("padding", ctypes.c_uint32 * 2),
+        ("padding", ctypes.c_uint32 * 6),
     )
 
 
@@ -74,28 +73,30 @@ class Workspace:
     def nbytes(self) -> int:
         return self.slots_bytes + self.flags_bytes + 4 * MAX_EPOCH_BLOCKS + 2 * 1024
 
-    def specs(self, a: TensorPlace, b: TensorPlace, out: TensorPlace, slots: int) -> dict[str, TensorMapSpec]:
-        """All maps of a launch, by the field they go to; ``slots`` is the address of this rank's."""
+    def slots_map(self, address: int, box_rows: int) -> TensorMapSpec:
+        """The map of a rank's slots, which begin at ``address``: (2 W, local_rows, n)."""
         shape = (2 * self.world_size, self.local_rows, self.n)
         stride = gemm.row_stride(self.n)
-        strides = (self.local_rows * stride, stride, 1)
+        return TensorMapSpec(address, self.dtype, shape, (self.local_rows * stride, stride, 1), (1, box_rows, gemm.PANEL))
+
+    def specs(self, a: TensorPlace, b: TensorPlace, out: TensorPlace, bases: Sequence[int], rank: int) -> dict[str, TensorMapSpec]:
+        """All maps of a launch, by the field they go to; ``bases`` are the addresses of every rank's slots."""
         return {
             "a": gemm.operand_map(a.split(1), "k", self.tiling.block_rows),
             "b": gemm.operand_map(b.split(1), "mn", self.tiling.columns // self.tiling.blocks),
             "out": gemm.result_map(out.split(1)),
-            "partials": TensorMapSpec(slots, self.dtype, shape, strides, (1, self.tiling.block_rows, gemm.PANEL)),
+            "partials": self.slots_map(bases[rank], self.tiling.block_rows),
+            **{f"slots.{peer}": self.slots_map(base, 64) for peer, base in enumerate(bases)},
         }
 
-    def parameters(self, maps: Mapping[str, TensorMap], k: int, slots: int, flags: int, epochs: int) -> Parameters:
-        """The last three are offsets in the arena."""
+    def parameters(self, maps: Mapping[str, TensorMap], k: int, flags: int, epochs: int) -> Parameters:
         return Parameters(
-            **maps,
+            **{name: maps[name] for name in ("a", "b", "out", "partials")},
+            slots=(TensorMap * MAX_RANKS)(*(maps[f"slots.{peer}"] for peer in range(self.world_size))),
             tiles=self.tiling.grouped(self.local_rows, self.n, parts=self.world_size),
             k=k,
             local_rows=self.local_rows,
             lag=self.lag,
-            row_bytes=gemm.row_stride(self.n) * ELEMENT_BYTES,
-            slots=slots,
             flags=flags,
             epochs=epochs,
         )
@@ -163,9 +164,8 @@ class GemmReduceScatter:
                 f"operands {tuple(a.shape)} and {tuple(b.shape)} in {a.dtype}: expected {space.local_rows * space.world_size} rows, "
                 f"{space.n} columns, {space.dtype}; create a GemmReduceScatter for each size"
             )
-        slots = self.arena.view.base[self.arena.rank] + self.slots
-        specs = space.specs(TensorPlace.of(a), TensorPlace.of(b), TensorPlace.of(out), slots)
-        maps = {name: spec.encode() for name, spec in specs.items()}
-        parameters = space.parameters(maps, a.shape[1], self.slots, self.flags, self.epochs)
+        bases = [self.arena.view.base[rank] + self.slots for rank in range(space.world_size)]
+        specs = space.specs(TensorPlace.of(a), TensorPlace.of(b), TensorPlace.of(out), bases, self.arena.rank)
+        parameters = space.parameters({name: spec.encode() for name, spec in specs.items()}, a.shape[1], self.flags, self.epochs)
         tiling = space.tiling
         return self.kernel.bind(self.grid, tiling.threads, (parameters, self.arena.view), shared_bytes=tiling.shared_bytes)

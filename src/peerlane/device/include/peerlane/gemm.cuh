@@ -5,7 +5,6 @@
 #pragma once
 
 #include <peerlane/roles.cuh>
-#include <peerlane/team.cuh>
 #include <peerlane/tile.cuh>
 
 namespace peerlane {
@@ -104,38 +103,6 @@ __device__ inline void store_sum(Consumer& out, const TensorMap* map, Place3 at)
     }
     if (ptx::elect_one()) ptx::bulk_wait_read<0>();
     out.release();
-}
-
-// Some bytes of some rows of memory, `stride` bytes from one to the next; `bytes` is a multiple of 16.
-struct Window {
-    char* first;
-    u64 stride;
-    u32 rows, bytes;
-};
-
-// The same to a peer, by loads and stores of the storer's warp: tensor copies would wait for the link in the unit that the loader needs too.
-// What lies outside of the window is left out.
-template <class Shape, class Consumer>
-__device__ inline void store_sum(Consumer& out, const Window& to) {
-    constexpr u32 row_bytes = panel_columns * element_bytes, pieces = row_bytes / sizeof(Vec16), at_once = 4;
-    const u32 lane = threadIdx.x % warp_threads, first_row = lane / pieces, byte = lane % pieces * sizeof(Vec16);
-    for (u32 at = byte; at < byte + Shape::columns * element_bytes; at += row_bytes) {
-        const auto& chunk = out.wait();
-#pragma unroll 1
-        for (u32 row = first_row; row < chunk.rows; row += at_once * warp_threads / pieces) {
-            Vec16 value[at_once];
-#pragma unroll
-            for (u32 i = 0; i < at_once; ++i) {
-                value[i] = *reinterpret_cast<const Vec16*>(chunk.data + chunk.offset(row + i * warp_threads / pieces, byte / element_bytes));
-            }
-#pragma unroll
-            for (u32 i = 0; i < at_once; ++i) {
-                const u32 target = row + i * warp_threads / pieces;
-                if (target < to.rows && at < to.bytes) *reinterpret_cast<Vec16*>(to.first + target * to.stride + at) = value[i];
-            }
-        }
-        out.release();
-    }
 }
 
 struct GemmParameters {

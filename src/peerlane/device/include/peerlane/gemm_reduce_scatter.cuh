@@ -1,6 +1,6 @@
 // Rows of a sum over ranks: out = rows [rank * local_rows, (rank + 1) * local_rows) of sum over q of A_q B_q.
 //
-// A finished tile goes from shared memory straight to its owner's slot for this rank, by stores, and a flag behind it. The owner computes its own tile
+// A finished tile goes from shared memory straight to its owner's slot for this rank, and a flag behind it. The owner computes its own tile
 // of the same number about a wave later, and adds the others' to it in fp32, from the next rank before it backwards (a fixed order), before it
 // rounds once. So each rank's port is used evenly while it computes, nothing is zeroed, and own tiles never see memory before they are final.
 //
@@ -23,11 +23,10 @@ struct GemmReduceScatterParameters {
     TensorMap a, b;              // as in GemmParameters, third dimension of extent 1
     TensorMap out;               // (n, local_rows, 1)
     TensorMap partials;          // own slots: (n, local_rows, 2 W), third index buffer * W + source, boxes of a block's rows of a tile
+    TensorMap slots[max_ranks];  // the same of every other rank, boxes of 64 rows
     GroupedTiles tiles;          // of the rows of one rank
     u32 k, local_rows;
     u32 lag;                     // how many numbers own tiles come behind the others'; the same on all ranks
-    u32 row_bytes;               // from a row of a slot to the next
-    u64 slots;                   // in the arena: what every rank's `partials` describes
     u64 flags;                   // in the arena: Peers::flag_bytes(tiles.count() * consumer groups of a cluster)
     u64 epochs;                  // in the arena: u32[max_epoch_blocks]
 };
@@ -102,19 +101,13 @@ struct GemmReduceScatter : Shape {
         if (tile.owner == arena.rank) {
             store_sum<Shape>(out, &parameters.out, {tile.column, row, 0});
         } else {
-            store_sum<Shape>(out, slot(tile.owner, row, tile.column));
+            store_sum<Shape>(out, &parameters.slots[tile.owner], {tile.column, row, slot_of(arena.rank)});
             peers(storer).signal(tile.owner, flag_of(tile, group), epoch);
         }
     }
 
   private:
     __device__ int slot_of(u32 source) const { return static_cast<int>((epoch & 1) * W + source); }
-    // This rank's slot at `owner`, from there on.
-    __device__ Window slot(int owner, u32 row, u32 column) const {
-        const u64 at = (u64(slot_of(arena.rank)) * parameters.local_rows + row) * parameters.row_bytes + column * element_bytes;
-        const u32 rows = row < parameters.local_rows ? parameters.local_rows - row : 0;
-        return {arena.peer(owner, parameters.slots + at), parameters.row_bytes, rows, parameters.row_bytes - column * element_bytes};
-    }
     __device__ static u32 flag_of(const Tile& tile, u32 group) { return tile.number * (Shape::rows / 64) + Shape::group_of_tile(group); }
     __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
 };
