@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import tempfile
 import traceback
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 def _serve(rank: int, world_size: int, store: str, pipe: Any) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork never needs collecting
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
     while (job := pipe.recv()) is not None:
         function, args = job

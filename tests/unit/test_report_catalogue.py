@@ -115,7 +115,7 @@ def test_page() -> None:
 
 
 def test_overview_escapes_what_would_break_the_table() -> None:
-    rows = [line for line in overview([SAMPLE], Evidence()).splitlines() if "sample" in line]
+    rows = [line for line in overview([problem_detail(SAMPLE, world_size=4)], Evidence()).splitlines() if "sample" in line]
     assert rows == [
         "| 900 | [sample](p900_sample.md): A sample \\| with a bar | tensor, data | 1.35 MB | 3 | 3 | nvlink | not measured | - |",
     ]
@@ -183,11 +183,12 @@ def test_times_compare_with_the_public_reference_and_say_why() -> None:
     measured = result()
     sample = dataclasses.replace(SAMPLE, speed_note="A better idiom.")
     evidence = Evidence(references={900: [measured]}, public={900: PublicTimes(80.0, 60.0)})
-    text = page(problem_detail(sample, world_size=4), evidence)
+    detail = problem_detail(sample, world_size=4)
+    text = page(detail, evidence)
     assert "takes 80 us per call in eager mode on such a node, this one 40 us. A better idiom." in text
     assert "| `pkb` | 4 | eager | 40 |" in text
-    assert "| 40 | 30 |" in overview([sample], evidence)
-    assert "not measured | - |" in overview([sample], Evidence())
+    assert "| 40 | 30 |" in overview([detail], evidence)
+    assert "not measured | - |" in overview([detail], Evidence())
 
 
 @pytest.mark.parametrize(

@@ -167,12 +167,23 @@ def _same(before: Tree, after: Tree) -> bool:
     return all(same_bits(a, b) for a, b in zip(leaves(before), leaves(after), strict=True))
 
 
+class _Answers(dict[int, Tree]):
+    """By rank, made when it is asked for: most wrong answers are made from those of one or two ranks."""
+
+    def __init__(self, make: Callable[[int], Tree]) -> None:
+        self._make = make
+
+    def __missing__(self, rank: int) -> Tree:
+        self[rank] = answer = self._make(rank)
+        return answer
+
+
 def null_ratios(problem: Problem, case: Case, rank: int, *, secret: str, device: torch.device | str = "cpu") -> dict[str, dict[str, float]]:
     """The ratios of every null answer on this rank; needs no other rank."""
     inputs = draw_all(problem, case, secret=secret, device=device)
-    expected = [problem.oracle(case, inputs, peer) for peer in range(case.world_size)]
-    answers = [rounded(item) for item in expected]
-    own = ratios_of(problem, case, answers[rank], expected[rank])
+    expected = problem.oracle(case, inputs, rank)
+    answers = _Answers(lambda peer: rounded(expected if peer == rank else problem.oracle(case, inputs, peer)))
+    own = ratios_of(problem, case, answers[rank], expected)
     if any(ratio > 1 for ratio in own.values()):
         raise ValueError(f"{case.key}, rank {rank}: the oracle's answer, once rounded, fails its own tolerance: {own}")
     previous = rounded(problem.oracle(case, draw_all(problem, case, secret=secret, block=1, device=device), rank))
@@ -181,6 +192,6 @@ def null_ratios(problem: Problem, case: Case, rank: int, *, secret: str, device:
         if not null.applies(case):
             continue
         wrong = null.answer(NullContext(case, rank, inputs, answers, previous))
-        ratios = ratios_of(problem, case, wrong, expected[rank])
+        ratios = ratios_of(problem, case, wrong, expected)
         found[null.name] = {name: ratio for name, ratio in ratios.items() if not is_excused(problem, null, case, name)}
     return found

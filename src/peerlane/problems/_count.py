@@ -214,6 +214,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._count = count
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and to say so at every call torch would first import its compiler, for seconds on every rank."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

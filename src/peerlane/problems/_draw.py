@@ -27,13 +27,18 @@ def _seed(*parts: object) -> int:
     return int.from_bytes(digest, "little") & (2**63 - 1)
 
 
+def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
+    """On the device; for the meta device, where nothing is drawn, one on the CPU."""
+    return torch.Generator(device="cpu" if device.type == "meta" else device).manual_seed(seed)
+
+
 class Draw:
     """A source of tensors for :attr:`Problem.inputs`.
 
     Attributes:
         kind: ``"random"`` or ``"integer"``. In an integer draw every float tensor holds small integers, few enough that all partial sums
             are exact in the working dtype; the answer is then compared bit for bit.
-        device: where the tensors live.
+        device: where the tensors live; on the meta device they have shapes and no contents.
     """
 
     def __init__(
@@ -62,13 +67,11 @@ class Draw:
     def shared(self) -> Draw:
         """A Draw whose contents are equal on all ranks."""
         secret, case_key, block, slot = self._seeds
-        return Draw(secret=secret, case_key=case_key, slot=slot, block=block, rank=_SHARED, kind=self.kind, device=self.device)
+        return type(self)(secret=secret, case_key=case_key, slot=slot, block=block, rank=_SHARED, kind=self.kind, device=self.device)
 
     @functools.cached_property
     def _generator(self) -> torch.Generator:
-        generator = torch.Generator(device=self.device)
-        generator.manual_seed(_seed(*self._seeds, self._owner))
-        return generator
+        return seeded_generator(self.device, _seed(*self._seeds, self._owner))
 
     @property
     def integer(self) -> bool:

@@ -292,9 +292,15 @@ def distinct_ranks(case: Case, ranks: int) -> float:
     exponent, empty = case.params.get("exponent", 0.0), case.params.get("empty", 0)
     if case.params.get("one_rank"):
         return 1.0
-    per_rank = units // ranks
     if "limit" in case.params or not (exponent or empty):
-        return ranks * (1 - math.comb(units - per_rank, taken) / math.comb(units, taken))
+        return ranks * (1 - math.comb(units - units // ranks, taken) / math.comb(units, taken))
+    return _ranks_of_uneven(units, taken, exponent, empty, ranks)
+
+
+@functools.cache
+def _ranks_of_uneven(units: int, taken: int, exponent: float, empty: int, ranks: int) -> float:
+    """:func:`distinct_ranks` where popularity is uneven."""
+    per_rank = units // ranks
     popularity = [(place + 1.0) ** -exponent if place < units - empty else 0.0 for place in range(units)]
     low, high = 0.0, 2.0**60
     for _ in range(200):

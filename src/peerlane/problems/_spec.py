@@ -218,8 +218,8 @@ class NullContext:
     rank: int
     inputs: Sequence[tuple[Any, ...]]
     """All ranks' arguments, as ``Problem.inputs`` returned them."""
-    answers: Sequence[Tree]
-    """All ranks' right answers, rounded to their dtypes."""
+    answers: Mapping[int, Tree]
+    """By rank, its right answer, rounded to its dtypes."""
     previous: Tree
     """This rank's right answer to the previous slot."""
 

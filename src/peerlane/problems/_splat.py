@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from peerlane.problems._draw import seeded_generator
+
 FP32, FP64 = torch.float32, torch.float64
 
 # Standard deviations to which a Gaussian counts as visible, and the smallest determinant of its projection.
@@ -235,7 +237,7 @@ def settled_gaussians(scene: Scene, rank: int, device: torch.device, count: int 
     fifths of the largest depth are taken far up, where no camera of the ring looks. Of the rest it does not, if a mean is moved by no more
     than that length, scales are changed by 5 %, and all is rounded to float32.
     """
-    generator = torch.Generator(device=device).manual_seed(zlib.crc32(f"{scene.name}/{rank}".encode()))
+    generator = seeded_generator(device, zlib.crc32(f"{scene.name}/{rank}".encode()))
     number = scene.counts[rank] if count is None else count
 
     def uniform(width: int) -> torch.Tensor:

@@ -165,7 +165,7 @@ def _boolean_map(context: NullContext) -> Tree:
 def _stale(context: NullContext) -> Tree:
     rows, routing_map, mapping, shape = context.answer
     previous = context.previous[0]
-    tail = stale_tail(NullContext(context.case, context.rank, context.inputs, [rows] * context.case.world_size, previous))
+    tail = stale_tail(NullContext(context.case, context.rank, context.inputs, {context.rank: rows}, previous))
     return (tail, routing_map, mapping, shape)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from peerlane.errors import UsageError
 from peerlane.hardware.profiles import H200_SXM, PROFILES, HardwareProfile
@@ -54,12 +53,11 @@ def problem_detail(
     world_size: int,
     presets: Sequence[str] | None = None,
     profile: HardwareProfile = H200_SXM,
-    arguments: bool = True,
 ) -> Entry:
     """Everything about one problem; its presets (all but the sweep's, or those named, families too) as they are on ``world_size`` ranks.
 
-    ``profile``: whose datasheet the rooflines are computed from. ``arguments``: with their shapes. Raises UnknownPreset, and UsageError
-    if the problem does not run on that many ranks.
+    ``profile``: whose datasheet the rooflines are computed from. Raises UnknownPreset, and UsageError if the problem does not run on that
+    many ranks.
     """
     if presets is None:
         chosen = [item for item in problem.presets if item.family != "sweep"]
@@ -85,21 +83,21 @@ def problem_detail(
         "excused": dict(problem.excused),
         "world_size": world_size,
         "profile": profile.name,
-        "presets": [_preset_detail(problem, preset, world_size, profile, arguments) for preset in chosen],
+        "presets": [_preset_detail(problem, preset, world_size, profile) for preset in chosen],
         "sweep": [{"name": item.name, "size": item.about} for item in problem.family("sweep")],
     }
 
 
-def _preset_detail(problem: Problem, preset: Preset, world_size: int, profile: HardwareProfile, arguments: bool) -> Entry:
+def _preset_detail(problem: Problem, preset: Preset, world_size: int, profile: HardwareProfile) -> Entry:
     cases = {case.label: case for variant in problem.variants for case in problem.cases(preset.name, world_size, variant)}
     return {
         "name": preset.name,
         "about": preset.about,
-        "cases": [_case_detail(problem, spec, cases.get(spec.label), profile, arguments) for spec in preset.cases],
+        "cases": [_case_detail(problem, spec, cases.get(spec.label), profile) for spec in preset.cases],
     }
 
 
-def _case_detail(problem: Problem, spec: CaseSpec, case: Case | None, profile: HardwareProfile, arguments: bool) -> Entry:
+def _case_detail(problem: Problem, spec: CaseSpec, case: Case | None, profile: HardwareProfile) -> Entry:
     entry: Entry = {
         "label": spec.label,
         "dtype": dtype_name(spec.dtype),
@@ -119,32 +117,34 @@ def _case_detail(problem: Problem, spec: CaseSpec, case: Case | None, profile: H
     entry["cost"] = _cost(costs)
     entry["roofline"] = _roofline(costs, profile)
     entry["process_groups"] = plain(problem.process_groups(case))
-    if arguments:
-        entry["arguments"] = _arguments(problem, case)
+    entry["arguments"] = _arguments(problem, case)
     return entry
 
 
 def _arguments(problem: Problem, case: Case) -> list[Entry] | None:
     """Rank 0's arguments. Shapes come from the case and the public layout, so any secret shows the same ones.
 
-    Those of `small` are drawn for real, which takes less time than drawing without memory, as the others are; where that fails because
-    contents decide something, or come from real tensors, they are drawn for real too; None if that takes too much.
+    Those of `small` are drawn for real, the others without memory; where that fails because contents decide something, they are drawn for
+    real too; None if that takes too much.
     """
 
-    def values() -> tuple[Any, ...]:
-        return problem.inputs(case, 0, Draw(secret="catalogue", case_key=case.key, slot=0, block=0, rank=0))
+    def drawn(draw: type[Draw], device: str) -> list[Entry]:
+        values = problem.inputs(case, 0, draw(secret="catalogue", case_key=case.key, slot=0, block=0, rank=0, device=device))
+        return [{"name": name, "value": argument_text(describe(value))} for name, value in zip(problem.parameters, values, strict=False)]
 
     if case.preset == "small":
-        return _described(problem, values())
+        return drawn(Draw, "cpu")
     try:
-        with FakeTensorMode():
-            return _described(problem, values())
-    except (AssertionError, RuntimeError):  # fake tensors say by either that they cannot do without contents
-        return _described(problem, values()) if case.preset in SMALL_ENOUGH else None
+        return drawn(_Shapes, "meta")
+    except RuntimeError:  # what asks a tensor without memory for its contents
+        return drawn(Draw, "cpu") if case.preset in SMALL_ENOUGH else None
 
 
-def _described(problem: Problem, values: Sequence[Any]) -> list[Entry]:
-    return [{"name": name, "value": argument_text(describe(value))} for name, value in zip(problem.parameters, values, strict=False)]
+class _Shapes(Draw):
+    """Saves time on the meta device, where torch spends milliseconds on a normal distribution of nothing."""
+
+    def normal(self, shape: Sequence[int], dtype: torch.dtype, *, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
 
 def argument_text(description: Description) -> str:

@@ -28,11 +28,10 @@ def page_name(problem: Problem) -> str:
 
 def generate(suite: Sequence[Problem], evidence: Evidence) -> dict[str, str]:
     """File name -> contents, of every page and of the overview."""
-    pages = {
-        page_name(problem): GENERATED + "\n" + page(problem_detail(problem, world_size=page_world_size(problem)), evidence)
-        for problem in suite
-    }
-    return {**pages, "README.md": GENERATED + "\n" + overview(suite, evidence)}
+    details = [problem_detail(problem, world_size=page_world_size(problem)) for problem in suite]
+    pages = {page_name(problem): page(detail, evidence) for problem, detail in zip(suite, details, strict=True)}
+    pages["README.md"] = overview(details, evidence)
+    return {name: f"{GENERATED}\n{text}" for name, text in pages.items()}
 
 
 def page_world_size(problem: Problem) -> int:
@@ -67,9 +66,8 @@ def write(folder: Path, pages: Mapping[str, str]) -> list[str]:
     return changes
 
 
-def overview(suite: Sequence[Problem], evidence: Evidence) -> str:
+def overview(details: Sequence[Entry], evidence: Evidence) -> str:
     """The problems by category, each linked to its page, with its size and what bounds it."""
-    details = [problem_detail(problem, world_size=page_world_size(problem), arguments=False) for problem in suite]
     categories = dict.fromkeys(sorted(detail["category"] for detail in details))
     parts = [
         "# The problems\n",
