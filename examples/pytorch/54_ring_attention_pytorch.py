@@ -17,7 +17,6 @@ def gather_sequence(part: torch.Tensor, group: dist.ProcessGroup | None, ranks: 
     return torch.cat(parts[:ranks], dim=1).transpose(1, 2)
 
 
-@torch.no_grad()
 def solution(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -31,7 +31,6 @@ def scale(hidden, weight, sums, out, width, count, epsilon, BLOCK: tl.constexpr)
         tl.store(out + row * width + column, x * factor * w, mask=inside)
 
 
-@torch.no_grad()
 def solution(local_hidden_states: torch.Tensor, local_weight: torch.Tensor, variance_epsilon: float) -> torch.Tensor:
     hidden = local_hidden_states.contiguous()
     width = hidden.shape[-1]

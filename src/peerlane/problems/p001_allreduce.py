@@ -13,7 +13,6 @@ from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, Problem, Tolerance, case, preset
 
 
-@torch.no_grad()
 def reference(tensor: torch.Tensor) -> torch.Tensor:
     total = tensor.clone()
     dist.all_reduce(total, op=dist.ReduceOp.SUM)

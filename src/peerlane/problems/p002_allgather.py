@@ -13,7 +13,6 @@ from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, Problem, case, exactly, preset
 
 
-@torch.no_grad()
 def reference(tensor: torch.Tensor) -> torch.Tensor:
     gathered = tensor.new_empty((dist.get_world_size(), *tensor.shape))
     # The flat form works on every backend; gloo refuses the stacked one.

@@ -13,7 +13,6 @@ from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
 
 
-@torch.no_grad()
 def reference(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
     received = tensor.clone() if dist.get_rank() == src else torch.empty_like(tensor)
     dist.broadcast(received, src=src)

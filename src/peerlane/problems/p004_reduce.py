@@ -27,7 +27,6 @@ from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, exactly, preset
 
 
-@torch.no_grad()
 def reference(tensor: torch.Tensor, dst: int = 0) -> torch.Tensor:
     total = tensor.clone()
     dist.reduce(total, dst=dst, op=dist.ReduceOp.SUM)

@@ -13,7 +13,6 @@ from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
 
 
-@torch.no_grad()
 def reference(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
     if dist.get_rank() != src:
         received = torch.empty_like(tensor)

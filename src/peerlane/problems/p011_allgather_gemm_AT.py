@@ -10,7 +10,6 @@ from peerlane.problems._matmul import BF16, FP32
 from peerlane.problems._spec import Problem, case, preset
 
 
-@torch.no_grad()
 def reference(A_local: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
     # Rows of A^T lie one after the other on the ranks, so the gather of the transposed shards needs no concatenation.
     shard = A_local.t().contiguous()

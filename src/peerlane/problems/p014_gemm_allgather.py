@@ -14,7 +14,6 @@ from peerlane.problems._matmul import BF16, FP32, FP64
 from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
 
 
-@torch.no_grad()
 def reference(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
     block = A @ B
     blocks = [torch.empty_like(block) for _ in range(dist.get_world_size())]

@@ -31,7 +31,6 @@ FP64 = torch.float64
 _CONTEXT_LENGTH = 131072
 
 
-@torch.no_grad()
 def reference(
     q_local: torch.Tensor,
     k_local: torch.Tensor,

@@ -26,7 +26,6 @@ from peerlane.problems._spec import (
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
-@torch.no_grad()
 def reference(local_hidden_states: torch.Tensor, local_weight: torch.Tensor, variance_epsilon: float) -> torch.Tensor:
     hidden = local_hidden_states.to(torch.float32)
     variance = hidden.square().sum(-1, keepdim=True)

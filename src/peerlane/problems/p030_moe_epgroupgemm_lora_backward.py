@@ -29,7 +29,6 @@ NAMES = ("grad_fc1_1_lora_A", "grad_fc1_2_lora_A", "grad_fc2_lora_B")
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@torch.no_grad()
 def reference(
     grad_fc1_1_lora_A: torch.Tensor,
     grad_fc1_2_lora_A: torch.Tensor,

@@ -34,7 +34,6 @@ FP64 = torch.float64
 Arguments = Sequence[tuple[Any, ...]]
 
 
-@torch.no_grad()
 def reference(
     hidden_states: torch.Tensor,
     w_qkv: torch.Tensor,
@@ -50,7 +49,6 @@ def reference(
     return _block(hidden_states, w_qkv, w_o, group, num_heads, attend)
 
 
-@torch.no_grad()
 def legacy_reference(
     hidden_states: torch.Tensor,
     w_qkv: torch.Tensor,

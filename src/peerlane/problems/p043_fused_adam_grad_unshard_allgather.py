@@ -18,7 +18,6 @@ from peerlane.problems._spec import Case, CaseSpec, Cost, NullContext, Problem, 
 from peerlane.problems._training_step import StepModel
 
 
-@torch.no_grad()
 def reference(
     grad_shard: torch.Tensor,
     master_shard: torch.Tensor,

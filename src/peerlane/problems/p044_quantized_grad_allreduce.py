@@ -32,7 +32,6 @@ _CODES = 127.0
 _FLOOR = 1e-8
 
 
-@torch.no_grad()
 def reference(flat_grad: torch.Tensor, block_size: int) -> torch.Tensor:
     count = flat_grad.numel()
     flat = flat_grad.reshape(-1).to(torch.float32)

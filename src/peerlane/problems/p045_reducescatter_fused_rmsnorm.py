@@ -28,7 +28,6 @@ from peerlane.problems._spec import (
 FP64 = torch.float64
 
 
-@torch.no_grad()
 def reference(rs_input_1d: torch.Tensor, gamma: torch.Tensor, eps: float) -> torch.Tensor:
     world = dist.get_world_size()
     mean = rs_input_1d.new_empty(rs_input_1d.numel() // world)

@@ -37,7 +37,6 @@ Arguments = Sequence[tuple[Any, ...]]
 _ROOTS = 3.0
 
 
-@torch.no_grad()
 def reference(
     x_local: torch.Tensor,
     W1_shard: torch.Tensor,

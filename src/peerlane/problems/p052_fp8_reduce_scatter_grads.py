@@ -15,7 +15,6 @@ from peerlane.problems._quant import FP64, Arguments
 from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
 
 
-@torch.no_grad()
 def reference(flat_grads: torch.Tensor, amax_history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     world = dist.get_world_size()
     decoded, history = _quant.fp8_round_trip(flat_grads, amax_history)

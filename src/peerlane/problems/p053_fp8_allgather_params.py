@@ -15,7 +15,6 @@ from peerlane.problems._quant import Arguments
 from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, preset
 
 
-@torch.no_grad()
 def reference(flat_param_shard: torch.Tensor, amax_history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     decoded, history = _quant.fp8_round_trip(flat_param_shard, amax_history)
     full = decoded.new_empty(dist.get_world_size() * decoded.numel())

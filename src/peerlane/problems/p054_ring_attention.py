@@ -28,7 +28,6 @@ from peerlane.problems._spec import (
 from peerlane.problems._tree import GroupRef
 
 
-@torch.no_grad()
 def reference(
     q: torch.Tensor,
     k: torch.Tensor,

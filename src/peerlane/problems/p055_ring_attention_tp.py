@@ -29,7 +29,6 @@ from peerlane.problems._spec import (
 from peerlane.problems._tree import GroupRef
 
 
-@torch.no_grad()
 def reference(
     hidden_states: torch.Tensor,
     w_qkv: torch.Tensor,

@@ -34,7 +34,6 @@ from peerlane.problems._tree import GroupRef
 _NAMES = ("dq", "dk", "dv")
 
 
-@torch.no_grad()
 def reference(
     dout: torch.Tensor,
     q: torch.Tensor,

@@ -31,7 +31,6 @@ from peerlane.problems._tree import GroupRef
 FP64 = torch.float64
 
 
-@torch.no_grad()
 def reference(
     image_features: torch.Tensor,
     text_features: torch.Tensor,

@@ -35,7 +35,6 @@ from peerlane.problems._tree import GroupRef
 _WAVES, _NOISE = 8, 1e-3
 
 
-@torch.no_grad()
 def reference(
     x: torch.Tensor,
     s: Sequence[int | None],

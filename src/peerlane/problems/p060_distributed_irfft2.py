@@ -32,7 +32,6 @@ from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, HonestVarian
 from peerlane.problems._tree import GroupRef
 
 
-@torch.no_grad()
 def reference(
     x: torch.Tensor,
     s: Sequence[int] | None,

@@ -56,7 +56,6 @@ def _exchange(blocks: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], g
     return [part.view(tuple(shape)) for part, shape in zip(torch.split(received, sizes), shapes, strict=True)]
 
 
-@torch.no_grad()
 def reference(
     x: torch.Tensor,
     psi: torch.Tensor,

@@ -34,7 +34,6 @@ Blocks = list[torch.Tensor]
 Answer = tuple[tuple[Blocks, Blocks, torch.Tensor], dict[str, Blocks]]
 
 
-@torch.no_grad()
 def reference(
     H: list[torch.Tensor],
     error: torch.Tensor,

@@ -18,7 +18,6 @@ from peerlane.problems._tree import GroupRef
 Sample = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@torch.no_grad()
 def reference(
     seed_nodes: torch.Tensor,
     fanouts: list[int],

@@ -15,7 +15,6 @@ from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAns
 from peerlane.problems._tree import GroupRef
 
 
-@torch.no_grad()
 def reference(
     local_features: torch.Tensor,
     seed_inverse_ids: torch.Tensor,

@@ -33,7 +33,6 @@ FP64 = torch.float64
 _CHUNK_BYTES = 2**30
 
 
-@torch.no_grad()
 def reference(
     grad_output: torch.Tensor,
     seed_inverse_ids: torch.Tensor,

@@ -17,7 +17,6 @@ from peerlane.problems._tree import GroupRef
 INT32, INT64 = torch.int32, torch.int64
 
 
-@torch.no_grad()
 def reference(
     idx: torch.Tensor, value: torch.Tensor, num_nodes: int, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,6 @@ _SPREAD = 2654435761
 _CHUNK_ROWS = 2**17
 
 
-@torch.no_grad()
 def reference(
     local_embedding_shard: torch.Tensor,
     input_node_ids: torch.Tensor,

@@ -38,7 +38,6 @@ _CHUNK_BYTES = 2**29
 _TINY = 2.0**-125
 
 
-@torch.no_grad()
 def reference(local_pos_scores: torch.Tensor, local_neg_scores: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     ranks, own = dist.get_world_size(group), local_pos_scores.shape[0]
     positive, negative = local_pos_scores.sigmoid().unsqueeze(1), local_neg_scores.sigmoid()

@@ -22,7 +22,6 @@ INT32, INT64 = torch.int32, torch.int64
 _JITTER = 0.1
 
 
-@torch.no_grad()
 def reference(
     lengths: torch.Tensor,
     values: torch.Tensor,

@@ -33,7 +33,6 @@ from peerlane.problems._tree import GroupRef
 _CHUNK_BYTES = 2**29
 
 
-@torch.no_grad()
 def reference(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     channels, history = x.shape[1], weight.shape[-1] - 1
     first, second = x.chunk(2, -1)

@@ -36,7 +36,6 @@ _SPECTRUM_BYTES = 2**29
 _TRANSFORM = 3e-6
 
 
-@torch.no_grad()
 def reference(
     x1_seq: torch.Tensor,
     x2_seq: torch.Tensor,

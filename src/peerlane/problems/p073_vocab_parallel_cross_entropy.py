@@ -37,7 +37,6 @@ _CHUNK_BYTES = 2**29
 _ABSOLUTE = {BF16: 2 * UNIT_ROUNDOFF[BF16], FP32: 1e-5}
 
 
-@torch.no_grad()
 def reference(vocab_parallel_logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     shard = vocab_parallel_logits.shape[-1]
     maximum = vocab_parallel_logits.amax(-1)

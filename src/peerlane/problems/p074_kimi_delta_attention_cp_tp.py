@@ -32,7 +32,6 @@ from peerlane.problems._tree import GroupRef
 _FLOOR, _LEAST_LOG_DECAY = 1e-12, -5.0
 
 
-@torch.no_grad()
 def reference(
     q: torch.Tensor,
     k: torch.Tensor,

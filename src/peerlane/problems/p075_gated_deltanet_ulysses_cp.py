@@ -33,7 +33,6 @@ from peerlane.problems._tree import GroupRef
 _FLOOR = 1e-6
 
 
-@torch.no_grad()
 def reference(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -32,7 +32,6 @@ from peerlane.problems._tree import GroupRef
 Triple = int | tuple[int, int, int]
 
 
-@torch.no_grad()
 def reference(
     input: torch.Tensor,
     weight: torch.Tensor,

@@ -19,7 +19,6 @@ from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, HonestVarian
 from peerlane.problems._tree import GroupRef
 
 
-@torch.no_grad()
 def reference(
     query: torch.Tensor,
     key_value: torch.Tensor,

@@ -42,7 +42,6 @@ def decode(latents: torch.Tensor, upsample: Tile) -> torch.Tensor:
     return F.interpolate(three_channels(latents), scale_factor=[float(factor) for factor in upsample], mode="trilinear")
 
 
-@torch.no_grad()
 def reference(
     z: torch.Tensor,
     tile_latent_min_length: int,

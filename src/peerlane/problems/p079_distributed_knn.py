@@ -34,7 +34,6 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 _CHUNK_ROWS = 2**17
 
 
-@torch.no_grad()
 def reference(
     test_features_rank: torch.Tensor,
     train_features_rank_T: torch.Tensor,

@@ -32,7 +32,6 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 _CHUNK_BYTES = 2**30
 
 
-@torch.no_grad()
 def reference(
     teacher_output: torch.Tensor,
     teacher_temp: float,

@@ -22,7 +22,6 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 BLANK = -10.0
 
 
-@torch.no_grad()
 def reference(
     low_res_masks_local: torch.Tensor,
     obj_scores_local: torch.Tensor,

@@ -13,7 +13,6 @@ from peerlane.problems._vocab import BF16, FP32, arguments, filter_variants, fil
 from peerlane.problems._vocab_logprob import compare, cost, log_probability_answer, log_probability_null_answers, oracle
 
 
-@torch.no_grad()
 def reference(
     vocab_parallel_logits: torch.Tensor,
     target: torch.Tensor,

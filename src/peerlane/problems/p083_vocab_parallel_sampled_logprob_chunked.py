@@ -15,7 +15,6 @@ from peerlane.problems._spec import Case, CaseSpec, HonestVariant, NullAnswer, N
 from peerlane.problems._vocab import BF16, FP32
 
 
-@torch.no_grad()
 def reference(
     vocab_parallel_logits: torch.Tensor,
     target: torch.Tensor,

@@ -21,7 +21,6 @@ from peerlane.problems._vocab import BF16, CUT_MARGIN, FP32, FP64
 RELATIVE, UNDERFLOW = 1e-3, 2.0**-126
 
 
-@torch.no_grad()
 def reference(
     vocab_parallel_logits: torch.Tensor,
     target: torch.Tensor,

@@ -37,7 +37,6 @@ _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OVERSAMPLING = 32
 
 
-@torch.no_grad()
 def reference(local_shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
 

@@ -62,7 +62,6 @@ COEFFICIENTS: Mapping[str, Triples] = {
 _FLOOR = 1e-7
 
 
-@torch.no_grad()
 def reference(
     x: torch.Tensor,
     steps: int = 5,

@@ -30,7 +30,6 @@ from peerlane.problems._spec import (
 from peerlane.problems._tree import GroupRef
 
 
-@torch.no_grad()
 def reference(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -16,7 +16,6 @@ from peerlane.device.gemm_reduce_scatter import GemmReduceScatter
 _by_size: dict[tuple[int, int, torch.dtype], GemmReduceScatter] = {}
 
 
-@torch.no_grad()
 def solution(A_local: torch.Tensor, B_local: torch.Tensor) -> torch.Tensor:
     (m, k), n = A_local.shape, B_local.shape[1]
     if A_local.dtype not in gemm.ELEMENT_TYPES or not (m and n and k):
