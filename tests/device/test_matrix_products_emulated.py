@@ -169,7 +169,7 @@ TWINS = {
     "no wait": Twin(
         "all_gather",
         "all_gather_gemm.cuh",
-        "wait_for_rows(row, piece, source);",
+        "wait_for_rows(row, piece, rank_after<W>(arena.rank, W - before));",
         "",
         frozenset({"race", "wrong_result"}),
     ),

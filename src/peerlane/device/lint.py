@@ -47,6 +47,8 @@ _RELEASING_STORE = re.compile(r"\b(st|red|atom)\.(relaxed|release|acq_rel)\.sys\
 _READ_WAIT = re.compile(r"cp\.async\.bulk\.wait_group\.read\b")
 _FULL_WAIT = re.compile(r"cp\.async\.bulk\.wait_group\s+\d+")  # which groups it is for, the emulator knows
 _ACQUIRING_LOAD = re.compile(r"\bld\.acquire\.(sys|gpu)\b")
+_GUARD = re.compile(r"^@!?(%\w+)\s+")
+_REGISTER = re.compile(r"%\w+")
 _RESTRICTED_LOAD = re.compile(r"\bld\.global(\.\w+)*\.nc\b")
 _MULTICAST = re.compile(r"\bmultimem\.")
 _PACKET = re.compile(r"\.b128\b")
@@ -65,14 +67,28 @@ def _read_wait_before_signal(body: Sequence[Instruction]) -> Iterator[Instructio
             yield instruction
 
 
-def _acquire_in_loop(body: Sequence[Instruction]) -> Iterator[Instruction]:
+def _decides_a_branch(body: Sequence[Instruction]) -> bool:
+    """Whether a branch among these instructions depends on what the first one loads."""
+    known = set(_REGISTER.findall(body[0].text)[:1])
+    for item in body[1:]:
+        guard = _GUARD.match(item.text)
+        if guard and guard[1] in known and _BRANCH.search(item.text):
+            return True
+        target, *sources = _REGISTER.findall(_GUARD.sub("", item.text)) or [""]
+        if known & set(sources):
+            known.add(target)
+    return False
+
+
+def _acquire_in_poll_loop(body: Sequence[Instruction]) -> Iterator[Instruction]:
     labels = {match[1]: position for position, item in enumerate(body) if (match := _LABEL.match(item.text))}
     reported: set[int] = set()
     for end, item in enumerate(body):
         branch = _BRANCH.search(item.text)
         start = labels.get(branch[2], end) if branch else end
         for position in range(start, end):
-            if position not in reported and _ACQUIRING_LOAD.search(body[position].text):
+            load = _ACQUIRING_LOAD.search(body[position].text)
+            if load and position not in reported and _decides_a_branch(body[position : end + 1]):
                 reported.add(position)
                 yield body[position]
 
@@ -87,7 +103,7 @@ RULES: dict[str, Rule] = {
         _read_wait_before_signal,
     ),
     "acquire in a poll loop": Rule(
-        "every try throws the L1 cache away; poll with ld.relaxed and put one fence.acq_rel behind the loop", _acquire_in_loop
+        "every try throws the L1 cache away; poll with ld.relaxed and load with ld.acquire once more behind the loop", _acquire_in_poll_loop
     ),
     "read-only load": Rule(
         "ld.global.nc may return what was there before a peer wrote; take `const __restrict__` and __ldg away from what peers write",

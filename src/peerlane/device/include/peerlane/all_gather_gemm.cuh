@@ -51,7 +51,7 @@ struct AllGatherGemm : Shape {
     __device__ u32 tile_count() const { return parameters.tiles.count(); }
     __device__ Tile tile(u32 index) const { return parameters.tiles.at(index); }
 
-    __device__ void load(const Tile& tile, InputProducer<AllGatherGemm>& in) const {
+    __device__ void load(const Tile& tile, InputProducer<AllGatherGemm>& in, ReadyConsumer<AllGatherGemm>& ready) const {
         const int row = tile.row * Shape::rows + Shape::first_row(), column = tile.column * Shape::columns;
         for (u32 k = 0; k < parameters.local_k; k += Shape::depth) {
             const int depth = static_cast<int>(k);
@@ -62,11 +62,24 @@ struct AllGatherGemm : Shape {
             const u32 end = min(first + parameters.piece_columns, parameters.local_k);
             for (int before = 1; before < W; ++before) {
                 const int source = rank_after<W>(arena.rank, W - before);
-                wait_for_rows(row, piece, source);
+                ready.wait();
+                ready.release();
                 for (u32 k = first; k < end; k += Shape::depth) {
                     const int depth = static_cast<int>(k);
                     load_step<Shape>(in, {&parameters.gathered, row, depth, slot_of(source)}, {&parameters.b, column, depth, source});
                 }
+            }
+        }
+    }
+
+    // For the pieces that `load` uses, in that order.
+    __device__ void watch(const Tile& tile, ReadyProducer<AllGatherGemm>& ready) const {
+        const int row = tile.row * Shape::rows + Shape::first_row();
+        for (u32 piece = 0; piece < parameters.pieces.columns; ++piece) {
+            for (int before = 1; before < W; ++before) {
+                wait_for_rows(row, piece, rank_after<W>(arena.rank, W - before));
+                ready.acquire();
+                ready.commit();
             }
         }
     }
@@ -128,7 +141,7 @@ struct AllGatherGemm : Shape {
         if (row >= parameters.m) return;  // a block of a cluster whose rows the tile does not have
         const u32 rows = min(parameters.m - row, u32(Shape::block_rows));
         const u32 pieces = (rows + parameters.piece_rows - 1) / parameters.piece_rows;
-        peers(loader).wait_slots(source, flag_of(row / parameters.piece_rows, column), pieces, epoch);
+        peers(storer).wait_slots(source, flag_of(row / parameters.piece_rows, column), pieces, epoch);
     }
     __device__ u32 flag_of(u32 row, u32 column) const { return column * parameters.pieces.rows + row; }
     // use(flag, first byte in the shard, rows) for every `parts`-th piece.

@@ -66,7 +66,7 @@ struct GemmReduceScatter : Shape {
         return {number, rank_after<W>(arena.rank, distance), row * Shape::rows, column * Shape::columns};
     }
 
-    __device__ void load(const Tile& tile, InputProducer<GemmReduceScatter>& in) const {
+    __device__ void load(const Tile& tile, InputProducer<GemmReduceScatter>& in, ReadyConsumer<GemmReduceScatter>& ready) const {
         const int own_row = tile.row + Shape::first_row(), row = tile.owner * static_cast<int>(parameters.local_rows) + own_row;
         for (u32 k = 0; k < parameters.k; k += Shape::depth) {
             load_step<Shape>(in, {&parameters.a, row, static_cast<int>(k), 0}, {&parameters.b, tile.column, static_cast<int>(k), 0});
@@ -74,12 +74,23 @@ struct GemmReduceScatter : Shape {
         if (tile.owner != arena.rank) return;
         for (int before = 1; before < W; ++before) {
             const int source = rank_after<W>(arena.rank, W - before);
-            peers(loader).wait_slots(source, flag_of(tile, 0), Shape::roles.consumer_groups, epoch);
+            ready.wait();
+            ready.release();
             for (int column = 0; column < Shape::columns; column += Shape::Partial::columns) {
                 in.fill(Shape::Partial::bytes, [&](auto& slot, u64* full) {
                     slot.partial.load(&parameters.partials, full, {tile.column + column, own_row, slot_of(source)});
                 });
             }
+        }
+    }
+
+    // For each other rank's tile of an own one's number.
+    __device__ void watch(const Tile& tile, ReadyProducer<GemmReduceScatter>& ready) const {
+        for (int before = 1; before < W && tile.owner == arena.rank; ++before) {
+            const int source = rank_after<W>(arena.rank, W - before);
+            peers(storer).wait_slots(source, flag_of(tile, 0), Shape::roles.consumer_groups, epoch);
+            ready.acquire();
+            ready.commit();
         }
     }
 

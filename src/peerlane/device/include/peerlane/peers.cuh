@@ -2,7 +2,7 @@
 //
 // What goes wrong in hand-written protocols can not be written with them: a signal waits until the team's asynchronous stores have been
 // written at their peers, not only read; it has one release fence however many ranks it tells; behind a wait both ordinary and asynchronous
-// reads see what was signalled; polls are relaxed, with one acquire fence at their end, and end at the arena's deadline.
+// reads see what was signalled; polls are relaxed, with one acquiring load at their end, and end at the arena's deadline.
 //
 //   peers.store_async(q, at, tile, bytes);    the same step in every rank's loop: push,
 //   peers.signal(q, slot, number);            tell,
@@ -215,14 +215,13 @@ class Peers {
         const Span span(arena_, role_, span_wait, team_.thread() == 0);
         if (team_.thread() == 0) {
             poll(source, slot, number);
-            acquire();
+            ptx::fence_proxy_async();
         }
         team_.sync();
     }
 
     // The same, where the team keeps in `seen`, in shared memory, how far it knows each rank to have come (at first: no further than it has come). A
-    // wait for what is known costs no fence and no poll; else one look at all flags of the slot, and one fence, are for all ranks. The team has
-    // at least W threads.
+    // wait for what is known costs no fence and no poll; else one look at all flags of the slot is for all ranks. The team has at least W threads.
     __device__ void wait(int source, u32 slot, u32 number, u32 (&seen)[W]) const {
         fuzz(arena_, role_, span_wait);
         const Span span(arena_, role_, span_wait, team_.thread() == 0);
@@ -230,8 +229,8 @@ class Peers {
         if (team_.thread() == 0) poll(source, slot, number);
         team_.sync();
         if (const u32 q = team_.thread(); q < W) {
-            seen[q] = ptx::load_relaxed_system(flag(arena_.rank, slot, q));
-            acquire();
+            seen[q] = ptx::load_acquire_system(flag(arena_.rank, slot, q));
+            ptx::fence_proxy_async();
         }
         team_.sync();
     }
@@ -240,10 +239,7 @@ class Peers {
     __device__ void wait_slots(int source, u32 first, u32 count, u32 number) const {
         fuzz(arena_, role_, span_wait);
         const Span span(arena_, role_, span_wait, team_.thread() == 0);
-        if (team_.thread() < count) {
-            for (u32 slot = team_.thread(); slot < count; slot += team_.size()) poll(source, first + slot, number);
-            acquire();
-        }
+        for (u32 slot = team_.thread(); slot < count; slot += team_.size()) poll(source, first + slot, number);
         team_.sync();
         ptx::fence_proxy_async();
     }
@@ -256,7 +252,7 @@ class Peers {
             for (u32 q = team_.thread(); q < W; q += team_.size()) {
                 if (q != arena_.rank) poll(q, slot, number);
             }
-            acquire();
+            ptx::fence_proxy_async();
         }
         team_.sync();
     }
@@ -268,7 +264,7 @@ class Peers {
         const Span span(arena_, role_, span_wait, team_.thread() == 0);
         if (const u32 q = team_.thread(); q < W && q != arena_.rank && !reached(seen, number)) {
             seen = poll(q, slot, number);
-            acquire();
+            ptx::fence_proxy_async();
         }
         team_.sync();
     }
@@ -326,12 +322,7 @@ class Peers {
         ptx::fence_system();
     }
 
-    __device__ void acquire() const {
-        ptx::fence_system();
-        ptx::fence_proxy_async();
-    }
-
-    // What the flag said when it was enough.
+    // What the flag said when it was enough. Acquire, for ordinary reads; asynchronous ones need a proxy fence behind it.
     __device__ u32 poll(u32 source, u32 slot, u32 number) const {
         const u32* place = flag(arena_.rank, slot, source);
         Deadline deadline;
@@ -339,6 +330,7 @@ class Peers {
         while (!reached(seen = ptx::load_relaxed_system(place), number)) {
             if (deadline.expired(arena_)) fail(arena_, Awaited{role_, source, slot, number}, seen);
         }
+        ptx::load_acquire_system(place);
         return seen;
     }
 

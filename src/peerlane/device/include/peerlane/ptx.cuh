@@ -78,11 +78,18 @@ __device__ inline void fence_proxy_async_shared() { asm volatile("fence.proxy.as
 
 // ---- accesses with an order and a scope ------------------------------------------------------------------------------------------------
 //
-// relaxed: atomic, orders nothing; pair it with a fence. system: all GPUs and the host; gpu: this GPU.
+// relaxed: atomic, orders nothing; pair it with a fence. acquire: behind it, what came before the release is seen; costs far less than a fence,
+// which waits for the thread's own accesses too. system: all GPUs and the host; gpu: this GPU.
 
 __device__ inline u32 load_relaxed_system(const u32* address) {
     u32 value;
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ inline u32 load_acquire_system(const u32* address) {
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
     return value;
 }
 

@@ -2,7 +2,8 @@
 //
 //   compute blocks        loader (a warp): copies operands into the input ring
 //                         consumers (warpgroups): use them, and put results into the output ring, one per group
-//                         storers (a warp per group): copy results out, to this rank or another one, and tell it
+//                         storers (a warp per group): copy results out, to this rank or another one, and tell it; the first group's also
+//                         watches, before each tile, for what its loader needs of other ranks
 //                         communicator (the spare warp of the first warpgroup): sends what was there before
 //   communicator blocks   fetcher (a warp): copies local data into the input ring
 //                         sender (a warp): copies it on to other ranks, and tells them
@@ -77,6 +78,14 @@ constexpr int claim_slots = 2;  // tiles that a block claims ahead
 template <class Kernel>
 concept ClaimsTiles = requires(const Kernel& kernel) { kernel.claim(); };
 
+// A kernel whose tiles need something of other ranks has a member `void watch(const Tile&, ReadyProducer<Kernel>&) const`, which waits for it and
+// passes a token on for everything that `load` takes one for: `load` has the tokens' other end as its third argument. A wait takes longer than
+// what a loader has copied ahead lasts, with its fences alone; here it holds up nothing.
+template <class Kernel>
+concept Watches = requires { &Kernel::watch; };
+
+constexpr int ready_slots = 4;
+
 // A block's shared memory.
 template <class Kernel>
 struct RoleMemory {
@@ -86,6 +95,8 @@ struct RoleMemory {
     Ring<Kernel::output_slots> output_ring[Kernel::roles.consumer_groups];
     Ring<claim_slots> claim_ring;
     u32 claimed[claim_slots];
+    Ring<ready_slots> ready_ring;
+    u32 ready[ready_slots];
 };
 
 // The tiles of a block, for one of its roles: every role sees the same ones in the same order.
@@ -144,6 +155,11 @@ using OutputProducer = StoreProducer<typename Kernel::Output, Kernel::output_slo
 template <class Kernel>
 using OutputConsumer = Consumer<typename Kernel::Output, Kernel::output_slots>;
 
+template <class Kernel>
+using ReadyProducer = StoreProducer<u32, ready_slots>;
+template <class Kernel>
+using ReadyConsumer = Consumer<u32, ready_slots>;
+
 // Runs a kernel: call it with all threads of all blocks, and return. The first `communicator_blocks` blocks communicate, the others compute.
 template <class Kernel>
 __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks = 0) {
@@ -159,6 +175,7 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
         memory.input_ring.init(1, communicates ? 1 : 4 * roles.consumer_groups * blocks);
         for (auto& ring : memory.output_ring) ring.init(4, 1);
         memory.claim_ring.init(1, 5 * roles.consumer_groups);
+        memory.ready_ring.init(1, 1);
         ptx::mbarrier_init_fence();
     }
     if constexpr (blocks == 1) {
@@ -182,12 +199,25 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
         if constexpr (roles.moves_registers()) ptx::registers_decrease<roles.service_registers>();
         if (warp == 0) {
             InputProducer<Kernel> in(memory.input, memory.input_ring);
-            tiles.template each<true>([&](const auto& tile) { kernel.load(tile, in); });
+            ReadyConsumer<Kernel> ready(memory.ready, memory.ready_ring);
+            tiles.template each<true>([&](const auto& tile) {
+                if constexpr (Watches<Kernel>) {
+                    kernel.load(tile, in, ready);
+                } else {
+                    kernel.load(tile, in);
+                }
+            });
             if constexpr (blocks > 1) in.drain();
         } else if (warp <= roles.consumer_groups) {
             const u32 group = warp - 1;
             OutputConsumer<Kernel> out(memory.output[group], memory.output_ring[group]);
-            tiles.template each<false>([&](const auto& tile) { kernel.store(tile, group, out); });
+            ReadyProducer<Kernel> ready(memory.ready, memory.ready_ring);
+            tiles.template each<false>([&](const auto& tile) {
+                if constexpr (Watches<Kernel>) {
+                    if (group == 0) kernel.watch(tile, ready);
+                }
+                kernel.store(tile, group, out);
+            });
         } else if (warp == 3) {
             if constexpr (requires { &Kernel::communicate; }) {
                 kernel.communicate(blockIdx.x - communicator_blocks, gridDim.x - communicator_blocks);
