@@ -357,7 +357,7 @@ RELAY, EXCHANGE, PEERS, QUEUE = "collectives/relay.cuh", "collectives/exchange.c
 TWO_SHOT = "collectives/two_shot.cuh"
 CREDIT = "mover.wait(q, here.used_slot(), number + 1 - rings.depth)"
 RELEASE = "ptx::fence_proxy_async();\n        ptx::fence_system();"
-ACQUIRE = "ptx::fence_system();\n        ptx::fence_proxy_async();"
+ACQUIRE, RELAXED = "seen[q] = ptx::load_acquire_system(", "seen[q] = ptx::load_relaxed_system("
 IS_THERE = "peers_.wait_load(state_.landed + turn % rings.stages, turn / rings.stages & 1);"
 DELIVER = "deliver(tiles, stage(turn), queue_);"
 LANDED, DELIVERED = f"{IS_THERE}\n            {DELIVER}", f"{DELIVER}\n            {IS_THERE}"
@@ -391,7 +391,7 @@ TWINS = {
     "place_acknowledged_before_it_is_read": Twin("exchange_ring", EXCHANGE, LANDED, DELIVERED),
     "sums_acknowledged_unread": Twin("reduce_ring", PEERS, READS_DONE, "    }\n"),
     "signal_without_release": Twin("all_reduce_relay", PEERS, RELEASE, ""),
-    "wait_without_acquire": Twin("all_reduce_relay", PEERS, ACQUIRE, ""),
+    "wait_without_acquire": Twin("all_reduce_relay", PEERS, ACQUIRE, RELAXED, world_size=4),
 }
 
 

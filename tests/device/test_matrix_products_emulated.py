@@ -173,6 +173,7 @@ TWINS = {
         "",
         frozenset({"race", "wrong_result"}),
     ),
+    "wait without acquire": Twin("all_gather", "peers.cuh", "        ptx::load_acquire_system(place);\n", "", frozenset({"race"})),
     "rows told of too early": Twin(
         "all_gather",
         "all_gather_gemm.cuh",
