@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -83,7 +83,7 @@ def main() -> int:
         shutil.copytree(corpus.folder, folder, ignore=shutil.ignore_patterns("__pycache__"))  # some write beside themselves
         folder.parent.chmod(0o755)  # ranks may run as another user
         plan = EvaluationPlan(
-            candidates=[candidate_file(folder / f"{entry.file}.py") for entry in entries],
+            candidates=[replace(candidate_file(folder / f"{entry.file}.py"), track=entry.track) for entry in entries],
             presets=(options.preset,),
             world_sizes=(options.world_size,),
             device=options.device,

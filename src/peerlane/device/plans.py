@@ -3,6 +3,7 @@
 The limits come from a model (packets carry a third more bytes than data, a port takes in 343 GB/s) and from what was measured on 4x H200:
 where all ports are busy both ways, packets carry 190 to 215 GB/s at 6 to 24 MiB of data a port, in rounds too, and rings 180 at 12 MiB,
 230 at 48 MiB and 280 at 192 MiB. To one root rings carry 350 GB/s from 12 MiB on, and packets in rounds 215; from one root 240, and 215.
+Between two GPUs rings are ahead from 8 MiB on where data goes one way, and from 16 MiB on in an all-reduce.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ PORT_PACKET_LIMIT_BYTES = 24 << 20
 """Most data of an exchange that one port takes in or sends out as packets, in as many rounds as that takes."""
 ROOTED_PACKET_LIMIT_BYTES = 6 << 20
 """The same where all is for one rank, or from one."""
-TWO_SHOT_LIMIT_BYTES = 16 << 20
-"""Largest tensor that goes by packets in two trips, in as many rounds as that takes."""
+TWO_SHOT_LIMIT_BYTES, TWO_SHOT_LIMIT_BYTES_OF_TWO = 16 << 20, 8 << 20
+"""Largest tensor that goes by packets in two trips, in as many rounds as that takes, and the same for two ranks."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def all_reduce(nbytes: int, machine: Machine) -> Plan:
     excess = others * (1 - 2 / machine.world_size) * packets * workspace.PACKET_BYTES
     if excess <= ONE_SHOT_EXCESS_BYTES and packets <= _room(machine):
         return Plan("all_reduce_one_shot", *_spread(packets, machine))
-    if nbytes <= TWO_SHOT_LIMIT_BYTES:
+    if nbytes <= (TWO_SHOT_LIMIT_BYTES if machine.world_size > 2 else TWO_SHOT_LIMIT_BYTES_OF_TWO):
         # Places for terms, and as many for sums.
         return _by_packets("all_reduce_two_shot", -(-packets // machine.world_size), _room(machine) // 2, machine)
     return _ring("all_reduce_relay", machine)
@@ -59,14 +60,14 @@ def all_reduce(nbytes: int, machine: Machine) -> Plan:
 def broadcast(nbytes: int, machine: Machine) -> Plan:
     """``nbytes`` > 0 from one rank to all."""
     if machine.world_size == 2:  # nobody to share the work with
-        return _messages("exchange_packets", "exchange_ring", nbytes, machine)
+        return rooted_exchange(nbytes, machine)
     return _rooted("exchange_packets", "broadcast_two_shot", "broadcast_relay", nbytes, machine)
 
 
 def reduce(nbytes: int, machine: Machine) -> Plan:
     """``nbytes`` > 0 of every rank summed on one."""
     if machine.world_size == 2:
-        return _messages("reduce_packets", "reduce_ring", nbytes, machine)
+        return _messages("reduce_packets", "reduce_ring", nbytes, machine, ROOTED_PACKET_LIMIT_BYTES)
     return _rooted("reduce_packets", "reduce_two_shot", "reduce_relay", nbytes, machine)
 
 

@@ -1,4 +1,4 @@
-"""Tables of what ``tests/gpu/bench_kernels.py`` measured: the kit's collectives and fused kernels beside NCCL and cuBLAS."""
+"""Tables of what ``tests/gpu/bench_kernels.py`` measured: the kit's collectives, fused kernels and product beside NCCL and cuBLAS."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ def fused_report(path: Path) -> str:
     for row in sorted(found["rows"], key=lambda row: (row["op"] != "gemm_rs", row["N"])):
         times = (_us(row[key]) for key in ("mm_us", "comm_us", "fused_us", "nccl_us"))
         table.add(names[row["op"]], str(row["N"]), *times, f"{row['ratio']:.2f}x", f"{row['of_bound']:.0%}")
+    return f"{table.markdown()}\n{_where(found)}\n"
+
+
+def product_report(path: Path) -> str:
+    """A row per width of square matrices."""
+    found = _read(path)
+    columns = ("N", "kit us", "cuBLAS us", "TFLOP/s", "of cuBLAS")
+    table = TextTable(columns, right=columns)
+    for row in found["rows"]:
+        table.add(str(row["N"]), _us(row["ours_us"]), _us(row["cublas_us"]), str(row["tflops"]), f"{row['of_cublas']:.0%}")
     return f"{table.markdown()}\n{_where(found)}\n"
 
 

@@ -11,7 +11,7 @@ from peerlane.evaluate.calibrate import read_calibrations
 from peerlane.report.calibration import calibration_table
 from peerlane.report.corpus import rule_table, rules_table
 from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, NOISE, PRODUCTION, REFERENCES, RESULTS, TWO_GPUS
-from peerlane.report.kernels import collectives_report, fused_report
+from peerlane.report.kernels import collectives_report, fused_report, product_report
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
 from peerlane.report.noise import acceptance_lines, noise_table
 from peerlane.report.records import read_results
@@ -72,6 +72,8 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "mechanisms": (MECHANISMS, _mechanisms),
     "collectives": (NODE / "collectives.json", collectives_report),
     "fused": (NODE / "fused.json", fused_report),
+    "fused_of_two": (TWO_GPUS / "fused.json", fused_report),
+    "product_of_two": (TWO_GPUS / "product.json", product_report),
     "margins_cpu": (CALIBRATIONS[0], _margins),
     "corpus_rules": (CORPUS, _rules),
     **{f"corpus_{rule}": (CORPUS, _candidates_of(rule)) for rule in RULES},
