@@ -10,7 +10,8 @@
 // Blocks that are resident together can not lock each other. All ranks go through the same sequence of places: place s of every rank is a tile of
 // the same number and the same distance to its owner. Only own tiles wait, for tiles of their number, whose places come before theirs. A block
 // takes places in ascending order. Now consider, of all tiles on any rank that wait for ever, one of the first place. What it waits for has an
-// earlier place on its rank; the block there has nothing that waits for ever before it, so it computes and sends it.
+// earlier place on its rank; the block there has nothing that waits for ever before it, so it computes and sends it: the storer that watches
+// for a place has stored all that came before.
 #pragma once
 
 #include <peerlane/comm.cuh>
