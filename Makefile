@@ -23,7 +23,7 @@ help:
 setup: $(STAMP)
 
 # torch comes first and by its bare pin, so that pip keeps whichever build of that version the machine offers (CPU or CUDA).
-# The build back end is installed and pinned too, hence --no-build-isolation.
+# The build back end is installed and pinned too, hence --no-build-isolation. Nothing is compiled to bytecode that may never be imported.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "peerlane needs Python 3.11 or newer, got $$(python3 --version 2>&1); \
 	install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -31,10 +31,10 @@ $(STAMP): pyproject.toml constraints.txt
 	f"peerlane needs Python 3.11 or newer, got {v[0]}.{v[1]} ($(PYTHON)); name another: make PYTHON=/path/to/python3.11")'
 	@echo "setting up .venv with $(PYTHON) (once; some minutes if torch has to be fetched)"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet -c constraints.txt torch==2.13.0
-	$(BIN)/pip install --quiet -c constraints.txt --upgrade pip
-	$(BIN)/pip install --quiet -c constraints.txt hatchling editables
-	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation --group dev -e '.[$(EXTRAS)]'
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt --upgrade pip
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt hatchling editables
+	$(BIN)/pip install --quiet --no-compile -c constraints.txt --no-build-isolation --group dev -e '.[$(EXTRAS)]'
 	@touch $@
 
 demo: $(STAMP)

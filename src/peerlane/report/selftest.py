@@ -18,9 +18,11 @@ Judged = Sequence[tuple["Entry", Outcome]]
 def selftest_table(corpus: Corpus, judged: Judged) -> TextTable:
     """A line per candidate, in the table's order: the verdicts it got and how often, those that are right, whether all are."""
     table = TextTable(("row", "candidate", "W", "verdicts", "expected", "ok"), right={"W"})
+    found: dict[str, dict[int, list[Outcome]]] = {}
+    for entry, outcome in judged:
+        found.setdefault(entry.file, {}).setdefault(outcome.world_size, []).append(outcome)
     for entry in corpus.entries:
-        for world_size in sorted({outcome.world_size for item, outcome in judged if item == entry}):
-            mine = [outcome for item, outcome in judged if item == entry and outcome.world_size == world_size]
+        for world_size, mine in sorted(found.get(entry.file, {}).items()):
             counts = Counter(outcome.verdict for outcome in mine)
             table.add(
                 entry.row,
