@@ -5,9 +5,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 EXTRAS ?= triton,cuda
 BIN := .venv/bin
-# Files stay together, for their rank groups take seconds to start; in the order of their folders, for the longest come first there. Three at a
-# time, even on two cores: a third of the time goes by in waits for what hangs on purpose.
-PYTEST := $(BIN)/python -m pytest -ra -n 3 --dist loadfile --no-loadscope-reorder
+# Files stay together, for their rank groups take seconds to start; in the order of their folders, for the longest come first there.
+PYTEST := $(BIN)/python -m pytest -ra -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
