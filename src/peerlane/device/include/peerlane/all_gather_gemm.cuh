@@ -51,7 +51,7 @@ struct AllGatherGemm : Shape {
     __device__ u32 tile_count() const { return parameters.tiles.count(); }
     __device__ Tile tile(u32 index) const { return parameters.tiles.at(index); }
 
-    __device__ void load(const Tile& tile, InputProducer<AllGatherGemm>& in, ReadyConsumer<AllGatherGemm>& ready) const {
+    __device__ void load(const Tile& tile, InputProducer<AllGatherGemm>& in, ReadyConsumer& ready) const {
         const int row = tile.row * Shape::rows + Shape::first_row(), column = tile.column * Shape::columns;
         for (u32 k = 0; k < parameters.local_k; k += Shape::depth) {
             const int depth = static_cast<int>(k);
@@ -73,7 +73,7 @@ struct AllGatherGemm : Shape {
     }
 
     // For the pieces that `load` uses, in that order.
-    __device__ void watch(const Tile& tile, ReadyProducer<AllGatherGemm>& ready) const {
+    __device__ void watch(const Tile& tile, ReadyProducer& ready) const {
         const int row = tile.row * Shape::rows + Shape::first_row();
         for (u32 piece = 0; piece < parameters.pieces.columns; ++piece) {
             for (int before = 1; before < W; ++before) {

@@ -67,7 +67,7 @@ struct GemmReduceScatter : Shape {
         return {number, rank_after<W>(arena.rank, distance), row * Shape::rows, column * Shape::columns};
     }
 
-    __device__ void load(const Tile& tile, InputProducer<GemmReduceScatter>& in, ReadyConsumer<GemmReduceScatter>& ready) const {
+    __device__ void load(const Tile& tile, InputProducer<GemmReduceScatter>& in, ReadyConsumer& ready) const {
         const int own_row = tile.row + Shape::first_row(), row = tile.owner * static_cast<int>(parameters.local_rows) + own_row;
         for (u32 k = 0; k < parameters.k; k += Shape::depth) {
             load_step<Shape>(in, {&parameters.a, row, static_cast<int>(k), 0}, {&parameters.b, tile.column, static_cast<int>(k), 0});
@@ -86,7 +86,7 @@ struct GemmReduceScatter : Shape {
     }
 
     // For each other rank's tile of an own one's number.
-    __device__ void watch(const Tile& tile, ReadyProducer<GemmReduceScatter>& ready) const {
+    __device__ void watch(const Tile& tile, ReadyProducer& ready) const {
         for (int before = 1; before < W && tile.owner == arena.rank; ++before) {
             const int source = rank_after<W>(arena.rank, W - before);
             peers(storer).wait_slots(source, flag_of(tile, 0), Shape::roles.consumer_groups, epoch);

@@ -78,7 +78,7 @@ constexpr int claim_slots = 2;  // tiles that a block claims ahead
 template <class Kernel>
 concept ClaimsTiles = requires(const Kernel& kernel) { kernel.claim(); };
 
-// A kernel whose tiles need something of other ranks has a member `void watch(const Tile&, ReadyProducer<Kernel>&) const`, which waits for it and
+// A kernel whose tiles need something of other ranks has a member `void watch(const Tile&, ReadyProducer&) const`, which waits for it and
 // passes a token on for everything that `load` takes one for: `load` has the tokens' other end as its third argument. A wait takes longer than
 // what a loader has copied ahead lasts, with its fences alone; here it holds up nothing.
 template <class Kernel>
@@ -155,9 +155,7 @@ using OutputProducer = StoreProducer<typename Kernel::Output, Kernel::output_slo
 template <class Kernel>
 using OutputConsumer = Consumer<typename Kernel::Output, Kernel::output_slots>;
 
-template <class Kernel>
 using ReadyProducer = StoreProducer<u32, ready_slots>;
-template <class Kernel>
 using ReadyConsumer = Consumer<u32, ready_slots>;
 
 // Runs a kernel: call it with all threads of all blocks, and return. The first `communicator_blocks` blocks communicate, the others compute.
@@ -199,7 +197,7 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
         if constexpr (roles.moves_registers()) ptx::registers_decrease<roles.service_registers>();
         if (warp == 0) {
             InputProducer<Kernel> in(memory.input, memory.input_ring);
-            ReadyConsumer<Kernel> ready(memory.ready, memory.ready_ring);
+            ReadyConsumer ready(memory.ready, memory.ready_ring);
             tiles.template each<true>([&](const auto& tile) {
                 if constexpr (Watches<Kernel>) {
                     kernel.load(tile, in, ready);
@@ -211,7 +209,7 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
         } else if (warp <= roles.consumer_groups) {
             const u32 group = warp - 1;
             OutputConsumer<Kernel> out(memory.output[group], memory.output_ring[group]);
-            ReadyProducer<Kernel> ready(memory.ready, memory.ready_ring);
+            ReadyProducer ready(memory.ready, memory.ready_ring);
             tiles.template each<false>([&](const auto& tile) {
                 if constexpr (Watches<Kernel>) {
                     if (group == 0) kernel.watch(tile, ready);
