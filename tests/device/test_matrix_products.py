@@ -97,3 +97,10 @@ def test_pieces_suit_every_tiling_and_plans_suit_the_gpu(m: int, local_k: int, c
     assert (chosen.communicator_blocks > 0) == (communicator_blocks > 0) and chosen.communicator_blocks < chosen.grid <= 132
     assert chosen.communicator_blocks % chosen.tiling.blocks == 0 and chosen.grid % chosen.tiling.blocks == 0
     assert chosen.tiles.rows * chosen.tiling.rows >= m
+
+
+@pytest.mark.parametrize("n", [1024, 4096, 25600])
+def test_a_wide_result_does_not_read_b_again_for_every_few_rows(n: int) -> None:
+    chosen = all_gather_gemm.plan(all_gather_gemm.choose_pieces(8192, 2560, 2), n, 5120, 132)
+    busy = chosen.tiles.group_rows * chosen.tiles.columns * chosen.tiling.blocks >= 132 - chosen.tiling.blocks
+    assert busy and chosen.tiles.group_rows * chosen.tiling.rows >= 1024

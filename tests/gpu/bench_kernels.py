@@ -1,10 +1,10 @@
-"""Times the kit's collectives, fused kernels and matrix product beside NCCL and cuBLAS, as replayed CUDA graphs, one process per GPU.
+"""Times the kit's collectives, fused kernels and matrix product beside NCCL, cuBLAS and torch's fused operators, as replayed CUDA graphs.
 
     PYTHONPATH=src python tests/gpu/bench_kernels.py collectives|fused|product [--world 2] [--out FILE]
 
-A quick look for those who change a kernel: calls of one kind back to back on the same tensors, nothing judged but the size of the error.
-What is published comes from `peerlane eval`, which mints inputs anew and compares every answer. Times are the slowest rank's, in
-microseconds, the median of five stretches of calls, which take turns with those of what it is compared with.
+One process per GPU. A quick look for those who change a kernel: calls of one kind back to back on the same tensors, nothing judged but the
+size of the error. What is published comes from `peerlane eval`, which mints inputs anew and compares every answer. Times are the slowest
+rank's, in microseconds, the median of five stretches of calls, which take turns with those of what it is compared with.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory  # torch.ops.symm_mem
 import torch.multiprocessing as mp
 
 from peerlane.device import Communicator, communicator, gemm
@@ -35,6 +36,8 @@ PORT_GBPS = 375.0
 """What a port takes in at most, by `peerlane doctor --measure` on 2x H200; for the bound of the fused kernels."""
 STRETCHES = 5
 Call = Callable[[], Any]
+
+os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # torch's fused operators use none
 
 
 def replay(call: Call) -> Call:
@@ -102,11 +105,12 @@ def collectives(rank: int, world: int) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Fused:
-    """The product alone, the kit's kernel, cuBLAS and NCCL; and the bytes that a port must take in."""
+    """The product alone, the kit's kernel, cuBLAS and NCCL, torch's fused operator; and the bytes that a port must take in."""
 
     product: Call
     ours: Call
     nccl: Call
+    operator: Call
     port_bytes: float
 
 
@@ -119,8 +123,11 @@ def gemm_and_reduce_scatter(width: int, world: int) -> Fused:
         dist.reduce_scatter_tensor(rows, torch.mm(a, b))
         return rows
 
+    def operator() -> torch.Tensor:
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "sum", 0, dist.group.WORLD.group_name)
+
     ours = p016_gemm_reducescatter.solution
-    return Fused(lambda: torch.mm(a, b), lambda: ours(a, b), nccl, (world - 1) * rows.nbytes)
+    return Fused(lambda: torch.mm(a, b), lambda: ours(a, b), nccl, operator, (world - 1) * rows.nbytes)
 
 
 def all_gather_and_gemm(width: int, world: int) -> Fused:
@@ -132,8 +139,11 @@ def all_gather_and_gemm(width: int, world: int) -> Fused:
         dist.all_gather_into_tensor(gathered, shard)
         return torch.mm(gathered.transpose(0, 1).reshape(width, -1), b)
 
+    def operator() -> torch.Tensor:
+        return torch.ops.symm_mem.fused_all_gather_matmul(shard, [b], 1, dist.group.WORLD.group_name, return_A=False)[1][0]
+
     ours = p012_allgather_gemm.solution
-    return Fused(lambda: torch.mm(whole, b), lambda: ours(shard, b), nccl, (world - 1) * shard.nbytes)
+    return Fused(lambda: torch.mm(whole, b), lambda: ours(shard, b), nccl, operator, (world - 1) * shard.nbytes)
 
 
 def fused(rank: int, world: int) -> Iterator[dict[str, Any]]:
@@ -141,7 +151,7 @@ def fused(rank: int, world: int) -> Iterator[dict[str, Any]]:
         calls = max(4, min(100, int(4e13 / width**3)))
         for name, make in (("gemm_rs", gemm_and_reduce_scatter), ("ag_gemm", all_gather_and_gemm)):
             work = make(width, world)
-            product_us, ours_us, nccl_us = microseconds(work.product, work.ours, work.nccl, count=calls)
+            product_us, ours_us, nccl_us, operator_us = microseconds(work.product, work.ours, work.nccl, work.operator, count=calls)
             got, want, port_us = work.ours().float(), work.nccl().float(), work.port_bytes / PORT_GBPS / 1e3
             yield {
                 "op": name,
@@ -150,6 +160,7 @@ def fused(rank: int, world: int) -> Iterator[dict[str, Any]]:
                 "comm_us": round(port_us, 1),
                 "fused_us": ours_us,
                 "nccl_us": nccl_us,
+                "torch_us": operator_us,
                 "ratio": round(nccl_us / ours_us, 2),
                 "of_bound": round(max(product_us, port_us) / ours_us, 3),
                 "err": f"{((got - want).abs().max() / want.abs().max()).item():.1e}",

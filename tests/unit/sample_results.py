@@ -48,6 +48,7 @@ def measured(mode: str, reference_us: float, candidate_us: float, noise_floor: f
         candidate_p10_us=candidate_us * 0.9,
         candidate_p90_us=candidate_us * 1.1,
         outer_slack_us=40.0,
+        outer_excess_us=-3.0,
         utilisation=(
             Utilisation(ceilings="datasheet", profile="H200 SXM", bound_us=7.0, bound_by="nvlink", reference=0.1, candidate=0.25),
             Utilisation(ceilings="measured", profile="H200 SXM", bound_us=9.0, bound_by="nvlink", reference=0.2, candidate=0.5),

@@ -526,6 +526,23 @@ def test_a_candidate_whose_outer_clock_always_runs_longer_is_tampered() -> None:
         race(steady(other_hand_off_s=0.02), slack_limit_us=15_000.0).run(budget_s=10)
 
 
+@pytest.mark.parametrize(
+    ("other_s", "trusted_s", "usual_us", "hidden"),
+    [(0.006, 0.0, 0.0, True), (0.001, 0.0, 0.0, False), (0.006, 0.006, 0.0, False), (0.006, 0.0, 5_000.0, False)],
+    ids=["hidden", "small", "a slow host", "slow ranks"],
+)
+def test_time_that_no_single_block_shows_is_found_in_all_of_them(other_s: float, trusted_s: float, usual_us: float, hidden: bool) -> None:
+    trial = steady(trusted_hand_off_s=trusted_s, other_hand_off_s=other_s)
+    run = race(trial, slack_limit_us=15_000.0, usual_excess_us=usual_us)
+    if hidden:
+        with pytest.raises(Rejected) as caught:
+            run.run(budget_s=10)
+        assert "in the usual block the outer clock exceeds the events by 6" in caught.value.verdict.reason
+    else:
+        run.run(budget_s=10)
+    assert run.excess_us().median == pytest.approx((other_s - trusted_s) * 1e6, abs=1_500)
+
+
 def test_a_node_on_which_the_reference_is_disturbed_too_accuses_nobody() -> None:
     with pytest.raises(HarnessError, match="too disturbed"):
         race(steady(trusted_hand_off_s=0.02), slack_limit_us=15_000.0).run(budget_s=10)

@@ -172,9 +172,12 @@ def plan(pieces: Pieces, n: int, k: int, sm_count: int, communicator_blocks: int
     tiling = gemm.choose_tiling(m, n, k, sm_count - communicators)
     communicators = -(-communicators // tiling.blocks) * tiling.blocks
     computing = tiling.whole(sm_count - communicators)
-    rows, columns = tiling.grid(m, n)
-    # As many row panels at a time as keep all compute blocks busy: rows are used in the order in which they come.
-    tiles = GroupedTiles(rows=rows, columns=columns, group_rows=min(rows, -(-computing // (tiling.blocks * columns))))
+    tiles = tiling.grouped(m, n)
+    rows, columns = tiles.rows, tiles.columns
+    # As few rows at a time as keep all compute blocks busy, for rows are used in the order in which they come; but half of what reads least
+    # at any rate: B is read once for each group.
+    busy = -(-computing // (tiling.blocks * columns))
+    tiles.group_rows = min(rows, max(busy, tiles.group_rows // 2))
     needed = rows * columns * tiling.blocks
     if not communicators:
         needed = max(needed, -(-pieces.count // tiling.blocks) * tiling.blocks)

@@ -150,6 +150,7 @@ class Race:
     slots: int
     slack_limit_us: float = math.inf
     latency_limit_us: float = math.inf
+    usual_excess_us: float = math.inf
     usual_skews: tuple[float, ...] = ()
     references: list[BlockTimes] = field(default_factory=list)
     others: list[BlockTimes] = field(default_factory=list)
@@ -301,6 +302,7 @@ class Race:
             self._keep(*self._round())
         if self.side == "candidate":
             self._refuse_gross_skew()
+            self._refuse_hidden_time()
             self.trial.judge("timing")
 
     def _knows_enough(self, passed_s: float, budget_s: float) -> bool:
@@ -370,6 +372,20 @@ class Race:
         if self.skew > limit:
             what = f"a few calls do the work of all: a block's mean is {self.skew:.1f} times its usual call, {limit:.1f} is the most"
             raise Rejected(Tampered(phase="timing", what=what))
+
+    def _refuse_hidden_time(self) -> None:
+        """A single block's hand-off may be long by chance; that of the usual block, beside the reference's of the same round, may not."""
+        excess, limit = self.excess_us(), self.usual_excess_us + self.rules.hidden_us
+        if excess.low > limit:
+            what = (
+                f"in the usual block the outer clock exceeds the events by {excess.median:.0f} us more than in the reference's next to it; "
+                f"{limit:.0f} us is the most"
+            )
+            raise Rejected(Tampered(phase="timing", what=what))
+
+    def excess_us(self) -> Interval:
+        """How much longer the hand-off of the other side's blocks was than that of the reference's of the same round."""
+        return median_interval([other.slack_us - reference.slack_us for reference, other in zip(self.references, self.others, strict=True)])
 
     def other_us(self) -> list[float]:
         """The other side's time per call, block by block, as it is scored."""

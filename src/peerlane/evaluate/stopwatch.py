@@ -154,6 +154,7 @@ class SpeedTrial:
             self.slots[mode],
             slack_limit_us=3 * baseline.slack_us + 5_000,
             latency_limit_us=5 * baseline.idle_latency_us + 500,
+            usual_excess_us=max(0.0, baseline.excess_us().high),
             usual_skews=tuple(block.skew for block in [*baseline.references, *baseline.others]),
         )
         try:
@@ -180,6 +181,7 @@ class SpeedTrial:
             candidate_p10_us=race.quantile_us(0.1),
             candidate_p90_us=race.quantile_us(0.9),
             outer_slack_us=race.slack_us,
+            outer_excess_us=race.excess_us().median,
             utilisation=tuple(self._utilisation(peaks, reference_us, candidate_us) for peaks in self.peaks),
         )
 

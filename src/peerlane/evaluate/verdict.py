@@ -306,6 +306,9 @@ class ModeSpeed(Record):
     candidate_p10_us: float = Field(gt=0)
     candidate_p90_us: float = Field(gt=0)
     outer_slack_us: float = Field(description="largest accepted excess of the outer clock over the events, per block")
+    outer_excess_us: float | None = Field(
+        default=None, description="how much larger it was than next to the reference, median of all rounds; missing in older records"
+    )
     utilisation: tuple[Utilisation, ...]
 
     @property
