@@ -163,6 +163,14 @@ class TimingRules:
     hidden_us: float = 2_000.0
     """by how much more than next to the reference the outer clock may exceed the events in a candidate's usual block: what it has loaded
     may lengthen its hand-off"""
+    stretch_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 20_000.0, "graph": 10_000.0})
+    """by launch mode, of the reference's calls, in a stretch that only the outer clock times; graphs, with their head start, take longer"""
+    min_stretches: int = 3
+    max_stretches: int = 9
+    hidden_share: float = 0.1
+    """of the reference's call that a candidate's may take in a stretch beyond what its events say"""
+    between_calls_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 25.0, "graph": 10.0})
+    """by launch mode, what may besides pass between two calls: a kernel that ends sooner has to wait for its host"""
     compared_share: float = 0.25
     late_changes: int = 2
     """per block whose outputs are compared, of calls that are compared"""

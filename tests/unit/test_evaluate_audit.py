@@ -112,6 +112,12 @@ def test_a_profiler_that_was_interfered_with(change: dict[str, Any]) -> None:
     assert record is not None and not record.complete and not record.own_communication
 
 
+def test_the_evaluators_own_functions_may_be_replaced_in_no_track() -> None:
+    assert auditor(recorded()).tampering is None and auditor(recorded(replaced=["torch.profiler.profile"])).tampering is None
+    found = auditor(recorded(replaced=["torch.profiler.profile", "peerlane.evaluate.timing._elapsed"])).tampering
+    assert found is not None and found.what.endswith(": peerlane.evaluate.timing._elapsed, torch.profiler.profile")
+
+
 @pytest.mark.parametrize(
     "change",
     [{"host": None}, {"device": {"k": -1}}, {"collectives": True}, {"replaced": None}, {"device": [1]}],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import types
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,22 @@ def layout_of(*slots: tuple[Any, ...]) -> dict[str, Any]:
     return {"arguments": arguments, "outputs": outputs, "input_bytes": size}
 
 
+def test_where_slots_come_again_their_last_calls_contents_count() -> None:
+    """A slot's contents are those that it has when it is called for the last time; nothing is exchanged with a slot behind that."""
+    for _ in range(50):
+        order = [slot for _ in range(4) for slot in random.sample(range(5), 5)]
+        drawn = Exchanges.draw(order, [0] * 5, random.sample(range(1, 20), 8))
+        contents, at_last_call = list(range(5)), [0] * 5
+        steps = {position: (slot, other) for position, slot, other in drawn.steps}
+        for position, slot in enumerate(order):
+            if position in steps:
+                one, other = steps[position]
+                assert one == slot != other
+                contents[one], contents[other] = contents[other], contents[one]
+            at_last_call[slot] = contents[slot]
+        assert at_last_call == drawn.contents and len(steps) >= 6
+
+
 def test_slots_are_alike_where_they_are_on_every_rank() -> None:
     pair, longer, scaled = (torch.empty(3), 2), (torch.empty(4), 2), (torch.empty(3), 5)
     one, two = layout_of(pair, pair, longer, scaled), layout_of(pair, longer, longer, pair)
@@ -61,8 +78,10 @@ def test_the_trusted_reference_finds_its_contents_where_they_were_minted_after_a
     def contents() -> list[int]:
         return [int(tensors[0][0]) for tensors in private.tensors]
 
-    def run(core: TimedCore, sought: dict[str, Any], order: list[int], between: dict[int, Callable[[], None]]) -> dict[str, Any]:
-        assert sought == {"full_us": 10.0, "first": 3}
+    def run(
+        core: TimedCore, sought: dict[str, Any], order: list[int], between: dict[int, Callable[[], None]], *, timed: bool
+    ) -> dict[str, Any]:
+        assert sought == {"full_us": 10.0, "first": 3} and timed
         for position, slot in enumerate(order):
             between.get(position, lambda: None)()
             seen.append(contents()[slot])
@@ -77,6 +96,7 @@ def test_the_trusted_reference_finds_its_contents_where_they_were_minted_after_a
         "order": [1, 2, 0, 3],
         "exchanges": [[1, 2, 0], [2, 0, 3]],
         "core": {"full_us": 10.0, "first": 3},
+        "timed": True,
     }
     assert rank.timed_block(request) == {"span_us": 1.0}
     assert seen == [1, 0, 3, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ class FakeTrial:
     judge_s: float = 0.0
     trusted_hand_off_s: float = 0.0
     other_hand_off_s: float = 0.0
+    true_us: tuple[float, float] = (0.0, 0.0)
+    """of a call, by the outer clock: the reference's and the other side's"""
     latency_us: float = 20.0
     cores: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     orders: dict[str, list[list[int]]] = field(default_factory=lambda: {"trusted": [], "other": []})
@@ -72,13 +75,19 @@ class FakeTrial:
     minted: int = 0
     revealed: int = 0
 
-    def _block(self, side: str, times: Iterator[float | list[float]], hand_off_s: float, order: list[int]) -> list[dict[str, Any]]:
-        assert sorted(order) == list(range(self.minted)) and (side == "trusted" or self.minted == self.revealed)
+    def _block(
+        self, side: str, times: Iterator[float | list[float]], hand_off_s: float, order: list[int], timed: bool = True
+    ) -> list[dict[str, Any]]:
+        passes, odd = divmod(len(order), self.minted)
+        assert not odd and all(order.count(slot) == passes for slot in range(self.minted))
+        assert (side == "trusted" or self.minted == self.revealed) and (passes == 1 or not timed)
         self.orders[side].append(order)
-        time.sleep(hand_off_s)
-        span = self.span_us if self.span_us is not None else 1.0
+        time.sleep(hand_off_s + len(order) * self.true_us[side != "trusted"] / 1e6)
+        if not timed:
+            return [{} for _ in range(RANKS)]
         given = next(times)
         calls = given if isinstance(given, list) else [given] * len(order)
+        span = self.span_us if self.span_us is not None else sum(calls) if any(self.true_us) else 1.0
         return [{"iterations_us": [us - rank for us in calls], "span_us": span} for rank in range(RANKS)]
 
     def trusted(self, op: str, **more: Any) -> list[dict[str, Any]]:
@@ -88,7 +97,7 @@ class FakeTrial:
         if op == "block":
             self.trusted_steps.append(more["exchanges"])
             self.cores.append(("trusted", more["core"]))
-            times = self._block("trusted", self.trusted_us, self.trusted_hand_off_s, more["order"])
+            times = self._block("trusted", self.trusted_us, self.trusted_hand_off_s, more["order"], more["timed"])
             return [{**answer, "pace_us": 10.0 + rank} for rank, answer in enumerate(times)]
         return [{"captured": True}] * RANKS
 
@@ -98,7 +107,7 @@ class FakeTrial:
             self.cores.append(("other", more["core"]))
         if op in ("block", "rehearse"):
             self.steps.append(more.get("exchanges", ()))
-            return self._block("other", self.other_us, self.other_hand_off_s, more["order"])
+            return self._block("other", self.other_us, self.other_hand_off_s, more["order"], more.get("timed", True))
         return [{"captured": self.captured, "why": "no capture"}] * RANKS
 
     def discard(self) -> None:
@@ -120,7 +129,7 @@ class FakeTrial:
         self.log.append("open")
 
     def exchanges(self, order: list[int], positions: list[int]) -> Exchanges:
-        return Exchanges.draw(order, [0] * len(order), positions)
+        return Exchanges.draw(order, [0] * self.slots, positions)
 
     def collect_from(self, answers: list[dict[str, Any]], slots: list[int], phase: str, exchanges: Exchanges | None = None) -> int:
         assert len(answers) == RANKS and phase in ("timing", "audit")
@@ -140,6 +149,15 @@ class FakeTrial:
 
     def judge(self, phase: str) -> None:
         self.log.append(f"judge {phase}")
+
+
+REFUSE_FALSE_CLAIMS = Race._refuse_false_claims
+
+
+@pytest.fixture(autouse=True)
+def _without_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls take no time here but what a test says."""
+    monkeypatch.setattr(Race, "_refuse_false_claims", lambda run: None)
 
 
 def race(trial: FakeTrial, side: str = "candidate", mode: str = "eager", rules: TimingRules = RULES, **more: Any) -> Race:
@@ -541,6 +559,46 @@ def test_time_that_no_single_block_shows_is_found_in_all_of_them(other_s: float,
     else:
         run.run(budget_s=10)
     assert run.excess_us().median == pytest.approx((other_s - trusted_s) * 1e6, abs=1_500)
+
+
+@pytest.mark.parametrize(
+    ("claimed_us", "true_us", "more", "stretches"),
+    [
+        (50.0, 50.0, {}, 3),
+        (50.0, 100.0, {}, 9),
+        (80.0, 100.0, {}, 3),
+        (100.0, 200.0, {}, 0),
+        (50.0, 100.0, {"problem": FakeProblem(frozenset({"x"}))}, 0),
+        (50.0, 100.0, {"trusted_us": 4_000.0}, 0),
+    ],
+    ids=["true", "forged", "within what is allowed", "not faster", "calls change inputs", "a block is long enough"],
+)
+def test_claims_are_held_against_stretches_of_calls(claimed_us: float, true_us: float, more: dict[str, Any], stretches: int) -> None:
+    stretches_of = {"stretch_us": {"eager": 20_000.0}, "between_calls_us": {"eager": 10.0}, "hidden_us": 1_000.0}
+    slots, rules = 6, TimingRules(warm_calls=SLOTS, min_rounds=9, max_rounds=9, **stretches_of)  # type: ignore[arg-type]
+    trial = steady(**{"other_us": claimed_us, "slots": slots, "true_us": (more.get("trusted_us", 100.0), true_us), **more})
+    run = race(trial, rules=rules, usual_excess_us=0.0)
+    run.run(budget_s=10)
+    blocks, judged, logged = len(trial.orders["other"]), len(trial.collected), len(trial.log)
+    if stretches == rules.max_stretches:
+        with pytest.raises(Rejected) as caught:
+            REFUSE_FALSE_CLAIMS(run)
+        assert re.search(r"204 calls behind each other take (49|5\d)\.\d us each longer", caught.value.verdict.reason)
+    else:
+        REFUSE_FALSE_CLAIMS(run)
+    orders = trial.orders["other"][blocks:]
+    assert [len(order) for order in orders] == [34 * slots] * stretches and len(trial.collected) - judged == stretches
+    assert len({tuple(order) for order in orders}) == stretches
+    assert [trial.log[logged:].count(step) for step in ("mint", "reveal")] == [stretches, stretches]
+
+
+def test_the_claims_of_a_race_are_checked_before_its_outputs_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = steady()
+    monkeypatch.setattr(Race, "_refuse_false_claims", lambda run: run.trial.log.append("claims"))
+    race(trial).run(budget_s=10)
+    assert trial.log[-2:] == ["claims", "judge timing"]
+    race(trial, side="reference").run(budget_s=10)
+    assert trial.log.count("claims") == 1
 
 
 def test_a_node_on_which_the_reference_is_disturbed_too_accuses_nobody() -> None:

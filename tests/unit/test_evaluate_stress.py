@@ -455,6 +455,8 @@ def test_a_block_calls_its_slots_in_the_order_that_was_asked_for_and_keeps_the_l
     solution.returned[-1].fill_(7)
     outputs.copy(2, block.latest())
     assert int(outputs.views[2][0]) == 7, "a result that changes after its end must be seen when it is copied again"
+    assert set(block.run(TimedCore([]), {}, [4, 0, 4, 0], timed=False)) == {"pace_us", "collectives"}
+    assert solution.seen[5:] == [4, 0, 4, 0]
 
 
 @pytest.mark.usefixtures("clockless")

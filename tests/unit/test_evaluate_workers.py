@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerlane.errors import CompileError, DeviceTimeout
+from peerlane.evaluate import patches, slots, timing
 from peerlane.evaluate.candidates import candidate_file
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.trial import verdict_of
-from peerlane.evaluate.trusted import _claimed_mismatch, _misplaced
+from peerlane.evaluate.trusted import _changed, _changes, _claimed_mismatch, _misplaced
 from peerlane.evaluate.worker import classify
 from peerlane.problems._spec import exactly
-from peerlane.problems._tree import describe
+from peerlane.problems._tree import describe, map_leaves
 
 
 @pytest.mark.parametrize("module", ["worker", "candidate", "trusted", "nursery", "build"])
@@ -144,3 +146,33 @@ def test_an_output_must_be_in_the_memory_that_the_problem_names(wanted: bool, go
     assert (reason is None) == (wanted == got) and _misplaced(claimed, expected, torch.device("cpu")) is None
     if wanted and not got:
         assert reason == "counts: got a tensor on the rank's device, expected it in host memory"
+
+
+def test_arguments_are_compared_with_what_was_minted_for_the_slot_that_they_came_from() -> None:
+    """Slots 0 and 1 have exchanged contents; a call has changed the weight, which it may not, and the counter, which it may."""
+    minted = [(torch.full((3,), float(slot)), [torch.empty(0), torch.full((2,), slot)], 5) for slot in range(2)]
+    now = [tuple(map_leaves(item, torch.clone) for item in minted[other]) for other in (1, 0)]
+    case = types.SimpleNamespace(
+        problem=types.SimpleNamespace(parameters=("weight", "counter", "scale"), changeable=frozenset({"counter"})),
+        private=types.SimpleNamespace(args=minted),
+        public=types.SimpleNamespace(args=now),
+    )
+    now[0][1][1].add_(1)
+    assert _changed([*_changes(case, 1, 0), *_changes(case, 0, 1)]) == []  # type: ignore[arg-type]
+    now[0][0][2] = -0.0
+    now[1][0][2] = -0.0
+    assert _changed([*_changes(case, 1, 0), *_changes(case, 0, 1)]) == ["weight"]  # type: ignore[arg-type]
+    assert _changed(_changes(case, 0, 0)) == ["weight"] and _changed([]) == []  # type: ignore[arg-type]
+
+
+def test_what_is_replaced_in_the_evaluators_modules_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    patches.remember()
+    assert patches.replaced() == []
+    monkeypatch.setattr(timing, "_elapsed", lambda start, end: 0.0)
+    monkeypatch.setattr(timing.Block, "run", lambda *_: {})
+    monkeypatch.setattr(slots.OutputRegions.take, "__code__", (lambda *_: []).__code__)
+    monkeypatch.setattr(timing, "Block", None)
+    places = {"timing._elapsed", "timing.Block", "timing.Block.run", "slots.OutputRegions.take"}
+    assert set(patches.replaced()) == {f"peerlane.evaluate.{place}" for place in places}
+    monkeypatch.undo()
+    assert patches.replaced() == []

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from peerlane.evaluate.activity import Activity, activity, are_counts, is_count, kernel_kind, most_per_call
+from peerlane.evaluate.activity import NAME_CHARACTERS, Activity, activity, are_counts, is_count, kernel_kind, most_per_call
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.mechanisms import LoadedKernel, loaded_kernels, mechanisms
 from peerlane.evaluate.protocol import Message
@@ -24,6 +24,7 @@ from peerlane.evaluate.trial import Trial
 from peerlane.evaluate.verdict import Audit, Mechanism, Mode, Policy, Tampered
 
 _MOST_KERNEL_NAMES = 32
+_OWN = "peerlane."
 CUSTOM_RULE = "in the custom track a call's communication must be the candidate's own"
 
 
@@ -36,7 +37,8 @@ class Auditor:
         calls: one stretch for every rank and audited call.
         blocks: one stretch for every rank and recorded block, without what copying outputs may have added.
         unrecorded_collectives: those that process groups counted in calls that were not recorded, once set-up was over.
-        faults: signs that the profiler was tampered with.
+        faults: signs that the profiler or the evaluator's own functions were tampered with.
+        patches: those of them that say so of the evaluator's.
     """
 
     device: str
@@ -46,6 +48,7 @@ class Auditor:
     block_modes: list[Mode] = field(default_factory=list)
     unrecorded_collectives: int = 0
     faults: list[str] = field(default_factory=list)
+    patches: list[str] = field(default_factory=list)
     loaded: list[LoadedKernel] = field(default_factory=list)
 
     def audit_calls(self, trial: Trial) -> None:
@@ -97,8 +100,10 @@ class Auditor:
         if not good or not isinstance(item.get("replaced"), list):
             raise GroupFailure("garbage", "audit", "a rank reported what ran in a form that is not a recording's", rank=rank)
         if item["replaced"]:
-            names = ", ".join(str(name)[:60] for name in item["replaced"][:4])
-            self.faults.append(f"the profiler's {names} was replaced on rank {rank}")
+            names = sorted((str(name)[:NAME_CHARACTERS] for name in item["replaced"]), key=lambda name: not name.startswith(_OWN))
+            self.faults.append(f"replaced on rank {rank}: {', '.join(names[:4])}")
+            if names[0].startswith(_OWN):
+                self.patches.append(self.faults[-1])
         elif item.get("marked") is not True:
             self.faults.append(
                 f"the marks at the ends of an audited call are not in its record on rank {rank}: the profiler was interfered with"
@@ -113,6 +118,11 @@ class Auditor:
     def saw_nothing(self) -> bool:
         """True if no rank was seen to do anything: on a GPU, anything on the device."""
         return not any(item.device_events if self.device == "cuda" else not item.empty for item in self.calls)
+
+    @property
+    def tampering(self) -> Tampered | None:
+        """What is allowed in no track."""
+        return Tampered(phase="audit", what=self.patches[0]) if self.patches else None
 
     def violation(self, *, must_move: bool) -> Tampered | Policy | None:
         """What the custom track objects to. ``must_move``: the answer cannot be had without bytes from another rank."""

@@ -21,7 +21,7 @@ import torch
 
 from peerlane import problems
 from peerlane.errors import UsageError
-from peerlane.evaluate import extensions
+from peerlane.evaluate import extensions, patches
 from peerlane.evaluate.arena import POISON, Arena
 from peerlane.evaluate.jitter import Jitter
 from peerlane.evaluate.loaded_code import loaded_code, mapped_libraries
@@ -143,6 +143,7 @@ class CandidateRank(Rank):
         extensions.use_cache(request["cache"])
         if self.device.type == "cpu":
             _interpret_triton()
+        patches.remember()
         solution = getattr(import_candidate(Path(request["path"])), "solution", None)
         if not callable(solution):
             raise ImportError(
@@ -174,8 +175,8 @@ class CandidateRank(Rank):
     def timed_block(self, request: Message) -> dict[str, Any]:
         """One timed block; the answer carries the times and what the calls returned."""
         attached = self._spaces[request["space"]]
-        block = attached.blocks[request["mode"]]
-        times = block.run(self.core, request["core"], request["order"], attached.arguments.exchangers(request["exchanges"]))
+        block, between = attached.blocks[request["mode"]], attached.arguments.exchangers(request["exchanges"])
+        times = block.run(self.core, request["core"], request["order"], between, timed=request["timed"])
         attached.latest = block.latest
         return {**times, "outputs": attached.outputs.descriptions}
 
@@ -214,8 +215,8 @@ class CandidateRank(Rank):
 
         ``jitter`` lists ``[position, way, us]``: what happens before which call; ``poisoned`` the positions before which freed memory is
         filled with NaN; ``exchanges`` are the steps of :class:`Exchanges`. A call's inputs are overwritten in stream order behind its
-        snapshot, for what a peer reads then, it reads too late; the last call's stay, so that what it returned, which may be its inputs,
-        can be looked at again.
+        snapshot, for what a peer reads then, it reads too late. Those of the calls at the positions ``kept`` stay, to be looked at, and the
+        last call's, so that what it returned, which may be its inputs, can be looked at again.
         """
         attached, jitter = self._spaces[request["space"]], self._jitter
         assert jitter is not None, "a space is attached first"
@@ -223,7 +224,7 @@ class CandidateRank(Rank):
         before: dict[int, list[tuple[str, float]]] = {}
         for position, way, us in request["jitter"]:
             before.setdefault(position, []).append((way, us))
-        poisoned = set(request["poisoned"])
+        poisoned, kept = set(request["poisoned"]), {*request["kept"], len(order) - 1}
         between = attached.arguments.exchangers(request["exchanges"])
         attached.latest = list
         for position, slot in enumerate(order):
@@ -235,8 +236,9 @@ class CandidateRank(Rank):
                 jitter(way, us)
             args = outputs.fresh(attached.arguments.args[slot])
             found = outputs.take(slot, solution(*args), args)
-            if position < len(order) - 1:
+            if position not in kept:
                 attached.arguments.spoil(slot)
+            if position < len(order) - 1:
                 del found
         attached.latest = functools.partial(list, found)
         self.synchronize()

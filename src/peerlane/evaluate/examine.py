@@ -326,6 +326,8 @@ class Examination:
             auditor.audit_calls(trial)
         finally:
             self.evidence[case.key] = trial.evidence.record(case)
+        if (tampering := auditor.tampering) is not None:
+            raise Rejected(tampering)
         if self.node.device == "cuda":
             try:
                 auditor.look_at_code(trial)

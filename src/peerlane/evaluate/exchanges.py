@@ -23,7 +23,7 @@ _dice = random.SystemRandom()
 @dataclass(frozen=True)
 class Exchanges:
     """``steps``: (position of a call in the block's order, its slot, the slot of a later call). ``contents``: for every slot, the slot that
-    its contents at its own call were minted for."""
+    its contents at its own call, the last one if there are more, were minted for."""
 
     steps: tuple[tuple[int, int, int], ...]
     contents: list[int]
@@ -36,7 +36,7 @@ class Exchanges:
         steps, contents = [], list(range(len(alike)))
         for position in sorted(positions):
             slot = order[position]
-            later = [other for other in order[position + 1 :] if alike[other] == alike[slot] >= 0]
+            later = [other for other in order[position + 1 :] if other != slot and alike[other] == alike[slot] >= 0]
             if later:
                 other = _dice.choice(later)
                 contents[slot], contents[other] = contents[other], contents[slot]

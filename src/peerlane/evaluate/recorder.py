@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
+from peerlane.evaluate import patches
 from peerlane.evaluate.activity import MOST_NAMES, NAME_CHARACTERS
 
 _front: Any = torch.autograd.profiler
@@ -77,7 +78,7 @@ class Recording:
             "device": dict(device.most_common(MOST_NAMES)),
             "marked": marked,
             "collectives": after - before,
-            "replaced": replaced(),
+            "replaced": [*replaced(), *patches.replaced()],
         }
 
 

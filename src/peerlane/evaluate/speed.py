@@ -116,7 +116,7 @@ class CaptureFailed(Exception):
 @dataclass(frozen=True)
 class _Calls:
     """What a block of the other side is to be: its first core, the order of its slots, whether outputs are compared, of which, and late
-    changes.
+    changes. A slot may come more than once; what counts is then its last call.
     """
 
     core: int
@@ -167,46 +167,60 @@ class Race:
 
     def trusted_block(self, late: int = 0, first_core: int = 0) -> BlockTimes:
         """One block of the trusted reference on what was minted; before so many calls contents change places, as on the other side."""
-        order = self._new_order()
-        steps = self.trial.exchanges(order, _dice.sample(range(1, self.slots - 1), late)).steps
-        session, begin = self.trial.session, time.perf_counter()
-        answers = self.trial.trusted("block", mode=self.mode, order=order, exchanges=steps, core=self._core(first_core))
-        outer_us = (time.perf_counter() - begin) * 1e6
+        answers, outer_us = self._run_trusted(self._new_order(), late, first_core)
+        session = self.trial.session
         session.full_pace_us = min([session.full_pace_us or math.inf, *(float(answer["pace_us"]) for answer in answers)])
         try:
             return BlockTimes.of(answers, self.slots, outer_us, self._share)
         except GroupFailure as failure:
             raise HarnessError(f"the trusted reference cannot be timed: {failure.message}") from None
 
+    def _run_trusted(self, order: list[int], late: int, first_core: int, *, timed: bool = True) -> tuple[list[Message], float]:
+        """What the trusted ranks answer to a block in this order, and how long that takes them by the outer clock."""
+        steps = self.trial.exchanges(order, _dice.sample(range(1, len(order) - 1), late)).steps
+        begin = time.perf_counter()
+        answers = self.trial.trusted("block", mode=self.mode, order=order, exchanges=steps, core=self._core(first_core), timed=timed)
+        return answers, (time.perf_counter() - begin) * 1e6
+
     def other_block(self, calls: _Calls) -> BlockTimes:
         """One block of the other side on what was minted, revealed just before."""
-        trial, order, chosen = self.trial, calls.order, calls.chosen
-        if self._needs_new_contents:
-            trial.reveal(self.slots)
-        request = {"mode": self.mode, "side": self.side, "order": order, "exchanges": calls.exchanges.steps, "core": self._core(calls.core)}
-        begin = time.perf_counter()
-        answers = trial.ask("block", "timing", trial.session.deadlines.timing, **request)
+        trial = self.trial
+        answers, outer_us = self._run_other(calls)
         ended = time.monotonic()
-        times = BlockTimes.of(answers, self.slots, (time.perf_counter() - begin) * 1e6, self._share)
+        times = BlockTimes.of(answers, self.slots, outer_us, self._share)
         latencies = [float(answer["latency_us"]) for answer in trial.trusted("latency")]
         if calls.compared:
             trial.count_collectives(answers)
-            if chosen and trial.collect_from(answers, chosen, "timing", calls.exchanges) > self.rules.max_waiting_bytes:
-                trial.judge("timing")
-            trial.look_again(order[-1], "timing", ended)
+            self._collect(answers, calls)
+            trial.look_again(calls.order[-1], "timing", ended)
         return replace(times, idle_latency_us=max(latencies))
 
-    def _new_order(self) -> list[int]:
+    def _run_other(self, calls: _Calls, *, timed: bool = True) -> tuple[list[Message], float]:
+        """As :meth:`_run_trusted`, of the other side; what was minted is revealed just before."""
+        trial = self.trial
+        if self._needs_new_contents:
+            trial.reveal(self.slots)
+        request = {"mode": self.mode, "side": self.side, "order": calls.order, "exchanges": calls.exchanges.steps, "timed": timed}
+        begin = time.perf_counter()
+        answers = trial.ask("block", "timing", trial.session.deadlines.timing, core=self._core(calls.core), **request)
+        return answers, (time.perf_counter() - begin) * 1e6
+
+    def _collect(self, answers: list[Message], calls: _Calls) -> None:
+        """Has the outputs of the chosen slots kept, to be judged when the race is over, or now where they would be too many."""
+        if calls.chosen and self.trial.collect_from(answers, calls.chosen, "timing", calls.exchanges) > self.rules.max_waiting_bytes:
+            self.trial.judge("timing")
+
+    def _new_order(self, passes: int = 1) -> list[int]:
         """The order in which a block uses its slots: another one every time, so that nobody can know the next slot beforehand."""
-        return _dice.sample(range(self.slots), self.slots)
+        return [slot for _ in range(passes) for slot in _dice.sample(range(self.slots), self.slots)]
 
     @property
     def _needs_new_contents(self) -> bool:
         """In every round. The reference against itself may go on with what it has, unless that is changed by calls."""
         return self.side == "candidate" or bool(self.trial.problem.changeable)
 
-    def _draw_calls(self, *, compared: bool) -> _Calls:
-        order = self._new_order()
+    def _draw_calls(self, *, compared: bool, passes: int = 1) -> _Calls:
+        order = self._new_order(passes)
         chosen = self._chosen_slots(order[-1]) if compared else []
         return _Calls(_dice.randrange(_MANY), order, compared, chosen, self.trial.exchanges(order, self._late_calls(order, chosen)))
 
@@ -303,6 +317,7 @@ class Race:
         if self.side == "candidate":
             self._refuse_gross_skew()
             self._refuse_hidden_time()
+            self._refuse_false_claims()
             self.trial.judge("timing")
 
     def _knows_enough(self, passed_s: float, budget_s: float) -> bool:
@@ -382,6 +397,44 @@ class Race:
                 f"{limit:.0f} us is the most"
             )
             raise Rejected(Tampered(phase="timing", what=what))
+
+    def _refuse_false_claims(self) -> None:
+        """Holds the events of the whole race against the outer clock around stretches of calls, long enough that a hand-off is little.
+
+        Only a candidate that claims to be faster is asked, and only where calls leave their inputs as they are, for slots are used again:
+        what it computed for a slot is no answer any more once the slot has exchanged its contents with another.
+        """
+        rules, usual_us = self.rules, statistics.fmean(block.mean_us for block in self.references)
+        passes = math.ceil(rules.stretch_us[self.mode] / (usual_us * self.slots))
+        if self.trial.problem.changeable or passes < 2 or self.ratio().median <= 1:
+            return
+        calls = passes * self.slots
+        limit = self.usual_excess_us + rules.hidden_us + calls * (rules.between_calls_us[self.mode] + rules.hidden_share * usual_us)
+        excess: list[float] = []
+        while len(excess) < rules.min_stretches or (statistics.median(excess) > limit and len(excess) < rules.max_stretches):
+            excess.append(self._stretch(passes))
+        if median_interval(excess).low > limit:
+            what = (
+                f"{calls} calls behind each other take {statistics.median(excess) / calls:.1f} us each longer than the events of such "
+                f"calls say, next to the reference's; {limit / calls:.1f} us is the most"
+            )
+            raise Rejected(Tampered(phase="timing", what=what))
+
+    def _stretch(self, passes: int) -> float:
+        """How much longer the calls of this many passes over all slots take than the race's events say, beside the reference's calls."""
+        self.trial.mint(slots=self.slots)
+        drawn = self._draw_calls(compared=True, passes=passes)
+        order = self._new_order(passes)
+        if first := _dice.random() < 0.5:
+            _, reference_us = self._run_trusted(order, len(drawn.exchanges.steps), drawn.core, timed=False)
+        answers, other_us = self._run_other(drawn, timed=False)
+        self._collect(answers, drawn)
+        if not first:
+            _, reference_us = self._run_trusted(order, len(drawn.exchanges.steps), drawn.core, timed=False)
+        calls = len(order)
+        claimed_us = calls * statistics.fmean(block.mean_us for block in self.others)
+        known_us = calls * statistics.fmean(min(block.mean_us, block.span_us / self.slots) for block in self.references)
+        return (other_us - claimed_us) - (reference_us - known_us)
 
     def excess_us(self) -> Interval:
         """How much longer the hand-off of the other side's blocks was than that of the reference's of the same round."""

@@ -22,6 +22,7 @@ _SHARE_OF_BUDGET = 0.25  # one pass of a case may take so much of the time, so t
 _CROWDED_CALLS = 1 / 8
 _FEWEST_PASSES = 2  # the second is a late one
 _POISONED_CALLS = 1 / 2
+_KEPT_CALLS = 1 / 5
 
 _dice = random.SystemRandom()
 
@@ -114,7 +115,8 @@ class Stress:
         trial.mint(mixed=True)
         trial.reveal()
         exchanges = trial.exchanges(order, range(len(order)) if late else ())
-        requests = self._requests(trial, order, exchanges)
+        kept = [position for position in range(len(order)) if _dice.random() < _KEPT_CALLS]
+        requests = self._requests(trial, order, exchanges, kept)
         busy_s = min(max(self.pass_s, self.rules.shortest_sliced_s), self.rules.longest_sliced_s)
         with trial.sliced(sliced, busy_s):
             begin = time.monotonic()
@@ -122,15 +124,16 @@ class Stress:
             ended = time.monotonic()
         if sliced is None:
             self.pass_s = ended - begin
-        trial.collect_from(answers, choose_compared(order, self.checked.judge_s, self.rules), "stress", exchanges)
+        intact = {order[position] for position in [*kept, -1]}
+        trial.collect_from(answers, choose_compared(order, self.checked.judge_s, self.rules), "stress", exchanges, intact)
         trial.look_again(order[-1], "stress", ended)
         trial.judge("stress")
         trial.evidence.stressed_calls += trial.slots
 
-    def _requests(self, trial: Trial, order: list[int], exchanges: Exchanges) -> list[Message]:
+    def _requests(self, trial: Trial, order: list[int], exchanges: Exchanges, kept: list[int]) -> list[Message]:
         plans = draw_jitter(len(trial.layouts), len(order), self.rules, on_gpu=_on_gpu(trial))
         poisoned = [position for position in range(len(order)) if _dice.random() < _POISONED_CALLS]
-        common = {"side": "candidate", "order": order, "poisoned": poisoned, "exchanges": exchanges.steps}
+        common = {"side": "candidate", "order": order, "poisoned": poisoned, "kept": kept, "exchanges": exchanges.steps}
         return [{**common, "jitter": plan} for plan in plans]
 
 

@@ -86,11 +86,14 @@ class Block(abc.ABC):
     def latest(self) -> list[torch.Tensor]:
         """What the last call of the latest run returned."""
 
-    def run(self, core: TimedCore, sought: Mapping[str, Any], order: list[int], between: Between | None = None) -> dict[str, Any]:
+    def run(
+        self, core: TimedCore, sought: Mapping[str, Any], order: list[int], between: Between | None = None, *, timed: bool = True
+    ) -> dict[str, Any]:
         """One block, its slots in this order, this thread kept on a core at full speed; ``sought``: the arguments of its ``settle``.
 
-        Returns ``iterations_us`` (call by call), ``span_us`` (first start to last end of every burst, summed) and ``collectives``: how many
-        the process groups counted in the calls, captured ones included.
+        Returns ``pace_us`` and ``collectives``: how many the process groups counted in the calls, captured ones included. If ``timed``, for
+        which no slot may come twice, also ``iterations_us`` (call by call) and ``span_us`` (first start to last end of every burst, added
+        up).
         """
         _collect()
         _gc_disable()
@@ -109,12 +112,11 @@ class Block(abc.ABC):
                     synchronize_all()
         finally:
             _gc_enable()
-        return {
-            "iterations_us": [self._elapsed_us(slot, slot) for slot in order],
-            "pace_us": pace_us,
-            "span_us": sum(self._elapsed_us(order[positions[0]], order[positions[-1]]) for positions in bursts),
-            "collectives": self.captured_collectives + counted,
-        }
+        answer: dict[str, Any] = {"pace_us": pace_us, "collectives": self.captured_collectives + counted}
+        if timed:
+            answer["iterations_us"] = [self._elapsed_us(slot, slot) for slot in order]
+            answer["span_us"] = sum(self._elapsed_us(order[positions[0]], order[positions[-1]]) for positions in bursts)
+        return answer
 
     def _elapsed_us(self, first: int, last: int) -> float:
         """From the start of a slot's call to the end of another's."""

@@ -239,7 +239,7 @@ class Trial:
             for rank, answer in enumerate(answers):
                 outputs[rank] += _outputs(answer, 1, phase, rank)
         self.collect(slots, slots, outputs, phase)
-        self.judge(phase, check_inputs=True)
+        self.judge(phase, at_rest=True)
         return answers
 
     def count_collectives(self, answers: Sequence[Message]) -> None:
@@ -253,16 +253,27 @@ class Trial:
         """Late changes of a block that uses its slots in this order, before the calls at these positions."""
         return Exchanges.draw(order, self.alike, positions)
 
-    def collect_from(self, answers: Sequence[Message], chosen: Sequence[int], phase: Phase, exchanges: Exchanges | None = None) -> int:
-        """Collects these slots of a block or pass, whose answers describe the outputs of all slots; the bytes that wait."""
+    def collect_from(
+        self,
+        answers: Sequence[Message],
+        chosen: Sequence[int],
+        phase: Phase,
+        exchanges: Exchanges | None = None,
+        intact: Collection[int] | None = None,
+    ) -> int:
+        """Collects these slots of a block or pass, whose answers describe the outputs of all slots; the bytes that wait. ``intact``: those
+        whose inputs only a candidate can have touched; by default all of them."""
         described = [_outputs(answer, self.slots, phase, rank) for rank, answer in enumerate(answers)]
         contents = chosen if exchanges is None else [exchanges.contents[slot] for slot in chosen]
-        return self.collect(chosen, contents, [[outputs[slot] for slot in chosen] for outputs in described], phase)
+        kept = [slot for slot in chosen if intact is None or slot in intact]
+        return self.collect(chosen, contents, [[outputs[slot] for slot in chosen] for outputs in described], phase, kept)
 
-    def collect(self, slots: Sequence[int], contents: Sequence[int], outputs: Sequence[list[Any]], phase: Phase) -> int:
+    def collect(
+        self, slots: Sequence[int], contents: Sequence[int], outputs: Sequence[list[Any]], phase: Phase, intact: Sequence[int] = ()
+    ) -> int:
         """Has the trusted ranks take copies of the snapshots of ``slots``, which were called on what was minted for the slots ``contents``,
-        ``outputs[rank][i]`` describing the i-th; the bytes that wait."""
-        common = {"op": "collect", "slots": list(slots), "contents": list(contents)}
+        ``outputs[rank][i]`` describing the i-th; the bytes that wait. The inputs of the slots ``intact`` may not have changed."""
+        common = {"op": "collect", "slots": list(slots), "contents": list(contents), "intact": list(intact)}
         try:
             answers = self.trusted([{**common, "outputs": described} for described in outputs])
         except ProtocolError as error:  # JSON that a rank wrote can grow when it is written again
@@ -291,10 +302,11 @@ class Trial:
         self.trusted("discard")
         self._waiting = []
 
-    def judge(self, phase: Phase, *, check_inputs: bool = False) -> None:
-        """Has the trusted ranks compare what was collected; raises :class:`Rejected`."""
+    def judge(self, phase: Phase, *, at_rest: bool = False) -> None:
+        """Has the trusted ranks compare what was collected; raises :class:`Rejected`. ``at_rest``: nobody else has touched any inputs since
+        they were revealed, so that all of them are looked at, and what lies between them."""
         begin = time.monotonic()
-        answers = self.trusted("judge", check_inputs=check_inputs)
+        answers = self.trusted("judge", at_rest=at_rest)
         kinds, self._waiting = self._waiting, []
         if kinds:
             self.judge_s = (time.monotonic() - begin) / len(kinds)

@@ -38,7 +38,7 @@ from peerlane.evaluate.slots import (
 from peerlane.evaluate.timing import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.worker import Handler, Rank
 from peerlane.problems._draw import RANDOM, Draw
-from peerlane.problems._judge import digests, expected_leaves, same_bits, score, type_mismatch
+from peerlane.problems._judge import any_differs, digests, expected_leaves, same_bits, score, type_mismatch
 from peerlane.problems._spec import Case, Problem
 from peerlane.problems._tree import (
     Description,
@@ -96,6 +96,8 @@ class OpenCase:
     kinds: list[str] = field(default_factory=list)
     blocks: dict[str, Block] = field(default_factory=dict)
     snapshots: list[Snapshot] = field(default_factory=list)
+    changes: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    """of arguments that were to stay as they were: name, and whether they did not"""
     remembered: tuple[int, list[torch.Tensor]] = (0, [])
     _spans: dict[int, list[slice]] = field(default_factory=dict)
 
@@ -291,7 +293,8 @@ class TrustedRank(Rank):
         """One timed block of the reference on the minted inputs. Contents change places as in the candidate's block, which costs the host
         time in both, and are put back behind it."""
         current, steps = self.opened(request), request["exchanges"]
-        times = current.blocks[request["mode"]].run(self.core, request["core"], request["order"], current.private.exchangers(steps))
+        block, between = current.blocks[request["mode"]], current.private.exchangers(steps)
+        times = block.run(self.core, request["core"], request["order"], between, timed=request["timed"])
         for _, slot, other in reversed(steps):
             current.private.exchanger(slot, other)()
         self.synchronize()
@@ -310,19 +313,23 @@ class TrustedRank(Rank):
         """Copies the candidate's snapshots of ``slots`` out of the arena: whatever is written there afterwards comes too late.
 
         Their inputs are kept too, as they were minted for the slots ``contents``. ``outputs`` are the candidate's own descriptions of what
-        it returned.
+        it returned. The arguments of the slots ``intact`` are compared with what was minted: nobody else has touched them since.
         Returns the bytes that wait for :meth:`judge`.
         """
         current = self.opened(request)
         for slot, source, described in zip(request["slots"], request["contents"], request["outputs"], strict=True):
             inputs = current.staging[current.spans(source)[self.rank]].clone()
             current.snapshots.append(Snapshot(slot, source, current.kinds[source], described, current.taken(slot), inputs))
+            if slot in request["intact"]:
+                current.changes += _changes(current, source, slot)
         self.synchronize()
         return {"bytes": sum(snapshot.nbytes for snapshot in current.snapshots)}
 
     def discard(self, request: Message) -> dict[str, Any]:
-        """Forgets collected snapshots, of a race that was broken off."""
-        self.opened(request).snapshots.clear()
+        """Forgets what was collected, of a race that was broken off."""
+        current = self.opened(request)
+        current.snapshots.clear()
+        current.changes.clear()
         return {}
 
     def remember(self, request: Message) -> dict[str, Any]:
@@ -342,15 +349,17 @@ class TrustedRank(Rank):
 
     def judge(self, request: Message) -> dict[str, Any]:
         """Compares all collected snapshots with the oracle."""
-        current = self.opened(request)
+        current, at_rest = self.opened(request), request["at_rest"]
         snapshots, current.snapshots = current.snapshots, []
-        at_rest = request["check_inputs"]
+        changes, current.changes = current.changes, []
+        if at_rest:
+            changes += [change for slot in range(len(current.private.args)) for change in _changes(current, slot, slot)]
         return {
             "slots": [
                 self._judge(current, snapshot, inputs)
                 for snapshot, inputs in zip(snapshots, self._all_inputs(current, snapshots), strict=True)
             ],
-            "changed_arguments": self._changed_arguments(current) if at_rest else [],
+            "changed_arguments": _changed(changes),
             "trespass": _trespass(current) if at_rest else None,
         }
 
@@ -423,17 +432,21 @@ class TrustedRank(Rank):
             torch.cuda.empty_cache()
         return {"margins": asdict(found)}
 
-    def _changed_arguments(self, current: OpenCase) -> list[str]:
-        """Parameters whose contents in the arena are no longer what was revealed, and may not be."""
-        changed = []
-        for private, public in zip(current.private.args, current.public.args, strict=True):
-            for name, before, after in zip(current.problem.parameters, private, public, strict=False):
-                if name in current.problem.changeable or name in changed:
-                    continue
-                pairs = zip(leaves(before), leaves(after), strict=True)
-                if any(a.numel() and not same_bits(a, b) for a, b in pairs):
-                    changed.append(name)
-        return changed
+
+def _changes(current: OpenCase, source: int, slot: int) -> list[tuple[str, torch.Tensor]]:
+    """The parameters that a call may not change, and whether ``slot`` does not hold in the arena what was minted for ``source``."""
+    made = []
+    for name, before, after in zip(current.problem.parameters, current.private.args[source], current.public.args[slot], strict=False):
+        pairs = [(mine, theirs) for mine, theirs in zip(leaves(before), leaves(after), strict=True) if mine.numel()]
+        if pairs and name not in current.problem.changeable:
+            made.append((name, any_differs(pairs)))
+    return made
+
+
+def _changed(changes: list[tuple[str, torch.Tensor]]) -> list[str]:
+    """The names for which it is so."""
+    flags = torch.stack([flag for _, flag in changes]).tolist() if changes else []
+    return list(dict.fromkeys(name for (name, _), flag in zip(changes, flags, strict=True) if flag))
 
 
 def _trespass(current: OpenCase) -> dict[str, Any] | None:

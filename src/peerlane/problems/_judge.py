@@ -98,6 +98,11 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(_words(a), _words(b))
 
 
+def any_differs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Whether one of these pairs of tensors with elements does not hold the same bytes; on their device, which is not waited for."""
+    return torch.stack([(_words(a) != _words(b)).any() for a, b in pairs]).any()
+
+
 def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Position-dependent 63-bit checksums of their contents, all NaN alike."""
     sums = [_checksum(tensor) for tensor in tensors]
