@@ -16,6 +16,7 @@ from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
 from peerlane.report.noise import acceptance_lines, noise_table
 from peerlane.report.records import read_results
 from peerlane.report.selftest import selftest_report
+from peerlane.report.sweep import MODES, sweep_table
 from peerlane.report.tables import environment_lines, reasons, result_table
 from peerlane.selftest import outcome
 from peerlane.selftest.run import attributed
@@ -32,6 +33,12 @@ def _noise(path: Path) -> str:
     return "\n".join(
         [noise_table(results).markdown(), *(f"* {line}" for line in acceptance_lines(results)), "", *environment_lines(results)]
     )
+
+
+def _sweep(path: Path) -> str:
+    results = read_results(path)
+    tables = [f"{mode.capitalize()} mode:\n\n{sweep_table(results, mode).markdown()}" for mode in MODES]
+    return "\n".join([*tables, *environment_lines(results)])
 
 
 def _margins(path: Path) -> str:
@@ -67,6 +74,8 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "noise": (NOISE, _noise),
     "noise_all": (REFERENCES, _noise),
     "noise_of_two": (TWO_GPUS / "noise.jsonl", _noise),
+    "sweep_of_two": (TWO_GPUS / "sweep.jsonl", _sweep),
+    "fused_production_of_two": (TWO_GPUS / "fused_production.jsonl", _speeds),
     "solutions_of_two": (TWO_GPUS / "solutions.jsonl", _speeds),
     "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),
     "mechanisms": (MECHANISMS, _mechanisms),

@@ -117,15 +117,16 @@ def _problem(result: Result) -> str:
 def _speed_cells(speed: ModeSpeed) -> tuple[str, ...]:
     return (
         speed.mode,
-        _microseconds(speed.reference_us),
-        _microseconds(speed.candidate_us),
+        microseconds(speed.reference_us),
+        microseconds(speed.candidate_us),
         f"{speed.speedup.median:.2f} [{speed.speedup.low:.2f}, {speed.speedup.high:.2f}]",
         "yes" if speed.faster else "no",
         _share(speed.utilisation),
     )
 
 
-def _microseconds(estimate: Estimate) -> str:
+def microseconds(estimate: Estimate) -> str:
+    """The median, with three digits."""
     return f"{estimate.median:.1f}" if estimate.median < 100 else f"{estimate.median:.0f}"
 
 
