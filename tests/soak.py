@@ -3,7 +3,7 @@
     python tests/soak.py --evaluations 500 --device cpu [--json]
 
 Prints figures from the run's first and last fifth and from after its end, and every good candidate that was misjudged. Exits with 1 if
-there is one, if a broken candidate passed, or if something grew or stayed.
+there is one, if a broken candidate passed, or if something grew or stayed; 130 if it was interrupted, with the same of what was done.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ class Watch(Silent):
 
     def __init__(self, mark: str, temp: Path, gpus: list[int], device: str) -> None:
         self.mark, self.temp, self.gpus, self.device = mark, temp, gpus, device
+        self.begin = time.monotonic()
         self.samples: list[Figures] = []
         self.kinds: dict[str, int] = {}
         self.misjudged: list[str] = []
@@ -107,6 +108,7 @@ class Watch(Silent):
     def finished(self, result: Result) -> None:
         self.samples.append(take(self.mark, self.temp, self.gpus))
         kind, name = result.verdict.kind, result.candidate.name
+        print(f"{len(self.samples):4} {time.monotonic() - self.begin:7.1f} s  {name}: {kind}", file=sys.stderr, flush=True)
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
         broken = EXAMPLES / "broken" / f"{name}.py"
         expected = read_expectation(broken).on(self.device) if broken.exists() else ("correct",)  # type: ignore[arg-type]
@@ -155,23 +157,27 @@ def soak(options: argparse.Namespace, temp: Path) -> dict[str, object]:
         rules=RULES,
         stress=STRESS,
     )
-    before, begin = take(mark, temp, gpus), time.monotonic()
-    results = evaluate(plan, watch)
-    seconds = time.monotonic() - begin
+    before, interrupted = take(mark, temp, gpus), False
+    try:
+        evaluate(plan, watch)
+    except KeyboardInterrupt:
+        interrupted = True
+    seconds, done = time.monotonic() - watch.begin, len(watch.samples)
     wait_for(lambda: len(marked_processes(mark)) <= before.processes, 10, "the end of all processes")
     time.sleep(2.0 if gpus else 0.0)
     after = take(mark, temp, gpus)
-    fifth = max(1, len(results) // 5)
+    fifth = max(1, done // 5)
     settled = watch.samples[2 : 2 + fifth], watch.samples[-3 - fifth : -3]  # while as many spares are kept
-    first, last = medians(settled[0]), medians(settled[1])
-    complaints = [*watch.misjudged, *grown(first, last, len(results))]
-    complaints += [f"after the end: {text}" for text in grown(before, after, len(results))]
-    if len(results) != options.evaluations:
-        complaints.append(f"{len(results)} results of {options.evaluations}")
+    first, last = (medians(samples or [before]) for samples in settled)
+    complaints = [*watch.misjudged, *grown(first, last, done)]
+    complaints += [f"after the end: {text}" for text in grown(before, after, done)]
+    if done != options.evaluations:
+        complaints.append(f"{done} results of {options.evaluations}{', for it was interrupted' if interrupted else ''}")
     return {
+        "interrupted": interrupted,
         "device": options.device,
         "seed": options.seed,
-        "evaluations": len(results),
+        "evaluations": done,
         "seconds": round(seconds, 1),
         "verdicts": dict(sorted(watch.kinds.items())),
         "figures": {
@@ -198,7 +204,7 @@ def main() -> int:
         print(json.dumps(report, indent=2))
     else:
         show(report)
-    return 1 if report["complaints"] else 0
+    return 130 if report["interrupted"] else 1 if report["complaints"] else 0
 
 
 def show(report: dict[str, object]) -> None:
