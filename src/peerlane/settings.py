@@ -165,12 +165,16 @@ class TimingRules:
     may lengthen its hand-off"""
     stretch_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 20_000.0, "graph": 10_000.0})
     """by launch mode, of the reference's calls, in a stretch that only the outer clock times; graphs, with their head start, take longer"""
+    max_stretch_calls: int = 1_500
     min_stretches: int = 3
     max_stretches: int = 9
     hidden_share: float = 0.1
     """of the reference's call that a candidate's may take in a stretch beyond what its events say"""
-    between_calls_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 25.0, "graph": 10.0})
-    """by launch mode, what may besides pass between two calls: a kernel that ends sooner has to wait for its host"""
+    between_calls_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 40.0, "graph": 30.0})
+    """by launch mode, what may pass between two calls beyond what passes between the reference's: a kernel that ends sooner waits for its
+    host"""
+    between_calls_share: float = 0.5
+    """of the reference's call that may pass besides"""
     compared_share: float = 0.25
     late_changes: int = 2
     """per block whose outputs are compared, of calls that are compared"""

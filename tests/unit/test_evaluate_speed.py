@@ -566,7 +566,7 @@ def test_time_that_no_single_block_shows_is_found_in_all_of_them(other_s: float,
     [
         (50.0, 50.0, {}, 3),
         (50.0, 100.0, {}, 9),
-        (80.0, 100.0, {}, 3),
+        (90.0, 100.0, {}, 3),
         (100.0, 200.0, {}, 0),
         (50.0, 100.0, {"problem": FakeProblem(frozenset({"x"}))}, 0),
         (50.0, 100.0, {"trusted_us": 4_000.0}, 0),
@@ -574,8 +574,7 @@ def test_time_that_no_single_block_shows_is_found_in_all_of_them(other_s: float,
     ids=["true", "forged", "within what is allowed", "not faster", "calls change inputs", "a block is long enough"],
 )
 def test_claims_are_held_against_stretches_of_calls(claimed_us: float, true_us: float, more: dict[str, Any], stretches: int) -> None:
-    stretches_of = {"stretch_us": {"eager": 20_000.0}, "between_calls_us": {"eager": 10.0}, "hidden_us": 1_000.0}
-    slots, rules = 6, TimingRules(warm_calls=SLOTS, min_rounds=9, max_rounds=9, **stretches_of)  # type: ignore[arg-type]
+    slots, rules = 6, TimingRules(warm_calls=SLOTS, min_rounds=9, max_rounds=9, hidden_us=1_000.0)
     trial = steady(**{"other_us": claimed_us, "slots": slots, "true_us": (more.get("trusted_us", 100.0), true_us), **more})
     run = race(trial, rules=rules, usual_excess_us=0.0)
     run.run(budget_s=10)
@@ -590,6 +589,20 @@ def test_claims_are_held_against_stretches_of_calls(claimed_us: float, true_us: 
     assert [len(order) for order in orders] == [34 * slots] * stretches and len(trial.collected) - judged == stretches
     assert len({tuple(order) for order in orders}) == stretches
     assert [trial.log[logged:].count(step) for step in ("mint", "reveal")] == [stretches, stretches]
+
+
+@pytest.mark.parametrize(("span_us", "refused"), [(300.0, False), (800.0, False), (900.0, True)])
+def test_work_between_calls_is_no_speed(span_us: float, refused: bool) -> None:
+    """Six calls of 50 us, where the reference's take 100: at most 40 us and a half of those 100 may pass between two of them."""
+    run = race(steady(slots=6), usual_excess_us=0.0, rules=TimingRules(stretch_us={"eager": 0.0}))
+    run.references = [BlockTimes((100.0,) * 6, 560.0, 1e4, 0.1)] * 9
+    run.others = [BlockTimes((50.0,) * 6, span_us, 1e4, 0.1)] * 9
+    if refused:
+        with pytest.raises(Rejected) as caught:
+            REFUSE_FALSE_CLAIMS(run)
+        assert "100.0 us pass between two calls" in caught.value.verdict.reason and "90.0 us is the most" in caught.value.verdict.reason
+    else:
+        REFUSE_FALSE_CLAIMS(run)
 
 
 def test_the_claims_of_a_race_are_checked_before_its_outputs_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,11 @@ class BlockTimes:
         return self.mean_us / self.usual_us
 
     @property
+    def between_us(self) -> float:
+        """What passes from the end of a call to the start of the next one, on average. Below 0 where ranks call one behind the other."""
+        return (self.span_us - sum(self.iterations_us)) / len(self.iterations_us)
+
+    @property
     def slack_us(self) -> float:
         """How much longer the outer clock ran than the events say: the hand-off."""
         return self.outer_us - self.span_us
@@ -399,24 +404,35 @@ class Race:
             raise Rejected(Tampered(phase="timing", what=what))
 
     def _refuse_false_claims(self) -> None:
-        """Holds the events of the whole race against the outer clock around stretches of calls, long enough that a hand-off is little.
-
-        Only a candidate that claims to be faster is asked, and only where calls leave their inputs as they are, for slots are used again:
-        what it computed for a slot is no answer any more once the slot has exchanged its contents with another.
-        """
-        rules, usual_us = self.rules, statistics.fmean(block.mean_us for block in self.references)
-        passes = math.ceil(rules.stretch_us[self.mode] / (usual_us * self.slots))
-        if self.trial.problem.changeable or passes < 2 or self.ratio().median <= 1:
+        """Holds what the events claim against each other, and against the outer clock around stretches of calls, so long that a hand-off
+        is little. Only a candidate that claims to be faster is asked."""
+        if self.ratio().low <= 1:
             return
-        calls = passes * self.slots
-        limit = self.usual_excess_us + rules.hidden_us + calls * (rules.between_calls_us[self.mode] + rules.hidden_share * usual_us)
+        rules, usual_us = self.rules, statistics.fmean(block.mean_us for block in self.references)
+        between = median_interval([b.between_us - max(0.0, a.between_us) for a, b in zip(self.references, self.others, strict=True)])
+        limit_us = rules.between_calls_us[self.mode] + rules.between_calls_share * usual_us
+        if between.low > limit_us:
+            what = (
+                f"{between.median:.1f} us pass between two calls beyond what passes between the reference's, by events around calls and "
+                f"around blocks; {limit_us:.1f} us is the most"
+            )
+            raise Rejected(Tampered(phase="timing", what=what))
+        calls = min(math.ceil(rules.stretch_us[self.mode] / usual_us), rules.max_stretch_calls)
+        if calls > self.slots and not self.trial.problem.changeable:
+            self._refuse_short_spans(-(-calls // self.slots), usual_us)
+
+    def _refuse_short_spans(self, passes: int, usual_us: float) -> None:
+        """In a stretch slots are used again. What a candidate computed for one is no answer any more once the slot has exchanged its
+        contents with another."""
+        rules, calls = self.rules, passes * self.slots
+        limit_us = self.usual_excess_us + rules.hidden_us + calls * rules.hidden_share * usual_us
         excess: list[float] = []
-        while len(excess) < rules.min_stretches or (statistics.median(excess) > limit and len(excess) < rules.max_stretches):
+        while len(excess) < rules.min_stretches or (statistics.median(excess) > limit_us and len(excess) < rules.max_stretches):
             excess.append(self._stretch(passes))
-        if median_interval(excess).low > limit:
+        if median_interval(excess).low > limit_us:
             what = (
                 f"{calls} calls behind each other take {statistics.median(excess) / calls:.1f} us each longer than the events of such "
-                f"calls say, next to the reference's; {limit / calls:.1f} us is the most"
+                f"calls say, next to the reference's; {limit_us / calls:.1f} us is the most"
             )
             raise Rejected(Tampered(phase="timing", what=what))
 
@@ -424,16 +440,14 @@ class Race:
         """How much longer the calls of this many passes over all slots take than the race's events say, beside the reference's calls."""
         self.trial.mint(slots=self.slots)
         drawn = self._draw_calls(compared=True, passes=passes)
-        order = self._new_order(passes)
+        order, late = self._new_order(passes), len(drawn.exchanges.steps)
         if first := _dice.random() < 0.5:
-            _, reference_us = self._run_trusted(order, len(drawn.exchanges.steps), drawn.core, timed=False)
+            _, reference_us = self._run_trusted(order, late, drawn.core, timed=False)
         answers, other_us = self._run_other(drawn, timed=False)
         self._collect(answers, drawn)
         if not first:
-            _, reference_us = self._run_trusted(order, len(drawn.exchanges.steps), drawn.core, timed=False)
-        calls = len(order)
-        claimed_us = calls * statistics.fmean(block.mean_us for block in self.others)
-        known_us = calls * statistics.fmean(min(block.mean_us, block.span_us / self.slots) for block in self.references)
+            _, reference_us = self._run_trusted(order, late, drawn.core, timed=False)
+        claimed_us, known_us = (passes * statistics.fmean(block.span_us for block in blocks) for blocks in (self.others, self.references))
         return (other_us - claimed_us) - (reference_us - known_us)
 
     def excess_us(self) -> Interval:
