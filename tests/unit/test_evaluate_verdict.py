@@ -100,6 +100,23 @@ def test_valid_verdict(kind: str) -> None:
         verdict(kind, score=1.0)
 
 
+@pytest.mark.parametrize(
+    ("index", "got", "expected", "end"),
+    [
+        ((2, 0), 1.5, 2.5, "elementwise at [2, 0]: got 1.5, expected 2.5"),
+        ((2,), 7.0, None, "elementwise at [2]: got 7"),
+        ((2,), None, 7.0, "elementwise at [2]: expected 7"),
+        ((2,), float("nan"), float("inf"), "elementwise at [2]: got nan, expected inf"),
+        ((2,), None, None, "elementwise"),
+        ((), 1.0, 2.0, "elementwise"),
+        (None, 1.0, None, "elementwise"),
+        (None, None, None, "elementwise"),
+    ],
+)
+def test_a_wrong_result_says_what_it_knows(index: Any, got: float | None, expected: float | None, end: str) -> None:
+    assert verdict("wrong_result", index=index, got=got, expected=expected).reason.endswith(f"; {end}")
+
+
 @pytest.mark.parametrize(("kind", "name"), REQUIRED)
 def test_required_field(kind: str, name: str) -> None:
     fields = {key: value for key, value in VERDICTS[kind].items() if key != name}

@@ -55,7 +55,9 @@ class WrongResult(Record):
 
     @property
     def reason(self) -> str:
-        place = f" at {list(self.index)}: got {self.got:.6g}, expected {self.expected:.6g}" if self.got is not None and self.index else ""
+        found = (("got", self.got), ("expected", self.expected))  # either may be missing: an answer too many, or one that is not there
+        values = ", ".join(f"{name} {value:.6g}" for name, value in found if value is not None)
+        place = f" at {list(self.index)}: {values}" if self.index and values else ""
         return f"{self.output} is wrong on rank {self.rank} (case {self.case}, slot {self.slot}); {self.detail}{place}"
 
 
