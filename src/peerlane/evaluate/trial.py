@@ -344,12 +344,13 @@ class Trial:
         for rank, answer in enumerate(answers):
             if self.problem.replicated:
                 pairs = list(zip(answer["slots"], answers[0]["slots"], strict=True))
-                differ = [mine for mine, first in pairs if mine["digest"] != first["digest"]]
+                torn = ((mine["slot"], torn_output(mine["digests"], first["digests"])) for mine, first in pairs)
+                differ = [(slot, output) for slot, output in torn if output is not None]
                 if differ:
-                    output, detail = differ[0]["output"], "not the same bits as on rank 0; all ranks must return the same"
+                    (slot, output), detail = differ[0], "not the same bits as on rank 0; all ranks must return the same"
                     if phase == "stress":
                         self._reject_as_unstable(rank, output, detail, len(differ), len(pairs))
-                    self._reject_whole(phase, rank, differ[0]["slot"], output, detail)
+                    self._reject_whole(phase, rank, slot, output, detail)
 
     def _reject_as_unstable(self, rank: int, output: str, detail: str, wrong: int, compared: int) -> NoReturn:
         key = self.case.key
@@ -374,6 +375,11 @@ class Trial:
                 wrong_ranks=(rank,),
             )
         )
+
+
+def torn_output(digests: Sequence[tuple[str, int]], others: Sequence[tuple[str, int]]) -> str | None:
+    """The first output whose digest is not that of another rank, of two ranks' (name, digest) in the same order."""
+    return next((mine[0] for mine, other in zip(digests, others, strict=True) if mine[1] != other[1]), None)
 
 
 def _without_ok(message: Message) -> Message:
