@@ -346,10 +346,11 @@ PROBLEM = Problem(
     origin="Policy-gradient training of language models (the importance-sampling loss of Tinker) on a trainer derived from VeOmni",
     summary=(
         "hidden_states (..., H), weight (V, H); labels (...) are in [0, V) or ignore_index, which makes a token ignored. Per valid token: "
-        "lp is the label's log-probability under softmax(h W^T), d = lp - old_logprob clamped to [-20, 20], rho = exp(d), and "
-        "pg = -rho advantage. Returns: the sum of pg over all ranks, divided by their number of valid tokens (at least 1), float32; None; "
-        "lp in the logits' dtype; pg in the widest of the dtypes of logits, old_logprobs and advantages; and float32 (5,): mean, least and largest rho, mean of rho - d - 1, mean of -lp, over all ranks' "
-        "valid tokens. Ignored tokens have lp and pg of 0; without any valid token the least rho is infinity and the largest -infinity."
+        "lp is the label's log-probability under softmax(h W^T), d = lp - old_logprob clamped to [-20, 20], rho = exp(d), and pg = -rho "
+        "advantage. Returns: the sum of pg over all ranks, divided by their number of valid tokens (at least 1), float32; None; lp in the "
+        "logits' dtype; pg in the widest of the dtypes of logits, old_logprobs and advantages; and float32 (5,): mean, least and largest "
+        "rho, mean of rho - d - 1, mean of -lp, over all ranks' valid tokens. Ignored tokens have lp and pg of 0; without any valid token "
+        "the least rho is infinity and the largest -infinity."
     ),
     reference=reference,
     inputs=inputs,
@@ -407,8 +408,8 @@ PROBLEM = Problem(
         "near the new ones but for a drift, and the head is the same on all ranks but in one case.",
         "On a rank without valid tokens the public reference passes another dtype to a collective than the other ranks. Here such a rank "
         "counts as having none.",
-        "The public reference's loss carries a gradient, by adding and taking away a sum over the rank's own tokens, whose rounding differs "
-        "between ranks; here the forward pass alone is asked for, and the loss need not have the same bits everywhere. Logits may be rounded "
-        "to their dtype or be kept in float32.",
+        "The public reference's loss carries a gradient, by adding and taking away a sum over the rank's own tokens, whose rounding "
+        "differs between ranks; here the forward pass alone is asked for, and the loss need not have the same bits everywhere. Logits may "
+        "be rounded to their dtype or be kept in float32.",
     ),
 )
