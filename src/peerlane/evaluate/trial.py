@@ -18,6 +18,8 @@ from peerlane.evaluate.groups import GroupFailure, RankGroup
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import Session, case_request
 from peerlane.evaluate.verdict import (
+    ARGUMENT,
+    CHANGED,
     BuildError,
     CaseEvidence,
     CudaError,
@@ -35,6 +37,7 @@ from peerlane.evaluate.verdict import (
 )
 from peerlane.problems._draw import INTEGER, RANDOM
 from peerlane.problems._spec import Case, Problem
+from peerlane.problems._tree import dtype_name
 
 _SETTLING_S = 0.003  # what is still at work after a call's end has this long to show it
 
@@ -56,17 +59,18 @@ _FAILURES: dict[str, type[RuntimeFailure | ImportFailure | CudaError | OutOfMemo
 }
 
 
-def verdict_of(failure: GroupFailure) -> Verdict:
-    """The verdict for a candidate group that failed."""
+def verdict_of(failure: GroupFailure, case: Case | None = None) -> Verdict:
+    """The verdict for a candidate group that failed, in a case if one ran."""
     phase: Phase = failure.phase  # type: ignore[assignment]
+    key, dtype = (None, None) if case is None else (case.key, dtype_name(case.dtype))
     if failure.kind == "hang":
-        return Hang(phase=phase, ranks=failure.ranks, deadline_s=failure.deadline_s)
+        return Hang(phase=phase, case=key, dtype=dtype, ranks=failure.ranks, deadline_s=failure.deadline_s)
     if failure.kind == "garbage":
         return Tampered(phase=phase, what=failure.message)
     if failure.kind == "not_run" and importlib.util.find_spec("triton") is None:  # anybody can say so
         return NotRun(missing="triton is not installed here: pip install 'peerlane[triton]'")
     kind = _FAILURES.get(failure.kind, ImportFailure if failure.kind == "not_run" else RuntimeFailure)
-    return kind(phase=phase, rank=failure.rank, message=failure.message)
+    return kind(phase=phase, case=key, dtype=dtype, rank=failure.rank, message=failure.message)
 
 
 @dataclass
@@ -338,8 +342,8 @@ class Trial:
             )
         for rank, answer in enumerate(answers):
             if answer["changed_arguments"]:
-                names = ", ".join(answer["changed_arguments"])
-                self._reject_whole(phase, rank, 0, f"argument {names}", "changed, which the problem does not allow")
+                names = ", ".join(f"`{name}`" for name in answer["changed_arguments"])
+                self._reject_whole(phase, rank, 0, f"{ARGUMENT}{names}", CHANGED)
         self._raise_if_trespassed(phase, answers)
         for rank, answer in enumerate(answers):
             if self.problem.replicated:
