@@ -36,6 +36,7 @@ from peerlane.evaluate.verdict import (
     WrongType,
 )
 from peerlane.problems._draw import INTEGER, RANDOM
+from peerlane.problems._judge import plainly
 from peerlane.problems._spec import Case, Problem
 from peerlane.problems._tree import dtype_name
 
@@ -314,7 +315,7 @@ class Trial:
         for rank, answer in enumerate(answers):
             for item in answer["slots"]:
                 if "type" in item:
-                    raise Rejected(WrongType(case=self.case.key, rank=rank, detail=item["type"]))
+                    raise Rejected(WrongType(case=self.case.key, rank=rank, detail=plainly(self.problem, item["type"])))
         wrong: list[tuple[int, dict[str, Any]]] = [
             (rank, item) for rank, answer in enumerate(answers) for item in answer["slots"] if item["ratio"] > 1.0
         ]
