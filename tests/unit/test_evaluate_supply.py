@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sample_results import result
 
-from peerlane.errors import HarnessError, RunStopped
+from peerlane.errors import HarnessError, RunStopped, UnknownProblem
 from peerlane.evaluate import EvaluationPlan, builds, discover, evaluate, evaluation
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.logs import KEPT_BYTES, LogTail
@@ -258,6 +258,13 @@ def test_a_full_disk_stops_the_run_with_what_it_has(tmp_path: Path, monkeypatch:
         evaluate(plan)
     assert caught.value.results == results[:2] and run.closed
     assert ResultsStore(tmp_path).results() == results[:1]
+
+
+def test_a_file_of_no_problem_is_named(tmp_path: Path) -> None:
+    (tmp_path / "99_foo.py").write_text("def solution(): ...")
+    plan = EvaluationPlan(discover([str(tmp_path)]), problems=None, presets=("small",), world_sizes=(2,))
+    with pytest.raises(UnknownProblem, match=r"99_foo\.py: there is no problem 99;"):
+        evaluation.make_jobs(plan)
 
 
 def test_a_gpu_in_quarantine_leaves_the_rest_of_the_run_undone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from sample_results import estimate, measured, on_cpu, own_audit, result
 
-from peerlane.evaluate.verdict import CaseEvidence, Estimate, NotMeasured, Record, Result, Verdict
+from peerlane.evaluate.verdict import ARGUMENT, CHANGED, CaseEvidence, Estimate, NotMeasured, Record, Result, Verdict
 
 SCHEMA = Path(__file__).with_name("result_schema_v1.json")
 VERDICT: TypeAdapter[Record] = TypeAdapter(Verdict)
@@ -98,6 +98,41 @@ def test_valid_verdict(kind: str) -> None:
         made.kind = "correct"
     with pytest.raises(ValidationError):
         verdict(kind, score=1.0)
+
+
+@pytest.mark.parametrize(
+    ("index", "got", "expected", "end"),
+    [
+        ((2, 0), 1.5, 2.5, "elementwise at [2, 0]: got 1.5, expected 2.5"),
+        ((2,), 7.0, None, "elementwise at [2]: got 7"),
+        ((2,), None, 7.0, "elementwise at [2]: expected 7"),
+        ((2,), float("nan"), float("inf"), "elementwise at [2]: got nan, expected inf"),
+        ((2,), None, None, "elementwise"),
+        ((), 1.0, 2.0, "elementwise"),
+        (None, 1.0, None, "elementwise"),
+        (None, None, None, "elementwise"),
+    ],
+)
+def test_a_wrong_result_says_what_it_knows(index: Any, got: float | None, expected: float | None, end: str) -> None:
+    assert verdict("wrong_result", index=index, got=got, expected=expected).reason.endswith(f"; {end}")
+
+
+def test_a_failure_names_the_case_that_ran_and_its_dtype() -> None:
+    """Cases of ``small`` run with every preset, so the preset does not say it."""
+    ran = {"case": "1/small/ragged_fp32/w2", "dtype": "float32"}
+    assert verdict("runtime_error", **ran).reason == "rank 1, first_call, case 1/small/ragged_fp32/w2 (float32): ValueError: no"
+    assert verdict("hang", phase="stress", **ran).reason.startswith("stress, case 1/small/ragged_fp32/w2 (float32): rank(s) 0, 3 not done")
+
+
+def test_a_limit_of_gloo_is_called_one() -> None:
+    message = "ValueError: ProcessGroupGloo::allgather: invalid tensor size at index 0 (expected (2, 3), got (3))"
+    assert verdict("runtime_error", message=message).reason.endswith("got (3)) (a limit of gloo on CPU ranks; NCCL may accept it)")
+
+
+def test_a_changed_argument_is_not_called_a_wrong_output() -> None:
+    made = verdict("wrong_result", output=f"{ARGUMENT}`tensor`", detail=CHANGED, error_ratio=float("inf"))
+    place = "(rank 0, case 1/small/ragged/w2, slot 2)"
+    assert made.reason == f"argument `tensor` was changed, which the problem does not allow {place}"
 
 
 @pytest.mark.parametrize(("kind", "name"), REQUIRED)

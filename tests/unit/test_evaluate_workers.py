@@ -12,13 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peerlane import problems
 from peerlane.errors import CompileError, DeviceTimeout
 from peerlane.evaluate import patches, slots, timing
 from peerlane.evaluate.candidates import candidate_file
 from peerlane.evaluate.groups import GroupFailure
-from peerlane.evaluate.trial import verdict_of
+from peerlane.evaluate.slots import OutputRegions, contiguous_layout
+from peerlane.evaluate.trial import torn_output, verdict_of
 from peerlane.evaluate.trusted import _changed, _changes, _claimed_mismatch, _misplaced
 from peerlane.evaluate.worker import classify
+from peerlane.problems._judge import plainly
 from peerlane.problems._spec import exactly
 from peerlane.problems._tree import describe, map_leaves
 
@@ -102,6 +105,53 @@ def test_a_false_description_is_refused(described: Any) -> None:
     """Whatever a candidate's rank claims, the answer is a reason, never an exception of the trusted rank."""
     reason = _claimed_mismatch(described, EXPECTED)
     assert isinstance(reason, str) and reason
+
+
+TWO = {"a": EXPECTED, "b": EXPECTED}
+
+
+@pytest.mark.parametrize(
+    ("described", "expected", "says"),
+    [
+        (tensor(), None, "output: got a tensor, expected None"),
+        ({"kind": "value", "value": 1.5}, EXPECTED, "output: got 1.5, expected a tensor"),
+        ({"kind": "list", "items": []}, EXPECTED, "output: got a list, expected a tensor"),
+        (tensor(), TWO, "output: got a tensor, expected a dict with keys ['a', 'b']"),
+        (
+            {"kind": "dict", "keys": ["a", "c"], "items": [tensor(), tensor()]},
+            TWO,
+            "output: got a dict with keys ['a', 'c'], expected a dict with keys ['a', 'b']",
+        ),
+        ({"kind": "tuple", "items": [tensor(), tensor()]}, (EXPECTED, None), "output[1]: got a tensor, expected None"),
+    ],
+)
+def test_a_wrong_structure_is_told_without_its_contents(described: Any, expected: Any, says: str) -> None:
+    assert _claimed_mismatch(described, expected) == says
+
+
+def test_what_a_call_returned_and_what_it_updated_are_told_apart() -> None:
+    """Problem 21 compares the pair of a norm and the gradients afterwards; a candidate returns the norm alone."""
+    clipping, plain = problems.get(21), problems.get(1)
+    assert plainly(clipping, "output[0]: got 1.5, expected a tensor") == "output: got 1.5, expected a tensor"
+    assert plainly(clipping, "output[0][1]: got None") == "output[1]: got None"
+    after = plainly(clipping, f"output[1]['{clipping.updates[0]}'][2]: got shape (2,), expected (3,)")
+    assert after == f"argument `{clipping.updates[0]}` after the call[2]: got shape (2,), expected (3,)"
+    assert plainly(plain, "output[0]: got None") == "output[0]: got None"
+
+
+def test_the_output_whose_bits_differ_is_named() -> None:
+    assert torn_output([("loss", 1), ("metrics", 2)], [("loss", 1), ("metrics", 3)]) == "metrics"
+    assert torn_output([("loss", 1)], [("loss", 1)]) is None
+
+
+def test_a_dict_may_be_built_in_any_order() -> None:
+    layout, _ = contiguous_layout(iter([{"a": torch.zeros(2), "b": torch.zeros(3)}]))
+    regions = OutputRegions(torch.zeros(4096, dtype=torch.uint8), layout, torch.device("cpu"))
+    regions.take(0, {"b": torch.full((3,), 3.0), "a": torch.full((2,), 2.0)}, ())
+    assert [view.tolist() for view in regions.views[0]] == [[2.0, 2.0], [3.0, 3.0, 3.0]]
+    assert regions.descriptions[0]["keys"] == ["a", "b"]
+    regions.take(0, {"b": torch.zeros(3), "c": torch.zeros(2)}, ())
+    assert regions.descriptions[0]["keys"] == ["b", "c"]
 
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["tensor", "list", "float32"])

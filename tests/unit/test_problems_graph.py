@@ -193,6 +193,23 @@ def test_float32_sigmoids_lie_in_their_range(dtype: torch.dtype) -> None:
     assert bool(((low <= middle) & (middle <= high)).all())
 
 
+@pytest.mark.parametrize("label", ["tied_fp32", "saturated_fp32"])
+def test_float32_scores_that_tie_have_sigmoids_that_round_in_one_way(label: str) -> None:
+    """Else a sigmoid that is computed another way at a tensor's end tells equal scores apart; ties must count all the same."""
+    for positive, negative in arguments(problems.get(69).case("small", label, 2)):
+        equal = negative == positive.unsqueeze(1)
+        low, _, high = sigmoid_range(negative)
+        assert int(equal.sum()) > 50 and bool((low == high)[equal].all())
+
+
+def test_a_wrong_place_is_not_called_a_rank() -> None:
+    problem = problems.get(69)
+    case = problem.case("small", "tied_bf16", 2)
+    expected = problem.oracle(case, arguments(case), 0)
+    (score,) = problem.compare(case, expected.value + 100, expected, "random") if problem.compare else []
+    assert score.detail.startswith("8 of 8 positives have the wrong place; accepted here: place")
+
+
 def test_ranks_are_cheaper_to_send_than_scores() -> None:
     """On 8 ranks: 7 KB of 8-byte ranks, of which 2 bytes each do, against 1.8 MB of scores."""
     problem = problems.get(69)

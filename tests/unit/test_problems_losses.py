@@ -205,9 +205,9 @@ def test_error_model_covers_rounded_logits() -> None:
     """Logits, log-probabilities and sums of exponentials rounded to bfloat16: never beyond the bound, and not far below it either."""
     case = problems.get(25).case("small", "plain_bf16", 2)
     worst = 0.0
-    for hidden, weight, labels, old, advantages in arguments(case):
+    for hidden, weight, labels, old, advantages, ignore in arguments(case):
         states, flat = hidden.flatten(0, -2), labels.flatten()
-        tokens = evaluate(states, weight, flat, old.flatten(), advantages.flatten(), -100)
+        tokens = evaluate(states, weight, flat, old.flatten(), advantages.flatten(), ignore)
         logits = (states.to(FP32) @ weight.to(FP32).t()).to(BF16).to(FP32)
         largest = logits.amax(-1, keepdim=True)
         total = (logits - largest).exp().sum(-1).to(BF16).to(FP32).log().to(BF16).to(FP32)
@@ -222,8 +222,8 @@ def test_policy_inputs_are_worth_a_loss() -> None:
     """Sampled tokens' probabilities, log-ratios that are not clamped, and unlike numbers of valid tokens."""
     case = problems.get(25).case("small", "plain_fp32", 4)
     counts = []
-    for hidden, weight, labels, old, advantages in arguments(case):
-        tokens = evaluate(hidden.flatten(0, -2), weight, labels.flatten(), old.flatten(), advantages.flatten(), -100)
+    for hidden, weight, labels, old, advantages, ignore in arguments(case):
+        tokens = evaluate(hidden.flatten(0, -2), weight, labels.flatten(), old.flatten(), advantages.flatten(), ignore)
         probabilities = tokens.log_probability[tokens.valid].exp()
         assert probabilities.quantile(0.1) < 0.2 and probabilities.quantile(0.9) > 0.6
         assert tokens.log_ratio.abs().max() < 20 and tokens.log_ratio[tokens.valid].std() > 0.05

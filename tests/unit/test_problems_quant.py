@@ -15,7 +15,7 @@ from peerlane import problems
 from peerlane.problems import _quant
 from peerlane.problems._draw import Draw
 from peerlane.problems._interval import Interval, comparison
-from peerlane.problems._judge import rounded, score
+from peerlane.problems._judge import compare_exact, rounded, score
 from peerlane.problems._spec import Case, Expected, Tolerance, exactly
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -245,6 +245,13 @@ def test_an_old_maximum_decides_until_it_is_dropped() -> None:
     dropped, history = _quant.fp8_round_trip(flat, torch.tensor([500.0, 1.0, 2.0, 3.0], dtype=BF16))
     assert history.tolist() == pytest.approx([1.0, 2.0, 3.0, 1.1], rel=2**-8)
     assert dropped[0].item() == pytest.approx(1.070, abs=5e-4)
+
+
+@pytest.mark.parametrize("flat", [[0.0, 0.0], [-0.0, -0.0], [-3.0, 1.0], [-2.0, -1.0], [math.nan, -1.0], [-math.inf, 1.0]])
+def test_the_amax_has_the_bits_of_the_largest_absolute_value(flat: list[float]) -> None:
+    vector, history = torch.tensor(flat), torch.ones(3)
+    pushed, letter = _quant.push_history(vector, history), _quant.history_to_the_letter(vector, history)
+    assert compare_exact("history", pushed, letter).passed
 
 
 def test_history_in_bfloat16_may_round_the_amax_down() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import peerlane
 from peerlane import problems
-from peerlane.errors import HarnessError, RunStopped, UsageError
+from peerlane.errors import HarnessError, RunStopped, UnknownProblem, UsageError
 from peerlane.evaluate import early
 from peerlane.evaluate.builds import Builds
 from peerlane.evaluate.candidates import REFERENCE, CandidateFile
@@ -220,7 +220,10 @@ def make_jobs(plan: EvaluationPlan) -> list[Job]:
 
 def _problems_of(candidate: CandidateFile, selected: tuple[Problem, ...] | None) -> tuple[Problem, ...]:
     if candidate.problem is not None:
-        problem = problems.get(candidate.problem)
+        try:
+            problem = problems.get(candidate.problem)
+        except UnknownProblem as error:
+            raise UnknownProblem(f"{candidate.path or candidate.name}: {error}") from None
         return (problem,) if selected is None or problem in selected else ()
     if candidate.is_reference:
         return problems.all_problems() if selected is None else selected

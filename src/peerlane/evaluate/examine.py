@@ -99,6 +99,8 @@ class Examination:
     group: RankGroup | None = None
     stress: StressRules = field(default_factory=StressRules)
     phase: Phase = "spawn"
+    case: Case | None = None
+    """the case that runs, or ran last"""
     loaded: bool = False
     """what is judged has been loaded in the group: from then on it is to blame for what happens there"""
     phases_s: dict[str, float] = field(default_factory=dict)
@@ -134,7 +136,7 @@ class Examination:
         if failure.phase == "build" or self.loaded:
             if failure.phase == "spawn":  # it was asked to map another case's memory
                 failure.phase = self.phase
-            return verdict_of(failure)
+            return verdict_of(failure, None if failure.phase in ("build", "import", "exit") else self.case)
         return HarnessFailure(phase=self.phase, message=f"the ranks failed before any candidate code was loaded: {failure}")
 
     def end_group(self) -> None:
@@ -177,6 +179,7 @@ class Examination:
         checked = [self._check(case, first=number == 0) for number, case in enumerate((*cases, *more))]
         with self._in("stress"):
             self._stress(checked)
+        self.case = cases[0]
         speed: SpeedTrial | None = None
         if self.node.device == "cuda":
             speed = self._time(cases[0], checked[0].judge_s)
@@ -219,7 +222,7 @@ class Examination:
     def _check(self, case: Case, *, first: bool) -> Trial:
         """Judges the candidate on a case, at rest; the trial knows what that cost."""
         assert self.group is not None
-        limits = self.session.deadlines
+        self.case, limits = case, self.session.deadlines
         trial = Trial(self.session, self.group, self.job.problem, case, "check", CHECKED_SLOTS)
         try:
             with self._in("first_call" if first else "correctness"):
@@ -245,6 +248,7 @@ class Examination:
         for trial in [timed, *random.SystemRandom().sample(others, len(others))]:
             if trial is not timed and time.monotonic() >= end:
                 break
+            self.case = trial.case
             stressed = Stress(trial, self.stress).run(end).evidence.record(trial.case)
             self.evidence[trial.case.key] = self.evidence[trial.case.key].joined(stressed)
 

@@ -157,7 +157,7 @@ class OutputRegions:
         Returns the tensors that it found, for :meth:`copy` to look at once more.
         """
         found: list[torch.Tensor] = []
-        self.descriptions[slot] = _describe_output(output, self._device, found)
+        self.descriptions[slot] = _describe_output(_in_order(output, self.layout[slot]), self._device, found)
         self.pointers[slot] = tuple(_data_ptr(tensor) for tensor in found)
         if self._updates:
             state = _describe_output({name: args[place] for name, place in self._updates.items()}, self._device, found)
@@ -178,6 +178,14 @@ class OutputRegions:
         """True when two neighbours of these slots returned the same storage."""
         taken = [self.pointers[slot] for slot in slots]
         return any(a == b and any(a) for a, b in itertools.pairwise(taken))
+
+
+def _in_order(output: Tree, layout: Description) -> Tree:
+    """A dict with the expected keys, in the order of their regions: a candidate may build it in another."""
+    keys = layout.get("keys", ())
+    if type(output) is not dict or len(output) != len(keys) or not all(key in output for key in keys):
+        return output
+    return {key: output[key] for key in keys}
 
 
 class Unowned:

@@ -18,6 +18,8 @@ from peerlane.evaluate.groups import GroupFailure, RankGroup
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import Session, case_request
 from peerlane.evaluate.verdict import (
+    ARGUMENT,
+    CHANGED,
     BuildError,
     CaseEvidence,
     CudaError,
@@ -34,7 +36,9 @@ from peerlane.evaluate.verdict import (
     WrongType,
 )
 from peerlane.problems._draw import INTEGER, RANDOM
+from peerlane.problems._judge import plainly
 from peerlane.problems._spec import Case, Problem
+from peerlane.problems._tree import dtype_name
 
 _SETTLING_S = 0.003  # what is still at work after a call's end has this long to show it
 
@@ -56,17 +60,18 @@ _FAILURES: dict[str, type[RuntimeFailure | ImportFailure | CudaError | OutOfMemo
 }
 
 
-def verdict_of(failure: GroupFailure) -> Verdict:
-    """The verdict for a candidate group that failed."""
+def verdict_of(failure: GroupFailure, case: Case | None = None) -> Verdict:
+    """The verdict for a candidate group that failed, in a case if one ran."""
     phase: Phase = failure.phase  # type: ignore[assignment]
+    key, dtype = (None, None) if case is None else (case.key, dtype_name(case.dtype))
     if failure.kind == "hang":
-        return Hang(phase=phase, ranks=failure.ranks, deadline_s=failure.deadline_s)
+        return Hang(phase=phase, case=key, dtype=dtype, ranks=failure.ranks, deadline_s=failure.deadline_s)
     if failure.kind == "garbage":
         return Tampered(phase=phase, what=failure.message)
     if failure.kind == "not_run" and importlib.util.find_spec("triton") is None:  # anybody can say so
         return NotRun(missing="triton is not installed here: pip install 'peerlane[triton]'")
     kind = _FAILURES.get(failure.kind, ImportFailure if failure.kind == "not_run" else RuntimeFailure)
-    return kind(phase=phase, rank=failure.rank, message=failure.message)
+    return kind(phase=phase, case=key, dtype=dtype, rank=failure.rank, message=failure.message)
 
 
 @dataclass
@@ -322,7 +327,7 @@ class Trial:
         for rank, answer in enumerate(answers):
             for item in answer["slots"]:
                 if "type" in item:
-                    raise Rejected(WrongType(case=self.case.key, rank=rank, detail=item["type"]))
+                    raise Rejected(WrongType(case=self.case.key, rank=rank, detail=plainly(self.problem, item["type"])))
         wrong: list[tuple[int, dict[str, Any]]] = [
             (rank, item) for rank, answer in enumerate(answers) for item in answer["slots"] if item["ratio"] > 1.0
         ]
@@ -350,18 +355,19 @@ class Trial:
             )
         for rank, answer in enumerate(answers):
             if answer["changed_arguments"]:
-                names = ", ".join(answer["changed_arguments"])
-                self._reject_whole(phase, rank, 0, f"argument {names}", "changed, which the problem does not allow")
+                names = ", ".join(f"`{name}`" for name in answer["changed_arguments"])
+                self._reject_whole(phase, rank, 0, f"{ARGUMENT}{names}", CHANGED)
         self._raise_if_trespassed(phase, answers)
         for rank, answer in enumerate(answers):
             if self.problem.replicated:
                 pairs = list(zip(answer["slots"], answers[0]["slots"], strict=True))
-                differ = [mine for mine, first in pairs if mine["digest"] != first["digest"]]
+                torn = ((mine["slot"], torn_output(mine["digests"], first["digests"])) for mine, first in pairs)
+                differ = [(slot, output) for slot, output in torn if output is not None]
                 if differ:
-                    output, detail = differ[0]["output"], "not the same bits as on rank 0; all ranks must return the same"
+                    (slot, output), detail = differ[0], "not the same bits as on rank 0; all ranks must return the same"
                     if phase == "stress":
                         self._reject_as_unstable(rank, output, detail, len(differ), len(pairs))
-                    self._reject_whole(phase, rank, differ[0]["slot"], output, detail)
+                    self._reject_whole(phase, rank, slot, output, detail)
 
     def _reject_as_unstable(self, rank: int, output: str, detail: str, wrong: int, compared: int) -> NoReturn:
         key = self.case.key
@@ -386,6 +392,11 @@ class Trial:
                 wrong_ranks=(rank,),
             )
         )
+
+
+def torn_output(digests: Sequence[tuple[str, int]], others: Sequence[tuple[str, int]]) -> str | None:
+    """The first output whose digest is not that of another rank, of two ranks' (name, digest) in the same order."""
+    return next((mine[0] for mine, other in zip(digests, others, strict=True) if mine[1] != other[1]), None)
 
 
 def _without_ok(message: Message) -> Message:

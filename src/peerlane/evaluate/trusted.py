@@ -385,7 +385,8 @@ class TrustedRank(Rank):
         }
         if problem.replicated:
             named = zip(expected_leaves(expected), snapshot.tensors, strict=True)
-            answer["digest"] = digests([tensor for leaf, tensor in named if problem.is_replicated(leaf.name)])
+            alike = [(leaf.name, tensor) for leaf, tensor in named if problem.is_replicated(leaf.name)]
+            answer["digests"] = list(zip([name for name, _ in alike], digests([tensor for _, tensor in alike]), strict=True))
         return answer
 
     def _all_inputs(self, current: OpenCase, snapshots: list[Snapshot]) -> Iterator[list[tuple[Any, ...]]]:

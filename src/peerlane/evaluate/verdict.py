@@ -24,6 +24,11 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="strings")
 
 
+# What a wrong result is called whose output is an argument, and why it is wrong where the call must leave it alone.
+ARGUMENT = "argument "
+CHANGED = "changed, which the problem does not allow"
+
+
 # --- verdicts ---------------------------------------------------------------------------------------------------------------
 
 
@@ -55,7 +60,11 @@ class WrongResult(Record):
 
     @property
     def reason(self) -> str:
-        place = f" at {list(self.index)}: got {self.got:.6g}, expected {self.expected:.6g}" if self.got is not None and self.index else ""
+        if self.output.startswith(ARGUMENT) and self.detail == CHANGED:
+            return f"{self.output} was {CHANGED} (rank {self.rank}, case {self.case}, slot {self.slot})"
+        found = (("got", self.got), ("expected", self.expected))  # either may be missing: an answer too many, or one that is not there
+        values = ", ".join(f"{name} {value:.6g}" for name, value in found if value is not None)
+        place = f" at {list(self.index)}: {values}" if self.index and values else ""
         return f"{self.output} is wrong on rank {self.rank} (case {self.case}, slot {self.slot}); {self.detail}{place}"
 
 
@@ -72,15 +81,28 @@ class WrongType(Record):
         return f"rank {self.rank}, case {self.case}: {self.detail}"
 
 
-class _Failure(Record):
+class _InCase(Record):
+    """What may have happened in a case."""
+
+    case: str | None = Field(default=None, description="key of the case that ran; None if none did, and in older records")
+    dtype: str | None = Field(default=None, description="the case's dtype")
+
+    @property
+    def _case(self) -> str:
+        """To be read behind the phase. Cases of ``small`` run with every preset, in other dtypes."""
+        return f", case {self.case} ({self.dtype})" if self.case is not None else ""
+
+
+class _Failure(_InCase):
     phase: Phase
     rank: int | None = Field(default=None, ge=0, description="the first rank that failed; None in a phase without ranks")
     message: str = Field(min_length=1)
 
     @property
     def reason(self) -> str:
-        where = f"rank {self.rank}, " if self.rank is not None else ""
-        return f"{where}{self.phase}: {self._telling_line}"
+        where, line = f"rank {self.rank}, " if self.rank is not None else "", self._telling_line
+        limit = " (a limit of gloo on CPU ranks; NCCL may accept it)" if "ProcessGroupGloo" in line else ""
+        return f"{where}{self.phase}{self._case}: {line}{limit}"
 
     @property
     def _telling_line(self) -> str:
@@ -126,7 +148,7 @@ class OutOfMemory(_Failure):
     kind: Literal["out_of_memory"] = "out_of_memory"
 
 
-class Hang(Record):
+class Hang(_InCase):
     """A phase did not end within its deadline; the whole group was killed."""
 
     kind: Literal["hang"] = "hang"
@@ -136,7 +158,7 @@ class Hang(Record):
 
     @property
     def reason(self) -> str:
-        return f"{self.phase}: rank(s) {', '.join(map(str, self.ranks))} not done after {self.deadline_s:g} s"
+        return f"{self.phase}{self._case}: rank(s) {', '.join(map(str, self.ranks))} not done after {self.deadline_s:g} s"
 
 
 class Unstable(Record):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -49,7 +50,7 @@ def type_mismatch(got: Tree, expected: Tree, path: str = "output") -> str | None
     """Why the structure, a shape or a dtype is wrong, or None if all are right. Strides are the candidate's own business."""
     if isinstance(expected, Expected):
         if not isinstance(got, torch.Tensor):
-            return f"{path}: got {type(got).__name__}, expected a tensor"
+            return f"{path}: got {_said(got)}, expected a tensor"
         if tuple(got.shape) != tuple(expected.value.shape):
             return f"{path}: got shape {tuple(got.shape)}, expected {tuple(expected.value.shape)}"
         if got.dtype != expected.dtype:
@@ -65,14 +66,32 @@ def type_mismatch(got: Tree, expected: Tree, path: str = "output") -> str | None
         pairs: list[tuple[str, Any, Any]] = [(f"{path}[{i}]", g, e) for i, (g, e) in enumerate(zip(got, expected, strict=True))]
     elif isinstance(expected, dict):
         if not isinstance(got, dict) or list(got) != list(expected):
-            return f"{path}: got {type(got).__name__}, expected a dict with keys {list(expected)}"
+            what = f"a dict with keys {list(got)}" if isinstance(got, dict) else _said(got)
+            return f"{path}: got {what}, expected a dict with keys {list(expected)}"
         pairs = [(f"{path}[{key!r}]", got[key], expected[key]) for key in expected]
     else:
-        return None if got == expected else f"{path}: got {got!r}, expected {expected!r}"
+        if isinstance(got, torch.Tensor) or got != expected:
+            return f"{path}: got {_said(got)}, expected {expected!r}"
+        return None
     for child_path, child_got, child_expected in pairs:
         if (reason := type_mismatch(child_got, child_expected, child_path)) is not None:
             return reason
     return None
+
+
+def _said(got: Tree) -> str:
+    """What was got, without its contents unless they are one plain value."""
+    if isinstance(got, torch.Tensor):
+        return "a tensor"
+    return reprlib.repr(got) if got is None or isinstance(got, (bool, int, float, str)) else f"a {type(got).__name__}"
+
+
+def plainly(problem: Problem, reason: str) -> str:
+    """A type's mismatch in the candidate's terms: the second half of an answer (see :meth:`Problem.answer`) is not what it returned."""
+    if not problem.updates:
+        return reason
+    reason = re.sub(r"^output\[1\]\['(\w+)'\]", r"argument `\1` after the call", reason)
+    return re.sub(r"^output\[0\]", "output", reason)
 
 
 def _index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -59,7 +59,8 @@ def widened(values: torch.Tensor, slack: float = QUOTIENT_SLACK) -> tuple[torch.
 def push_history(flat: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
     """The history without its first entry, and with max |x| behind the last."""
     low, high = torch.aminmax(flat)
-    return torch.cat((history[1:], torch.maximum(-low, high).to(history.dtype).view(1)))
+    largest = torch.maximum(-low, high).abs()  # of zeros alone it would be -0, which max |x| never is
+    return torch.cat((history[1:], largest.to(history.dtype).view(1)))
 
 
 def history_scale(history: torch.Tensor) -> torch.Tensor:
@@ -211,8 +212,16 @@ def by_division(flat: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
     return fp8_round_trip(flat, history)[0]
 
 
+def history_to_the_letter(flat: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
+    """The new history with the amax as its definition has it."""
+    return torch.cat((history[1:], flat.abs().amax().to(history.dtype).view(1)))
+
+
 def trip_variants(combine: Callable[[Case, list[torch.Tensor], Arguments, int], Tree]) -> tuple[HonestVariant, ...]:
-    """Both ways to the quotient; ``combine(case, every rank's vector after the round trip, inputs, rank)`` makes the answer."""
+    """Both ways to the quotient; ``combine(case, every rank's vector after the round trip, inputs, rank)`` makes the answer.
+
+    The combined answer's history is to be that of :func:`history_to_the_letter`: it is compared bit for bit with another way to the amax.
+    """
 
     def variant(trip: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[Case, Arguments, int], Tree]:
         return lambda case, inputs, rank: combine(case, [trip(args[0], args[1]) for args in inputs], inputs, rank)

@@ -122,12 +122,12 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         dropped = dropped[dropped != count // 2]
     labels[dropped] = ignore
     shape, aux = tuple(case["tokens"]), _aux_dtype(case)
-    arguments = (hidden.view(*shape, depth), weight, labels.view(shape), old.to(aux).view(shape), advantages.to(aux).view(shape))
-    return arguments if ignore == -100 else (*arguments, ignore)
+    return hidden.view(*shape, depth), weight, labels.view(shape), old.to(aux).view(shape), advantages.to(aux).view(shape), ignore
 
 
 def _ignore_index(args: Sequence[Any]) -> int:
-    return args[5] if len(args) > 5 else -100
+    index: int = args[5]
+    return index
 
 
 def _evaluated(args: Sequence[Any]) -> Tokens:
@@ -225,6 +225,14 @@ def _in_dtype(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answe
         _token_terms(args, _cross_entropy(args, (args[0].flatten(0, -2).to(FP32) @ args[1].to(FP32).t()).to(case.dtype))) for args in inputs
     ]
     return _assembled(case, every, rank, case.dtype)
+
+
+def _carrying_gradient(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
+    """The loss plus and less a sum over the rank's own tokens, through which the public reference's gradient flows."""
+    loss, _, lp, pg, metrics = _wide_logits(case, inputs, rank)
+    count = sum(int((args[2] != _ignore_index(args)).sum()) for args in inputs)
+    carrier = (pg.to(FP32) * lp.to(FP32)).sum() / max(count, 1)
+    return loss + carrier - carrier, None, lp, pg, metrics
 
 
 def _with_arguments(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[NullContext], Answer]:
@@ -338,10 +346,11 @@ PROBLEM = Problem(
     origin="Policy-gradient training of language models (the importance-sampling loss of Tinker) on a trainer derived from VeOmni",
     summary=(
         "hidden_states (..., H), weight (V, H); labels (...) are in [0, V) or ignore_index, which makes a token ignored. Per valid token: "
-        "lp is the label's log-probability under softmax(h W^T), d = lp - old_logprob clamped to [-20, 20], rho = exp(d), and "
-        "pg = -rho advantage. Returns: the sum of pg over all ranks, divided by their number of valid tokens (at least 1), float32; None; "
-        "lp in the logits' dtype; pg; and float32 (5,): mean, least and largest rho, mean of rho - d - 1, mean of -lp, over all ranks' "
-        "valid tokens. Ignored tokens have lp and pg of 0; without any valid token the least rho is infinity and the largest -infinity."
+        "lp is the label's log-probability under softmax(h W^T), d = lp - old_logprob clamped to [-20, 20], rho = exp(d), and pg = -rho "
+        "advantage. Returns: the sum of pg over all ranks, divided by their number of valid tokens (at least 1), float32; None; lp in the "
+        "logits' dtype; pg in the widest of the dtypes of logits, old_logprobs and advantages; and float32 (5,): mean, least and largest "
+        "rho, mean of rho - d - 1, mean of -lp, over all ranks' valid tokens. Ignored tokens have lp and pg of 0; without any valid token "
+        "the least rho is infinity and the largest -infinity."
     ),
     reference=reference,
     inputs=inputs,
@@ -375,7 +384,11 @@ PROBLEM = Problem(
         ),
         NullAnswer("all_tokens_counted", "divided by the number of all tokens", _all_tokens_counted, cases=_labels(dtype=FP32)),
     ),
-    honest_variants=(HonestVariant("fp32_logits", _wide_logits), HonestVariant("everything_in_dtype", _in_dtype)),
+    honest_variants=(
+        HonestVariant("fp32_logits", _wide_logits),
+        HonestVariant("everything_in_dtype", _in_dtype),
+        HonestVariant("carrying_gradient", _carrying_gradient),
+    ),
     excused={
         "another_rank/loss": "all ranks have the same",
         "another_rank/metrics": "all ranks have the same",
@@ -388,14 +401,15 @@ PROBLEM = Problem(
             )
         },
     },
-    replicated=("loss", "metrics"),
+    replicated=("metrics",),
     notes=(
         "The public benchmark's logits have a standard deviation of 32, so that all log-ratios are clamped, and ratios, loss and gradients "
         "are constants; its heads differ between ranks. Here labels have the probabilities of sampled tokens, old log-probabilities are "
         "near the new ones but for a drift, and the head is the same on all ranks but in one case.",
         "On a rank without valid tokens the public reference passes another dtype to a collective than the other ranks. Here such a rank "
         "counts as having none.",
-        "The public reference's loss carries a gradient; here the forward pass alone is asked for. Logits may be rounded to their dtype or "
-        "be kept in float32.",
+        "The public reference's loss carries a gradient, by adding and taking away a sum over the rank's own tokens, whose rounding "
+        "differs between ranks; here the forward pass alone is asked for, and the loss need not have the same bits everywhere. Logits may "
+        "be rounded to their dtype or be kept in float32.",
     ),
 )

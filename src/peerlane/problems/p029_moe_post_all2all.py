@@ -61,7 +61,8 @@ def reference(
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """Rows N(0, 1); a token's weights are positive and add up to ``case["scale"]`` (1 if absent).
 
-    ``case["poisoned"]``: a third of the rows is NaN, and half of the weights are 0.
+    ``case["poisoned"]``: a third of the rows is NaN, and half of the weights are 0. ``case["renamed"]``: the rank's tokens are shuffled in
+    the permutation mapping alone, so that where a row goes no longer follows from the routing map, which gives its weight.
     """
     routing = _moe.fixed_routing(case, rank, draw)
     sent, received, per_local = routing.metadata(draw.device)
@@ -79,6 +80,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         weights = weights.to(weights_dtype)
     routing_map = routing.mask(case["experts"], INT64).sum(1)
     mapping = _moe.expert_major(routing_map, sum(sent)) % max(1, routing_map.shape[1])
+    if case.params.get("renamed"):
+        mapping = draw.permutation(routing_map.shape[1])[mapping]
     return (
         rows,
         weights,
@@ -223,6 +226,12 @@ def _rows_by_token(context: NullContext) -> torch.Tensor:
     return _combined(context, mapping=context.args[8].sort().values)
 
 
+def _mapping_derived(context: NullContext) -> torch.Tensor:
+    """Rows added to the tokens that the routing map has them from."""
+    _, token = (context.args[7] != 0).nonzero(as_tuple=True)
+    return _combined(context, mapping=token)
+
+
 def _one_row_each(context: NullContext) -> torch.Tensor:
     """Every token overwritten with its last expert's row instead of added to."""
     expert, token = (context.args[7] != 0).nonzero(as_tuple=True)
@@ -260,7 +269,8 @@ def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
 PRESETS = (
     preset(
         "small",
-        "unequal and empty ranks, empty experts, one to four experts a token, duplicates, mixed dtypes, tiny weights, NaN rows, groups",
+        "unequal and empty ranks, empty experts, one to four experts a token, duplicates, mixed dtypes, tiny weights, NaN rows, "
+        "shuffled tokens, groups",
         _small("skewed_bf16", BF16),
         _small("skewed_fp32", FP32, k=3, map=FP32),
         _small("fp32_weights_bf16", BF16, weights=FP32, k=4),
@@ -272,6 +282,7 @@ PRESETS = (
         _small("limited_bf16", BF16, experts=32, k=4, limit=(8, 2), exponent=1.5),
         _small("strided_group_bf16", BF16, group="strided", world_sizes=(4, 8)),
         _small("alone_bf16", BF16, tokens=29, group="strided", world_sizes=(2,)),
+        _small("renamed_tokens_fp32", FP32, k=3, renamed=True),
         _small("literal_bf16", BF16, tokens=32, literal=True, variant="pkb"),
     ),
     preset(
@@ -347,6 +358,12 @@ PROBLEM = Problem(
         NullAnswer("unweighted", "the mean weight for every row", _unweighted, cases=_where(lambda c: c["k"] > 1)),
         NullAnswer("weights_by_token", "weights in the order of tokens and slots", _weights_by_token, cases=_where(lambda c: c["k"] > 1)),
         NullAnswer("mapping_ignored", "rows taken to be in the order of tokens", _rows_by_token),
+        NullAnswer(
+            "mapping_derived",
+            "rows added to the tokens of the routing map, the permutation mapping ignored",
+            _mapping_derived,
+            cases=_where(lambda c: "renamed" in c.params),
+        ),
         NullAnswer("one_row_each", "the last row of a token alone", _one_row_each, cases=_where(lambda c: c["k"] > 1)),
         NullAnswer(
             "zero_weights_skipped",
@@ -374,6 +391,7 @@ PROBLEM = Problem(
         "The public benchmark invents equal splits and counts, which its routing contradicts. Here splits come from the routing. Its "
         "inputs are kept as variant pkb: splits are taken literally there too.",
         "The public benchmark always has two experts in ascending order for a token; here they are in random order, one to eight of them.",
+        "The permutation mapping and the routing map are used as they are given: in one small case the mapping shuffles the tokens.",
         "The order of a token's sum is free, and it may be kept in float32: with more than two experts the public reference's atomic "
         "additions have no fixed order.",
         "The public reference rejects split sizes given as tensors; here one-dimensional integer tensors are accepted. Inputs hold lists.",

@@ -61,7 +61,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         gradients = [every[members.index(rank)].clone() for every in whole]
     if case.params.get("data") == "idle" and rank != members[-1]:
         gradients = [torch.zeros_like(gradient) for gradient in gradients]
-    return (*gradients, *(GroupRef(name) for name in group_layout(case)))
+    return (*gradients, next((GroupRef(name) for name in group_layout(case)), None))
 
 
 def _terms(inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int], index: int) -> list[torch.Tensor]:

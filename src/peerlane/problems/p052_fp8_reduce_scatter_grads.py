@@ -119,7 +119,7 @@ def _combine(
 ) -> Callable[[Case, list[torch.Tensor], Arguments, int], Answer]:
     def combine(case: Case, vectors: list[torch.Tensor], inputs: Arguments, rank: int) -> Answer:
         total = add([_slice(case, vector, rank) for vector in vectors])
-        return total / case.world_size, _quant.push_history(*inputs[rank])
+        return total / case.world_size, _quant.history_to_the_letter(*inputs[rank])
 
     return combine
 

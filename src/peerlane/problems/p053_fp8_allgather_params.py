@@ -85,7 +85,7 @@ def _of_ranks(context: NullContext, ranks: Sequence[int]) -> Answer:
 
 
 def _gathered(case: Case, vectors: list[torch.Tensor], inputs: Arguments, rank: int) -> Answer:
-    return torch.cat(vectors), _quant.push_history(*inputs[rank])
+    return torch.cat(vectors), _quant.history_to_the_letter(*inputs[rank])
 
 
 PRESETS = (

@@ -258,7 +258,8 @@ PROBLEM = Problem(
     summary=(
         "q (B, S, h, D), k (B, S, h_kv, D) and v (B, S, h_kv, D_v) are the rank's part of a sequence sharded in rank order over the group "
         "(the world if None). Returns softmax(scale q k^T) v over all the group's keys, (B, S, h, D_v) in q's dtype, scores and sums in "
-        "float32; scale is D^-0.5 if None; causal: key j counts for query i if j <= i in the whole sequence. h_kv is h or 1."
+        "float32; scale is D^-0.5 if None; causal: key j counts for query i if j <= i in the whole sequence, and one of a later rank "
+        "leaves no trace, not even NaN. h_kv is h or 1."
     ),
     reference=reference,
     inputs=inputs,

@@ -52,9 +52,9 @@ def _grid(case: Case) -> Grid:
 
 
 def process_groups(case: Case) -> GroupLayout:
-    """A group that is the whole world is passed as None."""
-    grid = _grid(case)
-    return {name: groups for name, groups in (("tensor", grid.along), ("context", grid.across)) if len(groups) > 1}
+    """With ``case["none"]`` a group that is the whole world is passed as None."""
+    grid, least = _grid(case), 2 if case.params.get("none") else 1
+    return {name: groups for name, groups in (("tensor", grid.along), ("context", grid.across)) if len(groups) >= least}
 
 
 def _heads(case: Case) -> int:
@@ -191,7 +191,7 @@ PRESETS = (
         _small("scaled_full_fp32", FP32, causal=False, scale=0.4),
         _small("scaled_full_bf16", causal=False, scale=0.4),
         _small("ring_alone_bf16", tp=1),
-        _small("heads_alone_bf16", tp="world"),
+        _small("heads_alone_bf16", tp="world", none=True),
         _small("sink_bf16", pattern="sink"),
         _small("cancelling_bf16", pattern="cancelling"),
         _small("context_inner_bf16", inner="cp", world_sizes=(4, 8)),
@@ -299,7 +299,8 @@ PROBLEM = Problem(
         "outputs so small that an absolute tolerance decides; here weights have variance 1 / fan-in or more.",
         "Outputs are equal on all ranks of a tp_group by definition; that their bits are is not checked.",
         "Groups in both orders occur, neighbouring ranks and strided ones, so that rank arithmetic in place of the groups fails. Groups "
-        "whose ranks are not ascending do not occur.",
+        "whose ranks are not ascending do not occur. A group of one rank is passed as such, and so is one that is the whole world, but in "
+        "small/heads_alone_bf16 as None.",
         "Leaving both groups None, the world as both at once, is legal in the public interface but models nothing, and does not occur.",
         "The 70B preset splits the heads over W / 2 ranks, and 32k tokens give 8192 per rank on 8 ranks and 16384 on 4.",
     ),

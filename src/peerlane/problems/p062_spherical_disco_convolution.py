@@ -101,11 +101,11 @@ def reference(
 
 
 def process_groups(case: Case) -> GroupLayout:
-    """A group that is the whole world is passed as None."""
-    azimuths = _grid(case)[0]
+    """With ``case["none"]`` a group that is the whole world is passed as None."""
+    azimuths, least = _grid(case)[0], 2 if case.params.get("none") else 1
     along = [list(range(first, first + azimuths)) for first in range(0, case.world_size, azimuths)]
     across = [list(range(first, case.world_size, azimuths)) for first in range(azimuths)]
-    return {name: groups for name, groups in (("azimuth", along), ("polar", across)) if len(groups) > 1}
+    return {name: groups for name, groups in (("azimuth", along), ("polar", across)) if len(groups) >= least}
 
 
 def _random_rows(case: Case) -> int:
@@ -242,7 +242,7 @@ PRESETS = (
         "uneven splits of all axes; steps 1 to 3; groups; disks around the poles; bands without taps; long and flat grids of ranks",
         _small("uneven"),
         _small("step_2", nlon_out=5, channels=6, outputs=6, groups=2),
-        _small("step_3_all_azimuth", nlon_in=27, nlon_out=9, channels=9, azimuth="world"),
+        _small("step_3_all_azimuth", nlon_in=27, nlon_out=9, channels=9, azimuth="world", none=True),
         _small("all_polar", nlat_in=9, nlat_out=9, azimuth=1),
         _small("depthwise", channels=6, outputs=6, groups=6),
         _small("disks", support="disk", cutoff=1.5, nlat_in=9, nlat_out=9, nlon_in=12, nlon_out=12),
@@ -391,6 +391,6 @@ PROBLEM = Problem(
         "bases do.",
         "psi's indices differ from call to call: filters are turned by one longitude in some, as if the output's grid began there.",
         "The reference sums over the polar group by an exchange of the rows that each rank keeps; the public one all-reduces all rows.",
-        "A group of one rank is passed as such, the whole world as None.",
+        "A group of one rank is passed as such, and so is one that is the whole world, but in small/step_3_all_azimuth as None.",
     ),
 )
