@@ -23,7 +23,7 @@ from peerlane.evaluate.stopwatch import SpeedTrial
 from peerlane.evaluate.trial import Trial
 from peerlane.evaluate.verdict import Audit, Mechanism, Mode, Policy, Tampered
 
-_MOST_KERNEL_NAMES = 32
+_MOST_NAMES_KEPT = 32  # of kernels, and of operators, in a record
 CUSTOM_RULE = "in the custom track a call's communication must be the candidate's own"
 
 
@@ -94,10 +94,10 @@ class Auditor:
         good = (
             isinstance(item, dict) and are_counts(item.get("host")) and are_counts(item.get("device")) and is_count(item.get("collectives"))
         )
-        if not good or not isinstance(item.get("replaced"), list):
+        if not good or not _are_names(item.get("replaced")):
             raise GroupFailure("garbage", "audit", "a rank reported what ran in a form that is not a recording's", rank=rank)
         if item["replaced"]:
-            names = ", ".join(str(name)[:60] for name in item["replaced"][:4])
+            names = ", ".join(name[:60] for name in item["replaced"][:4])
             self.faults.append(f"the profiler's {names} was replaced on rank {rank}")
         elif item.get("marked") is not True:
             self.faults.append(
@@ -145,9 +145,9 @@ class Auditor:
             kernels=most_per_call([_by_kind(item.kernels, triton) for item in stretches], calls),
             copies=most_per_call([item.copies for item in stretches], calls),
             memsets=max(item.memsets for item in self.calls),
-            operators=most_per_call([item.operators for item in stretches], calls),
+            operators=_most_frequent(most_per_call([item.operators for item in stretches], calls)),
             other=max(item.other for item in self.calls),
-            kernel_names=tuple(name for name, _ in names.most_common(_MOST_KERNEL_NAMES)),
+            kernel_names=tuple(name for name, _ in names.most_common(_MOST_NAMES_KEPT)),
             unrecorded_collectives=self.unrecorded_collectives,
             complete=not self.faults,
         )
@@ -155,6 +155,14 @@ class Auditor:
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """For the result."""
         return mechanisms([*self.calls, *self.blocks], self.loaded)
+
+
+def _most_frequent(counts: dict[str, int]) -> dict[str, int]:
+    return dict(sorted(Counter(counts).most_common(_MOST_NAMES_KEPT)))
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _collectives(rank: int, answer: Message) -> int:
