@@ -1,10 +1,10 @@
-"""C60: its ranks describe what they return as a tensor of so many dimensions that naming them all is too long for a message."""
+"""C60: its ranks describe what they return with a dtype whose name fits into a message, but not when it is quoted in the reason."""
 
 import torch.distributed as dist
 
 from peerlane.evaluate import slots
 
-slots._describe_output = lambda tree, device, found: {"kind": "tensor", "shape": [1] * (6 << 20), "dtype": "float32"}
+slots._describe_output = lambda tree, device, found: {"kind": "tensor", "shape": [], "dtype": "\n" * (7 << 20)}
 
 
 def solution(tensor):
