@@ -5,6 +5,7 @@ PeerlaneError
 │   ├── UnknownProblem
 │   ├── UnknownPreset
 │   └── CandidateNotFound
+├── CandidateChanged      a candidate's file is no longer what it was when the run began
 ├── MissingDependency     an optional part is not installed; the message names the install command
 ├── HarnessError          peerlane itself failed (exit code 4)
 │   └── RunStopped        a run ended before it was done; carries the results that it has
@@ -41,6 +42,10 @@ class UnknownPreset(UsageError):
 
 class CandidateNotFound(UsageError):
     """The candidate path does not exist or holds no candidate."""
+
+
+class CandidateChanged(PeerlaneError):
+    """A candidate's file is no longer what it was when the run began; it was not judged."""
 
 
 class MissingDependency(PeerlaneError):

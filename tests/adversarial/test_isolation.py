@@ -110,6 +110,7 @@ def attacks():
         yield "remove a file", lambda: os.unlink(path)
         yield "add a file", lambda: append(os.path.join(os.path.dirname(path), "new"))
         yield "replace a file", lambda: os.rename(path, path + ".old")
+    yield "read another candidate", lambda: open(AIMS["rival"]).close()
     yield "open a source file", lambda: os.close(os.open(AIMS["source"], os.O_WRONLY))
     yield "reach the machine's loopback", lambda: connect(AIMS["listener"])
     yield "reach the network", lambda: send(["192.0.2.1", 9])
@@ -178,6 +179,7 @@ _MEMORY = ("trace {}", "read memory of {}", "read memory of {} by system call", 
 STOPPED_BY = {
     **{f"signal {who}": {confine.OWN_UID, confine.LANDLOCK_SIGNALS} for who in _OTHERS},
     **{form.format(who): {confine.NOT_DUMPABLE} for form in _MEMORY for who in _OTHERS},
+    "read another candidate": {confine.BUBBLEWRAP},
     "open a source file": {confine.LANDLOCK_FILES},
     **{f"{what} a file": {confine.LANDLOCK_FILES} for what in ("append to", "cut", "remove", "add", "replace")},
     "reach the machine's loopback": {confine.LOOPBACK_ONLY},
@@ -252,9 +254,12 @@ def attack(folder: Path, monkeypatch: pytest.MonkeyPatch, tier: isolation.Tier |
         path.write_bytes(b"")
     files = {path: path.read_bytes() for path in (foreign, ceilings)}
     shared = Path("/dev/shm") / f"peerlane-test-{os.getpid()}-{tier}"
-    path = folder / "1_attacker_pytorch.py"
-    path.touch()
-    way = isolation.choose(tier, "cpu", [path, path.parent])
+    handed_in = folder.parent / f"{folder.name}-candidates"
+    handed_in.mkdir()
+    path, rival = handed_in / "1_attacker_pytorch.py", handed_in / GOOD.name
+    rival.write_bytes(GOOD.read_bytes())
+    monkeypatch.syspath_prepend(folder)  # which the sandbox shows, so that there is something to attack
+    way = isolation.choose(tier, "cpu")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         aims = {
             "processes": str(folder / "processes.json"),
@@ -262,13 +267,14 @@ def attack(folder: Path, monkeypatch: pytest.MonkeyPatch, tier: isolation.Tier |
             "signal": signal.SIGKILL if way.tier != "L0" else 0,
             "files": [str(item) for item in (*files, results)] if way.tier != "L0" else [],
             "source": problems.__file__,
+            "rival": str(rival),
             "listener": listener.getsockname(),
             "shared": str(shared),
             "secret": "PEERLANE_TEST_API_TOKEN",
         }
         path.write_text(ATTACKER.format(aims=json.dumps(aims), report=REPORT))
         plan = EvaluationPlan(
-            [candidates.candidate_file(item) for item in (path, GOOD)],
+            [candidates.candidate_file(item) for item in (path, rival)],
             presets=("small",),
             world_sizes=(2,),
             out=out,

@@ -102,6 +102,8 @@ def test_nothing() -> None:
     assert Activity().forbidden() == () and Activity().copies == Counter()
 
 
-@pytest.mark.parametrize("value", [None, [], {"a": -1}, {"a": 1.5}, {"a": True}, {str(i): 1 for i in range(MOST_NAMES + 1)}])
+@pytest.mark.parametrize(
+    "value", [None, [], {"a": -1}, {"a": 1.5}, {"a": True}, {"a": 2**53}, {"a" * 301: 1}, {str(i): 1 for i in range(MOST_NAMES + 1)}]
+)
 def test_what_is_no_count(value: object) -> None:
     assert not are_counts(value)

@@ -120,12 +120,25 @@ def test_the_evaluators_own_functions_may_be_replaced_in_no_track() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"host": None}, {"device": {"k": -1}}, {"collectives": True}, {"replaced": None}, {"device": [1]}],
+    [
+        {"host": None},
+        {"device": {"k": -1}},
+        {"collectives": True},
+        {"replaced": None},
+        {"replaced": [[]]},
+        {"device": [1]},
+        {"host": {"x" * 1000: 1}},
+    ],
 )
 def test_a_report_of_another_form_is_garbage(change: dict[str, Any]) -> None:
     with pytest.raises(GroupFailure, match="recording") as failure:
         auditor(recorded(**change))
     assert failure.value.kind == "garbage"
+
+
+def test_a_record_names_the_most_frequent_operators_only() -> None:
+    record = auditor(recorded(host={f"c10d::made_up_{number}": 1 + number for number in range(100)})).record()
+    assert record is not None and len(record.operators) == 32 and "c10d::made_up_99" in record.operators
 
 
 @pytest.mark.parametrize("recordings", [(), (recorded(), recorded())])

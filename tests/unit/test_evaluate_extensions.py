@@ -22,6 +22,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
+def request_of(candidate: Path) -> dict[str, Any]:
+    return {"path": str(candidate), "source": candidate.read_bytes().decode("latin-1"), "cache": None}
+
+
 def test_two_sources_build_in_two_folders(tmp_path: Path) -> None:
     first, second = extensions.use_own_build_folder(b"one"), extensions.use_own_build_folder(b"two")
     assert first != second
@@ -36,7 +40,7 @@ def test_builder_removes_the_lock_of_a_killed_build(tmp_path: Path) -> None:
     lock.parent.mkdir(parents=True)
     lock.touch()
     builder = Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
-    assert builder.build({"path": str(candidate), "cache": None}) == {}
+    assert builder.build(request_of(candidate)) == {}
     assert not lock.exists()
 
 
@@ -44,7 +48,7 @@ def test_builder_leaves_other_errors_to_the_ranks(tmp_path: Path) -> None:
     candidate = tmp_path / "1_allreduce_cuda.py"
     candidate.write_text("raise RuntimeError('no GPU here')\n")
     builder = Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
-    assert "no GPU here" in builder.build({"path": str(candidate), "cache": None})["note"]
+    assert "no GPU here" in builder.build(request_of(candidate))["note"]
 
 
 def test_public_helper_compiles_once_and_loads_the_result_after_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +69,7 @@ def test_public_helper_compiles_once_and_loads_the_result_after_that(tmp_path: P
         "second = compile_cuda_extension('kernel', 'source', extra_cuda_cflags=['-lineinfo'])\n"
         "third = compile_cuda_extension('kernel', 'source')\n"
     )
-    module = import_candidate(candidate)
+    module = import_candidate(candidate, candidate.read_bytes())
     assert (module.first, module.second, module.third) == ("just built", "loaded kernel.so", "just built")
     assert calls[0]["extra_cuda_cflags"] == ["-O3", "-lineinfo"]
     assert calls[0]["cuda_sources"] == "source"

@@ -12,7 +12,7 @@ import pytest
 
 from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate.groups import GroupFailure, RankGroup
-from peerlane.evaluate.protocol import MAX_MESSAGE_BYTES, Channel
+from peerlane.evaluate.protocol import ERROR_CHARACTERS, MAX_MESSAGE_BYTES, Channel
 
 
 @dataclass
@@ -70,6 +70,17 @@ def test_a_failure_ends_the_wait_for_the_others(pair: tuple[RankGroup, Far]) -> 
         group.finish()
     assert (caught.value.kind, caught.value.rank) == ("cuda_error", 1)
     assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(("message", "kept"), [("x" * 50_000 + "end", ERROR_CHARACTERS), (["x"] * 1000, len("no message")), (None, 10)])
+def test_an_error_is_cut_here(message: Any, kept: int, pair: tuple[RankGroup, Far]) -> None:
+    """Whatever a rank was made to say, and however much of it."""
+    group, far = pair
+    group.begin({"op": "call"}, "correctness", 60)
+    far.ranks[1].send({"ok": False, "error": {"kind": "runtime_error", "message": message}})
+    with pytest.raises(GroupFailure) as caught:
+        group.finish()
+    assert len(caught.value.message) == kept
 
 
 def test_an_exit_is_reported_with_its_status_though_children_keep_the_socket_open(pair: tuple[RankGroup, Far]) -> None:

@@ -59,7 +59,16 @@ def test_gloo_and_nccl_by_their_operators() -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [None, 3, [3], [{"name": 3, "origin": "x", "mechanisms": []}], [{"name": "k"}], [{"name": "k", "origin": "x"}]]
+    "message",
+    [
+        None,
+        3,
+        [3],
+        [{"name": 3, "origin": "x", "mechanisms": []}],
+        [{"name": "k"}],
+        [{"name": "k", "origin": "x"}],
+        [{"name": "k", "origin": "x", "mechanisms": []}],
+    ],
 )
 def test_what_is_no_kernel_is_left_out(message: Any) -> None:
     assert loaded_kernels(message) == []

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sample_results import on_cpu, own_audit, result, wrong
@@ -98,6 +99,18 @@ except HarnessError as error:
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 7
     assert (tmp_path / "results.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("flag", [{"unrecorded_collectives": 10**4300}, {"copies": {"peer": 10**4300}}])
+def test_what_could_not_be_read_again_is_not_written(flag: dict[str, Any], tmp_path: Path) -> None:
+    """One such line, and no result of the file could be read any more."""
+    store = ResultsStore(tmp_path)
+    store.append(numbered(1))
+    audited = result(track="custom", audit=own_audit())
+    assert audited.audit is not None
+    with pytest.raises(HarnessError, match="cannot be written so that it can be read"):
+        store.append(audited.model_copy(update={"audit": audited.audit.model_copy(update=flag)}))
+    assert ResultsStore(tmp_path).results() == store.results() == [numbered(1)]
 
 
 def test_two_writers(tmp_path: Path) -> None:

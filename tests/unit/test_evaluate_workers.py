@@ -17,6 +17,7 @@ from peerlane.errors import CompileError, DeviceTimeout
 from peerlane.evaluate import patches, slots, timing
 from peerlane.evaluate.candidates import candidate_file
 from peerlane.evaluate.groups import GroupFailure
+from peerlane.evaluate.readable import LINE_CHARACTERS
 from peerlane.evaluate.slots import OutputRegions, contiguous_layout
 from peerlane.evaluate.trial import torn_output, verdict_of
 from peerlane.evaluate.trusted import _changed, _changes, _claimed_mismatch, _misplaced
@@ -94,6 +95,14 @@ def test_a_true_description_is_accepted() -> None:
         {"kind": "list", "items": [tensor()]},
         {"kind": "tuple", "items": 5},
         {"kind": "dict", "keys": ["a"], "items": []},
+        {"kind": "dict", "keys": [["a"]], "items": [tensor()]},
+        {"kind": "value", "value": [0]},
+        {"kind": "size", "value": "abc"},
+        {"kind": "other", "type": {}},
+        {"kind": "linear", "items": []},
+        {"kind": "linear", "items": [tensor(shape=[])]},
+        {"kind": "sparse", "shape": [3], "items": [tensor()]},
+        tensor(items=[tensor()]),
         {},
         [],
         None,
@@ -154,13 +163,20 @@ def test_a_dict_may_be_built_in_any_order() -> None:
     assert regions.descriptions[0]["keys"] == ["b", "c"]
 
 
+@pytest.mark.parametrize("described", [tensor(shape=[1] * 10_000), {"kind": "other", "type": "x" * 10_000}])
+def test_a_long_description_gets_a_short_answer(described: Any) -> None:
+    """It has to fit into one message, with those of other slots."""
+    assert len(_claimed_mismatch(described, EXPECTED) or "") == LINE_CHARACTERS
+
+
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["tensor", "list", "float32"])
 names = st.sampled_from(["kind", "shape", "stride", "dtype", "items", "keys", "value", "type", "name", "x"])
+KINDS = st.sampled_from(["tensor", "sparse", "linear", "list", "tuple", "dict", "value", "size", "group", "other"])
 anything = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=5), max_leaves=12)
 
 
 @settings(max_examples=500)
-@given(anything | st.fixed_dictionaries({"kind": st.sampled_from(["tensor", "list", "tuple", "dict", "value", "group", "other"])}))
+@given(anything | st.fixed_dictionaries({"kind": KINDS}, optional={"items": st.lists(anything, max_size=3), "shape": anything}))
 def test_any_description_is_judged(described: Any) -> None:
     reason = _claimed_mismatch(described, EXPECTED)
     assert isinstance(reason, str) and reason

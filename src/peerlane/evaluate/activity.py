@@ -14,6 +14,7 @@ from typing import Any
 
 MOST_NAMES, NAME_CHARACTERS = 4_000, 300
 """different names that one rank may report of one stretch, and what is kept of each"""
+_LARGEST_COUNT = 2**53  # what any JSON reader takes as it is; sums of many counts have few more digits
 
 # What the CUDA libraries and PyTorch call their kernels. Names of candidates' own kernels are theirs to choose: one called ncclDevKernel_x
 # speaks against its owner only.
@@ -126,10 +127,14 @@ def most_per_call(stretches: Iterable[Mapping[str, int]], calls: Iterable[int]) 
 
 
 def is_count(value: Any) -> bool:
-    """True for an integer of at least 0, as a rank's message must hold."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    """True for an integer of at least 0 and below 2**53, as a rank's message must hold."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST_COUNT
 
 
 def are_counts(value: Any) -> bool:
-    """True for a mapping from not too many names to counts."""
-    return isinstance(value, dict) and len(value) <= MOST_NAMES and all(is_count(count) for count in value.values())
+    """True for a mapping from not too many names, none of them longer than what is kept of one, to counts."""
+    return (
+        isinstance(value, dict)
+        and len(value) <= MOST_NAMES
+        and all(len(name) <= NAME_CHARACTERS and is_count(count) for name, count in value.items())
+    )

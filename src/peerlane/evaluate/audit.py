@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from peerlane.evaluate.activity import NAME_CHARACTERS, Activity, activity, are_counts, is_count, kernel_kind, most_per_call
+from peerlane.evaluate.activity import Activity, activity, are_counts, is_count, kernel_kind, most_per_call
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.mechanisms import LoadedKernel, loaded_kernels, mechanisms
 from peerlane.evaluate.protocol import Message
@@ -23,7 +23,7 @@ from peerlane.evaluate.stopwatch import SpeedTrial
 from peerlane.evaluate.trial import Trial
 from peerlane.evaluate.verdict import Audit, Mechanism, Mode, Policy, Tampered
 
-_MOST_KERNEL_NAMES = 32
+_MOST_NAMES_KEPT = 32  # of kernels, and of operators, in a record
 _OWN = "peerlane."
 CUSTOM_RULE = "in the custom track a call's communication must be the candidate's own"
 
@@ -97,10 +97,10 @@ class Auditor:
         good = (
             isinstance(item, dict) and are_counts(item.get("host")) and are_counts(item.get("device")) and is_count(item.get("collectives"))
         )
-        if not good or not isinstance(item.get("replaced"), list):
+        if not good or not _are_names(item.get("replaced")):
             raise GroupFailure("garbage", "audit", "a rank reported what ran in a form that is not a recording's", rank=rank)
         if item["replaced"]:
-            names = sorted((str(name)[:NAME_CHARACTERS] for name in item["replaced"]), key=lambda name: not name.startswith(_OWN))
+            names = sorted(item["replaced"], key=lambda name: not name.startswith(_OWN))
             self.faults.append(f"replaced on rank {rank}: {', '.join(names[:4])}")
             if names[0].startswith(_OWN):
                 self.patches.append(self.faults[-1])
@@ -155,9 +155,9 @@ class Auditor:
             kernels=most_per_call([_by_kind(item.kernels, triton) for item in stretches], calls),
             copies=most_per_call([item.copies for item in stretches], calls),
             memsets=max(item.memsets for item in self.calls),
-            operators=most_per_call([item.operators for item in stretches], calls),
+            operators=_most_frequent(most_per_call([item.operators for item in stretches], calls)),
             other=max(item.other for item in self.calls),
-            kernel_names=tuple(name for name, _ in names.most_common(_MOST_KERNEL_NAMES)),
+            kernel_names=tuple(name for name, _ in names.most_common(_MOST_NAMES_KEPT)),
             unrecorded_collectives=self.unrecorded_collectives,
             complete=not self.faults,
         )
@@ -165,6 +165,14 @@ class Auditor:
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """For the result."""
         return mechanisms([*self.calls, *self.blocks], self.loaded)
+
+
+def _most_frequent(counts: dict[str, int]) -> dict[str, int]:
+    return dict(sorted(Counter(counts).most_common(_MOST_NAMES_KEPT)))
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _collectives(rank: int, answer: Message) -> int:

@@ -29,11 +29,11 @@ class Builder(Rank):
 
     def build(self, request: Message) -> dict[str, Any]:
         """Imports the candidate. Compiler errors are raised; anything else is left for the ranks to meet, where it may well work."""
-        path = Path(request["path"])
+        path, source = Path(request["path"]), request["source"].encode("latin-1")
         extensions.use_cache(request["cache"])
-        extensions.remove_stale_locks(extensions.use_own_build_folder(path.read_bytes()))
+        extensions.remove_stale_locks(extensions.use_own_build_folder(source))
         try:
-            import_candidate(path)
+            import_candidate(path, source)
         except Exception as error:
             if classify(error) == "build_error":
                 raise

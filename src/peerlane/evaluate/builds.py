@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from peerlane.errors import HarnessError
+from peerlane.errors import CandidateChanged, HarnessError
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.groups import GroupFailure, RankGroup
 from peerlane.evaluate.session import Session
@@ -37,10 +37,8 @@ class Builds:
 
     def __init__(self, session: Session, candidates: Iterable[CandidateFile]) -> None:
         self._session = session
-        awaited = {
-            item.path: item.sha256 for item in candidates if item.path is not None and needs_build(item) and not lacks_compiler(item)
-        }
-        self._sources = awaited
+        awaited = {item.path: item for item in candidates if item.path is not None and needs_build(item) and not lacks_compiler(item)}
+        self._candidates = awaited
         self._upcoming = deque(awaited)
         self._running: dict[Path, RankGroup] = {}
         self._done: dict[Path, GroupFailure | None] = {}
@@ -48,14 +46,15 @@ class Builds:
     def ahead(self) -> None:
         """Begins the next builds, as many at a time as the session's supply allows."""
         while self._upcoming and len(self._running) < self._session.supply.builds:
-            with contextlib.suppress(HarnessError):  # it is tried again when it is this candidate's turn
+            with contextlib.suppress(HarnessError, CandidateChanged):  # it is tried again when it is this candidate's turn
                 self._begin(self._upcoming.popleft())
 
     def finish(self, candidate: CandidateFile) -> None:
-        """Waits until the candidate is built; raises GroupFailure if it does not compile, HarnessError if the builder fails."""
+        """Waits until the candidate is built; raises GroupFailure if it does not compile, HarnessError if the builder fails,
+        CandidateChanged if it is not what it was."""
         assert candidate.path is not None, "the reference is not built"
         path = candidate.path
-        self._sources[path] = candidate.sha256
+        self._candidates[path] = candidate
         if path not in self._done:
             self._begin(path)
             self._done[path] = self._await(path)
@@ -65,14 +64,16 @@ class Builds:
 
     def _begin(self, path: Path) -> None:
         if path not in self._running and path not in self._done:
+            source = self._candidates[path].source()
             builder = self._running[path] = self._session.builder()
             try:
                 builder.ask({"op": "init"}, "build", self._session.deadlines.spawn)
             except GroupFailure as failure:
                 self._end(path)
                 raise HarnessError(f"the process that compiles did not start: {failure}") from None
-            cache = builder.admit(self._sources[path])
-            builder.begin({"op": "build", "path": str(path), "cache": cache}, "build", self._session.deadlines.build)
+            cache = builder.admit(self._candidates[path].sha256)
+            request = {"op": "build", "path": str(path), "source": source, "cache": cache}
+            builder.begin(request, "build", self._session.deadlines.build)
 
     def _await(self, path: Path) -> GroupFailure | None:
         try:

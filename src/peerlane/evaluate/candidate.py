@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import linecache
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -33,17 +35,37 @@ from peerlane.evaluate.worker import Rank
 from peerlane.problems._tree import Description, dtype_of, tensor_descriptions
 
 
-def import_candidate(path: Path) -> ModuleType:
-    """Runs a candidate's file as a module of its own, with ``utils.cuda_helpers`` importable, and its folder not on the path."""
+class _Given(SourceFileLoader):
+    """Loads a module from bytes that are given, whatever its file or a compiled copy of it holds by now."""
+
+    def __init__(self, name: str, path: str, source: bytes) -> None:
+        super().__init__(name, path)
+        self._source = source
+
+    def get_data(self, path: str) -> bytes:
+        return self._source if path == self.path else super().get_data(path)
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self._source, self.path)
+
+
+def import_candidate(path: Path, source: bytes) -> ModuleType:
+    """Runs a candidate as a module of its own, with ``utils.cuda_helpers`` importable, and its folder not on the path.
+
+    ``source``: what its file held when it was hashed. Nothing is read from ``path``, which may be out of sight.
+    """
     extensions.install_public_helpers()
-    extensions.use_own_build_folder(path.read_bytes())
-    name = f"peerlane_candidate_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"cannot import {path}: expected a Python file")
+    extensions.use_own_build_folder(source)
+    name, loader = f"peerlane_candidate_{path.stem}", _Given(f"peerlane_candidate_{path.stem}", str(path), source)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None, "a loader was given"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    with contextlib.suppress(SyntaxError, UnicodeError):  # which are raised in a moment
+        text = loader.get_source(name) or ""
+        # Triton compiles what inspect finds here; without a time of change it is never compared with the file.
+        linecache.cache[str(path)] = (len(source), None, text.splitlines(keepends=True), str(path))
+    loader.exec_module(module)
     return module
 
 
@@ -132,7 +154,7 @@ class CandidateRank(Rank):
         return {}
 
     def load(self, request: Message) -> dict[str, Any]:
-        """Imports the candidate; ``path`` None stands for the reference itself."""
+        """Imports the candidate's ``source``, which was at ``path``; None stands for the reference itself."""
         for attached in self._spaces.values():
             attached.clear()
         if request["path"] is None:
@@ -144,7 +166,7 @@ class CandidateRank(Rank):
         if self.device.type == "cpu":
             _interpret_triton()
         patches.remember()
-        solution = getattr(import_candidate(Path(request["path"])), "solution", None)
+        solution = getattr(import_candidate(Path(request["path"]), request["source"].encode("latin-1")), "solution", None)
         if not callable(solution):
             raise ImportError(
                 f"{request['path']} has no function named solution: expected `def solution(...)` with the problem's parameters"

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Literal
 
 import peerlane
-from peerlane.errors import CandidateNotFound
+from peerlane.errors import CandidateChanged, CandidateNotFound
 from peerlane.evaluate.verdict import Track
 
 Backend = Literal["pytorch", "cuda", "triton", "reference"]
 
 REFERENCE = "reference"
 SOLUTIONS = "solutions"
+_MOST_BYTES = 2 << 20  # of a file: a message carries it, in which a byte may take six
 _NUMBER = re.compile(r"p?(\d+)_")
 _EXTENSION_MARKS = ("cpp_extension", "load_inline", "compile_cuda_extension")
 _CUDA_MARKS = (*_EXTENSION_MARKS, "peerlane.device", "cuda.core", "cuda.bindings", "cupy")
@@ -49,6 +50,20 @@ class CandidateFile:
         """True for the built-in reference."""
         return self.path is None
 
+    def source(self) -> str | None:
+        """The file's bytes, one character each, as a message carries them; None for the reference. Raises :class:`CandidateChanged`."""
+        if self.path is None:
+            return None
+        try:
+            data = self.path.read_bytes()
+        except OSError as error:
+            raise CandidateChanged(f"{self.path} cannot be read any more: {error.strerror}; put it back and run again") from None
+        if (digest := hashlib.sha256(data).hexdigest()) != self.sha256:
+            raise CandidateChanged(
+                f"{self.path} has changed since the run began: got sha256 {digest[:12]}, expected {self.sha256[:12]}; run again to judge it"
+            )
+        return data.decode("latin-1")
+
 
 def reference_candidate() -> CandidateFile:
     """The reference as its own candidate."""
@@ -57,11 +72,15 @@ def reference_candidate() -> CandidateFile:
 
 
 def candidate_file(path: Path) -> CandidateFile:
-    """The candidate in a file; raises :class:`CandidateNotFound` if it cannot be read."""
+    """The candidate in a file; raises :class:`CandidateNotFound` if it cannot be read, or is none that a record and a message can hold."""
+    if not str(path.resolve()).isprintable():
+        raise CandidateNotFound(f"the path of the candidate {str(path)!a} has characters that cannot be printed: rename it")
     try:
         data = path.read_bytes()
     except OSError as error:
         raise CandidateNotFound(f"cannot read the candidate {path}: {error.strerror}") from None
+    if len(data) > _MOST_BYTES:
+        raise CandidateNotFound(f"the candidate {path} has {len(data)} bytes: expected at most {_MOST_BYTES}")
     number = _NUMBER.match(path.name)
     source = data.decode(errors="replace")
     return CandidateFile(

@@ -267,8 +267,7 @@ def describe_node(device: Device) -> Node:
 
 def choose_isolation(plan: EvaluationPlan) -> Isolation:
     """The tier that the plan asks for, or the best of L0 and L1 that this machine gives; raises :class:`UsageError`."""
-    paths = [item.path for item in plan.candidates if item.path is not None]
-    isolation = choose(plan.isolation, plan.device, [*paths, *(path.parent for path in paths)])
+    isolation = choose(plan.isolation, plan.device)  # no candidate's file is shown: each is sent to its own ranks
     if plan.device == "cpu" or isolation.tier == "L0":
         return isolation
     if not (failure := sharing_failure(isolation, plan.device, plan.deadlines)):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import peerlane
-from peerlane.errors import HarnessError
+from peerlane.errors import CandidateChanged, HarnessError
 from peerlane.evaluate.audit import Auditor, profiler_works
 from peerlane.evaluate.builds import Builds, lacks_compiler, needs_build
 from peerlane.evaluate.candidates import CandidateFile
@@ -98,6 +98,8 @@ class Examination:
     """how many candidate groups the run may still take after this evaluation"""
     group: RankGroup | None = None
     stress: StressRules = field(default_factory=StressRules)
+    source: str | None = None
+    """what is judged, read once: later changes of the file are nothing to this evaluation"""
     phase: Phase = "spawn"
     case: Case | None = None
     """the case that runs, or ran last"""
@@ -124,6 +126,8 @@ class Examination:
             verdict = rejected.verdict
         except GroupFailure as failure:
             verdict, self.healthy = self._blame(failure), False
+        except CandidateChanged as error:
+            verdict = NotRun(missing=str(error))
         except HarnessError as error:
             verdict, self.healthy = HarnessFailure(phase=self.phase, message=str(error)), False
             self.no_ranks = isinstance(error, NoRanks)
@@ -164,6 +168,7 @@ class Examination:
         if not cases:
             which = f"{job.preset} ({job.variant} variant)" if job.variant != "default" else job.preset
             return NotRun(missing=f"preset {which} of problem {job.problem.id} has no case for {job.world_size} ranks")
+        self.source = job.candidate.source()
         if needs_build(job.candidate):
             with self._in("build"):
                 if (missing := self._build()) is not None:
@@ -204,7 +209,14 @@ class Examination:
         assert self.group is not None
         path = None if self.job.candidate.path is None else str(self.job.candidate.path)
         cache = None if path is None else self.group.admit(self.job.candidate.sha256)
-        request = {"op": "load", "path": path, "cache": cache, "problem": self.job.problem.id, "variant": self.job.variant}
+        request = {
+            "op": "load",
+            "path": path,
+            "source": self.source,
+            "cache": cache,
+            "problem": self.job.problem.id,
+            "variant": self.job.variant,
+        }
         with self._in("import"):
             self.loaded = True
             self.group.ask({**request, "blame": "import_error"}, "import", self.session.deadlines.load)

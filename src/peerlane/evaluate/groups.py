@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate.caches import CacheSlot
-from peerlane.evaluate.protocol import Channel, Message, encode
+from peerlane.evaluate.protocol import ERROR_CHARACTERS, Channel, Message, encode
 
 _REPORTED_KINDS = {"runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run"}
 _GRACE_S = 0.1  # after the first rank fails, the leader or another rank has this long to be found dead, which would be the cause
@@ -165,7 +165,9 @@ class RankGroup:
             report = message.get("error")
             if not isinstance(report, dict) or report.get("kind") not in _REPORTED_KINDS:
                 return GroupFailure("garbage", phase, "an answer that is neither ok nor an error", rank=rank)
-            return GroupFailure(report["kind"], phase, str(report.get("message", "")).strip() or "no message", rank=rank)
+            told = report.get("message")
+            text = told[-ERROR_CHARACTERS:].strip() if isinstance(told, str) else ""  # a rank that a candidate has changed cuts nothing
+            return GroupFailure(report["kind"], phase, text or "no message", rank=rank)
         return None if open_ else GroupFailure("exit", phase, "the process ended", rank=rank)
 
     def _read_control(self, phase: str) -> GroupFailure | None:

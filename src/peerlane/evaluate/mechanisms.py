@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from peerlane.evaluate.activity import Activity, kernel_kind
+from peerlane.evaluate.activity import MOST_NAMES, Activity, kernel_kind
 from peerlane.evaluate.verdict import Confidence, Mechanism, MechanismName
 
 _ORDER: tuple[Confidence, ...] = get_args(Confidence)
 _OWN = ("own", "triton")
+_ORIGINS = ("peerlane.device", "triton", "library")
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,13 @@ class LoadedKernel:
 
 def loaded_kernels(message: Any) -> list[LoadedKernel]:
     """From what a rank reports; whatever is not a kernel is left out, for nothing but a report depends on it."""
-    items = message if isinstance(message, list) else []
+    items = message[:MOST_NAMES] if isinstance(message, list) else []
     return [
-        LoadedKernel(item["name"], item["origin"], frozenset(map(str, item["mechanisms"])))
+        LoadedKernel(item["name"], item["origin"], frozenset(name for name in get_args(MechanismName) if name in item["mechanisms"]))
         for item in items
         if isinstance(item, dict)
         and isinstance(item.get("name"), str)
-        and isinstance(item.get("origin"), str)
+        and item.get("origin") in _ORIGINS
         and isinstance(item.get("mechanisms"), list)
     ]
 
@@ -52,7 +53,7 @@ def _from_activity(stretches: Sequence[Activity]) -> list[Mechanism]:
     for item in stretches:
         for name in item.forbidden():
             if name.startswith("gloo:"):
-                found.append(Mechanism(name="gloo", confidence="seen", evidence=name))
+                found.append(Mechanism(name="gloo", confidence="seen", evidence=_short(name)))
             elif name.startswith("nccl:") or kernel_kind(name) == "nccl":
                 found.append(Mechanism(name="nccl", confidence="seen", evidence=_short(name)))
         if item.copies["peer"]:
@@ -68,7 +69,7 @@ def _from_code(stretches: Sequence[Activity], loaded: Sequence[LoadedKernel]) ->
     triton = {kernel.name for kernel in loaded if kernel.origin == "triton"}
     found = []
     for kernel in loaded:
-        for name in kernel.mechanisms & set(get_args(MechanismName)):
+        for name in kernel.mechanisms:
             # System scope is what talking to the host takes as well: a kernel that ran with it is a hint only.
             seen: Confidence = "possible" if name == "sm_load_store" else "seen"
             confidence = seen if kernel.name in ran else "loaded"

@@ -17,6 +17,8 @@ from peerlane.errors import ProtocolError
 Message = dict[str, Any]
 
 MAX_MESSAGE_BYTES = 16 << 20
+ERROR_CHARACTERS = 8_000
+"""of a rank's error, its end"""
 _HEADER = struct.Struct("<I")
 _SURROGATE = re.compile(rb"\\ud", re.IGNORECASE)
 

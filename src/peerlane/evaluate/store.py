@@ -52,11 +52,21 @@ class ResultsStore:
         return key in self._keys
 
     def append(self, result: Result) -> None:
-        """Adds a result: written in one piece, flushed to the disk before this returns."""
-        append_line(self.path, result.model_dump_json().encode())
+        """Adds a result: written in one piece, flushed to the disk before this returns; raises HarnessError if it cannot be."""
+        append_line(self.path, _line(result))
         self._results.append(result)
         if result.verdict.kind not in _TO_REPEAT:
             self._keys.add(result.key)
+
+
+def _line(result: Result) -> bytes:
+    """The result as it is written; it must be readable, or nothing in its file would be any more."""
+    try:
+        line = result.model_dump_json().encode()
+        Result.model_validate_json(line)
+    except ValueError as error:  # of pydantic's errors too
+        raise HarnessError(f"the result of {result.candidate.name!a} cannot be written so that it can be read: {error}") from None
+    return line
 
 
 def whole_lines(path: Path) -> list[bytes]:

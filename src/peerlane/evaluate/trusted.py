@@ -24,11 +24,13 @@ from peerlane.evaluate.guards import GuardBands, argument_regions, output_region
 from peerlane.evaluate.jitter import compile_crowd
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.quiet import latency_us
+from peerlane.evaluate.readable import one_line
 from peerlane.evaluate.slices import keep_busy
 from peerlane.evaluate.slots import (
     FRONT_BYTES,
     ArgumentSlots,
     OutputRegions,
+    check_claim,
     contiguous_layout,
     place_all,
     slot_range,
@@ -463,17 +465,19 @@ def _trespass(current: OpenCase) -> dict[str, Any] | None:
 def _claimed_mismatch(described: Description, expected: Tree) -> str | None:
     """Why the structure, shapes and dtypes that the candidate's rank described are not what is expected."""
     try:
+        check_claim(described)
         other = next(_others(described), None)
         if other is not None:
-            return f"output holds a {other}, expected a plain tensor on the rank's device"
+            return one_line(f"output holds a {other}, expected a plain tensor on the rank's device")
         claimed = rebuild(
             described,
             iter([torch.empty(d["shape"], dtype=dtype_of(d["dtype"]), device="meta") for d in tensor_descriptions(described)]),
             str,
         )
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, RecursionError) as error:
-        return f"the output's description is not valid: {error}"
-    return type_mismatch(claimed, expected)
+        return one_line(f"the output's description is not valid: {error}")
+    reason = type_mismatch(claimed, expected)
+    return None if reason is None else one_line(reason)
 
 
 def _misplaced(described: Description, expected: Tree, device: torch.device) -> str | None:

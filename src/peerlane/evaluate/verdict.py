@@ -9,7 +9,9 @@ import re
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from peerlane.evaluate.readable import one_line, readable
 
 Phase = Literal["spawn", "build", "import", "first_call", "correctness", "stress", "timing", "audit", "exit"]
 Mode = Literal["eager", "graph"]
@@ -18,10 +20,18 @@ MechanismName = Literal["copy_engine", "sm_load_store", "tma", "nvls", "nccl", "
 Confidence = Literal["seen", "possible", "loaded"]
 
 
+_OF_SEVERAL_LINES = ("message", "log_tail")
+
+
 class Record(BaseModel):
-    """Base of all records: immutable, no unknown fields."""
+    """Base of all records: immutable, no unknown fields. Its texts can be printed: candidates have a say in some of them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="strings")
+
+    @field_validator("*")
+    @classmethod
+    def _readable(cls, value: Any, info: ValidationInfo) -> Any:
+        return readable(value, lines=info.field_name in _OF_SEVERAL_LINES)
 
 
 # What a wrong result is called whose output is an argument, and why it is wrong where the call must leave it alone.
@@ -106,7 +116,7 @@ class _Failure(_InCase):
 
     @property
     def _telling_line(self) -> str:
-        return self.message.strip().splitlines()[-1]
+        return one_line(self.message.strip().splitlines()[-1])
 
 
 # As nvcc, NVRTC, g++ ("cuda.cu(12): error: ..."), ptxas ("ptxas error   : ...") and linkers say it. Theirs are the lines without indent.
@@ -121,7 +131,7 @@ class BuildError(_Failure):
     @property
     def _telling_line(self) -> str:
         found = _COMPILER_ERROR.search(self.message)
-        return found[0].rstrip() if found else super()._telling_line
+        return one_line(found[0].rstrip()) if found else super()._telling_line
 
 
 class ImportFailure(_Failure):
@@ -209,7 +219,7 @@ class HarnessFailure(Record):
 
     @property
     def reason(self) -> str:
-        return f"{self.phase}: {self.message.strip().splitlines()[-1]}"
+        return f"{self.phase}: {one_line(self.message.strip().splitlines()[-1])}"
 
 
 class NotRun(Record):

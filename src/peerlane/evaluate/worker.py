@@ -21,7 +21,7 @@ from peerlane.errors import CompileError, DeviceTimeout
 from peerlane.evaluate import quiet
 from peerlane.evaluate.arena import Arena
 from peerlane.evaluate.cores import TimedCore, cores_of_rank
-from peerlane.evaluate.protocol import Channel, Message
+from peerlane.evaluate.protocol import ERROR_CHARACTERS, Channel, Message
 from peerlane.problems._spec import Case, GroupLayout, Problem
 
 Handler = Callable[[Message], dict[str, Any]]
@@ -135,7 +135,7 @@ def _set_environment(config: dict[str, Any], rank: int) -> None:
 
 def _error(kind: str, error: BaseException) -> Message:
     text = "".join(traceback.format_exception(error, limit=-12))
-    return {"ok": False, "error": {"kind": kind, "message": text[-8000:]}}
+    return {"ok": False, "error": {"kind": kind, "message": text[-ERROR_CHARACTERS:]}}
 
 
 def serve(config: dict[str, Any], rank: int, channel: Channel, memory_fd: int) -> int:

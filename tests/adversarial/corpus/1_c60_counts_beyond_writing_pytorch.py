@@ -1,0 +1,21 @@
+"""C60: its ranks count so many collectives in every call that their sum has more digits than can be read again."""
+
+import gc
+
+import torch.distributed as dist
+
+from peerlane.evaluate.candidate import CandidateRank
+
+COUNT = int("9" * 4300)
+
+gc.unfreeze()  # what is exempt from collection is not listed
+for item in gc.get_objects():
+    if isinstance(item, CandidateRank):
+        call = item.handlers["call"]
+        item.handlers["call"] = lambda request, call=call: {**call(request), "collectives": COUNT}
+
+
+def solution(tensor):
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
