@@ -202,8 +202,17 @@ def judged(machine: str, number: int, first: int = 0, architecture: int | None =
 
 
 CALLS: Mapping[str, Mapping[str, int]] = {
-    "x86_64": {"read": 0, "ptrace": 101, "clone": 56, "socket": 41, "kill": 62},
-    "aarch64": {"read": 63, "ptrace": 117, "clone": 220, "socket": 198, "kill": 129},
+    "x86_64": {"read": 0, "ptrace": 101, "clone": 56, "socket": 41, "kill": 62, "prlimit64": 302, "shmget": 29, "sched_setaffinity": 203},
+    "aarch64": {
+        "read": 63,
+        "ptrace": 117,
+        "clone": 220,
+        "socket": 198,
+        "kill": 129,
+        "prlimit64": 261,
+        "shmget": 194,
+        "sched_setaffinity": 122,
+    },
 }
 
 
@@ -211,7 +220,10 @@ CALLS: Mapping[str, Mapping[str, int]] = {
 def test_filter(name: str) -> None:
     calls = CALLS[name]
     assert judged(name, calls["read"]) == judged(name, calls["kill"]) == 0
-    assert judged(name, calls["ptrace"]) == errno.EPERM
+    assert judged(name, calls["ptrace"]) == judged(name, calls["shmget"]) == errno.EPERM
+    assert judged(name, calls["prlimit64"]) == 0, "its own limits"
+    assert judged(name, calls["prlimit64"], 1) == judged(name, calls["prlimit64"], 0xFFFFFFFF) == errno.EPERM
+    assert judged(name, calls["sched_setaffinity"], 1) == 0, "libraries place their own threads by number"
     assert judged(name, calls["read"], architecture=0x40000003) == errno.ENOSYS, "32-bit programs have other numbers"
     assert judged(name, calls["read"] | 0x40000000) == judged(name, 435) == errno.ENOSYS
     threads = 0x3D0F00
