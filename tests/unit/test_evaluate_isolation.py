@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import socket
 import struct
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from peerlane.errors import UsageError
-from peerlane.evaluate import confine, isolation, linux, seccomp
+from peerlane.evaluate import confine, isolation, linux, seccomp, trees
 from peerlane.evaluate.caches import CacheSlot, RunFolders
 from peerlane.settings import candidate_caches, passes_to_ranks
 
@@ -178,6 +179,40 @@ def test_unconfined_candidates_share_the_users_cache(monkeypatch: pytest.MonkeyP
     folders = RunFolders(confined=False)
     assert folders.slot() is None and not candidate_caches().exists()
     folders.remove()
+
+
+# --- folders that candidates have written to ---
+
+
+def nest(folder: Path, levels: int) -> None:
+    """Paths of that length do not exist: one level after the other."""
+    here = os.open(folder, os.O_RDONLY)
+    for _ in range(levels):
+        os.mkdir("d", dir_fd=here)
+        deeper = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = deeper
+    os.close(os.open("file", os.O_CREAT, dir_fd=here))
+    os.close(here)
+
+
+def test_any_folder_can_be_removed(tmp_path: Path) -> None:
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    for path in (folder, other):
+        path.mkdir()
+    (other / "file").touch()
+    nest(folder, 3 * sys.getrecursionlimit())
+    (folder / "link").symlink_to(other)
+    (folder / "shut" / "in").mkdir(parents=True)
+    (folder / "shut" / "in" / "file").touch()
+    for path in (folder / "shut" / "in", folder / "shut"):
+        path.chmod(0)
+    trees.remove_tree(folder)
+    assert not folder.exists() and (other / "file").exists()
+    (tmp_path / "to").symlink_to(other)
+    for path in (folder, tmp_path / "to"):
+        trees.remove_tree(path)  # nothing is there, or nothing that may be removed
+    assert (other / "file").exists()
 
 
 # --- the filter ---

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from peerlane.errors import HarnessError
+from peerlane.evaluate.trees import remove_tree
 from peerlane.settings import candidate_caches
 
 _KEPT, _LINKS, _RUNS = "kept", "links", "runs"  # below the folder of all candidates' caches
@@ -52,7 +52,7 @@ class RunFolders:
     def remove(self) -> None:
         """Removes them; all processes of the run must have ended."""
         for folder in self.writable:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder)
 
 
 def _prepare(root: Path) -> Path:
@@ -108,7 +108,7 @@ class CacheSlot:
                 inside.rmdir()
             with contextlib.suppress(OSError):  # empty; or another group kept one first; or the candidate made it immovable
                 os.rename(inside, self._root / _KEPT / inside.name)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_tree(self.folder)
 
 
 def cache_variables(folder: Path) -> Mapping[str, str]:

@@ -15,7 +15,6 @@ import gc
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ from peerlane.evaluate.confine import Confinement
 from peerlane.evaluate.logs import LogTail
 from peerlane.evaluate.processes import adopt_orphans, children, descendants, die_with_parent, kill_descendants
 from peerlane.evaluate.protocol import Channel
+from peerlane.evaluate.trees import remove_tree
 
 FDS_PER_RANK = 3  # command socket, shared memory, log
 _PARTING_S = 9.0  # leaders, whose supervisor is gone too, have this long to end their groups
@@ -109,7 +109,7 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
     survivors = kill_descendants()
     for tail in logs:
         tail.pump()  # what was printed last
-    shutil.rmtree(config["folder"], ignore_errors=True)
+    remove_tree(config["folder"])
     with contextlib.suppress(OSError):
         control.send({"ended": True, "survivors": survivors})
     os._exit(0)
@@ -134,7 +134,7 @@ def _clear_up(leaders: dict[int, str]) -> None:
     """Removes leaders that have ended, and what those that a candidate killed could not clear up: their folders and their orphans."""
     living = children(os.getpid())
     for leader in leaders.keys() - living:
-        shutil.rmtree(leaders.pop(leader), ignore_errors=True)
+        remove_tree(leaders.pop(leader))
     for orphan in living - leaders.keys():
         for pid in (orphan, *descendants(orphan)):
             with contextlib.suppress(ProcessLookupError):
@@ -189,7 +189,7 @@ def main(fd: int, confinement: Confinement, folders: list[str]) -> None:
         _clear_up(leaders)
     kill_descendants()
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -21,6 +20,7 @@ from peerlane.evaluate.caches import RunFolders
 from peerlane.evaluate.groups import RankGroup
 from peerlane.evaluate.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.protocol import Channel
+from peerlane.evaluate.trees import remove_tree
 from peerlane.settings import ARCHITECTURE
 
 _SEND_S = 10  # a rank that does not read its requests for this long has failed, and the answer's deadline will say so
@@ -132,7 +132,7 @@ class Nursery:
         with contextlib.ExitStack() as kept, contextlib.ExitStack() as handed_over:
             try:
                 folder = tempfile.mkdtemp(dir=self._folders.scratch)
-                kept.callback(shutil.rmtree, folder, ignore_errors=True)
+                kept.callback(remove_tree, folder)
                 slot = self._folders.slot() if role != "trusted" else None
                 if slot is not None:
                     kept.callback(slot.release)
