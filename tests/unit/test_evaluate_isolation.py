@@ -66,6 +66,24 @@ def test_signals_are_stopped_by_user_or_by_landlock(monkeypatch: pytest.MonkeyPa
     assert isolation.choose(None, device).tier == tier
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_two_groups_have_one_user(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """On GPUs that holds for builders, which see none."""
+    machine(monkeypatch)
+    found = isolation.choose("L1", device)
+    one = found.confine("builder", ())
+    assert confine.OWN_UID in one.measures and one.uid in isolation._USERS
+    assert found.confine("builder", set(isolation._USERS) - {one.uid}).uid == one.uid, "the only one that is not taken"
+    ranks = found.confine("candidate", ())
+    assert (confine.OWN_UID in ranks.measures) == (ranks.uid in isolation._USERS) == (device == "cpu")
+
+
+def test_where_there_is_no_user_to_spare_builders_have_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, own_uid="peerlane was not started as root")
+    found = isolation.choose("L1", "cuda")
+    assert found.confine("builder", ()) == found.confine("candidate", ()) == confine.Confinement(found.measures)
+
+
 def test_a_probe_that_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     reasons = isolation._probe.__wrapped__(())
@@ -179,6 +197,38 @@ def test_unconfined_candidates_share_the_users_cache(monkeypatch: pytest.MonkeyP
     folders = RunFolders(confined=False)
     assert folders.slot() is None and not candidate_caches().exists()
     folders.remove()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_cache_belongs_to_the_group_that_has_it(folders: RunFolders, tmp_path: Path) -> None:
+    """Every group is another user."""
+    (foreign := tmp_path / "foreign").touch()
+    for user in (61184, 61186):
+        place = slot(folders)
+        os.chown(place.folder, user, user)
+        path = place.admit(SHA)
+        (path / "built").mkdir(exist_ok=True)
+        (path / "built" / "library.so").touch()
+        if not (path / "link").exists():
+            (path / "link").symlink_to(foreign)
+            (path / "same").hardlink_to(foreign)
+        owners = {item.name: item.lstat().st_uid for item in (path, *path.resolve().rglob("*"))}
+        if user == 61186:
+            assert owners == {**dict.fromkeys(("built", "library.so", "link"), user), path.name: 0, "same": 0}
+            assert path.stat().st_uid == user
+        place.release()
+    assert foreign.stat().st_uid == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_cache_that_cannot_be_given_on_is_not_kept(folders: RunFolders) -> None:
+    for user, levels in ((61184, 100), (61186, 0)):
+        place = slot(folders)
+        os.chown(place.folder, user, user)
+        path = place.admit(SHA)
+        assert list(path.iterdir()) == [] and path.stat().st_uid == user
+        nest(path, levels)
+        place.release()
 
 
 # --- folders that candidates have written to ---

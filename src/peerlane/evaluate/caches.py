@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from peerlane.errors import HarnessError
-from peerlane.evaluate.trees import remove_tree
+from peerlane.evaluate.trees import give_tree, remove_tree
 from peerlane.settings import candidate_caches
 
 _KEPT, _LINKS, _RUNS = "kept", "links", "runs"  # below the folder of all candidates' caches
@@ -81,11 +81,14 @@ class CacheSlot:
     def admit(self, sha256: str) -> Path:
         """The cache of the candidate with this source: what was kept of it, or an empty folder if that is nothing or in use elsewhere."""
         inside = self._inside = self.folder / sha256
+        owner = self.folder.stat()
         try:
             os.rename(self._root / _KEPT / sha256, inside)
+            if inside.stat().st_uid != owner.st_uid:
+                give_tree(inside, owner.st_uid, owner.st_gid)
         except OSError:
+            remove_tree(inside)
             inside.mkdir()
-            owner = self.folder.stat()
             os.chown(inside, owner.st_uid, owner.st_gid)
         link = self._root / _LINKS / sha256
         if not link.exists():

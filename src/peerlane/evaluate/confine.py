@@ -46,7 +46,7 @@ class Confinement:
 
     Attributes:
         measures: names, of those above, that are in force.
-        uid: of candidate ranks, under ``own_uid``.
+        uid: of the group's processes, under ``own_uid``.
     """
 
     measures: tuple[str, ...] = ()

@@ -65,6 +65,7 @@ class RankGroup:
     ) -> None:
         self.role = role
         self.slot: CacheSlot | None = None
+        self.uid = 0  # of its processes, where that is theirs alone
         self.world_size = len(ranks)
         self._control, self._ranks, self._memories, self._logs = control, ranks, memories, logs
         self._exits: dict[int, int] = {}

@@ -146,13 +146,14 @@ class Nursery:
                     kept.callback(os.close, memories[-1])
                     logs.append(os.memfd_create(f"peerlane-log-{rank}"))
                     kept.callback(os.close, logs[-1])
+                confinement = self._isolation.confine(role, [group.uid for group in self._groups])
                 order = {
                     **config,
                     "role": role,
                     "world_size": world_size,
                     "folder": folder,
                     "writable": [folder] if slot is None else [folder, str(slot.folder)],
-                    "confinement": self._isolation.confinement.to_json(),
+                    "confinement": confinement.to_json(),
                 }
                 ends = [there.fileno() for _, there in pairs]
                 per_rank = zip(ends[1:], memories, logs, strict=True)
@@ -164,7 +165,7 @@ class Nursery:
         for channel in channels:
             channel.limit_sending(_SEND_S)
         group = RankGroup(role, control, channels, memories, logs, lambda: self._order({"end": folder}, []))
-        group.slot = slot
+        group.slot, group.uid = slot, confinement.uid
         self._groups.append(group)
         return group
 
