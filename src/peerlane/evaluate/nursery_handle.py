@@ -24,6 +24,7 @@ from peerlane.evaluate.trees import remove_tree
 from peerlane.settings import ARCHITECTURE
 
 _SEND_S = 10  # a rank that does not read its requests for this long has failed, and the answer's deadline will say so
+_SWEEP_S = 10  # nobody waits longer than this for the nursery to clear up behind a leader
 _FILE_BYTES = 1 << 42  # address space, not memory: pages come into being when they are written
 
 
@@ -164,13 +165,24 @@ class Nursery:
             kept.pop_all()
         for channel in channels:
             channel.limit_sending(_SEND_S)
-        group = RankGroup(role, control, channels, memories, logs, lambda: self._order({"end": folder}, []))
+        group = RankGroup(role, control, channels, memories, logs, lambda: self._sweep(folder))
         group.slot, group.uid = slot, confinement.uid
         self._groups.append(group)
         return group
 
     def _order(self, order: dict[str, Any], fds: list[int]) -> None:
         socket.send_fds(self._orders, [json.dumps(order).encode()], fds)
+
+    def _sweep(self, folder: str) -> None:
+        """Has what is left of the group with this folder killed, and waits until that is done."""
+        self._order({"end": folder}, [])
+        if not self._up:
+            return  # it has borne nothing
+        self._orders.settimeout(_SWEEP_S)
+        with contextlib.suppress(TimeoutError):
+            while self._orders.recv(4096) not in (folder.encode(), b""):  # an answer that came too late for an earlier one
+                pass
+        self._orders.settimeout(None)
 
     @property
     def groups(self) -> tuple[RankGroup, ...]:
