@@ -15,26 +15,35 @@ import pytest
 from e2e.runs import GOOD, judge
 from peerlane.evaluate import confine, evaluation, isolation, processes
 
-COMET = '''
-"""All-reduce; at the end of rank 0 a process is left that bears its successor and ends, over and over."""
+COMET = """
+#include <stdlib.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+int main(int count, char** words) {
+    prctl(PR_SET_NAME, words[1]);
+    for (int left = 40000; left > 0; left--) {
+        if (fork() > 0) _exit(0);
+        usleep(300);
+    }
+}
+"""
+LEAVES_A_COMET = '''
+"""All-reduce; at the end of rank 0 a process is left that bears its successor and ends, over and over, for twenty seconds."""
 
 import atexit
 import subprocess
-import sys
+import time
 
 import torch.distributed as dist
 
-CODE = """
-import ctypes, os, time
-ctypes.CDLL(None).prctl(15, b"{sign}", 0, 0, 0)
-end = time.monotonic() + 20
-while time.monotonic() < end:
-    if os.fork():
-        os._exit(0)
-"""
+
+def leave():
+    subprocess.Popen([{program!r}, {sign!r}], start_new_session=True)
+    time.sleep(0.1)  # until it has begun
+
 
 if dist.get_rank() == 0:
-    atexit.register(lambda: subprocess.Popen([sys.executable, "-ISc", CODE], start_new_session=True))
+    atexit.register(leave)
 
 
 def solution(tensor):
@@ -84,10 +93,12 @@ def test_a_process_that_is_never_there_when_it_is_looked_for(tmp_path: Path, mon
         monkeypatch.setattr(evaluation, "choose", lambda *_: weaker)
     sign = f"comet{os.getpid()}"
     path = tmp_path / "1_comet_pytorch.py"
-    path.write_text(COMET.format(sign=sign))
+    program = tmp_path / "comet"
+    subprocess.run(["cc", "-O2", "-static", "-xc", "-", "-o", program], input=COMET.encode(), check=True)
+    path.write_text(LEAVES_A_COMET.format(program=str(program), sign=sign))
     assert judge(path)[0].correct
     if found.tier != "L0":
-        assert alive(sign) == []
+        assert [seen for _ in range(20) if (seen := alive(sign))] == [], "one look is not enough"
 
 
 def test_the_leader_is_out_of_reach(tmp_path: Path) -> None:
