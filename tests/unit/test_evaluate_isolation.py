@@ -16,6 +16,7 @@ import pytest
 from peerlane.errors import UsageError
 from peerlane.evaluate import confine, isolation, linux, seccomp, trees
 from peerlane.evaluate.caches import CacheSlot, RunFolders
+from peerlane.evaluate.nursery_handle import memory_file
 from peerlane.settings import candidate_caches, passes_to_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,6 +264,20 @@ def test_any_folder_can_be_removed(tmp_path: Path) -> None:
     for path in (folder, tmp_path / "to"):
         trees.remove_tree(path)  # nothing is there, or nothing that may be removed
     assert (other / "file").exists()
+
+
+def test_a_memory_file_can_be_emptied_whole() -> None:
+    """Though its size is sealed; far behind the arenas too."""
+    fd = memory_file("test")
+    try:
+        size, far = os.fstat(fd).st_size, 1 << 41
+        for place in (0, far):
+            os.pwrite(fd, b"left", place)
+        linux.empty_file(fd)
+        assert os.pread(fd, 4, 0) == os.pread(fd, 4, far) == bytes(4)
+        assert (os.fstat(fd).st_size, os.fstat(fd).st_blocks) == (size, 0)
+    finally:
+        os.close(fd)
 
 
 # --- the filter ---

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from peerlane.errors import HarnessError, ProtocolError
+from peerlane.evaluate import linux
 from peerlane.evaluate.caches import CacheSlot
 from peerlane.evaluate.protocol import Channel, Message, encode
 
@@ -214,6 +215,11 @@ class RankGroup:
     def memory_fd(self, rank: int) -> int:
         """The rank's shared memory file, for another group's rank to map."""
         return self._memories[rank]
+
+    def empty_memory(self) -> None:
+        """Zeros in all of the ranks' memory files: what a candidate left there, in arenas or far behind them, is nobody's any more."""
+        for fd in self._memories:
+            linux.empty_file(fd)
 
     def admit(self, sha256: str) -> str | None:
         """Gives the ranks the cache of the candidate with this source, for as long as they live; its path, or None if all share one."""
