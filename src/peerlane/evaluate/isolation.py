@@ -33,6 +33,7 @@ _PROMISES: Mapping[str, tuple[str, ...]] = {
     "the evaluator's memory cannot be read": (confine.NOT_DUMPABLE,),
     "candidates have no capabilities": (confine.NO_CAPABILITIES,),
     "candidates cannot signal the evaluator": (confine.LANDLOCK_SIGNALS, confine.OWN_UID),
+    "candidates cannot set the evaluator's limits": (confine.SECCOMP, confine.OWN_UID),
     "candidates cannot write files of others, nor each other's caches": (confine.LANDLOCK_FILES,),
 }
 _USERS = range(61184, 65520, 2)  # of those without an account; the odd one behind each is its executioner's, see processes.kill_user
