@@ -5,7 +5,7 @@ import sys
 
 import torch.distributed as dist
 
-LEVELS = 2 * sys.getrecursionlimit()
+LEVELS = sys.getrecursionlimit() + 100
 
 
 def nest(folder):
