@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -97,10 +98,17 @@ class Switchboard:
         return self.leaders[id(group)]
 
 
+def ranks_of(leader: int) -> set[int]:
+    """A leader's children that stay: who bears the ranks is one of them for some milliseconds."""
+    before = children(leader)
+    time.sleep(0.1)
+    return before & children(leader)
+
+
 def kill_rank(board: Switchboard, group: RankGroup) -> None:
     """SIGKILL for the last rank."""
-    wait_for(lambda: len(children(board.leader(group))) == group.world_size, 10, "the start of the ranks")
-    os.kill(max(children(board.leader(group))), signal.SIGKILL)
+    wait_for(lambda: len(ranks_of(board.leader(group))) == group.world_size, 10, "the start of the ranks")
+    os.kill(max(ranks_of(board.leader(group))), signal.SIGKILL)
     select.select([group._control], [], [], 10)  # the leader has noticed
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import socket
 import struct
@@ -13,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from peerlane.errors import UsageError
-from peerlane.evaluate import confine, isolation, linux, seccomp
+from peerlane.evaluate import confine, isolation, linux, seccomp, trees
 from peerlane.evaluate.caches import CacheSlot, RunFolders
+from peerlane.evaluate.nursery_handle import memory_file
 from peerlane.settings import candidate_caches, passes_to_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +65,24 @@ def test_signals_are_stopped_by_user_or_by_landlock(monkeypatch: pytest.MonkeyPa
     """On GPUs all ranks have one user, or the driver does not let them share memory."""
     machine(monkeypatch, landlock_signals="version 3")
     assert isolation.choose(None, device).tier == tier
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_two_groups_have_one_user(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """On GPUs that holds for builders, which see none."""
+    machine(monkeypatch)
+    found = isolation.choose("L1", device)
+    one = found.confine("builder", ())
+    assert confine.OWN_UID in one.measures and one.uid in isolation._USERS
+    assert found.confine("builder", set(isolation._USERS) - {one.uid}).uid == one.uid, "the only one that is not taken"
+    ranks = found.confine("candidate", ())
+    assert (confine.OWN_UID in ranks.measures) == (ranks.uid in isolation._USERS) == (device == "cpu")
+
+
+def test_where_there_is_no_user_to_spare_builders_have_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, own_uid="peerlane was not started as root")
+    found = isolation.choose("L1", "cuda")
+    assert found.confine("builder", ()) == found.confine("candidate", ()) == confine.Confinement(found.measures)
 
 
 def test_a_probe_that_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +200,86 @@ def test_unconfined_candidates_share_the_users_cache(monkeypatch: pytest.MonkeyP
     folders.remove()
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_cache_belongs_to_the_group_that_has_it(folders: RunFolders, tmp_path: Path) -> None:
+    """Every group is another user."""
+    (foreign := tmp_path / "foreign").touch()
+    for user in (61184, 61186):
+        place = slot(folders)
+        os.chown(place.folder, user, user)
+        path = place.admit(SHA)
+        (path / "built").mkdir(exist_ok=True)
+        (path / "built" / "library.so").touch()
+        if not (path / "link").exists():
+            (path / "link").symlink_to(foreign)
+            (path / "same").hardlink_to(foreign)
+        owners = {item.name: item.lstat().st_uid for item in (path, *path.resolve().rglob("*"))}
+        if user == 61186:
+            assert owners == {**dict.fromkeys(("built", "library.so", "link"), user), path.name: 0, "same": 0}
+            assert path.stat().st_uid == user
+        place.release()
+    assert foreign.stat().st_uid == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_cache_that_cannot_be_given_on_is_not_kept(folders: RunFolders) -> None:
+    for user, levels in ((61184, 100), (61186, 0)):
+        place = slot(folders)
+        os.chown(place.folder, user, user)
+        path = place.admit(SHA)
+        assert list(path.iterdir()) == [] and path.stat().st_uid == user
+        nest(path, levels)
+        place.release()
+
+
+# --- folders that candidates have written to ---
+
+
+def nest(folder: Path, levels: int) -> None:
+    """Paths of that length do not exist: one level after the other."""
+    here = os.open(folder, os.O_RDONLY)
+    for _ in range(levels):
+        os.mkdir("d", dir_fd=here)
+        deeper = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = deeper
+    os.close(os.open("file", os.O_CREAT, dir_fd=here))
+    os.close(here)
+
+
+def test_any_folder_can_be_removed(tmp_path: Path) -> None:
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    for path in (folder, other):
+        path.mkdir()
+    (other / "file").touch()
+    nest(folder, 3 * sys.getrecursionlimit())
+    (folder / "link").symlink_to(other)
+    (folder / "shut" / "in").mkdir(parents=True)
+    (folder / "shut" / "in" / "file").touch()
+    for path in (folder / "shut" / "in", folder / "shut"):
+        path.chmod(0)
+    trees.remove_tree(folder)
+    assert not folder.exists() and (other / "file").exists()
+    (tmp_path / "to").symlink_to(other)
+    for path in (folder, tmp_path / "to"):
+        trees.remove_tree(path)  # nothing is there, or nothing that may be removed
+    assert (other / "file").exists()
+
+
+def test_a_memory_file_can_be_emptied_whole() -> None:
+    """Though its size is sealed; far behind the arenas too."""
+    fd = memory_file("test")
+    try:
+        size, far = os.fstat(fd).st_size, 1 << 41
+        for place in (0, far):
+            os.pwrite(fd, b"left", place)
+        linux.empty_file(fd)
+        assert os.pread(fd, 4, 0) == os.pread(fd, 4, far) == bytes(4)
+        assert (os.fstat(fd).st_size, os.fstat(fd).st_blocks) == (size, 0)
+    finally:
+        os.close(fd)
+
+
 # --- the filter ---
 
 
@@ -202,8 +302,17 @@ def judged(machine: str, number: int, first: int = 0, architecture: int | None =
 
 
 CALLS: Mapping[str, Mapping[str, int]] = {
-    "x86_64": {"read": 0, "ptrace": 101, "clone": 56, "socket": 41, "kill": 62},
-    "aarch64": {"read": 63, "ptrace": 117, "clone": 220, "socket": 198, "kill": 129},
+    "x86_64": {"read": 0, "ptrace": 101, "clone": 56, "socket": 41, "kill": 62, "prlimit64": 302, "shmget": 29, "sched_setaffinity": 203},
+    "aarch64": {
+        "read": 63,
+        "ptrace": 117,
+        "clone": 220,
+        "socket": 198,
+        "kill": 129,
+        "prlimit64": 261,
+        "shmget": 194,
+        "sched_setaffinity": 122,
+    },
 }
 
 
@@ -211,7 +320,10 @@ CALLS: Mapping[str, Mapping[str, int]] = {
 def test_filter(name: str) -> None:
     calls = CALLS[name]
     assert judged(name, calls["read"]) == judged(name, calls["kill"]) == 0
-    assert judged(name, calls["ptrace"]) == errno.EPERM
+    assert judged(name, calls["ptrace"]) == judged(name, calls["shmget"]) == errno.EPERM
+    assert judged(name, calls["prlimit64"]) == 0, "its own limits"
+    assert judged(name, calls["prlimit64"], 1) == judged(name, calls["prlimit64"], 0xFFFFFFFF) == errno.EPERM
+    assert judged(name, calls["sched_setaffinity"], 1) == 0, "libraries place their own threads by number"
     assert judged(name, calls["read"], architecture=0x40000003) == errno.ENOSYS, "32-bit programs have other numbers"
     assert judged(name, calls["read"] | 0x40000000) == judged(name, 435) == errno.ENOSYS
     threads = 0x3D0F00

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from peerlane.errors import HarnessError
+from peerlane.evaluate.trees import give_tree, remove_tree
 from peerlane.settings import candidate_caches
 
 _KEPT, _LINKS, _RUNS = "kept", "links", "runs"  # below the folder of all candidates' caches
@@ -52,7 +52,7 @@ class RunFolders:
     def remove(self) -> None:
         """Removes them; all processes of the run must have ended."""
         for folder in self.writable:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_tree(folder)
 
 
 def _prepare(root: Path) -> Path:
@@ -81,11 +81,14 @@ class CacheSlot:
     def admit(self, sha256: str) -> Path:
         """The cache of the candidate with this source: what was kept of it, or an empty folder if that is nothing or in use elsewhere."""
         inside = self._inside = self.folder / sha256
+        owner = self.folder.stat()
         try:
             os.rename(self._root / _KEPT / sha256, inside)
+            if inside.stat().st_uid != owner.st_uid:
+                give_tree(inside, owner.st_uid, owner.st_gid)
         except OSError:
+            remove_tree(inside)
             inside.mkdir()
-            owner = self.folder.stat()
             os.chown(inside, owner.st_uid, owner.st_gid)
         link = self._root / _LINKS / sha256
         if not link.exists():
@@ -108,7 +111,7 @@ class CacheSlot:
                 inside.rmdir()
             with contextlib.suppress(OSError):  # empty; or another group kept one first; or the candidate made it immovable
                 os.rename(inside, self._root / _KEPT / inside.name)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_tree(self.folder)
 
 
 def cache_variables(folder: Path) -> Mapping[str, str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peerlane.evaluate import linux, seccomp
+from peerlane.evaluate.processes import kill_user, kill_within_reach
 
 NO_NEW_PRIVILEGES = "no_new_privileges"
 NOT_DUMPABLE = "not_dumpable"
@@ -46,7 +47,7 @@ class Confinement:
 
     Attributes:
         measures: names, of those above, that are in force.
-        uid: of candidate ranks, under ``own_uid``.
+        uid: of the group's processes, under ``own_uid``.
     """
 
     measures: tuple[str, ...] = ()
@@ -108,6 +109,20 @@ class Confinement:
 
         Which processes the ranks will be is not known yet, so it is all of /proc; for root only where that is guarded."""
         return ["/proc"] if device == "cuda" and (GUARDED_PROC in self.measures or os.geteuid() != 0) else []
+
+    def enter_ranks(self, role: str) -> None:
+        """For the process that bears a group's ranks: a domain within the leader's, which they share, and from which it is out of reach."""
+        if role in _UNTRUSTED and LANDLOCK_SIGNALS in self.measures:
+            linux.landlock(None, keep_signals=True)
+
+    def kill_group(self, role: str) -> None:
+        """For the leader: SIGKILL at one stroke for all other processes of its group, where a measure tells them from everybody else's."""
+        if role not in _UNTRUSTED:
+            return
+        if LANDLOCK_SIGNALS in self.measures:
+            kill_within_reach()
+        elif OWN_UID in self.measures:
+            kill_user(self.uid)
 
     def enter_rank(self, role: str, folder: str) -> None:
         """For a rank, before anything in it starts a thread."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from peerlane.errors import HarnessError, ProtocolError
+from peerlane.evaluate import linux
 from peerlane.evaluate.caches import CacheSlot
 from peerlane.evaluate.protocol import ERROR_CHARACTERS, Channel, Message, encode
 
@@ -52,7 +53,7 @@ def _cause(first: GroupFailure | None, second: GroupFailure) -> GroupFailure:
 
 
 class RankGroup:
-    """The supervisor's handle on a leader and its ranks. ``end_leader`` has the leader killed when it does not do what it is told."""
+    """The supervisor's handle on a leader and its ranks. ``sweep`` has all killed that is left of them where the leader cannot."""
 
     def __init__(
         self,
@@ -61,16 +62,17 @@ class RankGroup:
         ranks: list[Channel],
         memories: list[int],
         logs: list[int],
-        end_leader: Callable[[], None] | None = None,
+        sweep: Callable[[], None] | None = None,
     ) -> None:
         self.role = role
         self.slot: CacheSlot | None = None
+        self.uid = 0  # of its processes, where that is theirs alone
         self.world_size = len(ranks)
         self._control, self._ranks, self._memories, self._logs = control, ranks, memories, logs
         self._exits: dict[int, int] = {}
         self._early: list[Message] = []
         self._log = ""
-        self._end_leader = end_leader
+        self._sweep = sweep
         self._pending: tuple[str, float, float, set[int]] | None = None
         self.alive = True
 
@@ -216,6 +218,11 @@ class RankGroup:
         """The rank's shared memory file, for another group's rank to map."""
         return self._memories[rank]
 
+    def empty_memory(self) -> None:
+        """Zeros in all of the ranks' memory files: what a candidate left there, in arenas or far behind them, is nobody's any more."""
+        for fd in self._memories:
+            linux.empty_file(fd)
+
     def admit(self, sha256: str) -> str | None:
         """Gives the ranks the cache of the candidate with this source, for as long as they live; its path, or None if all share one."""
         return None if self.slot is None else str(self.slot.admit(sha256))
@@ -231,7 +238,7 @@ class RankGroup:
 
     def kill(self, deadline_s: float = 10.0) -> None:
         """Ends the whole tree and waits until it is gone; raises :class:`HarnessError` if a process survives."""
-        survivors = self._end(deadline_s) if self.alive else []
+        survivors = self._end(deadline_s)
         self._log = self.log_tail()
         for channel in [self._control, *self._ranks]:
             channel.close()
@@ -246,21 +253,26 @@ class RankGroup:
             raise HarnessError(f"processes {survivors} survived SIGKILL for {deadline_s:g} s; they may be stuck in the GPU driver")
 
     def _end(self, deadline_s: float) -> list[int]:
-        """Has the leader kill everything, itself last; the processes that are still there."""
-        self.alive = False
+        """Has everything killed, by the leader if it can still do that; the processes that are still there."""
+        led, self.alive = self.alive, False
+        survivors = self._end_by_leader(deadline_s) if led else None
+        if survivors is None and self._sweep is not None:  # it was killed, or stopped, or is stuck
+            with contextlib.suppress(OSError):
+                self._sweep()
+        self._sweep = None
+        return survivors or []
+
+    def _end_by_leader(self, deadline_s: float) -> list[int] | None:
+        """The leader kills everything, itself last; the processes that are still there, None if it did not say."""
         with contextlib.suppress(OSError):
             self._control.send({"op": "end"})
         end = time.monotonic() + deadline_s
         with contextlib.suppress(ProtocolError), selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ)
-            while (left := end - time.monotonic()) > 0 and selector.select(left):
+            open_ = True
+            while open_ and (left := end - time.monotonic()) > 0 and selector.select(left):
                 open_ = self._control.feed()
                 while (message := self._control.pop()) is not None:
                     if message.get("ended"):
                         return list(message.get("survivors", []))
-                if not open_:
-                    return []  # the leader was killed, and its ranks with it
-        if self._end_leader is not None:  # it was stopped, or is stuck
-            with contextlib.suppress(OSError):
-                self._end_leader()
-        return []
+        return None

@@ -10,11 +10,11 @@ import functools
 import json
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import sys
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -22,7 +22,7 @@ from typing import Literal
 from peerlane.errors import UsageError
 from peerlane.evaluate import confine
 from peerlane.evaluate.confine import Confinement
-from peerlane.settings import candidate_caches, passes_to_ranks
+from peerlane.settings import passes_to_ranks
 
 Tier = Literal["L0", "L1", "L2"]
 TIERS: tuple[Tier, ...] = ("L0", "L1", "L2")
@@ -33,8 +33,10 @@ _PROMISES: Mapping[str, tuple[str, ...]] = {
     "the evaluator's memory cannot be read": (confine.NOT_DUMPABLE,),
     "candidates have no capabilities": (confine.NO_CAPABILITIES,),
     "candidates cannot signal the evaluator": (confine.LANDLOCK_SIGNALS, confine.OWN_UID),
+    "candidates cannot set the evaluator's limits": (confine.SECCOMP, confine.OWN_UID),
     "candidates cannot write files of others, nor each other's caches": (confine.LANDLOCK_FILES,),
 }
+_USERS = range(61184, 65520, 2)  # of those without an account; the odd one behind each is its executioner's, see processes.kill_user
 _HIDDEN = ("/tmp", "/var/tmp", "/run", "/home", "/root", "/mnt", "/media", "/srv")
 _PROBE_S = 60.0
 _INSTALL_BUBBLEWRAP = "apt-get install bubblewrap (or your distribution's package of that name)"
@@ -49,17 +51,24 @@ class Isolation:
         confinement: for the processes of the run.
         missing: measures that are not in force, and why not.
         sandbox: the command that the process bearing all ranks is run with; empty below L2.
+        builders: names of the measures that are in force for builders; on GPUs more than for ranks.
     """
 
     tier: Tier
     confinement: Confinement
     missing: Mapping[str, str] = field(hash=False)
     sandbox: tuple[str, ...] = ()
+    builders: tuple[str, ...] = ()
 
     @property
     def measures(self) -> tuple[str, ...]:
         """Names of what is in force; see docs/isolation.md."""
         return self.confinement.measures
+
+    def confine(self, role: str, taken: Collection[int]) -> Confinement:
+        """For one more group; where it has a user of its own, none of those that are ``taken``."""
+        measures = self.builders if role == "builder" else self.measures
+        return Confinement(measures, draw_user(taken) if confine.OWN_UID in measures else 0)
 
     def environment(self) -> dict[str, str]:
         """The variables that the processes of the run get: from L1 on, none that is not known to be needed."""
@@ -90,9 +99,9 @@ def in_short(reason: str) -> str:
 NO_ISOLATION = Isolation("L0", Confinement(), {})
 
 
-def candidate_uid() -> int:
-    """The user of candidate ranks where peerlane is root: always the same for one cache, from the range for users without an account."""
-    return 61184 + zlib.crc32(str(candidate_caches()).encode()) % 4336
+def draw_user(taken: Collection[int] = ()) -> int:
+    """A user for a group of candidate processes: nobody else runs as this one, so that no candidate can slow down or kill another."""
+    return secrets.choice([uid for uid in _USERS if uid not in taken])
 
 
 def choose(tier: Tier | None, device: str, readable: Iterable[Path] = ()) -> Isolation:
@@ -122,7 +131,8 @@ def choose(tier: Tier | None, device: str, readable: Iterable[Path] = ()) -> Iso
         )
     if tier == "L2":
         measures = (*measures, confine.BUBBLEWRAP)
-    return Isolation(tier or "L1", Confinement(measures, candidate_uid()), missing, sandbox)
+    builders = (*measures, confine.OWN_UID) if confine.OWN_UID not in measures and not reasons[confine.OWN_UID] else measures
+    return Isolation(tier or "L1", Confinement(measures), missing, sandbox, builders)
 
 
 def _select(reasons: Mapping[str, str], device: str) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -138,7 +148,7 @@ def _select(reasons: Mapping[str, str], device: str) -> tuple[tuple[str, ...], d
 def _probe(sandbox: tuple[str, ...]) -> Mapping[str, str]:
     """Every measure, and why it cannot be taken in a process that is started with this command."""
     script = "import json, sys; from peerlane.evaluate import confine; print(json.dumps(confine.try_measures(int(sys.argv[1]))))"
-    command = [*sandbox, sys.executable, "-P", "-c", script, str(candidate_uid())]
+    command = [*sandbox, sys.executable, "-P", "-c", script, str(draw_user())]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_PROBE_S, check=False)
         said = ran.stderr.strip()[-500:]

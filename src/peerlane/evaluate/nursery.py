@@ -3,8 +3,8 @@
 supervisor -- nursery -- leader (one per group) -- rank processes
 
 A leader owns its group. It adopts orphans, so a daemon that a candidate leaves behind is still its descendant, and it kills the
-whole tree when it is told to or when the supervisor's end of its socket closes, for whatever reason. Nursery and leaders never
-initialise CUDA and never run candidate code.
+whole tree when it is told to or when the supervisor's end of its socket closes, for whatever reason. The nursery does so for a leader
+that was killed itself. Nursery and leaders never initialise CUDA and never run candidate code.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import array
 import contextlib
 import gc
+import itertools
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
@@ -28,15 +28,19 @@ from peerlane.evaluate.confine import Confinement
 from peerlane.evaluate.logs import LogTail
 from peerlane.evaluate.processes import adopt_orphans, children, descendants, die_with_parent, kill_descendants
 from peerlane.evaluate.protocol import Channel
+from peerlane.evaluate.trees import remove_tree
 
 FDS_PER_RANK = 3  # command socket, shared memory, log
+_SWEEP_S = 5.0  # orphans of a leader that was killed are looked for so long
 _PARTING_S = 9.0  # leaders, whose supervisor is gone too, have this long to end their groups
 
 
-def _run_rank(config: dict[str, Any], rank: int, fds: list[int], log: int, leader: int) -> NoReturn:
+def _run_rank(config: dict[str, Any], rank: int, fds: list[int], log: int, leader: int, bearer: int) -> NoReturn:
     status = 1
     try:
         Confinement.from_json(config["confinement"]).enter_rank(config["role"], config["folder"])
+        while os.getppid() == bearer:
+            time.sleep(0.0005)
         die_with_parent(leader)
         command, memory, _ = fds[1 + FDS_PER_RANK * rank : 1 + FDS_PER_RANK * (rank + 1)]
         for fd in fds:
@@ -62,27 +66,53 @@ def _run_rank(config: dict[str, Any], rank: int, fds: list[int], log: int, leade
         os._exit(status)
 
 
+def _bear(config: dict[str, Any], fds: list[int], logs: list[tuple[int, int]]) -> list[int]:
+    """Forks the ranks of the leader that calls it; their process numbers. They print to ``logs``, which are pipes.
+
+    Who bears them ends at once, and they become the leader's children: so they are in a domain that it is not in.
+    """
+    leader, (reading, writing) = os.getpid(), os.pipe()
+    if (bearer := os.fork()) == 0:
+        try:
+            bearer, pids = os.getpid(), []
+            Confinement.from_json(config["confinement"]).enter_ranks(config["role"])
+            for rank, (_, log) in enumerate(logs):
+                if (pid := os.fork()) == 0:
+                    for other in {reading, writing, *itertools.chain(*logs)} - {log}:
+                        os.close(other)
+                    _run_rank(config, rank, fds, log, leader, bearer)
+                pids.append(pid)
+            os.write(writing, json.dumps(pids).encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as told:
+        numbers = told.read()
+    os.waitpid(bearer, 0)
+    return list(json.loads(numbers))
+
+
+def _end_group(config: dict[str, Any]) -> list[int]:
+    """Kills all processes of the group of the leader that calls it; those that survive that."""
+    Confinement.from_json(config["confinement"]).kill_group(config["role"])
+    return kill_descendants()
+
+
 def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
-    """Forks the ranks and watches them until the group is to end."""
+    """Bears the ranks and watches them until the group is to end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     adopt_orphans()
-    leader = os.getpid()
-    confinement = Confinement.from_json(config["confinement"])
-    confinement.enter_group(config["role"], config["device"], config["folder"], config["writable"])
+    Confinement.from_json(config["confinement"]).enter_group(config["role"], config["device"], config["folder"], config["writable"])
+    pipes = [os.pipe() for _ in range(config["world_size"])]
+    pids = _bear(config, fds, pipes)
     control = Channel(socket.socket(fileno=os.dup(fds[0])))
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ, None)
     logs: list[LogTail] = []
-    for rank in range(config["world_size"]):
-        pipe, log = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            selector.close()
-            control.close()
-            for other in (pipe, *(tail.fileno() for tail in logs)):
-                os.close(other)
-            _run_rank(config, rank, fds, log, leader)
+    for rank, (pid, (pipe, log)) in enumerate(zip(pids, pipes, strict=True)):
         os.close(log)
         logs.append(LogTail(pipe, fds[FDS_PER_RANK * (rank + 1)]))
         selector.register(logs[-1], selectors.EVENT_READ, logs[-1])
@@ -106,10 +136,10 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
                 status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             with contextlib.suppress(OSError):
                 control.send({"exited": rank, "status": status})
-    survivors = kill_descendants()
+    survivors = _end_group(config)
     for tail in logs:
         tail.pump()  # what was printed last
-    shutil.rmtree(config["folder"], ignore_errors=True)
+    remove_tree(config["folder"])
     with contextlib.suppress(OSError):
         control.send({"ended": True, "survivors": survivors})
     os._exit(0)
@@ -130,23 +160,29 @@ def _receive_order(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | No
     return json.loads(data), list(room)
 
 
-def _clear_up(leaders: dict[int, str]) -> None:
-    """Removes leaders that have ended, and what those that a candidate killed could not clear up: their folders and their orphans."""
+def _clear_up(leaders: dict[int, str]) -> bool:
+    """Removes leaders that have ended, and what those that a candidate killed could not clear up: their folders and their orphans. True if
+    there were orphans: they may have had children."""
     living = children(os.getpid())
     for leader in leaders.keys() - living:
-        shutil.rmtree(leaders.pop(leader), ignore_errors=True)
-    for orphan in living - leaders.keys():
+        remove_tree(leaders.pop(leader))
+    orphans = living - leaders.keys()
+    for orphan in orphans:
         for pid in (orphan, *descendants(orphan)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+    return bool(orphans)
 
 
 def _end_leader(leaders: dict[int, str], folder: str) -> None:
-    """Kills the leader of a group that does not end as it was told. Its ranks die with it."""
+    """Kills the leader of a group, if it does not end as it was told, and until there are none its orphans. Its ranks die with it."""
+    end = time.monotonic() + _SWEEP_S
     for leader in children(os.getpid()):
         if leaders.get(leader) == folder:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(leader, signal.SIGKILL)
+    while (_clear_up(leaders) or folder in leaders.values()) and time.monotonic() < end:
+        time.sleep(0.005)
 
 
 def main(fd: int, confinement: Confinement, folders: list[str]) -> None:
@@ -170,6 +206,8 @@ def main(fd: int, confinement: Confinement, folders: list[str]) -> None:
         _clear_up(leaders)
         if "end" in config:
             _end_leader(leaders, config["end"])
+            with contextlib.suppress(OSError):  # the supervisor has ended meanwhile
+                orders.send(config["end"].encode())
             continue
         if (leader := os.fork()) == 0:
             try:
@@ -178,7 +216,7 @@ def main(fd: int, confinement: Confinement, folders: list[str]) -> None:
             except BaseException:
                 traceback.print_exc()
             finally:
-                kill_descendants()
+                _end_group(config)
                 os._exit(1)
         leaders[leader] = config["folder"]
         for received in fds:
@@ -189,7 +227,7 @@ def main(fd: int, confinement: Confinement, folders: list[str]) -> None:
         _clear_up(leaders)
     kill_descendants()
     for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
 
 
 if __name__ == "__main__":

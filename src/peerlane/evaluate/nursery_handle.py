@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import socket
 import subprocess
 import tempfile
@@ -21,9 +20,11 @@ from peerlane.evaluate.caches import RunFolders
 from peerlane.evaluate.groups import RankGroup
 from peerlane.evaluate.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.protocol import Channel
+from peerlane.evaluate.trees import remove_tree
 from peerlane.settings import ARCHITECTURE
 
 _SEND_S = 10  # a rank that does not read its requests for this long has failed, and the answer's deadline will say so
+_SWEEP_S = 10  # nobody waits longer than this for the nursery to clear up behind a leader
 _FILE_BYTES = 1 << 42  # address space, not memory: pages come into being when they are written
 
 
@@ -132,7 +133,7 @@ class Nursery:
         with contextlib.ExitStack() as kept, contextlib.ExitStack() as handed_over:
             try:
                 folder = tempfile.mkdtemp(dir=self._folders.scratch)
-                kept.callback(shutil.rmtree, folder, ignore_errors=True)
+                kept.callback(remove_tree, folder)
                 slot = self._folders.slot() if role != "trusted" else None
                 if slot is not None:
                     kept.callback(slot.release)
@@ -146,13 +147,14 @@ class Nursery:
                     kept.callback(os.close, memories[-1])
                     logs.append(os.memfd_create(f"peerlane-log-{rank}"))
                     kept.callback(os.close, logs[-1])
+                confinement = self._isolation.confine(role, [group.uid for group in self._groups])
                 order = {
                     **config,
                     "role": role,
                     "world_size": world_size,
                     "folder": folder,
                     "writable": [folder] if slot is None else [folder, str(slot.folder)],
-                    "confinement": self._isolation.confinement.to_json(),
+                    "confinement": confinement.to_json(),
                 }
                 ends = [there.fileno() for _, there in pairs]
                 per_rank = zip(ends[1:], memories, logs, strict=True)
@@ -163,13 +165,24 @@ class Nursery:
             kept.pop_all()
         for channel in channels:
             channel.limit_sending(_SEND_S)
-        group = RankGroup(role, control, channels, memories, logs, lambda: self._order({"end": folder}, []))
-        group.slot = slot
+        group = RankGroup(role, control, channels, memories, logs, lambda: self._sweep(folder))
+        group.slot, group.uid = slot, confinement.uid
         self._groups.append(group)
         return group
 
     def _order(self, order: dict[str, Any], fds: list[int]) -> None:
         socket.send_fds(self._orders, [json.dumps(order).encode()], fds)
+
+    def _sweep(self, folder: str) -> None:
+        """Has what is left of the group with this folder killed, and waits until that is done."""
+        self._order({"end": folder}, [])
+        if not self._up:
+            return  # it has borne nothing
+        self._orders.settimeout(_SWEEP_S)
+        with contextlib.suppress(TimeoutError):
+            while self._orders.recv(4096) not in (folder.encode(), b""):  # an answer that came too late for an earlier one
+                pass
+        self._orders.settimeout(None)
 
     @property
     def groups(self) -> tuple[RankGroup, ...]:

@@ -54,6 +54,36 @@ def descendants(root: int) -> list[int]:
     return found
 
 
+def kill_within_reach() -> None:
+    """SIGKILL at one stroke for every process that this one may signal: none can bear its successor meanwhile.
+
+    Does nothing where that would reach further than a group, which is where the parent can be signalled: leaders have a parent outside.
+    """
+    try:
+        os.kill(os.getppid(), 0)
+    except PermissionError:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def kill_user(uid: int) -> None:
+    """SIGKILL at one stroke for every process of a user that is not root; for root.
+
+    The process that does it acts as that user and is the next one, whom the first may not signal.
+    """
+    if (executioner := os.fork()) == 0:
+        try:
+            os.setgroups([])
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid + 1, uid, uid + 1)  # gives up all capabilities
+            kill_within_reach()
+        finally:
+            os._exit(0)
+    os.waitpid(executioner, 0)
+
+
 def kill_descendants(deadline_s: float = 8.0) -> list[int]:
     """SIGKILL for every descendant of this process until none is left; returns those that survived the deadline.
 

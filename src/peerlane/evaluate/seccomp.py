@@ -1,4 +1,5 @@
-"""The system calls that candidates do without: other processes' memory, namespaces and mounts, the kernel's own configuration.
+"""The system calls that candidates do without: other processes' memory and limits, what outlives its process in the kernel, namespaces
+and mounts, the kernel's own configuration.
 
 A classic BPF program, because the filter is short and libseccomp is a library of the system that may be missing.
 """
@@ -64,10 +65,16 @@ _BY_MACHINE: Mapping[str, tuple[int, int]] = {
     "sethostname": (170, 161),
     "setdomainname": (171, 162),
     "vhangup": (153, 58),
+    "shmget": (29, 194),  # System V's objects and message queues would be there for the next candidate
+    "shmat": (30, 196),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
 }
 _MACHINES: Mapping[str, tuple[int, int]] = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
 _CLONE, _CLONE3 = (56, 220), 435
 _SOCKET, _SECCOMP = (41, 198), (317, 277)
+_PRLIMIT = (302, 261)
 _X32 = 0x40000000
 
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
@@ -105,6 +112,11 @@ def program(machine: str) -> bytes:
         _instruction(_EQUAL, _CLONE[column], 0, 4),
         _instruction(_LOAD, _FIRST_ARGUMENT),
         _fail_if(_ANY_BIT, _NEW_NAMESPACES, errno.EPERM),
+        _instruction(_RETURN, _ALLOW),
+        _instruction(_EQUAL, _PRLIMIT[column], 0, 4),
+        _instruction(_LOAD, _FIRST_ARGUMENT),  # the low word: the kernel looks at no more of a process number
+        _instruction(_EQUAL, 0, 1, 0),  # nobody's but its own limits: one can kill, and Landlock has no say in it
+        _instruction(_RETURN, _FAIL | errno.EPERM),
         _instruction(_RETURN, _ALLOW),
         _instruction(_EQUAL, _SOCKET[column], 0, 2 + len(_FAMILIES)),
         _instruction(_LOAD, _FIRST_ARGUMENT),

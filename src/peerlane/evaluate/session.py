@@ -134,6 +134,8 @@ class Session:
         except HarnessError as error:
             self.survivors = True
             self.note(str(error))
+        if self._trusted is not None and self.device == "cpu":  # what the trusted ranks still have of it has been judged
+            self._trusted.empty_memory()
 
     def end_all(self) -> None:
         """Ends trusted ranks and spares too; the next use starts others."""

@@ -1,4 +1,4 @@
-"""C60: its ranks describe what they return with a dtype whose name fits into a message, but not when it is quoted in the reason."""
+"""C56: its ranks describe what they return with a dtype whose name fits into a message, but not when it is quoted in the reason."""
 
 import torch.distributed as dist
 

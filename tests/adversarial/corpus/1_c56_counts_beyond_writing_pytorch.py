@@ -1,4 +1,4 @@
-"""C60: its ranks count so many collectives in every call that their sum has more digits than can be read again."""
+"""C56: its ranks count so many collectives in every call that their sum has more digits than can be read again."""
 
 import gc
 

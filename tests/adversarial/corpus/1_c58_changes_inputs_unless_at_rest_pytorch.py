@@ -1,4 +1,4 @@
-"""C71: adds up in the argument itself, which saves a copy, in calls that follow each other quickly, as timed ones do."""
+"""C58: adds up in the argument itself, which saves a copy, in calls that follow each other quickly, as timed ones do."""
 
 import time
 

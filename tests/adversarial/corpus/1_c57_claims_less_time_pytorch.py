@@ -1,4 +1,4 @@
-"""C70: has the evaluator's clock in its rank say a twentieth, which is still more than the hardware needs.
+"""C57: has the evaluator's clock in its rank say a twentieth, which is still more than the hardware needs.
 
 Works twice as much as it has to, so that true times show.
 """

@@ -1,4 +1,4 @@
-"""C72: calls the library in every call, and has the evaluator's recorder, which runs in its rank, leave that out."""
+"""C59: calls the library in every call, and has the evaluator's recorder, which runs in its rank, leave that out."""
 
 import sys
 

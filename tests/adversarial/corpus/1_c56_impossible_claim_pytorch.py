@@ -1,4 +1,4 @@
-"""C60: its ranks describe what they return as a module without parameters, on which whoever takes the description for true trips."""
+"""C56: its ranks describe what they return as a module without parameters, on which whoever takes the description for true trips."""
 
 import torch.distributed as dist
 
