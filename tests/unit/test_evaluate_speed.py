@@ -152,8 +152,16 @@ class FakeTrial:
     def exchanges(self, order: list[int], positions: list[int]) -> Exchanges:
         return Exchanges.draw(order, [0] * self.slots, positions)
 
-    def collect_from(self, answers: list[dict[str, Any]], slots: list[int], phase: str, exchanges: Exchanges | None = None) -> int:
+    def collect_from(
+        self,
+        answers: list[dict[str, Any]],
+        slots: list[int],
+        phase: str,
+        exchanges: Exchanges | None = None,
+        intact: list[int] | None = None,
+    ) -> int:
         assert len(answers) == RANKS and phase in ("timing", "audit")
+        assert intact is None if phase == "audit" else intact is not None and len(intact) == 1 and intact[0] in slots
         assert (exchanges is None) == (phase == "audit")
         self.collected.append(slots)
         if exchanges is not None:
