@@ -8,6 +8,7 @@ import re
 import socket
 import struct
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -146,7 +147,9 @@ def test_what_a_rank_has_to_know_travels() -> None:
 
 @pytest.fixture
 def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunFolders:
-    monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     return RunFolders(confined=True)
 
 
