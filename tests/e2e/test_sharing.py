@@ -34,7 +34,7 @@ def test_memory_is_shared_at_the_default_tier_and_that_is_remembered(monkeypatch
 def test_ranks_that_cannot_share_memory_are_not_confined_or_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default the tier falls to L0, with the reason; a tier that was asked for is refused."""
     confined = isolation.Isolation("L1", isolation.NO_ISOLATION.confinement, {})
-    monkeypatch.setattr(evaluation, "choose", lambda tier, device, readable: confined)
+    monkeypatch.setattr(evaluation, "choose", lambda tier, device: confined)
     monkeypatch.setattr(evaluation, "sharing_failure", lambda *_: "mapping the arena failed: cudaErrorMapBufferObjectFailed")
     found = evaluation.choose_isolation(EvaluationPlan(discover([str(GOOD)]), device="cuda"))
     assert found.tier == "L0" and "cudaErrorMapBufferObjectFailed" in found.describe()

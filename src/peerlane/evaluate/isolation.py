@@ -104,18 +104,17 @@ def draw_user(taken: Collection[int] = ()) -> int:
     return secrets.choice([uid for uid in _USERS if uid not in taken])
 
 
-def choose(tier: Tier | None, device: str, readable: Iterable[Path] = ()) -> Isolation:
+def choose(tier: Tier | None, device: str) -> Isolation:
     """The tier that was asked for, or for None the best of L0 and L1 that this machine gives.
 
     Args:
         tier: raises :class:`UsageError` if the machine cannot give it.
         device: ``cuda`` or ``cpu``: the ranks'.
-        readable: files and folders that candidates read, for L2.
     """
     if tier == "L0":
         return NO_ISOLATION
     if tier == "L2":
-        sandbox = sandbox_command([*readable, *_python_folders()])
+        sandbox = sandbox_command(_python_folders())
         reasons = _probe(sandbox)
     else:
         sandbox, reasons = (), _probe(())
