@@ -27,11 +27,12 @@ from peerlane.settings import Deadlines
 
 def stand_in(code: str) -> Isolation:
     """Runs this in place of the nursery; ``orders`` is its socket."""
-    start = f"import socket, sys, time; orders = socket.socket(fileno=int(sys.argv[-2])); {code}"
+    start = f"import json, socket, sys, time; orders = socket.socket(fileno=int(sys.argv[-2])); {code}"
     return Isolation("L0", Confinement(), {}, (sys.executable, "-c", start))
 
 
-UP = stand_in("orders.send(b'ready'); list(iter(lambda: orders.recv(1), b''))")
+ORDERS = "map(json.loads, iter(lambda: orders.recv(1 << 16), b''))"
+UP = stand_in(f"orders.send(b'ready'); [orders.send(order['end'].encode()) for order in {ORDERS} if 'end' in order]")
 COMING_UP = stand_in("time.sleep(600)")
 BROKEN = stand_in("sys.exit('out of luck')")
 
