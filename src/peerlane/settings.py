@@ -158,8 +158,6 @@ class TimingRules:
     """which quantile of the calls stands for them, by launch mode: the host holds up many eager calls"""
     skew_margin: float = 1.15
     """on how unequal the reference's calls within a block are (mean over usual call): a candidate beyond it is scored by the mean"""
-    gross_skew: float = 3.0
-    """times that: beyond it a few calls do the work of all"""
     hidden_us: float = 2_000.0
     """by how much more than next to the reference the outer clock may exceed the events in a candidate's usual block: what it has loaded
     may lengthen its hand-off"""

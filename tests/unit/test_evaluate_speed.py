@@ -438,21 +438,14 @@ def uneven(first: float, other: float) -> list[float]:
     return [first] + [other] * (SLOTS - 1)
 
 
-def test_computing_everything_in_the_first_call_gains_nothing() -> None:
+@pytest.mark.parametrize("usual_us", [60.0, 5.0])
+def test_computing_everything_in_the_first_call_gains_nothing(usual_us: float) -> None:
     """The mean then stands for the block: it holds all the work, where a usual call would leave out nearly all of it."""
-    trial = FakeTrial(itertools.repeat(100.0), itertools.repeat(uneven(8 * 100.0 - 7 * 60.0, 60.0)))
+    trial = FakeTrial(itertools.repeat(100.0), itertools.repeat(uneven(8 * 100.0 - 7 * usual_us, usual_us)))
     run = race(trial)
     run.run(budget_s=10)
     assert run.scored_by == "mean"
     assert run.ratio().median == pytest.approx(1.0) and run.times_us().median == pytest.approx(100.0)
-
-
-def test_a_few_calls_that_do_the_work_of_all_are_tampered() -> None:
-    trial = FakeTrial(itertools.repeat(100.0), itertools.repeat(uneven(800.0, 5.0)))
-    with pytest.raises(Rejected) as caught:
-        race(trial).run(budget_s=10)
-    assert caught.value.verdict.kind == "tampered" and "the work of all" in caught.value.verdict.reason
-    assert "judge timing" not in trial.log
 
 
 @pytest.mark.parametrize("where", ["in this race", "in the race before"])
@@ -617,6 +610,7 @@ def test_claims_are_held_against_stretches_of_calls(claimed_us: float, true_us: 
     orders = trial.orders["other"][blocks:]
     assert [len(order) for order in orders] == [34 * slots] * stretches and len(trial.collected) - judged == stretches
     assert len({tuple(order) for order in orders}) == stretches
+    assert run.stretches_us == pytest.approx([true_us - claimed_us] * stretches, abs=5.0)
     assert [trial.log[logged:].count(step) for step in ("mint", "reveal")] == [stretches, stretches]
 
 

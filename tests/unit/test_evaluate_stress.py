@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import os
 import time
@@ -16,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerlane import problems
-from peerlane.errors import HarnessError, UsageError
-from peerlane.evaluate import candidate, quiet, slices, stress, timing
+from peerlane.errors import HarnessError
+from peerlane.evaluate import candidate, jitter, quiet, slices, stress, timing
 from peerlane.evaluate import trial as trial_module
 from peerlane.evaluate.arena import GUARD_BYTES, POISON, Arena, extent
 from peerlane.evaluate.cores import TimedCore
@@ -529,22 +530,11 @@ def test_before_a_block_every_gpu_in_use_is_waited_for_and_no_l2_cache_is_set_as
     assert log == [("wait",), ("wait", 0), ("wait", 3), ("reset",), ("persisting", 0)]
 
 
-def test_what_only_trusted_ranks_may_compile_can_still_be_missing_when_a_confined_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a machine's first run both start side by side; by the time its memory is shared it is there."""
-    compiled = False
-
-    def jitter(device: torch.device) -> Jitter:
-        if not compiled:
-            raise UsageError("the cache folder can not be made")
-        return Jitter(device)
-
-    monkeypatch.setattr(candidate, "Jitter", jitter)
-    monkeypatch.setattr(candidate.Rank, "init", lambda self, request: {"pid": 1})
-    monkeypatch.setattr(candidate.Rank, "borrow", lambda self, request: {"byte": 7})
+def test_ranks_hold_sms_with_what_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compile nothing: in a sandbox there is no cache to find it in."""
+    held = []
+    monkeypatch.setattr(jitter, "_crowd", lambda device, code: lambda us: held.append((device, code, us)))
     rank = candidate.CandidateRank({"world_size": 1, "device": "cpu"}, 0, -1)
-    assert rank.init({}) == {"pid": 1}
-    for ask in (rank.handlers["borrow"], rank.handlers["attach_case"]):
-        with pytest.raises(UsageError):
-            ask({})
-    compiled = True
-    assert rank.handlers["borrow"]({}) == {"byte": 7} and rank._jitter is not None
+    assert rank.handlers["arm"]({"crowd": base64.b64encode(b"\x7fELF").decode()}) == {}
+    rank._jitter("crowd", 5.0)
+    assert held == [(CPU, b"\x7fELF", 5.0)]

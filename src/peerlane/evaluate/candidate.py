@@ -6,6 +6,7 @@ comparison ran in the same place; after ``load`` that is refused.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import importlib.util
@@ -22,7 +23,6 @@ from typing import Any
 import torch
 
 from peerlane import problems
-from peerlane.errors import UsageError
 from peerlane.evaluate import extensions, patches
 from peerlane.evaluate.arena import POISON, Arena
 from peerlane.evaluate.jitter import Jitter
@@ -89,8 +89,8 @@ class AttachedCase:
 
 
 class CandidateRank(Rank):
-    """Serves ``attach_case``, ``detach``, ``load``, ``call``, ``stress``, ``prepare``, ``block``, ``copy_again``; audits: ``rehearse``,
-    ``loaded_code``, ``probe``."""
+    """Serves ``arm``, ``attach_case``, ``detach``, ``load``, ``call``, ``stress``, ``prepare``, ``block``, ``copy_again``; audits:
+    ``rehearse``, ``loaded_code``, ``probe``."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__(config, rank, memory_fd)
@@ -99,8 +99,9 @@ class CandidateRank(Rank):
         self._solution: Solution | None = None
         self._reference: Solution | None = None
         self._spaces: dict[str, AttachedCase] = {}
-        self._jitter: Jitter | None = None
+        self._jitter = Jitter(self.device)
         self.handlers |= {
+            "arm": self.arm,
             "attach_case": self.attach_case,
             "prepare": self.prepare,
             "block": self.timed_block,
@@ -115,19 +116,10 @@ class CandidateRank(Rank):
         }
 
     def init(self, request: Message) -> dict[str, Any]:
-        """As every rank's; and what disturbs this one under stress is made ready, while nothing else is here."""
-        answer = super().init(request)
-        with contextlib.suppress(UsageError):  # in a machine's first run: trusted ranks compile it now, and the cache is theirs to write
-            self._prepare_jitter()
-        return answer
-
-    def _prepare_jitter(self) -> None:
-        self._jitter = self._jitter or Jitter(self.device)
-
-    def borrow(self, request: Message) -> dict[str, Any]:
-        """As every rank's; trusted ranks are up by then, so that all that this one needs of them must be there."""
-        self._prepare_jitter()
-        return super().borrow(request)
+        """As every rank's; and what :meth:`arm` needs is imported, while nobody waits for it."""
+        if self.device.type == "cuda":
+            importlib.import_module("peerlane.device")
+        return super().init(request)
 
     def detach(self, request: Message) -> dict[str, Any]:
         """Lets go of a space, because the trusted side is about to lay it out anew."""
@@ -139,7 +131,6 @@ class CandidateRank(Rank):
 
     def attach_case(self, request: Message) -> dict[str, Any]:
         """Maps the space's arena and builds the views of all slots."""
-        self._prepare_jitter()
         arena = Arena.attach(request["arena"], self.device, self.memory_fd)
         base, data = request["output_base"], arena.data
         groups = self.groups(request["groups"])
@@ -151,6 +142,11 @@ class CandidateRank(Rank):
         if not self._loaded:
             self._reference = problem.reference_of(request["variant"])
         self.settle()
+        return {}
+
+    def arm(self, request: Message) -> dict[str, Any]:
+        """Makes ready what disturbs this rank under stress, on GPUs, before candidate code is there."""
+        self._jitter.arm(base64.b64decode(request["crowd"]))
         return {}
 
     def load(self, request: Message) -> dict[str, Any]:
@@ -240,8 +236,7 @@ class CandidateRank(Rank):
         snapshot, for what a peer reads then, it reads too late. Those of the calls at the positions ``kept`` stay, to be looked at, and the
         last call's, so that what it returned, which may be its inputs, can be looked at again.
         """
-        attached, jitter = self._spaces[request["space"]], self._jitter
-        assert jitter is not None, "a space is attached first"
+        attached = self._spaces[request["space"]]
         solution, outputs, order = self._side(request), attached.outputs, request["order"]
         before: dict[int, list[tuple[str, float]]] = {}
         for position, way, us in request["jitter"]:
@@ -255,7 +250,7 @@ class CandidateRank(Rank):
             if position in poisoned:
                 self._poison(outputs.layout[slot])
             for way, us in before.get(position, ()):
-                jitter(way, us)
+                self._jitter(way, us)
             args = outputs.fresh(attached.arguments.args[slot])
             found = outputs.take(slot, solution(*args), args)
             if position not in kept:

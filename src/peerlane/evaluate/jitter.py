@@ -7,14 +7,12 @@ is loaded, and ends by itself, whatever the candidate does meanwhile.
 from __future__ import annotations
 
 import ctypes
+import tempfile
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
-
-if TYPE_CHECKING:
-    from peerlane.device import Cubin
 
 _sleep = time.sleep
 _device_sleep = torch.cuda._sleep
@@ -41,8 +39,13 @@ class Jitter:
 
     def __init__(self, device: torch.device) -> None:
         self._ways: dict[str, Callable[[float], None]] = {"host": _wait_on_host}
+        self._device = device
         if device.type == "cuda":
-            self._ways |= {"stream": _wait_in_stream, "crowd": _crowd(device)}
+            self._ways["stream"] = _wait_in_stream
+
+    def arm(self, code: bytes) -> None:
+        """Adds ``crowd``; ``code`` is what :func:`compile_crowd` made for such a GPU."""
+        self._ways["crowd"] = _crowd(self._device, code)
 
     def __call__(self, way: str, us: float) -> None:
         """Disturbs this rank for ``us`` microseconds."""
@@ -57,22 +60,25 @@ def _wait_in_stream(us: float) -> None:
     _device_sleep(int(us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
 
 
-def compile_crowd(device: torch.device) -> Cubin:
-    """The kernel that holds SMs, from the cache if it is there."""
-    from peerlane.device import compile_cubin  # brings NVRTC along, which ranks on CPU do without
+def compile_crowd(device: torch.device) -> bytes:
+    """The kernel that holds SMs. For trusted ranks: confined ones may see no cache."""
+    from peerlane.device import compile_cubin
 
     major, minor = torch.cuda.get_device_capability(device)
-    return compile_cubin(CROWD, arch=f"sm_{major}{minor}")
+    return compile_cubin(CROWD, arch=f"sm_{major}{minor}").path.read_bytes()
 
 
-def _crowd(device: torch.device) -> Callable[[float], None]:
+def _crowd(device: torch.device, code: bytes) -> Callable[[float], None]:
     """A function that has half of the current device's SMs held, from a stream of its own, and returns at once."""
-    from peerlane.device import Kernel
+    from peerlane.device import Cubin, Kernel
 
+    major, minor = torch.cuda.get_device_capability(device)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(code)
+        kernel = Kernel(Cubin(Path(file.name), f"sm_{major}{minor}", compiled_here=False), "hold_sm")
     properties = torch.cuda.get_device_properties(device)
     blocks = max(1, int(properties.multi_processor_count * _SHARE_OF_SMS))
     shared_bytes = properties.shared_memory_per_multiprocessor - _SHARED_BYTES_LEFT
-    kernel = Kernel(compile_crowd(device), "hold_sm")
     launch = kernel.bind(blocks, _THREADS, (ctypes.c_ulonglong(0),), shared_bytes=shared_bytes)
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

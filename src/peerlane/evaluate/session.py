@@ -14,6 +14,7 @@ from peerlane.evaluate.confine import NOT_DUMPABLE
 from peerlane.evaluate.groups import GroupFailure, RankGroup
 from peerlane.evaluate.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.nursery_handle import Nursery, nursery_environment, start_ranks
+from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.spares import Spares
 from peerlane.problems._spec import Case
 from peerlane.settings import ARCHITECTURE, Deadlines, Supply
@@ -44,6 +45,7 @@ class Session:
         self._trusted_source = Spares("trusted", self._spawn_trusted, self.supply, note)
         self._spares = Spares("candidate", self._spawn_candidate, self.supply, note)
         self._block = 0
+        self._crowd = ""  # what candidates' ranks on GPUs are armed with, see peerlane.evaluate.jitter
         self.full_pace_us = 0.0  # of the fastest core seen yet, see peerlane.evaluate.cores; 0: none
 
     def __enter__(self) -> Self:
@@ -87,14 +89,18 @@ class Session:
         """The trusted group; started anew if it died. Raises :class:`NoRanks`."""
         if self._trusted is None:
             group = self._trusted_source.take()
-            try:
-                group.ask({"op": "secret", "secret": secrets.token_hex(16)}, "spawn", self.deadlines.spawn)
-            except GroupFailure as failure:
-                with contextlib.suppress(HarnessError):
-                    group.kill()
-                raise HarnessError(f"the trusted ranks did not start: {failure}\n{group.log_tail()}".strip()) from None
-            self._trusted = group
+            answers = self._prepare(group, {"op": "secret", "secret": secrets.token_hex(16)})
+            self._trusted, self._crowd = group, answers[0]["crowd"]
         return self._trusted
+
+    def _prepare(self, group: RankGroup, request: Message) -> list[Message]:
+        """What a group that is up answers to its first request; ends it if it fails."""
+        try:
+            return group.ask(request, "spawn", self.deadlines.spawn)
+        except GroupFailure as failure:
+            with contextlib.suppress(HarnessError):
+                group.kill()
+            raise HarnessError(f"the {group.role} ranks did not start: {failure}\n{group.log_tail()}".strip()) from None
 
     def drop_trusted(self) -> None:
         """Kills the trusted group after a failure of its own, and spares that share its memory; the next use starts others."""
@@ -125,7 +131,11 @@ class Session:
     def take_group(self) -> RankGroup:
         """A fresh candidate group, ready. Raises :class:`NoRanks`."""
         self._mend()
-        return self._spares.take()
+        group = self._spares.take()
+        if self.device == "cuda":
+            self.trusted  # noqa: B018  (knows what groups are armed with)
+            self._prepare(group, {"op": "arm", "crowd": self._crowd})
+        return group
 
     def end(self, group: RankGroup) -> None:
         """Kills a candidate's group. Where processes survive that, ``survivors`` is set; what the candidate did is known all the same."""

@@ -159,6 +159,8 @@ class Race:
     usual_skews: tuple[float, ...] = ()
     references: list[BlockTimes] = field(default_factory=list)
     others: list[BlockTimes] = field(default_factory=list)
+    stretches_us: list[float] = field(default_factory=list)
+    """of each stretch that only the outer clock timed, what a call took longer than the events say"""
     discarded: int = 0
     suspicious: int = 0
 
@@ -324,7 +326,6 @@ class Race:
                 self._round(warming=True)
             self._keep(*self._round())
         if self.side == "candidate":
-            self._refuse_gross_skew()
             self._refuse_hidden_time()
             self._refuse_false_claims()
             self.trial.judge("timing")
@@ -391,12 +392,6 @@ class Race:
         it would leave out work."""
         return "mean" if self.side == "candidate" and self.skew > self.usual_skew else "quantile"
 
-    def _refuse_gross_skew(self) -> None:
-        limit = self.rules.gross_skew * self.usual_skew
-        if self.skew > limit:
-            what = f"a few calls do the work of all: a block's mean is {self.skew:.1f} times its usual call, {limit:.1f} is the most"
-            raise Rejected(Tampered(phase="timing", what=what))
-
     def _refuse_hidden_time(self) -> None:
         """A single block's hand-off may be long by chance; that of the usual block, beside the reference's of the same round, may not."""
         excess, limit = self.excess_us(), self.usual_excess_us + self.rules.hidden_us
@@ -428,15 +423,14 @@ class Race:
     def _refuse_short_spans(self, passes: int, usual_us: float) -> None:
         """In a stretch slots are used again. What a candidate computed for one is no answer any more once the slot has exchanged its
         contents with another."""
-        rules, calls = self.rules, passes * self.slots
-        limit_us = self.usual_excess_us + rules.hidden_us + calls * rules.hidden_share * usual_us
-        excess: list[float] = []
+        rules, calls, excess = self.rules, passes * self.slots, self.stretches_us
+        limit_us = (self.usual_excess_us + rules.hidden_us) / calls + rules.hidden_share * usual_us
         while len(excess) < rules.min_stretches or (statistics.median(excess) > limit_us and len(excess) < rules.max_stretches):
-            excess.append(self._stretch(passes))
+            excess.append(self._stretch(passes) / calls)
         if median_interval(excess).low > limit_us:
             what = (
-                f"{calls} calls behind each other take {statistics.median(excess) / calls:.1f} us each longer than the events of such "
-                f"calls say, next to the reference's; {limit_us / calls:.1f} us is the most"
+                f"{calls} calls behind each other take {statistics.median(excess):.1f} us each longer than the events of such calls say, "
+                f"next to the reference's; {limit_us:.1f} us is the most"
             )
             raise Rejected(Tampered(phase="timing", what=what))
 

@@ -182,6 +182,7 @@ class SpeedTrial:
             candidate_p90_us=race.quantile_us(0.9),
             outer_slack_us=race.slack_us,
             outer_excess_us=race.excess_us().median,
+            stretch_excess_us=tuple(round(us, 3) for us in race.stretches_us),
             utilisation=tuple(self._utilisation(peaks, reference_us, candidate_us) for peaks in self.peaks),
         )
 

@@ -10,6 +10,7 @@ process's private memory, and the arena is cleared before it is handed on.
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -147,13 +148,6 @@ class TrustedRank(Rank):
             "ping": lambda _: {},
         }
 
-    def init(self, request: Message) -> dict[str, Any]:
-        """As every rank's; and what confined ranks need and cannot compile, for the cache is not theirs to write, is put there."""
-        answer = super().init(request)
-        if self.device.type == "cuda":
-            compile_crowd(self.device)
-        return answer
-
     def _quickly(self, handler: Handler) -> Handler:
         """The same on a core at full speed: what launches many small kernels takes as long as its core needs."""
 
@@ -167,9 +161,9 @@ class TrustedRank(Rank):
         return serve
 
     def secret(self, request: Message) -> dict[str, Any]:
-        """Takes the run's secret, which seeds all inputs."""
+        """Takes the run's secret, which seeds all inputs. ``crowd`` in the answer: what candidates' ranks need and may not compile."""
         self._secret = request["secret"]
-        return {}
+        return {"crowd": base64.b64encode(compile_crowd(self.device)).decode() if self.device.type == "cuda" else ""}
 
     def _inputs(self, problem: Problem, case: Case, rank: int, slot: int, block: int, kind: str) -> tuple[Any, ...]:
         draw = Draw(secret=self._secret, case_key=case.key, slot=slot, block=block, rank=rank, kind=kind, device=self.device)

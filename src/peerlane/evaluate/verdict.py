@@ -341,6 +341,11 @@ class ModeSpeed(Record):
     outer_excess_us: float | None = Field(
         default=None, description="how much larger it was than next to the reference, median of all rounds; missing in older records"
     )
+    stretch_excess_us: tuple[float, ...] = Field(
+        default=(),
+        description="by how much a call of each longer stretch, which the outer clock alone timed, exceeded what the events say, next to "
+        "the reference's; of candidates that claim to be faster",
+    )
     utilisation: tuple[Utilisation, ...]
 
     @property
