@@ -730,3 +730,12 @@ def test_a_reference_that_is_not_captured_ends_the_baseline(where: str, monkeypa
     speed.baseline()
     assert speed.broken and set(speed.unmeasurable) == {"graph"} and "could not be captured here" in speed.unmeasurable["graph"]
     assert set(speed.baselines) == ({"eager"} if where == "group" else set())
+
+
+def test_a_block_s_size_is_found_in_the_slots_that_the_check_had_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = steady(slots=5)
+    trial.layouts, trial.case, trial.slot_bytes = [], None, 1.0  # type: ignore[attr-defined]
+    monkeypatch.setattr("peerlane.evaluate.stopwatch.case_request", lambda case: {})
+    speed = SpeedTrial(trial, ("eager",), RULES, None, (), 1e12)  # type: ignore[arg-type]
+    assert speed._probe()["eager"] >= RULES.min_slots
+    assert {len(order) for order in trial.orders["trusted"]} == {5}

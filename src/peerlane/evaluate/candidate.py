@@ -127,6 +127,7 @@ class CandidateRank(Rank):
         if attached is not None:
             attached.clear()
             attached.arena.close()
+            self.give_back()
         return {}
 
     def attach_case(self, request: Message) -> dict[str, Any]:

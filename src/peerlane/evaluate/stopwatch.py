@@ -18,8 +18,7 @@ from peerlane.hardware.profiles import HardwareProfile
 from peerlane.hardware.roofline import Peaks, physical_floor_us, roofline
 from peerlane.settings import TimingRules
 
-_PROBE_SLOTS = 8
-_PROBE_BLOCKS = 3
+_PROBE_BLOCKS = 6
 _PROBE_S = 0.1  # a block that takes longer is enough
 
 
@@ -87,10 +86,10 @@ class SpeedTrial:
         trial.ask("call", "timing", trial.session.deadlines.first_call, side=side, slots=list(range(trial.slots)))
 
     def _probe(self) -> dict[str, int]:
-        """Calls per block in each mode, from a few short blocks of the trusted reference."""
+        """Calls per block in each mode, from a few short blocks of the trusted reference, in as many slots as there was memory for when
+        the case was checked."""
         trial = self.trial
-        trial.slots = _PROBE_SLOTS
-        trial.layouts = trial.trusted("open_case", slots=_PROBE_SLOTS, **case_request(trial.case))
+        trial.layouts = trial.trusted("open_case", slots=trial.slots, **case_request(trial.case))
         times: dict[str, float] = {}
         for mode in trial.problem.modes:
             if mode in self.unmeasurable:
@@ -100,7 +99,7 @@ class SpeedTrial:
                 self._break(mode, why)
                 continue
             trial.mint()
-            times[mode] = self._shortest_call_us(Race(trial, mode, "reference", self.rules, _PROBE_SLOTS))
+            times[mode] = self._shortest_call_us(Race(trial, mode, "reference", self.rules, trial.slots))
         slots = {
             mode: choose_slots(times["eager"], us, trial.slot_bytes, self.memory_bytes, self.rules, mode) for mode, us in times.items()
         }
@@ -172,6 +171,7 @@ class SpeedTrial:
             reference_us=_estimate(reference_us),
             candidate_us=_estimate(candidate_us),
             noise_floor=baseline.ratio().half_width,
+            placement=baseline.ratio().median,
             slots_per_block=race.slots,
             rounds=len(race.others),
             discarded_rounds=race.discarded,

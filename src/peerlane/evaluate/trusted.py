@@ -245,9 +245,7 @@ class TrustedRank(Rank):
     def close_case(self, request: Message) -> dict[str, Any]:
         """Drops the case's memory and graphs. The arena itself stays, for the next case."""
         self._open.pop(request["space"], None)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        self.give_back()
         return {}
 
     def mint(self, request: Message) -> dict[str, Any]:

@@ -325,6 +325,12 @@ class ModeSpeed(Record):
     reference_us: Estimate
     candidate_us: Estimate
     noise_floor: float = Field(ge=0, description="relative half-width of reference against reference in the candidate's own ranks")
+    placement: float | None = Field(
+        default=None,
+        gt=0,
+        description="the reference's speed in the candidate's own ranks over that in the trusted ones, as timed before; the speedup "
+        "takes it into account as far as that is certain; missing in older records",
+    )
     slots_per_block: int = Field(ge=1)
     rounds: int = Field(ge=1)
     discarded_rounds: int = Field(ge=0, description="rounds in which the outer clock and the events disagreed")

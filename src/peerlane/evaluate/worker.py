@@ -116,6 +116,12 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
+    def give_back(self) -> None:
+        """Returns memory that PyTorch keeps for later to the device, where another rank's process may need it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
     @staticmethod
     def case_of(request: Message) -> tuple[Problem, Case]:
         """The problem and case that a request names."""

@@ -18,6 +18,7 @@ NOISE, REFERENCES = NODE / "noise.jsonl", NODE / "references.jsonl"
 PRODUCTION, PUBLIC = NODE / "production.jsonl", NODE / "public_references.json"
 CALIBRATIONS = (RESULTS / "cpu" / "calibration.jsonl", NODE / "calibration.jsonl")
 TWO_GPUS = RESULTS / "h200x2"
+PRODUCTION_OF_TWO = TWO_GPUS / "production.jsonl"
 MECHANISMS = NODE / "mechanisms.json"
 COUNTED_WORLD_SIZE = 4
 
@@ -48,7 +49,7 @@ class Evidence:
 def read_evidence(root: Path) -> Evidence:
     """The evidence below a checkout; what is not there has not been measured."""
     references: dict[int, dict[tuple[str, int], Result]] = {}
-    for name in (REFERENCES, PRODUCTION):
+    for name in (REFERENCES, PRODUCTION, PRODUCTION_OF_TWO):
         for result in _results(root / name):
             if result.candidate.backend == "reference" and result.correct:
                 references.setdefault(result.problem.id, {})[result.preset, result.world_size] = result

@@ -328,7 +328,7 @@ def _times(detail: Entry, evidence: Evidence) -> str:
                 measured.bound_by,
                 f"{measured.reference:.1%}",
             )
-    parts.append(f"On {NODE_NAME}; bounds from the node's measured ceilings.\n\n{table.markdown()}")
+    parts.append(f"One H200 for each rank; bounds from the node's measured ceilings.\n\n{table.markdown()}")
     public, own = evidence.public.get(detail["id"]), _reference_us(results, "pkb")
     if public is not None and "eager" in own:
         parts.append(f"{beside_public(public, own)} {detail['speed_note']}".rstrip() + "\n")

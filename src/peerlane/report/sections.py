@@ -10,7 +10,7 @@ from peerlane.errors import UsageError
 from peerlane.evaluate.calibrate import read_calibrations
 from peerlane.report.calibration import calibration_table
 from peerlane.report.corpus import rule_table, rules_table
-from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, NOISE, PRODUCTION, REFERENCES, RESULTS, TWO_GPUS
+from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, NOISE, PRODUCTION, PRODUCTION_OF_TWO, REFERENCES, RESULTS, TWO_GPUS
 from peerlane.report.kernels import collectives_report, fused_report, product_report
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
 from peerlane.report.noise import acceptance_lines, noise_table
@@ -30,9 +30,12 @@ def _speeds(path: Path) -> str:
 
 def _noise(path: Path) -> str:
     results = read_results(path)
-    return "\n".join(
-        [noise_table(results).markdown(), *(f"* {line}" for line in acceptance_lines(results)), "", *environment_lines(results)]
-    )
+    return f"{noise_table(results).markdown()}\n{_accuracy(path)}"
+
+
+def _accuracy(path: Path) -> str:
+    results = read_results(path)
+    return "\n".join([*(f"* {line}" for line in acceptance_lines(results)), "", *environment_lines(results)])
 
 
 def _sweep(path: Path) -> str:
@@ -74,6 +77,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "noise": (NOISE, _noise),
     "noise_all": (REFERENCES, _noise),
     "noise_of_two": (TWO_GPUS / "noise.jsonl", _noise),
+    "production_of_two": (PRODUCTION_OF_TWO, _accuracy),
     "sweep_of_two": (TWO_GPUS / "sweep.jsonl", _sweep),
     "fused_production_of_two": (TWO_GPUS / "fused_production.jsonl", _speeds),
     "solutions_of_two": (TWO_GPUS / "solutions.jsonl", _speeds),
