@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError
 
 from peerlane.errors import UsageError
 from peerlane.evaluate.store import whole_lines
-from peerlane.evaluate.verdict import Record, Result
+from peerlane.evaluate.verdict import Estimate, Record, Result
 from peerlane.hardware.environment import node_class
 from peerlane.selftest.table import Entry
 
@@ -36,15 +36,17 @@ class Outcome(Record):
     phase: str | None
     reason: str
     faster: bool = Field(description="its speedup counts as one, in some launch mode")
+    speedups: dict[str, Estimate] = Field(default_factory=dict, description="by launch mode; missing in older outcomes")
     flags: tuple[str, ...]
     seconds: float
+    phases_s: dict[str, float] = Field(default_factory=dict, description="what they were spent on; missing in older outcomes")
     node: str
     torch: str
 
     @staticmethod
     def of(entry: Entry, result: Result, after: str | None) -> Outcome:
         """What a result says about an entry."""
-        measured = [result.speed_in(mode) for mode in result.modes]
+        measured = {mode: speed for mode in result.modes if (speed := result.speed_in(mode)) is not None}
         return Outcome(
             evaluator_version=result.evaluator_version,
             row=entry.row,
@@ -58,9 +60,11 @@ class Outcome(Record):
             verdict=result.verdict.kind,
             phase=getattr(result.verdict, "phase", None),
             reason=result.verdict.reason,
-            faster=any(speed is not None and speed.faster for speed in measured),
+            faster=any(speed.faster for speed in measured.values()),
+            speedups={mode: speed.speedup for mode, speed in measured.items()},
             flags=result.flags,
             seconds=round(sum(result.phases_s.values()), 3),
+            phases_s=dict(result.phases_s),
             node=node_class(result.environment),
             torch=str(result.environment["software"]["torch"]),
         )
