@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 from pathlib import Path
@@ -74,3 +75,27 @@ def test_public_helper_compiles_once_and_loads_the_result_after_that(tmp_path: P
     assert calls[0]["extra_cuda_cflags"] == ["-O3", "-lineinfo"]
     assert calls[0]["cuda_sources"] == "source"
     assert len(calls) == 2
+
+
+def test_a_lock_that_somebody_else_holds_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built is loaded without it; who builds without it leaves torch's own lock alone, which another process may hold."""
+    built: list[bool] = []
+
+    def load_inline(**options: Any) -> str:
+        built.append(Path(options["build_directory"], "lock").exists())
+        return "just built"
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load_inline", load_inline)
+    monkeypatch.setattr(extensions, "_load", lambda name, library: "loaded")
+    monkeypatch.setattr(extensions, "_PATIENCE_S", 0.05)
+    assert extensions.compile_cuda_extension("kernel", "source") == "just built"
+    (folder,) = (tmp_path / "cache" / "extensions").iterdir()
+    (folder / "lock").touch()
+    with (folder / "peerlane.lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert extensions.compile_cuda_extension("kernel", "source") == "loaded"
+        (folder / "built").unlink()
+        assert extensions.compile_cuda_extension("kernel", "source") == "just built"
+    (folder / "built").unlink()
+    assert extensions.compile_cuda_extension("kernel", "source") == "just built"
+    assert built == [False, True, False]

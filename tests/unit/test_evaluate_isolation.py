@@ -142,6 +142,18 @@ def test_what_a_rank_has_to_know_travels() -> None:
     assert confine.Confinement.from_json(confinement.to_json()) == confinement
 
 
+@pytest.mark.parametrize(("role", "gpus"), [("candidate", True), ("builder", False)])
+def test_who_compiles_may_use_no_gpu(role: str, gpus: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Others are timed meanwhile."""
+    allowed: list[str] = []
+    monkeypatch.setattr(confine.glob, "glob", lambda pattern: [pattern.replace("*", "0")])
+    monkeypatch.setattr(os.path, "exists", lambda path: True)
+    monkeypatch.setattr(confine.linux, "landlock", lambda writable, keep_signals: allowed.extend(writable))
+    monkeypatch.chdir(tmp_path)
+    confine.Confinement((confine.LANDLOCK_FILES,)).enter_group(role, "cpu", str(tmp_path), [str(tmp_path)])
+    assert "/dev/null" in allowed and ("/dev/nvidia0" in allowed) == ("/dev/dri/render0" in allowed) == gpus
+
+
 # --- caches ---
 
 
@@ -194,6 +206,30 @@ def test_a_killed_run_leaves_nothing_in_the_way(folders: RunFolders) -> None:
     folders.remove()  # what the nursery does when the supervisor is gone
     again = RunFolders(confined=True)
     assert slot(again).admit(SHA) == candidate_caches() / "links" / SHA
+
+
+@pytest.mark.parametrize("left", ["a link", "a file"])
+def test_what_is_left_in_the_place_of_a_cache_is_not_kept(left: str, folders: RunFolders) -> None:
+    """The folder around it belongs to the group too."""
+    first = slot(folders)
+    place = first.admit(SHA).resolve()
+    place.rmdir()
+    if left == "a link":
+        place.symlink_to("/nonexistent")
+    else:
+        place.touch()
+    first.release()
+    assert not first.folder.exists() and list((candidate_caches() / "kept").iterdir()) == []
+
+
+@pytest.mark.parametrize("left", ["a link", "a file"])
+def test_what_an_earlier_version_kept_in_the_place_of_a_cache_is_replaced(left: str, folders: RunFolders) -> None:
+    kept = candidate_caches() / "kept" / SHA
+    if left == "a link":
+        kept.symlink_to("/nonexistent")
+    else:
+        kept.touch()
+    assert list(slot(folders).admit(SHA).iterdir()) == [] and not kept.is_symlink() and not kept.exists()
 
 
 def test_unconfined_candidates_share_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

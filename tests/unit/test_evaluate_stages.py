@@ -74,6 +74,9 @@ class ScriptedSession:
     def settle(self) -> None:
         self.stage.log.append("settle")
 
+    def suspect_trusted(self) -> None:
+        self.stage.log.append("suspect")
+
     def end(self, group: ScriptedGroup) -> None:
         self.stage.log.append(f"end {group.name}")
 
@@ -226,3 +229,11 @@ def test_a_group_lost_in_a_mode_leaves_the_others_unmeasured(run: Run, stage: St
     result = run().result
     assert result.correct and [speed.why for speed in result.speed] == ["the ranks were lost in another mode", "stuck"]
     assert result.flags == ("eager_failed",) and "group2 exit" not in stage.log
+
+
+def test_a_defect_ends_one_evaluation_and_not_the_run(run: Run, stage: Stage) -> None:
+    stage.wrong["group1 correctness"] = ZeroDivisionError("by a candidate")
+    verdict = run().result.verdict
+    assert verdict.kind == "harness_error" and "Traceback" in verdict.message
+    assert verdict.reason.endswith("this is a defect of peerlane, please report it: ZeroDivisionError: by a candidate")
+    assert stage.log[-2:] == ["suspect", "end group1"]

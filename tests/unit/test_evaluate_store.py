@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from sample_results import on_cpu, own_audit, result, wrong
 
 from peerlane.errors import HarnessError
+from peerlane.evaluate import store as store_module
 from peerlane.evaluate.store import ResultsStore
 from peerlane.evaluate.verdict import Result
 
@@ -86,6 +88,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
 from test_evaluate_store import numbered
 from peerlane.errors import HarnessError
+from peerlane.evaluate import store as store_module
 from peerlane.evaluate.store import ResultsStore
 store = ResultsStore(Path({str(tmp_path)!r}))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -141,3 +144,13 @@ def test_lines_are_plain_json(tmp_path: Path) -> None:
     (line,) = store.path.read_text().splitlines()
     assert json.loads(line, parse_constant=refuse)["verdict"]["error_ratio"] == "Infinity"
     assert os.stat(store.path).st_size == len(line) + 1
+
+
+def test_whoever_locks_the_results_holds_them_up_no_longer_than_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To lock a file it is enough to be able to read it."""
+    monkeypatch.setattr(store_module, "_PATIENCE_S", 0.05)
+    store = ResultsStore(tmp_path)
+    with store.path.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        store.append(numbered(1))
+    assert ResultsStore(tmp_path).results() == [numbered(1)]

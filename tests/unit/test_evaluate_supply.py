@@ -304,3 +304,42 @@ def test_a_full_disk_is_no_build_error(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("shutil.disk_usage", lambda _: Room())
     with pytest.raises(HarnessError, match=r"disk of .* is full"):
         builds.Builds(session, []).finish(candidate)
+
+
+def test_a_build_that_takes_too_long_ends_before_its_turn(tmp_path: Path) -> None:
+    """It runs beside the evaluations of others, and may do so to disturb them."""
+    ended: list[str] = []
+
+    class Builder(Group):
+        overdue = True
+
+        def admit(self, sha256: str) -> None: ...
+
+        def ask(self, *_: Any) -> None: ...
+
+        def begin(self, *_: Any) -> None: ...
+
+        def kill(self) -> None:
+            ended.append("killed")
+
+    class Session:
+        supply = Supply()
+        deadlines = EvaluationPlan([]).deadlines
+
+        def builder(self) -> Any:
+            return Builder(0, good=False)
+
+    path = tmp_path / "1_x_cuda.py"
+    path.write_text("")
+    (candidate,) = discover([str(path)])
+    session: Any = Session()
+    ahead = builds.Builds(session, [])
+    ahead._candidates[candidate.path] = candidate
+    ahead._upcoming.append(candidate.path)
+    ahead.ahead()
+    assert ended == []
+    ahead.ahead()
+    assert ended == ["killed"]
+    with pytest.raises(GroupFailure):
+        ahead.finish(candidate)
+    assert ended == ["killed"]

@@ -95,6 +95,7 @@ def test_a_true_description_is_accepted() -> None:
         {"kind": "list", "items": [tensor()]},
         {"kind": "tuple", "items": 5},
         {"kind": "dict", "keys": ["a"], "items": []},
+        {"kind": "dict", "keys": ["a", "a"], "items": [tensor(), tensor()]},
         {"kind": "dict", "keys": [["a"]], "items": [tensor()]},
         {"kind": "value", "value": [0]},
         {"kind": "size", "value": "abc"},
@@ -161,6 +162,17 @@ def test_a_dict_may_be_built_in_any_order() -> None:
     assert regions.descriptions[0]["keys"] == ["a", "b"]
     regions.take(0, {"b": torch.zeros(3), "c": torch.zeros(2)}, ())
     assert regions.descriptions[0]["keys"] == ["b", "c"]
+
+
+def test_a_dict_has_names_for_keys() -> None:
+    class Name:
+        def __str__(self) -> str:
+            return "a"
+
+    layout, _ = contiguous_layout(iter([{"a": torch.zeros(2), "b": torch.zeros(3)}]))
+    regions = OutputRegions(torch.zeros(4096, dtype=torch.uint8), layout, torch.device("cpu"))
+    regions.take(0, {Name(): torch.zeros(2), "b": torch.zeros(3), "a": torch.zeros(2)}, ())
+    assert regions.descriptions[0] == {"kind": "other", "type": "dict with a key of type Name"}
 
 
 @pytest.mark.parametrize("described", [tensor(shape=[1] * 10_000), {"kind": "other", "type": "x" * 10_000}])

@@ -34,8 +34,8 @@ def bench(
     if gpus < 2:
         raise UsageError(f"bench mechanisms needs 2 or more GPUs; this machine has {gpus}: run it on a node with NVLink")
 
-    from peerlane.device.jit import write_atomically
     from peerlane.device.mechanisms import measure_mechanisms
+    from peerlane.files import write_atomically
     from peerlane.hardware.environment import record
     from peerlane.report.mechanisms import FILE, MeasuredMechanisms
 

@@ -6,15 +6,10 @@ NVRTC's version. On one node it is compiled once, however many ranks ask at the 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
-import os
 import re
-import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,14 +18,15 @@ from typing import NamedTuple
 from peerlane import settings
 from peerlane.device import _cuda
 from peerlane.errors import CompileError, UsageError
+from peerlane.files import one_process, write_atomically
 
 DEFAULT_ARCH = "sm_90a"
 INCLUDE_DIR = Path(__file__).parent / "include"
 
 # Part of every key: raise it when the meaning of a cached file changes.
 _CACHE_FORMAT = "2"
-# A compile takes seconds at most. Who has waited longer than this for another process compiles too, which the atomic rename makes harmless.
-_LOCK_BUDGET_S = 60.0
+# Of another process's compile, which takes seconds at most. Who has waited longer compiles too, which the atomic rename makes harmless.
+_PATIENCE_S = 60.0
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"\n]+)"|<([^>\n]+)>)', re.MULTILINE)
 
 
@@ -74,7 +70,7 @@ def compile_cubin(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"the cache folder {folder} can not be made ({error}); set PEERLANE_CACHE_DIR to a writable folder") from error
-    with one_process(folder / f"{key}.lock"):
+    with one_process(folder / f"{key}.lock", _PATIENCE_S):
         if path.exists():
             return Cubin(path, arch, compiled_here=False)
         compiled = _compile(name, text, [*options, *(f"--include-path={folder}" for folder in search)])
@@ -155,33 +151,6 @@ def _headers(text: str, search: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
             data = path.read_bytes()
             yield include, data
             pending.append((data.decode(errors="replace"), [path.parent, *search]))
-
-
-@contextmanager
-def one_process(lock: Path) -> Iterator[None]:
-    """Held by one process of the node at a time; the kernel lets go of it when a holder dies."""
-    give_up = time.monotonic() + _LOCK_BUDGET_S
-    with lock.open("w") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up:
-                    break
-                time.sleep(0.01)
-        yield
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:16], suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 class _Compiled(NamedTuple):

@@ -44,7 +44,10 @@ class Builds:
         self._done: dict[Path, GroupFailure | None] = {}
 
     def ahead(self) -> None:
-        """Begins the next builds, as many at a time as the session's supply allows."""
+        """Ends builds that take too long, and begins the next ones, as many at a time as the session's supply allows."""
+        for path in [path for path, builder in self._running.items() if builder.overdue]:
+            with contextlib.suppress(HarnessError):
+                self._done[path] = self._await(path)
         while self._upcoming and len(self._running) < self._session.supply.builds:
             with contextlib.suppress(HarnessError, CandidateChanged):  # it is tried again when it is this candidate's turn
                 self._begin(self._upcoming.popleft())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,17 +80,18 @@ class CacheSlot:
         self._inside: Path | None = None
 
     def admit(self, sha256: str) -> Path:
-        """The cache of the candidate with this source: what was kept of it, or an empty folder if that is nothing or in use elsewhere."""
+        """The cache of the candidate with this source: what was kept of it, or an empty folder if that is nothing or in use elsewhere.
+
+        Raises :class:`HarnessError` if it cannot be made.
+        """
         inside = self._inside = self.folder / sha256
         owner = self.folder.stat()
         try:
             os.rename(self._root / _KEPT / sha256, inside)
-            if inside.stat().st_uid != owner.st_uid:
+            if _status(inside).st_uid != owner.st_uid:
                 give_tree(inside, owner.st_uid, owner.st_gid)
         except OSError:
-            remove_tree(inside)
-            inside.mkdir()
-            os.chown(inside, owner.st_uid, owner.st_gid)
+            self._make(inside, owner)
         link = self._root / _LINKS / sha256
         if not link.exists():
             with contextlib.suppress(FileNotFoundError):
@@ -97,6 +99,15 @@ class CacheSlot:
             with contextlib.suppress(FileExistsError):
                 link.symlink_to(inside)
         return link if self._linked(link) else inside
+
+    @staticmethod
+    def _make(inside: Path, owner: os.stat_result) -> None:
+        remove_tree(inside)
+        try:
+            inside.mkdir()
+            os.chown(inside, owner.st_uid, owner.st_gid)
+        except OSError as error:
+            raise HarnessError(f"cannot make the folder {inside} for what a candidate compiles: {error.strerror}") from None
 
     def _linked(self, link: Path) -> bool:
         return link.is_symlink() and os.readlink(link) == str(self._inside)
@@ -110,8 +121,17 @@ class CacheSlot:
             with contextlib.suppress(OSError):
                 inside.rmdir()
             with contextlib.suppress(OSError):  # empty; or another group kept one first; or the candidate made it immovable
+                _status(inside)
                 os.rename(inside, self._root / _KEPT / inside.name)
         remove_tree(self.folder)
+
+
+def _status(folder: Path) -> os.stat_result:
+    """Of a folder itself; raises OSError for anything else in its place: what is around it was the candidate's too."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"{folder} is no folder")
+    return status
 
 
 def cache_variables(folder: Path) -> Mapping[str, str]:

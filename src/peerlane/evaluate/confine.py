@@ -31,14 +31,16 @@ CLEAN_ENVIRONMENT = "clean_environment"
 BUBBLEWRAP = "bubblewrap"
 
 SHARED_MEMORY = "/dev/shm"
-_DEVICES = ("null", "zero", "full", "random", "urandom", "nvidia*", "nvidia-caps/*", "nvidia-caps-imex-channels/*", "dri/render*")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_GPUS = ("nvidia*", "nvidia-caps/*", "nvidia-caps-imex-channels/*", "dri/render*")
 _UNTRUSTED = ("candidate", "builder")
 _KEPT = (linux.CAP_DAC_READ_SEARCH,)  # of root: a candidate of another user can be read, and Python below /root
 
 
-def device_nodes() -> list[str]:
-    """The devices that ranks may open for writing."""
-    return sorted(path for pattern in _DEVICES for path in glob.glob(f"/dev/{pattern}") if not os.path.isdir(path))
+def device_nodes(gpus: bool = True) -> list[str]:
+    """The devices that ranks may open for writing; builders none of the GPUs', which others are timed on."""
+    patterns = (*_DEVICES, *(_GPUS if gpus else ()))
+    return sorted(path for pattern in patterns for path in glob.glob(f"/dev/{pattern}") if not os.path.isdir(path))
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Confinement:
             linux.no_new_privileges()
         files, signals = LANDLOCK_FILES in self.measures, LANDLOCK_SIGNALS in self.measures
         if files or signals:
-            shared = [path for path in (SHARED_MEMORY, *device_nodes()) if os.path.exists(path)]
+            shared = [path for path in (SHARED_MEMORY, *device_nodes(gpus=role != "builder")) if os.path.exists(path)]
             linux.landlock([*writable, *shared, *self._named_threads(device)] if files else None, keep_signals=signals)
         if SECCOMP in self.measures:
             seccomp.install()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from peerlane.evaluate.audit import Auditor, profiler_works
 from peerlane.evaluate.builds import Builds, lacks_compiler, needs_build
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.groups import GroupFailure, RankGroup
+from peerlane.evaluate.protocol import ERROR_CHARACTERS
 from peerlane.evaluate.session import Session
 from peerlane.evaluate.spares import NoRanks
 from peerlane.evaluate.stopwatch import SpeedTrial, Unmeasurable
@@ -131,6 +133,11 @@ class Examination:
         except HarnessError as error:
             verdict, self.healthy = HarnessFailure(phase=self.phase, message=str(error)), False
             self.no_ranks = isinstance(error, NoRanks)
+        except Exception as error:  # a defect, which this candidate may have found: the others are judged all the same
+            where = traceback.format_exc()[-ERROR_CHARACTERS:]
+            what = f"{where}\nthis is a defect of peerlane, please report it: {type(error).__name__}: {error}"
+            verdict, self.healthy = HarnessFailure(phase=self.phase, message=what), False
+            self.session.suspect_trusted()
         if not isinstance(verdict, (Correct, NotRun)) and self.group is not None:
             self.end_group()
             log = self.group.log_tail()

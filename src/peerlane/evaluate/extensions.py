@@ -5,13 +5,11 @@ Candidates written for the public benchmark import ``utils.cuda_helpers``; :func
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,15 +17,10 @@ from typing import Any
 import torch
 
 from peerlane.evaluate.caches import cache_variables
+from peerlane.files import one_process
 from peerlane.settings import ARCHITECTURE, cache_dir
 
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "peerlane.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+_PATIENCE_S = 5.0  # with whoever holds our lock; torch has one of its own, on which the others wait for the one that compiles
 
 
 def _load(name: str, library: Path) -> ModuleType:
@@ -62,12 +55,16 @@ def compile_cuda_extension(
     folder = cache_dir() / "extensions" / f"{name}-{digest}"
     library = folder / f"{name}.so"
     done = folder / "built"
-    with _locked(folder):
+    if done.exists():
+        return _load(name, library)
+    folder.mkdir(parents=True, exist_ok=True)
+    with one_process(folder / "peerlane.lock", _PATIENCE_S) as alone:
         if done.exists():
             return _load(name, library)
         from torch.utils.cpp_extension import load_inline
 
-        (folder / "lock").unlink(missing_ok=True)  # left by a build that was killed; nobody else builds here while we hold our own lock
+        if alone:
+            (folder / "lock").unlink(missing_ok=True)  # torch's, left by a build that was killed
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", _architecture())
         module = load_inline(  # type: ignore[no-untyped-call]
             name=name,

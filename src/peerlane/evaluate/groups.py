@@ -89,6 +89,11 @@ class RankGroup:
         return self._pending is not None
 
     @property
+    def overdue(self) -> bool:
+        """True if what it was asked by :meth:`begin` should have been answered by now."""
+        return self._pending is not None and time.monotonic() > self._pending[1]
+
+    @property
     def lost(self) -> bool:
         """True if the leader, or a rank, has ended by now. Does not wait."""
         return not self.alive or self._read_control("spawn") is not None or bool(self._exits)

@@ -117,8 +117,10 @@ def _describe_output(tree: Tree, device: torch.device, found: list[torch.Tensor]
     if kind is list or kind is tuple:
         return {"kind": "list" if kind is list else "tuple", "items": [_describe_output(item, device, found) for item in tree]}
     if kind is dict:
+        if odd := [type(key).__name__ for key in tree if type(key) is not str]:
+            return {"kind": "other", "type": f"dict with a key of type {odd[0]}"}
         items = [_describe_output(item, device, found) for item in tree.values()]
-        return {"kind": "dict", "keys": [str(key) for key in tree], "items": items}
+        return {"kind": "dict", "keys": list(tree), "items": items}
     if kind in (bool, int, float, str, type(None)):
         return {"kind": "value", "value": tree}
     if kind is torch.Size:
@@ -133,7 +135,7 @@ def check_claim(described: Any) -> None:
         items = described.get("items")
         if not isinstance(items, list):
             raise ValueError(f"a {kind} without a list of items")
-        if kind == "dict" and not (_all_are(str, keys := described.get("keys")) and len(keys) == len(items)):
+        if kind == "dict" and not (_all_are(str, keys := described.get("keys")) and len(set(keys)) == len(keys) == len(items)):
             raise ValueError("a dict without a name for every item")
         for item in items:
             check_claim(item)

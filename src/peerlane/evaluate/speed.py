@@ -27,6 +27,7 @@ from peerlane.settings import TimingRules
 _LEADING_CALLS = 4
 _ROUNDS_PER_LOOK = 3  # at how narrow the interval is
 _MANY = 1 << 20  # cores, far more than a rank has
+_FOREVER_US = 1e12
 _dice = random.SystemRandom()
 
 
@@ -88,14 +89,15 @@ class BlockTimes:
             if not good:
                 raise GroupFailure("garbage", "timing", "a rank reported times that are not numbers of at least 0", rank=rank)
             columns.append(times)
-        slowest, span_us = tuple(max(values) for values in zip(*columns, strict=True)), max(answer["span_us"] for answer in answers)
+        slowest = tuple(float(max(values)) for values in zip(*columns, strict=True))
+        span_us = float(max(answer["span_us"] for answer in answers))
         if min(*slowest, span_us) <= 0:
             raise GroupFailure("garbage", "timing", "the ranks reported times of 0 for a call: no kernel is that fast")
         return BlockTimes(slowest, span_us, outer_us, share)
 
 
 def _is_time(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _FOREVER_US
 
 
 def choose_slots(call_us: float, shortest_us: float, slot_bytes: float, memory_bytes: float, rules: TimingRules, mode: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 from pathlib import Path
 
@@ -10,7 +9,9 @@ from pydantic import ValidationError
 
 from peerlane.errors import HarnessError
 from peerlane.evaluate.verdict import EvaluationKey, Result
+from peerlane.files import lock
 
+_PATIENCE_S = 5.0  # with other runs that append to the file, which takes milliseconds; any other holder of its lock is ignored
 _TO_REPEAT = ("harness_error", "not_run")  # these say nothing about the candidate
 
 
@@ -80,7 +81,7 @@ def append_line(path: Path, line: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a+b", buffering=0) as file:  # a buffer would be written again by truncate and close
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock(file, _PATIENCE_S)
             end = _end_of_last_line(path.read_bytes())
             try:
                 file.truncate(end)

@@ -27,7 +27,7 @@ def _entries(folder: int) -> list[os.DirEntry[str]]:
 
 
 def remove_tree(folder: str | Path) -> None:
-    """Removes a folder with all that is in it. Raises nothing: what cannot be removed stays.
+    """Removes a folder with all that is in it, or what is there in its place. Raises nothing: what cannot be removed stays.
 
     Folders are moved up before they are emptied, so that it takes the same time and two open files at any depth.
     """
@@ -47,6 +47,8 @@ def remove_tree(folder: str | Path) -> None:
                 os.rmdir(name, dir_fd=root)
     with contextlib.suppress(OSError):
         os.rmdir(folder)
+    with contextlib.suppress(OSError):
+        os.unlink(folder)
 
 
 def _make_writable(name: str, beside: int) -> None:

@@ -13,8 +13,9 @@ from functools import cache
 from pathlib import Path
 
 from peerlane import settings
-from peerlane.device.jit import INCLUDE_DIR, one_process, write_atomically
+from peerlane.device.jit import INCLUDE_DIR
 from peerlane.errors import CompileError, MissingDependency, UsageError
+from peerlane.files import one_process, write_atomically
 
 COMPILER = "g++"
 _HERE = Path(__file__).parent
