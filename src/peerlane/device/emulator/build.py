@@ -37,7 +37,7 @@ _DEVICE = (
     "-ftls-model=global-dynamic",
     "-ffp-contract=off",
 )
-_RUNTIME_FLAGS = ("-O3", "-g1", "-fno-exceptions")
+_RUNTIME_FLAGS = ("-O3", "-g1", "-fno-exceptions", "-fno-semantic-interposition", "-fvisibility-inlines-hidden")
 _LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs")
 
 # What cuda.h makes of __global__.
