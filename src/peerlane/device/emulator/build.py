@@ -27,7 +27,7 @@ _LANGUAGE = ("-std=c++20", "-fPIC", "-Wno-attributes", "-Wno-unknown-pragmas")
 # the return addresses, and shared variables must be found by __tls_get_addr.
 _DEVICE = (
     "-O1",
-    "-g",
+    "-g1",
     "-fsanitize=thread",
     "--param=tsan-instrument-func-entry-exit=0",
     "--param=tsan-distinguish-volatile=1",
