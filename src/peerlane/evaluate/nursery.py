@@ -192,8 +192,10 @@ def main(fd: int, confinement: Confinement, folders: list[str]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     adopt_orphans()
     orders = socket.socket(fileno=fd)
+    gc.disable()  # an import leaves little to collect and looks for it again and again
     from peerlane.evaluate import candidate, worker  # noqa: F401  (import torch, the slow part, before any fork)
 
+    gc.enable()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # torch takes back its operators one by one, for 0.1 s, in every process that ends
     gc.collect()

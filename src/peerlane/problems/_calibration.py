@@ -128,7 +128,7 @@ def margins(
     ``resolve`` puts process groups in place of the :class:`GroupRef` entries of a tree.
     """
     result = Margins()
-    for kind in (RANDOM, INTEGER) if problem.integer_exact else (RANDOM,):
+    for kind in (INTEGER, RANDOM) if problem.integer_exact else (RANDOM,):  # null answers are made from the last one's inputs
         inputs = draw_all(problem, case, secret=secret, kind=kind, device=device)
         expected = problem.oracle(case, inputs, rank)
         got, count, faults = _call_reference(problem, case, resolve(inputs[rank]))
@@ -148,7 +148,7 @@ def margins(
             if kind == INTEGER:  # sums are exact, and what is rounded after them may use the whole tolerance
                 ratios = {name: 0.0 if ratio <= 1 else math.inf for name, ratio in ratios.items()}
             _enlarge(result.variants.setdefault(variant.name, {}), ratios)
-    result.nulls = null_ratios(problem, case, rank, secret=secret, device=device)
+    result.nulls = _null_ratios(problem, case, rank, inputs, expected, secret=secret, device=device)
     return result
 
 
@@ -181,7 +181,19 @@ class _Answers(dict[int, Tree]):
 def null_ratios(problem: Problem, case: Case, rank: int, *, secret: str, device: torch.device | str = "cpu") -> dict[str, dict[str, float]]:
     """The ratios of every null answer on this rank; needs no other rank."""
     inputs = draw_all(problem, case, secret=secret, device=device)
-    expected = problem.oracle(case, inputs, rank)
+    return _null_ratios(problem, case, rank, inputs, problem.oracle(case, inputs, rank), secret=secret, device=device)
+
+
+def _null_ratios(
+    problem: Problem,
+    case: Case,
+    rank: int,
+    inputs: list[tuple[Any, ...]],
+    expected: Tree,
+    *,
+    secret: str,
+    device: torch.device | str,
+) -> dict[str, dict[str, float]]:
     answers = _Answers(lambda peer: rounded(expected if peer == rank else problem.oracle(case, inputs, peer)))
     own = ratios_of(problem, case, answers[rank], expected)
     if any(ratio > 1 for ratio in own.values()):

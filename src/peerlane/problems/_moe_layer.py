@@ -19,7 +19,7 @@ from peerlane.problems import _moe
 from peerlane.problems._collective import FP32, group_members
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case
-from peerlane.problems._tree import GroupRef, map_leaves
+from peerlane.problems._tree import GroupRef, linear_over
 
 # Logits of a token's experts lie in [-0.9, 0.9), where bfloat16 errs by 0.002; those of all others at least GAP below.
 _CHOSEN = (-0.9, 0.9)
@@ -168,11 +168,8 @@ def _floor(experts: int, k: int) -> float:
 
 def linear(draw: Draw, fan_in: int, fan_out: int, dtype: torch.dtype, gain: float = 1.0) -> torch.nn.Linear:
     """A layer that keeps the size of its input, times ``gain``; biases N(0, 0.25^2)."""
-    template = torch.nn.Linear(fan_in, fan_out, device="meta", dtype=dtype)
-    layer: torch.nn.Linear = map_leaves(
-        template, lambda each: draw.normal(each.shape, dtype, scale=gain * fan_in**-0.5 if each.dim() == 2 else _BIAS)
-    )
-    return layer
+    weight = draw.normal((fan_out, fan_in), dtype, scale=gain * fan_in**-0.5)
+    return linear_over(weight, draw.normal((fan_out,), dtype, scale=_BIAS))
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:

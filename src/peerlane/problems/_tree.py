@@ -51,9 +51,17 @@ def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -
     return torch.sparse_coo_tensor(indices, values, tuple(shape), is_coalesced=True, check_invariants=False)
 
 
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
+class _Unset(torch.nn.Linear):
+    """Draws no first parameters, which takes torch longest."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
+def linear_over(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
     """A Linear over this very storage."""
-    module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
+    module: torch.nn.Linear = _Unset(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
+    module.__class__ = torch.nn.Linear
     module.weight = torch.nn.Parameter(weight.detach())
     if bias is not None:
         module.bias = torch.nn.Parameter(bias.detach())
@@ -84,7 +92,7 @@ def map_leaves(tree: Tree, function: Callable[[torch.Tensor], Any]) -> Tree:
     if isinstance(tree, torch.Tensor):
         return function(tree)
     if isinstance(tree, torch.nn.Linear):
-        return _linear(function(tree.weight.detach()), None if tree.bias is None else function(tree.bias.detach()))
+        return linear_over(function(tree.weight.detach()), None if tree.bias is None else function(tree.bias.detach()))
     if isinstance(tree, torch.Size):
         return tree
     if isinstance(tree, list):
@@ -141,7 +149,7 @@ def rebuild(
     if kind == "sparse":
         return _sparse(next(tensors), next(tensors), description["shape"])
     if kind == "linear":
-        return _linear(next(tensors), next(tensors) if len(description["items"]) == 2 else None)
+        return linear_over(next(tensors), next(tensors) if len(description["items"]) == 2 else None)
     if kind == "list":
         return [rebuild(item, tensors, group_of) for item in description["items"]]
     if kind == "tuple":

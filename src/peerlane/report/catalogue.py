@@ -141,9 +141,15 @@ def _arguments(problem: Problem, case: Case) -> list[Entry] | None:
 
 
 class _Shapes(Draw):
-    """Saves time on the meta device, where torch spends milliseconds on a normal distribution of nothing."""
+    """Saves time on the meta device, where torch spends milliseconds on a distribution of nothing."""
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype, *, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def uniform(self, shape: Sequence[int], dtype: torch.dtype, *, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def integers(self, low: int, high: int, shape: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)
 
 

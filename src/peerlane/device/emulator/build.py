@@ -28,7 +28,7 @@ _LANGUAGE = ("-std=c++20", "-fPIC", "-Wno-attributes", "-Wno-unknown-pragmas")
 # the return addresses, and shared variables must be found by __tls_get_addr.
 _DEVICE = (
     "-O1",
-    "-g",
+    "-g1",
     "-fsanitize=thread",
     "--param=tsan-instrument-func-entry-exit=0",
     "--param=tsan-distinguish-volatile=1",
@@ -38,7 +38,7 @@ _DEVICE = (
     "-ftls-model=global-dynamic",
     "-ffp-contract=off",
 )
-_RUNTIME_FLAGS = ("-O3", "-g1", "-fno-exceptions")
+_RUNTIME_FLAGS = ("-O3", "-g1", "-fno-exceptions", "-fno-semantic-interposition", "-fvisibility-inlines-hidden")
 _LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs")
 
 # What cuda.h makes of __global__.

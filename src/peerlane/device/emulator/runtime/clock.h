@@ -89,6 +89,23 @@ inline void set(Ref<Vector>& vector, Actor actor, Clock clock) {
     vector->clock[actor] = clock;
 }
 
+// The larger of each two clocks; and bits that are set if that is not x, or not y, throughout.
+struct Differs {
+    Clock from_x, from_y;
+};
+#if defined(__x86_64__)
+__attribute__((target_clones("avx2", "default")))
+#endif
+inline Differs larger(const Clock* x, const Clock* y, Clock* __restrict z, std::uint32_t count) {
+    Differs differs{0, 0};
+    for (std::uint32_t i = 0; i < count; ++i) {
+        z[i] = x[i] > y[i] ? x[i] : y[i];
+        differs.from_x |= z[i] ^ x[i];
+        differs.from_y |= z[i] ^ y[i];
+    }
+    return differs;
+}
+
 inline Ref<Vector> join(const Ref<Vector>& a, const Ref<Vector>& b) {
     if (a == b || !b) return a;
     if (!a) return b;
@@ -96,17 +113,11 @@ inline Ref<Vector> join(const Ref<Vector>& a, const Ref<Vector>& b) {
     const Ref<Vector>& shorter = a->size >= b->size ? b : a;
     Ref<Vector> sum = Vector::make(longer->size);
     const std::uint32_t common = shorter->size;
-    Clock differs_from_longer = 0, differs_from_shorter = longer->size != common;
     const Clock* x = longer->clock;
-    const Clock* y = shorter->clock;
     Clock* z = sum->clock;
-    for (std::uint32_t i = 0; i < common; ++i) {
-        z[i] = x[i] > y[i] ? x[i] : y[i];
-        differs_from_longer |= z[i] ^ x[i];
-        differs_from_shorter |= z[i] ^ y[i];
-    }
-    if (!differs_from_longer) return longer;
-    if (!differs_from_shorter) return shorter;
+    const Differs differs = larger(x, shorter->clock, z, common);
+    if (!differs.from_x) return longer;
+    if (!differs.from_y && longer->size == common) return shorter;
     std::copy(x + common, x + longer->size, z + common);
     return sum;
 }
