@@ -51,20 +51,13 @@ def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int]) -
     return torch.sparse_coo_tensor(indices, values, tuple(shape), is_coalesced=True, check_invariants=False)
 
 
-class _Unset(torch.nn.Linear):
-    """Draws no first parameters, which takes torch longest."""
-
-    def reset_parameters(self) -> None:
-        pass
-
-
 def linear_over(weight: torch.Tensor, bias: torch.Tensor | None) -> torch.nn.Linear:
-    """A Linear over this very storage."""
-    module: torch.nn.Linear = _Unset(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
-    module.__class__ = torch.nn.Linear
+    """A Linear over this very storage, made without its constructor, which draws parameters first."""
+    module = torch.nn.Linear.__new__(torch.nn.Linear)
+    torch.nn.Module.__init__(module)
+    module.out_features, module.in_features = weight.shape
     module.weight = torch.nn.Parameter(weight.detach())
-    if bias is not None:
-        module.bias = torch.nn.Parameter(bias.detach())
+    module.register_parameter("bias", None if bias is None else torch.nn.Parameter(bias.detach()))
     return module
 
 
