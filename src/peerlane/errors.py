@@ -48,6 +48,10 @@ class CandidateChanged(PeerlaneError):
     """A candidate's file is no longer what it was when the run began; it was not judged."""
 
 
+class CaseTooLarge(PeerlaneError):
+    """A case needs more GPU memory than there is; nothing was judged on it."""
+
+
 class MissingDependency(PeerlaneError):
     """An optional dependency is absent; the message names the command that installs it."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from peerlane import problems
-from peerlane.errors import HarnessError
+from peerlane.errors import CaseTooLarge, HarnessError
 from peerlane.evaluate import examine
 from peerlane.evaluate.candidates import candidate_file, reference_candidate
 from peerlane.evaluate.examine import Examination, Job, Node
@@ -18,7 +18,7 @@ from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.stopwatch import Unmeasurable
 from peerlane.evaluate.trial import Evidence, Rejected
-from peerlane.evaluate.verdict import ModeSpeed, WrongType
+from peerlane.evaluate.verdict import ModeSpeed, NotRun, WrongType
 from peerlane.settings import Deadlines, Supply, TimingRules
 from unit.sample_results import measured
 
@@ -73,9 +73,6 @@ class ScriptedSession:
 
     def settle(self) -> None:
         self.stage.log.append("settle")
-
-    def suspect_trusted(self) -> None:
-        self.stage.log.append("suspect")
 
     def end(self, group: ScriptedGroup) -> None:
         self.stage.log.append(f"end {group.name}")
@@ -236,4 +233,10 @@ def test_a_defect_ends_one_evaluation_and_not_the_run(run: Run, stage: Stage) ->
     verdict = run().result.verdict
     assert verdict.kind == "harness_error" and "Traceback" in verdict.message
     assert verdict.reason.endswith("this is a defect of peerlane, please report it: ZeroDivisionError: by a candidate")
-    assert stage.log[-2:] == ["suspect", "end group1"]
+    assert stage.log[-1] == "end group1"
+
+
+def test_a_case_that_does_not_fit_is_nobody_s_fault(run: Run, stage: Stage) -> None:
+    stage.wrong["group1 correctness"] = CaseTooLarge("1/huge needs more memory")
+    examination = run()
+    assert examination.result.verdict == NotRun(missing="1/huge needs more memory") and not examination.healthy

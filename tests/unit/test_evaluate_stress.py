@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerlane import problems
-from peerlane.errors import HarnessError
+from peerlane.errors import CaseTooLarge, HarnessError
 from peerlane.evaluate import candidate, jitter, quiet, slices, stress, timing
 from peerlane.evaluate import trial as trial_module
 from peerlane.evaluate.arena import GUARD_BYTES, POISON, Arena, extent
@@ -281,6 +281,14 @@ def test_a_busy_trusted_rank_that_fails_is_the_harness_fault(candidate: GroupFai
     with pytest.raises(HarnessError, match="keep_busy"):
         ask_beside_a_busy_gpu(1, log, trusted=GroupFailure("exit", "correctness", "rank 1 exited", rank=1), candidate=candidate)
     assert log == [*BESIDE, "trusted dropped"]
+
+
+def test_trusted_ranks_without_memory_say_that_the_case_is_too_large() -> None:
+    log: list[Any] = []
+    failure = GroupFailure("out_of_memory", "correctness", "CUDA out of memory", rank=2)
+    with pytest.raises(CaseTooLarge, match=r"small.* needs more memory .* rank 2 ran out of it at keep_busy; use more ranks"):
+        ask_beside_a_busy_gpu(1, log, trusted=failure)
+    assert log[-1] == "trusted dropped"
 
 
 class PretendedGpu:

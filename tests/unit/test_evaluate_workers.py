@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerlane import problems
-from peerlane.errors import CompileError, DeviceTimeout
+from peerlane.errors import CompileError, DeviceTimeout, HarnessError
 from peerlane.evaluate import patches, slots, timing
 from peerlane.evaluate.candidates import candidate_file
 from peerlane.evaluate.groups import GroupFailure
@@ -45,6 +45,7 @@ def test_ranks_import_only_what_they_need(module: str) -> None:
         (RuntimeError("CUDA error: an illegal memory access was encountered"), "cuda_error"),
         (RuntimeError("CUDA error: device-side assert triggered"), "cuda_error"),
         (RuntimeError("CUDA error: out of memory"), "out_of_memory"),
+        (HarnessError("allocating an arena of 5 bytes failed: cudaErrorMemoryAllocation"), "out_of_memory"),
         (DeviceTimeout("rank 1 waited"), "cuda_error"),
         (CompileError("expected a ;"), "build_error"),
         (RuntimeError("Error building extension 'x': [1/2] nvcc"), "build_error"),

@@ -158,8 +158,8 @@ class Run:
         lacking: list[str] = []  # why the last evaluations had no ranks
         with Session(plan.device, world_size, plan.deadlines, plan.supply, self._isolation, self._progress.note) as session:
             builds = Builds(session, [job.candidate for job in jobs])
-            builds.ahead()
             for number, job in enumerate(jobs):
+                builds.ahead()
                 missing = self._quarantine.missing(world_size)
                 if len(lacking) == _RUNS_WITHOUT_RANKS:
                     missing = f"rank groups do not start here any more: {lacking[-1]}"

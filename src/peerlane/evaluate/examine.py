@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import peerlane
-from peerlane.errors import CandidateChanged, HarnessError
+from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
 from peerlane.evaluate.audit import Auditor, profiler_works
 from peerlane.evaluate.builds import Builds, lacks_compiler, needs_build
 from peerlane.evaluate.candidates import CandidateFile
@@ -130,6 +130,8 @@ class Examination:
             verdict, self.healthy = self._blame(failure), False
         except CandidateChanged as error:
             verdict = NotRun(missing=str(error))
+        except CaseTooLarge as error:
+            verdict, self.healthy = NotRun(missing=str(error)), False
         except HarnessError as error:
             verdict, self.healthy = HarnessFailure(phase=self.phase, message=str(error)), False
             self.no_ranks = isinstance(error, NoRanks)
@@ -137,7 +139,6 @@ class Examination:
             where = traceback.format_exc()[-ERROR_CHARACTERS:]
             what = f"{where}\nthis is a defect of peerlane, please report it: {type(error).__name__}: {error}"
             verdict, self.healthy = HarnessFailure(phase=self.phase, message=what), False
-            self.session.suspect_trusted()
         if not isinstance(verdict, (Correct, NotRun)) and self.group is not None:
             self.end_group()
             log = self.group.log_tail()

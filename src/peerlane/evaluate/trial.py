@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from peerlane.errors import HarnessError, ProtocolError
+from peerlane.errors import CaseTooLarge, HarnessError, ProtocolError
 from peerlane.evaluate.activity import is_count
 from peerlane.evaluate.exchanges import Exchanges, kinds_of_slots
 from peerlane.evaluate.groups import GroupFailure, RankGroup
@@ -143,6 +143,11 @@ class Trial:
         except GroupFailure as failure:
             tail = self.session.trusted.log_tail()
             self.session.drop_trusted()
+            if failure.kind == "out_of_memory":
+                raise CaseTooLarge(
+                    f"{self.case.key} needs more memory than there is beside the candidate: the evaluator's rank {failure.rank} ran out of "
+                    f"it at {what}; use more ranks, a smaller preset, or larger GPUs"
+                ) from None
             raise HarnessError(f"trusted ranks failed at {what} of {self.case.key}: {failure}\n{tail}".strip()) from None
 
     def ask(self, op: str, phase: Phase, deadline_s: float, **more: Any) -> list[Message]:

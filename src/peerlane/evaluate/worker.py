@@ -27,7 +27,14 @@ from peerlane.problems._spec import Case, GroupLayout, Problem
 Handler = Callable[[Message], dict[str, Any]]
 
 _CUDA_WORDS = ("CUDA error", "CUDA_ERROR", "cudaError", "CUBLAS_STATUS", "device-side assert", "Triton Error [CUDA]")
-_MEMORY_WORDS = ("out of memory", "OutOfMemory", "CUDA_ERROR_OUT_OF_MEMORY", "can't allocate memory", "Cannot allocate memory")
+_MEMORY_WORDS = (
+    "out of memory",
+    "OutOfMemory",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "cudaErrorMemoryAllocation",
+    "can't allocate memory",
+    "Cannot allocate memory",
+)
 
 
 def classify(error: BaseException, default: str = "runtime_error") -> str:
