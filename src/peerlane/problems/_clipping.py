@@ -30,6 +30,9 @@ _ON_CHIP_BYTES = 128 * 2**20
 # Elements that the oracle holds in float64 at a time.
 _CHUNK = 2**26
 
+# Outliers of a gradient, which make up half of its sum of squares.
+_OUTLIERS = 8
+
 
 # For the references.
 
@@ -78,7 +81,8 @@ def shard(entries: Sequence[Entry], ranks: int, place: int, axis: int = 0) -> tu
 def draw_gradients(case: Case, rank: int, draw: Draw, entries: Sequence[Entry], level: float) -> Gradients:
     """N(0, s^2) with s = level x 10^U(-0.6, 0.6) x rank_base^rank, where every parameter has its own U, the same on all ranks.
 
-    ``case["rank_base"]`` is 1.5 if absent. The level itself moves by a factor of U[1, 3), the same on all ranks.
+    ``case["rank_base"]`` is 1.5 if absent. The level itself moves by a factor of U[1, 3), the same on all ranks. A few elements of every
+    gradient, at places of the rank's own, are so large that they decide its norm: a sample of the elements does not tell it.
     """
     exponents = draw.shared.uniform((len(entries) + 1,), FP32, low=-0.6, high=0.6)
     common = level * case.params.get("rank_base", 1.5) ** rank * draw.shared.uniform((1,), FP32, low=1.0, high=3.0)
@@ -89,7 +93,10 @@ def draw_gradients(case: Case, rank: int, draw: Draw, entries: Sequence[Entry], 
             result.append(None)
         else:
             shape, dtype = entry
-            result.append(draw.normal(shape, FP32).mul_(scale).to(dtype))
+            values = draw.normal(shape, FP32).mul_(scale)
+            if values.numel() > _OUTLIERS:
+                values.view(-1)[draw.integers(0, values.numel(), (_OUTLIERS,))] *= math.sqrt(values.numel() / _OUTLIERS)
+            result.append(values.to(dtype))
     return result
 
 
@@ -191,6 +198,11 @@ def narrow_power_sum(gradients: Sequence[torch.Tensor | None], norm_type: float,
 def narrow_norm(lists: Sequence[Sequence[torch.Tensor | None]], norm_type: float, device: torch.device) -> torch.Tensor:
     """The p-norm of all gradients of these lists, from float32 sums."""
     return torch.stack([narrow_power_sum(one, norm_type, device) for one in lists]).sum().pow(1.0 / norm_type)
+
+
+def every_other(gradients: Sequence[torch.Tensor | None]) -> Gradients:
+    """Every second element of every gradient, flat."""
+    return [None if g is None else g.reshape(-1)[::2] for g in gradients]
 
 
 def coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -25,6 +25,9 @@ from peerlane.problems._spec import (
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
+# Channels of a row for each that is an outlier, beyond the first.
+_PER_OUTLIER = 256
+
 
 def reference(local_hidden_states: torch.Tensor, local_weight: torch.Tensor, variance_epsilon: float) -> torch.Tensor:
     hidden = local_hidden_states.to(torch.float32)
@@ -48,13 +51,17 @@ def _weight_dtype(case: Case) -> torch.dtype:
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Rows of unlike size, equal on all ranks (10^-1 to 10, or 10^case["decades"]), and ranks of unlike size (1.25^r, or rank_base^r).
 
-    ``outliers``: the last rank alone has channels 1000 times as large. ``extreme``: row 0 is zero, the squares of row 1 are denormal and
-    those of row 2 too large for float32, and rank 0 has a NaN in row 3.
+    In every row a few channels, at places of their own, make up half of the sum of squares: neither a sample of the channels nor one
+    rank's part of them tells it. ``outliers``: the last rank alone has channels 1000 times as large. ``extreme``: row 0 is zero, the
+    squares of row 1 are denormal and those of row 2 too large for float32, and rank 0 has a NaN in row 3.
     """
     shape = _shape(case)
     low, high = case.params.get("decades", (-1.0, 1.0))
     row_scale = 10.0 ** draw.shared.uniform((*shape[:-1], 1), FP32, low=low, high=high)
     hidden = draw.normal(shape, FP32, scale=case.params.get("rank_base", 1.25) ** rank) * row_scale
+    few = 1 + shape[-1] // _PER_OUTLIER
+    places = draw.integers(0, shape[-1], (*shape[:-1], few))
+    hidden.scatter_(-1, places, hidden.gather(-1, places) * (shape[-1] / few) ** 0.5)
     if case.params.get("outliers") and rank == case.world_size - 1:
         hidden[..., draw.permutation(shape[-1])[: -(-shape[-1] // 16)]] *= 1000.0
     if case.params.get("extreme"):
@@ -134,6 +141,12 @@ def _not_normalised(context: NullContext) -> torch.Tensor:
     return torch.mul(*context.args[:2])
 
 
+def _every_other_channel(context: NullContext) -> torch.Tensor:
+    """The mean of every second channel's square."""
+    means = [args[0].to(FP32)[..., ::2].square().mean(-1, keepdim=True) for args in context.inputs]
+    return _normalise(context.case, context.args, torch.stack(means).mean(0), 1, FP32).to(_answer_dtype(context.case))
+
+
 def _gain_ignored(context: NullContext) -> torch.Tensor:
     return _fp32_once(context.case, [(x, torch.ones_like(w), eps) for x, w, eps in context.inputs], context.rank)
 
@@ -208,6 +221,7 @@ PROBLEM = Problem(
         NullAnswer("local_statistics", "normalised with the rank's own mean square", _local_statistics),
         NullAnswer("drop_last_rank", "the last rank's squares left out of the sum", _drop_last_rank),
         NullAnswer("divided_by_local_width", "the sum over all ranks divided by the local width", _divided_by_local_width),
+        NullAnswer("every_other_channel", "the mean square of every second channel", _every_other_channel),
         NullAnswer("gain_ignored", "normalised, but not multiplied by the gain", _gain_ignored),
         NullAnswer(
             "epsilon_ignored",
@@ -228,7 +242,7 @@ PROBLEM = Problem(
     ),
     notes=(
         "The public benchmark's rows all have mean square one, so that leaving out the normalisation nearly passes; here rows and ranks "
-        "differ in size, and the gain is near one, as trained gains are.",
+        "differ in size, rows have outliers, as those of trained models, and the gain is near one, as trained gains are.",
         "Squares are float32 by definition: a row whose sum of squares overflows float32 is zero.",
         "The sizes of the MiniMax preset are approximate.",
     ),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import _clipping
-from peerlane.problems._clipping import Entry, Gradients, coefficient, narrow_norm, scaled, tensors
+from peerlane.problems._clipping import Entry, Gradients, coefficient, every_other, narrow_norm, scaled, tensors
 from peerlane.problems._collective import BF16, FP32, group_layout, group_members
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
@@ -131,6 +131,13 @@ def _with_norm_of(context: NullContext, ranks: Sequence[int], *, norm_type: floa
 
 def _local_times_root(context: NullContext) -> Answer:
     return _with_norm_of(context, [context.rank], factor=len(_members(context.case, context.rank)) ** (1 / _norm_type(context.case)))
+
+
+def _every_other_element(context: NullContext) -> Answer:
+    """Everything follows from the norm of every second element times 2^(1/p)."""
+    p = _norm_type(context.case)
+    norm = narrow_norm([every_other(context.inputs[q][0]) for q in _members_of(context)], p, _device(context.inputs)) * 2 ** (1 / p)
+    return _answer(context, norm, coefficient(norm, context.case["max_norm"]))
 
 
 def _gradients_kept(context: NullContext) -> Answer:
@@ -289,6 +296,12 @@ PROBLEM = Problem(
         NullAnswer(
             "sum_of_norms", "the sum of the ranks' norms", _sum_of_norms, cases=_everywhere("ragged", "norm_3", "strided_group", "tiny")
         ),
+        NullAnswer(
+            "every_other_element",
+            "the norm of every second element times 2^(1/p)",
+            _every_other_element,
+            cases=_everywhere("ragged", "norm_1", "norm_3", "strided_group", "tiny"),
+        ),
         NullAnswer("not_rooted", "the sum of powers returned as the norm", _not_rooted, cases=_everywhere("ragged", "norm_3", "no_group")),
         NullAnswer(
             "euclidean",
@@ -325,7 +338,8 @@ PROBLEM = Problem(
     updates=("grad_tensors",),
     notes=(
         "The public benchmark compares the norm alone, which concentrates so much that a constant passes, and never looks at the clipped "
-        "gradients; here both are compared, scales differ by parameter, rank and call, and gradients are fresh in every call.",
+        "gradients; here both are compared, scales differ by parameter, rank and call, and gradients are fresh in every call. A few "
+        "outliers make up half of every sum of squares, so that neither a sample of the elements nor one rank's norm tells the whole.",
         "A coefficient rounded to the gradients' dtype, as a product with a GPU scalar takes it, is right as well as a float32 one.",
         "The public reference creates the sum of an empty list on GPU 0 and returns 1 for norm_type = inf. Here empty lists are legal "
         "everywhere, and norm_type is finite.",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import _clipping
-from peerlane.problems._clipping import Entry, Gradients, coefficient, narrow_power_sum, scaled, tensors
+from peerlane.problems._clipping import Entry, Gradients, coefficient, every_other, narrow_power_sum, scaled, tensors
 from peerlane.problems._collective import BF16, FP32
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import (
@@ -247,6 +247,13 @@ def _local_times_root(context: NullContext) -> Answer:
     return _updated(context.case, context.args, local * context.case.world_size ** (1 / _norm_type(context.case)))
 
 
+def _every_other_element(context: NullContext) -> Answer:
+    """Everything follows from the norm of every second element times 2^(1/p)."""
+    sampled = [(every_other(args[0]), every_other(args[1])) for args in context.inputs]
+    norm = _narrow_norm(context.case, sampled, context.rank) * 2 ** (1 / _norm_type(context.case))
+    return _updated(context.case, context.args, norm)
+
+
 def _right_norm(context: NullContext, **options: Any) -> Answer:
     """The right norm, and gradients with other factors."""
     return _updated(context.case, context.args, context.answer[0], **options)
@@ -375,6 +382,12 @@ PROBLEM = Problem(
         ),
         NullAnswer("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, cases=(*_REDUCED, *_OTHERS)),
         NullAnswer(
+            "every_other_element",
+            "the norm of every second element times 2^(1/p)",
+            _every_other_element,
+            cases=(*_REDUCED, *_OTHERS),
+        ),
+        NullAnswer(
             "experts_not_reduced",
             "experts' sum not reduced",
             lambda c: _with_norm_of(c, stages=("world", None, None)),
@@ -472,6 +485,7 @@ PROBLEM = Problem(
     notes=(
         "The public benchmark compares the norm alone, and its repeated calls divide the same experts' gradients until they are zero; "
         "here divided and clipped gradients are compared as well, and gradients are fresh in every call.",
+        "A few outliers make up half of every sum of squares: neither a sample of the elements nor one rank's norm tells the whole.",
         "Experts' gradients are ep_size times as large as the others before they are divided, so that both lists count in the norm.",
         "A coefficient rounded to the gradients' dtype, as a product with a GPU scalar takes it, is right as well as a float32 one.",
         "Of DeepSeek V3, one layer with 64 of its 256 experts, to bound memory. Experts of a layer are stacked into one tensor per weight.",

@@ -29,6 +29,9 @@ from peerlane.problems._spec import (
     preset,
 )
 
+# Entries of the vocabulary, for every token, that are about as probable as its label.
+_RIVALS = 2
+
 Answer = tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -78,12 +81,13 @@ def _aux_dtype(case: Case) -> torch.dtype:
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    """Hidden states near the head's row of their label, so that labels are as probable as sampled tokens: most between 0.01 and 0.95.
+    """Hidden states near the head's rows of their label and of two rivals, so that all three are as probable as sampled tokens.
 
-    The other logits have a standard deviation of ``case["spread"]`` (2.5). Log-ratios are Student's t times ``case["noise"]`` (0.1) around
-    a drift between -3 and 3, new in every call, and about 0.8 more or less by rank: errors of bfloat16 are some percent of the metrics, and
-    wrong answers must be far off. For the same reason advantages are N(3, 0.5^2) times a sign and a size between 2^-22 and 2^-12, new in
-    every call, and a number for every rank. The head is the same on all ranks, unless ``case["own_heads"]``.
+    Rivals are anywhere in the vocabulary: the label's logit and a part of the others do not tell its probability. The other logits have a
+    standard deviation of ``case["spread"]`` (2.5). Log-ratios are Student's t times ``case["noise"]`` (0.1) around a drift between -3 and
+    3, new in every call, and about 0.8 more or less by rank: errors of bfloat16 are some percent of the metrics, and wrong answers must be
+    far off. For the same reason advantages are N(3, 0.5^2) times a sign and a size between 2^-22 and 2^-12, new in every call, and a
+    number for every rank. The head is the same on all ranks, unless ``case["own_heads"]``.
 
     ``case["data"]``: ``clamped`` (a token in seven has a log-ratio of about -30, and one on the last rank 30), ``one_ratio`` (one token on
     the last rank has a log-ratio of about 18), ``last_label`` (labels are the vocabulary's last but for one in four).
@@ -97,11 +101,13 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 
     # The other logits add up to about V exp(spread^2 / 2) after exponentiation.
     rest = math.log(vocab) + spread**2 / 2
-    rows = weight[labels].to(FP32)
-    lift = (rest + draw.uniform((count, 1), FP32, low=-4.0, high=3.0)) / spread**2
-    hidden = draw.normal((count, depth), FP32).addcmul_(rows, lift).to(case.dtype)
-    own = (hidden.to(FP32) * rows).sum(-1)
-    predicted = own - torch.logaddexp(own, torch.full_like(own, rest))
+    entries = [labels, *(draw.integers(0, vocab, (count,)) for _ in range(_RIVALS))]
+    wide = draw.normal((count, depth), FP32)
+    for entry in entries:
+        wide.addcmul_(weight[entry].to(FP32), (rest + draw.uniform((count, 1), FP32, low=-4.0, high=3.0)) / spread**2)
+    hidden = wide.to(case.dtype)
+    large = torch.stack([(hidden.to(FP32) * weight[entry].to(FP32)).sum(-1) for entry in entries])
+    predicted = large[0] - torch.logaddexp(large.logsumexp(0), torch.full_like(large[0], rest))
     drift = shared.apart((1,), low=-3.0, high=3.0) + draw.uniform((1,), FP32, low=0.6, high=1.0) * (-1) ** rank
     old = (predicted - drift - case.params.get("noise", 0.1) * student_t(draw, (count,))).clamp_(max=0.0)
     if data == "clamped":
@@ -244,6 +250,27 @@ def _with_arguments(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Cal
     return answer
 
 
+def _from_partition(context: NullContext, rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Answer:
+    """Log-probabilities from the label's logit and ``rest``, a guess at the log-sum-exp of the others from hidden states and head."""
+    every = []
+    for args in context.inputs:
+        hidden, weight = args[0].flatten(0, -2).to(FP32), args[1].to(FP32)
+        labels = args[2].flatten()
+        own = (hidden * weight[labels.masked_fill(labels == _ignore_index(args), 0)]).sum(-1)
+        cross_entropy = torch.logaddexp(own, rest(hidden, weight)) - own
+        every.append(_token_terms(args, cross_entropy.masked_fill(labels == _ignore_index(args), 0.0).view(args[2].shape)))
+    return _assembled(context.case, every, context.rank, FP32)
+
+
+def _average_vocabulary(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """What logits with the variance of the head's entries times |h|^2 come to."""
+    return math.log(len(weight)) + weight.var() * hidden.square().sum(-1) / 2
+
+
+def _half_vocabulary(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (hidden @ weight[::2].t()).logsumexp(-1) + math.log(2.0)
+
+
 def _no_communication(context: NullContext) -> Answer:
     return _wide_logits(context.case, [context.args], 0)
 
@@ -382,6 +409,18 @@ PROBLEM = Problem(
             _mean_of_means,
             cases=_labels("silent_rank_fp32", "one_ratio_fp32", dtype=FP32),
         ),
+        NullAnswer(
+            "average_vocabulary",
+            "the label's logit, and a closed form for all others",
+            lambda c: _from_partition(c, _average_vocabulary),
+            cases=_labels(),
+        ),
+        NullAnswer(
+            "half_vocabulary",
+            "the label's logit, and every second other one",
+            lambda c: _from_partition(c, _half_vocabulary),
+            cases=_labels(),
+        ),
         NullAnswer("all_tokens_counted", "divided by the number of all tokens", _all_tokens_counted, cases=_labels(dtype=FP32)),
     ),
     honest_variants=(
@@ -404,8 +443,8 @@ PROBLEM = Problem(
     replicated=("metrics",),
     notes=(
         "The public benchmark's logits have a standard deviation of 32, so that all log-ratios are clamped, and ratios, loss and gradients "
-        "are constants; its heads differ between ranks. Here labels have the probabilities of sampled tokens, old log-probabilities are "
-        "near the new ones but for a drift, and the head is the same on all ranks but in one case.",
+        "are constants; its heads differ between ranks. Here labels have the probabilities of sampled tokens, some of the others are as "
+        "probable, old log-probabilities are near the new ones but for a drift, and the head is the same on all ranks but in one case.",
         "On a rank without valid tokens the public reference passes another dtype to a collective than the other ranks. Here such a rank "
         "counts as having none.",
         "The public reference's loss carries a gradient, by adding and taking away a sum over the rank's own tokens, whose rounding "

@@ -27,6 +27,9 @@ from peerlane.problems._spec import (
 
 FP64 = torch.float64
 
+# Channels of a row for each that is an outlier: shorter rows have none.
+_PER_OUTLIER = 1024
+
 
 def reference(rs_input_1d: torch.Tensor, gamma: torch.Tensor, eps: float) -> torch.Tensor:
     world = dist.get_world_size()
@@ -49,12 +52,17 @@ def _rows(case: Case) -> int:
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Rows of unlike size, equal on all ranks (10^case["decades"]), whose mean is 0.3 of their deviation; ranks of unlike size.
 
+    In long rows a few channels, the same on all ranks, make up half of the sum of squares: a sample of the channels does not tell it.
+
     ``case["pattern"]``: ``outlier`` makes one channel 1000 times as large; ``cancelling`` adds to rank 0 terms 64 times as large that rank
     1 takes away; ``special`` puts a NaN (rank 0) in row 0 and an infinity (last rank) in row 1 of every rank's rows, and makes row 2 zero.
     """
     shape = (case.world_size, _rows(case), case["hidden"])
     low, high = case.params.get("decades", (-0.5, 0.5))
     x = draw.normal(shape, FP32, scale=1.0 + 0.1 * rank, shift=0.3)
+    if few := shape[-1] // _PER_OUTLIER:
+        places = draw.shared.integers(0, shape[-1], (*shape[:-1], few))
+        x.scatter_(-1, places, x.gather(-1, places) * (shape[-1] / few) ** 0.5)
     pattern = case.params.get("pattern")
     if pattern == "outlier":
         x[..., draw.shared.permutation(shape[-1])[:1]] *= 1000.0
@@ -145,6 +153,13 @@ def _sum_instead_of_mean(context: NullContext) -> torch.Tensor:
     return _normalised(context.case, context.args[1:], mean * context.case.world_size)
 
 
+def _every_other_channel(context: NullContext) -> torch.Tensor:
+    """The mean of every second channel's square."""
+    mean = _wide_mean(context.case, context.inputs, context.rank)
+    scale = torch.rsqrt(mean[:, ::2].square().mean(-1, keepdim=True) + context.args[2])
+    return torch.mul(mean * scale, context.args[1].to(FP32)).to(context.case.dtype)
+
+
 def _centred(context: NullContext) -> torch.Tensor:
     mean = _wide_mean(context.case, context.inputs, context.rank)
     return _normalised(context.case, context.args[1:], mean - mean.mean(-1, keepdim=True))
@@ -187,6 +202,7 @@ def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
     return case(label, dtype, **{"rows": 5, "hidden": 40, "eps": 1e-6, **params})
 
 
+_LONG_ROWS = ("production_llama3_70b_sp/bf16", "production_llama3_8b_sp/bf16", "production_deepseek_v3_decode/bf16")
 _EPS_MATTERS = ("small/large_eps_bf16", "small/decades_bf16", "small/decades_fp32")
 
 PROBLEM = Problem(
@@ -237,6 +253,7 @@ PROBLEM = Problem(
         NullAnswer("not_normalised", "the mean times the gain", _not_normalised),
         NullAnswer("normalised_first", "normalised before the mean over ranks", _normalised_first),
         NullAnswer("one_statistic", "one root mean square for all rows", _one_statistic),
+        NullAnswer("every_other_channel", "the mean square of every second channel", _every_other_channel, cases=_LONG_ROWS),
         NullAnswer("centred", "layer norm: the row's mean taken away first", _centred),
         NullAnswer("gain_ignored", "normalised, but not multiplied by the gain", lambda c: _with(c, gamma=1.0)),
         NullAnswer("sum_instead_of_mean", "W times the mean: shows through eps alone", _sum_instead_of_mean, cases=_EPS_MATTERS),
@@ -248,7 +265,7 @@ PROBLEM = Problem(
     ),
     notes=(
         "In the public benchmark eps has no effect, so that a sum over ranks instead of a mean goes unseen, and the rows have no mean, so "
-        "that layer norm nearly passes; here eps matters in some cases, and every row has a mean.",
+        "that layer norm nearly passes; here eps matters in some cases, every row has a mean, and long rows have outliers.",
         "The public benchmark judges by its reference, whose sums in bfloat16 are the largest error; here a wider sum is never wrong.",
         "A zero row gives zeros; an infinite sum gives NaN in its place and zeros in the rest of its row.",
     ),

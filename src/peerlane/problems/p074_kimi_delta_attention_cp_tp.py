@@ -109,6 +109,7 @@ def _local_length(case: Case) -> int:
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """q, k, v and beta of N(0, 1), a_log of N(0, 0.01); g of N(-4, 1) and dt_bias in [-4, 3): decay 0.2 to 0.999 by channel.
 
+    A quarter of the heads (of four or more) hardly decays and writes little, so that it remembers ten thousand tokens.
     ``case["pattern"]`` may make them hard:
 
     * ``carried``: v is zero but on the first rank of the sequence, there is next to no decay, and beta is small on the other ranks
@@ -124,6 +125,9 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     g, beta = draw.normal((*tokens, depth), FP32, shift=-4.0), draw.normal(tokens, FP32)
     a_log = draw.shared.normal((heads,), case.dtype, scale=0.1)
     dt_bias = draw.shared.uniform((heads * depth,), case.dtype, low=-4.0, high=3.0)
+    patient = draw.shared.permutation(heads)[: heads // 4]
+    g[:, :, patient] -= 8.0
+    beta[:, :, patient] -= 5.0
     match pattern:
         case "carried":
             g -= 8.0
@@ -304,6 +308,12 @@ def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
 # Where earlier ranks' tokens make no difference: they are overwritten, or have decayed.
 _FORGETFUL = ("repeated", "fast")
 _REMEMBERING = _labels(lambda params: params.get("pattern") not in _FORGETFUL)
+# Where a sequence has three ranks or more, and their states are remembered.
+_FAR = tuple(
+    f"{name}/w{world_size}"
+    for name in _labels(lambda params: params.get("pattern") == "carried" or "length" in params)
+    for world_size in (4, 8)
+)
 _SUMMED = ("small/summed_bf16", "small/summed_fp32", "pkb/bf16/w4", "pkb/bf16/w8", "production_kimi_linear_tp2/bf16")
 
 PROBLEM = Problem(
@@ -343,6 +353,12 @@ PROBLEM = Problem(
             "the sequence without the first rank's tokens",
             lambda c: _sequence_of(c, lambda rank: _until(c.case, rank)[1:] or [rank]),
             cases=_REMEMBERING,
+        ),
+        NullAnswer(
+            "previous_rank_only",
+            "from a state of zero at the previous rank's first token",
+            lambda c: _sequence_of(c, lambda rank: _until(c.case, rank)[-2:]),
+            cases=_FAR,
         ),
         NullAnswer(
             "not_summed", "without the other tensor-parallel ranks", lambda c: _added(c.case, c.inputs, [c.rank], _recurrent), cases=_SUMMED
@@ -391,8 +407,8 @@ PROBLEM = Problem(
     process_groups=process_groups,
     notes=(
         "The public benchmark's decay is 0.14 on average: the state dies with the next token, and an answer without communication passes. "
-        "Here decay is 0.2 to 0.999 by channel, so that hundreds of tokens are remembered, and errors are measured by the size of the "
-        "state.",
+        "Here decay is 0.2 to 0.999 by channel, so that hundreds of tokens are remembered, and ten thousand by some heads, so that states "
+        "of ranks far behind count; errors are measured by the size of the state.",
         "The public reference goes token by token through the whole sequence and sums all of it; here it goes in chunks, up to the rank's "
         "last token, and sums the rank's own tokens, which gives the same answer.",
         "On two ranks there is no tensor parallelism, as in the public benchmark.",
