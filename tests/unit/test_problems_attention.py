@@ -12,16 +12,19 @@ import torch.nn.functional as F
 from peerlane import problems
 from peerlane.problems import Case, Draw, Expected
 from peerlane.problems._attention import Grid, score_pieces
+from peerlane.problems._calibration import ratios_of
 from peerlane.problems._judge import expected_leaves
+from peerlane.problems._spec import NullContext
+from peerlane.problems.p058_openclip_contrastive_loss import _from_moments, _subjects
 from peerlane.problems.p077_range_shuffled_async_attention import key_ranges
 
-FP64 = torch.float64
+BF16, FP64 = torch.bfloat16, torch.float64
 
 
-def all_inputs(case: Case) -> list[tuple[Any, ...]]:
+def all_inputs(case: Case, block: int = 0) -> list[tuple[Any, ...]]:
     number = case.problem
     return [
-        problems.get(number).inputs(case, rank, Draw(secret="unit", case_key=case.key, slot=0, block=0, rank=rank))
+        problems.get(number).inputs(case, rank, Draw(secret="unit", case_key=case.key, slot=0, block=block, rank=rank))
         for rank in range(case.world_size)
     ]
 
@@ -289,6 +292,52 @@ def test_every_ranks_texts_weigh_in_the_public_shape() -> None:
         shares[rank] = blocks / blocks.sum()
     shares.fill_diagonal_(0.0)
     assert shares.amax(0).min() > 0.05 and shares.max() > 1 / 7
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_no_few_clusters_stand_for_texts_in_the_public_shape(world_size: int) -> None:
+    """In the timed case, whose bfloat16 tolerance is the widest: not even as many clusters as there are subjects."""
+    problem = problems.get(58)
+    case = problem.cases("pkb", world_size)[0]
+    assert case.dtype == BF16
+    inputs = all_inputs(case)
+    summaries = {"two": (2, False), "eight": (8, False), "subjects": (2 * _subjects(1024 // world_size), False), "no_product": (2, True)}
+    furthest = dict.fromkeys(summaries, 0.0)
+    for rank, [expected] in enumerate(oracles(case, inputs)):
+        context = NullContext(case, rank, inputs, {}, None)
+        ratio = ratios_of(problem, case, expected.value.to(BF16), expected)["loss"]
+        assert ratio <= 0.5
+        for name, (count, own) in summaries.items():
+            ratio = ratios_of(problem, case, _from_moments(context, count, own), expected)["loss"]
+            furthest[name] = max(furthest[name], ratio)
+    assert min(furthest.values()) > 10.0, furthest
+
+
+def test_clusters_moments_stand_for_texts_that_are_clustered() -> None:
+    """The estimate itself is good, where texts are all about two subjects: it is the inputs that make it fail."""
+    case = problems.get(58).cases("pkb", 2)[0]
+    (images, _, scale, bias, group), (_, texts, *_) = all_inputs(case)
+    noise = F.normalize(texts.float()[torch.randperm(512, generator=torch.Generator().manual_seed(0))])
+    centres = F.normalize(noise[:2])[torch.arange(512) % 2]
+    clustered = F.normalize(0.7 * centres + 0.7 * F.normalize(torch.randn(512, 1024, generator=torch.Generator().manual_seed(1)))).to(BF16)
+    inputs = [(images, images, scale, bias, group), (images, clustered, scale, bias, group)]
+    got = _from_moments(NullContext(case, 0, inputs, {}, None), 2, False)
+    [expected] = oracles(case, inputs)[0]
+    assert ratios_of(problems.get(58), case, got, expected)["loss"] <= 1.0
+
+
+def test_regular_samples_of_texts_are_not_fair() -> None:
+    """Halves, even places and every fourth: the share of texts near a subject is several standard deviations of a fair sample off."""
+    case = problems.get(58).cases("pkb", 2)[0]
+    off: dict[str, list[float]] = {"half": [], "even": [], "fourth": []}
+    for block in range(6):
+        for images, texts, *_ in all_inputs(case, block=block):
+            alike = images.float() @ texts.float().t() > 0.7
+            hard = alike.fill_diagonal_(False).any(0).float()
+            for name, sample in (("half", hard[:256]), ("even", hard[::2]), ("fourth", hard[::4])):
+                fair = (hard.var() / len(sample) * (1 - len(sample) / 512)).sqrt()
+                off[name].append(float((sample.mean() - hard.mean()) / fair))
+    assert all(torch.tensor(each).square().mean().sqrt() > 1.8 for each in off.values()), off
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,12 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 
     The slope is 20 or less from the most to the least popular expert: times a number for every rank, no two of which are close, and times
     one that all ranks share, by turns large and small. Ranks' losses lie between top_k and num_experts, and change from call to call.
-    Padding tokens prefer the least popular experts. ``case["data"]``:
+    Padding tokens prefer the least popular experts.
+
+    With ``case["uneven"]`` the slope is 8 or less, and tokens collapse on an unpopular expert, another one on every rank and the same in
+    all its layers: in every layer a stretch of tokens but for every second, third or fourth, as periodic text would make them. Stretches'
+    lengths are like slopes. Where they lie and with which token they begin is random, and the latter the same on all ranks in every other
+    layer, so that no few tokens at regular distances have the popularity of all. ``case["data"]``:
 
     * ``ties``: logits are multiples of a quarter
     * ``collapsed``: on the last rank one expert takes nearly all tokens
@@ -92,11 +97,12 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     * ``nothing_valid``: the last rank's mask is all zero
     """
     experts, tokens, layers, data = case["experts"], _tokens(case), _layers(case), case.params.get("data")
+    uneven = case.params.get("uneven", False)
     last = rank == case.world_size - 1
     order = draw.shared.permutation(experts).roll(rank * experts // case.world_size)
     slope = torch.linspace(0.5, -0.5, experts, device=draw.device)[order]
     place = (draw.shared.permutation(case.world_size)[rank] + draw.uniform((1,), FP32, low=0.8)) / case.world_size
-    strength = 20.0 * place.square() * torch.exp2(draw.shared.apart((1,), low=-3.0, high=0.0))
+    strength = (8.0 if uneven else 20.0) * place.square() * torch.exp2(draw.shared.apart((1,), low=-3.0, high=0.0))
     if data == "collapsed" and last:
         strength = strength + 40.0
     bias = slope * strength
@@ -109,6 +115,10 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     logits = [draw.normal((tokens, experts), FP32) for _ in range(layers)]
     for part in logits:
         part += bias if mask is None else torch.where(mask.view(-1, 1) == 1, bias, -bias)
+    if uneven:
+        stretch = tokens * (0.5 + 0.5 * place) * draw.shared.apart((1,), low=0.6, high=1.0)
+        _collapse(logits, mask, slope.argsort()[draw.shared.integers(0, experts // 2, (1,))], stretch, draw)
+    for part in logits:
         if data == "ties":
             part.mul_(4.0).round_().div_(4.0)
         elif data == "disabled":
@@ -119,6 +129,22 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         mask.zero_()
     parts = tuple(part.to(case.dtype) for part in logits)
     return parts if case.params.get("as_tuple") else torch.cat(parts), experts, case["k"], mask
+
+
+def _collapse(logits: Sequence[torch.Tensor], mask: torch.Tensor | None, expert: torch.Tensor, stretch: torch.Tensor, draw: Draw) -> None:
+    """Gives ``expert`` a probability of about 0.95 in ``stretch`` tokens of every layer, which may go round its end, but for every second,
+    third or fourth of them, and for padding."""
+    tokens, experts = logits[0].shape
+    index, chosen = torch.arange(tokens, device=draw.device), torch.arange(experts, device=draw.device) == expert
+    turn, first = draw.shared.integers(0, 2, (1,)), draw.shared.integers(0, 12, (1,))
+    for layer, part in enumerate(logits):
+        distance = 1 + draw.integers(0, 4, (1,)).clamp_(min=1)  # 2, 2, 3 or 4
+        left_out = (index + torch.where(turn == layer % 2, first, draw.integers(0, 12, (1,)))) % distance == 0
+        within = ((index + draw.integers(0, tokens, (1,))) % tokens < stretch) & ~left_out
+        if mask is not None:
+            within &= mask.view(-1) == 1
+        logit = part.logsumexp(-1, keepdim=True) + draw.uniform((tokens, 1), FP32, low=2.0, high=4.0)
+        part.copy_(torch.where(within.unsqueeze(-1) & chosen, logit, part))
 
 
 def _whole(args: tuple[Any, ...]) -> torch.Tensor:
@@ -177,7 +203,11 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
 
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
-    """One roundoff for mean probabilities in the logits' dtype (those of single tokens' probabilities average out), and that of sums."""
+    """One roundoff for mean probabilities in the logits' dtype, and that of sums.
+
+    Roundings of single tokens' probabilities average out. Those of mean probabilities need not: the most popular expert makes most of a
+    loss.
+    """
     return {"loss": Tolerance(relative=(UNIT_ROUNDOFF[case.dtype] if case.dtype != FP32 else 0.0) + 2 * _SUMS)}
 
 
@@ -225,6 +255,18 @@ def _first_layer(context: NullContext) -> torch.Tensor:
     return _mean([_answer_of((args[0][0], *args[1:]), context.case["k"]) for args in context.inputs])
 
 
+def _every_kth(context: NullContext, distance: int, turning: bool) -> torch.Tensor:
+    """The loss of every k-th token of every layer: the first and so on, or ``turning``, one token later in every layer."""
+    losses = []
+    for gate, _, top_k, mask in context.inputs:
+        layers = [gate] if isinstance(gate, torch.Tensor) else gate
+        samples = [slice(layer % distance if turning else 0, None, distance) for layer in range(len(layers))]
+        weights = layers[0].new_ones(len(layers[0]), dtype=FP32) if mask is None else mask.reshape(-1).to(FP32)
+        logits = torch.cat([layer[sample] for layer, sample in zip(layers, samples, strict=True)])
+        losses.append(_loss(logits, torch.cat([weights[sample] for sample in samples]), top_k))
+    return _mean(losses)
+
+
 def _all_chosen(context: NullContext) -> torch.Tensor:
     """Every ratio of tokens is k / E, as if the router were balanced: the loss is k."""
     return torch.full_like(context.answer, float(context.case["k"]))
@@ -263,7 +305,7 @@ _PADDED: Mapping[str, Any] = {"batch": (3, 20), "padding": 0.5, "layers": 2, "as
 PRESETS = (
     preset(
         "small",
-        "one and several layers, masks, 1 to 8 choices, an odd number of experts, ties, collapsed routers, disabled experts, NaN",
+        "one and several layers, masks, 1 to 8 choices, odd numbers of experts, ties, collapsed routers and tokens, disabled experts, NaN",
         _small("plain_fp32", FP32),
         _small("plain_bf16", BF16),
         _small("seven_tokens_fp32", FP32, tokens=7),
@@ -275,6 +317,8 @@ PRESETS = (
         _small("ties_bf16", BF16, data="ties", experts=8),
         _small("collapsed_fp32", FP32, data="collapsed", experts=8, k=1),
         _small("disabled_experts_bf16", BF16, data="disabled", experts=9),
+        _small("uneven_bf16", BF16, tokens=48, layers=24, as_tuple=True, experts=8, uneven=True),
+        _small("uneven_fp32", FP32, layers=5, as_tuple=True, uneven=True),
         _small("nan_fp32", FP32, data="nan"),
         _small("nothing_valid_fp32", FP32, data="nothing_valid", **_PADDED),
     ),
@@ -282,17 +326,17 @@ PRESETS = (
     preset(
         "production_mixtral_8x7b",
         "32 layers x 4 sequences of 1024 tokens, a quarter of them padding",
-        case("bf16", BF16, batch=(4, 1024), padding=0.25, layers=32, as_tuple=True, experts=8, k=2),
+        case("bf16", BF16, batch=(4, 1024), padding=0.25, layers=32, as_tuple=True, experts=8, k=2, uneven=True),
     ),
     preset(
         "production_qwen3_30b_a3b",
         "48 layers x 8192 tokens, 8 of 128 experts",
-        case("bf16", BF16, tokens=8192, layers=48, as_tuple=True, experts=128, k=8),
+        case("bf16", BF16, tokens=8192, layers=48, as_tuple=True, experts=128, k=8, uneven=True),
     ),
     preset(
         "production_deepseek_v3",
         "58 layers x 4096 tokens, 8 of 256 experts",
-        case("fp32", FP32, tokens=4096, layers=58, as_tuple=True, experts=256, k=8),
+        case("fp32", FP32, tokens=4096, layers=58, as_tuple=True, experts=256, k=8, uneven=True),
     ),
 )
 
@@ -309,6 +353,7 @@ def _labels(test: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
 
 
 _DEFINED = _labels(lambda params: True)
+_UNEVEN = _labels(lambda params: params.get("uneven", False))
 _FLOAT32 = tuple(label for label in _DEFINED if label.endswith("fp32"))
 
 PROBLEM = Problem(
@@ -348,6 +393,20 @@ PROBLEM = Problem(
             _probabilities_squared,
             cases=_FLOAT32,
         ),
+        NullAnswer("every_other", "every second token only", lambda c: _every_kth(c, 2, turning=False), cases=_UNEVEN),
+        NullAnswer("every_fourth", "every fourth token only", lambda c: _every_kth(c, 4, turning=False), cases=_UNEVEN),
+        NullAnswer(
+            "every_fourth_in_turn",
+            "every fourth token only, of every layer one later than of the last",
+            lambda c: _every_kth(c, 4, turning=True),
+            cases=_UNEVEN,
+        ),
+        NullAnswer(
+            "sixteenth_in_turn",
+            "every sixteenth token only, of every layer one later than of the last",
+            lambda c: _every_kth(c, 16, turning=True),
+            cases=_UNEVEN,
+        ),
         NullAnswer(
             "mask_ignored",
             "padding counted",
@@ -375,6 +434,8 @@ PROBLEM = Problem(
         "The mean of the ranks' losses is asked for, not the loss of the global batch: that is the public semantics.",
         "The public benchmark's logits have no preferred expert, so that the constant top_k passes without a look at them. Here experts "
         "are unequally popular, in another order and to another degree on every rank and in every call.",
+        "In production presets experts' popularity hangs on tokens' places, so that the loss of every second, fourth or sixteenth token is "
+        "far off. That of tokens at irregular places is not always: the mean over so many has an error like a rounding to bfloat16.",
         "Skew that were only rotated from rank to rank would give every rank the same loss, and hide whether ranks communicate.",
         "Of experts whose probabilities agree within bfloat16's rounding any may be chosen: the oracle gives the least and largest loss.",
     ),
