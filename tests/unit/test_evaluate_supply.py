@@ -275,71 +275,66 @@ def test_a_gpu_in_quarantine_leaves_the_rest_of_the_run_undone(monkeypatch: pyte
     assert [item.verdict.kind for item in results] == ["not_run"] * 3 and "GPU is lost" in results[2].verdict.reason
 
 
-def test_a_full_disk_is_no_build_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Builder(Group):
+    """Whatever it builds fails."""
+
+    overdue = False
+
+    def admit(self, sha256: str) -> None: ...
+
+    def ask(self, *_: Any) -> None: ...
+
+    def begin(self, *_: Any) -> None: ...
+
+
+class Building:
+    """A session that has builders only; ``built`` are those that it gave."""
+
+    supply = Supply()
+    deadlines = EvaluationPlan([]).deadlines
+
+    def __init__(self) -> None:
+        self.built: list[Builder] = []
+
+    def builder(self) -> Any:
+        self.built.append(Builder(0, good=False))
+        return self.built[-1]
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> Any:
+    """A candidate that is to be built."""
+    path = tmp_path / "1_x_cuda.py"
+    path.write_text("")
+    (candidate,) = discover([str(path)])
+    return candidate
+
+
+def test_a_full_disk_is_no_build_error(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever runs out of disk space while it compiles is not to blame."""
-
-    class Builder(Group):
-        def admit(self, sha256: str) -> None: ...
-
-        def ask(self, *_: Any) -> None: ...
-
-        def begin(self, *_: Any) -> None: ...
 
     class Room:
         free = 1 << 20
 
-    class Session:
-        supply = Supply()
-        deadlines = EvaluationPlan([]).deadlines
-
-        def builder(self) -> Any:
-            return Builder(0, good=False)
-
-    path = tmp_path / "1_x_cuda.py"
-    path.write_text("")
-    (candidate,) = discover([str(path)])
-    session: Any = Session()
+    session: Any = Building()
     with pytest.raises(GroupFailure):
-        builds.Builds(session, []).finish(candidate)
+        builds.Builds(session, []).finish(compiled)
     monkeypatch.setattr("shutil.disk_usage", lambda _: Room())
     with pytest.raises(HarnessError, match=r"disk of .* is full"):
-        builds.Builds(session, []).finish(candidate)
+        builds.Builds(session, []).finish(compiled)
 
 
-def test_a_build_that_takes_too_long_ends_before_its_turn(tmp_path: Path) -> None:
+def test_a_build_that_takes_too_long_ends_before_its_turn(compiled: Any) -> None:
     """It runs beside the evaluations of others, and may do so to disturb them."""
-    ended: list[str] = []
-
-    class Builder(Group):
-        overdue = True
-
-        def admit(self, sha256: str) -> None: ...
-
-        def ask(self, *_: Any) -> None: ...
-
-        def begin(self, *_: Any) -> None: ...
-
-        def kill(self) -> None:
-            ended.append("killed")
-
-    class Session:
-        supply = Supply()
-        deadlines = EvaluationPlan([]).deadlines
-
-        def builder(self) -> Any:
-            return Builder(0, good=False)
-
-    path = tmp_path / "1_x_cuda.py"
-    path.write_text("")
-    (candidate,) = discover([str(path)])
-    session: Any = Session()
-    ahead = builds.Builds(session, [])
-    ahead._candidates[candidate.path] = candidate
-    ahead._upcoming.append(candidate.path)
+    session: Any = Building()
+    ahead = builds.Builds(session, [compiled])
     ahead.ahead()
-    assert ended == []
+    (builder,) = session.built
     ahead.ahead()
-    assert ended == ["killed"]
+    assert not builder.killed
+    builder.overdue = True
+    ahead.ahead()
+    assert builder.killed
     with pytest.raises(GroupFailure):
-        ahead.finish(candidate)
-    assert ended == ["killed"]
+        ahead.finish(compiled)
+    assert session.built == [builder]
