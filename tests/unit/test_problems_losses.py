@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from peerlane import problems
+from peerlane.problems._calibration import ratios_of
 from peerlane.problems._draw import Draw
 from peerlane.problems._importance import evaluate
-from peerlane.problems._spec import Case
+from peerlane.problems._spec import Case, NullContext
 from peerlane.problems.p024_load_balancing_loss_fn import local_loss
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -140,6 +142,41 @@ def test_skew_differs_between_ranks_and_calls() -> None:
     assert all(max(losses) > 1.3 * min(losses) and min(losses) > 2.0 and max(losses) < 8.0 for losses in calls)
     means = [sum(losses) / 4 for losses in calls]
     assert max(means) > 1.3 * min(means)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_no_regular_sample_of_many_tokens_has_the_popularity_of_all(world_size: int) -> None:
+    """Where tokens' places mean nothing every sample passes: the bfloat16 tolerance is wider than the error of so many tokens' mean."""
+    problem = problems.get(24)
+    case = problem.case("production_mixtral_8x7b", "bf16", world_size)
+    wrong = [
+        null for null in problem.null_answers if null.name in ("every_other", "every_fourth", "every_fourth_in_turn", "sixteenth_in_turn")
+    ]
+    assert len(wrong) == 4 and all(null.applies(case) for null in wrong)
+    for uneven in (True, False):
+        drawn = replace(case, params={**case.params, "uneven": uneven})
+        inputs = arguments(drawn)
+        expected = problem.oracle(drawn, inputs, 0)
+        ratios = {
+            null.name: ratios_of(problem, drawn, null.answer(NullContext(drawn, 0, inputs, {}, None)), expected)["loss"] for null in wrong
+        }
+        assert all(ratio > 10.0 if uneven else ratio <= 1.0 for ratio in ratios.values()), ratios
+
+
+def test_tokens_collapse_in_every_layer_but_not_padding() -> None:
+    """On one expert, another one on every rank, with the probabilities of a confident router."""
+    case = problems.get(24).case("production_mixtral_8x7b", "bf16", 4)
+    experts = []
+    for layers, _, _, mask in arguments(case):
+        probabilities = torch.stack(layers).float().softmax(-1)
+        valid = mask.flatten().bool()
+        confident = (probabilities[:, valid] > 0.85) & (probabilities[:, valid] < 0.99)
+        shares = confident.float().mean(1)
+        expert = int(shares.mean(0).argmax())
+        experts.append(expert)
+        assert (shares[:, expert] > 0.1).all() and (shares[:, expert] < 0.8).all()
+        assert ((probabilities[:, ~valid, expert] > 0.85).float().mean() < 0.5 * shares[:, expert].mean()) or not (~valid).any()
+    assert len(set(experts)) == 4
 
 
 def test_a_mask_of_zeros_gives_nan_everywhere() -> None:

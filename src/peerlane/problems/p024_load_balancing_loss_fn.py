@@ -205,8 +205,7 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
     """One roundoff for mean probabilities in the logits' dtype, and that of sums.
 
-    Roundings of single tokens' probabilities average out. Those of mean probabilities need not: the most popular expert makes most of a
-    loss.
+    Roundings of single tokens' probabilities average out. Those of mean probabilities need not, where one expert makes most of the loss.
     """
     return {"loss": Tolerance(relative=(UNIT_ROUNDOFF[case.dtype] if case.dtype != FP32 else 0.0) + 2 * _SUMS)}
 
