@@ -352,7 +352,8 @@ def _labels(test: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
 
 
 _DEFINED = _labels(lambda params: True)
-_UNEVEN = _labels(lambda params: params.get("uneven", False))
+# A small case in bfloat16 has so few layers that by chance a sample is fair, now and then.
+_UNEVEN = tuple(label for label in _labels(lambda params: params.get("uneven", False)) if label != "small/uneven_bf16")
 _FLOAT32 = tuple(label for label in _DEFINED if label.endswith("fp32"))
 
 PROBLEM = Problem(

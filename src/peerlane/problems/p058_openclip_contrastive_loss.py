@@ -53,7 +53,7 @@ def _batch(case: Case, rank: int) -> int:
 
 def _subjects(batch: int) -> int:
     """Twice as many subjects as these directions: twelve of a rank's pairs for each."""
-    return max(2, batch // 24)
+    return max(1, batch // 24)
 
 
 def _unevenly(batch: int, draw: Draw) -> torch.Tensor:
@@ -297,11 +297,11 @@ PRESETS = (
         _small("no_bias_fp32", bias=0.0, hard_logit=2.0),
         _small("wide_bf16", BF16, batch=33, depth=70, pair_cosine=0.95),
         _small("trained_fp32", batch=16, depth=384, scale=60.0, bias=-12.0, hard_logit=0.0, pair_cosine=0.3),
-        _small("trained_bf16", BF16, batch=16, depth=384, scale=60.0, bias=-12.0, hard_logit=1.0, pair_cosine=0.3),
+        _small("trained_bf16", BF16, batch=40, depth=384, scale=60.0, bias=-12.0, hard_logit=1.0, pair_cosine=0.3),
         _small("overflow_fp32", scale=250.0, bias=-20.0, hard_logit=180.0, pair_cosine=0.9),
         _small("duplicate_fp32", pattern="duplicate"),
         _small("nan_fp32", pattern="nan"),
-        _small("strided_group_bf16", BF16, group="strided", world_sizes=(4, 8)),
+        _small("strided_group_bf16", BF16, batch=24, group="strided", world_sizes=(4, 8)),
     ),
     preset(
         "pkb",
