@@ -435,7 +435,7 @@ PROBLEM = Problem(
         "The public benchmark's logits have no preferred expert, so that the constant top_k passes without a look at them. Here experts "
         "are unequally popular, in another order and to another degree on every rank and in every call.",
         "In production presets experts' popularity hangs on tokens' places, so that the loss of every second, fourth or sixteenth token is "
-        "far off. That of tokens at irregular places is not always: the mean over so many has an error like a rounding to bfloat16.",
+        "far off. Of every fifth, or of those at irregular places, it need not be: the mean over so many errs like a rounding to bfloat16.",
         "Skew that were only rotated from rank to rank would give every rank the same loss, and hide whether ranks communicate.",
         "Of experts whose probabilities agree within bfloat16's rounding any may be chosen: the oracle gives the least and largest loss.",
     ),
