@@ -52,6 +52,19 @@ def test_answers_that_waited_longer_than_the_deadline_count(pair: tuple[RankGrou
     assert len(group.finish()) == 2
 
 
+def test_whether_a_group_answers_is_known_without_waiting(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "build"}, "build", 5)
+    assert not group.answering
+    far.ranks[1].send({"ok": True})
+    assert group.answering
+    far.ranks[0].send({"ok": True})
+    assert len(group.finish()) == 2
+    assert not group.answering
+    far.leader.send({"exited": 0, "status": 1})
+    assert group.answering
+
+
 def test_a_rank_that_does_not_answer_hangs_and_is_named(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
     group.begin({"op": "call"}, "first_call", 0.1)

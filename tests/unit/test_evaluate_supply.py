@@ -267,7 +267,22 @@ def test_a_file_of_no_problem_is_named(tmp_path: Path) -> None:
         evaluation.make_jobs(plan)
 
 
-def test_a_gpu_in_quarantine_leaves_the_rest_of_the_run_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody starts ranks."""
+
+    class Idle:
+        groups = ()
+
+        def await_start(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("peerlane.evaluate.session.Nursery", lambda *_: Idle())
+
+
+@pytest.mark.usefixtures("idle")
+def test_a_gpu_in_quarantine_leaves_the_rest_of_the_run_undone() -> None:
     plan = EvaluationPlan(discover(["reference"]), problems="1,2,4", presets=("small",), world_sizes=(2,))
     run = evaluation.Run(plan, evaluation.Silent(), evaluation.describe_node("cpu"))
     run._quarantine.reasons[1] = "the driver says: GPU is lost"
@@ -279,6 +294,7 @@ class Builder(Group):
     """Whatever it builds fails."""
 
     overdue = False
+    answering = False
 
     def admit(self, sha256: str) -> None: ...
 
@@ -338,3 +354,48 @@ def test_a_build_that_takes_too_long_ends_before_its_turn(compiled: Any) -> None
     with pytest.raises(GroupFailure):
         ahead.finish(compiled)
     assert session.built == [builder]
+
+
+def test_a_candidate_is_ready_when_its_build_is_done(compiled: Any) -> None:
+    """Collecting it makes room for the next; one that is compiled only when it is its turn is never waited for."""
+    session: Any = Building()
+    (reference,) = discover(["reference"])
+    ahead = builds.Builds(session, [compiled, reference])
+    ahead.ahead()
+    assert ahead.ready(reference) and not ahead.ready(compiled)
+    session.built[0].answering = True
+    ahead.ahead()
+    assert ahead.ready(compiled) and session.built[0].killed
+
+    alone: Any = Building()
+    alone.supply = Supply(builds=0)
+    assert builds.Builds(alone, [compiled]).ready(compiled)
+
+
+@pytest.mark.usefixtures("idle")
+def test_what_is_still_compiled_lets_others_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = ["1_a_cuda.py", "1_b_pytorch.py", "1_c_pytorch.py"]
+    for name in names:
+        (tmp_path / name).write_text("")
+    plan = EvaluationPlan(discover([str(tmp_path / name) for name in names]), presets=("small",), world_sizes=(2,))
+    turns: list[str] = []
+
+    class Examined:
+        healthy = reusable = no_ranks = False
+        group = None
+
+        def __init__(self, session: Any, job: Any, *_: Any) -> None:
+            self.session, self.job = session, job
+
+        def run(self) -> Any:
+            turns.append(self.job.candidate.name)
+            return result()
+
+        def end_group(self) -> None: ...
+
+    monkeypatch.setattr(evaluation, "Examination", Examined)
+    monkeypatch.setattr(builds.Builds, "ahead", lambda _: None)
+    monkeypatch.setattr(builds.Builds, "ready", lambda _, candidate: candidate.backend != "cuda" or len(turns) == 2)
+    run = evaluation.Run(plan, evaluation.Silent(), evaluation.describe_node("cpu"))
+    assert len(list(run.judge(evaluation.make_jobs(plan), 2))) == 3
+    assert turns == ["1_b_pytorch", "1_c_pytorch", "1_a_cuda"]

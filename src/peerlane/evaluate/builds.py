@@ -43,9 +43,13 @@ class Builds:
         self._running: dict[Path, RankGroup] = {}
         self._done: dict[Path, GroupFailure | None] = {}
 
+    def ready(self, candidate: CandidateFile) -> bool:
+        """Whether it need not be waited for: nothing is compiled, or that is done, or begins only when it is the candidate's turn."""
+        return candidate.path not in self._candidates or candidate.path in self._done or self._session.supply.builds == 0
+
     def ahead(self) -> None:
-        """Ends builds that take too long, and begins the next ones, as many at a time as the session's supply allows."""
-        for path in [path for path, builder in self._running.items() if builder.overdue]:
+        """Ends builds that are done or take too long, and begins the next ones, as many at a time as the session's supply allows."""
+        for path in [path for path, builder in self._running.items() if builder.overdue or builder.answering]:
             with contextlib.suppress(HarnessError):
                 self._done[path] = self._await(path)
         while self._upcoming and len(self._running) < self._session.supply.builds:

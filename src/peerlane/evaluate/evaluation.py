@@ -104,7 +104,7 @@ class Silent:
 
 
 def evaluate(plan: EvaluationPlan, progress: Progress | None = None) -> list[Result]:
-    """Judges every candidate on every problem, preset and world size of the plan; returns the new results, in order.
+    """Judges every candidate on every problem, preset and world size of the plan; returns the new results, as :meth:`Run.judge` has them.
 
     Results are stored as they come; what ``plan.out`` already holds is skipped. Raises :class:`UsageError` before anything runs,
     :class:`RunStopped` when a result cannot be stored, and :class:`HarnessError` when peerlane itself fails; after KeyboardInterrupt no
@@ -146,8 +146,8 @@ class Run:
         self._quarantine = Quarantine(lambda: gpu_memory(indices) if indices else (), plan.supply, early.memory_before() if indices else ())
 
     def judge(self, jobs: list[Job], world_size: int) -> Generator[Result, None, None]:
-        """The results of the jobs, all of one world size, as they come. Every candidate gets fresh groups; the reference, which is ours,
-        keeps one for all its problems."""
+        """The results of the jobs, all of one world size, as they come: in order, but for what is still being compiled when its turn comes,
+        which lets others pass. Every candidate gets fresh groups; the reference, which is ours, keeps one for all its problems."""
         plan, node = self._plan, self._node
         if plan.device == "cuda" and world_size > node.gpus:
             yield from self._not_run(jobs, f"{world_size} ranks need {world_size} GPUs; this machine has {node.gpus}")
@@ -158,15 +158,17 @@ class Run:
         lacking: list[str] = []  # why the last evaluations had no ranks
         with Session(plan.device, world_size, plan.deadlines, plan.supply, self._isolation, self._progress.note) as session:
             builds = Builds(session, [job.candidate for job in jobs])
-            for number, job in enumerate(jobs):
+            while jobs:
                 builds.ahead()
                 missing = self._quarantine.missing(world_size)
                 if len(lacking) == _RUNS_WITHOUT_RANKS:
                     missing = f"rank groups do not start here any more: {lacking[-1]}"
                 if missing is not None:
-                    yield from self._not_run(jobs[number:], missing)
+                    yield from self._not_run(jobs, missing)
                     return
-                later = sum(groups_needed(job, plan.device) for job in jobs[number + 1 :])
+                job = next((job for job in jobs if builds.ready(job.candidate)), jobs[0])  # GPUs do not wait for compilers
+                jobs = [other for other in jobs if other is not job]
+                later = sum(groups_needed(job, plan.device) for job in jobs)
                 examination = Examination(session, job, node, plan.rules, self._teller(job), builds, later, kept, plan.stress)
                 result = examination.run()
                 kept = _keep_or_end(examination, result)
