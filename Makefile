@@ -8,6 +8,8 @@ BIN := .venv/bin
 # Files stay together, for their rank groups take seconds to start; in the order of their folders, for the longest come first there.
 PYTEST := $(BIN)/python -m pytest -ra -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := .venv/.installed
+# Hundreds of processes import torch: bytecode is kept even where the environment says not to, which would cost each of them a second.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check docs clean

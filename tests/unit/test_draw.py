@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from peerlane.problems._codes import eight_bits
 from peerlane.problems._draw import Draw
 
 
+def _draw(secret: str, block: int) -> Draw:
+    return Draw(secret=secret, case_key="1/small/case/w2", slot=0, block=block, rank=0)
+
+
 def _drawn(secret: str, block: int) -> torch.Tensor:
-    draw = Draw(secret=secret, case_key="1/small/case/w2", slot=0, block=block, rank=0)
-    return draw.apart((1000,), low=-2.0, high=8.0)
+    return _draw(secret, block).apart((1000,), low=-2.0, high=8.0)
 
 
 def test_apart_takes_another_end_of_the_range_in_every_block() -> None:
@@ -22,3 +27,25 @@ def test_apart_takes_another_end_of_the_range_in_every_block() -> None:
     assert first_ends == {True, False}  # which end comes first is secret
     assert float(_drawn("a", 0).min()) >= -2.0 and float(_drawn("a", 0).max()) < 8.0
     assert not torch.equal(_drawn("a", 0), _drawn("a", 2))
+
+
+def test_octaves_change_no_rounding_error_and_no_code_of_few_bits_survives_them() -> None:
+    draw = _draw("a", 0)
+    x, w, scale = draw.normal((64, 512), torch.bfloat16), draw.normal((512, 32), torch.float32), draw.octaves((512,), most=3)
+    assert sorted(set(scale.tolist())) == [0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0]
+    scaled, compensating = x * scale.to(x.dtype), w / scale.unsqueeze(1)
+    assert torch.equal(scaled.float() / scale, x.float())
+    exact = x.double() @ w.double()
+    plain = eight_bits(x).double() @ w.double() - exact
+    coded = eight_bits(scaled).double() @ compensating.double() - exact
+    assert plain.norm() < 0.01 * exact.norm() < 0.1 * coded.norm()
+
+
+@pytest.mark.parametrize("shape", [(3, 40), (2, 0), (), (1,), (2, 32)])
+def test_a_code_of_eight_bits_keeps_what_fits_it(shape: tuple[int, ...]) -> None:
+    tensor = _draw("a", 0).normal(shape, torch.float32)
+    coded = eight_bits(tensor)
+    assert coded.shape == tensor.shape and coded.dtype == tensor.dtype
+    assert torch.allclose(coded, tensor, atol=4.0 / 127, rtol=0.0)
+    assert torch.equal(eight_bits(coded.sign() * 127.0), coded.sign() * 127.0)
+    assert tensor.numel() < 32 or not torch.equal(coded, tensor)

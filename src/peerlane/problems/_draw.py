@@ -128,6 +128,16 @@ class Draw:
         signs[uniform >= 1 - density / 2] = 1.0
         return signs.to(dtype)
 
+    def octaves(self, shape: Sequence[int], *, most: int = 4) -> torch.Tensor:
+        """Powers of two in float32, 2^-most to 2^most, every exponent as often as another.
+
+        For channels that differ in size as those of real activations do: multiplied by these in one operand and divided by them in the
+        other, a product and its rounding errors stay what they were, bit for bit, but what is sent between ranks no longer fits a code of
+        few bits that has one scale for many neighbours.
+        """
+        exponents = torch.randint(0, 2 * most + 1, tuple(shape), generator=self._generator, device=self.device)
+        return torch.bitwise_left_shift(1, exponents).to(torch.float32) * 2.0**-most
+
     def permutation(self, count: int) -> torch.Tensor:
         """A random permutation of range(count), int64."""
         return torch.randperm(count, generator=self._generator, device=self.device)
