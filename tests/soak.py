@@ -9,13 +9,16 @@ there is one, if a broken candidate passed, or if something grew or stayed; 130 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +53,8 @@ RULES = TimingRules(budget_s=0.2, min_rounds=3, max_rounds=6)
 STRESS = StressRules(budget_s=0.1)
 MAY_GROW = {"processes": 1.0, "supervisor_fds": 2.0, "nursery_fds": 2.0, "temp_folders": 1.0, "shared_mb": 8.0, "gpu_mb": 200.0}
 MAY_GROW_PER_EVALUATION = {"supervisor_mb": 0.1, "nursery_mb": 0.02}
+SPARE_RANK_MB = 600.0
+"""of GPU memory that a rank takes before it has done anything: one part of a run may keep a group of spares more than another does"""
 MEGABYTE = 1 << 20
 
 
@@ -124,9 +129,19 @@ def lowest(samples: list[Figures]) -> Figures:
     return Figures(*map(min, zip(*map(dataclasses.astuple, samples), strict=True)))
 
 
-def grown(first: Figures, last: Figures, evaluations: int) -> list[str]:
-    """The figures that grew by more than they may."""
+def open_files() -> Counter[str]:
+    """What this process has open, by name, and how often."""
+    found: Counter[str] = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found[re.sub(r"\d{3,}", "N", os.readlink(f"/proc/self/fd/{fd}"))] += 1
+    return found
+
+
+def grown(first: Figures, last: Figures, evaluations: int, spare_mb: float = 0.0) -> list[str]:
+    """The figures that grew by more than they may; ``spare_mb``: of GPU memory, for ranks that one moment has and the other has not."""
     limits = MAY_GROW | {name: 30 + limit * evaluations for name, limit in MAY_GROW_PER_EVALUATION.items()}
+    limits["gpu_mb"] += spare_mb
     pairs = [(name, getattr(first, name), getattr(last, name)) for name in limits]
     return [f"{name} grew from {a:.1f} to {b:.1f}, by more than {limits[name]:g}" for name, a, b in pairs if b - a > limits[name]]
 
@@ -158,7 +173,7 @@ def soak(options: argparse.Namespace, temp: Path) -> dict[str, object]:
         rules=RULES,
         stress=STRESS,
     )
-    before, interrupted = take(mark, temp, gpus), False
+    before, opened, interrupted = take(mark, temp, gpus), open_files(), False
     try:
         evaluate(plan, watch)
     except KeyboardInterrupt:
@@ -170,8 +185,10 @@ def soak(options: argparse.Namespace, temp: Path) -> dict[str, object]:
     fifth = max(1, done // 5)
     settled = watch.samples[2 : 2 + fifth], watch.samples[-3 - fifth : -3]  # while as many spares are kept
     first, last = (lowest(samples or [before]) for samples in settled)
-    complaints = [*watch.misjudged, *grown(first, last, done)]
+    complaints = [*watch.misjudged, *grown(first, last, done, SPARE_RANK_MB * options.world_size)]
     complaints += [f"after the end: {text}" for text in grown(before, after, done)]
+    if after.supervisor_fds - before.supervisor_fds > MAY_GROW["supervisor_fds"]:
+        complaints.append(f"opened and not closed: {dict(open_files() - opened)}")
     if done != options.evaluations:
         complaints.append(f"{done} results of {options.evaluations}{', for it was interrupted' if interrupted else ''}")
     return {

@@ -109,6 +109,7 @@ class _Run:
     def _judge(self, world_size: int, due: list[Entry]) -> list[tuple[Entry, Outcome]]:
         dice, lanes = random.SystemRandom(), self._lanes(world_size, len(due))
         dice.shuffle(due)
+        due.sort(key=lambda entry: entry.accepted(self.plan.device))  # every lane gets as many as the others that hang, or are timed
         controls = self._controls()
         sequences = [order(due[number :: len(lanes)], controls, dice) for number in range(len(lanes))]
         recorders = [_Recorder(sequence, self.path, self.progress) for sequence in sequences]
