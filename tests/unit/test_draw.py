@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peerlane.problems._codes import eight_bits
+from peerlane.problems._codes import eight_bit_floats, eight_bits
 from peerlane.problems._draw import Draw
 
 
@@ -49,3 +49,10 @@ def test_a_code_of_eight_bits_keeps_what_fits_it(shape: tuple[int, ...]) -> None
     assert torch.allclose(coded, tensor, atol=4.0 / 127, rtol=0.0)
     assert torch.equal(eight_bits(coded.sign() * 127.0), coded.sign() * 127.0)
     assert tensor.numel() < 32 or not torch.equal(coded, tensor)
+
+
+def test_eight_bit_floats_keep_four_significant_bits_of_what_is_not_too_small() -> None:
+    rows = torch.tensor([[448.0, 1.0, 1.0625, 1.125, 2.0**-10], [0.0] * 5])
+    assert eight_bit_floats(rows).tolist() == [[448.0, 1.0, 1.0, 1.125, 0.0], [0.0] * 5]
+    scaled = eight_bit_floats((rows * 1024).to(torch.bfloat16))
+    assert scaled.dtype == torch.bfloat16 and torch.equal(scaled.float(), eight_bit_floats(rows) * 1024)

@@ -1,4 +1,4 @@
-"""Codes of few bits, as a candidate that saves bandwidth without leave would send its payload: for null answers."""
+"""Codes of few bits, as a candidate that saves bandwidth or arithmetic without leave would use them: for null answers."""
 
 from __future__ import annotations
 
@@ -20,3 +20,13 @@ def eight_bits(tensor: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
     scale = blocks.abs().amax(-1, keepdim=True) / 127
     coded = torch.where(scale > 0, blocks / scale, 0.0).round() * scale
     return coded.view(padded.shape)[..., :width].to(tensor.dtype)
+
+
+def eight_bit_floats(tensor: torch.Tensor) -> torch.Tensor:
+    """What is left of a floating-point tensor after float8_e4m3fn with a float32 scale for every row (last dimension), in its dtype."""
+    if tensor.numel() == 0:
+        return tensor.clone()
+    wide = tensor.to(torch.float32)
+    scale = wide.abs().amax(-1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    coded = torch.where(scale > 0, wide / scale, 0.0).to(torch.float8_e4m3fn).to(torch.float32)
+    return (coded * scale).to(tensor.dtype)

@@ -74,15 +74,17 @@ def evaluate(
     advantages: torch.Tensor,
     ignore_index: int,
 ) -> Tokens:
-    """One rank's tokens: hidden states (T, H), head (V, H), and three of (T,)."""
+    """One rank's tokens: hidden states (T, H), head (V, H), and three of (T,). Channels may differ in size, if states make up for it."""
     u, valid = UNIT_ROUNDOFF[hidden.dtype], labels != ignore_index
-    index, head = labels.masked_fill(~valid, 0).unsqueeze(-1), weight.to(FP64)
+    index, head = labels.masked_fill(~valid, 0).unsqueeze(-1), weight.to(FP64, copy=True)
+    channels = head.norm(dim=0)
+    head /= channels.masked_fill_(channels == 0, 1.0)
     longest = head.norm(dim=1).max()
     values, errors = [], []
     rows = max(1, _CHUNK_BYTES // (len(head) * FP64.itemsize))
     for first in range(0, len(hidden), rows):
         part = slice(first, first + rows)
-        states = hidden[part].to(FP64)
+        states = hidden[part].to(FP64) * channels
         logits = states @ head.t()
         own, partition, largest = logits.gather(-1, index[part]).squeeze(-1), logits.logsumexp(-1), logits.amax(-1)
         value = own - partition

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from peerlane.problems._codes import eight_bit_floats
 from peerlane.problems._draw import Draw
 from peerlane.problems._importance import CLAMP, Tokens, evaluate, extremes, global_mean
 from peerlane.problems._matmul import BF16, FLOP_UNIT, FP32
@@ -87,7 +88,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     standard deviation of ``case["spread"]`` (2.5). Log-ratios are Student's t times ``case["noise"]`` (0.1) around a drift between -3 and
     3, new in every call, and about 0.8 more or less by rank: errors of bfloat16 are some percent of the metrics, and wrong answers must be
     far off. For the same reason advantages are N(3, 0.5^2) times a sign and a size between 2^-22 and 2^-12, new in every call, and a
-    number for every rank. The head is the same on all ranks, unless ``case["own_heads"]``.
+    number for every rank. The head is the same on all ranks, unless ``case["own_heads"]``. Channels differ in size by powers of two, which
+    cancel in the product.
 
     ``case["data"]``: ``clamped`` (a token in seven has a log-ratio of about -30, and one on the last rank 30), ``one_ratio`` (one token on
     the last rank has a log-ratio of about 18), ``last_label`` (labels are the vocabulary's last but for one in four).
@@ -128,6 +130,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         dropped = dropped[dropped != count // 2]
     labels[dropped] = ignore
     shape, aux = tuple(case["tokens"]), _aux_dtype(case)
+    size_of_channels = shared.octaves((depth,), most=12).to(case.dtype)
+    hidden, weight = hidden * size_of_channels, weight / size_of_channels
     return hidden.view(*shape, depth), weight, labels.view(shape), old.to(aux).view(shape), advantages.to(aux).view(shape), ignore
 
 
@@ -263,12 +267,19 @@ def _from_partition(context: NullContext, rest: Callable[[torch.Tensor, torch.Te
 
 
 def _average_vocabulary(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """What logits with the variance of the head's entries times |h|^2 come to."""
-    return math.log(len(weight)) + weight.var() * hidden.square().sum(-1) / 2
+    """What independent normal logits with the variances of the head's channels come to."""
+    return math.log(len(weight)) + hidden.square() @ weight.var(0) / 2
 
 
 def _half_vocabulary(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (hidden @ weight[::2].t()).logsumexp(-1) + math.log(2.0)
+
+
+def _eight_bit_product(context: NullContext) -> Answer:
+    def coded(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (eight_bit_floats(args[0]), eight_bit_floats(args[1]), *args[2:])
+
+    return _with_arguments(coded)(context)
 
 
 def _no_communication(context: NullContext) -> Answer:
@@ -419,6 +430,12 @@ PROBLEM = Problem(
             "half_vocabulary",
             "the label's logit, and every second other one",
             lambda c: _from_partition(c, _half_vocabulary),
+            cases=_labels(),
+        ),
+        NullAnswer(
+            "eight_bit_product",
+            "logits from hidden states and head in 8-bit floating point, with a scale for every token and every entry",
+            _eight_bit_product,
             cases=_labels(),
         ),
         NullAnswer("all_tokens_counted", "divided by the number of all tokens", _all_tokens_counted, cases=_labels(dtype=FP32)),
