@@ -123,6 +123,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 
     Then channels of k are multiplied and those of q divided by powers of two, and channels of v multiplied by others: products of q and k
     keep their relative errors, but q, k, v, the state and o fit no code with one scale for neighbouring channels.
+
     ``case["pattern"]`` may make them hard:
 
     * ``carried``: v is zero but on the first rank of the sequence, there is next to no decay, and beta is small on the other ranks
