@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,8 +98,8 @@ def chunked_delta_rule(
     unit triangular system u_t + beta_t sum_{s < t} A_ts u_s = beta_t (v_t - M^T G_t k_t), all tokens at once; only M passes from chunk to
     chunk (Yang et al., "Gated Delta Networks", and "Kimi Linear" for decay by channel).
 
-    The second result, if asked for, is the scale (..., tokens, 1) of the elements of o: |q| |M| / sqrt(K V), with the largest of the
-    norms of M before and after the chunk and of its writes.
+    The second result, if asked for, is the scale (..., tokens, 1) of the elements of o, which add q_c M_cv over c: the root of the sum of
+    q_c^2 |M_c|^2 / V, where |M_c| is the largest norm of a row of M before and after the chunk, and of what the chunk writes into it.
     """
     state: torch.Tensor | None = None
     outputs, scales = [], []
@@ -113,14 +114,34 @@ def chunked_delta_rule(
             if needed:
                 outputs.append(matmul(step.readers, state) + matmul(step.weights, writes))
             if needed and with_scale:
-                sizes = [state.flatten(-2).norm(dim=-1), after.flatten(-2).norm(dim=-1), writes.norm(dim=-1).amax(-1)]
-                largest = torch.stack(sizes).amax(0) * (state.shape[-1] * state.shape[-2]) ** -0.5
-                scales.append(step.query_norms * largest[..., None, None])
+                written = (step.keys.abs() * writes.norm(dim=-1, keepdim=True)).amax(-2)
+                largest = torch.stack([state.norm(dim=-1), after.norm(dim=-1), written]).amax(0)
+                scales.append((step.queries * largest.unsqueeze(-2)).norm(dim=-1, keepdim=True) * state.shape[-1] ** -0.5)
             state = after
     # Segments are multiples of chunks, so that filling occurs at the very end alone.
     skipped = first // _SEGMENT * _SEGMENT
     kept = slice(first - skipped, length - skipped)
     return torch.cat(outputs, -2)[..., kept, :], torch.cat(scales, -2)[..., kept, :] if with_scale else None
+
+
+def sized_delta_rule(
+    tokens: Callable[[slice], Tokens], shards: Sequence[torch.Tensor], length: int, *, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o as :func:`chunked_delta_rule` gives it, and the scale (..., tokens, V) of its elements, where channels of v differ in size.
+
+    ``shards``: v (B, L, heads, V) of the ranks whose tokens make up the sequence. Every channel of every head is divided by its root mean
+    square, and o and the scale are multiplied by it, for o is linear in v.
+    """
+    squares = torch.stack([torch.linalg.vector_norm(v, dim=(0, 1), dtype=torch.float64) for v in shards]).square().sum(0)
+    sizes = torch.where(squares > 0, squares.sqrt(), 1.0).unsqueeze(-2)
+
+    def equal(part: slice) -> Tokens:
+        plain = tokens(part)
+        return dataclasses.replace(plain, v=plain.v / sizes)
+
+    o, scale = chunked_delta_rule(equal, length, first=first, with_scale=True)
+    assert scale is not None
+    return o * sizes, scale * sizes
 
 
 def _chunk_size(tokens: Tokens) -> int:
@@ -133,7 +154,8 @@ class _Chunk:
     """What turns the state before a chunk into its outputs and the state after it: see :func:`chunked_delta_rule`.
 
     writes (C, V) if the state were zero; erasers (C, K), which take the state away from them; readers (C, K) and weights (C, C), which give
-    outputs from the state and the writes; carriers (K, C), which add the writes to the decayed state; decay (K, 1) or (1, 1).
+    outputs from the state and the writes; carriers (K, C), which add the writes to the decayed state; decay (K, 1) or (1, 1);
+    the tokens' queries and keys (C, K).
     """
 
     writes: torch.Tensor
@@ -142,7 +164,8 @@ class _Chunk:
     weights: torch.Tensor
     carriers: torch.Tensor
     decay: torch.Tensor
-    query_norms: torch.Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor
 
 
 def _chunks(tokens: Tokens, matmul: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Iterator[_Chunk]:
@@ -156,9 +179,8 @@ def _chunks(tokens: Tokens, matmul: Callable[[torch.Tensor, torch.Tensor], torch
     weights = _decayed_products(tokens.q, tokens.k, total, matmul)
     carriers = (tokens.k * torch.exp(last - total)).transpose(-1, -2)
     decay = torch.exp(last).transpose(-1, -2)
-    norms = tokens.q.norm(dim=-1, keepdim=True)
     axis = tokens.q.dim() - 3
-    parts = (writes, erasers, readers, weights, carriers, decay, norms)
+    parts = (writes, erasers, readers, weights, carriers, decay, tokens.q, tokens.k)
     for one in zip(*(part.unbind(axis) for part in parts), strict=True):
         yield _Chunk(*one)
 
@@ -169,7 +191,7 @@ def rounded_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def delta_tolerance(case: Case) -> Mapping[str, Tolerance]:
-    """The magnitude is the scale of an output's elements, see :func:`chunked_delta_rule`.
+    """The magnitude is the scale of an output's elements, see :func:`sized_delta_rule`.
 
     In bfloat16 tensor cores round q, k, u, the state and the weights, k and u more than once, each of which leaves 0.43 u (1.7e-3) of the
     scale on average: 5e-3 in all, and the largest of a million elements has five times that; the bounds are three to four times as large.

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from peerlane.problems import _ulysses
 from peerlane.problems._attention import attention
+from peerlane.problems._codes import eight_bits
 from peerlane.problems._collective import BF16, FP32, group_layout, group_members
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import (
@@ -95,14 +96,23 @@ def _heads(case: Case, rank: int) -> int:
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    """N(0, 1) hidden states; weights equal on all ranks, that give values and outputs of unit scale and scores N(0, case["spread"]^2)."""
+    """N(0, 1) hidden states; weights equal on all ranks, that give values and outputs of unit scale and scores N(0, case["spread"]^2).
+
+    So it is but for powers of two, which cancel bit for bit: channels of the hidden states, of every head's q and k, and of its values and
+    results differ in size, so that none of them fits a code with one scale for neighbouring channels. In the public semantics, where heads
+    meet, all heads' channels are of the same sizes.
+    """
     heads, depth, hidden = _heads(case, rank), case["depth"], case["hidden"]
     width, spread = heads * depth, case.params.get("spread", 1.0)
-    hidden_states = draw.normal((case["batch"], _local_length(case), hidden), case.dtype)
+    states = draw.shared.octaves((hidden,))
+    pairs, values = (draw.shared.octaves((1 if case.variant == "pkb" else heads, depth)).expand(heads, depth).reshape(-1) for _ in "kv")
+    hidden_states = draw.normal((case["batch"], _local_length(case), hidden), FP32) * states
     w_qkv = draw.shared.normal((3, width, hidden), FP32, scale=hidden**-0.5)
     w_qkv[:2] *= math.sqrt(spread)
-    w_o = draw.shared.normal((case["out"], width), case.dtype, scale=width**-0.5)
-    return hidden_states, w_qkv.flatten(0, 1).to(case.dtype), w_o, _ulysses.group_argument(case), heads, case["causal"]
+    w_qkv *= torch.stack([pairs, 1 / pairs, values]).unsqueeze(-1) / states
+    w_o = draw.shared.normal((case["out"], width), FP32, scale=width**-0.5) / values
+    group = _ulysses.group_argument(case)
+    return hidden_states.to(case.dtype), w_qkv.flatten(0, 1).to(case.dtype), w_o.to(case.dtype), group, heads, case["causal"]
 
 
 def _projected(case: Case, inputs: Arguments, rank: int, work: torch.dtype) -> torch.Tensor:
@@ -221,8 +231,17 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _in_steps(case: Case, inputs: Arguments, rank: int, rounded: torch.dtype | None) -> torch.Tensor:
-    """Dense attention in float32 arithmetic; with ``rounded``, every stage's result is rounded to that dtype."""
+def _in_steps(
+    case: Case,
+    inputs: Arguments,
+    rank: int,
+    rounded: torch.dtype | None,
+    sent: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> torch.Tensor:
+    """Dense attention in float32 arithmetic; with ``rounded``, every stage's result is rounded to that dtype.
+
+    ``sent``: what becomes of projected tokens and of the context on their ways between ranks, in the default variant.
+    """
     if case.variant == "pkb":
         context = _legacy_context(case, inputs, rank, causal=case["causal"], work=FP32, rounded=rounded)
     else:
@@ -230,10 +249,11 @@ def _in_steps(case: Case, inputs: Arguments, rank: int, rounded: torch.dtype | N
         projected = [_projected(case, inputs, owner, FP32) for owner in owners]
         if rounded is not None:
             projected = [tensor.to(rounded).to(FP32) for tensor in projected]
+        projected = [sent(tensor) for tensor in projected]
         q = projected[owners.index(rank)][:, :, 0]
         k, v = torch.cat([tensor[:, :, 1:] for tensor in projected], dim=1).unbind(2)
         hidden = _future(q.shape[1], k.shape[1], q.device) if case["causal"] else None
-        context = _dense(q, k, v, scale=case["depth"] ** -0.5, hidden=hidden, rounded=rounded)
+        context = sent(_dense(q, k, v, scale=case["depth"] ** -0.5, hidden=hidden, rounded=rounded))
     if rounded is not None:
         context = context.to(rounded).to(FP32)
     return _output(inputs, rank, context).to(case.dtype)
@@ -306,7 +326,7 @@ def _small(label: str, dtype: torch.dtype = BF16, *, causal: bool = False, **par
         variant=params.pop("variant", "default"),
         world_sizes=params.pop("world_sizes", None),
         causal=causal,
-        **{"batch": 2, "local": 3, "heads_per_rank": 2, "depth": 8, "hidden": 32, "out": 24, **params},
+        **{"batch": 2, "local": 3, "heads_per_rank": 2, "depth": 32, "hidden": 32, "out": 24, **params},
     )
 
 
@@ -322,7 +342,7 @@ PRESETS = (
         _small("causal_fp32", FP32, causal=True),
         _small("one_token_bf16", batch=4, local=1),
         _small("one_head_causal_bf16", causal=True, heads_per_rank=1, local=5),
-        _small("large_scores_fp32", FP32, spread=40.0),
+        _small("large_scores_fp32", FP32, spread=60.0),
         _small("strided_group_bf16", causal=True, group="strided", world_sizes=(4, 8)),
         _small("public_full_bf16", variant="pkb"),
         _small("public_causal_fp32", FP32, causal=True, variant="pkb"),
@@ -403,6 +423,12 @@ PROBLEM = Problem(
         NullAnswer("unscaled", "scores not divided by sqrt(D)", lambda c: _answer(c, scale=1.0), cases=_UNSATURATED),
         NullAnswer("values_only", "every token attends to itself alone", _values_only, cases=(*_DEFAULT, *_LEGACY_SEVERAL)),
         NullAnswer("heads_rolled", "heads put together in the wrong order", _heads_rolled, cases=_DEFAULT),
+        NullAnswer(
+            "eight_bits",
+            "both exchanges in 8-bit integers, with a scale for every 32 neighbours",
+            lambda c: _in_steps(c.case, c.inputs, c.rank, c.case.dtype, eight_bits),
+            cases=_DEFAULT,
+        ),
         NullAnswer("no_maximum", "exponentials that overflow", _no_maximum, cases=("small/large_scores_fp32",)),
         NullAnswer(
             "positions_attended", "attention over the sequence, where the public semantics is asked for", _answer, cases=_LEGACY_SEVERAL

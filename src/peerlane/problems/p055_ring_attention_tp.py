@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from peerlane.problems import _attention, _attention_block
 from peerlane.problems._attention import BF16, FP32, Grid
 from peerlane.problems._attention_block import Attend
+from peerlane.problems._codes import eight_bits
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import (
     Case,
@@ -62,7 +64,8 @@ def _heads(case: Case) -> int:
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    """Weights of variance ``gain``^2 / fan-in, so that q and k are N(0, gain^2). See :func:`_attention_block.draw_hidden`.
+    """Weights of variance ``gain``^2 / fan-in, so that q and k are N(0, gain^2), but for the sizes of channels, outputs' too: see
+    :func:`_attention_block.sized`, and :func:`_attention_block.draw_hidden`.
 
     ``case["pattern"]`` may also be ``cancelling``: heads of odd tensor-parallel ranks are those of the rank before, and so is their part of
     w_o with the opposite sign, but for noise of half its size.
@@ -70,12 +73,14 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     tensor, context = _grid(case).lines(rank)
     share, place = tensor.index(rank), context.index(rank)
     hidden, width, gain = case["hidden"], _heads(case) * case["depth"], case.params.get("gain", 1.0)
-    x = _attention_block.draw_hidden(case, len(context), place, draw.shared)
+    states, outputs = draw.shared.octaves((hidden,)), draw.shared.octaves((case["out"],))
+    x = _attention_block.draw_hidden(case, len(context), place, draw.shared, states)
     w_qkv = draw.shared.normal((len(tensor), 3 * width, hidden), case.dtype, scale=gain * hidden**-0.5)
     w_o = draw.shared.normal((len(tensor), case["out"], width), case.dtype, scale=(len(tensor) * width) ** -0.5)
     if case.params.get("pattern") == "cancelling":
         w_qkv[1::2] = w_qkv[0::2]
         w_o[1::2] = w_o[1::2] / 2 - w_o[0::2]
+    w_qkv, w_o = _attention_block.sized(w_qkv, w_o, draw.shared, states=states, outputs=outputs)
     groups = process_groups(case)
     tp_group, cp_group = (GroupRef(name) if name in groups else None for name in ("tensor", "context"))
     return x, w_qkv[share].clone(), w_o[share].clone(), case["heads"], case.params.get("scale"), case["causal"], tp_group, cp_group
@@ -84,11 +89,9 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
     tensor, context = _grid(case).lines(rank)
     xs, place = [inputs[q][0] for q in context], context.index(rank)
-    partials = []
-    for q in tensor:
-        heads_out = _attention_block.attended(case, xs, inputs[q][1], _heads(case), place)
-        partials.append(_attention_block.wide_product(heads_out, inputs[q][2]))
-    return Expected("output", torch.stack(partials).sum(0), case.dtype, magnitude=_attention_block.row_size(*partials))
+    parts = [(_attention_block.attended(case, xs, inputs[q][1], _heads(case), place), inputs[q][2]) for q in tensor]
+    value, size = _attention_block.output_sized(parts)
+    return Expected("output", value, case.dtype, magnitude=size)
 
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
@@ -121,17 +124,31 @@ def _layer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, attend: Att
     return torch.stack([_partial(case, inputs, q, _grid(case).lines(q)[1], attend) for q in tensor]).sum(0).to(case.dtype)
 
 
-def _rounded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+def _rounded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, attend: Attend) -> torch.Tensor:
     """Every step rounded to the dtype, probabilities and the sum of the parts too."""
-    total: torch.Tensor | None = None
+    return _summed(_rounded_parts(case, inputs, rank, attend))
+
+
+def _rounded_parts(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, attend: Attend) -> list[torch.Tensor]:
+    """The summands of the rank's output, in the order of its tensor-parallel group, every step rounded to the dtype."""
+    parts = []
     for q in _grid(case).lines(rank)[0]:
         context = _grid(case).lines(q)[1]
         blocks = _attention_block.narrow(case, [inputs[p][0] for p in context], inputs[q][1], _heads(case), rounded=True)
-        heads_out = _attention_block.blockwise(case)(blocks, context.index(q))
-        part = _attention_block.projected(heads_out, inputs[q][2]).to(case.dtype)
-        total = part if total is None else total + part
-    assert total is not None
-    return total
+        heads_out = attend(blocks, context.index(q))
+        parts.append(_attention_block.projected(heads_out, inputs[q][2]).to(case.dtype))
+    return parts
+
+
+def _summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return functools.reduce(torch.add, parts)
+
+
+def _eight_bits(context: NullContext) -> torch.Tensor:
+    """Keys and values in the ring, parts of the output and their sum come in 8-bit integers."""
+    case = context.case
+    parts = _rounded_parts(case, context.inputs, context.rank, _attention_block.eight_bit_ring(case))
+    return parts[0] if len(parts) == 1 else eight_bits(_summed([eight_bits(part) for part in parts]))
 
 
 def _with(attend: Callable[[Case], Attend]) -> Callable[[NullContext], torch.Tensor]:
@@ -161,7 +178,7 @@ def _summed_over_world(context: NullContext) -> torch.Tensor:
 
 
 def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> CaseSpec:
-    sizes = {"batch": 2, "local": 3, "heads": 8, "depth": 16, "hidden": 40, "out": 24, "gain": 1.0}
+    sizes = {"batch": 2, "local": 5, "heads": 8, "depth": 32, "hidden": 72, "out": 104, "gain": 1.0}
     return case(label, dtype, **{**sizes, "causal": True, "tp": 2, **params})
 
 
@@ -188,8 +205,8 @@ PRESETS = (
         "grids of groups in both orders, either group alone; causal and not; an attention sink; parts that cancel",
         _small("causal_bf16"),
         _small("causal_fp32", FP32),
-        _small("scaled_full_fp32", FP32, causal=False, scale=0.4),
-        _small("scaled_full_bf16", causal=False, scale=0.4),
+        _small("scaled_full_fp32", FP32, causal=False, scale=0.28),
+        _small("scaled_full_bf16", causal=False, scale=0.28),
         _small("ring_alone_bf16", tp=1),
         _small("heads_alone_bf16", tp="world", none=True),
         _small("sink_bf16", pattern="sink"),
@@ -282,12 +299,16 @@ PROBLEM = Problem(
             lambda c: _own_part(c, _grid(c.case).sizes[0]),
             cases=_names(lambda c: _grid(c).sizes[0] > 1),
         ),
+        NullAnswer("eight_bits", "the ring and the sum in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
         NullAnswer("groups_swapped", "the ring over tp_group and the sum over cp_group", _groups_swapped),
         NullAnswer("summed_over_world", "the sum over all ranks", _summed_over_world, cases=_names(lambda c: _grid(c).sizes[1] > 1)),
     ),
     honest_variants=(
         HonestVariant("fp32_rounded_once", lambda case, inputs, rank: _layer(case, inputs, rank, _attention_block.exact(case))),
-        HonestVariant("every_step_rounded", _rounded),
+        HonestVariant(
+            "every_step_rounded",
+            lambda case, inputs, rank: _rounded(case, inputs, rank, _attention_block.blockwise(case)),
+        ),
     ),
     excused={
         f"another_rank@{name}": "all ranks share one place of the sequence, and have the same answer"

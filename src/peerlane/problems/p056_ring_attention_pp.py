@@ -12,6 +12,7 @@ import torch.distributed as dist
 from peerlane.problems import _attention, _attention_block
 from peerlane.problems._attention import BF16, FP32, Grid
 from peerlane.problems._attention_block import Attend
+from peerlane.problems._codes import eight_bits
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import (
     Case,
@@ -67,7 +68,8 @@ def _first_inputs(case: Case, inputs: Sequence[tuple[Any, ...]], ring: Sequence[
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    """Weights of variance ``gain``^2 / fan-in (gain 1 for w_o). See :func:`_attention_block.draw_hidden`.
+    """Weights of variance ``gain``^2 / fan-in (gain 1 for w_o), but for the sizes of channels, those of hidden states the same in all
+    stages: see :func:`_attention_block.sized`, and :func:`_attention_block.draw_hidden`.
 
     Stages after the first, which must ignore hidden_states, find numbers of the same kind there, or NaN if ``case["stale"]`` is ``nan``.
     ``case["pattern"]`` may also be ``stage_scale``: even stages' outputs are 100 times as large, and odd stages' w_qkv as much smaller.
@@ -75,13 +77,15 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     pipeline, ring = _grid(case).lines(rank)
     stage, place = pipeline.index(rank), ring.index(rank)
     hidden, width = case["hidden"], case["heads"] * case["depth"]
-    x = _attention_block.draw_hidden(case, len(ring), place, draw.shared)
+    states = draw.shared.octaves((hidden,), most=6)
+    x = _attention_block.draw_hidden(case, len(ring), place, draw.shared, states)
     w_qkv = draw.shared.normal((len(pipeline), 3 * width, hidden), case.dtype, scale=case.params.get("gain", 1.0) * hidden**-0.5)[stage]
     w_o = draw.shared.normal((len(pipeline), hidden, width), case.dtype, scale=width**-0.5)[stage]
+    w_qkv, w_o = _attention_block.sized(w_qkv, w_o, draw.shared, states=states, outputs=states)
     if case.params.get("pattern") == "stage_scale":
         w_qkv, w_o = (w_qkv / 100, w_o) if stage % 2 else (w_qkv, w_o * 100)
     if stage > 0:
-        x = torch.full_like(x, math.nan) if case.params.get("stale") == "nan" else draw.normal(x.shape, case.dtype)
+        x = torch.full_like(x, math.nan) if case.params.get("stale") == "nan" else draw.normal(x.shape, case.dtype) * states.to(x.dtype)
     groups = process_groups(case)
     cp_group, pp_group = (GroupRef(name) if name in groups else None for name in ("context", "pipeline"))
     return x, w_qkv.clone(), w_o.clone(), case["heads"], case.params.get("scale"), case["causal"], cp_group, pp_group
@@ -93,16 +97,12 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
     seen = _attention.visible(ring.index(rank), len(ring), case["causal"])
     xs = _first_inputs(case, inputs, [ring[place] for place in seen])
     for member in pipeline[: pipeline.index(rank)]:
-        xs = [_wide_layer(case, inputs[member], xs, place) for place in range(len(xs))]
+        heads_outs = [_attention_block.attended(case, xs, inputs[member][1], case["heads"], place) for place in range(len(xs))]
+        xs = [_attention_block.wide_product(heads_out, inputs[member][2]) for heads_out in heads_outs]
     # Under a causal mask the rank's own place is the last of those it sees.
-    value = _wide_layer(case, inputs[rank], xs, ring.index(rank))
-    return Expected("output", value, case.dtype, magnitude=_attention_block.row_size(value))
-
-
-def _wide_layer(case: Case, args: tuple[Any, ...], xs: Sequence[torch.Tensor], place: int) -> torch.Tensor:
-    """One stage's output at one place of its ring, in float64."""
-    heads_out = _attention_block.attended(case, xs, args[1], case["heads"], place)
-    return _attention_block.wide_product(heads_out, args[2])
+    heads_out = _attention_block.attended(case, xs, inputs[rank][1], case["heads"], ring.index(rank))
+    value, size = _attention_block.output_sized([(heads_out, inputs[rank][2])])
+    return Expected("output", value, case.dtype, magnitude=size)
 
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
@@ -143,20 +143,28 @@ def _pipeline(
     rounded: bool = False,
     shift: int = 0,
     last: int | None = None,
+    sent: Callable[[torch.Tensor], torch.Tensor] = lambda activations: activations,
 ) -> torch.Tensor:
-    """The output of the rank's stage, or of stage ``last``; activations come from ``shift`` places further along the ring."""
+    """The output of the rank's stage, or of stage ``last``; activations come from ``shift`` places further along the ring, as what
+    ``sent`` makes of them."""
     pipeline, ring = _grid(case).lines(rank)
     stage = pipeline.index(rank) if last is None else last
     xs = _first_inputs(case, inputs, ring)
     for member in pipeline[:stage]:
         outputs = [_stage(case, inputs[member], xs, place, attend, rounded=rounded) for place in range(len(ring))]
-        xs = [outputs[(place + shift) % len(ring)] for place in range(len(ring))]
+        xs = [sent(outputs[(place + shift) % len(ring)]) for place in range(len(ring))]
     return _stage(case, inputs[pipeline[stage]], xs, ring.index(rank), attend, rounded=rounded)
 
 
 def _with(attend: Callable[[Case], Attend]) -> Callable[[NullContext], torch.Tensor]:
     """A wrong answer: another kind of attention."""
     return lambda c: _pipeline(c.case, c.inputs, c.rank, attend(c.case))
+
+
+def _eight_bits(context: NullContext) -> torch.Tensor:
+    """Keys and values in the ring and activations between stages come in 8-bit integers."""
+    attend = _attention_block.eight_bit_ring(context.case)
+    return _pipeline(context.case, context.inputs, context.rank, attend, rounded=True, sent=eight_bits)
 
 
 def _own_hidden_states(context: NullContext) -> torch.Tensor:
@@ -189,7 +197,7 @@ def _residual(context: NullContext) -> torch.Tensor:
 
 
 def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> CaseSpec:
-    sizes = {"batch": 2, "local": 3, "heads": 2, "depth": 16, "hidden": 40, "gain": 1.0}
+    sizes = {"batch": 2, "local": 5, "heads": 2, "depth": 32, "hidden": 104, "gain": 1.0}
     return case(label, dtype, **{**sizes, "causal": True, "pp": 2, **params})
 
 
@@ -215,8 +223,8 @@ PRESETS = (
         "two and more stages, or none; rings of neighbours and strided ones; NaN in hidden states that must be ignored; an attention sink",
         _small("causal_bf16", stale="nan"),
         _small("causal_fp32", FP32),
-        _small("scaled_full_fp32", FP32, causal=False, scale=0.4, stale="nan"),
-        _small("scaled_full_bf16", causal=False, scale=0.6),
+        _small("scaled_full_fp32", FP32, causal=False, scale=0.28, stale="nan"),
+        _small("scaled_full_bf16", causal=False, scale=0.36),
         _small("ring_alone_bf16", pp=1),
         _small("chain_bf16", pp="world"),
         _small("stage_scale_bf16", pattern="stage_scale"),
@@ -285,6 +293,7 @@ PROBLEM = Problem(
         NullAnswer(
             "default_scale", "softmax_scale ignored", _with(_attention_block.default_scale), cases=_names(lambda c: "scale" in c.params)
         ),
+        NullAnswer("eight_bits", "the ring and the activations in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
         NullAnswer("own_hidden_states", "the stage applied to its own hidden_states", _own_hidden_states, cases=_STAGED),
         NullAnswer("stages_skipped", "the stage applied to the first stage's input", _first_input, cases=_STAGED),
         NullAnswer("last_stage", "the last stage's output on every stage", _last_stage, cases=_STAGED),

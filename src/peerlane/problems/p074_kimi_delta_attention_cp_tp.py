@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from peerlane.problems._codes import eight_bits
 from peerlane.problems._collective import all_gather_single
-from peerlane.problems._delta import Tokens, chunked_delta_rule, delta_tolerance, normalised, recurrence, rounded_matmul
+from peerlane.problems._delta import (
+    Tokens,
+    chunked_delta_rule,
+    delta_tolerance,
+    normalised,
+    recurrence,
+    rounded_matmul,
+    sized_delta_rule,
+)
 from peerlane.problems._draw import Draw
 from peerlane.problems._matmul import BF16, FLOP_UNIT, FP32, FP64
 from peerlane.problems._spec import (
@@ -110,6 +120,10 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """q, k, v and beta of N(0, 1), a_log of N(0, 0.01); g of N(-4, 1) and dt_bias in [-4, 3): decay 0.2 to 0.999 by channel.
 
     A quarter of the heads (of four or more) hardly decays and writes little, so that it remembers ten thousand tokens.
+
+    Then channels of k are multiplied and those of q divided by powers of two, and channels of v multiplied by others: products of q and k
+    keep their relative errors, but q, k, v, the state and o fit no code with one scale for neighbouring channels.
+
     ``case["pattern"]`` may make them hard:
 
     * ``carried``: v is zero but on the first rank of the sequence, there is next to no decay, and beta is small on the other ranks
@@ -128,6 +142,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     patient = draw.shared.permutation(heads)[: heads // 4]
     g[:, :, patient] -= 8.0
     beta[:, :, patient] -= 5.0
+    pairs, values = (draw.shared.octaves((heads, size)).to(case.dtype) for size in (depth, case["value_depth"]))
     match pattern:
         case "carried":
             g -= 8.0
@@ -144,7 +159,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         case "fast":
             g.fill_(40.0)
     groups = (GroupRef("cp"), GroupRef("tp")) if process_groups(case) else (None, None)
-    return (q, k, v, g.to(case.dtype), beta.to(case.dtype), a_log, dt_bias, *groups)
+    return (q / pairs, k * pairs, v * values, g.to(case.dtype), beta.to(case.dtype), a_log, dt_bias, *groups)
 
 
 def _tokens(inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int], work: torch.dtype) -> Callable[[slice], Tokens]:
@@ -165,9 +180,7 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
     for peer in _summed_ranks(case, rank):
         ranks = _until(case, peer)
         first = (len(ranks) - 1) * local
-        o, scale = chunked_delta_rule(_tokens(inputs, ranks, FP64), first + local, first=first, with_scale=True)
-        assert scale is not None
-        sums.append((o, scale))
+        sums.append(sized_delta_rule(_tokens(inputs, ranks, FP64), [inputs[q][2] for q in ranks], first + local, first=first))
     value, magnitude = (torch.stack(terms).sum(0) for terms in zip(*sums, strict=True))
     return Expected("output", value.transpose(1, 2), case.dtype, magnitude=magnitude.transpose(1, 2))
 
@@ -254,13 +267,24 @@ def _ranks_reversed(context: NullContext) -> torch.Tensor:
     return _sequence_of(context, sequence)
 
 
+def _eight_bits(context: NullContext) -> torch.Tensor:
+    """Earlier ranks' q, k and v, parts of the sum and the sum come in 8-bit integers."""
+    case = context.case
+    coded = [(*(eight_bits(x) for x in args[:3]), *args[3:]) for args in context.inputs]
+    parts = []
+    for peer in _summed_ranks(case, context.rank):
+        received = [args if rank == peer else coded[rank] for rank, args in enumerate(context.inputs)]
+        parts.append(_added(case, received, [peer], _recurrent))
+    return parts[0] if len(parts) == 1 else eight_bits(functools.reduce(torch.add, [eight_bits(part) for part in parts]))
+
+
 def _bias_ignored(context: NullContext) -> torch.Tensor:
     replaced = [(*args[:6], torch.zeros_like(args[6]), *args[7:]) for args in context.inputs]
     return _added(context.case, replaced, _summed_ranks(context.case, context.rank), _recurrent)
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"batch": 2, "local": 7, "heads": 2, "key_depth": 4, "value_depth": 6, **params})
+    return case(label, dtype, **{"batch": 2, "local": 11, "heads": 4, "key_depth": 24, "value_depth": 40, **params})
 
 
 PRESETS = (
@@ -274,7 +298,7 @@ PRESETS = (
         _small("carried_bf16", BF16, pattern="carried"),
         _small("carried_fp32", FP32, pattern="carried", local=17),
         _small("repeated_fp32", FP32, pattern="repeated"),
-        _small("zeros_bf16", BF16, pattern="zeros"),
+        _small("zeros_bf16", BF16, pattern="zeros", local=17),
         _small("fast_fp32", FP32, pattern="fast", local=40),
         _small("large_bf16", BF16, pattern="large"),
     ),
@@ -346,6 +370,9 @@ PROBLEM = Problem(
         ),
         NullAnswer(
             "no_state", "every rank's tokens from a state of zero", lambda c: _sequence_of(c, lambda rank: [rank]), cases=_REMEMBERING
+        ),
+        NullAnswer(
+            "eight_bits", "q, k, v and the sum in 8-bit integers, with a scale for every 32 neighbours", _eight_bits, cases=_REMEMBERING
         ),
         NullAnswer("ranks_reversed", "the sequence in the reverse order of ranks", _ranks_reversed, cases=_REMEMBERING),
         NullAnswer(

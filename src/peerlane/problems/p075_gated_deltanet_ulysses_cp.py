@@ -10,9 +10,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from peerlane.problems._codes import eight_bits
 from peerlane.problems._collective import group_layout, group_members
 from peerlane.problems._conv import without_group
-from peerlane.problems._delta import Tokens, chunked_delta_rule, delta_tolerance, normalised, recurrence, rounded_matmul
+from peerlane.problems._delta import (
+    Tokens,
+    chunked_delta_rule,
+    delta_tolerance,
+    normalised,
+    recurrence,
+    rounded_matmul,
+    sized_delta_rule,
+)
 from peerlane.problems._draw import Draw
 from peerlane.problems._matmul import BF16, FLOP_UNIT, FP32, FP64
 from peerlane.problems._spec import (
@@ -91,6 +100,9 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     In sequences of ``case["length"]``, the long ones, a quarter of the heads hardly decays and writes little: it remembers ten thousand
     tokens.
 
+    Then channels of k are multiplied and those of q divided by powers of two, and channels of v multiplied by others: products of q and k
+    keep their relative errors, but q, k, v, the state and o fit no code with one scale for neighbouring channels.
+
     ``case["pattern"]`` may make them hard:
 
     * ``carried``: v is zero but on the first rank, there is next to no decay, and beta is small on the other ranks
@@ -112,6 +124,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         patient = draw.shared.permutation(value_heads)[: value_heads // 4]
         gate[..., patient] -= 12.0
         beta[..., patient] *= 0.02
+    pairs, values = draw.shared.octaves((heads, case["key_depth"])), draw.shared.octaves((value_heads, case["value_depth"]))
     match pattern:
         case "carried":
             gate -= 12.0
@@ -133,7 +146,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     own = slice(place * value_heads // len(members), (place + 1) * value_heads // len(members))
     group = GroupRef(case["group"]) if "group" in case.params else None
     scalars = (x.to(case.dtype) for x in (gate, beta, a_log[own], dt_bias[own]))
-    return (q, k, v, *scalars, group)
+    return (q / pairs.to(q.dtype), k * pairs.to(k.dtype), v * values.to(v.dtype), *scalars, group)
 
 
 def _tokens(case: Case, inputs: Sequence[tuple[Any, ...]], ranks: Sequence[int], work: torch.dtype) -> Callable[[slice], Tokens]:
@@ -153,8 +166,7 @@ def _until(case: Case, rank: int) -> tuple[list[int], int, int]:
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
     ranks, first, length = _until(case, rank)
-    o, scale = chunked_delta_rule(_tokens(case, inputs, ranks, FP64), length, first=first, with_scale=True)
-    assert scale is not None
+    o, scale = sized_delta_rule(_tokens(case, inputs, ranks, FP64), [inputs[q][2] for q in ranks], length, first=first)
     return Expected("output", o.transpose(1, 2), case.dtype, magnitude=scale.transpose(1, 2))
 
 
@@ -216,6 +228,12 @@ def _ranks_reversed(context: NullContext) -> torch.Tensor:
     return _sequence_of(context, list(members[members.index(context.rank) :])[::-1])
 
 
+def _eight_bits(context: NullContext) -> torch.Tensor:
+    """q, k and v, and o on its way back, come in 8-bit integers."""
+    received = [(*(eight_bits(x) for x in args[:3]), *args[3:]) for args in context.inputs]
+    return eight_bits(_recurrent(context.case, received, context.rank))
+
+
 def _interleaved_heads(context: NullContext) -> torch.Tensor:
     """Value head j with query head j mod H."""
     heads, value_heads = _heads(context.case, context.rank)
@@ -241,7 +259,7 @@ def _not_normalised(context: NullContext) -> torch.Tensor:
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"batch": 2, "local": 7, "heads": 1, "key_depth": 4, "value_depth": 6, **params})
+    return case(label, dtype, **{"batch": 2, "local": 11, "heads": 1, "key_depth": 24, "value_depth": 40, **params})
 
 
 PRESETS = (
@@ -313,6 +331,7 @@ PROBLEM = Problem(
     presets=PRESETS,
     null_answers=(
         NullAnswer("no_communication", "the rank's tokens from a state of zero", lambda c: _sequence_of(c, [c.rank]), cases=_REMEMBERING),
+        NullAnswer("eight_bits", "q, k, v and o in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
         NullAnswer("ranks_reversed", "the sequence in the reverse order of ranks", _ranks_reversed, cases=_REMEMBERING),
         NullAnswer(
             "drop_first_rank",
