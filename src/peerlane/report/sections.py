@@ -88,6 +88,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "fused_of_two": (TWO_GPUS / "fused.json", fused_report),
     "product_of_two": (TWO_GPUS / "product.json", product_report),
     "margins_cpu": (CALIBRATIONS[0], _margins),
+    "margins_gpu": (CALIBRATIONS[1], _margins),
     "corpus_rules": (CORPUS, _rules),
     **{f"corpus_{rule}": (CORPUS, _candidates_of(rule)) for rule in RULES},
     "selftest_cpu": (RESULTS / "cpu" / outcome.FILE, _selftest),
