@@ -173,8 +173,13 @@ def linear(draw: Draw, fan_in: int, fan_out: int, dtype: torch.dtype, gain: floa
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    """Every rank has the same router, unless ``case["own_routers"]``, and an expert of its own."""
+    """Every rank has the same router, unless ``case["own_routers"]``, and an expert of its own.
+
+    Channels of tokens, and of results, differ in size by powers of two, equal on all ranks (see :meth:`Draw.octaves`), for both cross the
+    wire. What reads the tokens makes up for it, so that routing and inner activations are those of channels of one size.
+    """
     experts, hidden_size, inner, dtype = _moe.experts_of(case), case["hidden"], case["inner"], case.dtype
+    entering, leaving = (draw.shared.octaves((hidden_size,)).to(dtype) for _ in range(2))
     router = draw if case.params.get("own_routers") else draw.shared
     norm = _ROUTER_NORM / case.params.get("scale", 1.0)
     gate_weight = router.normal((experts, hidden_size), dtype, scale=norm * hidden_size**-0.5)
@@ -183,14 +188,20 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     if case.params.get("three_axes"):
         hidden = hidden.unsqueeze(0)
     layers = [linear(draw, *size, dtype, gain) for size, gain in _projections(hidden_size, inner)]
+    factors = _low_rank_factors(case, draw, layers)
+    for tensor in (gate_weight, layers[0].weight.data, layers[1].weight.data, *factors[0:4:2]):
+        tensor /= entering
+    for tensor in (layers[2].weight.data.t(), layers[2].bias.data, *(b.t() for b in factors[5:])):
+        tensor *= leaving
     group = GroupRef(case["group"]) if "group" in case.params else None
-    return (hidden, gate_weight, gate_bias, *layers, *_low_rank_factors(case, draw, layers), experts, case["k"], group)
+    return (hidden * entering, gate_weight, gate_bias, *layers, *factors, experts, case["k"], group)
 
 
 def _router_bias(case: Case, draw: Draw) -> torch.Tensor:
     """Half of the experts, every other one, are favoured by 1.8 natural units, more or less."""
     experts = _moe.experts_of(case)
-    bias = draw.normal((experts,), FP32, scale=0.3, shift=_floor(experts, case["k"]))
+    floor = _floor(experts, case["k"])
+    bias = draw.uniform((experts,), FP32, low=floor - 0.4, high=floor + 0.4)
     bias[::2] += 0.9
     bias[1::2] -= 0.9
     return bias.to(case.dtype)

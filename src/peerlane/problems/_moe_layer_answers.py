@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from peerlane.problems import _moe
+from peerlane.problems._codes import BLOCK, eight_bits
 from peerlane.problems._collective import FP32, group_layout, stale_tail
 from peerlane.problems._matmul import FLOP_UNIT, FP64
 from peerlane.problems._moe_layer import inputs, owners_of, reference
@@ -31,6 +32,9 @@ from peerlane.problems._spec import (
 )
 
 Arguments = Sequence[tuple[Any, ...]]
+
+RowFunction = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
+"""Of rows (n, H) and of the arguments of the rank that owns the expert."""
 
 
 def tokens_and_weights(args: Sequence[Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,15 +69,25 @@ class Expert:
         return self._affine(F.silu(gate) * up, args, 2)
 
 
+def _channel_sizes(inputs: Arguments, owners: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """(H,): the root mean square, over the owners, of what writes a channel: the down projection's row and that of its low-rank factor."""
+    writers = [matrix for q in owners for matrix in (inputs[q][5].weight, *inputs[q][11:-3])]
+    return torch.stack([matrix.detach().to(dtype).square().sum(1) for matrix in writers]).sum(0).div(len(owners)).sqrt()
+
+
 def combine(
     inputs: Arguments,
     tokens: torch.Tensor,
     weights: torch.Tensor,
     owners: Sequence[int],
-    expert: Expert | None = None,
+    expert: RowFunction | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The layer's answer (T, H) in the weights' dtype, and (T, 1): the root mean squares of the experts' rows, added with their weights."""
+    """The layer's answer (T, H) in the weights' dtype, and of what size the experts' rows are, added with their weights, (T, H).
+
+    A row's size in a channel is the channel's size times the root mean square of the row in such units.
+    """
     expert = expert or Expert()
+    channels = _channel_sizes(inputs, owners, weights.dtype)
     value = weights.new_zeros((tokens.shape[0], tokens.shape[1]))
     size = weights.new_zeros((tokens.shape[0], 1))
     for part, q in zip(weights.chunk(len(owners), dim=1), owners, strict=True):
@@ -82,8 +96,8 @@ def combine(
         if hit.numel():
             rows = expert(tokens[hit].to(weights.dtype), inputs[q])
             value.index_add_(0, hit, rows * weight[hit].unsqueeze(1))
-            size.index_add_(0, hit, rows.square().mean(1, keepdim=True).sqrt() * weight[hit].unsqueeze(1))
-    return value, size
+            size.index_add_(0, hit, (rows / channels).square().mean(1, keepdim=True).sqrt() * weight[hit].unsqueeze(1))
+    return value, size * channels
 
 
 def oracle(case: Case, inputs: Arguments, rank: int) -> Expected:
@@ -93,16 +107,17 @@ def oracle(case: Case, inputs: Arguments, rank: int) -> Expected:
 
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
-    """Magnitude is the root mean square of an expert's rows, added with the weights.
+    """Magnitude is the size of the experts' rows in the channel, added with the weights: see :func:`combine`.
 
     A chosen logit errs by u / 2, the others by up to 2 u, and a probability by u, all of which a row has in common; an expert's row errs by
     about u normwise (four roundings within it, averaged over the depth of the last product, and its own) and the weighted sum by u / 2
-    more. That makes 1.5 u over many rows, 2.5 u over few, and up to 4 u in one; the bounds are twice that, and a quarter more with low-rank
-    factors. An element may be five standard deviations off. In float32 the order of sums takes the place of rounding: 16 unit roundoffs.
+    more. That makes 1.5 u over many rows, 2.5 u over few, and up to 5 u in one, where the largest channels outweigh the others; the bounds
+    are twice that, and a quarter more with low-rank factors. An element may be five standard deviations off. In float32 the order of sums
+    takes the place of rounding: 16 unit roundoffs.
     """
     u = UNIT_ROUNDOFF[case.dtype] * (16 if case.dtype == FP32 else 1)
     room = 1.25 if "low_rank" in case.params else 1.0
-    return {"output": Tolerance(relative=4 * u, magnitude=16 * room * u, normwise=5 * room * u, rowwise=8 * room * u)}
+    return {"output": Tolerance(relative=4 * u, magnitude=16 * room * u, normwise=5 * room * u, rowwise=10 * room * u)}
 
 
 def cost(case: Case, rank: int) -> Cost:
@@ -161,7 +176,7 @@ def _spoilt(
     *,
     weights: Reweigh | None = None,
     owners: Callable[[Case, int], Sequence[int]] = owners_of,
-    expert: Expert | None = None,
+    expert: RowFunction | None = None,
     router: Callable[[NullContext], tuple[Any, ...]] = lambda context: context.args,
 ) -> Callable[[NullContext], torch.Tensor]:
     """A wrong answer in float32: other weights, other owners, another expert, another router (the arguments whose router is used)."""
@@ -211,6 +226,18 @@ def _neighbour(context: NullContext) -> tuple[Any, ...]:
 def _first_neighbours(case: Case, rank: int) -> Sequence[int]:
     """As many ranks as own the experts, but the first ones of the world."""
     return range(len(owners_of(case, rank)))
+
+
+def coded(context: NullContext, *, there: int | None = None, back: int | None = None) -> torch.Tensor:
+    """A wrong answer: rows go to other ranks, and come back, as 8-bit codes with a scale for so many neighbours; None: as they are."""
+
+    def expert(rows: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+        if args is context.args:
+            return Expert()(rows, args)
+        result = Expert()(rows if there is None else eight_bits(rows, there), args)
+        return result if back is None else eight_bits(result, back)
+
+    return _spoilt(expert=expert)(context)
 
 
 def _own_only(case: Case, rank: int) -> Sequence[int]:
@@ -277,6 +304,12 @@ def null_answers(presets: Sequence[Preset]) -> tuple[NullAnswer, ...]:
             cases=where(lambda c: c.params.get("factors") != "alone" and "scale" not in c.params),
         ),
         NullAnswer("gate_and_up_exchanged", "silu of the wrong projection", _spoilt(expert=Expert(exchanged=True))),
+        NullAnswer(
+            "eight_bits",
+            "rows sent to other ranks, and back, in 8-bit integers with a scale for every 32 neighbours",
+            lambda c: coded(c, there=BLOCK, back=BLOCK),
+            cases=remote,
+        ),
         NullAnswer("tokens_rotated", "every row in the next token's place", lambda c: c.answer.roll(1, 0)),
         NullAnswer("stale_row", "the last token's row is that of the slot before", lambda c: stale_tail(c, c.case["hidden"])),
         NullAnswer(
@@ -311,7 +344,8 @@ NOTES = (
     "between -0.9 and 0.9, all others are lower by at least half a unit, a hundred times the error of bfloat16, and the experts that are "
     "not chosen have about as much weight as those that are.",
     "The router is the same on all ranks, as in a model, but for a case with one per rank; the public benchmark always has the latter.",
-    "Experts keep the size of their input, where the public benchmark's are mostly bias.",
+    "Experts keep the size of their input, where the public benchmark's are mostly bias. Channels of tokens, and of results, differ in "
+    "size by powers of two, from 1/16 to 16; what reads the tokens makes up for it, and elements are compared in units of their channel.",
     "Comparison is by row and over all, where the public benchmark's is by element, so that fused and wider computations pass. The order "
     "of a token's sum is free.",
 )

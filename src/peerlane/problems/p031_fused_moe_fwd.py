@@ -12,7 +12,7 @@ from peerlane.problems._spec import CaseSpec, case, preset
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    return case(label, dtype, **{"tokens": (99, 0, 41, 65), "hidden": 64, "inner": 16, "experts_per_rank": 4, "k": 2, **params})
+    return case(label, dtype, **{"tokens": (99, 0, 41, 65), "hidden": 64, "inner": 32, "experts_per_rank": 4, "k": 2, **params})
 
 
 PRESETS = (
@@ -20,8 +20,8 @@ PRESETS = (
         "small",
         "unequal and empty ranks, empty experts, all tokens to one rank or none elsewhere, one and three experts a token, NaN, groups",
         _small("skewed_bf16", BF16, exponent=1.2, empty=1),
-        _small("ragged_bf16", BF16, tokens=(31, 0, 17, 11), k=3),
-        _small("ragged_fp32", FP32, tokens=(31, 0, 17, 11), k=3),
+        _small("ragged_bf16", BF16, tokens=(63, 0, 35, 21), k=3),
+        _small("ragged_fp32", FP32, tokens=(63, 0, 35, 21), k=3),
         _small("no_bias_bf16", BF16, tokens=(15, 29, 0, 13), bias=False, three_axes=True),
         _small("one_each_bf16", BF16, k=1, exponent=0.6),
         _small("own_routers_bf16", BF16, own_routers=True),

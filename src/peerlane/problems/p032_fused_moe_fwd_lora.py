@@ -45,7 +45,7 @@ def reference(
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    base = {"tokens": (99, 0, 41, 65), "hidden": 64, "inner": 16, "experts_per_rank": 4, "k": 2, "low_rank": 4}
+    base = {"tokens": (99, 0, 41, 65), "hidden": 64, "inner": 32, "experts_per_rank": 4, "k": 2, "low_rank": 4}
     return case(label, dtype, **{**base, **params})
 
 
@@ -54,7 +54,7 @@ PRESETS = (
         "small",
         "ranks 1 to 16; factors that are zero, alone, or cancel the projections; unequal and empty ranks, empty experts, groups",
         _small("skewed_bf16", BF16, exponent=1.2, empty=1),
-        _small("ragged_fp32", FP32, tokens=(31, 0, 17, 11), k=3, low_rank=5),
+        _small("ragged_fp32", FP32, tokens=(63, 0, 35, 21), k=3, low_rank=5),
         _small("rank_one_bf16", BF16, low_rank=1, bias=False, three_axes=True),
         _small("zero_factors_bf16", BF16, factors="zero", k=1),
         _small("factors_alone_bf16", BF16, factors="alone", low_rank=16),

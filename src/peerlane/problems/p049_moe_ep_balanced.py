@@ -12,7 +12,7 @@ from peerlane.problems._spec import CaseSpec, case, preset
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    base = {"tokens": (96, 0, 40, 64), "hidden": 64, "inner": 16, "experts_per_rank": 1, "k": 1}
+    base = {"tokens": (96, 0, 40, 64), "hidden": 64, "inner": 32, "experts_per_rank": 1, "k": 1}
     return case(label, dtype, **{**base, **params})
 
 
@@ -25,7 +25,7 @@ PRESETS = (
         _small("rotated_bf16", BF16, pattern="rotated"),
         _small("own_bf16", BF16, pattern="own"),
         _small("one_rank_bf16", BF16, pattern="one_rank", tokens=(96, 64, 0, 40)),
-        _small("every_rank_bf16", BF16, k=2, tokens=(31, 0, 17, 11)),
+        _small("every_rank_bf16", BF16, k=2, tokens=(63, 0, 35, 21)),
         _small("dead_expert_bf16", BF16, k=2, empty=1, exponent=0.6, world_sizes=(4, 8)),
         _small("three_of_four_bf16", BF16, k=3, bias=False, world_sizes=(4, 8)),
     ),

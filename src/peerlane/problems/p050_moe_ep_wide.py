@@ -12,7 +12,7 @@ from peerlane.problems._spec import CaseSpec, case, preset
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    base = {"tokens": (65, 0, 41, 90), "hidden": 64, "inner": 16, "experts_per_rank": 2, "k": 2}
+    base = {"tokens": (65, 0, 41, 90), "hidden": 64, "inner": 32, "experts_per_rank": 2, "k": 2}
     return case(label, dtype, **{**base, **params})
 
 
@@ -20,7 +20,7 @@ PRESETS = (
     preset(
         "small",
         "two to four experts per rank, one to four a token; all of a token's experts on one rank or on different ones, empty experts",
-        _small("wide_bf16", BF16, experts_per_rank=3, k=3),
+        _small("wide_bf16", BF16, tokens=(129, 0, 41, 90), experts_per_rank=3, k=3),
         _small("wide_fp32", FP32, experts_per_rank=3, k=4),
         _small("one_each_bf16", BF16, k=1, exponent=0.6),
         _small("together_bf16", BF16, experts_per_rank=4, pattern="together"),

@@ -41,7 +41,7 @@ def reference(
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    base = {"tokens": (65, 90, 41, 34), "hidden": 64, "inner": 16, "k": 1, **({} if "experts" in params else {"replicas": 2})}
+    base = {"tokens": (65, 90, 41, 34), "hidden": 64, "inner": 32, "k": 1, **({} if "experts" in params else {"replicas": 2})}
     return case(label, dtype, **{**base, **params})
 
 
