@@ -85,7 +85,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         height = shared.uniform((tokens, _RIVALS), FP32, low=-2.0, high=3.0)
         height[order[: 2 * few]] = -2.0  # where the target is out of range, the loss must not be nearly zero
         height += math.log(vocab - padding) + scale**2 / 2 - math.log(_RIVALS)
-        for local, value in zip((rivals - place * shard).split(1, 1), height.split(1, 1), strict=True):
+        for local, value in zip(torch.split(rivals - place * shard, 1, 1), torch.split(height, 1, 1), strict=True):
             inside, column = (local >= 0) & (local < shard), local.clamp(0, shard - 1)
             logits.scatter_(1, column, torch.where(inside, value, logits.gather(1, column)))
     logits += shared.normal((tokens, 1), FP32) ** 3 * 8.0
@@ -297,7 +297,7 @@ PRESETS = (
         _small("offset_bf16", BF16, scale=300.0, pattern="offset"),
         _small("boundary_bf16", BF16, pattern="boundary"),
         _small("padding_fp32", FP32, padding=6),
-        _small("padding_bf16", BF16, padding=6),
+        _small("padding_bf16", BF16, padding=6, scale=1.5),
         _small("special_fp32", FP32, pattern="special"),
         _small("special_bf16", BF16, pattern="special"),
         _small("wide_bf16", BF16, lead=(97,), vocab_per_rank=1003, scale=1.0),

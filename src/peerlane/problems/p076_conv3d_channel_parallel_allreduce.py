@@ -134,7 +134,7 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
 def _balanced(x: torch.Tensor, weight: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Both operands with input channels scaled to and fro until each is as large in the one as in the other: no product changes, and the
     bound of Cauchy and Schwarz is least."""
-    grouped = weight.to(FP64).unflatten(0, (groups, -1))
+    grouped = weight.to(FP64).view(groups, -1, *weight.shape[1:])
     sizes = grouped.square().sum((1, 3, 4, 5)).flatten()
     ratio = (x.to(FP64).square().sum((0, 2, 3, 4)) / sizes).pow(0.25)
     ratio = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0)
