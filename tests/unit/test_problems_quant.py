@@ -297,11 +297,18 @@ def test_inputs_have_codes_of_every_kind() -> None:
     """Normal numbers, subnormal ones and zeros: only then can the tolerance of a bfloat16 sum tell 4 bits from 8."""
     problem = problems.get(52)
     case = problem.cases("pkb", 2)[0]
-    flat, history = arguments(case)[0]
-    quotients = flat.to(FP64).abs() / _quant.exact_scale(_quant.push_history(flat, history))
-    assert history[0] > 3 * flat.abs().max() and history[1:].max() > flat.abs().max()
-    for part in (quotients > 2**-6, (quotients <= 2**-6) & (quotients > 2**-10), quotients < 2**-10):
-        assert part.float().mean() > 0.05
+    for flat, history in arguments(case):
+        quotients = flat.to(FP64).abs() / _quant.exact_scale(_quant.push_history(flat, history))
+        assert history[0] > 2 * flat.abs().max()
+        for part in (quotients > 2**-6, (quotients <= 2**-6) & (quotients > 2**-10), quotients < 2**-10):
+            assert part.float().mean() > 0.05
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_history_and_current_amax_decide_the_scale_by_turns(world_size: int) -> None:
+    case = problems.get(53).cases("pkb", world_size)[0]
+    by_history = [bool(history[1:].max() > flat.abs().max()) for flat, history in arguments(case)]
+    assert by_history == [by_history[0] == (rank % 2 == 0) for rank in range(world_size)]
 
 
 @pytest.mark.parametrize("label", ["nan_bf16", "inf_fp32"])

@@ -120,6 +120,9 @@ def sum_of_products(case: Case, inputs: Sequence[tuple[Any, ...]], rows: slice) 
 def row_parallel_operands(case: Case, rank: int, draw: Draw, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A_r (rows, K_r) and B_r (K_r, n) of a row-parallel layer.
 
+    A's columns differ in size by powers of two that B's rows take back, and B's columns by others, the same on all ranks: products and
+    their relative errors are those of equal sizes, but codes of few bits with a scale for many channels lose the small ones.
+
     Pattern ``cancelling``: neighbouring ranks' products cancel but for noise, A_q = (-1)^q A and B_q = B + noise of a quarter of
     B's size; needs equal depths and an even world size.
     """
@@ -129,8 +132,14 @@ def row_parallel_operands(case: Case, rank: int, draw: Draw, rows: int) -> tuple
         sign = -1.0 if rank % 2 else 1.0
         common = weights(case, draw.shared, (depth, case["n"]), terms).to(FP32)
         noise = draw.normal((depth, case["n"]), FP32, scale=0.25 * terms**-0.5)
-        return sign * activations(case, rank, draw.shared, (rows, depth), terms), (common + noise).to(case.dtype)
-    return activations(case, rank, draw, (rows, depth), terms), weights(case, draw, (depth, case["n"]), terms)
+        operands = sign * activations(case, rank, draw.shared, (rows, depth), terms), (common + noise).to(case.dtype)
+    else:
+        operands = activations(case, rank, draw, (rows, depth), terms), weights(case, draw, (depth, case["n"]), terms)
+    if draw.integer:
+        return operands
+    inner, outer = draw.shared.octaves((max(depths),))[:depth], draw.shared.octaves((case["n"],))
+    a, b = (operand.to(FP32) for operand in operands)
+    return (a * inner).to(case.dtype), (b * (outer / inner.unsqueeze(1))).to(case.dtype)
 
 
 def gathered_operands(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:

@@ -117,8 +117,10 @@ def vector_and_history(case: Case, rank: int, draw: Draw, count: int) -> tuple[t
     The standard deviation s is ``case["size"]`` (1) times 2^rank, and another for every run of 8 elements: 1 to 2^-21, drawn alike
     on all ranks, as the tensors in a bucket are of unlike size. A fifth of them e4m3 holds with few bits, or not at all.
 
-    The history's first entry, which is dropped, is above 60 s; one of the others, between 6 s and 9 s, decides the scale, for max|x| is
-    less. ``case["history_of"]``: ``quiet`` (all 1e-8: the vector itself decides).
+    The history's first entry, which is dropped, is above 60 s. On every other rank, which ones being new in every call, another entry,
+    between 6 s and 9 s, decides the scale, for max|x| is less; on the rest an element of 20 s to 28 s does, so that neither the history
+    nor the vector alone tells the scale. With ``case["data"]`` the history decides. ``case["history_of"]``: ``quiet`` (all 1e-8: the
+    vector itself decides).
 
     ``case["data"]``:
 
@@ -138,6 +140,10 @@ def vector_and_history(case: Case, rank: int, draw: Draw, count: int) -> tuple[t
     runs = torch.exp2(draw.shared.uniform((-(-count // _RUN),), FP32, low=-21.0, high=0.0))
     flat = draw.normal((count,), FP32, scale=size)
     flat *= runs.repeat_interleave(_RUN)[:count]
+    if data is None:
+        largest = draw.uniform((1,), FP32, low=20.0, high=28.0) * size
+        place, turn = draw.integers(0, count, (1,)), (draw.shared.integers(0, 2, (1,)) + rank) % 2
+        flat[place] = torch.where(turn == 0, largest, flat[place])
 
     entries = case["history"]
     history = draw.uniform((entries,), FP32, low=0.2, high=1.0) * (3.0 * size)
@@ -177,6 +183,10 @@ WRONG_SCALES: Mapping[str, tuple[str, Callable[[Arguments, int], torch.Tensor]]]
     "history_ignored": (
         "the scale of the current amax alone",
         lambda inputs, q: history_scale(push_history(inputs[q][0], inputs[q][1][:1])),
+    ),
+    "current_ignored": (
+        "the scale of the older entries alone, without waiting for the current amax",
+        lambda inputs, q: history_scale(inputs[q][1][1:] if inputs[q][1].numel() > 1 else inputs[q][1]),
     ),
     "stale_history": ("the scale of the history before the call", lambda inputs, q: history_scale(inputs[q][1])),
     "scale_of_next_rank": ("quantised with the next rank's scale", lambda inputs, q: _of_rank(inputs, (q + 1) % len(inputs))),

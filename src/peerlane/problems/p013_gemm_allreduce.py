@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import _matmul
+from peerlane.problems._codes import eight_bits
 from peerlane.problems._draw import Draw
 from peerlane.problems._matmul import BF16, FP32
 from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
@@ -48,6 +49,16 @@ def cost(case: Case, rank: int) -> Cost:
 
 def _sum_over(context: NullContext, ranks: Sequence[int]) -> torch.Tensor:
     return _matmul.wide_sum_of_products(context.case, [context.inputs[q] for q in ranks], _ALL)
+
+
+def _eight_bits(context: NullContext) -> torch.Tensor:
+    parts = [(a.to(FP32) @ b.to(FP32)).to(context.case.dtype) for a, b in context.inputs]
+    return torch.stack([eight_bits(part).to(FP32) for part in parts]).sum(0).to(context.case.dtype)
+
+
+def _int8_operands(context: NullContext) -> torch.Tensor:
+    parts = [eight_bits(a.to(FP32)) @ eight_bits(b.t().to(FP32)).t() for a, b in context.inputs]
+    return torch.stack(parts).sum(0).to(context.case.dtype)
 
 
 PROBLEM = Problem(
@@ -95,6 +106,15 @@ PROBLEM = Problem(
             "own_counted_twice",
             "the rank's own product added once too often",
             lambda c: _sum_over(c, [*range(c.case.world_size), c.rank]),
+        ),
+        NullAnswer(
+            "eight_bits", "products are sent in 8-bit integers with a scale for every 32 neighbours", _eight_bits, cases=("pkb/bf16",)
+        ),
+        NullAnswer(
+            "int8_operands",
+            "products of 8-bit integers with a scale for every 32 neighbours along K",
+            _int8_operands,
+            cases=("pkb/bf16",),
         ),
     ),
     honest_variants=(

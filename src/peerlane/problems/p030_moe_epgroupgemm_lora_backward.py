@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from peerlane.problems._codes import eight_bits
 from peerlane.problems._collective import (
     BF16,
     FP32,
@@ -52,10 +53,14 @@ def _shapes(case: Case) -> Sequence[tuple[int, ...]]:
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """See :func:`summand`. ``case["data"]`` = ``idle``: every rank of a group but its last has gradients of zero.
 
+    Columns differ in size by powers of two, the same on all ranks, unless the case is one of :func:`summand`'s patterns.
+
     All ranks must return the same bits, so several groups have the same gradients, whole numbers whose sums are exact in any order.
     """
     members = group_members(case, rank)
     gradients = [summand(case, members.index(rank), draw, shape) for shape in _shapes(case)]
+    if not draw.integer and "data" not in case.params:
+        gradients = [(gradient.to(FP32) * draw.shared.octaves(gradient.shape[-1:])).to(case.dtype) for gradient in gradients]
     if group_layout(case):
         whole = [draw.shared.integers(-16, 17, (len(members), *shape), case.dtype) for shape in _shapes(case)]
         gradients = [every[members.index(rank)].clone() for every in whole]
@@ -116,6 +121,11 @@ def _mean(context: NullContext) -> Triple:
     return first, second, third
 
 
+def _eight_bits(context: NullContext) -> Triple:
+    coded = [tuple(eight_bits(gradient) for gradient in args[:3]) for args in context.inputs]
+    return _sums(coded, _members(context))
+
+
 def _stale_last(context: NullContext) -> Triple:
     """The last gradient's second half is that of the slot before."""
     last = context.answer[2].clone()
@@ -170,6 +180,12 @@ PROBLEM = Problem(
         NullAnswer("only_first_summed", "the second and third gradient left as they are", _only_first),
         NullAnswer("mean", "divided by the number of ranks", _mean),
         NullAnswer("drop_last_rank", "the sum without the last rank", lambda c: _sums(c.inputs, _members(c)[:-1])),
+        NullAnswer(
+            "eight_bits",
+            "gradients are sent in 8-bit integers with a scale for every 32 neighbours",
+            _eight_bits,
+            cases=("pkb/bf16", "production_qwen3_30b_a3b/bf16", "production_qwen3_235b/fp32"),
+        ),
         NullAnswer("stale_half", "half of the last gradient is that of the slot before", _stale_last),
         NullAnswer(
             "whole_world", "group ignored", lambda c: _sums(c.inputs, range(c.case.world_size)), cases=("small/strided_group_bf16",)

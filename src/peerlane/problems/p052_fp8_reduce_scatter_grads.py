@@ -163,6 +163,8 @@ _FINITE = _labels()
 _WRONG_SCALE_CASES = {
     # Without older entries that are larger, the current amax decides.
     "history_ignored": _labels("history_1_fp32", "quiet_bf16", "outlier_bf16", "ties_bf16"),
+    # The history may decide on every rank.
+    "current_ignored": _labels("rank_scale_bf16", "outlier_bf16", "idle_bf16"),
     # The other rank of two has a zero gradient.
     "common_scale": _labels("idle_bf16"),
 }
@@ -230,7 +232,8 @@ PROBLEM = Problem(
     },
     notes=(
         "The public benchmark's history is constant and tiny, so that it never decides, and all ranks have nearly the same amax. Here the "
-        "oldest entry is the largest and is dropped, another of the old ones decides the scale, and ranks' scales differ.",
+        "oldest entry is the largest and is dropped, another of the old ones decides the scale on every other rank and the current amax on "
+        "the rest, and ranks' scales differ.",
         "The gradients' size changes from run to run by up to 2^21, so that codes of few bits and zeros decide whether anything was "
         "quantised: among normal numbers 4 bits and 8 differ too little to be told apart by the tolerance of a bfloat16 sum.",
         "The scale is computed in float32 from the history, whatever its dtype. A quotient within 2^-20 of a tie, relatively, may be "

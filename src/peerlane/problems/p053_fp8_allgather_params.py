@@ -96,11 +96,11 @@ PRESETS = (
         case("history_16_fp32", FP32, shard=37, history=16),
         case("history_1_fp32", FP32, shard=37, history=1),
         case("bf16_history_fp32", FP32, shard=37, history=4, history_dtype=BF16),
-        case("rank_scale_bf16", BF16, shard=37, history=4, data="rank_scale"),
+        case("rank_scale_bf16", BF16, shard=317, history=4, data="rank_scale"),
         case("outlier_bf16", BF16, shard=317, history=4, data="outlier"),
         case("ties_bf16", BF16, shard=317, history=4, data="ties"),
-        case("idle_bf16", BF16, shard=37, history=4, data="idle"),
-        case("floor_bf16", BF16, shard=37, history=4, data="floor"),
+        case("idle_bf16", BF16, shard=317, history=4, data="idle"),
+        case("floor_bf16", BF16, shard=317, history=4, data="floor"),
         case("nan_bf16", BF16, shard=37, history=4, data="nan"),
         case("inf_fp32", FP32, shard=37, history=4, data="inf"),
     ),
@@ -134,6 +134,8 @@ def _labels(*without: str) -> tuple[str, ...]:
 _WRONG_SCALE_CASES = {
     # Without older entries that are larger, the current amax decides.
     "history_ignored": _labels("history_1_fp32", "quiet_bf16", "outlier_bf16"),
+    # The history may decide on every rank.
+    "current_ignored": _labels("rank_scale_bf16", "outlier_bf16", "idle_bf16", "floor_bf16"),
     # The other rank of two has a shard of zeros.
     "common_scale": _labels("idle_bf16", "floor_bf16"),
 }
@@ -182,7 +184,8 @@ PROBLEM = Problem(
     replicated=("full",),
     notes=(
         "The public benchmark's history is constant and tiny, so that it never decides, and all ranks have nearly the same amax. Here the "
-        "oldest entry is the largest and is dropped, another of the old ones decides the scale, and ranks' scales differ.",
+        "oldest entry is the largest and is dropped, another of the old ones decides the scale on every other rank and the current amax on "
+        "the rest, and ranks' scales differ.",
         "Codes and scales may travel and be decoded where they arrive: the bits are the same. A quotient within 2^-20 of a tie, "
         "relatively, may be rounded either way, and so may the last rounding of a product that near to a tie.",
         "The scale is computed in float32 from the history, whatever its dtype.",

@@ -33,6 +33,9 @@ BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 # Bytes of float64 logits that the oracle holds at a time; it needs about three times as much.
 _CHUNK_BYTES = 2**29
 
+# The least vocabulary in which a few logits of every token stand out, and how many.
+_LONG, _RIVALS = 256, 3
+
 
 def reference(vocab_parallel_logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     shard = vocab_parallel_logits.shape[-1]
@@ -52,8 +55,10 @@ def reference(vocab_parallel_logits: torch.Tensor, target: torch.Tensor, group: 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """Logits N(0, scale^2), moved by an amount per token that is small for most and beyond 88 (where exp overflows) for one in fifty.
 
-    Targets are uniform, but for a few of -100 and a few beyond the vocabulary. ``case["padding"]`` logits at the vocabulary's end are -inf,
-    and one target points there. ``case["pattern"]`` may make the rows hard:
+    Targets are uniform, but for a few of -100 and a few beyond the vocabulary. In long vocabularies three logits anywhere, one of them
+    every other token's target, add up to e^-2 to e^3 times the sum of the others' exponentials: neither a part of the vocabulary nor its
+    largest logits tell the sum. ``case["padding"]`` logits at the vocabulary's end are -inf, and one target points there.
+    ``case["pattern"]`` may make the rows hard:
 
     * ``peaked``: one logit stands out by more than 1000, and every other token's target is it: loss 0
     * ``equal``: all logits of every other token are equal
@@ -70,10 +75,20 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         logits = shared.normal((tokens, vocab), FP32)[:, place * shard : (place + 1) * shard].clone()
     else:
         logits = draw.normal((tokens, shard), FP32)
-    logits *= case.params.get("scale", 3.0)
-    logits += shared.normal((tokens, 1), FP32) ** 3 * 8.0
+    scale = case.params.get("scale", 3.0)
+    logits *= scale
     target = shared.integers(0, vocab - padding, (tokens,))
-    order = shared.permutation(tokens)
+    order, few = shared.permutation(tokens), max(2, tokens // 128)
+    if pattern is None and vocab >= _LONG:
+        rivals = shared.integers(0, vocab - padding, (tokens, _RIVALS))
+        target = torch.where(order % 2 == 0, rivals[:, 0], target)
+        height = shared.uniform((tokens, _RIVALS), FP32, low=-2.0, high=3.0)
+        height[order[: 2 * few]] = -2.0  # where the target is out of range, the loss must not be nearly zero
+        height += math.log(vocab - padding) + scale**2 / 2 - math.log(_RIVALS)
+        for local, value in zip(torch.split(rivals - place * shard, 1, 1), torch.split(height, 1, 1), strict=True):
+            inside, column = (local >= 0) & (local < shard), local.clamp(0, shard - 1)
+            logits.scatter_(1, column, torch.where(inside, value, logits.gather(1, column)))
+    logits += shared.normal((tokens, 1), FP32) ** 3 * 8.0
     if pattern == "peaked":
         winner = shared.integers(0, vocab, (tokens,))
         logits.masked_fill_(columns == winner.unsqueeze(-1), 3000.0)
@@ -92,7 +107,6 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     if padding:
         logits.masked_fill_(columns >= vocab - padding, -math.inf)
         target[order[-1:]] = vocab - 1
-    few = max(2, tokens // 128)
     target[order[:few]] = -100
     target[order[few : 2 * few]] = vocab + 3
     lead = tuple(case["lead"])
@@ -182,10 +196,13 @@ def _merged_shards(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> 
 
 
 def _online(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
-    """One pass over blocks of the vocabulary with a running maximum and a rescaled sum, in float32."""
+    """One pass over blocks of the vocabulary with a running maximum and a rescaled sum, in float32.
+
+    Blocks are of 3 entries, or a 128th of a long vocabulary: no kernel adds a hundred thousand terms one after the other.
+    """
     logits, target = whole_vocabulary(inputs, group_members(case, rank)), inputs[rank][1]
     maximum, total = logits[..., 0].clone(), torch.ones(target.shape, device=target.device)
-    for block in torch.split(logits[..., 1:], 3, dim=-1):
+    for block in torch.split(logits[..., 1:], max(3, logits.shape[-1] // 128), dim=-1):
         larger = torch.maximum(maximum, block.amax(-1))
         # Before the first finite logit the maximum is -inf, and there is nothing to rescale.
         weights = torch.exp(block - larger.unsqueeze(-1)).sum(-1)
@@ -234,6 +251,15 @@ def _sum_not_reduced(context: NullContext) -> torch.Tensor:
     return (total.log() - predicted.where((target >= 0) & (target < whole.shape[-1]), 0.0)).to(context.case.dtype)
 
 
+def _every_other_entry(context: NullContext) -> torch.Tensor:
+    """The right maximum and target, and twice the sum of every second exponential."""
+    whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
+    maximum = whole.amax(-1)
+    total = 2.0 * torch.exp(whole[..., ::2] - maximum.unsqueeze(-1)).sum(-1)
+    predicted = _picked(whole, target) - maximum
+    return (total.log() - predicted.where((target >= 0) & (target < whole.shape[-1]), 0.0)).to(context.case.dtype)
+
+
 def _no_maximum(context: NullContext) -> torch.Tensor:
     whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
     inside = (target >= 0) & (target < whole.shape[-1])
@@ -271,7 +297,7 @@ PRESETS = (
         _small("offset_bf16", BF16, scale=300.0, pattern="offset"),
         _small("boundary_bf16", BF16, pattern="boundary"),
         _small("padding_fp32", FP32, padding=6),
-        _small("padding_bf16", BF16, padding=6),
+        _small("padding_bf16", BF16, padding=6, scale=1.5),
         _small("special_fp32", FP32, pattern="special"),
         _small("special_bf16", BF16, pattern="special"),
         _small("wide_bf16", BF16, lead=(97,), vocab_per_rank=1003, scale=1.0),
@@ -298,6 +324,9 @@ PRESETS = (
         case("gemma2_bf16", BF16, lead=(8192,), vocab=256000),
     ),
 )
+
+
+_PATTERNS = ("peaked", "equal", "offset", "boundary", "special")
 
 
 def _labels(*, without: Sequence[str]) -> tuple[str, ...]:
@@ -328,6 +357,12 @@ PROBLEM = Problem(
         NullAnswer("local_vocabulary", "the loss over the rank's own shard", _local_vocabulary),
         NullAnswer("foreign_target_ignored", "no target term where another rank holds the target", _foreign_target_ignored),
         NullAnswer("sum_not_reduced", "the sum of exponentials over the rank's own shard", _sum_not_reduced),
+        NullAnswer(
+            "every_other_entry",
+            "twice the sum of every second exponential",
+            _every_other_entry,
+            cases=tuple(label for label in _labels(without=_PATTERNS) if label.startswith(("small/wide", "pkb", "production"))),
+        ),
         NullAnswer(
             "no_maximum_subtraction",
             "exp of the bare logits",
@@ -360,5 +395,7 @@ PROBLEM = Problem(
         "The public reference rounds every step to the logits' dtype; here the answer is rounded once, with room for all those roundings. "
         "A sum of exponentials that was rounded on every rank and after every addition is right too.",
         "The public benchmark's targets follow a fixed pattern and are always in range; here some are -100 or beyond the vocabulary.",
+        "Of independent logits a sample of the vocabulary tells the sum within what bfloat16 allows; here a few probable entries anywhere, "
+        "as a trained model has them, are much of it.",
     ),
 )

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from peerlane.problems._codes import eight_bits
 from peerlane.problems._collective import group_layout, group_members, sequential_sum, stale_tail
 from peerlane.problems._conv import convolve, full_float32, terms_bound, without_group
 from peerlane.problems._draw import Draw
@@ -28,6 +29,9 @@ from peerlane.problems._spec import (
     preset,
 )
 from peerlane.problems._tree import GroupRef
+
+# Voxels of an image for each that is bright, and how bright it is.
+_PER_BRIGHT, _BRIGHT = 300, 1024.0
 
 Triple = int | tuple[int, int, int]
 
@@ -63,7 +67,10 @@ def _geometry(case: Case) -> tuple[Triple, Triple, Triple, int]:
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    """Input of N(0, 1), weight of variance 1 / fan-in over all ranks, bias of N(0, 1), the same on all ranks. ``case["pattern"]``:
+    """Input of N(0, 1), weight of variance 1 / fan-in over all ranks, bias of N(0, 1), the same on all ranks.
+
+    Input channels differ in size by powers of two that the weights take back, and a few voxels, the same on all ranks, are 2^10 times as
+    large: codes of few bits with a scale for many channels, or for many neighbouring sums, are far off. ``case["pattern"]``:
 
     * ``cancelling``: neighbouring ranks' sums cancel but for noise of a quarter of their size
     * ``zero_rank``: the first rank's input is zero
@@ -79,14 +86,19 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     bias = draw.shared.normal((case["outputs"],), case.dtype) if case.params.get("bias", True) else None
     source = draw.shared if pattern == "cancelling" or "group" in case.params else draw
     for _ in range(place + 1 if "group" in case.params else 1):
-        x = source.normal((case["batch"], local, *case["size"]), case.dtype)
+        x = source.normal((case["batch"], local, *case["size"]), FP32)
         weight = source.normal(shape, FP32, scale=scale)
+    bright = draw.shared.uniform((case["batch"], 1, *case["size"]), FP32) < 1 / _PER_BRIGHT
+    sizes = draw.shared.octaves((local,))
+    x = (x.where(~bright, _BRIGHT * x) * sizes.view(-1, 1, 1, 1)).to(case.dtype)
+    unsized = sizes.view(groups, 1, -1).expand(-1, case["outputs"] // groups, -1).reshape(case["outputs"], -1, 1, 1, 1)
     if pattern == "cancelling":
         weight = (-1.0) ** place * weight + draw.normal(shape, FP32, scale=0.25 * scale)
     elif pattern == "zero_rank" and place == 0:
         x.zero_()
     elif pattern == "nan" and place == len(members) - 1:
         weight[1] = float("nan")
+    weight = weight / unsized
     group = GroupRef(case["group"]) if "group" in case.params else None
     return (x, weight.to(case.dtype), bias, *_geometry(case), group)
 
@@ -110,12 +122,24 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
         partial = convolve(x, inputs[q][1], stride=strides, dilation=dilations, groups=groups)
         value += partial
         magnitude += partial.abs_()
-        magnitude.add_(terms_bound(x, inputs[q][1], stride=strides, dilation=dilations, groups=groups), alpha=weight)
+        balanced = _balanced(x, inputs[q][1], groups)
+        magnitude.add_(terms_bound(*balanced, stride=strides, dilation=dilations, groups=groups), alpha=weight)
     if (bias := inputs[rank][2]) is not None:
         column = bias.to(FP64).view(-1, 1, 1, 1)
         value += column
         magnitude += column.abs()
     return Expected("convolved", value, case.dtype, magnitude=magnitude)
+
+
+def _balanced(x: torch.Tensor, weight: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both operands with input channels scaled to and fro until each is as large in the one as in the other: no product changes, and the
+    bound of Cauchy and Schwarz is least."""
+    grouped = weight.to(FP64).view(groups, -1, *weight.shape[1:])
+    sizes = grouped.square().sum((1, 3, 4, 5)).flatten()
+    ratio = (x.to(FP64).square().sum((0, 2, 3, 4)) / sizes).pow(0.25)
+    ratio = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0)
+    scaled = (grouped * ratio.view(groups, 1, -1, 1, 1, 1)).flatten(0, 1)
+    return x.to(FP64) / ratio.view(-1, 1, 1, 1), scaled
 
 
 def _output_size(case: Case) -> tuple[int, ...]:
@@ -183,6 +207,31 @@ def _in_dtype(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch
 def _own_times_world(context: NullContext) -> torch.Tensor:
     ranks = len(group_members(context.case, context.rank))
     return _sum(context.case, [(ranks * args[0], *args[1:]) for args in context.inputs], [context.rank])
+
+
+def _int8_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Float32 after a code of 8 bits with a scale for each entry of the first axis."""
+    flat = tensor.to(FP32).flatten(1)
+    scales = flat.abs().amax(1, keepdim=True).clamp(min=torch.finfo(FP32).tiny) / 127
+    return (flat / scales).round_().mul_(scales).view(tensor.shape)
+
+
+def _int8_operands(context: NullContext) -> torch.Tensor:
+    coded = [(_int8_rows(args[0].movedim(1, -1).flatten(0, -2)), _int8_rows(args[1])) for args in context.inputs]
+    inputs = [
+        (x.view(*args[0].movedim(1, -1).shape).movedim(-1, 1), weight, *args[2:])
+        for (x, weight), args in zip(coded, context.inputs, strict=True)
+    ]
+    return _sum(context.case, inputs, _members(context))
+
+
+def _eight_bits(context: NullContext) -> torch.Tensor:
+    case, ranks = context.case, _members(context)
+    sums = [eight_bits(_partial(case, context.inputs[q]).to(case.dtype)).to(FP32) for q in ranks]
+    total = torch.stack(sums).sum(0)
+    if (bias := context.args[2]) is not None:
+        total += bias.to(FP32).view(-1, 1, 1, 1)
+    return total.to(case.dtype)
 
 
 def _members(context: NullContext) -> Sequence[int]:
@@ -271,6 +320,18 @@ PROBLEM = Problem(
             "the bias W times",
             lambda c: _sum(c.case, c.inputs, _members(c), biases=len(_members(c))),
             cases=_BIASED,
+        ),
+        NullAnswer(
+            "eight_bits",
+            "partial sums are sent in 8-bit integers with a scale for every 32 neighbours",
+            _eight_bits,
+            cases=_labels(lambda params: "channels" in params),
+        ),
+        NullAnswer(
+            "int8_operands",
+            "products of 8-bit integers, with a scale for each voxel and output channel",
+            _int8_operands,
+            cases=_labels(lambda params: "channels" in params),
         ),
         NullAnswer("kernel_flipped", "a convolution instead of a correlation", lambda c: _sum(c.case, c.inputs, _members(c), flipped=True)),
         NullAnswer(
