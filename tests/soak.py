@@ -22,6 +22,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from e2e.runs import EXAMPLES, MARK, marked_processes, wait_for
@@ -173,6 +175,7 @@ def soak(options: argparse.Namespace, temp: Path) -> dict[str, object]:
         rules=RULES,
         stress=STRESS,
     )
+    torch.cuda.device_count()  # which a run asks as well, and for which the driver keeps files open
     before, opened, interrupted = take(mark, temp, gpus), open_files(), False
     try:
         evaluate(plan, watch)

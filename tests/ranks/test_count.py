@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from peerlane.problems import Cost
 from peerlane.problems._collective import all_gather_single, reduce_scatter_single
@@ -96,6 +97,13 @@ def test_a_cost_above_the_count_is_a_fault() -> None:
     ]
     mean = Cost(hbm_bytes=1300, egress_bytes=110, ingress_bytes=90, flops={"bf16": 51}, typical=True)
     assert cost_faults([mean], [count]) == []
+
+
+def test_attention_is_counted_where_heads_share_keys_too() -> None:
+    q, k, v = (torch.ones(3, heads, length, 16) for heads, length in ((4, 5), (2, 7), (2, 7)))
+    for sharing, keys, values in ((True, k, v), (False, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))):
+        _, count = counted(lambda: F.scaled_dot_product_attention(q, keys, values, enable_gqa=sharing))  # noqa: B023  (called at once)
+        assert count.flops == 2 * 3 * 4 * 5 * 7 * (16 + 16)
 
 
 def test_fourier_transforms_are_counted() -> None:

@@ -18,7 +18,10 @@ from torch.utils.flop_counter import flop_registry
 from peerlane.problems._spec import Cost
 from peerlane.problems._tree import Tree, leaves
 
-# PyTorch knows how many operations attention takes on GPUs; the CPU's operator has the same arguments.
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> float:
+    """Operations of both products of attention; heads of queries (B, h, S, D) may share those of keys, which not every PyTorch knows."""
+    return 2.0 * math.prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _transform(complex_to_complex: bool) -> Callable[..., float]:
@@ -36,8 +39,11 @@ _OPERATIONS: Mapping[Any, Callable[..., float]] = {
     torch.ops.aten._fft_c2c: _transform(True),
     torch.ops.aten._fft_r2c: _transform(False),
     torch.ops.aten._fft_c2r: _transform(False),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[torch.ops.aten._scaled_dot_product_flash_attention],
     **flop_registry,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention: _attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention: _attention,
+    torch.ops.aten._scaled_dot_product_cudnn_attention: _attention,
 }
 
 SLACK = 1.01

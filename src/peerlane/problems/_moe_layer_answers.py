@@ -112,12 +112,12 @@ def tolerance(case: Case) -> Mapping[str, Tolerance]:
     A chosen logit errs by u / 2, the others by up to 2 u, and a probability by u, all of which a row has in common; an expert's row errs by
     about u normwise (four roundings within it, averaged over the depth of the last product, and its own) and the weighted sum by u / 2
     more. That makes 1.5 u over many rows, 2.5 u over few, and up to 5 u in one, where the largest channels outweigh the others; the bounds
-    are twice that, and a quarter more with low-rank factors. An element may be five standard deviations off. In float32 the order of sums
-    takes the place of rounding: 16 unit roundoffs.
+    are twice that, and a quarter more with low-rank factors. An element may be five standard deviations off, and a quarter more where
+    cuBLAS adds parts of a product in bfloat16. In float32 the order of sums takes the place of rounding: 16 unit roundoffs.
     """
     u = UNIT_ROUNDOFF[case.dtype] * (16 if case.dtype == FP32 else 1)
     room = 1.25 if "low_rank" in case.params else 1.0
-    return {"output": Tolerance(relative=4 * u, magnitude=16 * room * u, normwise=5 * room * u, rowwise=10 * room * u)}
+    return {"output": Tolerance(relative=4 * u, magnitude=20 * room * u, normwise=5 * room * u, rowwise=10 * room * u)}
 
 
 def cost(case: Case, rank: int) -> Cost:
