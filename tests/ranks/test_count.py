@@ -99,6 +99,13 @@ def test_a_cost_above_the_count_is_a_fault() -> None:
     assert cost_faults([mean], [count]) == []
 
 
+def test_what_is_changed_in_place_is_read_and_written() -> None:
+    many = [torch.ones(6), torch.ones(10)]
+    for call in (lambda: torch._foreach_mul_(many, 2.0), lambda: [one.mul_(2.0) for one in many]):
+        _, count = counted(lambda call=call: [call(), torch.ones(1)][1])  # type: ignore[misc]
+        assert count.touched_bytes == 2 * 4 * 16 + 4
+
+
 def test_attention_is_counted_where_heads_share_keys_too() -> None:
     q, k, v = (torch.ones(3, heads, length, 16) for heads, length in ((4, 5), (2, 7), (2, 7)))
     for sharing, keys, values in ((True, k, v), (False, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1))):

@@ -243,7 +243,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count.add(Step(kind, ranks=group.size(), egress_bytes=egress, ingress_bytes=ingress))
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        sources, results = [*_tensors(args), *_tensors(list(kwargs.values()))], list(_tensors(result))
+        sources = [*_tensors(args), *_tensors(list(kwargs.values()))]
+        results = list(_tensors(result)) or _written(func, args)  # lists that are changed in place are not returned
         if not func._schema.is_mutable and any(_share_storage(a, b) for a in results for b in sources):
             return  # a view moves nothing
         operations = _OPERATIONS.get(func.overloadpacket)
@@ -254,6 +255,14 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 touched_bytes=float(sum(tensor.nbytes for tensor in [*sources, *results] if tensor.layout == torch.strided)),
             )
         )
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The positional arguments that the operator's schema says it writes."""
+    written = [
+        value for argument, value in zip(func._schema.arguments, args, strict=False) if getattr(argument.alias_info, "is_write", False)
+    ]
+    return list(_tensors(written))
 
 
 def _share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
