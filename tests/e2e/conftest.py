@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,6 +15,9 @@ from peerlane.evaluate.nursery_handle import Nursery
 from peerlane.evaluate.processes import descendants
 
 MARKED = f"faults-{os.getpid()}"
+
+# A shell that puts the tests in the background may have it ignored, as would then all processes that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module")

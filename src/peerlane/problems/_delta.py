@@ -195,9 +195,9 @@ def delta_tolerance(case: Case) -> Mapping[str, Tolerance]:
 
     In bfloat16 tensor cores round q, k, u, the state and the weights, k and u more than once, each of which leaves 0.43 u (1.7e-3) of the
     scale on average: 5e-3 in all, and the largest of a million elements has five times that; the bounds are three to four times as large.
-    In float32 the roundings of sums within chunks and of decays remain: 1e-6 at most.
+    In float32 the roundings of sums within chunks and of decays remain: 1e-6 at most, and more in a long sequence that does not decay.
     """
     u = UNIT_ROUNDOFF[case.dtype]
     if case.dtype == BF16:
         return {"output": Tolerance(relative=2 * u, magnitude=20 * u, normwise=1.75e-2)}
-    return {"output": Tolerance(relative=2 * u, magnitude=2e-5, normwise=1e-5)}
+    return {"output": Tolerance(relative=2 * u, magnitude=3e-5, normwise=1.5e-5)}
