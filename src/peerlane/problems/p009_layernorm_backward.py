@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from peerlane.problems._codes import eight_bits
 from peerlane.problems._collective import BF16, FP32, sequential_sum, wide_sum
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import (
@@ -57,10 +58,11 @@ def _normalised_dtype(case: Case) -> torch.dtype:
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> Pair:
-    """X_hat has rows of mean 0 and variance 1; dY is N(0, s^2) with s from 0.5 to 2 per column. ``case["pattern"]``:
+    """X_hat has rows of mean 0 and variance 1; dY is N(0, s^2) with s from 1/16 to 16 per column, so that the sums, which are sent, fit no
+    code with one scale for neighbours. ``case["pattern"]``:
 
     * ``unit_rows``: rows of X_hat have norm 1 instead, as in the public benchmark
-    * ``column_bias``: a column of dY has a mean between 1 and 4, or -4 and -1, so that most of its terms have one sign
+    * ``column_bias``: a column of dY has a mean between s and 4 s, or -4 s and -s, so that most of its terms have one sign
     * ``rank_scale``: dY is 2^10 times as large on the last rank
     * ``outlier``: one channel of X_hat is 100 times as large
     * ``special``: dY has a NaN in column 1 of rank 0, X_hat an infinity in the last column of the last rank
@@ -79,7 +81,6 @@ def inputs(case: Case, rank: int, draw: Draw) -> Pair:
     else:
         normalised = torch.nn.functional.layer_norm(values, shape[1:])
     gradient = draw.normal(shape, FP32)
-    gradient *= draw.shared.uniform((shape[1],), FP32, low=0.5, high=2.0)
     last = rank == case.world_size - 1
     match pattern:
         case "column_bias":
@@ -94,6 +95,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> Pair:
                 gradient[shape[0] // 2, 1] = float("nan")
             if last:
                 normalised[shape[0] // 2, -1] = float("inf")
+    gradient *= draw.shared.octaves(shape[1:])
     return normalised.to(_normalised_dtype(case)), gradient.to(case.dtype)
 
 
@@ -180,6 +182,14 @@ def _one_long_sum(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> P
     )
 
 
+def _eight_bits(context: NullContext) -> Pair:
+    totals = [
+        eight_bits(torch.stack([eight_bits(part.to(FP32).sum(0).to(part.dtype)).to(FP32) for part in parts]).sum(0).to(parts[0].dtype))
+        for parts in zip(*((dY * X_hat, dY) for X_hat, dY in context.inputs), strict=True)
+    ]
+    return totals[0], totals[1]
+
+
 def _narrow_accumulator(context: NullContext) -> Pair:
     """Every addition rounded to the dtype: a sum of one sign stops growing once a term is less than half its spacing."""
     totals = []
@@ -222,8 +232,8 @@ PROBLEM = Problem(
             case("ragged_fp32", FP32, rows_by_rank=(3, 7, 0, 5), hidden=33),
             case("equal_bf16", BF16, rows=5, hidden=33),
             case("mixed", BF16, rows_by_rank=(3, 8), hidden=33, normalised_dtype=FP32),
-            case("column_bias_bf16", BF16, rows=700, hidden=17, pattern="column_bias", world_sizes=(2, 4)),
-            case("column_bias_fp32", FP32, rows=700, hidden=17, pattern="column_bias", world_sizes=(2, 4)),
+            case("column_bias_bf16", BF16, rows=700, hidden=65, pattern="column_bias", world_sizes=(2, 4)),
+            case("column_bias_fp32", FP32, rows=700, hidden=65, pattern="column_bias", world_sizes=(2, 4)),
             case("rank_scale_bf16", BF16, rows=19, hidden=300, pattern="rank_scale"),
             case("outlier_bf16", BF16, rows=19, hidden=300, pattern="outlier"),
             case("special_bf16", BF16, rows=5, hidden=33, pattern="special"),
@@ -246,6 +256,7 @@ PROBLEM = Problem(
             lambda c: _scaled(_in_float32(c.inputs, [c.rank]), c.case.world_size),
         ),
         NullAnswer("drop_last_rank", "the sums without the last rank", lambda c: _in_float32(c.inputs, range(c.case.world_size - 1))),
+        NullAnswer("eight_bits", "both sums sent in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
         NullAnswer("mean", "the mean over ranks instead of the sum", lambda c: _scaled(c.answer, 1 / c.case.world_size)),
         NullAnswer("swapped", "d_beta first", lambda c: tuple(a.to(b.dtype) for a, b in zip(c.answer[::-1], c.answer, strict=True))),
         NullAnswer("bias_only", "d_beta for both", lambda c: (c.answer[1].to(c.answer[0].dtype), c.answer[1])),
