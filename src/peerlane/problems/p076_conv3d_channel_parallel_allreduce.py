@@ -212,8 +212,7 @@ def _own_times_world(context: NullContext) -> torch.Tensor:
 def _int8_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Float32 after a code of 8 bits with a scale for each entry of the first axis."""
     flat = tensor.to(FP32).flatten(1)
-    scales = flat.abs().amax(1, keepdim=True).clamp(min=torch.finfo(FP32).tiny) / 127
-    return (flat / scales).round_().mul_(scales).view(tensor.shape)
+    return eight_bits(flat, flat.shape[1]).view(tensor.shape)
 
 
 def _int8_operands(context: NullContext) -> torch.Tensor:
