@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.problems import _matmul
-from peerlane.problems._codes import BLOCK, eight_bits
+from peerlane.problems._codes import eight_bits
 from peerlane.problems._draw import Draw
 from peerlane.problems._matmul import ACCUMULATION, BF16, FP32, FP64
 from peerlane.problems._spec import (
@@ -151,10 +151,10 @@ def _spoilt_x(order: Callable[[int, int], Sequence[int | None]]) -> Callable[[Nu
     return answer
 
 
-def _coded(context: NullContext, block: int = BLOCK) -> torch.Tensor:
-    """A wrong answer: other ranks' shards of X arrive as 8-bit codes with a scale for so many neighbours."""
+def _coded(context: NullContext) -> torch.Tensor:
+    """A wrong answer: other ranks' shards of X arrive as 8-bit codes."""
     rows = _rows_of(context.case, context.rank)
-    shards = [args[0][rows] if q == context.rank else eight_bits(args[0][rows], block) for q, args in enumerate(context.inputs)]
+    shards = [args[0][rows] if q == context.rank else eight_bits(args[0][rows]) for q, args in enumerate(context.inputs)]
     return _mlp(context.case, torch.cat(shards, dim=1), *context.args[1:])
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems import _matmul
+from peerlane.problems._codes import eight_bits
 from peerlane.problems._draw import Draw
 from peerlane.problems._matmul import BF16, FP32
 from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
@@ -64,6 +65,12 @@ def _sum_over(context: NullContext, ranks: Sequence[int], owner: int | None = No
     return _matmul.wide_sum_of_products(context.case, [context.inputs[q] for q in ranks], rows)
 
 
+def _eight_bits(context: NullContext) -> torch.Tensor:
+    parts = [(a.to(FP32) @ b.to(FP32)).to(context.case.dtype) for a, b in context.inputs]
+    sent = [part if q == context.rank else eight_bits(part) for q, part in enumerate(parts)]
+    return torch.stack([part[_rows_of(context.case, context.rank)].to(FP32) for part in sent]).sum(0).to(context.case.dtype)
+
+
 PROBLEM = Problem(
     id=16,
     slug="gemm_reducescatter",
@@ -105,6 +112,9 @@ PROBLEM = Problem(
         NullAnswer("no_communication", "the rank's rows of its own product", lambda c: _sum_over(c, [c.rank])),
         NullAnswer("own_times_world", "the same times the world size", lambda c: _sum_over(c, [c.rank] * c.case.world_size)),
         NullAnswer("drop_last_rank", "the sum without the last rank", lambda c: _sum_over(c, range(c.case.world_size - 1))),
+        NullAnswer(
+            "eight_bits", "products are sent in 8-bit integers with a scale for every 32 neighbours", _eight_bits, cases=("pkb/bf16",)
+        ),
         NullAnswer("first_rows", "rank 0's rows of the sum on every rank", lambda c: _sum_over(c, range(c.case.world_size), owner=0)),
         NullAnswer(
             "mirrored_rows",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems._codes import BLOCK, eight_bits
+from peerlane.problems._codes import eight_bits
 from peerlane.problems._collective import BF16, FP32, sequential_sum, wide_sum
 from peerlane.problems._draw import Draw
 from peerlane.problems._matmul import FLOP_UNIT
@@ -250,25 +250,24 @@ def _rounded_partial_sums(case: Case, inputs: Arguments, rank: int) -> torch.Ten
     return wide_sum([_in_float32(case, inputs, rank, groups=[_fsdp_peers(case, t)]) for t in range(n_tp)])
 
 
-def _coded(context: NullContext, block: int = BLOCK, weights: Sequence[int] = (1, 2, 3), reduced: bool = True) -> torch.Tensor:
-    """A wrong answer: arguments ``weights`` and, if ``reduced``, what the all-reduce sends, as 8-bit codes with a scale for so many
-    neighbours."""
+def _coded(context: NullContext) -> torch.Tensor:
+    """A wrong answer: shards of the weights, and what the all-reduce sends, as 8-bit codes."""
     case, (n_tp, _) = context.case, grid(context.case)
     own = context.rank % n_tp
     partials = []
     for t in range(n_tp):
         peer = context.rank - own + t
         seen = [
-            [eight_bits(argument, block) if q != peer and place in weights else argument for place, argument in enumerate(args)]
+            [eight_bits(argument) if q != peer and place in (1, 2, 3) else argument for place, argument in enumerate(args)]
             for q, args in enumerate(context.inputs)
         ]
         whole = _whole_weights(seen, _fsdp_peers(case, t), FP32)
         partials.append(_partial(context.args[0].to(FP32), whole).tensor_split(n_tp))
     rows = []
     for t in range(n_tp):
-        terms = [parts[t] if sender == t or not reduced else eight_bits(parts[t], block) for sender, parts in enumerate(partials)]
+        terms = [parts[t] if sender == t else eight_bits(parts[t]) for sender, parts in enumerate(partials)]
         total = torch.stack(terms).sum(0)
-        rows.append(total if t == own or not reduced else eight_bits(total, block))
+        rows.append(total if t == own else eight_bits(total))
     return torch.cat(rows).to(case.dtype)
 
 
