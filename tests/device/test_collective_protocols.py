@@ -24,7 +24,7 @@ from peerlane.device.lint import lint
 from peerlane.device.messages import Member
 from peerlane.device.workspace import Channels, Messages, Rings, Workspace
 
-RINGS = Rings(tile_bytes=256, summing_warps=2, depth=8, batch=2)  # so short that small messages go round
+RINGS = Rings(tile_bytes=256, summing_warps=2, depth=8, stages=6, in_flight=3)  # so short that small messages go round
 BLOCKS = 2
 PACKET_BUFFER_BYTES = 16384
 SIZES = (1500, 4, 2604)
@@ -163,7 +163,7 @@ class Collectives:
             target = self.scenario.buffer(f"out {self.number}", [torch.zeros_like(tensor) for tensor in right], right)
         block, shared_bytes = {
             "exchange_ring": (RINGS.exchange_threads, RINGS.exchange_shared_bytes),
-            "broadcast_relay": (RINGS.exchange_threads, RINGS.exchange_shared_bytes),
+            "broadcast_relay": (RINGS.broadcast_threads, RINGS.broadcast_shared_bytes),
             "all_reduce_relay": (RINGS.relay_threads, RINGS.relay_shared_bytes),
             "reduce_relay": (RINGS.relay_threads, RINGS.relay_shared_bytes),
             "reduce_ring": (RINGS.reduce_threads, RINGS.reduce_shared_bytes),
@@ -229,7 +229,7 @@ def test_kernels_that_use_packets_take_turns_while_one_rank_is_late(late_rank: i
 @pytest.mark.parametrize("kernel", ["exchange_ring", "all_reduce_relay"])
 def test_messages_of_many_rounds_that_end_in_different_ones_lock_nobody(kernel: str) -> None:
     """Rings just as deep as the rule wants them, gone round several times."""
-    assert RINGS.depth == RINGS.stages + 2 * RINGS.batch
+    assert RINGS.depth == RINGS.stages + 2
     work = Collectives(3, (kernel,))
     for nbytes in (9004, 1500, 6000):
         work.add(kernel, nbytes)
@@ -354,23 +354,24 @@ class Twin:
 
 
 RELAY, EXCHANGE, PEERS, QUEUE = "collectives/relay.cuh", "collectives/exchange.cuh", "peers.cuh", "store_queue.cuh"
+PROGRESS = "progress.cuh"
 TWO_SHOT = "collectives/two_shot.cuh"
 CREDIT = "mover.wait(q, here.used_slot(), number + 1 - rings.depth)"
-RELEASE = "ptx::fence_proxy_async();\n        ptx::fence_system();"
+RELEASE = "            ptx::fence_proxy_async();\n            ptx::fence_system();\n"
 ACQUIRE, RELAXED = "seen[q] = ptx::load_acquire_system(", "seen[q] = ptx::load_relaxed_system("
 IS_THERE = "peers_.wait_load(state_.landed + turn % rings.stages, turn / rings.stages & 1);"
 DELIVER = "deliver(tiles, stage(turn), queue_);"
 LANDED, DELIVERED = f"{IS_THERE}\n            {DELIVER}", f"{DELIVER}\n            {IS_THERE}"
-READS_DONE = "        fuzz(arena_, role_, span_signal);\n        team_.sync();\n    }\n\n    // Behind a release."
+READS_DONE = "        team.sync();\n        ++done;"
 BUFFERS = "packets + (epoch & 1) * packet_buffer_bytes"
 TWINS = {
     "no_wait_for_tiles": Twin("all_reduce_relay", RELAY, "givers.wait_all(terms.arrived_slot(), number + 1, known_arrived)", "team.sync()"),
-    "sums_sent_without_credit": Twin("all_reduce_relay", RELAY, "? ++sent - rings.depth :", "? ++sent - 8 * rings.depth :", nbytes=20832),
+    "sums_sent_without_credit": Twin("all_reduce_relay", RELAY, "turn + 1 - rings.depth", "turn + 1 - 8 * rings.depth", nbytes=20832),
     "passed_on_without_credit": Twin(
         "broadcast_relay",
         RELAY,
-        "owner.first[q] + round + 1 - rings.depth",
-        "owner.first[q] + round + 1 - 8 * rings.depth",
+        "number + 1 - rings.depth, seen",
+        "number + 1 - 8 * rings.depth, seen",
         world_size=3,
         nbytes=20832,
     ),
@@ -389,8 +390,11 @@ TWINS = {
     "signal_when_the_tile_was_read": Twin("exchange_ring", QUEUE, "ptx::bulk_wait<in_flight>()", "ptx::bulk_wait_read<in_flight>()"),
     "stage_filled_a_step_too_early": Twin("exchange_ring", EXCHANGE, "fetched < rings.stages - rings.in_flight", "fetched < rings.stages"),
     "place_acknowledged_before_it_is_read": Twin("exchange_ring", EXCHANGE, LANDED, DELIVERED),
-    "sums_acknowledged_unread": Twin("reduce_ring", PEERS, READS_DONE, "    }\n"),
-    "signal_without_release": Twin("all_reduce_relay", PEERS, RELEASE, ""),
+    "sums_acknowledged_unread": Twin("reduce_ring", EXCHANGE, READS_DONE, "        ++done;"),
+    "progress_told_without_release": Twin("all_reduce_relay", PROGRESS, RELEASE, ""),
+    "progress_posted_without_release": Twin("all_reduce_relay", PROGRESS, "ptx::store_release_block(", "ptx::store_relaxed_gpu("),
+    "progress_of_a_tile_that_was_not_posted": Twin("exchange_ring", PROGRESS, "own.first[q] + done[line]", "own.first[q] + done[line] + 1"),
+    "a_round_posted_with_its_first_tile": Twin("exchange_ring", EXCHANGE, "{&sent, tiles.done()}", "{&sent, tiles.round() + 1}", world_size=3),
     "wait_without_acquire": Twin("all_reduce_relay", PEERS, ACQUIRE, RELAXED, world_size=4),
 }
 

@@ -233,8 +233,7 @@ def test_rings_of_every_world_size_stay_within_bounds_and_of_four_ranks_reach_ev
     ("setting", "rule"),
     [
         ({"depth": 12}, "depth is a power of two"),
-        ({"batch": 3, "depth": 16}, "batch is a power of two"),
-        ({"batch": 8}, r"depth is at least stages \+ 2 batch"),
+        ({"depth": 4}, r"depth is at least stages \+ 2"),
         ({"tile_bytes": 1000}, "tile_bytes is a multiple of 128"),
         ({"in_flight": 4}, "in_flight is at least 1 and less than stages"),
     ],

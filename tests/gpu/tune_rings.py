@@ -1,6 +1,6 @@
 """Time the large collectives for many settings of their rings, on the GPUs of this machine.
 
-    PYTHONPATH=src python tests/gpu/tune_rings.py [--world 2] [--out rings.json] [--budget 60] [--only depth=8,batch=1 ...]
+    PYTHONPATH=src python tests/gpu/tune_rings.py [--world 2] [--out rings.json] [--budget 60] [--only depth=8,stages=3 ...]
 
 Compiles every kernel of every setting first, in parallel. Then one process per GPU goes through the settings: each gets a communicator of
 its own, with the memory that its blocks need; each operation is checked on exact data, captured in a graph and replayed. Prints GB/s that
@@ -40,16 +40,16 @@ SIZES = (16 << 20, 64 << 20, 256 << 20)
 """Bytes of the whole tensor: what is gathered, scattered, exchanged or summed."""
 SETTINGS: tuple[dict[str, int], ...] = (
     {},
-    {"tile_bytes": 32 << 10, "stages": 3, "in_flight": 1, "batch": 1},
-    {"tile_bytes": 32 << 10, "stages": 3, "in_flight": 1, "batch": 2},
-    {"tile_bytes": 32 << 10, "stages": 3, "in_flight": 1, "blocks": 64},
-    {"tile_bytes": 32 << 10, "stages": 3, "in_flight": 1, "blocks": 96},
+    {"depth": 8},
+    {"depth": 32},
+    {"in_flight": 3},
+    {"stages": 3, "in_flight": 1},
     {"tile_bytes": 32 << 10, "stages": 2, "in_flight": 1},
-    {"tile_bytes": 24 << 10, "stages": 4, "in_flight": 2},
     {"tile_bytes": 24 << 10, "stages": 3, "in_flight": 1},
-    {"batch": 4, "depth": 16},
-    {"stages": 6, "in_flight": 3, "batch": 4, "depth": 16},
-    {"tile_bytes": 8 << 10, "stages": 8, "in_flight": 4, "batch": 4, "depth": 16},
+    {"tile_bytes": 8 << 10, "stages": 8, "in_flight": 4},
+    {"tile_bytes": 8 << 10, "stages": 8, "in_flight": 4, "depth": 32},
+    {"blocks": 64},
+    {"blocks": 96},
     {"summing_warps": 4},
     {"summing_warps": 12},
 )

@@ -83,7 +83,7 @@ KERNELS = {
         sums=True,
         threads="reduce_threads",
     ),
-    "broadcast_relay": Source("relay", "broadcast<WORLD_SIZE>(arena, space, root, in, out, bytes)", threads="exchange_threads"),
+    "broadcast_relay": Source("relay", "broadcast<WORLD_SIZE>(arena, space, root, in, out, bytes)", threads="broadcast_threads"),
     "exchange_ring": Source("exchange", "exchange<WORLD_SIZE>(arena, space, messages, in, out)", threads="exchange_threads"),
 }
 """Every kernel of the collectives, by name."""

@@ -128,6 +128,7 @@ def _ring(kernel: str, machine: Machine) -> Plan:
         "reduce_ring": (rings.reduce_threads, rings.reduce_shared_bytes),
         "all_reduce_relay": (rings.relay_threads, rings.relay_shared_bytes),
         "reduce_relay": (rings.relay_threads, rings.relay_shared_bytes),
+        "broadcast_relay": (rings.broadcast_threads, rings.broadcast_shared_bytes),
     }.get(kernel, (rings.exchange_threads, rings.exchange_shared_bytes))
     return Plan(kernel, min(rings.exchange_blocks(machine.world_size), machine.sm_count), threads, shared_bytes)
 

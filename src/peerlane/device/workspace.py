@@ -27,20 +27,15 @@ def _is_power_of_two(number: int) -> bool:
 class Rings:
     """How large messages go through rings of tiles; the same on all ranks. Headers get these numbers as a macro and have none of their own.
 
-    A port of 375 GB/s needs about 1 MB on its way to be full: tiles times ``in_flight`` times blocks. A signal and its fences cost about
-    2 us, in which a tile of 16 KiB should not have to wait: hence several in flight, and ``batch`` rounds of them, to all ranks, told of at
-    a time. Twice the depth and half the signals were up to 9 % faster from 64 MiB on (4x H200, tests/gpu/tune_rings.py), when every
-    channel had signals of its own.
+    A port of 375 GB/s needs about 1 MB on its way to be full: tiles times ``in_flight`` times blocks.
     """
 
     tile_bytes: int = 16 << 10
     depth: int = 16
-    """Places per ring. At least ``stages + 2 * batch``, or sender and receiver can lock each other; a power of two, like ``batch``."""
+    """Places per ring. At least ``stages + 2``, or sender and receiver can lock each other; a power of two."""
     stages: int = 4
     """Tiles of shared memory of a warp that moves tiles; ``in_flight`` of them are on their way out, the others on their way in."""
     in_flight: int = 2
-    batch: int = 2
-    """Rounds, of a tile to or from every other rank, that one signal or acknowledgement speaks for."""
     summing_warps: int = 8
     blocks: int = 132
     """Most blocks of an exchange; a block has a channel to every other rank. As many as an H200 has SMs."""
@@ -51,8 +46,7 @@ class Rings:
         """The rules that the headers check too; they say why."""
         rules = {
             "depth is a power of two": _is_power_of_two(self.depth),
-            "batch is a power of two": _is_power_of_two(self.batch),
-            "depth is at least stages + 2 batch": self.depth >= self.stages + 2 * self.batch,
+            "depth is at least stages + 2": self.depth >= self.stages + 2,
             "tile_bytes is a multiple of 128": self.tile_bytes > 0 and self.tile_bytes % 128 == 0,
             "in_flight is at least 1 and less than stages": 0 < self.in_flight < self.stages,
         }
@@ -62,7 +56,7 @@ class Rings:
 
     def defines(self) -> dict[str, str | int]:
         """The macro that the headers want: ``peerlane::RingSettings``, in its order."""
-        numbers = (self.tile_bytes, self.depth, self.stages, self.in_flight, self.batch, self.summing_warps)
+        numbers = (self.tile_bytes, self.depth, self.stages, self.in_flight, self.summing_warps)
         return {"PEERLANE_RINGS": ",".join(map(str, numbers))}
 
     def exchange_blocks(self, world_size: int) -> int:
@@ -70,17 +64,17 @@ class Rings:
 
     @property
     def exchange_threads(self) -> int:
-        """A warp that sends and one that receives."""
-        return 2 * WARP_THREADS
+        """A warp that sends, one that receives, one that copies the rank's own message and one that tells the others how far they are."""
+        return 4 * WARP_THREADS
 
     @property
     def exchange_shared_bytes(self) -> int:
-        return 2 * self.stages * self.tile_bytes
+        return 3 * self.stages * self.tile_bytes
 
     @property
     def reduce_threads(self) -> int:
-        """A warp that sends, and those that add."""
-        return (1 + self.summing_warps) * WARP_THREADS
+        """A warp that sends, those that add, and the one that tells."""
+        return (2 + self.summing_warps) * WARP_THREADS
 
     @property
     def reduce_shared_bytes(self) -> int:
@@ -88,12 +82,21 @@ class Rings:
 
     @property
     def relay_threads(self) -> int:
-        """A warp that sends, one that receives, and those that add."""
-        return (2 + self.summing_warps) * WARP_THREADS
+        """A warp that sends, one that receives, those that add, and the one that tells."""
+        return (3 + self.summing_warps) * WARP_THREADS
 
     @property
     def relay_shared_bytes(self) -> int:
         return (2 * self.stages + self.in_flight + 1) * self.tile_bytes
+
+    @property
+    def broadcast_threads(self) -> int:
+        """A warp that sends or passes on, one that receives, and the one that tells."""
+        return 3 * WARP_THREADS
+
+    @property
+    def broadcast_shared_bytes(self) -> int:
+        return 2 * self.stages * self.tile_bytes
 
 
 RINGS = Rings()

@@ -53,7 +53,7 @@ class MulticastPeers : public Peers<W, Team> {
         this->finish_stores();
         if (this->team_.thread() != 0) return;
         this->release();
-        ptx::multimem_store_flag(reinterpret_cast<u32*>(this->arena_.multicast + this->flag_offset(slot, this->arena_.rank)), number);
+        ptx::multimem_store_flag(reinterpret_cast<u32*>(this->arena_.multicast + flag_offset<W>(this->flags_, slot, this->arena_.rank)), number);
     }
 
     __device__ void barrier(u32 slot, u32 number) const {

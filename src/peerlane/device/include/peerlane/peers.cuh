@@ -40,11 +40,18 @@ struct Rows {
     u32 count, bytes, stride;
 };
 
-// To all ranks of a set (the caller is left out): the number, or what it is from `first[rank]` on.
+// To all ranks of a set (the caller is left out).
 struct Signal {
     u32 ranks, slot, number;
-    const u32* first = nullptr;
 };
+
+// Where in every arena the flag lies that rank `source` raises, of those at `flags`; and that of rank `rank`.
+template <int W>
+__device__ inline u64 flag_offset(u64 flags, u32 slot, u32 source) { return flags + (u64(slot) * W + source) * line_bytes; }
+template <int W>
+__device__ inline u32* flag_of(const Arena& arena, u64 flags, int rank, u32 slot, u32 source) {
+    return reinterpret_cast<u32*>(arena.peer(rank, flag_offset<W>(flags, slot, source)));
+}
 
 // Flags: one u32, on a line of its own, per (slot, source). flag_bytes(slots) of the arena at `flags`, zero at first. A flag holds a number
 // that only grows and belongs to whoever numbers the events of that slot.
@@ -193,14 +200,6 @@ class Peers {
         ptx::store_relaxed_system(flag(peer, slot, arena_.rank), number);
     }
 
-    // The same for the ranks of a signal, behind one fence.
-    __device__ void acknowledge(const Signal& signal) const {
-        finish_reads();
-        if (team_.thread() != 0) return;
-        release();
-        give(signal);
-    }
-
     // The same for every other rank.
     __device__ void acknowledge_all(u32 slot, u32 number) const {
         finish_reads();
@@ -279,8 +278,7 @@ class Peers {
     static constexpr int at_once = W == 2 ? 6 : W <= 4 ? 4 : 2;  // vectors of a thread that come in; W - 1 times as many go out
     static constexpr u32 nowhere = ~0u;
 
-    __device__ u64 flag_offset(u32 slot, u32 source) const { return flags_ + (u64(slot) * W + source) * line_bytes; }
-    __device__ u32* flag(int rank, u32 slot, u32 source) const { return reinterpret_cast<u32*>(arena_.peer(rank, flag_offset(slot, source))); }
+    __device__ u32* flag(int rank, u32 slot, u32 source) const { return flag_of<W>(arena_, flags_, rank, slot, source); }
 
     __device__ void start_store(u32 kind) const {
         fuzz(arena_, role_, kind);
@@ -309,11 +307,11 @@ class Peers {
 
     // Behind a release.
     __device__ void give(const Signal& signal) const {
-        const auto [ranks, slot, number, first] = signal;
+        const auto [ranks, slot, number] = signal;
 #pragma unroll
         for (int k = 1; k < W; ++k) {
             const int q = rank_after<W>(arena_.rank, k);
-            if (ranks >> q & 1) ptx::store_relaxed_system(flag(q, slot, arena_.rank), number + (first == nullptr ? 0 : first[q]));
+            if (ranks >> q & 1) ptx::store_relaxed_system(flag(q, slot, arena_.rank), number);
         }
     }
 

@@ -79,7 +79,7 @@ __device__ inline void fence_proxy_async_shared() { asm volatile("fence.proxy.as
 // ---- accesses with an order and a scope ------------------------------------------------------------------------------------------------
 //
 // relaxed: atomic, orders nothing; pair it with a fence. acquire: behind it, what came before the release is seen; costs far less than a fence,
-// which waits for the thread's own accesses too. system: all GPUs and the host; gpu: this GPU.
+// which waits for the thread's own accesses too. system: all GPUs and the host; gpu: this GPU; block: this block.
 
 __device__ inline u32 load_relaxed_system(const u32* address) {
     u32 value;
@@ -124,6 +124,17 @@ __device__ inline u32 exchange_relaxed_system(u32* address, u32 value) {
     u32 before;
     asm volatile("atom.relaxed.sys.global.exch.b32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
     return before;
+}
+
+// Of shared memory, for threads of one block.
+__device__ inline u32 load_relaxed_block(const u32* address) {
+    u32 value;
+    asm volatile("ld.relaxed.cta.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ inline void store_release_block(u32* address, u32 value) {
+    asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 // A 128-bit scalar: never torn, unlike a vector of four words.

@@ -14,15 +14,28 @@
 // wait. The queue counts steps itself, so a signal can not come before its stores. It may come late: whoever blocks until somebody else has
 // had a signal that may still be owed flushes first, or argues why the other side can do without.
 //
+// In place of signals a step may end with a Post, the queue's third kind of argument: what is then owed is a post of progress, which a telling warp
+// turns into signals, and no fence stops the team at all.
+//
+//   StoreQueue<W, 2, Warp, Post<W>> queue(arena, flags);
+//   ... queue.end_step(Post<W>{&progress, steps});
+//
 // A thread's stores are counted in the order in which they are started. So the team's first thread starts no other bulk stores until `flush`.
 #pragma once
 
 #include <peerlane/peers.cuh>
+#include <peerlane/progress.cuh>
 
 namespace peerlane {
 
-// `in_flight`: steps that may be under way behind an end_step.
-template <int W, int in_flight, class Team = Warp>
+template <int W>
+struct Post {
+    Progress<W>* progress;
+    u32 reached;
+};
+
+// `in_flight`: steps that may be under way behind an end_step. `News`: what steps may end with, a Signal or a Post.
+template <int W, int in_flight, class Team = Warp, class News = Signal>
 class StoreQueue : Peers<W, Team> {
     static_assert(in_flight >= 1);
     using Base = Peers<W, Team>;
@@ -47,20 +60,19 @@ class StoreQueue : Peers<W, Team> {
         for (int k = 1; k < W; ++k) ptx::bulk_store(this->arena_.peer(rank_after<W>(this->arena_.rank, k), target), tile, bytes);
     }
 
-    // Ends the step. Behind it all stores but those of the newest `in_flight` steps have been written, the signals of these older steps have
-    // been given, and their tiles may be written again.
+    // Ends the step. Behind it all stores but those of the newest `in_flight` steps have been written, what these older steps ended with has
+    // been told, and their tiles may be written again.
     __device__ void end_step() { end_step(Owed{}); }
-    __device__ void end_step(const Signal& signal) { end_step(Owed{signal, true}); }
+    __device__ void end_step(const News& news) { end_step(Owed{news, true}); }
 
-    // All stores have been written, all signals given, all tiles may be written again.
+    // All stores have been written, all is told, all tiles may be written again.
     __device__ void flush() {
         if (this->team_.thread() == 0) ptx::bulk_commit();
         this->finish_stores();
         if (this->team_.thread() == 0) {
-            this->release();
 #pragma unroll
             for (Owed& owed : owed_) {
-                if (owed.any) this->give(owed.signal);
+                if (owed.any) tell(owed.news);
                 owed = Owed{};
             }
         }
@@ -69,9 +81,15 @@ class StoreQueue : Peers<W, Team> {
 
   private:
     struct Owed {
-        Signal signal{};
+        News news{};
         bool any = false;
     };
+
+    __device__ void tell(const Signal& signal) const {
+        this->release();
+        this->give(signal);
+    }
+    __device__ void tell(const Post<W>& news) const { post(*news.progress, news.reached); }
 
     __device__ void end_step(const Owed& newest) {
         fuzz(this->arena_, this->role_, span_signal);
@@ -79,10 +97,7 @@ class StoreQueue : Peers<W, Team> {
         if (this->team_.thread() == 0) {
             ptx::bulk_commit();
             ptx::bulk_wait<in_flight>();
-            if (owed_[0].any) {
-                this->release();
-                this->give(owed_[0].signal);
-            }
+            if (owed_[0].any) tell(owed_[0].news);
 #pragma unroll
             for (int step = 1; step < in_flight; ++step) owed_[step - 1] = owed_[step];
             owed_[in_flight - 1] = newest;

@@ -49,6 +49,8 @@ PEERLANE_INLINE u32 add_relaxed_system(u32* address, u32 value) {
 PEERLANE_INLINE u32 exchange_relaxed_system(u32* address, u32 value) {
     return emulator::update(address, emulator::system_scope, [value](u32) { return value; });
 }
+PEERLANE_INLINE u32 load_relaxed_block(const u32* address) { return emulator::load(address, emulator::block_scope); }
+PEERLANE_INLINE void store_release_block(u32* address, u32 value) { emulator::store(address, value, emulator::block_scope, emulator::release); }
 PEERLANE_INLINE Vec16 load_relaxed_system(const Vec16* address) { return emulator::load(address, emulator::system_scope); }
 PEERLANE_INLINE void store_relaxed_system(Vec16* address, const Vec16& value) { emulator::store(address, value, emulator::system_scope); }
 

@@ -3,19 +3,19 @@
 //
 // Tile t of a message goes through block t mod grid. In a block one warp sends: tile to shared memory, from there to the receiver's ring, by bulk
 // copies, round after round over all other ranks. Another warp receives, in the same way: from the ring to shared memory, from there to its
-// place. Both keep `rings.in_flight` tiles on their way out and the rest of their stages on their way in. Where messages are summed, warps that
-// add take the receiver's place. Signals and acknowledgements are for `rings.batch` rounds, of all ranks at once, since their fences take longer
-// than a tile.
+// place; a third one copies the rank's message to itself. All keep `rings.in_flight` tiles on their way out and the rest of their stages on their
+// way in. Where messages are summed, warps that add take the receiver's place. What has been sent, and what of a ring has been read, is told by one
+// more warp (progress.cuh): the fences that this takes stop nobody who moves tiles.
 //
 // A place of a ring is written again only when its reader has said that it is done (flags of slot `blocks + b`), so there is nothing to argue
 // about between launches: numbers go on, and a channel whose message is empty stays still.
 //
-// Nobody can lock anybody. Both ends of a message go through their tiles in the order of (round, distance between the ranks). Consider the first
-// tile in this order that a receiver waits for in vain. Its sender has not sent it, or still owes its signal (at most `in_flight` tiles, and the
-// rest of a batch of rounds); so it waits for the place of a tile at most in_flight + batch - 1 rounds later, hence for the acknowledgement of one
-// that is `depth` rounds before that. That receiver is at least as far as the one we consider, and has acknowledged all but what it fetches
-// ahead (stages - in_flight tiles, of as many rounds at most) and the rest of a batch. With depth >= stages + 2 batch this is impossible. A round in
-// which a message ends ends a batch too, so what is told of is the same number of rounds for all messages that have a tile in this round.
+// Nobody can lock anybody. Both ends of a message go through their tiles in the order of (round, distance between the ranks), and post what is done
+// by whole rounds; the warp that tells waits for nobody. Consider the first tile in this order that a receiver waits for in vain. Its sender has not
+// sent it, or still owes its post (at most `in_flight` tiles, and the rest of its round); so it waits for the place of a tile at most in_flight
+// rounds later, hence for the acknowledgement of one that is `depth` rounds before that. That receiver is at least as far as the one we consider,
+// and has posted all rounds but those of what it fetches ahead (stages - in_flight tiles, of as many rounds at most) and the one that it is in.
+// With depth >= stages + 2 this is impossible.
 //
 // The grid is the same at both ends of a message, at most channels.blocks; blocks of exchange_threads or reduce_threads threads with
 // exchange_shared_bytes or reduce_shared_bytes of dynamic shared memory, all resident together.
@@ -26,9 +26,9 @@
 namespace peerlane {
 
 constexpr u32 stages_bytes = rings.stages * rings.tile_bytes;
-constexpr u32 exchange_threads = 2 * warp_threads;
-constexpr u32 exchange_shared_bytes = 2 * stages_bytes;
-constexpr u32 reduce_threads = (1 + rings.summing_warps) * warp_threads;
+constexpr u32 exchange_threads = 4 * warp_threads;
+constexpr u32 exchange_shared_bytes = 3 * stages_bytes;
+constexpr u32 reduce_threads = (2 + rings.summing_warps) * warp_threads;
 constexpr u32 reduce_shared_bytes = stages_bytes;
 
 // This block's part of the channels: flags' slots, counters and places of tiles.
@@ -39,11 +39,17 @@ struct BlockChannels {
 
     __device__ u32 arrived_slot() const { return blockIdx.x; }
     __device__ u32 used_slot() const { return static_cast<u32>(channels.blocks) + blockIdx.x; }
-    __device__ u32* sent(int q) const { return counter(blockIdx.x, q); }
-    __device__ u32* used(int q) const { return counter(channels.blocks + blockIdx.x, q); }
     __device__ u64 place(int source, int receiver, u32 number) const {
         const u32 distance = receiver > source ? receiver - source : receiver - source + W;
         return channels.tiles + ((u64(blockIdx.x) * (W - 1) + distance - 1) * rings.depth + number % rings.depth) * rings.tile_bytes;
+    }
+
+    // For one thread for every rank q: what this launch sends to q, or reads of what q has sent here, is `tiles` tiles.
+    __device__ void begin_sending(Progress<W>& sent, int q, u32 tiles) const {
+        sent.begin(q, channels.flags, arrived_slot(), counter(blockIdx.x, q), tiles);
+    }
+    __device__ void begin_reading(Progress<W>& used, int q, u32 tiles) const {
+        used.begin(q, channels.flags, used_slot(), counter(channels.blocks + blockIdx.x, q), tiles);
     }
 
   private:
@@ -59,58 +65,44 @@ struct MessageTiles {
     u64 at = first_tile();
 
     __device__ bool any() const { return at < bytes; }
-    __device__ bool last() const { return at + tile_step() >= bytes; }
     __device__ u32 count() const { return any() ? static_cast<u32>((bytes - at + tile_step() - 1) / tile_step()) : 0; }
     __device__ u32 length() const { return bytes - at < rings.tile_bytes ? static_cast<u32>(bytes - at) : rings.tile_bytes; }
     __device__ void next() { at += tile_step(); }
 };
 
-// Whether a signal or an acknowledgement comes when so many tiles have gone, where all channels go together.
-__device__ inline bool ends_batch(u32 count, bool last) { return last || count % rings.batch == 0; }
+// How many tiles of a message of so many bytes this block handles.
+__device__ inline u32 tiles_of(u64 bytes) { return MessageTiles{bytes}.count(); }
 
 // All tiles of this block that go to (direction 1) or come from (direction -1) other ranks: one of each message, then the next one of each.
-// The caller's own message, if it is `own`, comes last in each round.
 template <int W, int direction>
 class Rounds {
   public:
-    __device__ Rounds(const u64* bytes, u32 rank, bool own) : bytes_(bytes), rank_(rank), distances_(own ? W : W - 1) {
-        for (int q = 0; q < W; ++q) {
-            if ((own || q != rank) && bytes[q] > longest_) longest_ = bytes[q];
+    __device__ Rounds(const u64* bytes, u32 rank) : bytes_(bytes), rank_(rank) {
+        for (int distance = 1; distance < W; ++distance) {
+            if (const u64 own = bytes[peer(distance)]; own > longest_) longest_ = own;
         }
         next();
     }
 
     __device__ int peer() const { return peer(distance_); }
     __device__ u32 round() const { return round_; }
-    __device__ MessageTiles tile() const { return {bytes_[peer()], at_}; }
+    __device__ u64 at() const { return at_; }
+    __device__ u32 length() const { return MessageTiles{bytes_[peer()], at_}.length(); }
     __device__ bool any() const { return at_ < longest_; }
     __device__ void next() {
         while (any()) {
-            if (++distance_ > distances_) distance_ = 0, ++round_, at_ += tile_step();
+            if (++distance_ == W) distance_ = 0, ++round_, at_ += tile_step();
             else if (at_ < bytes_[peer()]) return;
         }
     }
 
-    // Whether this is the last tile of its round, the caller's own one apart, and all that went since the last batch is to be told of: because
-    // `batch` rounds have gone, or because a message ends in this round. Then all messages in this round have come as far as `round() + 1`.
-    __device__ bool ends_batch() const {
-        bool ends = (round_ + 1) % rings.batch == 0;
+    // How many rounds are done with this tile.
+    __device__ u32 done() const {
 #pragma unroll 1
-        for (int distance = 1; distance < W; ++distance) {
-            const u64 bytes = bytes_[peer(distance)];
-            if (bytes <= at_) continue;
-            if (distance > distance_) return false;
-            if (bytes <= at_ + tile_step()) ends = true;
+        for (int distance = distance_ + 1; distance < W; ++distance) {
+            if (at_ < bytes_[peer(distance)]) return round_;
         }
-        return ends && distance_ < W;
-    }
-
-    // The ranks with a tile in this round.
-    __device__ u32 ranks() const {
-        u32 set = 0;
-#pragma unroll 1
-        for (int q = 0; q < W; ++q) set |= (at_ < bytes_[q] ? 1u : 0u) << q;
-        return set;
+        return round_ + 1;
     }
 
   private:
@@ -118,30 +110,36 @@ class Rounds {
 
     const u64* bytes_;
     u32 rank_;
-    int distances_, distance_ = 0;
+    int distance_ = 0;
     u32 round_ = 0;
     u64 at_ = first_tile(), longest_ = 0;
 };
 
-// What a warp that moves tiles keeps in shared memory: of each rank, the number of the first tile of this launch, and how far it is known to be.
+// What a warp that moves tiles keeps in shared memory; of each rank, how far it is known to be.
 template <int W>
 struct MoverState {
     alignas(8) u64 landed[rings.stages];
-    u32 first[W], seen[W];
+    u32 seen[W];
 };
 
 // A warp that moves tiles through its stages, by bulk copies in and out: as many ahead of the tile that it delivers as are free.
 template <int W>
 class Mover {
   public:
-    // counters[q]: what has gone in the channel of rank q before, of those that have a message; `behind`: how far rank q may be behind that.
-    __device__ Mover(
-        const Arena& arena, const Channels& channels, u32 role, MoverState<W>& state, char* stages, const u64* bytes, const u32* counters, u32 behind)
-        : peers_(arena, channels.flags, Warp{}, role), queue_(arena, channels.flags, Warp{}, role), state_(state), stages_(stages) {
+    using Queue = StoreQueue<W, rings.in_flight, Warp, Post<W>>;
+
+    __device__ Mover(const Arena& arena, u64 flags, u32 role, MoverState<W>& state, char* stages)
+        : peers_(arena, flags, Warp{}, role), queue_(arena, flags, Warp{}, role), state_(state), stages_(stages) {
         const u32 lane = Warp{}.thread();
-        if (lane < W && bytes[lane] > 0) state.first[lane] = counters[lane], state.seen[lane] = counters[lane] - behind;
         if (lane < rings.stages) ptx::mbarrier_init(state.landed + lane, 1);
         ptx::mbarrier_init_fence();
+        __syncwarp();
+    }
+
+    // The other end of each channel of `progress` is known to be no further behind its first number than this.
+    __device__ void expect(const Progress<W>& progress, u32 behind) const {
+        const u32 lane = Warp{}.thread();
+        if (lane < W) state_.seen[lane] = progress.first[lane] - behind;
         __syncwarp();
     }
 
@@ -151,7 +149,7 @@ class Mover {
         Tiles ahead = tiles;
         u32 fetched = 0;
         const auto fetch = [&] {
-            load(fetched++, source(ahead), ahead.tile().length());
+            load(fetched++, source(ahead), ahead.length());
             ahead.next();
         };
         while (fetched < rings.stages - rings.in_flight && ahead.any()) fetch();
@@ -162,19 +160,6 @@ class Mover {
         }
         queue_.flush();
     }
-
-    // For the next launch: what has gone in each channel that has a message.
-    __device__ void keep(u32* counters, const u64* bytes, u32 rank) const {
-        const u32 lane = Warp{}.thread();
-        if (lane < W && lane != rank && bytes[lane] > 0) counters[lane] = state_.first[lane] + MessageTiles{bytes[lane]}.count();
-    }
-
-    // The number of a tile in its channel.
-    template <class Tiles>
-    __device__ u32 number(const Tiles& tiles) const { return state_.first[tiles.peer()] + tiles.round(); }
-
-    // For each rank, the number of the first tile in its channel.
-    __device__ const u32* first() const { return state_.first; }
 
     __device__ void wait(int q, u32 slot, u32 number) const { peers_.wait(q, slot, number, state_.seen); }
     __device__ const Peers<W, Warp>& peers() const { return peers_; }
@@ -190,71 +175,97 @@ class Mover {
     }
 
     Peers<W, Warp> peers_;
-    StoreQueue<W, rings.in_flight> queue_;
+    Queue queue_;
     MoverState<W>& state_;
     char* stages_;
 };
 
+// A tile from shared memory to the caller's own memory, of any alignment, as part of a step: as much as can by a bulk copy.
+template <class Queue, class Team>
+__device__ inline void store_here(Queue& queue, const Team& team, char* target, const char* stage, u32 bytes) {
+    const u32 whole = aligned_for<Vec16>(target) ? bytes / sizeof(Vec16) * sizeof(Vec16) : 0;
+    queue.store(target, stage, whole);
+    copy_bytes(team, target + whole, stage + whole, bytes - whole);
+}
+
+// What is sent of a tile: whole vectors, which the stages and places have room for.
+__device__ inline u32 whole_vectors(u32 bytes) { return (bytes + sizeof(Vec16) - 1) / sizeof(Vec16) * sizeof(Vec16); }
+
 // By one warp: every message to the ring of its receiver.
 template <int W>
 __device__ inline void send_messages(
-    const Arena& arena, const Channels& channels, const Messages& messages, const char* in, MoverState<W>& state, char* stages) {
+    const Arena& arena, const Channels& channels, const Messages& messages, const char* in, Progress<W>& sent, MoverState<W>& state, char* stages) {
     const BlockChannels<W> here{arena, channels};
-    Mover<W> mover(arena, channels, storer, state, stages, messages.send_bytes, here.sent(0), rings.depth);
-    const auto source = [&](const auto& tiles) { return in + messages.send_at[tiles.peer()] + tiles.tile().at; };
+    Mover<W> mover(arena, channels.flags, storer, state, stages);
+    mover.expect(sent, rings.depth);
+    const auto source = [&](const auto& tiles) { return in + messages.send_at[tiles.peer()] + tiles.at(); };
     const auto deliver = [&](const auto& tiles, const char* stage, auto& queue) {
         const int q = tiles.peer();
-        const u32 number = mover.number(tiles);
+        const u32 number = sent.first[q] + tiles.round();
         mover.wait(q, here.used_slot(), number + 1 - rings.depth);
-        queue.store(q, here.place(arena.rank, q, number), stage, (tiles.tile().length() + 15) / 16 * 16);
-        if (tiles.ends_batch()) {
-            queue.end_step(Signal{tiles.ranks(), here.arrived_slot(), tiles.round() + 1, mover.first()});
-        } else {
-            queue.end_step();
-        }
+        queue.store(q, here.place(arena.rank, q, number), stage, whole_vectors(tiles.length()));
+        queue.end_step(Post<W>{&sent, tiles.done()});
     };
-    mover.move(Rounds<W, 1>(messages.send_bytes, arena.rank, false), source, deliver);
-    mover.keep(here.sent(0), messages.send_bytes, arena.rank);
+    mover.move(Rounds<W, 1>(messages.send_bytes, arena.rank), source, deliver);
 }
 
-// By one warp: every message from its ring, and the caller's own one, to its place in `out`.
+// By one warp: every message of another rank from its ring to its place in `out`.
 template <int W>
 __device__ inline void receive_messages(
-    const Arena& arena, const Channels& channels, const Messages& messages, const char* in, char* out, MoverState<W>& state, char* stages) {
+    const Arena& arena, const Channels& channels, const Messages& messages, char* out, Progress<W>& used, MoverState<W>& state, char* stages) {
     const BlockChannels<W> here{arena, channels};
-    const int rank = arena.rank;
-    Mover<W> mover(arena, channels, consumer, state, stages, messages.receive_bytes, here.used(0), 0);
+    Mover<W> mover(arena, channels.flags, consumer, state, stages);
+    mover.expect(used, 0);
     const auto source = [&](const auto& tiles) -> const char* {
         const int q = tiles.peer();
-        if (q == rank) return in + messages.send_at[q] + tiles.tile().at;
-        const u32 number = mover.number(tiles);
+        const u32 number = used.first[q] + tiles.round();
         mover.wait(q, here.arrived_slot(), number + 1);
-        return arena.local(here.place(q, rank, number));
+        return arena.local(here.place(q, arena.rank, number));
     };
     const auto deliver = [&](const auto& tiles, const char* stage, auto& queue) {
-        const int q = tiles.peer();
-        const u32 length = tiles.tile().length();
-        if (tiles.ends_batch()) mover.peers().acknowledge(Signal{tiles.ranks(), here.used_slot(), tiles.round() + 1, mover.first()});
-        char* target = out + messages.receive_at[q] + tiles.tile().at;
-        const u32 whole = aligned_for<Vec16>(target) ? length / sizeof(Vec16) * sizeof(Vec16) : 0;
-        queue.store(target, stage, whole);
-        copy_bytes(Warp{}, target + whole, stage + whole, length - whole);
+        if (Warp{}.thread() == 0) post(used, tiles.done());  // the tile is in shared memory
+        store_here(queue, Warp{}, out + messages.receive_at[tiles.peer()] + tiles.at(), stage, tiles.length());
         queue.end_step();
     };
-    const bool in_place = in + messages.send_at[rank] == out + messages.receive_at[rank];
-    mover.move(Rounds<W, -1>(messages.receive_bytes, rank, !in_place), source, deliver);
-    mover.keep(here.used(0), messages.receive_bytes, rank);
+    mover.move(Rounds<W, -1>(messages.receive_bytes, arena.rank), source, deliver);
+}
+
+// By one warp: `bytes` within the caller's own memory, unless they are there already.
+template <int W>
+__device__ inline void copy_own(const Arena& arena, const char* from, char* to, u64 bytes, MoverState<W>& state, char* stages) {
+    if (from == to) return;
+    Mover<W> mover(arena, 0, consumer, state, stages);
+    const auto source = [&](const MessageTiles& tile) { return from + tile.at; };
+    const auto deliver = [&](const MessageTiles& tile, const char* stage, auto& queue) {
+        store_here(queue, Warp{}, to + tile.at, stage, tile.length());
+        queue.end_step();
+    };
+    mover.move(MessageTiles{bytes}, source, deliver);
 }
 
 // Every message to its place in `out`.
 template <int W>
 __device__ inline void exchange(const Arena& arena, const CollectiveWorkspace& space, const Messages& messages, const char* in, char* out) {
-    __shared__ MoverState<W> states[2];
+    __shared__ MoverState<W> states[3];
+    __shared__ Progress<W> progress[2];
+    auto& [sent, used] = progress;
+    const int rank = arena.rank;
+    if (const int q = threadIdx.x; q < W) {
+        const BlockChannels<W> here{arena, space.copies};
+        here.begin_sending(sent, q, q == rank ? 0 : tiles_of(messages.send_bytes[q]));
+        here.begin_reading(used, q, q == rank ? 0 : tiles_of(messages.receive_bytes[q]));
+    }
+    __syncthreads();
     char* stages = ptx::dynamic_shared();
-    if (threadIdx.x < warp_threads) {
-        send_messages<W>(arena, space.copies, messages, in, states[0], stages);
+    const u32 warp = threadIdx.x / warp_threads;
+    if (warp == 0) {
+        send_messages<W>(arena, space.copies, messages, in, sent, states[0], stages);
+    } else if (warp == 1) {
+        receive_messages<W>(arena, space.copies, messages, out, used, states[1], stages + stages_bytes);
+    } else if (warp == 2) {
+        copy_own<W>(arena, in + messages.send_at[rank], out + messages.receive_at[rank], messages.receive_bytes[rank], states[2], stages + 2 * stages_bytes);
     } else {
-        receive_messages<W>(arena, space.copies, messages, in, out, states[1], stages + stages_bytes);
+        tell_progress<W>(arena, progress);
     }
 }
 
@@ -307,29 +318,41 @@ __device__ inline void sum_tile(const Warps& team, u32 rank, const char* own, co
 template <class E, int W>
 __device__ inline void reduce_scatter(const Arena& arena, const CollectiveWorkspace& space, const Messages& messages, const char* in, char* out) {
     __shared__ MoverState<W> state;
-    if (threadIdx.x < warp_threads) {
-        send_messages<W>(arena, space.sums, messages, in, state, ptx::dynamic_shared());
+    __shared__ Progress<W> progress[2];
+    auto& [sent, used] = progress;
+    const BlockChannels<W> here{arena, space.sums};
+    const int rank = arena.rank;
+    if (const int q = threadIdx.x; q < W) {
+        here.begin_sending(sent, q, q == rank ? 0 : tiles_of(messages.send_bytes[q]));
+        here.begin_reading(used, q, q == rank ? 0 : tiles_of(messages.receive_bytes[q]));
+    }
+    __syncthreads();
+    const u32 warp = threadIdx.x / warp_threads;
+    if (warp == 0) {
+        send_messages<W>(arena, space.sums, messages, in, sent, state, ptx::dynamic_shared());
+        return;
+    }
+    if (warp > rings.summing_warps) {
+        tell_progress<W>(arena, progress);
         return;
     }
     const Warps team{1, rings.summing_warps, 1};
-    const BlockChannels<W> here{arena, space.sums};
     const Peers<W, Warps> peers(arena, space.sums.flags, team, consumer);
-    const u32 rank = arena.rank;
     const char* own = in + messages.send_at[rank];
     char* target = out + messages.receive_at[rank];
-    u32* counter = here.used(rank);
-    const u32 first = *counter;
-    u32 number = first, seen = first;
-    MessageTiles tile{messages.receive_bytes[rank]};
-    for (; tile.any(); tile.next(), ++number) {
+    const u32 first = used.first[rank_after<W>(rank, 1)];
+    u32 seen = first, done = 0;
+    for (MessageTiles tile{messages.receive_bytes[rank]}; tile.any(); tile.next()) {
+        const u32 number = first + done;
         peers.wait_all(here.arrived_slot(), number + 1, seen);
         const auto term = [&](int q) -> const char* { return arena.local(here.place(q, rank, number)); };
         sum_tile<E, W>(team, rank, own + tile.at, term, target + tile.at, tile.length());
-        if (ends_batch(number + 1, tile.last())) peers.acknowledge_all(here.used_slot(), number + 1);
+        team.sync();
+        ++done;
+        if (team.thread() == 0) post(used, done);
     }
-    if (number != first && team.thread() == 0) *counter = number;
     if (messages.receive_bytes[rank] != 0 || own == target) return;
-    for (tile = {messages.send_bytes[rank]}; tile.any(); tile.next()) copy_bytes(team, target + tile.at, own + tile.at, tile.length());
+    for (MessageTiles tile{messages.send_bytes[rank]}; tile.any(); tile.next()) copy_bytes(team, target + tile.at, own + tile.at, tile.length());
 }
 
 }  // namespace peerlane

@@ -10,7 +10,7 @@
 // tile i - depth in the second one, whose receivers wait for nothing else. So the argument there that nobody can lock anybody goes through.
 //
 // `in` and `out` are local and may be the same. `bytes` is a multiple of the element size and the same on all ranks, as is the grid, of at
-// most channels.blocks. Blocks of relay_threads (broadcast: exchange_threads) threads with relay_shared_bytes (exchange_shared_bytes) bytes of
+// most channels.blocks. Blocks of relay_threads (broadcast: broadcast_threads) threads with relay_shared_bytes (broadcast_shared_bytes) bytes of
 // dynamic shared memory. All blocks are resident together.
 #pragma once
 
@@ -19,9 +19,11 @@
 
 namespace peerlane {
 
-constexpr u32 relay_threads = (2 + rings.summing_warps) * warp_threads;
+constexpr u32 relay_threads = (3 + rings.summing_warps) * warp_threads;
 constexpr u32 sum_stages = rings.in_flight + 1;
 constexpr u32 relay_shared_bytes = 2 * stages_bytes + sum_stages * rings.tile_bytes;
+constexpr u32 broadcast_threads = 3 * warp_threads;
+constexpr u32 broadcast_shared_bytes = 2 * stages_bytes;
 
 // Where shares lie: owners' shares are as long as each other, of whole vectors; the last ones may be shorter or empty.
 struct Shares {
@@ -32,156 +34,172 @@ struct Shares {
     __device__ u64 size(int share) const { return share < 0 ? 0 : at(share + 1) - at(share); }
 };
 
-// What an owner keeps in shared memory: of each rank, the number of the first tile that it sends on, and, who passes on, how far it is known to be.
+// What the teams of a block that takes both trips tell.
 template <int W>
-struct OwnerState {
-    u32 first[W], seen[W];
+struct RelayProgress {
+    Progress<W> lines[4];
+
+    __device__ Progress<W>& terms_sent() { return lines[0]; }
+    __device__ Progress<W>& terms_used() { return lines[1]; }
+    __device__ Progress<W>& totals_sent() { return lines[2]; }
+    __device__ Progress<W>& totals_used() { return lines[3]; }
 };
 
 // The adding warps of an owner: its share of all ranks' tensors, tile by tile into shared memory, and from there to its own `out` and to the rings
 // of all that take.
 template <class E, int W, class Route>
 __device__ inline void sum_share(
-    const Arena& arena, const CollectiveWorkspace& space, const Route& route, u64 bytes, const char* own, char* out, OwnerState<W>& state, char* stages) {
+    const Arena& arena, const CollectiveWorkspace& space, const Route& route, u64 bytes, const char* own, char* out, RelayProgress<W>& progress, char* stages) {
     const Warps team{2, rings.summing_warps, 1};
     const BlockChannels<W> terms{arena, space.sums}, totals{arena, space.copies};
     const Peers<W, Warps> givers(arena, space.sums.flags, team, consumer), takers(arena, space.copies.flags, team, storer);
-    StoreQueue<W, rings.in_flight, Warps> queue(arena, space.copies.flags, team, storer);
+    StoreQueue<W, rings.in_flight, Warps, Post<W>> queue(arena, space.copies.flags, team, storer);
     const int rank = arena.rank;
-    u32 taking = 0;
-#pragma unroll 1
-    for (int q = 0; q < W; ++q) taking |= (q != rank && route.takes(q) ? 1u : 0u) << q;
+    const Progress<W>& sent = progress.totals_sent();
     const u32 thread = team.thread();
-    const bool counts = thread < W && (taking >> thread & 1);  // for the rank of its number
-    u32 sent = counts ? *totals.sent(thread) : 0, known_used = sent - rings.depth;
-    if (counts) state.first[thread] = sent;
-    const u32 first = *terms.used(rank);
-    u32 number = first, known_arrived = first;
-    team.sync();
-    MessageTiles tile{bytes};
-    for (u32 turn = 0; tile.any(); tile.next(), ++turn, ++number) {
+    const bool counts = thread < W && sent.steps[thread] > 0;  // for the rank of its number
+    const u32 first_sent = counts ? sent.first[thread] : 0, first = progress.terms_used().first[rank_after<W>(rank, 1)];
+    u32 known_used = first_sent - rings.depth, known_arrived = first, turn = 0;
+    for (MessageTiles tile{bytes}; tile.any(); tile.next(), ++turn) {
+        const u32 number = first + turn;
         char* stage = stages + turn % sum_stages * rings.tile_bytes;
         givers.wait_all(terms.arrived_slot(), number + 1, known_arrived);
         const auto term = [&](int q) -> const char* { return arena.local(terms.place(q, rank, number)); };
         sum_tile<E, W>(team, rank, own + tile.at, term, stage, tile.length());
-        const bool ends = ends_batch(number + 1, tile.last());
-        if (ends) givers.acknowledge_all(terms.used_slot(), number + 1);
         // Who does not take is known to have come as far as is wanted of it.
-        takers.wait_all(totals.used_slot(), counts ? ++sent - rings.depth : known_used, known_used);
+        takers.wait_all(totals.used_slot(), counts ? first_sent + turn + 1 - rings.depth : known_used, known_used);
+        if (thread == 0) post(progress.terms_used(), turn + 1);
 #pragma unroll 1
         for (int k = 1; k < W; ++k) {
             const int q = rank_after<W>(rank, k);
-            if (taking >> q & 1) queue.store(q, totals.place(rank, q, state.first[q] + turn), stage, (tile.length() + 15) / 16 * 16);
+            if (sent.steps[q] > 0) queue.store(q, totals.place(rank, q, sent.first[q] + turn), stage, whole_vectors(tile.length()));
         }
-        if (route.takes(rank)) {
-            const u32 whole = aligned_for<Vec16>(out + tile.at) ? tile.length() / sizeof(Vec16) * sizeof(Vec16) : 0;
-            queue.store(out + tile.at, stage, whole);
-            copy_bytes(team, out + tile.at + whole, stage + whole, tile.length() - whole);
-        }
-        if (turn % rings.batch == rings.batch - 1 || tile.last()) {
-            queue.end_step(Signal{taking, totals.arrived_slot(), turn + 1, state.first});
-        } else {
-            queue.end_step();
-        }
+        if (route.takes(rank)) store_here(queue, team, out + tile.at, stage, tile.length());
+        queue.end_step(Post<W>{&progress.totals_sent(), turn + 1});
     }
     queue.flush();
-    if (counts) *totals.sent(thread) = sent;
-    if (thread == 0) *terms.used(rank) = number;
 }
 
 template <class E, int W, class Route>
 __device__ inline void relay(
     const Arena& arena, const CollectiveWorkspace& space, const Route& route, const char* in, char* out, u64 bytes) {
     __shared__ MoverState<W> states[2];
-    __shared__ OwnerState<W> owner;
+    __shared__ RelayProgress<W> progress;
     __shared__ Messages messages;
     const int rank = arena.rank;
     const Shares shares(bytes, route.owners());
+    const u64 own_at = shares.at(route.share_of(rank)), own_bytes = shares.size(route.share_of(rank));
     if (const int q = threadIdx.x; q < W) {
         const int share = route.share_of(q);
-        messages.send_at[q] = q == rank ? 0 : shares.at(share);
-        messages.send_bytes[q] = q == rank ? 0 : shares.size(share);
-        messages.receive_at[q] = q == rank ? 0 : shares.at(share);
-        messages.receive_bytes[q] = q == rank ? (route.keeps(rank) ? bytes : 0) : (route.takes(rank) ? shares.size(share) : 0);
+        const bool other = q != rank;
+        messages.send_at[q] = messages.receive_at[q] = shares.at(share);
+        messages.send_bytes[q] = other ? shares.size(share) : 0;
+        messages.receive_bytes[q] = other && route.takes(rank) ? shares.size(share) : 0;
+        const BlockChannels<W> terms{arena, space.sums}, totals{arena, space.copies};
+        terms.begin_sending(progress.terms_sent(), q, tiles_of(messages.send_bytes[q]));
+        terms.begin_reading(progress.terms_used(), q, other ? tiles_of(own_bytes) : 0);
+        totals.begin_sending(progress.totals_sent(), q, other && route.takes(q) ? tiles_of(own_bytes) : 0);
+        totals.begin_reading(progress.totals_used(), q, tiles_of(messages.receive_bytes[q]));
     }
     __syncthreads();
     char* stages = ptx::dynamic_shared();
     const u32 warp = threadIdx.x / warp_threads;
     if (warp == 0) {
-        send_messages<W>(arena, space.sums, messages, in, states[0], stages);
+        send_messages<W>(arena, space.sums, messages, in, progress.terms_sent(), states[0], stages);
     } else if (warp == 1) {
-        receive_messages<W>(arena, space.copies, messages, in, out, states[1], stages + stages_bytes);
+        if (route.keeps(rank)) {
+            copy_own<W>(arena, in, out, bytes, states[1], stages + stages_bytes);
+        } else {
+            receive_messages<W>(arena, space.copies, messages, out, progress.totals_used(), states[1], stages + stages_bytes);
+        }
+    } else if (warp < 2 + rings.summing_warps) {
+        sum_share<E, W>(arena, space, route, own_bytes, in + own_at, out + own_at, progress, stages + 2 * stages_bytes);
     } else {
-        const u64 at = shares.at(route.share_of(rank));
-        sum_share<E, W>(arena, space, route, shares.size(route.share_of(rank)), in + at, out + at, owner, stages + 2 * stages_bytes);
+        tell_progress<W>(arena, progress.lines);
     }
 }
 
-// By one warp: the share of an owner from the root, to its place in `out` and on to the others.
+// What the teams of a block tell that passes a broadcast on.
+template <int W>
+struct BroadcastProgress {
+    Progress<W> lines[3];
+
+    __device__ Progress<W>& sent() { return lines[0]; }
+    __device__ Progress<W>& used_of_root() { return lines[1]; }
+    __device__ Progress<W>& used_of_others() { return lines[2]; }
+};
+
+// By one warp: the share of an owner from the root, to its place in `out` and on to the others. `seen`: how far these are known to be.
 template <int W>
 __device__ inline void pass_on(
-    const Arena& arena, const Channels& channels, int root, const u64* bytes, char* out, MoverState<W>& state, OwnerState<W>& owner, char* stages) {
+    const Arena& arena, const Channels& channels, int root, u64 bytes, char* out, BroadcastProgress<W>& progress, MoverState<W>& state, u32 (&seen)[W],
+    char* stages) {
     const BlockChannels<W> here{arena, channels};
     const int rank = arena.rank;
-    const u32 others = ((1u << W) - 1) & ~(only(root) | only(rank)), lane = Warp{}.thread();
-    if (lane < W) owner.first[lane] = *here.sent(lane), owner.seen[lane] = owner.first[lane] - rings.depth;
-    __syncwarp();
-    Mover<W> mover(arena, channels, storer, state, stages, bytes, here.used(0), 0);
-    const auto source = [&](const auto& tiles) -> const char* {
-        const u32 number = mover.number(tiles);
+    const Progress<W>& used = progress.used_of_root();
+    Progress<W>& sent = progress.sent();
+    if (const u32 lane = Warp{}.thread(); lane < W) seen[lane] = sent.first[lane] - rings.depth;
+    Mover<W> mover(arena, channels.flags, storer, state, stages);
+    mover.expect(used, 0);
+    u32 fetched = 0, turn = 0;
+    const auto source = [&](const MessageTiles&) -> const char* {
+        const u32 number = used.first[root] + fetched++;
         mover.wait(root, here.arrived_slot(), number + 1);
         return arena.local(here.place(root, rank, number));
     };
-    const auto deliver = [&](const auto& tiles, const char* stage, auto& queue) {
-        const u32 count = mover.number(tiles) + 1, round = tiles.round(), length = tiles.tile().length();
-        if (ends_batch(count, tiles.tile().last())) mover.peers().acknowledge(root, here.used_slot(), count);
+    const auto deliver = [&](const MessageTiles& tile, const char* stage, auto& queue) {
+        if (Warp{}.thread() == 0) post(progress.used_of_root(), turn + 1);  // the tile is in shared memory
 #pragma unroll
         for (int k = 1; k < W; ++k) {
             const int q = rank_after<W>(rank, k);
             if (q == root) continue;
-            mover.peers().wait(q, here.used_slot(), owner.first[q] + round + 1 - rings.depth, owner.seen);
-            queue.store(q, here.place(rank, q, owner.first[q] + round), stage, (length + 15) / 16 * 16);
+            const u32 number = sent.first[q] + turn;
+            mover.peers().wait(q, here.used_slot(), number + 1 - rings.depth, seen);
+            queue.store(q, here.place(rank, q, number), stage, whole_vectors(tile.length()));
         }
-        char* target = out + tiles.tile().at;
-        const u32 whole = aligned_for<Vec16>(target) ? length / sizeof(Vec16) * sizeof(Vec16) : 0;
-        queue.store(target, stage, whole);
-        copy_bytes(Warp{}, target + whole, stage + whole, length - whole);
-        if (ends_batch(round + 1, tiles.tile().last())) {
-            queue.end_step(Signal{others, here.arrived_slot(), round + 1, owner.first});
-        } else {
-            queue.end_step();
-        }
+        store_here(queue, Warp{}, out + tile.at, stage, tile.length());
+        queue.end_step(Post<W>{&sent, ++turn});
     };
-    mover.move(Rounds<W, -1>(bytes, rank, false), source, deliver);
-    mover.keep(here.used(0), bytes, rank);
-    if (lane < W && (others >> lane & 1)) *here.sent(lane) = owner.first[lane] + MessageTiles{bytes[root]}.count();
+    mover.move(MessageTiles{bytes}, source, deliver);
 }
 
 // The root's tensor to all.
 template <int W>
 __device__ inline void broadcast(const Arena& arena, const CollectiveWorkspace& space, int root, const char* in, char* out, u64 bytes) {
     __shared__ MoverState<W> states[2];
-    __shared__ OwnerState<W> owner;
+    __shared__ BroadcastProgress<W> progress;
     __shared__ Messages messages;  // to owners, and to their end
-    __shared__ u64 from_root[W];
+    __shared__ u32 seen[W];
     const int rank = arena.rank;
     const Shares shares(bytes, W - 1);
-    const auto share_of = [&](int q) { return share_beside(root, q); };
+    const u64 own_at = shares.at(share_beside(root, rank)), own_bytes = shares.size(share_beside(root, rank));
     if (const int q = threadIdx.x; q < W) {
-        messages.send_at[q] = q == rank ? 0 : shares.at(share_of(q));
-        messages.send_bytes[q] = q == rank ? 0 : shares.size(share_of(q));
-        messages.receive_at[q] = q == rank ? 0 : shares.at(share_of(q));
-        messages.receive_bytes[q] = rank == root ? (q == root ? bytes : 0) : (q == rank ? 0 : shares.size(share_of(q)));
-        from_root[q] = q == root ? shares.size(share_of(rank)) : 0;
+        const int share = share_beside(root, q);
+        const bool other = q != rank;
+        messages.send_at[q] = messages.receive_at[q] = shares.at(share);
+        messages.send_bytes[q] = other && rank == root ? shares.size(share) : 0;
+        messages.receive_bytes[q] = other && rank != root ? shares.size(share) : 0;
+        const BlockChannels<W> here{arena, space.copies};
+        const u64 passed_on = other && q != root ? own_bytes : 0;  // nothing at the root, which has no share
+        here.begin_sending(progress.sent(), q, tiles_of(rank == root ? messages.send_bytes[q] : passed_on));
+        here.begin_reading(progress.used_of_root(), q, q == root ? tiles_of(own_bytes) : 0);
+        here.begin_reading(progress.used_of_others(), q, tiles_of(messages.receive_bytes[q]));
     }
     __syncthreads();
     char* stages = ptx::dynamic_shared();
-    if (threadIdx.x >= warp_threads) {
-        receive_messages<W>(arena, space.copies, messages, in, out, states[1], stages + stages_bytes);
+    const u32 warp = threadIdx.x / warp_threads;
+    if (warp == 2) {
+        tell_progress<W>(arena, progress.lines);
+    } else if (warp == 1) {
+        if (rank == root) {
+            copy_own<W>(arena, in, out, bytes, states[1], stages + stages_bytes);
+        } else {
+            receive_messages<W>(arena, space.copies, messages, out, progress.used_of_others(), states[1], stages + stages_bytes);
+        }
     } else if (rank == root) {
-        send_messages<W>(arena, space.copies, messages, in, states[0], stages);
+        send_messages<W>(arena, space.copies, messages, in, progress.sent(), states[0], stages);
     } else {
-        pass_on<W>(arena, space.copies, root, from_root, out + shares.at(share_of(rank)), states[0], owner, stages);
+        pass_on<W>(arena, space.copies, root, own_bytes, out + own_at, progress, states[0], seen, stages);
     }
 }
 

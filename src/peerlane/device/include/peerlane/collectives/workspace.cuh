@@ -14,7 +14,6 @@ struct RingSettings {
     u32 depth;           // places per ring
     u32 stages;          // tiles of shared memory of a warp that moves tiles
     u32 in_flight;       // of them, those on their way out
-    u32 batch;           // tiles that one signal, or one acknowledgement, speaks for
     u32 summing_warps;   // of a block that sums
 };
 #ifndef PEERLANE_RINGS
@@ -23,10 +22,10 @@ struct RingSettings {
 constexpr RingSettings rings{PEERLANE_RINGS};
 
 constexpr bool is_power_of_two(u32 number) { return number > 0 && (number & (number - 1)) == 0; }
-static_assert(is_power_of_two(rings.depth) && is_power_of_two(rings.batch), "numbers of tiles wrap at 2^32");
+static_assert(is_power_of_two(rings.depth), "numbers of tiles wrap at 2^32");
 static_assert(rings.tile_bytes % 128 == 0 && 0 < rings.in_flight && rings.in_flight < rings.stages);
 // What a sender may still owe, and what a receiver fetches ahead and acknowledges late: exchange.cuh argues why it has to fit.
-static_assert(rings.depth >= rings.stages + 2 * rings.batch, "a ring of this depth can lock sender and receiver");
+static_assert(rings.depth >= rings.stages + 2, "a ring of this depth can lock sender and receiver");
 
 // Rings of tiles from every rank to every other, one per block: tiles[block][distance - 1][depth] at the receiver, `distance`
 // ranks from the source to it.
