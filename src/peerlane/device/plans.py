@@ -16,8 +16,8 @@ from peerlane.device.workspace import RINGS, Rings
 
 ONE_SHOT_EXCESS_BYTES = 512 << 10
 """Bytes per port that a second trip over the link is worth: about 1.5 us at 343 GB/s."""
-PORT_PACKET_LIMIT_BYTES = 24 << 20
-"""Most data of an exchange that one port takes in or sends out as packets, in as many rounds as that takes."""
+PORT_PACKET_LIMIT_BYTES, PORT_PACKET_LIMIT_BYTES_OF_TWO = 24 << 20, 12 << 20
+"""Most data of an exchange that one port takes in or sends out as packets, in as many rounds as that takes, and the same for two ranks."""
 ROOTED_PACKET_LIMIT_BYTES = 6 << 20
 """The same where all is for one rank, or from one."""
 TWO_SHOT_LIMIT_BYTES, TWO_SHOT_LIMIT_BYTES_OF_TWO = 16 << 20, 8 << 20
@@ -73,7 +73,7 @@ def reduce(nbytes: int, machine: Machine) -> Plan:
 
 def exchange(message: int, machine: Machine) -> Plan:
     """Messages of ``message`` > 0 bytes from every rank to every other one: all-gather, all-to-all."""
-    return _messages("exchange_packets", "exchange_ring", message, machine)
+    return _messages("exchange_packets", "exchange_ring", message, machine, _port_limit(machine))
 
 
 def rooted_exchange(message: int, machine: Machine) -> Plan:
@@ -83,7 +83,7 @@ def rooted_exchange(message: int, machine: Machine) -> Plan:
 
 def reduce_scatter(shard: int, machine: Machine) -> Plan:
     """Sums of ``shard`` > 0 bytes on every rank."""
-    return _messages("reduce_packets", "reduce_ring", shard, machine)
+    return _messages("reduce_packets", "reduce_ring", shard, machine, _port_limit(machine))
 
 
 def uneven_exchange(machine: Machine) -> Plan:
@@ -91,7 +91,11 @@ def uneven_exchange(machine: Machine) -> Plan:
     return _ring("exchange_ring", machine)
 
 
-def _messages(packets: str, ring: str, message: int, machine: Machine, limit_bytes: int = PORT_PACKET_LIMIT_BYTES) -> Plan:
+def _port_limit(machine: Machine) -> int:
+    return PORT_PACKET_LIMIT_BYTES if machine.world_size > 2 else PORT_PACKET_LIMIT_BYTES_OF_TWO
+
+
+def _messages(packets: str, ring: str, message: int, machine: Machine, limit_bytes: int) -> Plan:
     at_port = (machine.world_size - 1) * message
     if at_port <= limit_bytes:
         return _by_packets(packets, _packets(message), _room(machine), machine)
