@@ -394,7 +394,9 @@ TWINS = {
     "progress_told_without_release": Twin("all_reduce_relay", PROGRESS, RELEASE, ""),
     "progress_posted_without_release": Twin("all_reduce_relay", PROGRESS, "ptx::store_release_block(", "ptx::store_relaxed_gpu("),
     "progress_of_a_tile_that_was_not_posted": Twin("exchange_ring", PROGRESS, "own.first[q] + done[line]", "own.first[q] + done[line] + 1"),
-    "a_round_posted_with_its_first_tile": Twin("exchange_ring", EXCHANGE, "{&sent, tiles.done()}", "{&sent, tiles.round() + 1}", world_size=3),
+    "a_round_posted_with_its_first_tile": Twin(
+        "exchange_ring", EXCHANGE, "{&sent, tiles.done()}", "{&sent, tiles.round() + 1}", world_size=3
+    ),
     "wait_without_acquire": Twin("all_reduce_relay", PEERS, ACQUIRE, RELAXED, world_size=4),
 }
 

@@ -19,8 +19,8 @@ from peerlane.device.kernels import ELEMENT_TYPES
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [path for path in sorted((ROOT / "examples" / "cuda").glob("*_cuda.py")) if "\nSOURCE = " in path.read_text()]
-RINGS = workspace.Rings(tile_bytes=1024, depth=32, stages=5, in_flight=3, batch=4, summing_warps=7)
-SHAPES = [f"{kind}_{what}" for kind in ("exchange", "reduce", "relay") for what in ("threads", "shared_bytes")]
+RINGS = workspace.Rings(tile_bytes=1024, depth=32, stages=5, in_flight=3, summing_warps=7)
+SHAPES = [f"{kind}_{what}" for kind in ("exchange", "reduce", "relay", "broadcast") for what in ("threads", "shared_bytes")]
 HOST_ONLY = {"blocks", "bytes_per_kind"}
 HEADERS = sorted(INCLUDE_DIR.glob("peerlane/**/*.cuh"))
 

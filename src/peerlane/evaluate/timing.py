@@ -162,8 +162,8 @@ class GraphBlock(Block):
     """
 
     head_start_us = 40.0
-    """meant to exceed what launching a graph takes: 18 us on hosts of H200s, and 38 in the slowest burst of nine blocks of ten. A host slower than
-    that still counts. The same on both sides: the outer clock runs meanwhile"""
+    """meant to exceed what launching a graph takes: 18 us on hosts of H200s, and 38 in the slowest burst of nine blocks of ten. A slower
+    host still counts. The same on both sides: the outer clock runs meanwhile"""
     burst = 16
 
     def __init__(self, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> None:

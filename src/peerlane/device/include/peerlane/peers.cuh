@@ -42,12 +42,15 @@ struct Rows {
 
 // To all ranks of a set (the caller is left out).
 struct Signal {
-    u32 ranks, slot, number;
+    static constexpr bool needs_release = true;
+    u32 ranks = 0, slot = 0, number = 0;
+
+    __device__ bool any() const { return ranks != 0; }
 };
 
-// Where in every arena the flag lies that rank `source` raises, of those at `flags`; and that of rank `rank`.
+// Where in every arena the flag lies that rank `source` raises, of those at `flags` (of less than 4 GiB); and that of rank `rank`.
 template <int W>
-__device__ inline u64 flag_offset(u64 flags, u32 slot, u32 source) { return flags + (u64(slot) * W + source) * line_bytes; }
+__device__ inline u64 flag_offset(u64 flags, u32 slot, u32 source) { return flags + u64((slot * W + source) * line_bytes); }
 template <int W>
 __device__ inline u32* flag_of(const Arena& arena, u64 flags, int rank, u32 slot, u32 source) {
     return reinterpret_cast<u32*>(arena.peer(rank, flag_offset<W>(flags, slot, source)));

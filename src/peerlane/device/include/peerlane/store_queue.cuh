@@ -30,8 +30,11 @@ namespace peerlane {
 
 template <int W>
 struct Post {
-    Progress<W>* progress;
-    u32 reached;
+    static constexpr bool needs_release = false;  // it is one
+    Progress<W>* progress = nullptr;
+    u32 reached = 0;
+
+    __device__ bool any() const { return progress != nullptr; }
 };
 
 // `in_flight`: steps that may be under way behind an end_step. `News`: what steps may end with, a Signal or a Post.
@@ -62,42 +65,16 @@ class StoreQueue : Peers<W, Team> {
 
     // Ends the step. Behind it all stores but those of the newest `in_flight` steps have been written, what these older steps ended with has
     // been told, and their tiles may be written again.
-    __device__ void end_step() { end_step(Owed{}); }
-    __device__ void end_step(const News& news) { end_step(Owed{news, true}); }
-
-    // All stores have been written, all is told, all tiles may be written again.
-    __device__ void flush() {
-        if (this->team_.thread() == 0) ptx::bulk_commit();
-        this->finish_stores();
-        if (this->team_.thread() == 0) {
-#pragma unroll
-            for (Owed& owed : owed_) {
-                if (owed.any) tell(owed.news);
-                owed = Owed{};
-            }
-        }
-        this->team_.sync();
-    }
-
-  private:
-    struct Owed {
-        News news{};
-        bool any = false;
-    };
-
-    __device__ void tell(const Signal& signal) const {
-        this->release();
-        this->give(signal);
-    }
-    __device__ void tell(const Post<W>& news) const { post(*news.progress, news.reached); }
-
-    __device__ void end_step(const Owed& newest) {
+    __device__ void end_step(const News& newest = News{}) {
         fuzz(this->arena_, this->role_, span_signal);
         this->team_.sync();
         if (this->team_.thread() == 0) {
             ptx::bulk_commit();
             ptx::bulk_wait<in_flight>();
-            if (owed_[0].any) tell(owed_[0].news);
+            if (owed_[0].any()) {
+                if constexpr (News::needs_release) this->release();
+                tell(owed_[0]);
+            }
 #pragma unroll
             for (int step = 1; step < in_flight; ++step) owed_[step - 1] = owed_[step];
             owed_[in_flight - 1] = newest;
@@ -105,7 +82,26 @@ class StoreQueue : Peers<W, Team> {
         this->team_.sync();
     }
 
-    Owed owed_[in_flight];  // of the newest steps, oldest first
+    // All stores have been written, all is told, all tiles may be written again.
+    __device__ void flush() {
+        if (this->team_.thread() == 0) ptx::bulk_commit();
+        this->finish_stores();
+        if (this->team_.thread() == 0) {
+            if constexpr (News::needs_release) this->release();
+#pragma unroll
+            for (News& owed : owed_) {
+                if (owed.any()) tell(owed);
+                owed = News{};
+            }
+        }
+        this->team_.sync();
+    }
+
+  private:
+    __device__ void tell(const Signal& signal) const { this->give(signal); }
+    __device__ void tell(const Post<W>& news) const { post(*news.progress, news.reached); }
+
+    News owed_[in_flight];  // of the newest steps, oldest first
 };
 
 }  // namespace peerlane
