@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
@@ -27,6 +30,35 @@ def test_apart_takes_another_end_of_the_range_in_every_block() -> None:
     assert first_ends == {True, False}  # which end comes first is secret
     assert float(_drawn("a", 0).min()) >= -2.0 and float(_drawn("a", 0).max()) < 8.0
     assert not torch.equal(_drawn("a", 0), _drawn("a", 2))
+
+
+def test_what_is_drawn_is_new_for_every_slot_block_rank_and_secret_and_else_the_same() -> None:
+    def drawn(**changed: Any) -> torch.Tensor:
+        usual = {"secret": "a", "case_key": "1/small/case/w2", "slot": 0, "block": 1, "rank": 0}
+        return Draw(**{**usual, **changed}).normal((64,), torch.float32)
+
+    assert torch.equal(drawn(), drawn())
+    others = [drawn(slot=1), drawn(block=2), drawn(rank=1), drawn(secret="b"), drawn(case_key="1/small/case/w4")]
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations([drawn(), *others], 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_normal_is_drawn_in_float32_and_rounded(dtype: torch.dtype) -> None:
+    wide, narrow = (_draw("a", 0).normal((1000,), which, scale=0.5, shift=3.0) for which in (torch.float32, dtype))
+    assert narrow.dtype == dtype and torch.equal(narrow, wide.to(dtype))
+    assert abs(float(wide.mean()) - 3.0) < 0.1 and abs(float(wide.std()) - 0.5) < 0.05
+    assert len(set(wide.tolist())) > 990
+
+
+def test_uniform_stays_in_its_range() -> None:
+    values = _draw("a", 0).uniform((100_000,), torch.float32, low=-2.0, high=3.0)
+    assert -2.0 <= float(values.min()) < -1.99 and 2.99 < float(values.max()) < 3.0
+
+
+def test_on_the_meta_device_draws_have_shapes_only() -> None:
+    draw = Draw(secret="a", case_key="1/small/case/w2", slot=0, block=0, rank=0, device="meta")
+    drawn = [draw.normal((3, 4), torch.bfloat16), draw.uniform((3, 4), torch.float32), draw.octaves((3, 4))]
+    assert all(tensor.is_meta and tensor.shape == (3, 4) for tensor in drawn)
 
 
 def test_octaves_change_no_rounding_error_and_no_code_of_few_bits_survives_them() -> None:

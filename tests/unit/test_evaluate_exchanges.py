@@ -71,8 +71,7 @@ def test_the_trusted_reference_finds_its_contents_where_they_were_minted_after_a
     slots = [(torch.full((3,), float(slot)),) for slot in range(4)]
     layout, size = contiguous_layout(iter(slots))
     private = ArgumentSlots(torch.zeros(size, dtype=torch.uint8), layout, str)
-    for slot, tree in enumerate(slots):
-        private.fill(slot, tree)
+    private.fill(slots)
     seen = []
 
     def contents() -> list[int]:
@@ -108,8 +107,7 @@ def test_exchanged_slots_hold_each_others_tensors_and_leave_the_rest_alone() -> 
     layout, size = contiguous_layout(iter(slots))
     data = torch.full((size,), 7, dtype=torch.uint8)
     arguments = ArgumentSlots(data, layout, str)
-    for slot, tree in enumerate(slots):
-        arguments.fill(slot, tree)
+    arguments.fill(slots)
     before = data.clone()
     arguments.exchanger(0, 2)()
     assert [[int(tensor[0]) for tensor in tensors] for tensors in arguments.tensors] == [[2, 2], [1, 1], [0, 0]]

@@ -17,6 +17,7 @@ from peerlane.problems._tree import Description, Tree, describe, leaves, map_lea
 
 FRONT_BYTES = aligned(GUARD_BYTES)
 """Where the first tensor of a layout lies: behind a guard band of its own."""
+_HELD_BYTES = 64 << 20
 
 
 def strip_overlap(tree: Tree) -> Tree:
@@ -60,10 +61,23 @@ class ArgumentSlots:
         """The byte behind the first ``slots`` slots."""
         return self._ends[slots - 1]
 
-    def fill(self, slot: int, tree: Tree) -> None:
-        """Copies the tree's tensors into the slot."""
-        for target, source in zip(self.tensors[slot], leaves(tree), strict=True):
-            target.copy_(source)
+    def fill(self, trees: Iterable[Tree]) -> None:
+        """Copies the trees' tensors into the first slots, one slot a tree. Overlapping ones (stride 0) are written out.
+
+        Tensors are copied many at a time, for copying each takes the host longer than drawing it; little more than 64 MiB of them wait.
+        """
+        held: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        held_bytes = 0
+        for tree, slot in zip(trees, self.tensors, strict=False):
+            for target, source in zip(slot, leaves(tree), strict=True):
+                targets, sources = held.setdefault(target.dtype, ([], []))
+                targets.append(target)
+                sources.append(source)
+                held_bytes += target.nbytes
+            if held_bytes > _HELD_BYTES:
+                _copy_all(held)
+                held_bytes = 0
+        _copy_all(held)
 
     def spoil(self, slot: int) -> None:
         """Overwrites the slot's tensors, in stream order, and no byte between them."""
@@ -152,6 +166,13 @@ def check_claim(described: Any) -> None:
 
 def _all_are(kind: type, values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+
+
+def _copy_all(held: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+    """Copies targets from sources of one dtype with few kernels, and lets go of them."""
+    for targets, sources in held.values():
+        torch._foreach_copy_(targets, sources)
+    held.clear()
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -190,8 +190,7 @@ class TrustedRank(Rank):
         input_bytes = offset
         staging = torch.empty(max(offset, 1), dtype=torch.uint8, device=self.device)
         private = ArgumentSlots(staging, layout, groups.__getitem__)
-        for slot, tree in enumerate(trees):
-            private.fill(slot, tree)
+        private.fill(trees)
         del trees, tree
         reference = problem.reference_of(case.variant)
         output_layout, output_bytes = contiguous_layout(problem.answer(reference(*args), args) for args in private.args)
@@ -252,9 +251,8 @@ class TrustedRank(Rank):
         """New contents for the first ``len(kinds)`` slots, in private memory; ``kinds`` says which of them are integer draws."""
         current = self.opened(request)
         current.kinds = request["kinds"]
-        for slot, kind in enumerate(current.kinds):
-            tree = self._inputs(current.problem, current.case, self.rank, slot, request["block"], kind)
-            current.private.fill(slot, strip_overlap(tree))
+        block, kinds = request["block"], enumerate(current.kinds)
+        current.private.fill(self._inputs(current.problem, current.case, self.rank, slot, block, kind) for slot, kind in kinds)
         self.synchronize()
         return {}
 

@@ -20,6 +20,7 @@ INTEGER = "integer"
 _SHARED = -1  # in place of a rank: contents that all ranks draw alike
 
 _BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_EXPONENT_BIAS, _MANTISSA_BITS = 127, 23  # of float32
 
 
 def _seed(*parts: object) -> int:
@@ -80,17 +81,15 @@ class Draw:
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype, *, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
         """N(shift, scale^2), drawn in float32 and rounded to ``dtype``."""
-        values = torch.randn(tuple(shape), generator=self._generator, device=self.device, dtype=torch.float32)
-        if scale != 1.0:
-            values *= scale
-        if shift != 0.0:
-            values += shift
-        return values.to(dtype)
+        # CUDA kernels draw narrow floats in float32 and round them on the way out. Those of CPUs draw in the narrow dtype: too coarse.
+        one_kernel = self.device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        values = torch.empty(tuple(shape), device=self.device, dtype=dtype if one_kernel else torch.float32)
+        return values.normal_(shift, scale, generator=self._generator).to(dtype)
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype, *, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
         """U[low, high), drawn in float32 and rounded to ``dtype``."""
-        values = torch.rand(tuple(shape), generator=self._generator, device=self.device, dtype=torch.float32)
-        return (values * (high - low) + low).to(dtype)
+        values = torch.empty(tuple(shape), device=self.device, dtype=torch.float32)
+        return values.uniform_(low, high, generator=self._generator).to(dtype)
 
     def apart(self, shape: Sequence[int], *, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
         """Like :meth:`uniform` in float32, but in the lower or the upper 35 % of the range, by turns from block to block.
@@ -135,8 +134,9 @@ class Draw:
         other, a product and its rounding errors stay what they were, bit for bit, but what is sent between ranks no longer fits a code of
         few bits that has one scale for many neighbours.
         """
-        exponents = torch.randint(0, 2 * most + 1, tuple(shape), generator=self._generator, device=self.device)
-        return torch.bitwise_left_shift(1, exponents).to(torch.float32) * 2.0**-most
+        low, high = _EXPONENT_BIAS - most, _EXPONENT_BIAS + most + 1
+        exponents = torch.randint(low, high, tuple(shape), generator=self._generator, device=self.device, dtype=torch.int32)
+        return exponents.bitwise_left_shift_(_MANTISSA_BITS).view(torch.float32)
 
     def permutation(self, count: int) -> torch.Tensor:
         """A random permutation of range(count), int64."""

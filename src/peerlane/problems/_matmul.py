@@ -132,14 +132,14 @@ def row_parallel_operands(case: Case, rank: int, draw: Draw, rows: int) -> tuple
         sign = -1.0 if rank % 2 else 1.0
         common = weights(case, draw.shared, (depth, case["n"]), terms).to(FP32)
         noise = draw.normal((depth, case["n"]), FP32, scale=0.25 * terms**-0.5)
-        operands = sign * activations(case, rank, draw.shared, (rows, depth), terms), (common + noise).to(case.dtype)
+        a, b = sign * activations(case, rank, draw.shared, (rows, depth), terms), (common + noise).to(case.dtype)
     else:
-        operands = activations(case, rank, draw, (rows, depth), terms), weights(case, draw, (depth, case["n"]), terms)
-    if draw.integer:
-        return operands
-    inner, outer = draw.shared.octaves((max(depths),))[:depth], draw.shared.octaves((case["n"],))
-    a, b = (operand.to(FP32) for operand in operands)
-    return (a * inner).to(case.dtype), (b * (outer / inner.unsqueeze(1))).to(case.dtype)
+        a, b = activations(case, rank, draw, (rows, depth), terms), weights(case, draw, (depth, case["n"]), terms)
+    if not draw.integer:
+        inner, outer = draw.shared.octaves((max(depths),))[:depth], draw.shared.octaves((case["n"],))
+        a *= inner
+        b *= outer / inner.unsqueeze(1)
+    return a, b
 
 
 def gathered_operands(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:

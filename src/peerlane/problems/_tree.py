@@ -69,7 +69,9 @@ def leaves(tree: Tree) -> Iterator[torch.Tensor]:
     elif isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, torch.nn.Linear):
-        yield from (parameter.detach() for parameter in tree.parameters())
+        yield tree.weight.detach()
+        if tree.bias is not None:
+            yield tree.bias.detach()
     elif isinstance(tree, (list, tuple)):
         for item in tree:
             yield from leaves(item)

@@ -60,7 +60,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     members = group_members(case, rank)
     gradients = [summand(case, members.index(rank), draw, shape) for shape in _shapes(case)]
     if not draw.integer and "data" not in case.params:
-        gradients = [(gradient.to(FP32) * draw.shared.octaves(gradient.shape[-1:])).to(case.dtype) for gradient in gradients]
+        for gradient in gradients:
+            gradient *= draw.shared.octaves(gradient.shape[-1:])
     if group_layout(case):
         whole = [draw.shared.integers(-16, 17, (len(members), *shape), case.dtype) for shape in _shapes(case)]
         gradients = [every[members.index(rank)].clone() for every in whole]
