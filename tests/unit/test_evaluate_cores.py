@@ -95,6 +95,26 @@ def test_what_a_core_at_full_speed_does_is_remembered(machine: Machine) -> None:
     assert core.number == 4 and machine.asked[4:] == [3, 4]
 
 
+def test_untimed_work_looks_for_a_core_only_where_nobody_has_lately(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(cores, "_clock", lambda: now)
+    core = TimedCore([1, 2, 3, 4])
+    core.settle_anew()
+    assert core.number == 3 and machine.asked == [1, 2, 3, 4]
+    machine.paces[3] = 18.0
+    now += 0.04
+    core.settle_anew()
+    assert core.number == 3 and len(machine.asked) == 4
+    now += 0.02
+    core.settle_anew()
+    assert core.number == 4 and machine.asked[4:] == [3, 4]
+    now += 0.04
+    core.settle(10.0)
+    now += 0.04
+    core.settle_anew()
+    assert machine.asked[6:] == [4]
+
+
 def test_where_all_are_slow_the_least_slow_is_taken(machine: Machine) -> None:
     machine.paces |= {3: 21.0, 4: 18.0}
     core = TimedCore([1, 2, 3, 4])

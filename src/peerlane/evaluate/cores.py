@@ -16,6 +16,7 @@ from collections.abc import Iterator
 _MOST = 8  # cores that a rank chooses from
 _STEPS, _TRIES = 1_000, 3
 _SLOWER = 1.25  # than the fastest core: no longer full speed; slow cores take about twice as long
+_FRESH_S = 0.05  # for so long what was found of a core is relied on by work that is not timed
 
 _clock = time.perf_counter
 _get_affinity, _set_affinity = os.sched_getaffinity, os.sched_setaffinity
@@ -86,6 +87,7 @@ class TimedCore:
     def __init__(self, cores: list[int]) -> None:
         self._cores, self._place = cores, 0
         self._full_us = 0.0  # of the fastest core that is known; 0: of none
+        self._settled_s = -math.inf  # when a core was chosen, on this module's clock
 
     @property
     def number(self) -> int | None:
@@ -111,4 +113,10 @@ class TimedCore:
                 break
         self._place = min(found, key=found.__getitem__)
         self._full_us = min(self._full_us or math.inf, found[self._place])
+        self._settled_s = _clock()
         return found[self._place]
+
+    def settle_anew(self) -> None:
+        """As :meth:`settle`, unless that was less than 50 ms ago. For work that is not timed: looking takes as long as some of it."""
+        if self._cores and _clock() > self._settled_s + _FRESH_S:
+            self.settle()

@@ -154,7 +154,7 @@ class TrustedRank(Rank):
         def serve(request: Message) -> dict[str, Any]:
             if self.device.type == "cpu":
                 return handler(request)
-            self.core.settle()
+            self.core.settle_anew()
             with on_core(self.core.number):
                 return handler(request)
 

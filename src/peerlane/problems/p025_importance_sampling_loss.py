@@ -128,7 +128,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     dropped = draw.permutation(count)[: _ignored(case, rank)]
     if data in ("clamped", "one_ratio"):
         dropped = dropped[dropped != count // 2]
-    labels[dropped] = ignore
+    labels.index_fill_(0, dropped, ignore)
     shape, aux = tuple(case["tokens"]), _aux_dtype(case)
     size_of_channels = shared.octaves((depth,), most=12).to(case.dtype)
     hidden, weight = hidden * size_of_channels, weight / size_of_channels

@@ -83,7 +83,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         rivals = shared.integers(0, vocab - padding, (tokens, _RIVALS))
         target = torch.where(order % 2 == 0, rivals[:, 0], target)
         height = shared.uniform((tokens, _RIVALS), FP32, low=-2.0, high=3.0)
-        height[order[: 2 * few]] = -2.0  # where the target is out of range, the loss must not be nearly zero
+        height.index_fill_(0, order[: 2 * few], -2.0)  # where the target is out of range, the loss must not be nearly zero
         height += math.log(vocab - padding) + scale**2 / 2 - math.log(_RIVALS)
         for local, value in zip(torch.split(rivals - place * shard, 1, 1), torch.split(height, 1, 1), strict=True):
             inside, column = (local >= 0) & (local < shard), local.clamp(0, shard - 1)
@@ -107,8 +107,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     if padding:
         logits.masked_fill_(columns >= vocab - padding, -math.inf)
         target[order[-1:]] = vocab - 1
-    target[order[:few]] = -100
-    target[order[few : 2 * few]] = vocab + 3
+    target.index_fill_(0, order[:few], -100)
+    target.index_fill_(0, order[few : 2 * few], vocab + 3)
     lead = tuple(case["lead"])
     arguments = (logits.to(case.dtype).reshape(*lead, shard), target.reshape(lead))
     return (*arguments, *(GroupRef(name) for name in group_layout(case)))
