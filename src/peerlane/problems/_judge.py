@@ -131,7 +131,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point():
         tensor = tensor.to(torch.float32) if tensor.itemsize == 1 else tensor
-        tensor = torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor)
+        tensor = tensor.masked_fill(tensor.isnan(), math.nan)
     words = _words(tensor)
     if words.numel() % 4 == 0:
         words = words.view(torch.int32)
@@ -184,7 +184,7 @@ def compare_close(name: str, got: torch.Tensor, expected: Expected, tolerance: T
         bound = bound + tolerance.magnitude * torch.nan_to_num(magnitude.to(work), nan=0.0, posinf=0.0)
     if tolerance.rms:
         bound = bound + tolerance.rms * finite_want.square().mean().sqrt()
-    elements = torch.where(error == 0, 0.0, error / bound)
+    elements = (error / bound).masked_fill_(error == 0, 0.0)
     figures = [misplaced.any().to(work), elements.max()]
     allowed = [1.0]
     if tolerance.normwise is not None:
@@ -217,7 +217,7 @@ def compare_close(name: str, got: torch.Tensor, expected: Expected, tolerance: T
 
 
 def _relative(error: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    return torch.where(size > 0, error / size, 0.0)
+    return (error / size).masked_fill_(size == 0, 0.0)
 
 
 def score(problem: Problem, case: Case, got: Tree, expected: Tree, kind: str = "random") -> list[Score]:
