@@ -202,8 +202,8 @@ def _router_bias(case: Case, draw: Draw) -> torch.Tensor:
     experts = _moe.experts_of(case)
     floor = _floor(experts, case["k"])
     bias = draw.uniform((experts,), FP32, low=floor - 0.4, high=floor + 0.4)
-    bias[::2] += 0.9
-    bias[1::2] -= 0.9
+    bias[::2].add_(0.9)
+    bias[1::2].sub_(0.9)
     return bias.to(case.dtype)
 
 

@@ -145,8 +145,8 @@ def draw_moments(case: Case, draw: Draw, start: int, stop: int) -> tuple[torch.T
     exp_avg, exp_avg_sq = past_moments(case, draw, stop - start)
     scales = gradient_scales(case)
     for index, part in _pieces(case, start, stop):
-        exp_avg[part] *= scales[index]
-        exp_avg_sq[part] *= scales[index] ** 2
+        exp_avg[part].mul_(scales[index])
+        exp_avg_sq[part].mul_(scales[index] ** 2)
     return exp_avg.to(case.dtype), exp_avg_sq.to(case.dtype)
 
 

@@ -108,7 +108,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     pairs, values = (draw.shared.octaves((1 if case.variant == "pkb" else heads, depth)).expand(heads, depth).reshape(-1) for _ in "kv")
     hidden_states = draw.normal((case["batch"], _local_length(case), hidden), FP32) * states
     w_qkv = draw.shared.normal((3, width, hidden), FP32, scale=hidden**-0.5)
-    w_qkv[:2] *= math.sqrt(spread)
+    w_qkv[:2].mul_(math.sqrt(spread))
     w_qkv *= torch.stack([pairs, 1 / pairs, values]).unsqueeze(-1) / states
     w_o = draw.shared.normal((case["out"], width), FP32, scale=width**-0.5) / values
     group = _ulysses.group_argument(case)
