@@ -64,10 +64,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     local = local_length(case, len(ring))
     batch, depth = case["batch"], case["depth"]
     kv_heads, value_depth = case.params.get("kv_heads", heads), case.params.get("value_depth", depth)
-    q = draw.normal((batch, local, heads, depth), FP32, scale=2.0)
-    k = draw.normal((batch, local, kv_heads, depth), FP32)
-    v = draw.normal((batch, local, kv_heads, value_depth), FP32)
     pattern, place = case.params.get("pattern"), ring.index(rank)
+    work = case.dtype if pattern is None else FP32  # patterns are made before anything is rounded
+    q = draw.normal((batch, local, heads, depth), work, scale=2.0)
+    k = draw.normal((batch, local, kv_heads, depth), work)
+    v = draw.normal((batch, local, kv_heads, value_depth), work)
     if pattern == "growing":
         k *= 4.0 ** (place + 1 - len(ring) / 2)
     elif pattern == "shrinking":
