@@ -142,8 +142,11 @@ def test_plans_fit_the_workspace_and_the_device(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_packets_carry_what_the_buffers_hold_and_more_than_that_in_rounds(world_size: int) -> None:
     machine, held = Machine(world_size, 132), workspace.packet_message_bytes(world_size)
-    most = (plans.PORT_PACKET_LIMIT_BYTES if world_size > 2 else plans.PORT_PACKET_LIMIT_BYTES_OF_TWO) // (world_size - 1)
+    most = plans.PORT_PACKET_LIMIT_BYTES // (world_size - 1)
     for plan, name in ((plans.exchange, "exchange"), (plans.reduce_scatter, "reduce")):
+        if world_size == 2:
+            assert [plan(size, machine).kernel for size in (held, held + 1)] == [f"{name}_packets", f"{name}_ring"]
+            continue
         kernels = [plan(size, machine).kernel for size in (held, held + 1, most, most + 1)]
         assert kernels == [f"{name}_packets", f"{name}_packets_rounds", f"{name}_packets_rounds", f"{name}_ring"]
     in_two_trips = [(plans.all_reduce, "all_reduce", workspace.PACKET_BUFFER_TENSOR_BYTES)]
@@ -191,7 +194,7 @@ def test_all_ranks_plan_alike(world_size: int) -> None:
         planner.all_to_all_single(whole, whole)
     assert planners[0].planned and all(planner.planned == planners[0].planned for planner in planners)
     # From it each rank finds by itself how many rounds there are.
-    assert planners[0].longest and all(planner.longest == planners[0].longest for planner in planners)
+    assert bool(planners[0].longest) == (world_size > 2) and all(planner.longest == planners[0].longest for planner in planners)
 
 
 def test_small_tensors_go_as_packets_and_large_ones_through_rings() -> None:

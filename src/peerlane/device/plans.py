@@ -3,7 +3,8 @@
 The limits come from a model (packets carry a third more bytes than data, a port takes in 343 GB/s) and from what was measured on 4x H200:
 where all ports are busy both ways, packets carry 190 to 215 GB/s at 6 to 24 MiB of data a port, in rounds too, and rings 180 at 12 MiB,
 230 at 48 MiB and 280 at 192 MiB. To one root rings carry 350 GB/s from 12 MiB on, and packets in rounds 215; from one root 240, and 215.
-Between two GPUs rings are ahead from 8 MiB on where data goes one way, and from 16 MiB on in an all-reduce.
+These rings still stopped for fences, as those between two H200 do not: there they are level with packets at 4 MiB of data a port and ahead
+from 6 MiB on, one way and both ways, and at 16 MiB in an all-reduce.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from peerlane.device.workspace import RINGS, Rings
 
 ONE_SHOT_EXCESS_BYTES = 512 << 10
 """Bytes per port that a second trip over the link is worth: about 1.5 us at 343 GB/s."""
-PORT_PACKET_LIMIT_BYTES, PORT_PACKET_LIMIT_BYTES_OF_TWO = 24 << 20, 12 << 20
-"""Most data of an exchange that one port takes in or sends out as packets, in as many rounds as that takes, and the same for two ranks."""
+PORT_PACKET_LIMIT_BYTES = 24 << 20
+"""Most data of an exchange that one port takes in or sends out as packets, in as many rounds as that takes. Of two ranks, packets take what fits
+at once."""
 ROOTED_PACKET_LIMIT_BYTES = 6 << 20
 """The same where all is for one rank, or from one."""
 TWO_SHOT_LIMIT_BYTES, TWO_SHOT_LIMIT_BYTES_OF_TWO = 16 << 20, 8 << 20
@@ -73,7 +75,7 @@ def reduce(nbytes: int, machine: Machine) -> Plan:
 
 def exchange(message: int, machine: Machine) -> Plan:
     """Messages of ``message`` > 0 bytes from every rank to every other one: all-gather, all-to-all."""
-    return _messages("exchange_packets", "exchange_ring", message, machine, _port_limit(machine))
+    return _messages("exchange_packets", "exchange_ring", message, machine)
 
 
 def rooted_exchange(message: int, machine: Machine) -> Plan:
@@ -83,7 +85,7 @@ def rooted_exchange(message: int, machine: Machine) -> Plan:
 
 def reduce_scatter(shard: int, machine: Machine) -> Plan:
     """Sums of ``shard`` > 0 bytes on every rank."""
-    return _messages("reduce_packets", "reduce_ring", shard, machine, _port_limit(machine))
+    return _messages("reduce_packets", "reduce_ring", shard, machine)
 
 
 def uneven_exchange(machine: Machine) -> Plan:
@@ -91,14 +93,10 @@ def uneven_exchange(machine: Machine) -> Plan:
     return _ring("exchange_ring", machine)
 
 
-def _port_limit(machine: Machine) -> int:
-    return PORT_PACKET_LIMIT_BYTES if machine.world_size > 2 else PORT_PACKET_LIMIT_BYTES_OF_TWO
-
-
-def _messages(packets: str, ring: str, message: int, machine: Machine, limit_bytes: int) -> Plan:
-    at_port = (machine.world_size - 1) * message
-    if at_port <= limit_bytes:
-        return _by_packets(packets, _packets(message), _room(machine), machine)
+def _messages(packets: str, ring: str, message: int, machine: Machine, limit_bytes: int = PORT_PACKET_LIMIT_BYTES) -> Plan:
+    at_port, room = (machine.world_size - 1) * message, _room(machine)
+    if at_port <= limit_bytes if machine.world_size > 2 else _packets(message) <= room:
+        return _by_packets(packets, _packets(message), room, machine)
     return _ring(ring, machine)
 
 
