@@ -18,8 +18,8 @@ from peerlane.device.workspace import RINGS, Rings
 ONE_SHOT_EXCESS_BYTES = 512 << 10
 """Bytes per port that a second trip over the link is worth: about 1.5 us at 343 GB/s."""
 PORT_PACKET_LIMIT_BYTES = 24 << 20
-"""Most data of an exchange that one port takes in or sends out as packets, in as many rounds as that takes. Of two ranks, packets take what fits
-at once."""
+"""Most data of an exchange that one port takes in or sends out as packets, in as many rounds as that takes. Of two ranks, packets take
+what fits at once."""
 ROOTED_PACKET_LIMIT_BYTES = 6 << 20
 """The same where all is for one rank, or from one."""
 TWO_SHOT_LIMIT_BYTES, TWO_SHOT_LIMIT_BYTES_OF_TWO = 16 << 20, 8 << 20

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from peerlane.errors import HarnessError
+from peerlane.evaluate.cores import parts
 from peerlane.evaluate.exchanges import Exchanges
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
@@ -35,7 +36,8 @@ _dice = random.SystemRandom()
 class BlockTimes:
     """One block: the slowest rank's time per call, in their order, and how the clocks agree. Microseconds.
 
-    ``share``: of its calls, that are no slower than the one that stands for the block.
+    ``share``: of its calls, that are no slower than the one that stands for the block. ``parts``: positions of calls that came behind each
+    other; none: all did.
     ``idle_latency_us``: how long a tiny kernel of the trusted ranks took on the slowest GPU when the block was over.
     """
 
@@ -44,11 +46,13 @@ class BlockTimes:
     outer_us: float
     share: float = 0.5
     idle_latency_us: float = 0.0
+    parts: tuple[range, ...] = ()
 
     @property
     def warm_us(self) -> tuple[float, ...]:
-        """The calls behind the first ones, which find the caches of the host cold."""
-        return self.iterations_us[min(_LEADING_CALLS, len(self.iterations_us) // 3) :]
+        """The calls behind the first ones of each part, which find the caches of the host cold."""
+        parts = self.parts or (range(len(self.iterations_us)),)
+        return tuple(self.iterations_us[call] for part in parts for call in part[min(_LEADING_CALLS, len(part) // 3) :])
 
     @property
     def usual_us(self) -> float:
@@ -76,7 +80,7 @@ class BlockTimes:
         return self.outer_us - self.span_us
 
     @staticmethod
-    def of(answers: list[Message], slots: int, outer_us: float, share: float = 0.5) -> BlockTimes:
+    def of(answers: list[Message], slots: int, outer_us: float, share: float = 0.5, parts: tuple[range, ...] = ()) -> BlockTimes:
         """From the ranks' answers; raises GroupFailure for anything that is not a list of times.
 
         A rank without work in a call may report 0, for nothing lies between its events; the slowest rank may not.
@@ -93,7 +97,7 @@ class BlockTimes:
         span_us = float(max(answer["span_us"] for answer in answers))
         if min(*slowest, span_us) <= 0:
             raise GroupFailure("garbage", "timing", "the ranks reported times of 0 for a call: no kernel is that fast")
-        return BlockTimes(slowest, span_us, outer_us, share)
+        return BlockTimes(slowest, span_us, outer_us, share, parts=parts)
 
 
 def _is_time(value: object) -> bool:
@@ -170,6 +174,10 @@ class Race:
     def _share(self) -> float:
         return self.rules.usual_share[self.mode]
 
+    @property
+    def _parts(self) -> tuple[range, ...]:
+        return tuple(parts(self.slots)) if self.mode == "eager" else ()
+
     def _core(self, first: int) -> Message:
         """What a block's ranks are to know of cores; see :meth:`peerlane.evaluate.cores.TimedCore.settle`."""
         return {"full_us": self.trial.session.full_pace_us, "first": first}
@@ -180,7 +188,7 @@ class Race:
         session = self.trial.session
         session.full_pace_us = min([session.full_pace_us or math.inf, *(float(answer["pace_us"]) for answer in answers)])
         try:
-            return BlockTimes.of(answers, self.slots, outer_us, self._share)
+            return BlockTimes.of(answers, self.slots, outer_us, self._share, self._parts)
         except GroupFailure as failure:
             raise HarnessError(f"the trusted reference cannot be timed: {failure.message}") from None
 
@@ -196,7 +204,7 @@ class Race:
         trial = self.trial
         answers, outer_us = self._run_other(calls)
         ended = time.monotonic()
-        times = BlockTimes.of(answers, self.slots, outer_us, self._share)
+        times = BlockTimes.of(answers, self.slots, outer_us, self._share, self._parts)
         latencies = [float(answer["latency_us"]) for answer in trial.trusted("latency")]
         if calls.compared:
             trial.count_collectives(answers)
