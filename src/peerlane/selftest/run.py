@@ -108,10 +108,8 @@ class _Run:
 
     def _judge(self, world_size: int, due: list[Entry]) -> list[tuple[Entry, Outcome]]:
         dice, lanes = random.SystemRandom(), self._lanes(world_size, len(due))
-        dice.shuffle(due)
-        due.sort(key=lambda entry: entry.accepted(self.plan.device))  # every lane gets as many as the others that hang, or are timed
         controls = self._controls()
-        sequences = [order(due[number :: len(lanes)], controls, dice) for number in range(len(lanes))]
+        sequences = [order(share, controls, dice) for share in deal(due, len(lanes), self.plan.device, dice)]
         recorders = [_Recorder(sequence, self.path, self.progress) for sequence in sequences]
         plans = [self._plan(world_size, sequence) for sequence in sequences]
         if len(lanes) == 1:
@@ -145,6 +143,12 @@ def _candidate(corpus: Corpus, entry: Entry) -> CandidateFile:
     path = corpus.path(entry)
     candidate = replace(reference_candidate(), problem=entry.problem) if path is None else candidate_file(path)
     return replace(candidate, track=entry.track)
+
+
+def deal(due: Sequence[Entry], lanes: int, device: Device, dice: random.Random) -> list[list[Entry]]:
+    """What is due, at random, but so that every lane gets as many as the others of those that hang, and of those that are timed."""
+    mixed = sorted(dice.sample(due, len(due)), key=lambda entry: entry.accepted(device))
+    return [mixed[number::lanes] for number in range(lanes)]
 
 
 def order(due: Sequence[Entry], controls: Sequence[Entry], dice: random.Random) -> list[Entry]:
