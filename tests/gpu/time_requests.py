@@ -1,6 +1,7 @@
 """Where the time of evaluations goes: what the supervisor asks of its ranks, how often, and how long it waits for the answers.
 
-    python tests/gpu/time_requests.py [--problem 1-8] [--world-size 2] [--preset pkb] [--mode eager,graph] [--device cuda] [--candidate FILE]
+    python tests/gpu/time_requests.py [--problem 1-8] [--world-size 2] [--preset pkb] [--mode eager,graph] [--device cuda]
+                                      [--candidate FILE]
 
 Judges the candidate (by default the references), and prints a line per problem, its phases, and a table of requests: milliseconds per
 evaluation, times per evaluation, milliseconds each. Requests that two groups answer at the same time count twice.
