@@ -9,7 +9,7 @@ import ctypes
 import itertools
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -37,12 +37,12 @@ ROOM, ROOM_THREADS = 16, 12
 """Packets of a rank in a buffer that is too small for most messages, and the threads of a block: less than that, of two blocks more."""
 
 
-def take_workspace(scenario: Scenario, world_size: int, packet_buffer_bytes: int) -> tuple[object, Workspace]:
+def take_workspace(scenario: Scenario, world_size: int, packet_buffer_bytes: int, rings: Rings) -> tuple[object, Workspace]:
     arena = scenario.arena(1 << 20)
     pairs = BLOCKS * world_size
 
     def channels() -> Channels:
-        tiles = arena.take(BLOCKS * (world_size - 1) * RINGS.depth * RINGS.tile_bytes)
+        tiles = arena.take(BLOCKS * (world_size - 1) * rings.depth * rings.tile_bytes)
         return Channels(tiles, arena.take(2 * pairs * 128), arena.take(2 * pairs * 4), BLOCKS)
 
     return arena, Workspace(
@@ -66,12 +66,13 @@ class Collectives:
         source: str = "",
         packet_buffer_bytes: int = PACKET_BUFFER_BYTES,
         packet_threads: int = 64,
+        rings: Rings = RINGS,
     ) -> None:
-        defines = {"WORLD_SIZE": world_size, "ELEMENT": ELEMENT_TYPES[dtype], **RINGS.defines()}
+        defines = {"WORLD_SIZE": world_size, "ELEMENT": ELEMENT_TYPES[dtype], **rings.defines()}
         texts = (KERNELS[kernel].text(kernel) for kernel in kernels)
         self.scenario = Scenario("+".join(kernels), "".join((*texts, source)), world_size, defines=defines, include_dirs=headers)
-        self.world_size, self.dtype = world_size, dtype
-        self.arena, self.workspace = take_workspace(self.scenario, world_size, packet_buffer_bytes)
+        self.world_size, self.dtype, self.rings = world_size, dtype, rings
+        self.arena, self.workspace = take_workspace(self.scenario, world_size, packet_buffer_bytes, rings)
         self.packet_threads = packet_threads
         self.generator = torch.Generator().manual_seed(1)
         self.number = self.exchanges = 0
@@ -161,12 +162,13 @@ class Collectives:
         else:
             source = self.scenario.buffer(f"in {self.number}", sent)
             target = self.scenario.buffer(f"out {self.number}", [torch.zeros_like(tensor) for tensor in right], right)
+        rings = self.rings
         block, shared_bytes = {
-            "exchange_ring": (RINGS.exchange_threads, RINGS.exchange_shared_bytes),
-            "broadcast_relay": (RINGS.broadcast_threads, RINGS.broadcast_shared_bytes),
-            "all_reduce_relay": (RINGS.relay_threads, RINGS.relay_shared_bytes),
-            "reduce_relay": (RINGS.relay_threads, RINGS.relay_shared_bytes),
-            "reduce_ring": (RINGS.reduce_threads, RINGS.reduce_shared_bytes),
+            "exchange_ring": (rings.exchange_threads, rings.exchange_shared_bytes),
+            "broadcast_relay": (rings.broadcast_threads, rings.broadcast_shared_bytes),
+            "all_reduce_relay": (rings.relay_threads, rings.relay_shared_bytes),
+            "reduce_relay": (rings.relay_threads, rings.relay_shared_bytes),
+            "reduce_ring": (rings.reduce_threads, rings.reduce_shared_bytes),
         }.get(kernel, (self.packet_threads, 0))
         self.scenario.launch(
             kernel,
@@ -226,11 +228,12 @@ def test_kernels_that_use_packets_take_turns_while_one_rank_is_late(late_rank: i
     assert report.clean, report
 
 
-@pytest.mark.parametrize("kernel", ["exchange_ring", "all_reduce_relay"])
-def test_messages_of_many_rounds_that_end_in_different_ones_lock_nobody(kernel: str) -> None:
-    """Rings just as deep as the rule wants them, gone round several times."""
-    assert RINGS.depth == RINGS.stages + 2
-    work = Collectives(3, (kernel,))
+@pytest.mark.parametrize("rings", [RINGS, replace(RINGS, depth=4, stages=2, in_flight=1)], ids=["deep", "shallow"])
+@pytest.mark.parametrize("kernel", ["exchange_ring", "reduce_ring", "all_reduce_relay", "reduce_relay", "broadcast_relay"])
+def test_messages_of_many_rounds_that_end_in_different_ones_lock_nobody(kernel: str, rings: Rings) -> None:
+    """Rings just as deep as the rule wants them, gone round several times; the shallow ones have the stages of the default."""
+    assert rings.depth == rings.stages + 2
+    work = Collectives(3, (kernel,), rings=rings)
     for nbytes in (9004, 1500, 6000):
         work.add(kernel, nbytes)
     report = check(work.scenario, schedules=12)
