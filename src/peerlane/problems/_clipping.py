@@ -109,9 +109,9 @@ def draw_split(shared: Draw, lists: Sequence[Mapping[int, Sequence[Entry]]], lev
       all, its sum doubled is 1.5 times the right one or half of it.
     * Of two lists, that without the spike makes up 30 to 33 %: a quarter of this in a spike of its own, so that half of this list alone
       does not do, although the ten times then hold for the norm only.
-    * Of the rest of every list, one rank has three quarters, if there are more than two, and the others share a quarter evenly, but for
-      the rank of the spike, which has next to nothing. The rank with most, where the smaller spike is, and that of the larger spike are
-      the last and any other, or the other way round: with one list, either makes up at least 30 %.
+    * Of the rest of a list, the rank of the spike has next to nothing, another one most (60 %; if there is one list, three quarters; of
+      two ranks, all), and there a smaller spike is too. The others share what is left evenly. The first two are the last rank and any
+      other, or the other way round: with one list, either makes up at least 30 %.
     """
     sizes = [{rank: _elements(entries) for rank, entries in by_rank.items()} for by_rank in lists]
     filled = [any(by_rank.values()) for by_rank in sizes]
@@ -119,7 +119,7 @@ def draw_split(shared: Draw, lists: Sequence[Mapping[int, Sequence[Entry]]], lev
     last, root = len(holders) - 1, 1.0 / norm_type
     both = len(filled) == 2 and all(filled)
     low, high = (0.655, 0.67) if both else (0.56, 0.6) if last != 1 else (0.66, 0.68)
-    most = 0.75 if last > 1 else 1.0 - _BESIDE if last else 1.0
+    most = (0.6 if both else 0.75) if last > 1 else 1.0 - _BESIDE if last else 1.0
 
     usual = level * (_moment(norm_type) * sum(sum(by_rank.values()) for by_rank in sizes)) ** root
     norm = shared.apart((1,), low=1.0, high=3.0) * usual
@@ -152,8 +152,8 @@ def draw_gradients(
 ) -> Gradients:
     """The rank's list of this number, as the split has it, times a factor; ``stacked``: axis 0 of every entry counts experts.
 
-    Elements are normal. The parts of the rest in tensors, whatever their size, and in experts, are as 10^U(-1.2, 1.2). The spike is at a
-    random place of any tensor with more than a few elements; the other such tensors have a zero there.
+    Elements are normal. The rest's parts in tensors, whatever their size, are as 10^U(-1.2, 1.2), and those in experts as 10^U(-0.6, 0.6).
+    The spike is at a random place of any tensor with more than a few elements; the other such tensors have a zero at one.
     """
     sizes = [0 if entry is None else math.prod(entry[0]) for entry in entries]
     order = sorted((index for index, size in enumerate(sizes) if size), key=lambda index: sizes[index] <= _FEW)
@@ -161,11 +161,11 @@ def draw_gradients(
         eligible = sum(size > _FEW for size in sizes) or len(order)
         rest, spike = (factor * numbers[which, split.holders.index(rank)] for numbers in (split.rest, split.spike))
         chosen = torch.arange(len(order), device=draw.device) == draw.integers(0, eligible, (1,))
-        weights = _weights(draw, len(order))
+        weights = _weights(draw, len(order), 1.2)
         scales = rest * (weights / weights.sum()) ** (1.0 / norm_type)
         spikes = {dtype: (spike * chosen).to(dtype) for dtype in {entry[1] for entry in entries if entry is not None}}
     if order and stacked:
-        weights = _weights(draw, max(entry[0][0] for entry in entries if entry is not None))
+        weights = _weights(draw, max(entry[0][0] for entry in entries if entry is not None), 0.6)
         scales = torch.outer(scales, (weights / weights.mean()) ** (1.0 / norm_type))
 
     result: Gradients = []
@@ -193,8 +193,8 @@ def _moment(norm_type: float) -> float:
     return 2 ** (norm_type / 2) * math.gamma((norm_type + 1) / 2) / math.sqrt(math.pi)
 
 
-def _weights(draw: Draw, count: int) -> torch.Tensor:
-    return 10.0 ** draw.uniform((count,), FP32, low=-1.2, high=1.2)
+def _weights(draw: Draw, count: int, decades: float) -> torch.Tensor:
+    return 10.0 ** draw.uniform((count,), FP32, low=-decades, high=decades)
 
 
 def poison(gradients: Gradients, value: float) -> None:
