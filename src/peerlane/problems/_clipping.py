@@ -101,8 +101,8 @@ class Split:
 def draw_split(shared: Draw, lists: Sequence[Mapping[int, Sequence[Entry]]], level: float, norm_type: float) -> Split:
     """Draws the norm and what makes it up, the same on all ranks; ``lists``: one or two, by rank.
 
-    Leaving out a list, half of the elements or the rank that has most is to miss the norm by a sixth, ten times what gradients in
-    bfloat16 may.
+    Leaving out a list, half of the elements or (with one list) the last rank is to miss the norm by a sixth, ten times what gradients in
+    bfloat16 may; leaving out any other rank by some per mille.
 
     * The norm is that of N(0, level^2) everywhere, times U[1, 1.7) or U[2.3, 3) by turns: an earlier call's is wrong.
     * A spike, one element of one list on one rank, makes up 56 to 68 % of the sum of |g|^p. Whichever half of the elements stands for
@@ -156,7 +156,8 @@ def draw_gradients(
     The spike is at a random place of any tensor with more than a few elements; the other such tensors have a zero at one.
     """
     sizes = [0 if entry is None else math.prod(entry[0]) for entry in entries]
-    order = sorted((index for index, size in enumerate(sizes) if size), key=lambda index: sizes[index] <= _FEW)
+    filled = sorted((index for index, size in enumerate(sizes) if size), key=lambda index: sizes[index] <= _FEW)
+    order = {index: place for place, index in enumerate(filled)}
     if order:
         eligible = sum(size > _FEW for size in sizes) or len(order)
         rest, spike = (factor * numbers[which, split.holders.index(rank)] for numbers in (split.rest, split.spike))
@@ -174,7 +175,7 @@ def draw_gradients(
             result.append(None if entry is None else torch.empty(entry[0], dtype=entry[1], device=draw.device))
             continue
         shape, dtype = entry
-        place = order.index(index)
+        place = order[index]
         scale = scales[place, : shape[0]].view(-1, *[1] * (len(shape) - 1)) if stacked else scales[place]
         values = draw.normal(shape, FP32, scale=(_moment(norm_type) * sizes[index]) ** (-1.0 / norm_type))
         values = torch.mul(values, scale, out=values if dtype == FP32 else torch.empty_like(values, dtype=dtype))
