@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from peerlane import problems
 from peerlane.problems import Case, Draw, _zero, p040_ddp, p047_fsdp_step_e2e
-from peerlane.problems._clipping import shard, tensors
+from peerlane.problems._clipping import draw_gradients, draw_split, shard, tensors
 from peerlane.problems._judge import expected_leaves
 from peerlane.problems._optimizer import Adam, Output, Training, rank_gradients, step_expected
 from peerlane.problems._training_step import StepModel, parameter_count, shapes_of
@@ -138,6 +138,38 @@ def test_norms_near_the_bound_are_off_it_by_less_than_half_a_percent(label: str,
     for block in range(8):
         distance = float(values(case, all_inputs(case, block), 0)["norm"]) - case["max_norm"]
         assert 4e-4 < (distance if above else -distance) < 2.5e-3
+
+
+@pytest.mark.parametrize("lists", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_no_half_no_list_and_no_earlier_call_tells_the_norm(lists: int, ranks: int) -> None:
+    """Whatever is added up in their stead misses the norm by a sixth; where any rank's elements are left out, by some per mille."""
+    shapes = [{rank: tensors(BF16, (64, 1024)) for rank in range(ranks)}] * lists
+    earlier = None
+    for block in range(64):
+        split = draw_split(Draw(secret="s", case_key="k", slot=0, block=block, rank=0).shared, shapes, 1e-3, 2.0)
+        rest, spike = split.rest.double().square(), split.spike.double().square()
+        total = float(rest.sum() + spike.sum())
+        wrong = [2 * float(spike.max()) + float(rest.sum()), 2 * float(spike.sum() - spike.max()) + float(rest.sum())]
+        wrong += [total - float(rest[index].sum() + spike[index].sum()) for index in range(lists) if lists == 2]
+        wrong += [total - float(rest[:, -1].sum() + spike[:, -1].sum())] if lists == 1 else []
+        wrong += [earlier] if earlier is not None else []
+        assert all(abs(math.sqrt(total / answer) - 1) > 1 / 6 for answer in wrong)
+        assert 1 - math.sqrt(1 - float((rest + spike).sum(0).min()) / total) > 5e-3
+        earlier = total
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0])
+def test_gradients_have_the_norms_that_were_drawn(norm_type: float) -> None:
+    shapes = tensors(BF16, (8, 4096), None, (8, 128, 32), (8, 0), (8, 1))
+    for block in range(8):
+        draw = Draw(secret="s", case_key="k", slot=0, block=block, rank=1)
+        split = draw_split(draw.shared, [{0: shapes, 1: shapes}] * 2, 1e-3, norm_type)
+        for which in (0, 1):
+            drawn = flat(draw_gradients(draw, shapes, split, norm_type, rank=1, which=which, stacked=which == 1))
+            expected = float(split.rest[which, 1] ** norm_type + split.spike[which, 1] ** norm_type)
+            assert float(drawn.abs().pow(norm_type).sum()) == pytest.approx(expected, rel=0.5)
+            assert float(drawn.abs().max()) >= 0.99 * float(split.spike[which, 1])
 
 
 def test_infinite_norms_make_gradients_zero_and_nan_leaves_them() -> None:

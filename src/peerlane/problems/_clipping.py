@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from peerlane.problems._collective import FP32
 from peerlane.problems._draw import Draw
-from peerlane.problems._spec import UNIT_ROUNDOFF, Case, Expected, Tolerance, exactly
+from peerlane.problems._spec import UNIT_ROUNDOFF, Expected, Tolerance, exactly
 
 FP64 = torch.float64
 
@@ -30,8 +31,12 @@ _ON_CHIP_BYTES = 128 * 2**20
 # Elements that the oracle holds in float64 at a time.
 _CHUNK = 2**26
 
-# Outliers of a gradient, which make up half of its sum of squares.
-_OUTLIERS = 8
+# A gradient of so few elements, or fewer, has no spike.
+_FEW = 8
+
+# Of a list's rest, the part on the rank with the largest element: whoever adds this rank's squares in one row, in float32, loses what is
+# small beside it.
+_BESIDE = 5e-4
 
 
 # For the references.
@@ -78,26 +83,119 @@ def shard(entries: Sequence[Entry], ranks: int, place: int, axis: int = 0) -> tu
     return tuple(parts)
 
 
-def draw_gradients(case: Case, rank: int, draw: Draw, entries: Sequence[Entry], level: float) -> Gradients:
-    """N(0, s^2) with s = level x 10^U(-0.6, 0.6) x rank_base^rank, where every parameter has its own U, the same on all ranks.
+@dataclass(frozen=True)
+class Split:
+    """What the norm of one call is made of, from :func:`draw_split`: a number for every list and holder.
 
-    ``case["rank_base"]`` is 1.5 if absent. The level itself moves by a factor of U[1, 3), the same on all ranks. A few elements of every
-    gradient, at places of the rank's own, are so large that they decide its norm: a sample of the elements does not tell it.
+    Attributes:
+        rest: p-norm of all elements but the spike.
+        spike: the list's largest element, or zero where there is none.
+        holders: ranks that have elements.
     """
-    exponents = draw.shared.uniform((len(entries) + 1,), FP32, low=-0.6, high=0.6)
-    common = level * case.params.get("rank_base", 1.5) ** rank * draw.shared.uniform((1,), FP32, low=1.0, high=3.0)
-    scales = (common * 10.0**exponents).unbind()
+
+    rest: torch.Tensor
+    spike: torch.Tensor
+    holders: Sequence[int]
+
+
+def draw_split(shared: Draw, lists: Sequence[Mapping[int, Sequence[Entry]]], level: float, norm_type: float) -> Split:
+    """Draws the norm and what makes it up, the same on all ranks; ``lists``: one or two, by rank.
+
+    Leaving out a list, half of the elements or (with one list) the last rank is to miss the norm by a sixth, ten times what gradients in
+    bfloat16 may; leaving out any other rank by some per mille.
+
+    * The norm is that of N(0, level^2) everywhere, times U[1, 1.7) or U[2.3, 3) by turns: an earlier call's is wrong.
+    * A spike, one element of one list on one rank, makes up 56 to 68 % of the sum of |g|^p. Whichever half of the elements stands for
+      all, its sum doubled is 1.5 times the right one or half of it.
+    * Of two lists, that without the spike makes up 30 to 33 %: a quarter of this in a spike of its own, so that half of this list alone
+      does not do, although the ten times then hold for the norm only.
+    * Of the rest of a list, the rank of the spike has next to nothing, another one most (60 %; if there is one list, three quarters; of
+      two ranks, all), and there a smaller spike is too. The others share what is left evenly. The first two are the last rank and any
+      other, or the other way round: with one list, either makes up at least 30 %.
+    """
+    sizes = [{rank: _elements(entries) for rank, entries in by_rank.items()} for by_rank in lists]
+    filled = [any(by_rank.values()) for by_rank in sizes]
+    holders = [rank for rank in sizes[0] if any(by_rank[rank] for by_rank in sizes)]
+    last, root = len(holders) - 1, 1.0 / norm_type
+    both = len(filled) == 2 and all(filled)
+    low, high = (0.655, 0.67) if both else (0.56, 0.6) if last != 1 else (0.66, 0.68)
+    most = (0.6 if both else 0.75) if last > 1 else 1.0 - _BESIDE if last else 1.0
+
+    usual = level * (_moment(norm_type) * sum(sum(by_rank.values()) for by_rank in sizes)) ** root
+    norm = shared.apart((1,), low=1.0, high=3.0) * usual
+    draws = shared.uniform((5, 1), FP32)
+    larger = low + (high - low) * draws[0]
+    lesser = (1.0 - larger) * (0.92 + 0.03 * draws[1]) if both else torch.zeros_like(larger)
+    first = draws[2] < (0.5 if both else float(filled[0]))
+    other, swapped = (last * draws[3]).floor(), draws[4] < 0.5
+
+    main = torch.stack([first, ~first])[: len(lists)]
+    places = torch.arange(len(holders), device=norm.device)
+    heavy = places == torch.where(swapped, last, other)
+    spiked = places == torch.where(swapped, other, last)
+    spike = torch.where(main, larger * spiked, 0.25 * lesser * heavy)
+    rest = torch.where(main, 1.0 - larger - lesser, 0.75 * lesser)
+    of_rank = torch.where(heavy, most, torch.where(spiked, _BESIDE, (1.0 - most - _BESIDE) / max(1, last - 1)))
+    return Split(norm * (rest * of_rank) ** root, norm * spike**root, holders)
+
+
+def draw_gradients(
+    draw: Draw,
+    entries: Sequence[Entry],
+    split: Split,
+    norm_type: float,
+    *,
+    rank: int,
+    which: int = 0,
+    factor: float = 1.0,
+    stacked: bool = False,
+) -> Gradients:
+    """The rank's list of this number, as the split has it, times a factor; ``stacked``: axis 0 of every entry counts experts.
+
+    Elements are normal. The rest's parts in tensors, whatever their size, are as 10^U(-1.2, 1.2), and those in experts as 10^U(-0.6, 0.6).
+    The spike is at a random place of any tensor with more than a few elements; the other such tensors have a zero at one.
+    """
+    sizes = [0 if entry is None else math.prod(entry[0]) for entry in entries]
+    filled = sorted((index for index, size in enumerate(sizes) if size), key=lambda index: sizes[index] <= _FEW)
+    order = {index: place for place, index in enumerate(filled)}
+    if order:
+        eligible = sum(size > _FEW for size in sizes) or len(order)
+        rest, spike = (factor * numbers[which, split.holders.index(rank)] for numbers in (split.rest, split.spike))
+        chosen = torch.arange(len(order), device=draw.device) == draw.integers(0, eligible, (1,))
+        weights = _weights(draw, len(order), 1.2)
+        scales = rest * (weights / weights.sum()) ** (1.0 / norm_type)
+        spikes = {dtype: (spike * chosen).to(dtype) for dtype in {entry[1] for entry in entries if entry is not None}}
+    if order and stacked:
+        weights = _weights(draw, max(entry[0][0] for entry in entries if entry is not None), 0.6)
+        scales = torch.outer(scales, (weights / weights.mean()) ** (1.0 / norm_type))
+
     result: Gradients = []
-    for entry, scale in zip(entries, scales, strict=False):
-        if entry is None:
-            result.append(None)
-        else:
-            shape, dtype = entry
-            values = draw.normal(shape, FP32).mul_(scale)
-            if values.numel() > _OUTLIERS:
-                values.view(-1)[draw.integers(0, values.numel(), (_OUTLIERS,))] *= math.sqrt(values.numel() / _OUTLIERS)
-            result.append(values.to(dtype))
+    for index, entry in enumerate(entries):
+        if entry is None or not sizes[index]:
+            result.append(None if entry is None else torch.empty(entry[0], dtype=entry[1], device=draw.device))
+            continue
+        shape, dtype = entry
+        place = order[index]
+        scale = scales[place, : shape[0]].view(-1, *[1] * (len(shape) - 1)) if stacked else scales[place]
+        values = draw.normal(shape, FP32, scale=(_moment(norm_type) * sizes[index]) ** (-1.0 / norm_type))
+        values = torch.mul(values, scale, out=values if dtype == FP32 else torch.empty_like(values, dtype=dtype))
+        if place < eligible:
+            values.view(-1).scatter_(0, draw.integers(0, sizes[index], (1,)), spikes[dtype][place : place + 1])
+        result.append(values)
     return result
+
+
+def _elements(entries: Sequence[Entry]) -> int:
+    return sum(math.prod(entry[0]) for entry in entries if entry is not None)
+
+
+def _moment(norm_type: float) -> float:
+    """E |z|^p of z ~ N(0, 1)."""
+    return 2 ** (norm_type / 2) * math.gamma((norm_type + 1) / 2) / math.sqrt(math.pi)
+
+
+def _weights(draw: Draw, count: int, decades: float) -> torch.Tensor:
+    return 10.0 ** draw.uniform((count,), FP32, low=-decades, high=decades)
 
 
 def poison(gradients: Gradients, value: float) -> None:
@@ -165,7 +263,7 @@ def norm_error(*lists: Sequence[Sequence[Entry]]) -> float:
     """Relative error of the norm, a float32 scalar, that is allowed: thrice what the random walk of additions in a row leaves.
 
     A rank may add the squares of all its elements to one accumulator, as PyTorch does on a CPU; measured there: half of sqrt(n) u for n
-    elements.
+    elements. What it loses beside a spike is little, as :func:`draw_split` has little there.
     """
     elements = [sum(math.prod(entry[0]) for one in ranks for entry in one if entry is not None) for ranks in zip(*lists, strict=True)]
     return max(NORM_ERROR, 1.5 * UNIT_ROUNDOFF[FP32] * math.sqrt(max(elements)))
