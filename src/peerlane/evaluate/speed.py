@@ -36,8 +36,7 @@ _dice = random.SystemRandom()
 class BlockTimes:
     """One block: the slowest rank's time per call, in their order, and how the clocks agree. Microseconds.
 
-    ``share``: of its calls, that are no slower than the one that stands for the block. ``parts``: positions of calls that came behind each
-    other; none: all did.
+    ``share``: of its calls, that are no slower than the one that stands for the block. ``parts``: runs of calls; none: all are one run.
     ``idle_latency_us``: how long a tiny kernel of the trusted ranks took on the slowest GPU when the block was over.
     """
 
