@@ -15,6 +15,8 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 FLOP_UNIT: Mapping[torch.dtype, str] = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 
+_FEW_COLUMNS = 8
+
 # Error of a product accumulated in float32, relative to |A| |B|: 168 unit roundoffs of float32. That is the random walk of 28672 additions
 # (the deepest production sum), taken in any order, and leaves room for the truncating adders of tensor cores.
 ACCUMULATION = 1e-5
@@ -91,9 +93,11 @@ def partials_tolerance(case: Case) -> Tolerance:
     """The sum over ranks of products P_q that are rounded to the working dtype, added in it in any order: (W + 1) u sum |P_q|.
 
     The error within the products is part of the magnitude: see :func:`sum_of_products`. Normwise, bfloat16 partial sums leave 2.5e-3 on
-    2 ranks and 4e-3 on 8; cancelling partials have no normwise bound.
+    2 ranks and 4e-3 on 8. Cancelling partials have no normwise bound, nor have a few columns: one of them, whose terms may cancel, can be
+    most of the norm (of 5 columns and 3 rows, 2e-2 was seen on 8 ranks).
     """
-    normwise = 1e-2 if case.dtype == BF16 and case.params.get("pattern") != "cancelling" else None
+    averages = case.params.get("pattern") != "cancelling" and case["n"] > _FEW_COLUMNS
+    normwise = 1e-2 if case.dtype == BF16 and averages else None
     return Tolerance(magnitude=_partials_unit(case), normwise=normwise)
 
 
