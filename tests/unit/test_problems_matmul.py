@@ -12,14 +12,15 @@ import torch.nn.functional as F
 from peerlane import problems
 from peerlane.problems import Case, Draw, Expected
 from peerlane.problems._attention import attention
+from peerlane.problems._judge import score
 
 FP64 = torch.float64
 
 
-def all_inputs(case: Case) -> list[tuple[Any, ...]]:
+def all_inputs(case: Case, slot: int = 0) -> list[tuple[Any, ...]]:
     number = case.problem
     return [
-        problems.get(number).inputs(case, rank, Draw(secret="unit", case_key=case.key, slot=0, block=0, rank=rank))
+        problems.get(number).inputs(case, rank, Draw(secret="unit", case_key=case.key, slot=slot, block=0, rank=rank))
         for rank in range(case.world_size)
     ]
 
@@ -30,6 +31,23 @@ def oracles(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[Expected]:
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(FP64)
+
+
+@pytest.mark.parametrize("number", [13, 16])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_partial_products_that_are_added_one_by_one_are_right_in_every_draw(number: int, world_size: int) -> None:
+    """A few elements, whose terms may cancel, and columns of unlike size: one column can be most of the norm."""
+    problem = problems.get(number)
+    case = problem.case("small", "unequal_k_bf16", world_size)
+    for slot in range(100):
+        inputs = all_inputs(case, slot)
+        total, *others = [a @ b for a, b in inputs]
+        for other in others:
+            total += other
+        rows = total.chunk(world_size) if number == 16 else [total] * world_size
+        for got, expected in zip(rows, oracles(case, inputs), strict=True):
+            (found,) = score(problem, case, got, expected)
+            assert found.ratio < 0.8, (slot, found)
 
 
 # Problem, preset, rank; egress and ingress in MB, GFLOP: for 8 ranks, as published to two or three digits.
