@@ -28,7 +28,7 @@ class Rings:
     """How large messages go through rings of tiles; the same on all ranks. Headers get these numbers as a macro and have none of their own.
 
     A port of 375 GB/s needs about 1 MB on its way to be full: tiles times ``in_flight`` times blocks. ``tests/gpu/tune_rings.py`` times
-    other settings; between two H200 these were the fastest or within 4 % of it for every operation from 64 MiB on.
+    other settings; between two H200 these were the fastest or within 5 % of it for every operation from 64 MiB on.
     """
 
     tile_bytes: int = 32 << 10

@@ -63,7 +63,7 @@ def parts(calls: int) -> list[range]:
     """The positions of a timed block's eager calls, in parts that have a core each: three, if that are four calls each.
 
     How fast a core calls hardly changes while a block takes its time, and differs from block to block by 10 to 25 %: a block on three
-    cores tells nearly as much as three blocks.
+    cores tells more than one on a single core.
     """
     count = max(1, min(_PARTS, calls // _CALLS_PER_PART))
     return [range(calls * part // count, calls * (part + 1) // count) for part in range(count)]

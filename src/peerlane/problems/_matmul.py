@@ -15,6 +15,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 FLOP_UNIT: Mapping[torch.dtype, str] = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 
+# Of so many columns, or fewer, one may be most of a norm: they differ in size by powers of two.
 _FEW_COLUMNS = 8
 
 # Error of a product accumulated in float32, relative to |A| |B|: 168 unit roundoffs of float32. That is the random walk of 28672 additions
