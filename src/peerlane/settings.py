@@ -141,7 +141,9 @@ class TimingRules:
     patience_s: float = 1.0
     """of a race; after it ``fewest_rounds`` do"""
     fewest_rounds: int = 6
-    max_rounds: int = 60
+    usual_s: float = 1.5
+    """of a candidate's race; after it an interval that is twice as wide as wanted does"""
+    max_rounds: int = 45
     """of a candidate; twice as many where the interval is more than twice as wide as wanted by then"""
     max_baseline_rounds: int = 9
     placement_spread: float = 0.01
@@ -151,11 +153,14 @@ class TimingRules:
     capture_spread: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.0, "graph": 0.005})
     """by launch mode, how far races of the same calls lie apart beyond what their rounds show, as a standard deviation of the ratio: a race
     has few captures. Of 69 races of the reference against itself on 4 H200s, deviations were of 0.8 %, where rounds showed 0.6 %"""
-    target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.012})
+    target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.01})
     """of the ratio of a race, by launch mode; a speedup joins two races"""
     budget_s: float = 5.0
-    usual_share: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.1, "graph": 0.5})
-    """which quantile of the calls stands for them, by launch mode: the host holds up many eager calls"""
+    usual_share: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.2, "graph": 0.5})
+    """which quantile of a block's calls stands for it, by launch mode: the host holds up many eager calls"""
+    pooled_shares: tuple[float, float] = (0.1, 0.3)
+    """the mean of the calls between these quantiles stands for all eager ones: on busy hosts it varies by a fifth less than the first
+    decile alone"""
     skew_margin: float = 1.15
     """on how unequal the reference's calls within a block are (mean over usual call): a candidate beyond it is scored by the mean"""
     hidden_us: float = 2_000.0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from peerlane.evaluate import cores
-from peerlane.evaluate.cores import TimedCore, cores_beside, cores_of_rank, on_core, pace_us, physical_cores
+from peerlane.evaluate.cores import TimedCore, cores_beside, cores_of_rank, on_core, pace_us, parts, physical_cores
 
 
 @pytest.fixture
@@ -143,3 +143,11 @@ def test_a_thread_is_on_the_core_and_free_again_behind_it() -> None:
 
 def test_pace_is_a_time() -> None:
     assert 0.1 < pace_us() < 10_000
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3, 4, 5, 11, 12, 160])
+def test_a_block_has_up_to_four_parts_of_nearly_the_same_size(calls: int) -> None:
+    found = parts(calls)
+    assert [position for part in found for position in part] == list(range(calls))
+    sizes = [len(part) for part in found]
+    assert len(found) == min(4, calls) and max(sizes) - min(sizes) <= 1

@@ -14,10 +14,11 @@ import torch
 
 from peerlane.errors import HarnessError
 from peerlane.evaluate import speed, timing
+from peerlane.evaluate.block_times import BlockTimes
 from peerlane.evaluate.exchanges import Exchanges
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.slots import OutputRegions
-from peerlane.evaluate.speed import BlockTimes, CaptureFailed, Race
+from peerlane.evaluate.speed import CaptureFailed, Race
 from peerlane.evaluate.stopwatch import SpeedTrial, Unmeasurable
 from peerlane.evaluate.trial import Rejected
 from peerlane.hardware.profiles import H200_SXM
@@ -251,6 +252,16 @@ def test_a_race_that_takes_long_does_with_the_fewest_rounds() -> None:
     assert len(run.others) == TimingRules().fewest_rounds < 9
 
 
+def test_a_race_that_has_taken_its_time_does_with_an_interval_twice_as_wide_as_wanted() -> None:
+    for others_us, passed in (([47.5, 50.0, 52.5], True), ([35.0, 50.0, 65.0], False)):
+        trial = FakeTrial(itertools.repeat(100.0), itertools.cycle(others_us), other_hand_off_s=0.02)
+        run = race(trial, mode="graph", rules=TimingRules(warm_calls=SLOTS, max_rounds=60, usual_s=0.5))
+        run.run(budget_s=10)
+        target = TimingRules().target_half_width["graph"]
+        assert run.ratio().half_width > target and (run.ratio().half_width <= 2 * target) == passed
+        assert (len(run.others) < 40) if passed else (len(run.others) == 120)
+
+
 def test_long_calls_are_warm_after_some_time_and_short_ones_after_some_calls() -> None:
     long, short = steady(other_hand_off_s=0.05), steady()
     race(long, rules=TimingRules(warm_calls=10**6, max_warm_calls=10**6, warm_s=0.1)).run(budget_s=10)
@@ -274,13 +285,26 @@ def test_every_round_has_new_contents_revealed_just_before_the_candidate() -> No
     orders = {
         "|reveal|other block|trusted block|": "warm-up",
         "|trusted block|reveal|other block|": "warm-up",
-        "|reveal|other block|collect|look again|trusted block|": "candidate first",
-        "|trusted block|reveal|other block|collect|look again|": "reference first",
+        "|reveal|other block|collect|trusted block|": "candidate first",
+        "|trusted block|reveal|other block|collect|": "reference first",
     }
-    kinds = [orders[item if item.endswith("|") else item + "|"] for item in rounds]
+    kinds = [orders[(item if item.endswith("|") else item + "|").replace("look again|", "")] for item in rounds]
     assert kinds[0] == "warm-up"
     assert "warm-up" not in kinds[-RULES.min_rounds :]
     assert len(trial.collected) == RULES.min_rounds
+
+
+def test_what_comes_late_is_waited_for_after_one_block_of_three_at_random() -> None:
+    seen = set()
+    for _ in range(20):
+        trial = steady()
+        race(trial).run(budget_s=10)
+        blocks = "|".join(trial.log).split("collect")[1:]
+        looks = ["|look again" in block for block in blocks]
+        assert all(sum(looks[first : first + 3]) == 1 for first in range(0, RULES.min_rounds, 3))
+        assert all("look again" not in block or block.startswith("|look again") for block in blocks)
+        seen |= {looks[first : first + 3].index(True) for first in range(0, RULES.min_rounds, 3)}
+    assert seen == {0, 1, 2}
 
 
 def test_a_race_forgets_what_a_broken_off_one_collected() -> None:
@@ -370,8 +394,8 @@ def test_calls_that_the_host_holds_up_count_in_the_mean_only(times: list[float],
 
 
 @pytest.mark.parametrize(("mode", "usual_us"), [("eager", 60.0), ("graph", 90.0)])
-def test_a_tenth_of_the_eager_calls_is_enough_and_half_of_the_replayed_ones(mode: str, usual_us: float) -> None:
-    calls = [500.0, 400.0, 60.0, 60.0, 90.0, 95.0, 200.0, 90.0]
+def test_a_third_of_the_eager_calls_is_enough_and_half_of_the_replayed_ones(mode: str, usual_us: float) -> None:
+    calls = [60.0, 500.0, 400.0, 60.0, 60.0, 95.0, 90.0, 200.0]
     run = race(FakeTrial(itertools.repeat(100.0), itertools.repeat(calls)), mode=mode, usual_skews=(9.0,) * 50)
     run.run(budget_s=10)
     assert run.scored_by == "quantile" and run.times_us().median == usual_us
@@ -387,7 +411,7 @@ def test_eager_calls_of_all_blocks_count_together_and_replays_round_by_round() -
         run.run(budget_s=10)
         ratios[mode] = run.ratio()
     assert ratios["eager"].median == pytest.approx(2.0) and ratios["eager"].half_width == 0.0
-    assert ratios["graph"].high > 3.0
+    assert ratios["graph"].half_width > 0.1
 
 
 def test_how_narrow_the_interval_is_is_looked_at_every_third_round() -> None:

@@ -17,7 +17,7 @@ _MOST = 8  # cores that a rank chooses from
 _STEPS, _TRIES = 1_000, 3
 _SLOWER = 1.25  # than the fastest core: no longer full speed; slow cores take about twice as long
 _FRESH_S = 0.05  # for so long what was found of a core is relied on by work that is not timed
-_PARTS, _CALLS_PER_PART = 3, 4  # the most, and the least
+_PARTS = 4  # of a block, at most
 
 _clock = time.perf_counter
 _get_affinity, _set_affinity = os.sched_getaffinity, os.sched_setaffinity
@@ -60,12 +60,12 @@ def _siblings(cpu: int) -> str:
 
 
 def parts(calls: int) -> list[range]:
-    """The positions of a timed block's eager calls, in parts that have a core each: three, if that are four calls each.
+    """The positions of a timed block's eager calls, in up to four parts that have a core each.
 
-    How fast a core calls hardly changes while a block takes its time, and differs from block to block by 10 to 25 %: a block on three
-    cores tells more than one on a single core.
+    How fast a core calls hardly changes while a block takes its time, and differs from block to block by 10 to 25 %: a block on
+    several cores tells more than one on a single core.
     """
-    count = max(1, min(_PARTS, calls // _CALLS_PER_PART))
+    count = min(_PARTS, calls)
     return [range(calls * part // count, calls * (part + 1) // count) for part in range(count)]
 
 

@@ -16,103 +16,19 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from peerlane.errors import HarnessError
+from peerlane.evaluate.block_times import BlockTimes
 from peerlane.evaluate.cores import parts
 from peerlane.evaluate.exchanges import Exchanges
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
-from peerlane.evaluate.statistics import Interval, median_interval, pooled_interval, quantile
+from peerlane.evaluate.statistics import Interval, median_interval, paired_interval, pooled_interval, quantile
 from peerlane.evaluate.trial import Rejected, Trial
 from peerlane.evaluate.verdict import Tampered
 from peerlane.settings import TimingRules
 
-_LEADING_CALLS = 4
 _ROUNDS_PER_LOOK = 3  # at how narrow the interval is
 _MANY = 1 << 20  # cores, far more than a rank has
-_FOREVER_US = 1e12
 _dice = random.SystemRandom()
-
-
-@dataclass(frozen=True)
-class BlockTimes:
-    """One block: the slowest rank's time per call, in their order, and how the clocks agree. Microseconds.
-
-    ``share``: of its calls, that are no slower than the one that stands for the block. ``parts``: runs of calls; none: all are one run.
-    ``idle_latency_us``: how long a tiny kernel of the trusted ranks took on the slowest GPU when the block was over.
-    """
-
-    iterations_us: tuple[float, ...]
-    span_us: float
-    outer_us: float
-    share: float = 0.5
-    idle_latency_us: float = 0.0
-    parts: tuple[range, ...] = ()
-
-    @property
-    def warm_us(self) -> tuple[float, ...]:
-        """The calls behind the first ones of each part, which find the caches of the host cold."""
-        parts = self.parts or (range(len(self.iterations_us)),)
-        return tuple(self.iterations_us[call] for part in parts for call in part[min(_LEADING_CALLS, len(part) // 3) :])
-
-    @property
-    def usual_us(self) -> float:
-        """The time that stands for the block: a quantile of its warm calls."""
-        return quantile(self.warm_us, self.share)
-
-    @property
-    def mean_us(self) -> float:
-        """The time of all calls, per call."""
-        return statistics.fmean(self.iterations_us)
-
-    @property
-    def skew(self) -> float:
-        """Mean of all over the usual time: far above 1 where a few calls did the work of all."""
-        return self.mean_us / self.usual_us
-
-    @property
-    def between_us(self) -> float:
-        """What passes from the end of a call to the start of the next one, on average. Below 0 where ranks call one behind the other."""
-        return (self.span_us - sum(self.iterations_us)) / len(self.iterations_us)
-
-    @property
-    def slack_us(self) -> float:
-        """How much longer the outer clock ran than the events say: the hand-off."""
-        return self.outer_us - self.span_us
-
-    @staticmethod
-    def of(answers: list[Message], slots: int, outer_us: float, share: float = 0.5, parts: tuple[range, ...] = ()) -> BlockTimes:
-        """From the ranks' answers; raises GroupFailure for anything that is not a list of times.
-
-        A rank without work in a call may report 0, for nothing lies between its events; the slowest rank may not.
-        """
-        columns = []
-        for rank, answer in enumerate(answers):
-            times = answer.get("iterations_us")
-            span = answer.get("span_us")
-            good = isinstance(times, list) and len(times) == slots and all(_is_time(value) for value in [*times, span])
-            if not good:
-                raise GroupFailure("garbage", "timing", "a rank reported times that are not numbers of at least 0", rank=rank)
-            columns.append(times)
-        slowest = tuple(float(max(values)) for values in zip(*columns, strict=True))
-        span_us = float(max(answer["span_us"] for answer in answers))
-        if min(*slowest, span_us) <= 0:
-            raise GroupFailure("garbage", "timing", "the ranks reported times of 0 for a call: no kernel is that fast")
-        return BlockTimes(slowest, span_us, outer_us, share, parts=parts)
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _FOREVER_US
-
-
-def choose_slots(call_us: float, shortest_us: float, slot_bytes: float, memory_bytes: float, rules: TimingRules, mode: str) -> int:
-    """Calls per block: long enough to time, and within a share of memory.
-
-    ``call_us``: an eager call of the reference; ``shortest_us``: its shortest in the mode. ``slot_bytes``: of a slot's inputs or outputs,
-    whichever are larger. ``memory_bytes``: of a GPU.
-    """
-    wanted = max(rules.min_block_us[mode] / shortest_us, rules.usual_slots)
-    longest = rules.max_block_us / call_us
-    fitting = rules.arena_share * memory_bytes / max(slot_bytes, 1.0)
-    return max(rules.min_slots, int(min(wanted, longest, fitting, rules.max_slots)))
 
 
 class CaptureFailed(Exception):
@@ -168,6 +84,7 @@ class Race:
     """of each stretch that only the outer clock timed, what a call took longer than the events say"""
     discarded: int = 0
     suspicious: int = 0
+    _looks: list[bool] = field(default_factory=list)
 
     @property
     def _share(self) -> float:
@@ -208,8 +125,15 @@ class Race:
         if calls.compared:
             trial.count_collectives(answers)
             self._collect(answers, calls)
-            trial.look_again(calls.order[-1], "timing", ended)
+            if self._looks_again():
+                trial.look_again(calls.order[-1], "timing", ended)
         return replace(times, idle_latency_us=max(latencies))
+
+    def _looks_again(self) -> bool:
+        """Whether to wait after this block for what comes late: after one of three, and nobody knows beforehand after which."""
+        if not self._looks:
+            self._looks = _dice.sample([True, False, False], 3)
+        return self._looks.pop()
 
     def _run_other(self, calls: _Calls, *, timed: bool = True) -> tuple[list[Message], float]:
         """As :meth:`_run_trusted`, of the other side; what was minted is revealed just before."""
@@ -351,7 +275,9 @@ class Race:
         if count % _ROUNDS_PER_LOOK and count < 2 * rules.max_rounds:
             return False
         width, target = self.ratio().half_width, rules.target_half_width[self.mode]
-        return width <= target or count >= (rules.max_rounds if width <= 2 * target else 2 * rules.max_rounds)
+        if width <= 2 * target:
+            return width <= target or count >= rules.max_rounds or passed_s > rules.usual_s
+        return count >= 2 * rules.max_rounds
 
     def _keep(self, reference: BlockTimes, other: BlockTimes) -> None:
         """Keeps the round unless its clocks disagree; too many such blocks on the candidate's side are no accident."""
@@ -473,13 +399,13 @@ class Race:
         return self.mode == "eager" and self.scored_by == "quantile"
 
     def ratio(self) -> Interval:
-        """Reference over other: of the usual calls of all rounds, or the median over rounds."""
+        """Reference over other: of the usual calls of all rounds, or round by round."""
         if self._pooled:
             references, others = ([block.warm_us for block in blocks] for blocks in (self.references, self.others))
-            return pooled_interval(references, self._share, over=others)
+            return pooled_interval(references, self.rules.pooled_shares, over=others)
         by_mean = self.scored_by == "mean"
         references_us = [block.mean_us if by_mean else block.usual_us for block in self.references]
-        return median_interval([a / b for a, b in zip(references_us, self.other_us(), strict=True)])
+        return paired_interval(references_us, over=self.other_us())
 
     @property
     def idle_latency_us(self) -> float:
@@ -493,7 +419,9 @@ class Race:
 
     def times_us(self) -> Interval:
         """The other side's time per call."""
-        return pooled_interval([block.warm_us for block in self.others], self._share) if self._pooled else median_interval(self.other_us())
+        if self._pooled:
+            return pooled_interval([block.warm_us for block in self.others], self.rules.pooled_shares)
+        return median_interval(self.other_us())
 
     def quantile_us(self, share: float) -> float:
         """A quantile of all the other side's calls."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peerlane.errors import HarnessError
+from peerlane.evaluate.block_times import choose_slots
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import case_request
-from peerlane.evaluate.speed import CaptureFailed, Race, choose_slots, not_captured
+from peerlane.evaluate.speed import CaptureFailed, Race, not_captured
 from peerlane.evaluate.statistics import Interval
 from peerlane.evaluate.trial import Rejected, Trial, verdict_of
 from peerlane.evaluate.verdict import CaseEvidence, Estimate, Mode, ModeSpeed, Tampered, Utilisation

@@ -291,7 +291,7 @@ class CaseEvidence(Record):
 
 
 class Estimate(Record):
-    """A median with its 95 % interval (order statistics, no assumption about the distribution)."""
+    """An estimate from ``n`` blocks or rounds, which is ``median`` by name, with its 95 % interval."""
 
     median: float = Field(gt=0)
     low: float = Field(gt=0)
@@ -338,8 +338,8 @@ class ModeSpeed(Record):
     candidate_blocks_us: tuple[float, ...]
     scored_by: Literal["quantile", "mean", "median"] = Field(
         default="median",
-        description="what is scored: a quantile of the calls (the first decile of all eager ones, the median of each block's replayed "
-        "ones), or, where the candidate's calls are more unequal than the reference's, the mean. median: by an earlier evaluator",
+        description="what is scored: quantiles of the calls (the mean of all eager ones between the first and the third decile, the median "
+        "of each block's replayed ones), or the mean, where the candidate's are more unequal than the reference's. median: earlier evaluators",
     )
     candidate_p10_us: float = Field(gt=0)
     candidate_p90_us: float = Field(gt=0)

@@ -26,6 +26,8 @@ from peerlane.problems._spec import Case, GroupLayout, Problem
 
 Handler = Callable[[Message], dict[str, Any]]
 
+_KEPT_BYTES = 1 << 30  # of memory, that a rank may keep for later
+
 _CUDA_WORDS = ("CUDA error", "CUDA_ERROR", "cudaError", "CUBLAS_STATUS", "device-side assert", "Triton Error [CUDA]")
 _MEMORY_WORDS = (
     "out of memory",
@@ -124,8 +126,9 @@ class Rank:
             torch.cuda.synchronize()
 
     def give_back(self) -> None:
-        """Returns memory that PyTorch keeps for later to the device, where another rank's process may need it."""
-        if self.device.type == "cuda":
+        """Returns memory that PyTorch keeps for later to the device, where another rank's process may need it, if it is much: to return it
+        and to get it again takes longer than many a case."""
+        if self.device.type == "cuda" and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > _KEPT_BYTES:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 

@@ -1,0 +1,97 @@
+"""One timed block: how many calls it has, how long they took, and what stands for all of them."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from peerlane.evaluate.groups import GroupFailure
+from peerlane.evaluate.protocol import Message
+from peerlane.evaluate.statistics import quantile
+from peerlane.settings import TimingRules
+
+_LEADING_CALLS = 4
+_FOREVER_US = 1e12
+
+
+@dataclass(frozen=True)
+class BlockTimes:
+    """One block: the slowest rank's time per call, in their order, and how the clocks agree. Microseconds.
+
+    ``share``: of its calls, that are no slower than the one that stands for the block. ``parts``: runs of calls; none: all are one run.
+    ``idle_latency_us``: how long a tiny kernel of the trusted ranks took on the slowest GPU when the block was over.
+    """
+
+    iterations_us: tuple[float, ...]
+    span_us: float
+    outer_us: float
+    share: float = 0.5
+    idle_latency_us: float = 0.0
+    parts: tuple[range, ...] = ()
+
+    @property
+    def warm_us(self) -> tuple[float, ...]:
+        """The calls behind the first ones of each part, which find the caches of the host cold."""
+        parts = self.parts or (range(len(self.iterations_us)),)
+        return tuple(self.iterations_us[call] for part in parts for call in part[min(_LEADING_CALLS, len(part) // 3) :])
+
+    @property
+    def usual_us(self) -> float:
+        """The time that stands for the block: a quantile of its warm calls."""
+        return quantile(self.warm_us, self.share)
+
+    @property
+    def mean_us(self) -> float:
+        """The time of all calls, per call."""
+        return statistics.fmean(self.iterations_us)
+
+    @property
+    def skew(self) -> float:
+        """Mean of all over the usual time: far above 1 where a few calls did the work of all."""
+        return self.mean_us / self.usual_us
+
+    @property
+    def between_us(self) -> float:
+        """What passes from the end of a call to the start of the next one, on average. Below 0 where ranks call one behind the other."""
+        return (self.span_us - sum(self.iterations_us)) / len(self.iterations_us)
+
+    @property
+    def slack_us(self) -> float:
+        """How much longer the outer clock ran than the events say: the hand-off."""
+        return self.outer_us - self.span_us
+
+    @staticmethod
+    def of(answers: list[Message], slots: int, outer_us: float, share: float = 0.5, parts: tuple[range, ...] = ()) -> BlockTimes:
+        """From the ranks' answers; raises GroupFailure for anything that is not a list of times.
+
+        A rank without work in a call may report 0, for nothing lies between its events; the slowest rank may not.
+        """
+        columns = []
+        for rank, answer in enumerate(answers):
+            times = answer.get("iterations_us")
+            span = answer.get("span_us")
+            good = isinstance(times, list) and len(times) == slots and all(_is_time(value) for value in [*times, span])
+            if not good:
+                raise GroupFailure("garbage", "timing", "a rank reported times that are not numbers of at least 0", rank=rank)
+            columns.append(times)
+        slowest = tuple(float(max(values)) for values in zip(*columns, strict=True))
+        span_us = float(max(answer["span_us"] for answer in answers))
+        if min(*slowest, span_us) <= 0:
+            raise GroupFailure("garbage", "timing", "the ranks reported times of 0 for a call: no kernel is that fast")
+        return BlockTimes(slowest, span_us, outer_us, share, parts=parts)
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < _FOREVER_US
+
+
+def choose_slots(call_us: float, shortest_us: float, slot_bytes: float, memory_bytes: float, rules: TimingRules, mode: str) -> int:
+    """Calls per block: long enough to time, and within a share of memory.
+
+    ``call_us``: an eager call of the reference; ``shortest_us``: its shortest in the mode. ``slot_bytes``: of a slot's inputs or outputs,
+    whichever are larger. ``memory_bytes``: of a GPU.
+    """
+    wanted = max(rules.min_block_us[mode] / shortest_us, rules.usual_slots)
+    longest = rules.max_block_us / call_us
+    fitting = rules.arena_share * memory_bytes / max(slot_bytes, 1.0)
+    return max(rules.min_slots, int(min(wanted, longest, fitting, rules.max_slots)))
