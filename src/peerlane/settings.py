@@ -123,7 +123,7 @@ class Supply:
 class TimingRules:
     """The protocol of speed; see docs/evaluating.md for the reasons."""
 
-    min_block_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 2_500.0, "graph": 1_500.0})
+    min_block_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 2_500.0, "graph": 1_000.0})
     """by launch mode: eager calls vary more. Longer blocks would tell little more: a core is fast or slow for all of one"""
     max_block_us: float = 12_000.0
     usual_slots: int = 12
@@ -135,8 +135,9 @@ class TimingRules:
     warm_calls: int = 20
     warm_s: float = 0.3
     """of warm-up, if that comes before ``warm_calls``"""
-    max_warm_calls: int = 60
-    warm_agreement: float = 0.02
+    max_warm_calls: int = 40
+    warm_agreement: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.1, "graph": 0.02})
+    """of the times of two blocks, by launch mode"""
     min_rounds: int = 9
     patience_s: float = 1.0
     """of a race; after it ``fewest_rounds`` do"""
@@ -153,7 +154,7 @@ class TimingRules:
     capture_spread: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.0, "graph": 0.005})
     """by launch mode, how far races of the same calls lie apart beyond what their rounds show, as a standard deviation of the ratio: a race
     has few captures. Of 69 races of the reference against itself on 4 H200s, deviations were of 0.8 %, where rounds showed 0.6 %"""
-    target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.01})
+    target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.012})
     """of the ratio of a race, by launch mode; a speedup joins two races"""
     budget_s: float = 5.0
     usual_share: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.2, "graph": 0.5})

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator
 
 _MOST = 8  # cores that a rank chooses from
-_STEPS, _TRIES = 1_000, 3
+_STEPS, _TRIES = 500, 3
 _SLOWER = 1.25  # than the fastest core: no longer full speed; slow cores take about twice as long
 _FRESH_S = 0.05  # for so long what was found of a core is relied on by work that is not timed
-_PARTS = 4  # of a block, at most
+_PARTS, _CALLS_PER_PART = 8, 2  # of a block, the most and the least
 
 _clock = time.perf_counter
 _get_affinity, _set_affinity = os.sched_getaffinity, os.sched_setaffinity
@@ -60,12 +60,13 @@ def _siblings(cpu: int) -> str:
 
 
 def parts(calls: int) -> list[range]:
-    """The positions of a timed block's eager calls, in up to four parts that have a core each.
+    """The positions of a timed block's eager calls, in up to eight parts that have a core each: of two calls or more, and one where the
+    number is odd.
 
     How fast a core calls hardly changes while a block takes its time, and differs from block to block by 10 to 25 %: a block on
     several cores tells more than one on a single core.
     """
-    count = min(_PARTS, calls)
+    count = min(_PARTS, -(-calls // _CALLS_PER_PART))
     return [range(calls * part // count, calls * (part + 1) // count) for part in range(count)]
 
 

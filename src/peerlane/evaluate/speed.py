@@ -228,7 +228,7 @@ class Race:
         while calls < rules.max_warm_calls and time.monotonic() < begin + budget_s:
             now = [block.usual_us for block in self._round(warming=True)]
             calls += self.slots
-            agree = all(abs(a - b) <= rules.warm_agreement * b for a, b in zip(now, last, strict=True))
+            agree = all(abs(a - b) <= rules.warm_agreement[self.mode] * b for a, b in zip(now, last, strict=True))
             if agree and (calls >= rules.warm_calls or time.monotonic() >= begin + rules.warm_s):
                 return
             last = now
