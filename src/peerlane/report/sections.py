@@ -78,8 +78,6 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "noise_all": (REFERENCES, _noise),
     "noise_of_two": (TWO_GPUS / "noise.jsonl", _noise),
     "references_of_two": (TWO_GPUS / "references.jsonl", _accuracy),
-    "one_core": (TWO_GPUS / "one_core.jsonl", _accuracy),
-    "three_cores": (TWO_GPUS / "three_cores.jsonl", _accuracy),
     "production_of_two": (PRODUCTION_OF_TWO, _accuracy),
     "sweep_of_two": (TWO_GPUS / "sweep.jsonl", _sweep),
     "fused_production_of_two": (TWO_GPUS / "fused_production.jsonl", _speeds),
