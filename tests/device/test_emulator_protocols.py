@@ -181,6 +181,30 @@ def test_ranks_with_different_grids_are_a_deadlock_in_every_schedule() -> None:
     assert re.search(r"rank 0 .* waited for rank 1 .*\(block 1, slot 1, expected 1, seen 0\)", str(report)), str(report)
 
 
+WARPS_KEEP_EACH_OTHER_AWAKE = """
+#include <peerlane/arena.cuh>
+using namespace peerlane;
+
+extern "C" __global__ void wait_for_nobody(Arena arena, u32* flag) {
+    Deadline deadline;
+    while (!__any_sync(0xffffffffu, ptx::load_relaxed_gpu(flag) != 0)) {
+        if (deadline.expired(arena)) fail(arena, Awaited{consumer, arena.rank, 3, 1}, 0);
+    }
+}
+"""
+
+
+def test_warps_that_vote_while_they_wait_for_nobody_are_a_deadlock() -> None:
+    """Every vote lets somebody go on, so that there is always somebody who can."""
+    made = Scenario("votes", WARPS_KEEP_EACH_OTHER_AWAKE, 2)
+    arena = made.arena(1 << 16)
+    flags = made.buffer("flags", [torch.zeros(1, dtype=torch.uint32)] * 2)
+    made.launch("wait_for_nobody", 1, 64, (arena, flags))
+    report = check(made, schedules=3)
+    assert report.caught == 3 and {finding.kind for finding in report.findings} == {"deadlock"}, str(report)
+    assert "source.cu:8" in str(report), str(report)
+
+
 def test_what_depends_on_luck_is_found_by_some_schedules() -> None:
     """A counter that is one arrival short: wrong only if the missing block is the neighbour."""
     report = run(scenario("counter", "too_few", grid=1, launches=1))

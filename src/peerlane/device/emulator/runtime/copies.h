@@ -188,7 +188,10 @@ inline bool Machine::copy_judges(
 
 inline void Machine::copy_access(Copy& copy, std::uint64_t offset, std::uint32_t bytes, std::uint8_t flags, Clock clock) {
     const Access access{copy.actor, static_cast<std::uint8_t>(flags | asynchronous), clock, copy.site};
-    if (flags & writes) memory.written(offset, bytes);
+    if (flags & writes) {
+        memory.written(offset, bytes);
+        last_write_ = schedule_switches_;
+    }
     shadow_.access(offset, bytes, access, [&](const Record& record, std::uint16_t part) {
         return copy_judges(copy, record, part, access, offset, bytes);
     });

@@ -39,6 +39,7 @@ class Machine {
     std::vector<Launch> launches;
     std::uint32_t resident_blocks = 132;
     std::uint64_t max_switches = 50'000'000;
+    std::uint64_t max_idle_switches = 4'000'000;  // during which nobody writes anything
     std::vector<int> fault_buffers;  // by rank
 
     void prepare(std::uint64_t base, std::vector<Buffer> buffers, std::uint64_t static_shared_bytes);
@@ -182,10 +183,11 @@ class Machine {
     std::uint64_t time_ = 0, time_step_ = 0;
     std::uint32_t patience_ = 0;  // polls left to a thread that was asked to go on alone
     bool desperate_ = false;      // nothing goes on: time is made to run out
+    bool idle_ = false;           // nobody has written anything for long: the same
     bool wrote_ = false;
     bool aborted_ = false;
     std::uint32_t budget_ = 1;  // ordinary accesses until the next preemption
-    std::uint64_t schedule_switches_ = 0;
+    std::uint64_t schedule_switches_ = 0, last_write_ = 0;
 };
 
 inline Machine* machine = nullptr;

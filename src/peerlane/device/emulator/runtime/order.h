@@ -158,7 +158,9 @@ inline void Machine::proxy_fence(unsigned proxy) {
 
 inline std::uint64_t Machine::time(std::uint32_t site) {
     poll(~0ull, 0, site);
-    if (patience_) {
+    if (idle_) {
+        time_ += 1'000'000'000'000;  // who waits while he keeps others awake would do so for ever
+    } else if (patience_) {
         time_ += time_step_;
         if (!desperate_) time_step_ = std::min<std::uint64_t>(2 * time_step_, 1'000'000);
     }
@@ -170,7 +172,8 @@ inline void Machine::pause() {
 }
 
 inline void Machine::trap(std::uint32_t site) {
-    Finding finding{desperate_ ? "deadlock" : "trap", desperate_ ? unstarted() : "", {}};
+    const bool late = desperate_ || idle_;
+    Finding finding{late ? "deadlock" : "trap", late ? unstarted() : "", {}};
     finding.fault = fault(current->block->launch->rank);
     finding.sides = {side(*current, finding.fault.empty() ? "traps" : "gives up waiting")};
     finding.sides[0].site = site;

@@ -120,6 +120,7 @@ inline void Machine::touch(std::uint64_t offset, std::uint32_t bytes, std::uint8
     if (flags & writes) {
         memory.written(offset, bytes);
         wrote_ = true;
+        last_write_ = schedule_switches_;
         fiber.polls = 0;
     } else if (flags & atomic) {
         // One that polls is noted once, until it or the memory goes on.

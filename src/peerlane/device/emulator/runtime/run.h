@@ -114,7 +114,8 @@ inline void Machine::compare() {
 inline void Machine::clear() {
     current = nullptr;
     patience_ = 0;
-    desperate_ = false;
+    desperate_ = idle_ = false;
+    last_write_ = 0;
     copies_.clear();
     handovers_.clear();
     for (auto& list : lists_) list.clear();

@@ -84,6 +84,7 @@ inline Fiber* Machine::next() {
         aborted_ = true;
         return nullptr;
     }
+    idle_ |= schedule_switches_ > last_write_ + max_idle_switches;
     ++time_;
     if ((schedule_switches_ & 1023) == 0 && !random_.one_in(3)) draw_style();
     if (!copies_.empty() && style_.copy_one_in && random_.one_in(style_.copy_one_in)) {
