@@ -28,6 +28,7 @@ from peerlane.settings import TimingRules
 
 _ROUNDS_PER_LOOK = 3  # at how narrow the interval is
 _MANY = 1 << 20  # cores, far more than a rank has
+_LATE_LOOKS, _BLOCKS_PER_LATE_LOOK = 1 / 3, 4  # the share of a candidate's blocks, and at the latest
 _dice = random.SystemRandom()
 
 
@@ -84,7 +85,7 @@ class Race:
     """of each stretch that only the outer clock timed, what a call took longer than the events say"""
     discarded: int = 0
     suspicious: int = 0
-    _looks: list[bool] = field(default_factory=list)
+    _unlooked: int = 0
 
     @property
     def _share(self) -> float:
@@ -130,10 +131,11 @@ class Race:
         return replace(times, idle_latency_us=max(latencies))
 
     def _looks_again(self) -> bool:
-        """Whether to wait after this block for what comes late: after one of three, and nobody knows beforehand after which."""
-        if not self._looks:
-            self._looks = _dice.sample([True, False, False], 3)
-        return self._looks.pop()
+        """Whether to wait after this block for what comes late: after one of three at random, after one of four for certain. So nobody ever
+        knows that it will not be waited for."""
+        looks = self._unlooked + 1 == _BLOCKS_PER_LATE_LOOK or _dice.random() < _LATE_LOOKS
+        self._unlooked = 0 if looks else self._unlooked + 1
+        return looks
 
     def _run_other(self, calls: _Calls, *, timed: bool = True) -> tuple[list[Message], float]:
         """As :meth:`_run_trusted`, of the other side; what was minted is revealed just before."""
