@@ -338,8 +338,9 @@ class ModeSpeed(Record):
     candidate_blocks_us: tuple[float, ...]
     scored_by: Literal["quantile", "mean", "median"] = Field(
         default="median",
-        description="what is scored: quantiles of the calls (the mean of all eager ones between the first and the third decile, the median "
-        "of each block's replayed ones), or the mean, where the candidate's are more unequal than the reference's. median: earlier evaluators",
+        description="what is scored: quantiles of the calls (the mean of all eager ones between the first and the third decile, the "
+        "median of each block's replayed ones), or the mean, where the candidate's are more unequal than the reference's. median: by an "
+        "earlier evaluator",
     )
     candidate_p10_us: float = Field(gt=0)
     candidate_p90_us: float = Field(gt=0)
