@@ -742,6 +742,22 @@ def test_a_failed_capture_is_told_of_the_side_that_failed(trusted: list[bool], o
     assert captures.suspected == bool(trusted)
 
 
+@pytest.mark.parametrize(("spread", "certain"), [(0.0, True), (0.3, False)], ids=["certain", "uncertain"])
+def test_what_stays_uncertain_of_the_baseline_is_the_noise_floor(spread: float, certain: bool) -> None:
+    """A rough one moves the speedup little, and hides little: two groups are known to lie about 1 % apart."""
+    baseline = race(FakeTrial(itertools.repeat(100.0), itertools.cycle([95.0, 95.0 * (1 + spread), 95.0])), side="reference", mode="graph")
+    baseline.run(budget_s=10)
+    speed = SpeedTrial(steady(100.0, 50.0), ("graph",), RULES, None, (), 0.0)  # type: ignore[arg-type]
+    speed.slots["graph"], speed.baselines["graph"] = SLOTS, baseline
+    measured = speed.measure("graph")
+    assert measured.placement == baseline.ratio().median and measured.faster
+    if certain:
+        assert measured.noise_floor == 0.0 and measured.speedup.median == pytest.approx(2.0 * 0.95)
+    else:
+        assert 0.01 < measured.noise_floor <= 0.02 < baseline.ratio().half_width
+        assert measured.speedup.median == pytest.approx(2.0, rel=0.02)
+
+
 @pytest.mark.parametrize("where", ["probe", "group"])
 def test_a_reference_that_is_not_captured_ends_the_baseline(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = steady()

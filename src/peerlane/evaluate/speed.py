@@ -2,8 +2,8 @@
 
 The reference is timed twice. Before candidate code is loaded, in the candidate's own ranks, alternating with the trusted group's
 reference: that gives the ratio between the two places. Afterwards the candidate alternates with the trusted reference alone, which
-tracks drift. The speedup is the product of the two paired ratios, the first shrunk towards 1 as far as it is uncertain, and the spread of
-the first is the noise floor.
+tracks drift. The speedup is the product of the two paired ratios, the first shrunk towards 1 as far as it is uncertain, and what stays
+uncertain of it then is the noise floor.
 """
 
 from __future__ import annotations

@@ -164,14 +164,15 @@ class SpeedTrial:
             raise Unmeasurable(f"{what}: {failure}") from None
         self._check_floor(race)
         captures = Interval.about_one(self.rules.capture_spread[mode])
-        speedup = race.ratio() * captures * _inverse(baseline.ratio().shrunk(self.rules.placement_spread))
+        placement = baseline.ratio().shrunk(self.rules.placement_spread)
+        speedup = race.ratio() * captures * _inverse(placement)
         reference_us, candidate_us = baseline.times_us(), race.times_us()
         return ModeSpeed(
             mode=mode,
             speedup=_estimate(speedup),
             reference_us=_estimate(reference_us),
             candidate_us=_estimate(candidate_us),
-            noise_floor=baseline.ratio().half_width,
+            noise_floor=placement.half_width,
             placement=baseline.ratio().median,
             slots_per_block=race.slots,
             rounds=len(race.others),

@@ -324,7 +324,11 @@ class ModeSpeed(Record):
     speedup: Estimate
     reference_us: Estimate
     candidate_us: Estimate
-    noise_floor: float = Field(ge=0, description="relative half-width of reference against reference in the candidate's own ranks")
+    noise_floor: float = Field(
+        ge=0,
+        description="relative half-width of what is known of the reference's speed in the candidate's own ranks; in earlier records of what "
+        "was timed of it alone",
+    )
     placement: float | None = Field(
         default=None,
         gt=0,
