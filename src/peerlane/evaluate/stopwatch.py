@@ -163,9 +163,9 @@ class SpeedTrial:
             what = "the reference could not be captured again" if failure.trusted else "cannot be captured"
             raise Unmeasurable(f"{what}: {failure}") from None
         self._check_floor(race)
-        captures = Interval.about_one(self.rules.capture_spread[mode])
+        between_races = Interval.about_one(self.rules.race_spread[mode])
         placement = baseline.ratio().shrunk(self.rules.placement_spread)
-        speedup = race.ratio() * captures * _inverse(placement)
+        speedup = race.ratio() * between_races * _inverse(placement)
         reference_us, candidate_us = baseline.times_us(), race.times_us()
         return ModeSpeed(
             mode=mode,
