@@ -326,8 +326,8 @@ class ModeSpeed(Record):
     candidate_us: Estimate
     noise_floor: float = Field(
         ge=0,
-        description="relative half-width of what is known of the reference's speed in the candidate's own ranks; in earlier records of what "
-        "was timed of it alone",
+        description="relative half-width of what is known of the reference's speed in the candidate's own ranks; in earlier records of "
+        "what was timed of it alone",
     )
     placement: float | None = Field(
         default=None,
