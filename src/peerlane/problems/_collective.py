@@ -88,9 +88,10 @@ def group_members(case: Case, rank: int) -> Sequence[int]:
 def summand(case: Case, rank: int, draw: Draw, shape: Sequence[int]) -> torch.Tensor:
     """One rank's part of a sum. ``case["data"]``: absent (normal), ``cancelling``, ``special`` or ``same_sign``.
 
-    * cancelling: rank 0 holds large values that rank 1 takes away again, so that the small rest decides
+    * cancelling: rank 0 holds large values that rank 1 takes away again, so that the small rest decides; but not in every fourth
+      element, so that each of many ranks counts there
     * special: a NaN and an infinity per rank, at positions that differ between ranks
-    * same_sign: U[1, 2), so that a narrow accumulator drifts to one side
+    * same_sign: U[0.5, 2.5), so that a narrow accumulator drifts to one side
     """
     if draw.integer:
         # 32 values per rank and at most 8 ranks: every partial sum is an integer of size 256 or less, exact in bfloat16.
@@ -98,6 +99,7 @@ def summand(case: Case, rank: int, draw: Draw, shape: Sequence[int]) -> torch.Te
     match case.params.get("data"):
         case "cancelling":
             large = draw.shared.normal(shape, FP32, scale=64.0)
+            large.view(-1)[::4] = 0.0
             sign = {0: 1.0, 1: -1.0}.get(rank, 0.0)
             return (sign * large + draw.normal(shape, FP32)).to(case.dtype)
         case "special":
@@ -106,7 +108,7 @@ def summand(case: Case, rank: int, draw: Draw, shape: Sequence[int]) -> torch.Te
             values[(7 * rank + 4) % values.numel()] = float("inf")
             return values.reshape(tuple(shape))
         case "same_sign":
-            return draw.uniform(shape, case.dtype, low=1.0, high=2.0)
+            return draw.uniform(shape, case.dtype, low=0.5, high=2.5)
         case _:
             return draw.normal(shape, case.dtype, scale=1.0 + 0.1 * rank)
 

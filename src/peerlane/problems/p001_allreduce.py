@@ -67,7 +67,7 @@ PROBLEM = Problem(
             case("scalar_fp32", FP32, shape=(1,)),
             case("empty_bf16", BF16, shape=(0, 8)),
             case("ragged_fp16", FP16, shape=(3, 5, 7)),
-            case("cancelling_bf16", BF16, shape=(37, 53), data="cancelling"),
+            case("cancelling_bf16", BF16, shape=(61, 97), data="cancelling"),
             case("special_fp32", FP32, shape=(67,), data="special"),
         ),
         preset("pkb", "the public benchmark's shape", case("bf16", BF16, shape=(1024, 1024))),

@@ -108,7 +108,7 @@ PROBLEM = Problem(
             case("tiny_fp32", FP32, shape=(5,), root=0),
             case("tiny_fp32_to_last", FP32, shape=(5,), root="last"),
             case("empty_bf16", BF16, shape=(0, 8), root=0),
-            case("cancelling_bf16", BF16, shape=(37, 53), root="any", data="cancelling"),
+            case("cancelling_bf16", BF16, shape=(61, 97), root="any", data="cancelling"),
             case("special_fp32", FP32, shape=(67,), root="last", data="special"),
         ),
         preset("pkb", "the public benchmark's shape and root", case("bf16", BF16, shape=(1024, 1024), root=0)),

@@ -103,7 +103,7 @@ PROBLEM = Problem(
             case("scalar_fp32", FP32, slice=(1,)),
             case("empty_bf16", BF16, slice=(2, 0)),
             case("ragged_fp16", FP16, slice=(7, 29)),
-            case("cancelling_bf16", BF16, slice=(37, 53), data="cancelling"),
+            case("cancelling_bf16", BF16, slice=(61, 97), data="cancelling"),
             case("same_sign_bf16", BF16, slice=(37, 53), data="same_sign"),
             case("special_fp32", FP32, slice=(3, 5), data="special"),
         ),

@@ -134,7 +134,7 @@ PRESETS = (
         case("bf16_history_fp32", FP32, shard=317, history=4, history_dtype=BF16),
         case("rank_scale_bf16", BF16, shard=317, history=4, data="rank_scale"),
         case("outlier_bf16", BF16, shard=317, history=4, data="outlier"),
-        case("ties_bf16", BF16, shard=317, history=4, data="ties"),
+        case("ties_bf16", BF16, shard=1031, history=4, data="ties"),
         case("tiny_bf16", BF16, shard=317, history=4, size=1e-6),
         case("idle_bf16", BF16, shard=317, history=4, data="idle"),
         case("nan_bf16", BF16, shard=37, history=4, data="nan"),

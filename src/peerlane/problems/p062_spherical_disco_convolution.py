@@ -247,7 +247,7 @@ PRESETS = (
         _small("depthwise", channels=6, outputs=6, groups=6),
         _small("disks", support="disk", cutoff=1.5, nlat_in=9, nlat_out=9, nlon_in=12, nlon_out=12),
         _small("disks_step_2", support="disk", cutoff=2.2, nlat_in=13, nlat_out=7, nlon_in=16, nlon_out=8, bias=False),
-        _small("empty_band", empty=True, azimuth=1),
+        _small("empty_band", nlat_in=17, nlat_out=9, empty=True, azimuth=1),
         _small("public_taps", support="public", nlat_in=8, nlat_out=8, nlon_in=16, nlon_out=16),
         _small("large_no_bias", scale=1e4, bias=False),
     ),
