@@ -45,7 +45,7 @@ PRESETS = (
         _small("tied_top_k_fp32", FP32, pattern="tied", scale=1.0, top_k=5),
         _small("tied_both_bf16", BF16, pattern="tied", scale=1.5, top_k=4, top_p=0.8),
         _small("equal_fp32", FP32, pattern="equal"),
-        _small("equal_both_bf16", BF16, pattern="equal", scale=1.5, top_k=6, top_p=0.7),
+        _small("equal_both_bf16", BF16, sequence_per_rank=19, pattern="equal", scale=1.5, top_k=12, top_p=0.7),
         _small("one_hot_fp32", FP32, scale=200.0),
         _small("one_hot_both_bf16", BF16, scale=200.0, top_k=6, top_p=0.8),
         _small("tiny_top_p_fp32", FP32, top_p=1e-4),
