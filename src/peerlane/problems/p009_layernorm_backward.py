@@ -228,9 +228,9 @@ PROBLEM = Problem(
         preset(
             "small",
             "unequal and missing rows, sums of one sign, ranks and channels of unlike scale, mixed dtypes, NaN and infinity",
-            case("ragged_bf16", BF16, rows_by_rank=(3, 7, 0, 5), hidden=33),
+            case("ragged_bf16", BF16, rows_by_rank=(3, 7, 0, 5), hidden=65),
             case("ragged_fp32", FP32, rows_by_rank=(3, 7, 0, 5), hidden=33),
-            case("equal_bf16", BF16, rows=5, hidden=321),
+            case("equal_bf16", BF16, rows=5, hidden=161),
             case("mixed", BF16, rows_by_rank=(3, 8), hidden=33, normalised_dtype=FP32),
             case("column_bias_bf16", BF16, rows=700, hidden=65, pattern="column_bias", world_sizes=(2, 4)),
             case("column_bias_fp32", FP32, rows=700, hidden=65, pattern="column_bias", world_sizes=(2, 4)),

@@ -135,7 +135,7 @@ def _stale_last(context: NullContext) -> Triple:
     return (*context.answer[:2], last)
 
 
-_ODD = ((3, 5), (3, 7), (11, 3))
+_ODD = ((5, 9), (5, 11), (12, 5))
 
 PROBLEM = Problem(
     id=30,
