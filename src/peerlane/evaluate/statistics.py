@@ -71,9 +71,10 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> Interv
 def paired_interval(values: Sequence[float], over: Sequence[float]) -> Interval:
     """The ratio of paired positive values: the Hodges-Lehmann estimate, on a logarithmic scale, of what pairs have in common.
 
-    It is the median of the means of all two pairs, each with itself too, and needs two thirds of the pairs that their own median does for
-    the same accuracy. The interval is that of the signed-rank statistic, for pairs that deviate to either side alike (Hollander, Wolfe and
-    Chicken, Nonparametric Statistical Methods, sections 3.2 and 3.3); with fewer than 6 pairs it has the extremes for ends.
+    It is the median of the means of all two pairs, each with itself too. Of pairs that deviate normally it needs two thirds of those that
+    their own median does, for the same accuracy. The interval is that of the signed-rank statistic, for pairs that deviate to either side
+    alike (Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, sections 3.2 and 3.3); with fewer than 6 pairs it has the
+    extremes for ends.
     """
     logs = np.log(np.divide(values, over, dtype=float))
     first, second = np.triu_indices(len(logs))

@@ -126,8 +126,8 @@ class Rank:
             torch.cuda.synchronize()
 
     def give_back(self) -> None:
-        """Returns memory that PyTorch keeps for later to the device, where another rank's process may need it, if it is much: to return it
-        and to get it again takes longer than many a case."""
+        """Returns memory that PyTorch keeps for later to the device, where another rank's process may need it, if it is much: small cases
+        that follow each other go on with what there is."""
         if self.device.type == "cuda" and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > _KEPT_BYTES:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
