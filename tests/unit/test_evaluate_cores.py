@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from peerlane.evaluate import cores
-from peerlane.evaluate.cores import TimedCore, cores_beside, cores_of_rank, on_core, pace_us, parts, physical_cores
+from peerlane.evaluate.cores import TimedCore, cores_beside, cores_of_rank, pace_us, parts, physical_cores
 
 
 @pytest.fixture
@@ -39,10 +39,11 @@ class Machine:
     """Cores with given paces, on which the calling thread goes about."""
 
     def __init__(self, paces: dict[int, float]) -> None:
-        self.paces, self.here, self.asked = paces, -1, []
+        self.paces, self.here, self.asked, self.moves = paces, -1, [], 0
 
     def move(self, _: int, to: set[int]) -> None:
         self.here = next(iter(to)) if len(to) == 1 else -1
+        self.moves += 1
 
     def pace(self) -> float:
         self.asked.append(self.here)
@@ -55,13 +56,15 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(cores, "_get_affinity", lambda _: {1, 2, 3, 4})
     monkeypatch.setattr(cores, "_set_affinity", made.move)
     monkeypatch.setattr(cores, "pace_us", made.pace)
-    yield made
+    with TimedCore([]).taken():
+        yield made
     assert made.here == -1, "the thread was left on one core"
 
 
 def test_at_first_all_cores_are_tried_and_the_fastest_is_taken(machine: Machine) -> None:
     core = TimedCore([1, 2, 3, 4])
     assert core.settle(0.0) == 10.0 and core.number == 3 and machine.asked == [1, 2, 3, 4]
+    assert machine.here == 3 and machine.moves == 5
 
 
 def test_a_core_at_full_speed_is_kept_and_a_slow_one_left_for_the_first_that_is_not(machine: Machine) -> None:
@@ -69,7 +72,7 @@ def test_a_core_at_full_speed_is_kept_and_a_slow_one_left_for_the_first_that_is_
     core.settle(10.0)
     assert core.number == 3 and machine.asked == [1, 2, 3]
     core.settle(10.0)
-    assert core.number == 3 and machine.asked == [1, 2, 3, 3]
+    assert core.number == 3 and machine.asked == [1, 2, 3, 3] and machine.here == 3 and machine.moves == 4
     machine.paces[3] = 18.0
     core.settle(10.0)
     assert core.number == 4 and machine.asked[4:] == [3, 4]
@@ -103,8 +106,9 @@ def test_untimed_work_looks_for_a_core_only_where_nobody_has_lately(machine: Mac
     assert core.number == 3 and machine.asked == [1, 2, 3, 4]
     machine.paces[3] = 18.0
     now += 0.04
+    machine.here = -1
     core.settle_anew()
-    assert core.number == 3 and len(machine.asked) == 4
+    assert core.number == machine.here == 3 and len(machine.asked) == 4
     now += 0.02
     core.settle_anew()
     assert core.number == 4 and machine.asked[4:] == [3, 4]
@@ -128,16 +132,19 @@ def test_without_cores_of_its_own_a_thread_stays_where_it_is() -> None:
 
 def test_a_thread_is_on_the_core_and_free_again_behind_it() -> None:
     everywhere = os.sched_getaffinity(0)
+    core = TimedCore([min(everywhere)])
 
     def fail() -> None:
-        with on_core(min(everywhere)):
+        with core.taken():
+            core.settle()
             assert os.sched_getaffinity(0) == {min(everywhere)}
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
     assert os.sched_getaffinity(0) == everywhere
-    with on_core(None):
+    with TimedCore([]).taken():
+        TimedCore([]).settle_anew()
         assert os.sched_getaffinity(0) == everywhere
 
 
@@ -146,8 +153,8 @@ def test_pace_is_a_time() -> None:
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3, 4, 5, 11, 12, 160])
-def test_a_block_has_up_to_eight_parts_of_nearly_the_same_size(calls: int) -> None:
+def test_a_block_has_up_to_four_parts_of_nearly_the_same_size(calls: int) -> None:
     found = parts(calls)
     assert [position for part in found for position in part] == list(range(calls))
     sizes = [len(part) for part in found]
-    assert len(found) == min(8, (calls + 1) // 2) and max(sizes) - min(sizes) <= 1
+    assert len(found) == min(4, (calls + 1) // 2) and max(sizes) - min(sizes) <= 1

@@ -225,18 +225,22 @@ def test_a_rehearsal_is_judged_and_not_timed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("side", "others_us", "rounds"),
-    [
-        ("candidate", [50.0], RULES.min_rounds),
-        ("candidate", [49.0, 50.0, 51.0], RULES.max_rounds),
-        ("candidate", [40.0, 50.0, 60.0], 2 * RULES.max_rounds),
-        ("reference", [40.0, 50.0, 60.0], RULES.max_baseline_rounds),
-    ],
+    ("others_us", "rounds"),
+    [([50.0], RULES.min_rounds), ([49.0, 50.0, 51.0], RULES.max_rounds), ([40.0, 50.0, 60.0], 2 * RULES.max_rounds)],
 )
-def test_the_wider_an_interval_the_more_rounds_it_gets(side: str, others_us: list[float], rounds: int) -> None:
-    run = race(FakeTrial(itertools.repeat(100.0), itertools.cycle(others_us)), side, "graph")
+def test_the_wider_an_interval_the_more_rounds_it_gets(others_us: list[float], rounds: int) -> None:
+    run = race(FakeTrial(itertools.repeat(100.0), itertools.cycle(others_us)), mode="graph")
     run.run(budget_s=10)
     assert len(run.others) == rounds
+
+
+@pytest.mark.parametrize("others_us", [[50.0], [40.0, 50.0, 60.0]])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_baseline_has_as_many_rounds_as_its_mode_is_given(mode: str, others_us: list[float]) -> None:
+    rules = TimingRules(warm_calls=SLOTS, baseline_rounds={"eager": 7, "graph": 10})
+    run = race(FakeTrial(itertools.repeat(100.0), itertools.cycle(others_us)), "reference", mode, rules=rules)
+    run.run(budget_s=10)
+    assert len(run.others) == rules.baseline_rounds[mode]
 
 
 def test_a_spent_budget_ends_the_race_after_the_fewest_rounds() -> None:
@@ -373,7 +377,7 @@ def test_contents_are_new_in_every_round_unless_nobody_could_know_them(side: str
     run = race(trial, side)
     run.run(budget_s=10)
     blocks = len(trial.orders["other"])
-    assert blocks >= len(run.others) >= RULES.min_rounds
+    assert blocks >= len(run.others) >= RULES.fewest_rounds
     assert (trial.log.count("mint") >= blocks, trial.log.count("reveal") > blocks) == (renewed, renewed)
     if not renewed:
         assert trial.log.count("mint") == trial.log.count("reveal") == 1

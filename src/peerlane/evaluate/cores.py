@@ -17,7 +17,7 @@ _MOST = 8  # cores that a rank chooses from
 _STEPS, _TRIES = 500, 3
 _SLOWER = 1.25  # than the fastest core: no longer full speed; slow cores take about twice as long
 _FRESH_S = 0.05  # for so long what was found of a core is relied on by work that is not timed
-_PARTS, _CALLS_PER_PART = 8, 2  # of a block, the most and the least
+_PARTS, _CALLS_PER_PART = 4, 2  # of a block, the most and the least
 
 _clock = time.perf_counter
 _get_affinity, _set_affinity = os.sched_getaffinity, os.sched_setaffinity
@@ -60,26 +60,14 @@ def _siblings(cpu: int) -> str:
 
 
 def parts(calls: int) -> list[range]:
-    """The positions of a timed block's eager calls, in up to eight parts that have a core each: of two calls or more, and one where the
+    """The positions of a timed block's eager calls, in up to four parts that have a core each: of two calls or more, and one where the
     number is odd.
 
     How fast a core calls hardly changes while a block takes its time, and differs from block to block by 10 to 25 %: a block on
-    several cores tells more than one on a single core.
+    several cores tells more than one on a single core. More parts tell more yet, but moving takes time in which there could be more blocks.
     """
     count = min(_PARTS, -(-calls // _CALLS_PER_PART))
     return [range(calls * part // count, calls * (part + 1) // count) for part in range(count)]
-
-
-@contextlib.contextmanager
-def on_core(core: int | None) -> Iterator[None]:
-    """Keeps the calling thread on a core, and no other: NCCL's threads on the same one would slow it down. None: wherever it may be."""
-    everywhere = _get_affinity(0)
-    try:
-        if core is not None:
-            _set_affinity(0, {core})
-        yield
-    finally:
-        _set_affinity(0, everywhere)
 
 
 def pace_us() -> float:
@@ -105,8 +93,20 @@ class TimedCore:
     def number(self) -> int | None:
         return self._cores[self._place] if self._cores else None
 
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """The calling thread alone stays on the core to which :meth:`settle` moves it in here, and is free afterwards:
+        NCCL's threads on the same one would slow it down.
+        """
+        everywhere = _get_affinity(0)
+        try:
+            yield
+        finally:
+            _set_affinity(0, everywhere)
+
     def settle(self, full_us: float = 0.0, first: int | None = None, further: int = 0) -> float:
-        """Goes to the next core that runs at full speed, this one if it does, or to the fastest; how fast it is.
+        """Moves the calling thread to the next core that runs at full speed, this one if it does, or to the fastest; how fast it is. To be
+        called in :meth:`taken`.
 
         ``full_us``: the pace of the fastest core that anybody knows, if anybody does. Where nobody does, all cores are tried.
         ``first``: the place, modulo their number, of the core that is tried first, instead of this one: threads with the same cores that
@@ -119,16 +119,27 @@ class TimedCore:
         begin = (self._place if first is None else first) + further
         for step in range(len(self._cores)):
             place = (begin + step) % len(self._cores)
-            with on_core(self._cores[place]):
-                found[place] = pace_us()
+            self._go(place)
+            found[place] = pace_us()
             if found[place] <= _SLOWER * self._full_us:
                 break
-        self._place = min(found, key=found.__getitem__)
-        self._full_us = min(self._full_us or math.inf, found[self._place])
+        fastest = min(found, key=found.__getitem__)
+        if fastest != self._place:
+            self._go(fastest)
+        self._full_us = min(self._full_us or math.inf, found[fastest])
         self._settled_s = _clock()
-        return found[self._place]
+        return found[fastest]
 
     def settle_anew(self) -> None:
-        """As :meth:`settle`, unless that was less than 50 ms ago. For work that is not timed: looking takes as long as some of it."""
-        if self._cores and _clock() > self._settled_s + _FRESH_S:
+        """As :meth:`settle`, unless that was less than 50 ms ago: then back to where it went. For work that is not timed: looking takes as
+        long as some of it."""
+        if not self._cores:
+            return
+        if _clock() > self._settled_s + _FRESH_S:
             self.settle()
+        else:
+            self._go(self._place)
+
+    def _go(self, place: int) -> None:
+        _set_affinity(0, {self._cores[place]})
+        self._place = place

@@ -48,10 +48,10 @@ class GuardBands:
         begins = torch.tensor([0, *(region.end for region in regions)])
         ends = torch.tensor([*(region.begin for region in regions), data.numel()])
         lengths = (ends - begins).clamp(max=_LONGEST_BYTES)
-        before = lengths.cumsum(0) - lengths
-        places = torch.arange(int(lengths.sum())) + (begins - before).repeat_interleave(lengths)
-        self._places = places.to(data.device)
-        self._pattern = draw.bits(places.shape, torch.uint8).to(data.device)
+        total, before = int(lengths.sum()), lengths.cumsum(0) - lengths
+        shifts, lengths = (begins - before).to(data.device), lengths.to(data.device)
+        self._places = torch.arange(total, device=data.device) + shifts.repeat_interleave(lengths, output_size=total)
+        self._pattern = draw.bits(self._places.shape, torch.uint8).to(data.device)
 
     def paint(self) -> None:
         """Writes the pattern."""

@@ -38,6 +38,21 @@ def place_all(description: Description, offset: int) -> tuple[Description, int]:
     return description, offset
 
 
+def place_slots(descriptions: Iterable[Description], offset: int = FRONT_BYTES) -> tuple[list[Description], int]:
+    """Placed descriptions of slots, one behind the other, and the offset behind the last."""
+    layout = []
+    for description in descriptions:
+        placed, offset = place_all(description, offset)
+        layout.append(placed)
+    return layout, offset
+
+
+def end_of(layout: Sequence[Description]) -> int:
+    """The offset behind the last tensor of placed slots, and behind its guard band: where the next slot begins."""
+    last = next((placed[-1] for slot in reversed(layout) if (placed := list(tensor_descriptions(slot)))), None)
+    return FRONT_BYTES if last is None else aligned(extent(last)[1] + GUARD_BYTES)
+
+
 def slot_range(layout: Description) -> slice:
     """The bytes of an arena in which a placed slot lies: its tensors follow each other."""
     placed = list(tensor_descriptions(layout))
@@ -61,14 +76,14 @@ class ArgumentSlots:
         """The byte behind the first ``slots`` slots."""
         return self._ends[slots - 1]
 
-    def fill(self, trees: Iterable[Tree]) -> None:
-        """Copies the trees' tensors into the first slots, one slot a tree. Overlapping ones (stride 0) are written out.
+    def fill(self, trees: Iterable[Tree], first: int = 0) -> None:
+        """Copies the trees' tensors into the slots from ``first`` on, one slot a tree. Overlapping ones (stride 0) are written out.
 
         Tensors are copied many at a time, for copying each takes the host longer than drawing it; little more than 64 MiB of them wait.
         """
         held: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         held_bytes = 0
-        for tree, slot in zip(trees, self.tensors, strict=False):
+        for tree, slot in zip(trees, self.tensors[first:], strict=False):
             for target, source in zip(slot, leaves(tree), strict=True):
                 targets, sources = held.setdefault(target.dtype, ([], []))
                 targets.append(target)
@@ -258,13 +273,9 @@ def updates_of(problem: Problem) -> dict[str, int]:
     return {name: problem.parameters.index(name) for name in problem.updates}
 
 
-def contiguous_layout(outputs: Iterator[Tree]) -> tuple[list[Description], int]:
-    """Placed descriptions for the outputs of all slots, row-major whatever the outputs' strides are, and the bytes they need."""
-    layout, offset = [], FRONT_BYTES
-    for output in outputs:
-        placed, offset = place_all(_row_major(describe(output)), offset)
-        layout.append(placed)
-    return layout, offset
+def contiguous_layout(outputs: Iterable[Tree], offset: int = FRONT_BYTES) -> tuple[list[Description], int]:
+    """Placed descriptions for the outputs of slots, row-major whatever the outputs' strides are, and the offset behind the last."""
+    return place_slots((_row_major(describe(output)) for output in outputs), offset)
 
 
 def _row_major(description: Description) -> Description:

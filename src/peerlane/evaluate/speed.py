@@ -268,11 +268,10 @@ class Race:
     def _knows_enough(self, passed_s: float, budget_s: float) -> bool:
         """Whether no round is needed any more. A candidate gets twice the usual number where they tell too little: on a busy host."""
         rules, count = self.rules, len(self.others)
-        if count < (rules.min_rounds if passed_s < rules.patience_s else rules.fewest_rounds):
+        enough = rules.baseline_rounds[self.mode] if self.side == "reference" else rules.min_rounds
+        if count < (enough if passed_s < rules.patience_s else rules.fewest_rounds):
             return False
-        if passed_s > budget_s:
-            return True
-        if self.side == "reference" and count >= rules.max_baseline_rounds:
+        if self.side == "reference" or passed_s > budget_s:
             return True
         if count % _ROUNDS_PER_LOOK and count < 2 * rules.max_rounds:
             return False

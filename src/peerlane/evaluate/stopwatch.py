@@ -19,7 +19,7 @@ from peerlane.hardware.profiles import HardwareProfile
 from peerlane.hardware.roofline import Peaks, physical_floor_us, roofline
 from peerlane.settings import TimingRules
 
-_PROBE_BLOCKS = 6
+_PROBE_BLOCKS = 3
 _PROBE_S = 0.1  # a block that takes longer is enough
 
 
@@ -95,11 +95,11 @@ class SpeedTrial:
         for mode in trial.problem.modes:
             if mode in self.unmeasurable:
                 continue
+            trial.mint()
             if (why := not_captured(trial.trusted("prepare", mode=mode))) is not None:
                 trial.session.suspect_trusted()
                 self._break(mode, why)
                 continue
-            trial.mint()
             times[mode] = self._shortest_call_us(Race(trial, mode, "reference", self.rules, trial.slots))
         slots = {
             mode: choose_slots(times["eager"], us, trial.slot_bytes, self.memory_bytes, self.rules, mode) for mode, us in times.items()

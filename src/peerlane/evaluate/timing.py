@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.evaluate.cores import TimedCore, on_core, parts
+from peerlane.evaluate.cores import TimedCore, parts
 from peerlane.evaluate.quiet import evict, quiesce, synchronize_all
 from peerlane.evaluate.recorder import collectives
 from peerlane.evaluate.slots import OutputRegions, Unowned
@@ -105,10 +105,10 @@ class Block(abc.ABC):
         bursts = self.bursts(len(order), timed=timed)
         try:
             quiesce()
-            for number, positions in enumerate(bursts):
-                if number == 0 or self.moves:  # at the last moment: cores change within milliseconds
-                    paces_us.append(core.settle(**sought, further=_CORES_APART * number))
-                with on_core(core.number):
+            with core.taken():
+                for number, positions in enumerate(bursts):
+                    if number == 0 or self.moves:  # at the last moment: cores change within milliseconds
+                        paces_us.append(core.settle(**sought, further=_CORES_APART * number))
                     if number == 0:
                         evict()
                     self._start_together(between, positions)

@@ -20,22 +20,19 @@ import torch
 import torch.distributed as dist
 
 from peerlane.evaluate.arena import POISON, Arena, aligned, view
-from peerlane.evaluate.cores import on_core
 from peerlane.evaluate.guards import GuardBands, argument_regions, output_regions
 from peerlane.evaluate.jitter import compile_crowd
+from peerlane.evaluate.layouts import KnownLayouts
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.quiet import latency_us
 from peerlane.evaluate.readable import one_line
 from peerlane.evaluate.slices import keep_busy
 from peerlane.evaluate.slots import (
-    FRONT_BYTES,
     ArgumentSlots,
     OutputRegions,
     check_claim,
-    contiguous_layout,
-    place_all,
+    end_of,
     slot_range,
-    strip_overlap,
     updates_of,
 )
 from peerlane.evaluate.timing import Block, Solution, capture_failure, make_block
@@ -47,7 +44,6 @@ from peerlane.problems._tree import (
     Description,
     GroupRef,
     Tree,
-    describe,
     dtype_of,
     leaves,
     rebuild,
@@ -129,6 +125,7 @@ class TrustedRank(Rank):
         self._secret = ""
         self._arenas: dict[str, Arena] = {}
         self._open: dict[str, OpenCase] = {}
+        self._layouts = KnownLayouts(rank, self.world_size, self.device)
         self.handlers |= {
             "secret": self.secret,
             "open_case": self.open_case,
@@ -154,8 +151,8 @@ class TrustedRank(Rank):
         def serve(request: Message) -> dict[str, Any]:
             if self.device.type == "cpu":
                 return handler(request)
-            self.core.settle_anew()
-            with on_core(self.core.number):
+            with self.core.taken():
+                self.core.settle_anew()
                 return handler(request)
 
         return serve
@@ -177,46 +174,37 @@ class TrustedRank(Rank):
         return current
 
     def open_case(self, request: Message) -> dict[str, Any]:
-        """Lays out ``slots`` calls: sizes from one drawing of the inputs, output shapes from one run of the reference."""
+        """Lays out ``slots`` calls. Their contents are whatever was in memory, until :meth:`mint`."""
         self.close_case(request)
         problem, case = self.case_of(request)
-        slots: int = request["slots"]
         groups = self.groups(problem.process_groups(case))
-        layout, offset = [], FRONT_BYTES
-        trees = [strip_overlap(self._inputs(problem, case, self.rank, slot, 0, RANDOM)) for slot in range(slots)]
-        for tree in trees:
-            placed, offset = place_all(describe(tree), offset)
-            layout.append(placed)
-        input_bytes = offset
-        staging = torch.empty(max(offset, 1), dtype=torch.uint8, device=self.device)
-        private = ArgumentSlots(staging, layout, groups.__getitem__)
-        private.fill(trees)
-        del trees, tree
-        reference = problem.reference_of(case.variant)
-        output_layout, output_bytes = contiguous_layout(problem.answer(reference(*args), args) for args in private.args)
-        self.synchronize()
+
+        def drawn(slot: int) -> tuple[Any, ...]:
+            return self._inputs(problem, case, self.rank, slot, 0, RANDOM)
+
+        layouts = self._layouts.of(problem, case, request["slots"], drawn, groups)
+        layout, output_layout = layouts.arguments[self.rank], layouts.outputs
+        input_bytes, output_bytes = end_of(layout), end_of(output_layout)
         arena = self._reserve(request["space"], input_bytes + output_bytes)
         arena.clear()
         shared = arena.data
         regions = [*argument_regions(layout, problem.parameters), *output_regions(output_layout, input_bytes)]
-        public = ArgumentSlots(shared[: max(input_bytes, 1)], layout, groups.__getitem__)
-        own = torch.empty(max(output_bytes, 1), dtype=torch.uint8, device=self.device)
-        layouts: list[list[Description]] = [[] for _ in range(self.world_size)]
-        dist.all_gather_object(layouts, layout)
+        staging = torch.empty(input_bytes, dtype=torch.uint8, device=self.device)
+        own = torch.empty(output_bytes, dtype=torch.uint8, device=self.device)
         self._open[request["space"]] = OpenCase(
             problem,
             case,
             groups,
             staging,
-            private,
-            public,
+            ArgumentSlots(staging, layout, groups.__getitem__),
+            ArgumentSlots(shared[:input_bytes], layout, groups.__getitem__),
             input_bytes,
             output_layout,
             output_bytes,
             OutputRegions(own, output_layout, self.device, updates_of(problem)),
             arena,
             GuardBands(shared, regions, self._guard_draw(case)),
-            layouts,
+            layouts.arguments,
         )
         self.settle()
         return {
