@@ -2,7 +2,7 @@
 
     python tests/soak.py --evaluations 500 --device cpu [--json]
 
-Prints figures from the run's first and last fifth and from after its end, and every good candidate that was misjudged. Exits with 1 if
+Prints figures from the run's second and last fifth and from after its end, and every good candidate that was misjudged. Exits with 1 if
 there is one, if a broken candidate passed, or if something grew or stayed; 130 if it was interrupted, with the same of what was done.
 """
 
@@ -113,9 +113,11 @@ class Watch(Silent):
         self.misjudged: list[str] = []
 
     def finished(self, result: Result) -> None:
-        self.samples.append(take(self.mark, self.temp, self.gpus))
+        now = take(self.mark, self.temp, self.gpus)
+        self.samples.append(now)
         kind, name = result.verdict.kind, result.candidate.name
-        print(f"{len(self.samples):4} {time.monotonic() - self.begin:7.1f} s  {name}: {kind}", file=sys.stderr, flush=True)
+        held = f"{now.processes:4.0f} processes {now.gpu_mb:8.0f} MB on GPUs"
+        print(f"{len(self.samples):4} {time.monotonic() - self.begin:7.1f} s {held}  {name}: {kind}", file=sys.stderr, flush=True)
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
         broken = EXAMPLES / "broken" / f"{name}.py"
         expected = read_expectation(broken).on(self.device) if broken.exists() else ("correct",)  # type: ignore[arg-type]
@@ -186,7 +188,8 @@ def soak(options: argparse.Namespace, temp: Path) -> dict[str, object]:
     time.sleep(2.0 if gpus else 0.0)
     after = take(mark, temp, gpus)
     fifth = max(1, done // 5)
-    settled = watch.samples[2 : 2 + fifth], watch.samples[-3 - fifth : -3]  # while as many spares are kept
+    # While as many spares are kept: at first they are still coming up, without GPU memory yet, and at the end no more are needed.
+    settled = watch.samples[fifth : 2 * fifth], watch.samples[-3 - fifth : -3]
     first, last = (lowest(samples or [before]) for samples in settled)
     complaints = [*watch.misjudged, *grown(first, last, done, SPARE_RANK_MB * options.world_size)]
     complaints += [f"after the end: {text}" for text in grown(before, after, done)]
@@ -203,7 +206,7 @@ def soak(options: argparse.Namespace, temp: Path) -> dict[str, object]:
         "verdicts": dict(sorted(watch.kinds.items())),
         "figures": {
             name: dataclasses.asdict(item)
-            for name, item in (("before", before), ("first fifth", first), ("last fifth", last), ("after", after))
+            for name, item in (("before", before), ("second fifth", first), ("last fifth", last), ("after", after))
         },
         "complaints": complaints,
     }

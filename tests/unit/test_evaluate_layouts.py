@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,10 @@ class Made:
     def __init__(self, number: int = 1) -> None:
         self.id, self.drawn, self.called = number, list[int](), list[float]()
 
-    def inputs(self, slot: int) -> tuple[Any, ...]:
+    def draw(self, slots: Iterable[int]) -> list[tuple[Any, ...]]:
+        return [self._inputs(slot) for slot in slots]
+
+    def _inputs(self, slot: int) -> tuple[Any, ...]:
         self.drawn.append(slot)
         return torch.full((slot + 3,), float(slot)), [torch.full((1, 2), slot, dtype=torch.int32).expand(4, 2)], "world", 7
 
@@ -54,7 +57,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def _ask(known: KnownLayouts, made: Made, slots: int, case: Case = CASE) -> layouts.Layouts:
-    return known.of(made, case, slots, made.inputs, {})  # type: ignore[arg-type]
+    return known.of(made, case, slots, made.draw, {})  # type: ignore[arg-type]
 
 
 def _known() -> KnownLayouts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,9 @@ import torch.distributed as dist
 from peerlane.evaluate.slots import ArgumentSlots, contiguous_layout, end_of, place_slots, strip_overlap
 from peerlane.problems._spec import Case, Problem
 from peerlane.problems._tree import Description, describe
+
+DrawSlots = Callable[[Iterable[int]], list[tuple[Any, ...]]]
+"""This rank's inputs of some slots."""
 
 
 @dataclass
@@ -27,15 +30,16 @@ class Layouts:
 
 
 class KnownLayouts:
-    """What one rank knows of a problem's cases. Shapes and strides of a slot are the same in every block (see :class:`Draw`)."""
+    """What one rank knows of a problem's cases. A slot's shapes and strides are the same in every block, for they are drawn from nothing
+    that changes (see :mod:`peerlane.problems._draw`)."""
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self._rank, self._world_size, self._device = rank, world_size, device
         self._problem = 0
         self._cases: dict[str, Layouts] = {}
 
-    def of(self, problem: Problem, case: Case, slots: int, inputs: Callable[[int], tuple[Any, ...]], groups: Mapping[str, Any]) -> Layouts:
-        """The layouts of a case's first slots; all ranks ask for the same at the same time. ``inputs``: this rank's for a slot.
+    def of(self, problem: Problem, case: Case, slots: int, draw: DrawSlots, groups: Mapping[str, Any]) -> Layouts:
+        """The layouts of a case's first slots; all ranks ask for the same at the same time.
 
         Those of slots that nobody has asked for yet are found, sizes from one drawing of the inputs and output shapes from one run of the
         reference, and remembered until another problem's are asked for.
@@ -44,14 +48,12 @@ class KnownLayouts:
             self._problem, self._cases = problem.id, {}
         known = self._cases.setdefault(case.key, Layouts([[] for _ in range(self._world_size)]))
         if len(known.outputs) < slots:
-            self._find(known, problem, case, slots, inputs, groups)
+            self._find(known, problem, case, slots, draw, groups)
         return known.of_first(slots)
 
-    def _find(
-        self, known: Layouts, problem: Problem, case: Case, slots: int, inputs: Callable[[int], tuple[Any, ...]], groups: Mapping[str, Any]
-    ) -> None:
+    def _find(self, known: Layouts, problem: Problem, case: Case, slots: int, draw: DrawSlots, groups: Mapping[str, Any]) -> None:
         first, mine = len(known.outputs), list(known.arguments[self._rank])
-        trees = [strip_overlap(inputs(slot)) for slot in range(first, slots)]
+        trees = [strip_overlap(tree) for tree in draw(range(first, slots))]
         placed, end = place_slots(map(describe, trees), end_of(mine))
         mine += placed
         memory = torch.empty(end, dtype=torch.uint8, device=self._device)

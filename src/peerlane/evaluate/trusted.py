@@ -11,8 +11,9 @@ process's private memory, and the arena is cleared before it is handed on.
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -145,14 +146,22 @@ class TrustedRank(Rank):
             "ping": lambda _: {},
         }
 
+    @contextlib.contextmanager
+    def _at_full_speed(self) -> Iterator[None]:
+        """In here on a core at full speed: what launches many small kernels takes as long as its core needs. Nothing that connects ranks
+        belongs in here, for NCCL's threads would be on that core too."""
+        if self.device.type == "cpu":
+            yield
+            return
+        with self.core.taken():
+            self.core.settle_anew()
+            yield
+
     def _quickly(self, handler: Handler) -> Handler:
-        """The same on a core at full speed: what launches many small kernels takes as long as its core needs."""
+        """The same on a core at full speed."""
 
         def serve(request: Message) -> dict[str, Any]:
-            if self.device.type == "cpu":
-                return handler(request)
-            with self.core.taken():
-                self.core.settle_anew()
+            with self._at_full_speed():
                 return handler(request)
 
         return serve
@@ -179,8 +188,9 @@ class TrustedRank(Rank):
         problem, case = self.case_of(request)
         groups = self.groups(problem.process_groups(case))
 
-        def drawn(slot: int) -> tuple[Any, ...]:
-            return self._inputs(problem, case, self.rank, slot, 0, RANDOM)
+        def drawn(slots: Iterable[int]) -> list[tuple[Any, ...]]:
+            with self._at_full_speed():
+                return [self._inputs(problem, case, self.rank, slot, 0, RANDOM) for slot in slots]
 
         layouts = self._layouts.of(problem, case, request["slots"], drawn, groups)
         layout, output_layout = layouts.arguments[self.rank], layouts.outputs

@@ -6,6 +6,7 @@ import math
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -162,57 +163,72 @@ def compare_exact(name: str, got: torch.Tensor, want: torch.Tensor) -> Score:
     )
 
 
+@dataclass(frozen=True)
+class _Errors:
+    """How far an output is off. ``found`` are the figures that ``tolerance`` limits: elementwise, normwise, rowwise, as far as it does."""
+
+    error: torch.Tensor
+    bound: torch.Tensor
+    elements: torch.Tensor
+    rows: torch.Tensor | None
+    found: list[float]
+
+    @staticmethod
+    def of(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor | None, tolerance: Tolerance) -> _Errors:
+        """Of two tensors of one shape and dtype. Where an element of either is infinite or NaN, the first figure is so too."""
+        error, bound = (got - want).abs(), tolerance.relative * want.abs()
+        if magnitude is not None:
+            bound = bound + tolerance.magnitude * torch.nan_to_num(magnitude.to(want.dtype), nan=0.0, posinf=0.0)
+        if tolerance.rms:
+            bound = bound + tolerance.rms * want.square().mean().sqrt()
+        elements, rows = (error / bound).masked_fill_(error == 0, 0.0), None
+        figures = [elements.max()]
+        if tolerance.normwise is not None:
+            figures.append(_relative(error.norm(), want.norm()))
+        if tolerance.rowwise is not None and got.dim() > 0:
+            rows = _relative(error.norm(dim=-1), want.norm(dim=-1))
+            figures.append(rows.max())
+        return _Errors(error, bound, elements, rows, torch.stack(figures).tolist())  # the one time that the host waits
+
+
 def compare_close(name: str, got: torch.Tensor, expected: Expected, tolerance: Tolerance) -> Score:
     """By the error model. Complex outputs are compared as pairs of reals."""
-    want, magnitude = expected.value, expected.magnitude
+    want, magnitude = expected.value, expected.magnitude if tolerance.magnitude else None
     if got.numel() == 0:
         return Score(name, 0.0, "empty")
+    if tolerance.magnitude and magnitude is None:
+        raise ValueError(f"output {name!r}: the tolerance scales with a magnitude that the oracle did not give")
     if got.is_complex():
         got, want = torch.view_as_real(got.contiguous()), torch.view_as_real(want.contiguous())
         if magnitude is not None:
             magnitude = magnitude.unsqueeze(-1)
     work = torch.float64 if want.dtype != torch.float32 else torch.float32
     got, want = got.to(work), want.to(work)
-    unusual = (0.0 * got + 0.0 * want).isnan()  # either is infinite or NaN
-    misplaced = unusual & (got != want) & ~(got.isnan() & want.isnan())
-    finite_got, finite_want = got.masked_fill(unusual, 0.0), want.masked_fill(unusual, 0.0)
-    error = (finite_got - finite_want).abs()
-    bound = tolerance.relative * finite_want.abs()
-    if tolerance.magnitude:
-        if magnitude is None:
-            raise ValueError(f"output {name!r}: the tolerance scales with a magnitude that the oracle did not give")
-        bound = bound + tolerance.magnitude * torch.nan_to_num(magnitude.to(work), nan=0.0, posinf=0.0)
-    if tolerance.rms:
-        bound = bound + tolerance.rms * finite_want.square().mean().sqrt()
-    elements = (error / bound).masked_fill_(error == 0, 0.0)
-    figures = [misplaced.any().to(work), elements.max()]
-    allowed = [1.0]
-    if tolerance.normwise is not None:
-        figures.append(_relative(error.norm(), finite_want.norm()))
-        allowed.append(tolerance.normwise)
-    if tolerance.rowwise is not None and got.dim() > 0:
-        rows = _relative(error.norm(dim=-1), finite_want.norm(dim=-1))
-        figures.append(rows.max())
-        allowed.append(tolerance.rowwise)
-    some_misplaced, *found = torch.stack(figures).tolist()  # the one time that the host waits
-    if some_misplaced:
-        worst = int(misplaced.reshape(-1).to(torch.uint8).argmax())
-        detail = f"{int(misplaced.sum())} NaN or infinite elements not where the oracle has them"
-        return Score(name, math.inf, detail, _index(worst, got.shape), _number(got, worst), _number(want, worst))
-    kinds = ["elementwise", *(["normwise"] if tolerance.normwise is not None else []), "rowwise"]
-    ratios = [value / limit for value, limit in zip(found, allowed, strict=True)]
+    errors = _Errors.of(got, want, magnitude, tolerance)
+    if not all(map(math.isfinite, errors.found)):
+        unusual = ~(got.isfinite() & want.isfinite())
+        misplaced = unusual & (got != want) & ~(got.isnan() & want.isnan())
+        if count := int(misplaced.sum()):
+            worst = int(misplaced.reshape(-1).to(torch.uint8).argmax())
+            detail = f"{count} NaN or infinite elements not where the oracle has them"
+            return Score(name, math.inf, detail, _index(worst, got.shape), _number(got, worst), _number(want, worst))
+        errors = _Errors.of(got.masked_fill(unusual, 0.0), want.masked_fill(unusual, 0.0), magnitude, tolerance)
+    allowed = {"elementwise": 1.0, "normwise": tolerance.normwise, "rowwise": None if errors.rows is None else tolerance.rowwise}
+    limits = [(kind, limit) for kind, limit in allowed.items() if limit is not None]
+    ratios = [value / limit for value, (_, limit) in zip(errors.found, limits, strict=True)]
     ratio = math.nan if any(map(math.isnan, ratios)) else max(ratios)
     which = next(number for number, value in enumerate(ratios) if math.isnan(value) or value == ratio)
+    kind, limit = limits[which]
     if ratio <= 1.0:
-        return Score(name, ratio, kinds[which])
-    if kinds[which] == "rowwise":
-        detail = f"rowwise: relative error {found[which]:.3g}, allowed {allowed[which]:.3g}"
-        return Score(name, ratio, detail, _index(int(rows.reshape(-1).argmax()), rows.shape))
-    worst = int(elements.reshape(-1).argmax())
-    if kinds[which] == "normwise":
-        detail = f"normwise: relative error {found[which]:.3g}, allowed {allowed[which]:.3g}"
-    else:
-        detail = f"elementwise: error {_number(error, worst):.3g}, allowed {_number(bound.expand_as(error), worst):.3g}"
+        return Score(name, ratio, kind)
+    detail = f"{kind}: relative error {errors.found[which]:.3g}, allowed {limit:.3g}"
+    if kind == "rowwise":
+        assert errors.rows is not None, "they are limited"
+        return Score(name, ratio, detail, _index(int(errors.rows.reshape(-1).argmax()), errors.rows.shape))
+    worst = int(errors.elements.reshape(-1).argmax())
+    if kind == "elementwise":
+        error, bound = _number(errors.error, worst), _number(errors.bound.expand_as(errors.error), worst)
+        detail = f"elementwise: error {error:.3g}, allowed {bound:.3g}"
     return Score(name, ratio, detail, _index(worst, got.shape), _number(got, worst), _number(want, worst))
 
 
