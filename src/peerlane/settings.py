@@ -192,9 +192,7 @@ class TimingRules:
 
 SELFTEST_DEADLINES = Deadlines(load=12.0, exit=4.0).with_calls(6.0)
 """For the corpus, some of which never returns."""
-SELFTEST_RULES = TimingRules(
-    budget_s=0.3, min_rounds=5, max_rounds=7, baseline_rounds={"eager": 5, "graph": 5}, warm_s=0.1, max_warm_calls=80, judging_s=0.2
-)
+SELFTEST_RULES = TimingRules(budget_s=0.3, min_rounds=5, max_rounds=7, baseline_rounds={"eager": 5, "graph": 5}, warm_s=0.1, judging_s=0.2)
 """Enough to tell a forged time from a true one."""
 SELFTEST_SUPPLY: Mapping[str, Supply] = {"cuda": Supply(spares=8, low_water=8, timed_alone=False), "cpu": Supply(spares=4, low_water=4)}
 """By device. Most of the corpus fails at once, and takes its ranks along. Ranks on GPUs take seconds to start, and verdicts need no exact

@@ -1,6 +1,7 @@
 """What stands best for eager calls: how far estimates of one ratio scatter, from timed rounds of the reference against itself.
 
     python tests/gpu/compare_estimates.py [--problem 1,3,5] [--world-size 2] [--preset pkb] [--seconds 2.2] [--rounds 45]
+                                          [--save FILE | --calls FILE]
 
 Times the references for ``--seconds`` each, draws ``--rounds`` of the rounds at random, again and again, and prints a line per problem: the
 standard deviation of every estimate of the ratio, in percent. The last line is the root of the mean square over problems.
@@ -9,8 +10,10 @@ standard deviation of every estimate of the ratio, in percent. The last line is 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -47,19 +50,17 @@ ESTIMATES: dict[str, Estimate] = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problem", default="1,3,5,8,9,12,16,21,23,29,31,36-38,40,41,43,46,58,65")
-    parser.add_argument("--world-size", type=int, default=2)
-    parser.add_argument("--preset", default="pkb")
-    parser.add_argument("--seconds", type=float, default=2.2)
-    parser.add_argument("--rounds", type=int, default=45)
-    options = parser.parse_args()
-    timed: dict[int, Race] = {}
+Timed = dict[int, list[list[list[float]]]]
+"""For every problem the warm calls of the reference's blocks, and of those of the other side, which is the reference too. Microseconds."""
+
+
+def time_references(options: argparse.Namespace) -> Timed:
+    """Times the references for so many seconds each."""
+    timed: Timed = {}
 
     def keep(race: Race, budget_s: float) -> None:
-        run(race, budget_s)
-        timed[race.trial.problem.id] = race  # the last one of a problem is the candidate's
+        run(race, budget_s)  # the last one of a problem is the candidate's
+        timed[race.trial.problem.id] = [[list(block.warm_us) for block in side] for side in (race.references, race.others)]
 
     run, never = Race.run, {"eager": 0.0, "graph": 0.0}
     rules = TimingRules(max_rounds=10_000, budget_s=options.seconds, usual_s=options.seconds, target_half_width=never)
@@ -75,11 +76,29 @@ def main() -> None:
     )
     with mock.patch.object(Race, "run", keep):
         evaluate(plan)
+    return timed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problem", default="1,3,5,8,9,12,16,21,23,29,31,36-38,40,41,43,46,58,65")
+    parser.add_argument("--world-size", type=int, default=2)
+    parser.add_argument("--preset", default="pkb")
+    parser.add_argument("--seconds", type=float, default=2.2)
+    parser.add_argument("--rounds", type=int, default=45)
+    parser.add_argument("--save", type=Path, help="where to keep the calls")
+    parser.add_argument("--calls", type=Path, help="calls that were kept, in place of new ones")
+    options = parser.parse_args()
+    if options.calls:
+        timed = {int(problem): sides for problem, sides in json.loads(options.calls.read_text()).items()}
+    else:
+        timed = time_references(options)
+    if options.save:
+        options.save.write_text(json.dumps(timed))
     print(f"{'problem':>8} {'rounds':>7}  " + " ".join(f"{name:>7}" for name in ESTIMATES))
     generator, found = np.random.default_rng(0), []
-    for problem, race in timed.items():
-        blocks = [[block.warm_us for block in side] for side in (race.references, race.others)]
-        count = len(race.others)
+    for problem, blocks in timed.items():
+        count = len(blocks[1])
         times = generator.multinomial(options.rounds, np.full(count, 1 / count), size=DRAWS)
         found.append([float(np.std(estimate(*blocks, times))) for estimate in ESTIMATES.values()])
         print(f"{problem:8} {count:7}  " + " ".join(f"{100 * value:7.2f}" for value in found[-1]))
