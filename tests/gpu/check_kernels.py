@@ -4,8 +4,9 @@
     compute-sanitizer --tool memcheck python tests/gpu/check_kernels.py --small
 
 A rank is a stream on a GPU of its own; where there are fewer GPUs than ranks, ranks share one, each with its part of the SMs. Contents are
-small integers, so that every sum is exact. First each kernel for many sizes and dtypes, then soaks: replayed graphs with contents that
-change from launch to launch, random ranks delayed, and every word of every result compared. ``--small`` leaves soaks and what is large out.
+small integers, so that every sum is exact, or rounded once where 8 bits do not hold it. First each kernel for many sizes and dtypes, then
+soaks: replayed graphs with contents that change from launch to launch, random ranks delayed, and every word of every result compared.
+``--small`` leaves soaks and what is large out.
 Prints a line per kernel; exits with 1 if a word was wrong.
 """
 
@@ -37,6 +38,7 @@ from peerlane.errors import DeviceTimeout
 from peerlane.hardware.environment import record
 
 BF16 = torch.bfloat16
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 POOL = 6
 DELAYED_SHARE, LONGEST_DELAY_CYCLES = 1 / 8, 400_000
 TIMEOUT_S = 10.0
@@ -170,7 +172,7 @@ def collective_workloads(
         return torch.stack([tensor.to(ranks.device(0)).double() for tensor in inputs]).sum(0).to(dtype)
 
     def joined(inputs: Tensors) -> torch.Tensor:
-        return torch.cat([tensor.to(ranks.device(0)) for tensor in inputs])
+        return torch.cat([tensor.to(ranks.device(0)).view(torch.uint8) for tensor in inputs]).view(dtype)
 
     def only(rank: int, tensor: torch.Tensor) -> list[torch.Tensor | None]:
         return [tensor.to(ranks.device(rank)) if other == rank else None for other in range(count)]
@@ -237,7 +239,7 @@ def collective_workloads(
 
 
 def collectives_sum_dtypes() -> tuple[torch.dtype, ...]:
-    return (BF16, torch.float16, torch.float32, torch.int32)
+    return (BF16, torch.float16, torch.float32, torch.int32, *FP8)
 
 
 def fused_workloads(ranks: Ranks, m: int, n: int, k: int) -> Iterator[Workload]:
@@ -280,7 +282,11 @@ def arguments(drawn: Tensors | tuple[Tensors, ...], rank: int) -> tuple[torch.Te
 
 
 def wrong_words(got: torch.Tensor | None, expected: torch.Tensor | None) -> torch.Tensor | int:
-    return 0 if got is None or expected is None else (got != expected).sum()
+    if got is None or expected is None:
+        return 0
+    if got.dtype in FP8:  # which cannot be compared as numbers
+        got, expected = got.view(torch.uint8), expected.view(torch.uint8)
+    return (got != expected).sum()
 
 
 def check(ranks: Ranks, work: Workload, calls: int = 3) -> int:
