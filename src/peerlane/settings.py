@@ -129,6 +129,10 @@ class TimingRules:
     usual_slots: int = 12
     """per block, however long a call takes, where ``max_block_us`` and memory allow"""
     max_slots: int = 160
+    eager_parts: int = 4
+    """of a timed block, each from another core, where there are calls enough. How fast a core calls hardly changes while a block takes its
+    time, and differs from block to block by 10 to 25 %: a block on several cores tells more than one on a single core. More parts tell more
+    yet, but moving takes time in which there could be more blocks"""
     min_slots: int = 3
     arena_share: float = 0.06
     """of the device's memory, for the inputs of one case; outputs get as much again"""

@@ -1,6 +1,6 @@
 """What stands best for eager calls: how far estimates of one ratio scatter, from timed rounds of the reference against itself.
 
-    python tests/gpu/compare_estimates.py [--problem 1,3,5] [--world-size 2] [--preset pkb] [--seconds 2.2] [--rounds 45]
+    python tests/gpu/compare_estimates.py [--problem 1,3,5] [--world-size 2] [--preset pkb] [--seconds 2.2] [--rounds 45] [--parts 4]
                                           [--save FILE | --calls FILE]
 
 Times the references for ``--seconds`` each, draws ``--rounds`` of the rounds at random, again and again, and prints a line per problem: the
@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -63,7 +64,8 @@ def time_references(options: argparse.Namespace) -> Timed:
         timed[race.trial.problem.id] = [[list(block.warm_us) for block in side] for side in (race.references, race.others)]
 
     run, never = Race.run, {"eager": 0.0, "graph": 0.0}
-    rules = TimingRules(max_rounds=10_000, budget_s=options.seconds, usual_s=options.seconds, target_half_width=never)
+    limits = {"budget_s": options.seconds, "usual_s": options.seconds, "max_rounds": 10_000, "target_half_width": never}
+    rules = replace(TimingRules(), **limits, **({"eager_parts": options.parts} if options.parts else {}))
     plan = EvaluationPlan(
         candidates=discover(["reference"]),
         problems=options.problem,
@@ -86,6 +88,7 @@ def main() -> None:
     parser.add_argument("--preset", default="pkb")
     parser.add_argument("--seconds", type=float, default=2.2)
     parser.add_argument("--rounds", type=int, default=45)
+    parser.add_argument("--parts", type=int, help="of a block; by default as in evaluations")
     parser.add_argument("--save", type=Path, help="where to keep the calls")
     parser.add_argument("--calls", type=Path, help="calls that were kept, in place of new ones")
     options = parser.parse_args()

@@ -153,8 +153,9 @@ def test_pace_is_a_time() -> None:
 
 
 @pytest.mark.parametrize("calls", [1, 2, 3, 4, 5, 11, 12, 160])
-def test_a_block_has_up_to_four_parts_of_nearly_the_same_size(calls: int) -> None:
-    found = parts(calls)
+@pytest.mark.parametrize("most", [1, 4, 7])
+def test_a_block_has_up_to_so_many_parts_of_nearly_the_same_size(calls: int, most: int) -> None:
+    found = parts(calls, most)
     assert [position for part in found for position in part] == list(range(calls))
     sizes = [len(part) for part in found]
-    assert len(found) == min(4, (calls + 1) // 2) and max(sizes) - min(sizes) <= 1
+    assert len(found) == min(most, (calls + 1) // 2) and max(sizes) - min(sizes) <= 1

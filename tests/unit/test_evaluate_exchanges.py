@@ -78,9 +78,9 @@ def test_the_trusted_reference_finds_its_contents_where_they_were_minted_after_a
         return [int(tensors[0][0]) for tensors in private.tensors]
 
     def run(
-        core: TimedCore, sought: dict[str, Any], order: list[int], between: dict[int, Callable[[], None]], *, timed: bool
+        core: TimedCore, sought: dict[str, Any], order: list[int], between: dict[int, Callable[[], None]], *, parts: int, timed: bool
     ) -> dict[str, Any]:
-        assert sought == {"full_us": 10.0, "first": 3} and timed
+        assert sought == {"full_us": 10.0, "first": 3} and parts == 2 and timed
         for position, slot in enumerate(order):
             between.get(position, lambda: None)()
             seen.append(contents()[slot])
@@ -95,6 +95,7 @@ def test_the_trusted_reference_finds_its_contents_where_they_were_minted_after_a
         "order": [1, 2, 0, 3],
         "exchanges": [[1, 2, 0], [2, 0, 3]],
         "core": {"full_us": 10.0, "first": 3},
+        "parts": 2,
         "timed": True,
     }
     assert rank.timed_block(request) == {"span_us": 1.0}

@@ -87,6 +87,8 @@ class FakeTrial:
     """of a call, by the outer clock: the reference's and the other side's"""
     latency_us: float = 20.0
     cores: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    parts: set[tuple[bool, int]] = field(default_factory=set)
+    """how many there were in timed and other blocks"""
     orders: dict[str, list[list[int]]] = field(default_factory=lambda: {"trusted": [], "other": []})
     log: list[str] = field(default_factory=list)
     steps: list[Any] = field(default_factory=list)
@@ -119,6 +121,7 @@ class FakeTrial:
         if op == "block":
             self.trusted_steps.append(more["exchanges"])
             self.cores.append(("trusted", more["core"]))
+            self.parts.add((more["timed"], more["parts"]))
             times = self._block("trusted", self.trusted_us, self.trusted_hand_off_s, more["order"], more["timed"])
             return [{**answer, "pace_us": 10.0 + rank} for rank, answer in enumerate(times)]
         return [{"captured": True}] * RANKS
@@ -127,6 +130,7 @@ class FakeTrial:
         self.log.append(f"other {op}")
         if op == "block":
             self.cores.append(("other", more["core"]))
+            self.parts.add((more["timed"], more["parts"]))
         if op in ("block", "rehearse"):
             self.steps.append(more.get("exchanges", ()))
             return self._block("other", self.other_us, self.other_hand_off_s, more["order"], more.get("timed", True))
@@ -641,6 +645,7 @@ def test_claims_are_held_against_stretches_of_calls(claimed_us: float, true_us: 
     assert len({tuple(order) for order in orders}) == stretches
     assert run.stretches_us == pytest.approx([true_us - claimed_us] * stretches, abs=5.0)
     assert [trial.log[logged:].count(step) for step in ("mint", "reveal")] == [stretches, stretches]
+    assert trial.parts == {(True, rules.eager_parts), *([(False, 1)] if stretches else [])}
 
 
 @pytest.mark.parametrize(("span_us", "refused"), [(300.0, False), (800.0, False), (900.0, True)])

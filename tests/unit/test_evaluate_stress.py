@@ -469,6 +469,22 @@ def test_a_block_calls_its_slots_in_the_order_that_was_asked_for_and_keeps_the_l
 
 
 @pytest.mark.usefixtures("clockless")
+def test_each_part_of_an_eager_block_begins_on_a_core_of_its_own_behind_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    solution, log = Recorder(), list[Any]()
+    args = [(torch.tensor([slot]),) for slot in range(7)]
+    layout, size = contiguous_layout(iter([torch.empty(1, dtype=torch.int64)] * 7))
+    block = timing.make_block("eager", solution, args, OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, CPU), CPU)
+    core = TimedCore([])
+    monkeypatch.setattr(core, "settle", lambda first, further: log.append((first + further, len(solution.seen))) or 10.0)
+    monkeypatch.setattr(timing, "_all_reduce", lambda tensor: log.append("barrier"))
+    for parts, begins in ((3, [0, 2, 4]), (1, [0])):
+        log.clear()
+        solution.seen.clear()
+        block.run(core, {"first": 5}, list(range(7)), parts=parts)
+        assert log == [item for number, begin in enumerate(begins) for item in ((5 + 3 * number, begin), "barrier")]
+
+
+@pytest.mark.usefixtures("clockless")
 def test_graphs_are_replayed_in_the_order_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     results = [torch.tensor([slot]) for slot in range(4)]
 

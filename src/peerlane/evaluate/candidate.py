@@ -195,7 +195,7 @@ class CandidateRank(Rank):
         """One timed block; the answer carries the times and what the calls returned."""
         attached = self._spaces[request["space"]]
         block, between = attached.blocks[request["mode"]], attached.arguments.exchangers(request["exchanges"])
-        times = block.run(self.core, request["core"], request["order"], between, timed=request["timed"])
+        times = block.run(self.core, request["core"], request["order"], between, parts=request["parts"], timed=request["timed"])
         attached.latest = block.latest
         return {**times, "outputs": attached.outputs.descriptions}
 

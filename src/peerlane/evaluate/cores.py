@@ -17,7 +17,7 @@ _MOST = 8  # cores that a rank chooses from
 _STEPS, _TRIES = 500, 3
 _SLOWER = 1.25  # than the fastest core: no longer full speed; slow cores take about twice as long
 _FRESH_S = 0.05  # for so long what was found of a core is relied on by work that is not timed
-_PARTS, _CALLS_PER_PART = 4, 2  # of a block, the most and the least
+_CALLS_PER_PART = 2  # of a block, at least
 
 _clock = time.perf_counter
 _get_affinity, _set_affinity = os.sched_getaffinity, os.sched_setaffinity
@@ -59,14 +59,11 @@ def _siblings(cpu: int) -> str:
         return str(cpu)
 
 
-def parts(calls: int) -> list[range]:
-    """The positions of a timed block's eager calls, in up to four parts that have a core each: of two calls or more, and one where the
+def parts(calls: int, most: int) -> list[range]:
+    """The positions of a timed block's eager calls, in up to ``most`` parts that have a core each: of two calls or more, and one where the
     number is odd.
-
-    How fast a core calls hardly changes while a block takes its time, and differs from block to block by 10 to 25 %: a block on
-    several cores tells more than one on a single core. More parts tell more yet, but moving takes time in which there could be more blocks.
     """
-    count = min(_PARTS, -(-calls // _CALLS_PER_PART))
+    count = min(most, -(-calls // _CALLS_PER_PART))
     return [range(calls * part // count, calls * (part + 1) // count) for part in range(count)]
 
 

@@ -93,11 +93,12 @@ class Race:
 
     @property
     def _parts(self) -> tuple[range, ...]:
-        return tuple(parts(self.slots)) if self.mode == "eager" else ()
+        return tuple(parts(self.slots, self.rules.eager_parts)) if self.mode == "eager" else ()
 
-    def _core(self, first: int) -> Message:
-        """What a block's ranks are to know of cores; see :meth:`peerlane.evaluate.cores.TimedCore.settle`."""
-        return {"full_us": self.trial.session.full_pace_us, "first": first}
+    def _how(self, first_core: int, *, timed: bool) -> Message:
+        """What a block's ranks are to know of cores, see :meth:`peerlane.evaluate.cores.TimedCore.settle`, and of time."""
+        cores = {"full_us": self.trial.session.full_pace_us, "first": first_core}
+        return {"core": cores, "parts": self.rules.eager_parts if timed else 1, "timed": timed}
 
     def trusted_block(self, late: int = 0, first_core: int = 0) -> BlockTimes:
         """One block of the trusted reference on what was minted; before so many calls contents change places, as on the other side."""
@@ -113,7 +114,7 @@ class Race:
         """What the trusted ranks answer to a block in this order, and how long that takes them by the outer clock."""
         steps = self.trial.exchanges(order, _dice.sample(range(1, len(order) - 1), late)).steps
         begin = time.perf_counter()
-        answers = self.trial.trusted("block", mode=self.mode, order=order, exchanges=steps, core=self._core(first_core), timed=timed)
+        answers = self.trial.trusted("block", mode=self.mode, order=order, exchanges=steps, **self._how(first_core, timed=timed))
         return answers, (time.perf_counter() - begin) * 1e6
 
     def other_block(self, calls: _Calls) -> BlockTimes:
@@ -142,9 +143,9 @@ class Race:
         trial = self.trial
         if self._needs_new_contents:
             trial.reveal(self.slots)
-        request = {"mode": self.mode, "side": self.side, "order": calls.order, "exchanges": calls.exchanges.steps, "timed": timed}
+        request = {"mode": self.mode, "side": self.side, "order": calls.order, "exchanges": calls.exchanges.steps}
         begin = time.perf_counter()
-        answers = trial.ask("block", "timing", trial.session.deadlines.timing, core=self._core(calls.core), **request)
+        answers = trial.ask("block", "timing", trial.session.deadlines.timing, **request, **self._how(calls.core, timed=timed))
         return answers, (time.perf_counter() - begin) * 1e6
 
     def _collect(self, answers: list[Message], calls: _Calls) -> None:

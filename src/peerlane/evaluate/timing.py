@@ -79,8 +79,8 @@ class Block(abc.ABC):
         _all_reduce(self._barrier)
 
     @abc.abstractmethod
-    def bursts(self, calls: int, *, timed: bool) -> list[range]:
-        """The positions of calls that are enqueued before the host waits for the device."""
+    def bursts(self, calls: int, most: int) -> list[range]:
+        """The positions of calls that are enqueued before the host waits for the device; ``most``: where their number is free."""
 
     @abc.abstractmethod
     def _call(self, slot: int, *, last: bool) -> None:
@@ -91,9 +91,17 @@ class Block(abc.ABC):
         """What the last call of the latest run returned."""
 
     def run(
-        self, core: TimedCore, sought: Mapping[str, Any], order: list[int], between: Between | None = None, *, timed: bool = True
+        self,
+        core: TimedCore,
+        sought: Mapping[str, Any],
+        order: list[int],
+        between: Between | None = None,
+        *,
+        parts: int = 1,
+        timed: bool = True,
     ) -> dict[str, Any]:
         """One block, its slots in this order, this thread kept on a core at full speed; ``sought``: the arguments of its ``settle``.
+        Eager calls come in up to so many ``parts``, each on a core of its own.
 
         Returns ``pace_us`` and ``collectives``: how many the process groups counted in the calls, captured ones included. If ``timed``, for
         which no slot may come twice, also ``iterations_us`` (call by call) and ``span_us`` (first start to last end of every burst, added
@@ -102,7 +110,7 @@ class Block(abc.ABC):
         _collect()
         _gc_disable()
         between, counted, paces_us = between or {}, 0, []
-        bursts = self.bursts(len(order), timed=timed)
+        bursts = self.bursts(len(order), parts)
         try:
             quiesce()
             with core.taken():
@@ -135,7 +143,7 @@ class Block(abc.ABC):
 
 
 class EagerBlock(Block):
-    """Calls ``solution`` from Python for every slot, of a timed block in parts from several cores."""
+    """Calls ``solution`` from Python for every slot, in parts from several cores."""
 
     moves = True
 
@@ -145,8 +153,8 @@ class EagerBlock(Block):
         self._ends = [_timer() for _ in args]
         self._latest: list[torch.Tensor] = []
 
-    def bursts(self, calls: int, *, timed: bool) -> list[range]:
-        return parts(calls) if timed else [range(calls)]
+    def bursts(self, calls: int, most: int) -> list[range]:
+        return parts(calls, most)
 
     def _call(self, slot: int, *, last: bool) -> None:
         self._latest = []
@@ -216,7 +224,7 @@ class GraphBlock(Block):
             graphs.append(graph)
         return graphs
 
-    def bursts(self, calls: int, *, timed: bool) -> list[range]:
+    def bursts(self, calls: int, most: int) -> list[range]:
         return [range(first, min(first + self.burst, calls)) for first in range(0, calls, self.burst)]
 
     def _call(self, slot: int, *, last: bool) -> None:

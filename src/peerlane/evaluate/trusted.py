@@ -284,7 +284,7 @@ class TrustedRank(Rank):
         time in both, and are put back behind it."""
         current, steps = self.opened(request), request["exchanges"]
         block, between = current.blocks[request["mode"]], current.private.exchangers(steps)
-        times = block.run(self.core, request["core"], request["order"], between, timed=request["timed"])
+        times = block.run(self.core, request["core"], request["order"], between, parts=request["parts"], timed=request["timed"])
         for _, slot, other in reversed(steps):
             current.private.exchanger(slot, other)()
         self.synchronize()
