@@ -63,19 +63,19 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
 def test_at_first_all_cores_are_tried_and_the_fastest_is_taken(machine: Machine) -> None:
     core = TimedCore([1, 2, 3, 4])
-    assert core.settle(0.0) == 10.0 and core.number == 3 and machine.asked == [1, 2, 3, 4]
-    assert machine.here == 3 and machine.moves == 5
+    assert core.settle(0.0) == 10.0 and machine.here == 3 and machine.asked == [1, 2, 3, 4]
+    assert machine.moves == 5
 
 
 def test_a_core_at_full_speed_is_kept_and_a_slow_one_left_for_the_first_that_is_not(machine: Machine) -> None:
     core = TimedCore([1, 2, 3, 4])
     core.settle(10.0)
-    assert core.number == 3 and machine.asked == [1, 2, 3]
+    assert machine.here == 3 and machine.asked == [1, 2, 3]
     core.settle(10.0)
-    assert core.number == 3 and machine.asked == [1, 2, 3, 3] and machine.here == 3 and machine.moves == 4
+    assert machine.here == 3 and machine.asked == [1, 2, 3, 3] and machine.moves == 4
     machine.paces[3] = 18.0
     core.settle(10.0)
-    assert core.number == 4 and machine.asked[4:] == [3, 4]
+    assert machine.here == 4 and machine.asked[4:] == [3, 4]
     machine.paces[4] = 18.0
     assert core.settle(10.0) == 18.0 and machine.asked[6:] == [4, 1, 2, 3]
 
@@ -87,7 +87,7 @@ def test_threads_that_begin_at_the_same_place_find_the_same_core(machine: Machin
         for core in (mine, theirs):
             machine.asked.clear()
             core.settle(10.0, first)
-            assert (machine.asked, core.number) == (tried, number)
+            assert (machine.asked, machine.here) == (tried, number)
 
 
 def test_what_a_core_at_full_speed_does_is_remembered(machine: Machine) -> None:
@@ -95,7 +95,7 @@ def test_what_a_core_at_full_speed_does_is_remembered(machine: Machine) -> None:
     core.settle()
     machine.paces[3] = 18.0
     core.settle()
-    assert core.number == 4 and machine.asked[4:] == [3, 4]
+    assert machine.here == 4 and machine.asked[4:] == [3, 4]
 
 
 def test_untimed_work_looks_for_a_core_only_where_nobody_has_lately(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,15 +103,15 @@ def test_untimed_work_looks_for_a_core_only_where_nobody_has_lately(machine: Mac
     monkeypatch.setattr(cores, "_clock", lambda: now)
     core = TimedCore([1, 2, 3, 4])
     core.settle_anew()
-    assert core.number == 3 and machine.asked == [1, 2, 3, 4]
+    assert machine.here == 3 and machine.asked == [1, 2, 3, 4]
     machine.paces[3] = 18.0
     now += 0.04
     machine.here = -1
     core.settle_anew()
-    assert core.number == machine.here == 3 and len(machine.asked) == 4
+    assert machine.here == 3 and len(machine.asked) == 4
     now += 0.02
     core.settle_anew()
-    assert core.number == 4 and machine.asked[4:] == [3, 4]
+    assert machine.here == 4 and machine.asked[4:] == [3, 4]
     now += 0.04
     core.settle(10.0)
     now += 0.04
@@ -122,12 +122,12 @@ def test_untimed_work_looks_for_a_core_only_where_nobody_has_lately(machine: Mac
 def test_where_all_are_slow_the_least_slow_is_taken(machine: Machine) -> None:
     machine.paces |= {3: 21.0, 4: 18.0}
     core = TimedCore([1, 2, 3, 4])
-    assert core.settle(10.0) == 18.0 and core.number == 4
+    assert core.settle(10.0) == 18.0 and machine.here == 4
 
 
 def test_without_cores_of_its_own_a_thread_stays_where_it_is() -> None:
-    core = TimedCore([])
-    assert core.settle(0.0) > 0 and core.number is None
+    everywhere = os.sched_getaffinity(0)
+    assert TimedCore([]).settle(0.0) > 0 and os.sched_getaffinity(0) == everywhere
 
 
 def test_a_thread_is_on_the_core_and_free_again_behind_it() -> None:

@@ -79,16 +79,12 @@ def pace_us() -> float:
 
 
 class TimedCore:
-    """The core of a rank's calling thread while it is timed, one of ``cores``; ``number`` is None where there are none."""
+    """The core of a rank's calling thread while it is timed, one of ``cores``; where there are none, it stays where it is."""
 
     def __init__(self, cores: list[int]) -> None:
         self._cores, self._place = cores, 0
         self._full_us = 0.0  # of the fastest core that is known; 0: of none
         self._settled_s = -math.inf  # when a core was chosen, on this module's clock
-
-    @property
-    def number(self) -> int | None:
-        return self._cores[self._place] if self._cores else None
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
