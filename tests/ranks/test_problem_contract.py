@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 
 from peerlane import problems
+from peerlane.evaluate.slots import describe_answer
 from peerlane.problems._calibration import Margins, margins, worst
 from peerlane.problems._count import cost_faults
+from peerlane.problems._draw import Draw
 from peerlane.problems._spec import Case, Problem
-from peerlane.problems._tree import resolve_groups
+from peerlane.problems._tree import describe, resolve_groups
+
+_ALIKE_SLOTS = 4
 
 SMALL = [
     pytest.param(problem, case, id=f"p{problem.id:03d}-{case.label}-w{world_size}")
@@ -53,6 +57,37 @@ def test_case_is_sound(problem: Problem, case: Case, rank_pool: Any) -> None:
     assert not cost_faults([problem.cost(case, rank) for rank in range(case.world_size)], found.counts)
     if not problem.honest_variants:
         assert not any(found.reference.values()), "an answer that is not exact needs an honest variant: is its tolerance fair?"
+
+
+def unlike_answers(rank: int, world_size: int, number: int) -> list[str]:
+    """The cases in which the reference gives outputs of other shapes for arguments of the same shapes on all ranks."""
+    import torch.distributed as dist
+
+    problem, unlike = problems.get(number), []
+    for case in (case for variant in problem.variants for case in problem.cases("small", world_size, variant)):
+        layout = tuple((name, tuple(tuple(members) for members in each)) for name, each in problem.process_groups(case).items())
+        groups = groups_of(layout, rank)
+        draws = [Draw(secret="test", case_key=case.key, slot=slot, block=slot, rank=rank) for slot in range(_ALIKE_SLOTS)]
+        trees = [problem.inputs(case, rank, draw) for draw in draws]
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, list(map(describe, trees)))
+        known: dict[str, Any] = {}
+        for tree, key in zip(trees, map(repr, zip(*everyone, strict=True)), strict=True):
+            args = resolve_groups(tree, groups.__getitem__)
+            answer = describe_answer(problem.answer(problem.reference_of(case.variant)(*args), args))
+            if known.setdefault(key, answer) != answer:
+                unlike.append(case.key)
+    return unlike
+
+
+@pytest.mark.parametrize("problem", [item for item in problems.all_problems() if item.graph], ids=lambda p: f"p{p.id:03d}")
+def test_where_the_reference_can_be_captured_contents_decide_no_shape(problem: Problem, rank_pool: Any) -> None:
+    """Layouts of slots whose arguments are alike are found by one call."""
+    assert rank_pool(2).run(unlike_answers, problem.id) == [[], []]
+
+
+def test_where_contents_decide_shapes_it_shows(rank_pool: Any) -> None:
+    assert all(rank_pool(2).run(unlike_answers, 67)), "the test above can fail"
 
 
 @pytest.mark.parametrize("problem", problems.all_problems(), ids=lambda p: f"p{p.id:03d}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from peerlane.problems._codes import eight_bit_floats, eight_bits
-from peerlane.problems._draw import Draw
+from peerlane.problems._draw import Draw, constant
 
 
 def _draw(secret: str, block: int) -> Draw:
@@ -88,3 +88,11 @@ def test_eight_bit_floats_keep_four_significant_bits_of_what_is_not_too_small() 
     assert eight_bit_floats(rows).tolist() == [[448.0, 1.0, 1.0, 1.125, 0.0], [0.0] * 5]
     scaled = eight_bit_floats((rows * 1024).to(torch.bfloat16))
     assert scaled.dtype == torch.bfloat16 and torch.equal(scaled.float(), eight_bit_floats(rows) * 1024)
+
+
+def test_constants_are_made_once_and_told_apart_by_how_they_are_written() -> None:
+    cpu = torch.device("cpu")
+    assert constant([1, 2], cpu) is constant([1, 2], cpu) and constant([1, 2], cpu).dtype == torch.int64
+    assert constant([1.0, 2.0], cpu).dtype == torch.float32 and constant([1, 2], cpu, torch.float64).dtype == torch.float64
+    assert float(constant([0.0], cpu).signbit()) != float(constant([-0.0], cpu).signbit())
+    assert constant([[1], [2]], cpu).shape == (2, 1) and constant([], cpu).numel() == 0

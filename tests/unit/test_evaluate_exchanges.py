@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from peerlane.evaluate.cores import TimedCore
 from peerlane.evaluate.exchanges import MOST_BYTES, Exchanges, kinds_of_slots
-from peerlane.evaluate.slots import ArgumentSlots, contiguous_layout
+from peerlane.evaluate.slots import ArgumentSlots, place_slots
 from peerlane.evaluate.trusted import TrustedRank
+from peerlane.problems._tree import describe
 
 
 @given(st.permutations(range(7)), st.lists(st.integers(0, 2), min_size=7, max_size=7), st.sets(st.integers(0, 6)))
@@ -38,8 +39,8 @@ def test_nothing_is_exchanged_with_a_call_that_is_over_or_of_another_kind() -> N
 
 
 def layout_of(*slots: tuple[Any, ...]) -> dict[str, Any]:
-    arguments, size = contiguous_layout(iter(slots))
-    outputs, _ = contiguous_layout(iter([torch.empty(2)] * len(slots)))
+    arguments, size = place_slots(map(describe, slots))
+    outputs, _ = place_slots([describe(torch.empty(2))] * len(slots))
     return {"arguments": arguments, "outputs": outputs, "input_bytes": size}
 
 
@@ -69,7 +70,7 @@ def test_slots_are_alike_where_they_are_on_every_rank() -> None:
 
 def test_the_trusted_reference_finds_its_contents_where_they_were_minted_after_a_block() -> None:
     slots = [(torch.full((3,), float(slot)),) for slot in range(4)]
-    layout, size = contiguous_layout(iter(slots))
+    layout, size = place_slots(map(describe, slots))
     private = ArgumentSlots(torch.zeros(size, dtype=torch.uint8), layout, str)
     private.fill(slots)
     seen = []
@@ -105,7 +106,7 @@ def test_the_trusted_reference_finds_its_contents_where_they_were_minted_after_a
 
 def test_exchanged_slots_hold_each_others_tensors_and_leave_the_rest_alone() -> None:
     slots = [(torch.full((3,), float(slot)), [torch.full((5,), slot, dtype=torch.int64)]) for slot in range(3)]
-    layout, size = contiguous_layout(iter(slots))
+    layout, size = place_slots(map(describe, slots))
     data = torch.full((size,), 7, dtype=torch.uint8)
     arguments = ArgumentSlots(data, layout, str)
     arguments.fill(slots)

@@ -11,32 +11,36 @@ import torch
 
 from peerlane.evaluate import layouts
 from peerlane.evaluate.layouts import KnownLayouts
+from peerlane.evaluate.minting import Drawn
 from peerlane.evaluate.slots import ArgumentSlots, end_of
 from peerlane.problems._spec import Case
+from peerlane.problems._tree import describe
 
 CASE = Case(problem=1, preset="small", label="a", world_size=2, dtype=torch.float32)
 OTHER = Case(problem=1, preset="small", label="b", world_size=2, dtype=torch.float32)
 
 
 class Made:
-    """A problem whose slots differ in size, and what was asked of it."""
+    """A problem whose slots differ in size, ``apart`` of them, and what was asked of it. ``fixed``: its slots say that they do not."""
 
-    def __init__(self, number: int = 1) -> None:
-        self.id, self.drawn, self.called = number, list[int](), list[float]()
+    def __init__(self, number: int = 1, *, apart: int = 100, fixed: bool = False, graph: bool = True) -> None:
+        self.id, self.drawn, self.called = number, list[int](), list[int]()
+        self.apart, self.fixed, self.graph = apart, fixed, graph
 
-    def draw(self, slots: Iterable[int]) -> list[tuple[Any, ...]]:
-        return [self._inputs(slot) for slot in slots]
+    def draw(self, slots: Iterable[int]) -> list[Drawn]:
+        return [Drawn(self._inputs(slot), self.fixed) for slot in slots]
 
     def _inputs(self, slot: int) -> tuple[Any, ...]:
         self.drawn.append(slot)
-        return torch.full((slot + 3,), float(slot)), [torch.full((1, 2), slot, dtype=torch.int32).expand(4, 2)], "world", 7
+        counts = torch.full((1, 2), slot, dtype=torch.int32).expand(4, 2)
+        return torch.full((slot % self.apart + 3,), float(slot)), [counts], "world", 7
 
     def reference_of(self, variant: str) -> Callable[..., torch.Tensor]:
         return self._reference
 
     def _reference(self, x: torch.Tensor, counts: list[torch.Tensor], group: str, number: int) -> torch.Tensor:
         assert bool((x == float(counts[0][0, 0])).all()) and (group, number) == ("world", 7), "called on what was drawn"
-        self.called.append(float(x[0]))
+        self.called.append(int(x[0]))
         return x.repeat(2).to(torch.bfloat16)
 
     def answer(self, output: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
@@ -98,3 +102,25 @@ def test_cases_are_told_apart_and_another_problem_is_found_anew() -> None:
     _ask(known, other, 1)
     _ask(known, made, 1)
     assert other.drawn == [0] and made.drawn == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize(("fixed", "graph"), [(False, True), (False, False), (True, True), (True, False)])
+def test_what_is_alike_is_drawn_and_called_once_where_that_is_certain(fixed: bool, graph: bool) -> None:
+    known, made = _known(), Made(apart=1 if fixed else 3, fixed=fixed, graph=graph)
+    found = _ask(known, made, 7)
+    assert made.called == (list(range(7)) if not graph else [0] if fixed else [0, 1, 2])
+    assert made.drawn == ([0] if fixed and graph else list(range(7)))
+    assert found == _ask(_known(), Made(apart=made.apart, graph=False), 7)
+    before = len(made.called)
+    assert _ask(known, made, 9) == _ask(_known(), Made(apart=made.apart, graph=False), 9)
+    assert len(made.called) == before + (0 if graph else 2)
+
+
+def test_slots_are_not_alike_where_another_rank_has_other_arguments_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(everyone: list[Any], mine: Any) -> None:
+        everyone[:] = [list(mine), [describe(torch.empty(slot % 2)) for slot in range(len(mine))]]
+
+    monkeypatch.setattr(layouts.dist, "all_gather_object", gather)
+    known, made = _known(), Made(apart=1, fixed=True)
+    _ask(known, made, 6)
+    assert made.drawn == made.called == [0, 1]

@@ -26,7 +26,7 @@ from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.guards import GuardBands, Region, argument_regions
 from peerlane.evaluate.jitter import Jitter
 from peerlane.evaluate.nursery_handle import memory_file
-from peerlane.evaluate.slots import FRONT_BYTES, ArgumentSlots, OutputRegions, Unowned, contiguous_layout, place_all
+from peerlane.evaluate.slots import FRONT_BYTES, ArgumentSlots, OutputRegions, Unowned, place_all, place_slots
 from peerlane.evaluate.stress import Stress, choose_compared, choose_slots, draw_jitter, draw_sliced
 from peerlane.evaluate.trial import Evidence, Rejected, Trial
 from peerlane.evaluate.trusted import TrustedRank
@@ -441,7 +441,6 @@ def clockless(monkeypatch: pytest.MonkeyPatch) -> None:
         "_timer": lambda **_: object(),
         "_record": lambda event: None,
         "_elapsed": lambda start, end: 0.001,
-        "_current_stream": lambda: None,
         "_synchronize": lambda: None,
         "_all_reduce": lambda tensor: None,
         "quiesce": lambda: None,
@@ -455,7 +454,7 @@ def clockless(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_block_calls_its_slots_in_the_order_that_was_asked_for_and_keeps_the_last_result() -> None:
     solution, slots = Recorder(), 5
     args = [(torch.tensor([slot]),) for slot in range(slots)]
-    layout, size = contiguous_layout(iter([torch.empty(1, dtype=torch.int64)] * slots))
+    layout, size = place_slots([describe(torch.empty(1, dtype=torch.int64))] * slots)
     outputs = OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, CPU)
     block = timing.make_block("eager", solution, args, outputs, CPU)
     assert len(block.run(TimedCore([]), {}, [3, 1, 4, 0, 2])["iterations_us"]) == slots
@@ -472,7 +471,7 @@ def test_a_block_calls_its_slots_in_the_order_that_was_asked_for_and_keeps_the_l
 def test_each_part_of_an_eager_block_begins_on_a_core_of_its_own_behind_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
     solution, log = Recorder(), list[Any]()
     args = [(torch.tensor([slot]),) for slot in range(7)]
-    layout, size = contiguous_layout(iter([torch.empty(1, dtype=torch.int64)] * 7))
+    layout, size = place_slots([describe(torch.empty(1, dtype=torch.int64))] * 7)
     block = timing.make_block("eager", solution, args, OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, CPU), CPU)
     core = TimedCore([])
     monkeypatch.setattr(core, "settle", lambda first, further: log.append((first + further, len(solution.seen))) or 10.0)

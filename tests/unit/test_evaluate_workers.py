@@ -18,7 +18,7 @@ from peerlane.evaluate import patches, slots, timing
 from peerlane.evaluate.candidates import candidate_file
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.readable import LINE_CHARACTERS
-from peerlane.evaluate.slots import OutputRegions, contiguous_layout
+from peerlane.evaluate.slots import OutputRegions, describe_answer, place_slots
 from peerlane.evaluate.trial import torn_output, verdict_of
 from peerlane.evaluate.trusted import _changed, _changes, _claimed_mismatch, _misplaced
 from peerlane.evaluate.worker import classify
@@ -156,7 +156,7 @@ def test_the_output_whose_bits_differ_is_named() -> None:
 
 
 def test_a_dict_may_be_built_in_any_order() -> None:
-    layout, _ = contiguous_layout(iter([{"a": torch.zeros(2), "b": torch.zeros(3)}]))
+    layout, _ = place_slots([describe_answer({"a": torch.zeros(2), "b": torch.zeros(3)})])
     regions = OutputRegions(torch.zeros(4096, dtype=torch.uint8), layout, torch.device("cpu"))
     regions.take(0, {"b": torch.full((3,), 3.0), "a": torch.full((2,), 2.0)}, ())
     assert [view.tolist() for view in regions.views[0]] == [[2.0, 2.0], [3.0, 3.0, 3.0]]
@@ -170,7 +170,7 @@ def test_a_dict_has_names_for_keys() -> None:
         def __str__(self) -> str:
             return "a"
 
-    layout, _ = contiguous_layout(iter([{"a": torch.zeros(2), "b": torch.zeros(3)}]))
+    layout, _ = place_slots([describe_answer({"a": torch.zeros(2), "b": torch.zeros(3)})])
     regions = OutputRegions(torch.zeros(4096, dtype=torch.uint8), layout, torch.device("cpu"))
     regions.take(0, {Name(): torch.zeros(2), "b": torch.zeros(3), "a": torch.zeros(2)}, ())
     assert regions.descriptions[0] == {"kind": "other", "type": "dict with a key of type Name"}

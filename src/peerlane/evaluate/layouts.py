@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.evaluate.slots import ArgumentSlots, contiguous_layout, end_of, place_slots, strip_overlap
+from peerlane.evaluate.minting import Drawn
+from peerlane.evaluate.slots import ArgumentSlots, describe_answer, end_of, place_slots, strip_overlap
 from peerlane.problems._spec import Case, Problem
 from peerlane.problems._tree import Description, describe
 
-DrawSlots = Callable[[Iterable[int]], list[tuple[Any, ...]]]
+DrawSlots = Callable[[Iterable[int]], list[Drawn]]
 """This rank's inputs of some slots."""
 
 
@@ -29,6 +30,17 @@ class Layouts:
         return Layouts([mine[:slots] for mine in self.arguments], self.outputs[:slots])
 
 
+@dataclass
+class _Known:
+    """What one rank knows of a case."""
+
+    layouts: Layouts
+    fixed: Description | None = None
+    """this rank's arguments in every slot, where all are alike"""
+    answers: dict[str, Description] = field(default_factory=dict)
+    """this rank's outputs, by the arguments of all ranks"""
+
+
 class KnownLayouts:
     """What one rank knows of a problem's cases. A slot's shapes and strides are the same in every block, for they are drawn from nothing
     that changes (see :mod:`peerlane.problems._draw`)."""
@@ -36,37 +48,55 @@ class KnownLayouts:
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self._rank, self._world_size, self._device = rank, world_size, device
         self._problem = 0
-        self._cases: dict[str, Layouts] = {}
+        self._cases: dict[str, _Known] = {}
 
     def of(self, problem: Problem, case: Case, slots: int, draw: DrawSlots, groups: Mapping[str, Any]) -> Layouts:
         """The layouts of a case's first slots; all ranks ask for the same at the same time.
 
-        Those of slots that nobody has asked for yet are found, sizes from one drawing of the inputs and output shapes from one run of the
-        reference, and remembered until another problem's are asked for.
+        Those of slots that nobody has asked for yet are found, and remembered until another problem's are asked for: sizes by drawing
+        inputs, unless those of all slots are alike, and output shapes by running the reference. A reference that can be captured knows
+        nothing of contents when it shapes its outputs: it is run once for all slots whose arguments are alike on all ranks.
         """
         if self._problem != problem.id:
             self._problem, self._cases = problem.id, {}
-        known = self._cases.setdefault(case.key, Layouts([[] for _ in range(self._world_size)]))
-        if len(known.outputs) < slots:
+        known = self._cases.setdefault(case.key, _Known(Layouts([[] for _ in range(self._world_size)])))
+        if len(known.layouts.outputs) < slots:
             self._find(known, problem, case, slots, draw, groups)
-        return known.of_first(slots)
+        return known.layouts.of_first(slots)
 
-    def _find(self, known: Layouts, problem: Problem, case: Case, slots: int, draw: DrawSlots, groups: Mapping[str, Any]) -> None:
-        first, mine = len(known.outputs), list(known.arguments[self._rank])
-        trees = [strip_overlap(tree) for tree in draw(range(first, slots))]
-        placed, end = place_slots(map(describe, trees), end_of(mine))
-        mine += placed
-        memory = torch.empty(end, dtype=torch.uint8, device=self._device)
-        calls = ArgumentSlots(memory, mine, groups.__getitem__)
-        calls.fill(trees, first)
-        del trees
-        reference = problem.reference_of(case.variant)
-        answers = (problem.answer(reference(*args), args) for args in calls.args[first:])
-        outputs, _ = contiguous_layout(answers, end_of(known.outputs))
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
-        everyone: list[list[Description]] = [[] for _ in known.arguments]
-        dist.all_gather_object(everyone, placed)
-        for arguments, further in zip(known.arguments, everyone, strict=True):
-            arguments += further
-        known.outputs += outputs
+    def _find(self, known: _Known, problem: Problem, case: Case, slots: int, draw: DrawSlots, groups: Mapping[str, Any]) -> None:
+        layouts, trees = known.layouts, dict[int, Any]()
+        fresh = range(len(layouts.outputs), slots)
+
+        def have(wanted: Iterable[int]) -> None:
+            if missing := [slot for slot in wanted if slot not in trees]:
+                for slot, drawn in zip(missing, draw(missing), strict=True):
+                    trees[slot] = strip_overlap(drawn.args)
+                    if drawn.fixed:
+                        known.fixed = describe(trees[slot])
+
+        if known.fixed is None:
+            have(fresh[:1])
+        if known.fixed is None:
+            have(fresh)
+        everyone: list[list[Description]] = [[] for _ in layouts.arguments]
+        dist.all_gather_object(everyone, [known.fixed or describe(trees[slot]) for slot in fresh])
+        keys = [repr((None if problem.graph else slot, *of_all)) for slot, of_all in zip(fresh, zip(*everyone, strict=True), strict=True)]
+        called: dict[str, int] = {}
+        for key, slot in zip(keys, fresh, strict=True):
+            if key not in known.answers:
+                called.setdefault(key, slot)
+        have(called.values())
+        for key, slot in called.items():
+            known.answers[key] = self._answer(problem, case, trees.pop(slot), groups)
+        for mine, further in zip(layouts.arguments, everyone, strict=True):
+            mine += place_slots(further, end_of(mine))[0]
+        layouts.outputs += place_slots((known.answers[key] for key in keys), end_of(layouts.outputs))[0]
+
+    def _answer(self, problem: Problem, case: Case, tree: Any, groups: Mapping[str, Any]) -> Description:
+        """The output of the reference on these arguments, from memory that they are copied to as for every other call."""
+        layout, end = place_slots([describe(tree)])
+        calls = ArgumentSlots(torch.empty(end, dtype=torch.uint8, device=self._device), layout, groups.__getitem__)
+        calls.fill([tree])
+        args = calls.args[0]
+        return describe_answer(problem.answer(problem.reference_of(case.variant)(*args), args))

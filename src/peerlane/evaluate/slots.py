@@ -273,9 +273,9 @@ def updates_of(problem: Problem) -> dict[str, int]:
     return {name: problem.parameters.index(name) for name in problem.updates}
 
 
-def contiguous_layout(outputs: Iterable[Tree], offset: int = FRONT_BYTES) -> tuple[list[Description], int]:
-    """Placed descriptions for the outputs of slots, row-major whatever the outputs' strides are, and the offset behind the last."""
-    return place_slots((_row_major(describe(output)) for output in outputs), offset)
+def describe_answer(output: Tree) -> Description:
+    """As :func:`describe`, for what a region keeps of an output: row-major whatever its strides are."""
+    return _row_major(describe(output))
 
 
 def _row_major(description: Description) -> Description:

@@ -24,6 +24,7 @@ from peerlane.evaluate.arena import POISON, Arena, aligned, view
 from peerlane.evaluate.guards import GuardBands, argument_regions, output_regions
 from peerlane.evaluate.jitter import compile_crowd
 from peerlane.evaluate.layouts import KnownLayouts
+from peerlane.evaluate.minting import Drawn, Inputs, Minter
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.quiet import latency_us
 from peerlane.evaluate.readable import one_line
@@ -38,7 +39,7 @@ from peerlane.evaluate.slots import (
 )
 from peerlane.evaluate.timing import Block, Solution, capture_failure, make_block
 from peerlane.evaluate.worker import Handler, Rank
-from peerlane.problems._draw import RANDOM, Draw
+from peerlane.problems._draw import Draw
 from peerlane.problems._judge import any_differs, digests, expected_leaves, same_bits, score, type_mismatch
 from peerlane.problems._spec import Case, Problem
 from peerlane.problems._tree import (
@@ -84,6 +85,7 @@ class OpenCase:
     groups: dict[str, Any]
     staging: torch.Tensor
     private: ArgumentSlots
+    minter: Minter
     public: ArgumentSlots
     input_bytes: int
     output_layout: list[Description]
@@ -171,10 +173,6 @@ class TrustedRank(Rank):
         self._secret = request["secret"]
         return {"crowd": base64.b64encode(compile_crowd(self.device)).decode() if self.device.type == "cuda" else ""}
 
-    def _inputs(self, problem: Problem, case: Case, rank: int, slot: int, block: int, kind: str) -> tuple[Any, ...]:
-        draw = Draw(secret=self._secret, case_key=case.key, slot=slot, block=block, rank=rank, kind=kind, device=self.device)
-        return problem.inputs(case, rank, draw)
-
     def opened(self, request: Message) -> OpenCase:
         """The case in the request's space."""
         current = self._open.get(request["space"])
@@ -187,10 +185,11 @@ class TrustedRank(Rank):
         self.close_case(request)
         problem, case = self.case_of(request)
         groups = self.groups(problem.process_groups(case))
+        inputs = Inputs(problem, case, self.rank, self._secret, self.device)
 
-        def drawn(slots: Iterable[int]) -> list[tuple[Any, ...]]:
+        def drawn(slots: Iterable[int]) -> list[Drawn]:
             with self._at_full_speed():
-                return [self._inputs(problem, case, self.rank, slot, 0, RANDOM) for slot in slots]
+                return [inputs.of(slot, 0) for slot in slots]
 
         layouts = self._layouts.of(problem, case, request["slots"], drawn, groups)
         layout, output_layout = layouts.arguments[self.rank], layouts.outputs
@@ -201,12 +200,14 @@ class TrustedRank(Rank):
         regions = [*argument_regions(layout, problem.parameters), *output_regions(output_layout, input_bytes)]
         staging = torch.empty(input_bytes, dtype=torch.uint8, device=self.device)
         own = torch.empty(output_bytes, dtype=torch.uint8, device=self.device)
+        private = ArgumentSlots(staging, layout, groups.__getitem__)
         self._open[request["space"]] = OpenCase(
             problem,
             case,
             groups,
             staging,
-            ArgumentSlots(staging, layout, groups.__getitem__),
+            private,
+            Minter(inputs, private),
             ArgumentSlots(shared[:input_bytes], layout, groups.__getitem__),
             input_bytes,
             output_layout,
@@ -249,8 +250,7 @@ class TrustedRank(Rank):
         """New contents for the first ``len(kinds)`` slots, in private memory; ``kinds`` says which of them are integer draws."""
         current = self.opened(request)
         current.kinds = request["kinds"]
-        block, kinds = request["block"], enumerate(current.kinds)
-        current.private.fill(self._inputs(current.problem, current.case, self.rank, slot, block, kind) for slot, kind in kinds)
+        current.minter.mint(request["block"], current.kinds)
         self.synchronize()
         return {}
 

@@ -12,6 +12,8 @@ import functools
 import hashlib
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -33,6 +35,43 @@ def seeded_generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device="cpu" if device.type == "meta" else device).manual_seed(seed)
 
 
+@dataclass(frozen=True)
+class _Numbers:
+    """Compared as they are written: 1 is not 1.0, and 0.0 is not -0.0."""
+
+    written: str
+    values: Any = field(compare=False)
+
+
+def constant(values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """``torch.tensor(values, dtype, device)``, not to be changed in place: copied to the device once, for that takes the host as long as
+    drawing something, and cannot be captured."""
+    return _constant(_Numbers(repr(values), values), device, dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _constant(numbers: _Numbers, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
+    return torch.tensor(numbers.values, device=device, dtype=dtype)
+
+
+class BlockGenerators:
+    """The two generators of a block, from which its slots are drawn one behind the other, in place of two new ones for every slot.
+
+    Work that draws from them can be captured into a CUDA graph and replayed for another block: seeds are then read from device memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.private, self.shared = seeded_generator(device, 0), seeded_generator(device, 0)
+        self.odd = torch.zeros((), device=device)
+        """1 in a block of odd number"""
+
+    def begin(self, *, secret: str, case_key: str, block: int, rank: int) -> None:
+        """What is drawn from now on is of this block."""
+        self.private.manual_seed(_seed(secret, case_key, block, rank))
+        self.shared.manual_seed(_seed(secret, case_key, block, _SHARED))
+        self.odd.fill_(block % 2)
+
+
 class Draw:
     """A source of tensors for :attr:`Problem.inputs`.
 
@@ -40,6 +79,7 @@ class Draw:
         kind: ``"random"`` or ``"integer"``. In an integer draw every float tensor holds small integers, few enough that all partial sums
             are exact in the working dtype; the answer is then compared bit for bit.
         device: where the tensors live; on the meta device they have shapes and no contents.
+        generators: of the block, begun for it, where its slots are drawn in their order; by default those of this slot alone.
     """
 
     def __init__(
@@ -52,9 +92,11 @@ class Draw:
         rank: int,
         kind: str = RANDOM,
         device: torch.device | str = "cpu",
+        generators: BlockGenerators | None = None,
     ) -> None:
         self.kind = kind
         self.device = torch.device(device)
+        self.generators = generators
         self._seeds = (secret, case_key, block, slot)
         self._owner = rank
 
@@ -64,14 +106,24 @@ class Draw:
         _, case_key, _, slot = self._seeds
         return random.Random(_seed("layout", case_key, slot))
 
+    @property
+    def fixed(self) -> bool:
+        """Whether nobody has asked for ``layout``, so that every slot has what was drawn here in the same shapes."""
+        drawn = vars(self)
+        return "layout" not in drawn and ("shared" not in drawn or self.shared.fixed)
+
     @functools.cached_property
     def shared(self) -> Draw:
-        """A Draw whose contents are equal on all ranks."""
+        """A Draw whose contents are equal on all ranks. All of them must draw the same from it, one behind the other, whatever they use:
+        slots may be drawn from one generator."""
         secret, case_key, block, slot = self._seeds
-        return type(self)(secret=secret, case_key=case_key, slot=slot, block=block, rank=_SHARED, kind=self.kind, device=self.device)
+        same = {"kind": self.kind, "device": self.device, "generators": self.generators}
+        return type(self)(secret=secret, case_key=case_key, slot=slot, block=block, rank=_SHARED, **same)  # type: ignore[arg-type]
 
     @functools.cached_property
     def _generator(self) -> torch.Generator:
+        if self.generators is not None:
+            return self.generators.shared if self._owner == _SHARED else self.generators.private
         return seeded_generator(self.device, _seed(*self._seeds, self._owner))
 
     @property
@@ -97,9 +149,10 @@ class Draw:
         For what decides the size of an answer of a few numbers: the answers of two successive calls must not agree by chance.
         """
         secret, case_key, block, slot = self._seeds
-        upper = (_seed("turn", secret, case_key, slot) + block) % 2
-        start, width = low + 0.65 * (high - low) * upper, 0.35 * (high - low)
-        return self.uniform(shape, torch.float32, low=start, high=start + width)
+        turn = _seed("turn", secret, case_key, slot) % 2
+        odd: int | torch.Tensor = block % 2 if self.generators is None else self.generators.odd
+        start = low + 0.65 * (high - low) * (odd - turn) ** 2
+        return self.uniform(shape, torch.float32, high=0.35 * (high - low)).add_(start)
 
     def integers(self, low: int, high: int, shape: Sequence[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Integers in [low, high), stored in any dtype that can hold them."""

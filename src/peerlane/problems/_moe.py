@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from peerlane.problems._collective import group_members
-from peerlane.problems._draw import Draw
+from peerlane.problems._draw import Draw, constant
 from peerlane.problems._spec import Case, Preset
 
 FP32 = torch.float32
@@ -170,7 +170,7 @@ def assign_experts(draw: Draw, counts: Sequence[int], tokens: int, k: int, limit
     """
     groups, chosen = limit
     experts, per = len(counts), k // chosen
-    used = torch.tensor(counts, device=draw.device)
+    used = constant(counts, draw.device)
     if groups == 1:
         group_of = torch.zeros((tokens, 1), dtype=torch.int64, device=draw.device)
     else:
@@ -235,7 +235,7 @@ class Routing:
 
     def metadata(self, device: torch.device) -> tuple[list[int], list[int], torch.Tensor]:
         """input_splits, output_splits, and rows by source and own expert, (P, E / P)."""
-        per_local = torch.tensor(self.dispatch.per_local(self.me), device=device)
+        per_local = constant(self.dispatch.per_local(self.me), device)
         return self.dispatch.input_splits(self.me), self.dispatch.output_splits(self.me), per_local
 
     def mask(self, experts: int, dtype: torch.dtype, *, permuted: bool = False) -> torch.Tensor:

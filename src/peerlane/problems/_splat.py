@@ -230,6 +230,12 @@ class Scene:
 
 
 @functools.lru_cache(maxsize=8)
+def viewpoints_on(scene: Scene, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """The scene's viewpoints on a device, not to be changed in place."""
+    return tuple(tensor.to(device) for tensor in scene.viewpoints())
+
+
+@functools.lru_cache(maxsize=8)
 def settled_gaussians(scene: Scene, rank: int, device: torch.device, count: int | None = None) -> tuple[torch.Tensor, ...]:
     """One rank's Gaussians: means (N, 3), quaternions (N, 4), scales (N, 3), and how far each may be moved (N, 1), float32.
 

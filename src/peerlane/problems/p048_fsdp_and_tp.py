@@ -124,10 +124,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     entering, leaving = (draw.shared.octaves((case["depth"],)) for _ in range(2))
     gates, units = (draw.shared.octaves((width,)) for _ in range(2))  # the same in every slice, whose partial sums may have to cancel
     gates[::2] = 1.0  # SiLU is told from other activations by gates of this size
-    x = torch.empty(0, device=draw.device)
-    for index in range(fsdp_index + 1):  # ranks of one tensor-parallel group have the same tokens
-        x = draw.shared.normal((_rows(case, index), case["depth"]), FP32)
-        x *= draw.shared.uniform((x.shape[0], 1), FP32, low=0.5, high=2.0)
+    for index in range(n_fsdp):  # ranks of one tensor-parallel group have the same tokens
+        tokens = draw.shared.normal((_rows(case, index), case["depth"]), FP32)
+        tokens *= draw.shared.uniform((tokens.shape[0], 1), FP32, low=0.5, high=2.0)
+        if index == fsdp_index:
+            x = tokens
     if pattern == "saturated":
         x *= 15.0
     elif pattern == "nan" and fsdp_index == 0:
@@ -135,8 +136,10 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     scales = (case["depth"] ** -0.5, case["depth"] ** -0.5, case["width"] ** -0.5)
     shapes = ((depth, width), (depth, width), (width, depth))
     if pattern == "cancelling":
-        for _ in range(fsdp_index + 1):
-            weights = [draw.shared.normal(shape, FP32, scale=scale) for shape, scale in zip(shapes, scales, strict=True)]
+        for index in range(n_fsdp):
+            shards = [draw.shared.normal(shape, FP32, scale=scale) for shape, scale in zip(shapes, scales, strict=True)]
+            if index == fsdp_index:
+                weights = shards
         weights[2] = weights[2] * (-1.0) ** tp_index + draw.normal(shapes[2], FP32, scale=0.5 * scales[2])
     else:
         weights = [draw.normal(shape, FP32, scale=scale) for shape, scale in zip(shapes, scales, strict=True)]

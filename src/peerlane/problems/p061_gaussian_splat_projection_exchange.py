@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.problems._collective import all_gather_single
-from peerlane.problems._draw import Draw
+from peerlane.problems._draw import Draw, constant
 from peerlane.problems._judge import compare_close, compare_exact
 from peerlane.problems._spec import (
     UNIT_ROUNDOFF,
@@ -28,7 +28,17 @@ from peerlane.problems._spec import (
     exactly,
     preset,
 )
-from peerlane.problems._splat import EXTENT_SIGMAS, FP32, FP64, Scene, project_covariances, rotations, settled_gaussians, visible_shares
+from peerlane.problems._splat import (
+    EXTENT_SIGMAS,
+    FP32,
+    FP64,
+    Scene,
+    project_covariances,
+    rotations,
+    settled_gaussians,
+    viewpoints_on,
+    visible_shares,
+)
 from peerlane.problems._splat_answers import (
     Outputs,
     by_covariances,
@@ -166,7 +176,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     means = means @ turn.to(FP32).t() + shift.to(FP32)
     quats = _product(motion.to(FP32), quats) * torch.pow(10.0, 4 * draw.uniform((count, 1), FP32) - 2)
     own = slice(rank * scene.cameras, (rank + 1) * scene.cameras)
-    views, intrinsics = (tensor[own].to(draw.device) for tensor in scene.viewpoints())
+    views, intrinsics = (tensor[own].clone() for tensor in viewpoints_on(scene, draw.device))
     views[:, :3, :3] = views[:, :3, :3] @ turn.t()
     views[:, :3, 3] -= views[:, :3, :3] @ shift
     return (means, quats, scales, opacities, colors, views.to(FP32), intrinsics.to(FP32), *rest)
@@ -186,7 +196,7 @@ def _edges(draw: Draw, scene: Scene, count: int) -> tuple[torch.Tensor, torch.Te
     overlapping it by a quarter of a pixel, and behind the camera. Only the first and the fifth are seen.
     """
     places = [(0.0, 0.0, 1.0), (0.0, 0.0, scene.near), (0.0, 0.0, scene.far), (50 / 64, 0.0, 1.0), (49.75 / 64, 0.0, 1.0), (0.0, 0.0, -1.0)]
-    means = torch.tensor(places, device=draw.device).repeat(count // len(places), 1)
+    means = constant(places, draw.device).repeat(count // len(places), 1)
     inside = means[:: len(places)]
     inside[:, 2] = draw.integers(128, 256, (len(inside),), FP32) / 64
     inside[:, :2] = draw.integers(-40, 41, (len(inside), 2), FP32) / 64 * inside[:, 2:]
@@ -199,7 +209,7 @@ def _edge_cameras(draw: Draw, scene: Scene, rank: int) -> tuple[torch.Tensor, to
     views = torch.eye(4, device=draw.device).repeat(scene.cameras, 1, 1)
     views[:, :2] *= 1 - 2 * (rank % 2)
     row = [[64.0, 0.0, scene.width / 2], [0.0, 64.0, scene.height / 2], [0.0, 0.0, 1.0]]
-    return views, torch.tensor(row, device=draw.device).repeat(scene.cameras, 1, 1)
+    return views, constant(row, draw.device).repeat(scene.cameras, 1, 1)
 
 
 @dataclass(kw_only=True)

@@ -164,7 +164,10 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     inner = case["channels"] // case["groups"]
     weight = draw.shared.normal((case["outputs"], inner, case["taps"]), FP32, scale=(inner * case["taps"]) ** -0.5)
     bias = draw.shared.normal((case["outputs"],), FP32, scale=scale) if case.params.get("bias", True) else None
-    filters = [_filters(case, band, draw.shared) for band in range(polar + 1)][polar]  # one after the other, so that bands differ
+    for band in range(polars):  # one after the other, so that they differ
+        drawn = _filters(case, band, draw.shared)
+        if band == polar:
+            filters = drawn
     named = process_groups(case)
     azimuth_group, polar_group = (GroupRef(name) if name in named else None for name in ("azimuth", "polar"))
     return x, filters, weight, case["groups"], case["nlon_out"], case["nlon_in"], azimuth_group, polar_group, bias

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems._collective import BF16, FP32, group_layout, group_members
-from peerlane.problems._draw import Draw
+from peerlane.problems._draw import Draw, constant
 from peerlane.problems._graph import count_table, fitted, least_table, skewed
 from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, exactly, preset
 from peerlane.problems._tree import GroupRef
@@ -47,7 +47,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     ranks = len(members)
     counts = count_table(case, ranks, draw.layout)[members.index(rank)]
     total = sum(counts)
-    owner = torch.arange(ranks, device=draw.device).repeat_interleave(torch.tensor(counts, device=draw.device), output_size=total)
+    owner = torch.arange(ranks, device=draw.device).repeat_interleave(constant(counts, draw.device), output_size=total)
     quotient = skewed(draw, total, nodes // ranks, case.params.get("skew", 1.0))
     if case.params.get("hot"):
         quotient = torch.where(draw.uniform((total,), FP32) < 0.5, draw.integers(0, nodes // ranks, (1,)), quotient)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems._collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members, stale_tail
-from peerlane.problems._draw import Draw
+from peerlane.problems._draw import Draw, constant
 from peerlane.problems._graph import fitted, per_rank
 from peerlane.problems._spec import (
     UNIT_ROUNDOFF,
@@ -91,7 +91,7 @@ def _scores(case: Case, count: int, draw: Draw) -> tuple[torch.Tensor, torch.Ten
     match case.params.get("pattern"):
         case "tied":
             if case.dtype == FP32:
-                certain = torch.tensor([0.0, 0.0, 40.0, -120.0], device=draw.device)
+                certain = constant([0.0, 0.0, 40.0, -120.0], draw.device)
                 positive = certain[draw.integers(0, 4, positive.shape)]
             equal = (draw.uniform(negative.shape, FP32) < 0.5) | (row % 3 == 0).unsqueeze(1)
             negative = torch.where(equal, positive.unsqueeze(1), negative)
@@ -101,7 +101,7 @@ def _scores(case: Case, count: int, draw: Draw) -> tuple[torch.Tensor, torch.Ten
         case "masked":
             negative.masked_fill_(draw.uniform(negative.shape, FP32) < 0.25, -math.inf)
         case "special":
-            specials = torch.tensor([math.nan, math.inf, -math.inf, 0.0], device=draw.device)
+            specials = constant([math.nan, math.inf, -math.inf, 0.0], draw.device)
             choice = draw.integers(0, 24, negative.shape)
             negative = torch.where(choice < 4, specials[choice.clamp(max=3)], negative)
             choice = draw.integers(0, 8, positive.shape)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems._collective import FP16, FP32, all_gather_single, group_layout, group_members
-from peerlane.problems._draw import Draw
+from peerlane.problems._draw import Draw, constant
 from peerlane.problems._graph import fitted, per_rank
 from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, exactly, preset
 from peerlane.problems._tree import GroupRef
@@ -116,9 +116,9 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     features = sum(key_splits)
     strides, counts = [_shape(case, q, features, draw.layout) for q in range(len(members))][me]
     total, samples, least, device = sum(counts), sum(strides), case.params.get("least", 0), draw.device
-    stride, first, count = (torch.tensor(x, device=device) for x in (strides, [0, *itertools.accumulate(strides)][:-1], counts))
+    stride, first, count = (constant(x, device) for x in (strides, [0, *itertools.accumulate(strides)][:-1], counts))
     if case.params.get("fixed"):
-        hot = torch.tensor([int(_mean(case, feature)) for feature in range(features)], device=device)
+        hot = constant([int(_mean(case, feature)) for feature in range(features)], device)
         lengths = hot.repeat_interleave(stride, output_size=samples)
     else:
         free = total - least * samples

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from peerlane.problems import _attention
 from peerlane.problems._attention import BF16, FP32, softmax_tolerance
 from peerlane.problems._collective import group_layout, group_members
-from peerlane.problems._draw import Draw
+from peerlane.problems._draw import Draw, constant
 from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, preset
 from peerlane.problems._tree import GroupRef
 
@@ -130,7 +130,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     if case.params.get("pattern") == "nan_padding":
         padding = max(rows - max(clip - members.index(rank) * rows, 0), 0)
         key_value.view(count, rows, -1)[:, rows - padding :] = math.nan
-    ranges = torch.tensor(key_ranges(case), dtype=torch.int64, device=draw.device)
+    ranges = constant(key_ranges(case), draw.device, torch.int64)
     group = next((GroupRef(name) for name in group_layout(case)), None)
     return query, key_value, ranges, count, clip if "clip" in case.params else case.params.get("no_clip"), group
 

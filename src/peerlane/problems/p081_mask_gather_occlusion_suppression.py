@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems._collective import all_gather_single, group_layout, group_members
-from peerlane.problems._draw import Draw
+from peerlane.problems._draw import Draw, constant
 from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, exactly, preset
 from peerlane.problems._tree import GroupRef
 
@@ -99,7 +99,7 @@ def _drawn_order(counts: Sequence[int], shared: Draw) -> torch.Tensor:
     """A permutation of all objects; the first two belong to different ranks, if more than one rank has any."""
     order = shared.permutation(sum(counts))
     if len(order) > 1:
-        places = torch.tensor([place for place, count in enumerate(counts) for _ in range(count)], device=order.device)
+        places = constant([place for place, count in enumerate(counts) for _ in range(count)], order.device)
         owner = places[order]
         foreign = (owner != owner[0]).to(torch.uint8).argmax().clamp(min=1)
         order[torch.stack((torch.ones_like(foreign), foreign))] = order[torch.stack((foreign, torch.ones_like(foreign)))]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.problems._collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members
-from peerlane.problems._draw import Draw
+from peerlane.problems._draw import Draw, constant
 from peerlane.problems._graph import fine_uniform, fitted
 from peerlane.problems._judge import compare_exact
 from peerlane.problems._spec import (
@@ -133,7 +133,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         case "offset":
             values = draw.integers(-50, 50, (count,), FP32) - float(me * count)
         case "special":
-            specials = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0], device=draw.device)
+            specials = constant([math.nan, math.inf, -math.inf, 0.0, -0.0], draw.device)
             choice = draw.integers(0, 12, (count,))
             values = torch.where(choice < 5, specials[choice.clamp(max=4)], values)
     return (values.to(case.dtype).contiguous(), *(GroupRef(name) for name in group_layout(case)))
