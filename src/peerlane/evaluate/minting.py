@@ -51,54 +51,56 @@ class Inputs:
 
 
 class Minter:
-    """Draws the contents of slots.
+    """Draws the contents of slots, one behind the other, from generators that begin anew with every block.
 
     Inputs are drawn by many small kernels, which take the host several times as long to launch as the device to run. Where as many slots
-    are drawn once more, on a GPU, drawing them is captured into a CUDA graph, and replayed from then on, with seeds of its own for every
-    block: timed blocks are minted so. Inputs that the host has a part in cannot be captured and are drawn call by call.
+    are drawn once more, on a GPU, drawing them is captured into a CUDA graph, and replayed for further blocks: timed blocks are minted so.
+    Inputs that the host has a part in are drawn call by call. The contents are the same.
     """
 
     def __init__(self, inputs: Inputs, slots: ArgumentSlots) -> None:
         self._inputs, self._slots = inputs, slots
-        self._drawn: set[int] = set()  # numbers of slots
+        self._generators = BlockGenerators(inputs.device)
+        self._counts: set[int] = set()  # of slots that have been drawn
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._generators: BlockGenerators | None = None
         self.captures = inputs.device.type == "cuda"
         """False once it is known that these inputs cannot be captured"""
 
     def mint(self, block: int, kinds: Sequence[str]) -> None:
         """New contents for the first ``len(kinds)`` slots, in stream order; ``kinds`` says which of them are integer draws."""
         count = len(kinds)
-        repeats = count in self._drawn and self._slots.end(count) <= _CAPTURED_BYTES * count and all(kind == RANDOM for kind in kinds)
-        self._drawn.add(count)
-        if not (repeats and self.captures and self._replay(block, count)):
+        again = count in self._counts and self._slots.end(count) <= _CAPTURED_BYTES * count and all(kind == RANDOM for kind in kinds)
+        self._counts.add(count)
+        self._begin(block)
+        if not (again and self.captures):
             self._draw(block, kinds)
-
-    def _draw(self, block: int, kinds: Sequence[str], generators: BlockGenerators | None = None) -> None:
-        self._slots.fill(self._inputs.of(slot, block, kind, generators).args for slot, kind in enumerate(kinds))
-
-    def _replay(self, block: int, count: int) -> bool:
-        """Draws so many slots by their graph, or, where there is none yet, as one would, and captures it. False if that cannot be."""
-        inputs = self._inputs
-        generators = self._generators = self._generators or BlockGenerators(inputs.device)
-        generators.begin(secret=inputs.secret, case_key=inputs.case.key, block=block, rank=inputs.rank)
-        if count in self._graphs:
+        elif count in self._graphs:
             self._graphs[count].replay()
-            return True
-        kinds = [RANDOM] * count
+        else:
+            self._draw_and_capture(block, kinds)
+
+    def _begin(self, block: int) -> None:
+        inputs = self._inputs
+        self._generators.begin(secret=inputs.secret, case_key=inputs.case.key, block=block, rank=inputs.rank)
+
+    def _draw(self, block: int, kinds: Sequence[str]) -> None:
+        self._slots.fill(self._inputs.of(slot, block, kind, self._generators).args for slot, kind in enumerate(kinds))
+
+    def _draw_and_capture(self, block: int, kinds: Sequence[str]) -> None:
         try:
             with _no_waiting():
-                self._draw(block, kinds, generators)
-            self._graphs[count] = self._captured(block, kinds, generators)
+                self._draw(block, kinds)
+            self._graphs[len(kinds)] = self._captured(block, kinds)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:
-            self.captures = False
-        return self.captures
+            self.captures, self._generators = False, BlockGenerators(self._inputs.device)  # the old ones may believe to be captured
+            self._begin(block)
+            self._draw(block, kinds)
 
-    def _captured(self, block: int, kinds: Sequence[str], generators: BlockGenerators) -> torch.cuda.CUDAGraph:
-        with Captures() as captures, captures.graph(generators.private, generators.shared) as graph:
-            self._draw(block, kinds, generators)
+    def _captured(self, block: int, kinds: Sequence[str]) -> torch.cuda.CUDAGraph:
+        with Captures() as captures, captures.graph(self._generators.private, self._generators.shared) as graph:
+            self._draw(block, kinds)
         return graph
 
 

@@ -69,9 +69,9 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     me, counts = members.index(rank), _positives(case, len(members))
     if not group_layout(case):
         return _scores(case, counts[me], draw)
-    # All ranks must return the same, so that groups have the same scores: those of the ranks before this one are drawn too.
-    scores = [_scores(case, count, draw.shared) for count in counts[: me + 1]]
-    return (*scores[-1], *(GroupRef(name) for name in group_layout(case)))
+    # All ranks must return the same, so that groups have the same scores, drawn for one of their members after the other.
+    scores = [_scores(case, count, draw.shared) for count in counts]
+    return (*scores[me], *(GroupRef(name) for name in group_layout(case)))
 
 
 def _scores(case: Case, count: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:

@@ -85,9 +85,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     shape = (case["outputs"], local // groups, kernel, kernel, kernel)
     bias = draw.shared.normal((case["outputs"],), case.dtype) if case.params.get("bias", True) else None
     source = draw.shared if pattern == "cancelling" or "group" in case.params else draw
-    for _ in range(place + 1 if "group" in case.params else 1):
-        x = source.normal((case["batch"], local, *case["size"]), FP32)
-        weight = source.normal(shape, FP32, scale=scale)
+    drawn = [
+        (source.normal((case["batch"], local, *case["size"]), FP32), source.normal(shape, FP32, scale=scale))
+        for _ in (members if "group" in case.params else [rank])
+    ]
+    x, weight = drawn[place if "group" in case.params else 0]
     bright = draw.shared.uniform((case["batch"], 1, *case["size"]), FP32) < 1 / _PER_BRIGHT
     sizes = draw.shared.octaves((local,))
     x = (x.where(~bright, _BRIGHT * x) * sizes.view(-1, 1, 1, 1)).to(case.dtype)

@@ -104,11 +104,12 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 
     ``nan``: the first rank's z is NaN. Groups of ranks have the same z, rank by rank.
     """
-    place = group_members(case, rank).index(rank)
+    members = group_members(case, rank)
+    place = members.index(rank)
     if case.params.get("same"):
         z = draw.shared.normal(case["z"], case.dtype)
     elif "group" in case.params:
-        z = [draw.shared.normal(case["z"], case.dtype) for _ in range(place + 1)][-1]
+        z = [draw.shared.normal(case["z"], case.dtype) for _ in members][place]
     else:
         z = draw.normal(case["z"], case.dtype)
     if case.params.get("nan") and place == 0:
