@@ -284,7 +284,8 @@ class Problem:
     Attributes:
         parallelism: every kind that applies: data, tensor, sequence, context, pipeline, expert, fsdp, zero, vocabulary, graph,
             spatial, none.
-        graph: True if one call of the reference can be captured in a CUDA graph; else ``graph_reason`` says why not.
+        graph: True if one call of the reference can be captured in a CUDA graph, so that shapes of outputs follow from those of arguments;
+            else ``graph_reason`` says why not.
         replicated: True: all outputs are bit-identical on all ranks, and are checked to be; or the names of those that are.
         updates: names of parameters that the call updates in place. Their contents afterwards are part of the answer, which is then
             everywhere the pair ``(returned, {name: contents})``; see :meth:`answer`.

@@ -159,10 +159,12 @@ def _unit(case: Case) -> float:
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
     """Partial sums rounded to the working dtype, added in it in any order, and the bias: (W + 1) u (sum |P_q| + |bias|), and 3 u to spare.
 
-    Normwise, bfloat16 partial sums leave 3e-3 on 2 ranks and 4e-3 on 8; cancelling partial sums have no normwise bound.
+    Normwise, bfloat16 partial sums leave 3e-3 on 2 ranks and 4e-3 on 8, and up to 7e-3 in one draw of a thousand, where few voxels are most
+    of the norm; cancelling partial sums have no normwise bound.
     """
-    normwise = 1e-2 if case.dtype == BF16 and case.params.get("pattern") != "cancelling" else None
-    return {"convolved": Tolerance(magnitude=_unit(case), normwise=normwise)}
+    normwise = 1e-2 if case.world_size <= 4 else 1.5e-2
+    bounded = case.dtype == BF16 and case.params.get("pattern") != "cancelling"
+    return {"convolved": Tolerance(magnitude=_unit(case), normwise=normwise if bounded else None)}
 
 
 def cost(case: Case, rank: int) -> Cost:
