@@ -16,6 +16,8 @@ from peerlane.problems._tree import Description, describe
 
 DrawSlots = Callable[[Iterable[int]], list[Drawn]]
 """This rank's inputs of some slots."""
+_Key = tuple[int | str | None, ...]
+"""The arguments of all ranks, as they are written, and the slot, where its contents may shape its outputs."""
 
 
 @dataclass
@@ -37,8 +39,8 @@ class _Known:
     layouts: Layouts
     fixed: Description | None = None
     """this rank's arguments in every slot, where all are alike"""
-    answers: dict[str, Description] = field(default_factory=dict)
-    """this rank's outputs, by the arguments of all ranks"""
+    answers: dict[_Key, Description] = field(default_factory=dict)
+    """this rank's outputs"""
 
 
 class KnownLayouts:
@@ -79,10 +81,12 @@ class KnownLayouts:
             have(fresh[:1])
         if known.fixed is None:
             have(fresh)
-        everyone: list[list[Description]] = [[] for _ in layouts.arguments]
-        dist.all_gather_object(everyone, [known.fixed or describe(trees[slot]) for slot in fresh])
-        keys = [repr((None if problem.graph else slot, *of_all)) for slot, of_all in zip(fresh, zip(*everyone, strict=True), strict=True)]
-        called: dict[str, int] = {}
+        gathered: list[Any] = [None] * self._world_size
+        dist.all_gather_object(gathered, known.fixed or [describe(trees[slot]) for slot in fresh])
+        everyone = [[item] * len(fresh) if isinstance(item, dict) else item for item in gathered]
+        written = [[repr(item)] * len(fresh) if isinstance(item, dict) else list(map(repr, item)) for item in gathered]
+        keys = [(None if problem.graph else slot, *of_all) for slot, of_all in zip(fresh, zip(*written, strict=True), strict=True)]
+        called: dict[_Key, int] = {}
         for key, slot in zip(keys, fresh, strict=True):
             if key not in known.answers:
                 called.setdefault(key, slot)

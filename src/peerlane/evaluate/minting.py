@@ -57,6 +57,8 @@ class Minter:
     Inputs are drawn by many small kernels, which take the host several times as long to launch as the device to run. Where as many slots
     are drawn once more, on a GPU, drawing them is captured into a CUDA graph, and replayed for further blocks: timed blocks are minted so.
     Inputs that the host has a part in are drawn call by call. The contents are the same.
+
+    Tensors that a problem keeps from one drawing to the next must be kept for as long as the case is open: a replay reads them.
     """
 
     def __init__(self, inputs: Inputs, slots: ArgumentSlots) -> None:

@@ -49,7 +49,7 @@ def constant(values: Sequence[Any], device: torch.device, dtype: torch.dtype | N
     return _constant(_Numbers(repr(values), values), device, dtype)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # many more than one block has: captured graphs read them
 def _constant(numbers: _Numbers, device: torch.device, dtype: torch.dtype | None) -> torch.Tensor:
     return torch.tensor(numbers.values, device=device, dtype=dtype)
 
