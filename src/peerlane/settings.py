@@ -71,7 +71,7 @@ class StressRules:
     """of one evaluation, all its cases together; no pass begins after it in a case that has had ``min_calls``"""
     min_calls: int = 20
     overtime_s: float = 1.5
-    """for these; after it, one pass of the timed case must do"""
+    """for these; after it, two passes must do, the second of them a late one"""
     min_slots: int = 10
     """per pass, however long a call takes; where memory does not hold them, ``fewest_slots``"""
     fewest_slots: int = 3

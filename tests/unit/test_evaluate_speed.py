@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -350,12 +350,25 @@ def test_timed_outputs_are_collected_at_random_with_the_last_and_judged_after_th
     assert trial.log.count("judge timing") == 1
 
 
-@pytest.mark.parametrize(("judge_s", "expected"), [(0.008, 4.17), (0.4, 0.083)])
+@pytest.mark.parametrize(("judge_s", "expected"), [(0.008, 4.17), (0.4, 0.1)])
 def test_where_judging_takes_long_fewer_outputs_are_collected_at_random(judge_s: float, expected: float) -> None:
     trial = steady(slots=40, judge_s=judge_s)
-    chosen = [race(trial)._chosen_slots(39) for _ in range(3000)]
+    run = race(trial)
+    run.discarded = 19  # rounds that there were
+    chosen = [run._chosen_slots(39) for _ in range(3000)]
     assert sum(map(len, chosen)) / len(chosen) == pytest.approx(expected, rel=0.3)
     assert {slot for slots in chosen for slot in slots} >= ({39} if expected < 1 else set(range(40))) and len({*map(tuple, chosen)}) > 1
+
+
+def test_however_long_judging_takes_some_timed_outputs_are_compared() -> None:
+    """How long it takes is up to the candidate, too, which must not come away unseen."""
+    counts = []
+    for _ in range(60):
+        trial = steady(slots=40, judge_s=1e6)
+        race(trial, rules=replace(RULES, min_rounds=12)).run(budget_s=10)
+        assert all(len(slots) == 1 for slots in trial.collected)
+        counts.append(len(trial.collected))
+    assert min(counts) >= 2 and sum(counts) / len(counts) == pytest.approx(2 + sum(2 / r for r in range(3, 13)), rel=0.2)
 
 
 def test_in_timed_blocks_calls_that_are_compared_get_their_contents_late() -> None:
@@ -759,6 +772,14 @@ def test_a_failed_capture_is_told_of_the_side_that_failed(trusted: list[bool], o
     with pytest.raises(Unmeasurable, match=why):
         speed.measure("graph")
     assert captures.suspected == bool(trusted)
+
+
+def test_a_reference_that_is_slower_beside_the_candidate_shows() -> None:
+    baseline = race(steady(100.0, 100.0), side="reference", mode="graph")
+    baseline.run(budget_s=10)
+    speed = SpeedTrial(steady(170.0, 100.0), ("graph",), RULES, None, (), 0.0)  # type: ignore[arg-type]
+    speed.slots["graph"], speed.baselines["graph"] = SLOTS, baseline
+    assert speed.measure("graph").reference_drift == pytest.approx(1.7)
 
 
 @pytest.mark.parametrize(("spread", "certain"), [(0.0, True), (0.3, False)], ids=["certain", "uncertain"])

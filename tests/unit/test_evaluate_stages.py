@@ -30,6 +30,10 @@ class Stage:
     log: list[str] = field(default_factory=list)
     wrong: dict[str, BaseException] = field(default_factory=dict)
     broken_baselines: int = 0
+    limits: list[tuple[str, int, float | None, float]] = field(default_factory=list)
+    """of every check: its phase, calls, and the deadlines of the first and of the others"""
+    drift: float = 1.0
+    """of the reference, as it is measured"""
 
     def step(self, name: str) -> None:
         self.log.append(name)
@@ -94,7 +98,8 @@ def scripted(stage: Stage) -> tuple[type, type, type]:
 
         def reveal(self) -> None: ...
 
-        def check(self, phase: str, deadline_s: float, slots: Any) -> None:
+        def check(self, phase: str, deadline_s: float, slots: Any, *, first_s: float | None = None) -> None:
+            stage.limits.append((phase, len(slots), first_s, deadline_s))
             stage.step(f"{self.group.name} {phase}")
 
         def close(self) -> None: ...
@@ -124,7 +129,7 @@ def scripted(stage: Stage) -> tuple[type, type, type]:
             stage.step(f"{self.trial.group.name} {mode}")
             if mode in self.unmeasurable:
                 raise Unmeasurable(self.unmeasurable[mode])
-            return measured(mode, 100.0, 50.0)
+            return measured(mode, 100.0, 50.0).model_copy(update={"reference_drift": stage.drift})
 
         def merged(self, evidence: Any) -> Any:
             return evidence
@@ -160,6 +165,20 @@ def run(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         return examination
 
     return run
+
+
+def test_the_first_call_of_every_case_may_compile_and_tune(run: Run, stage: Stage) -> None:
+    assert run().result.correct
+    limits, cases = Deadlines(), len(problems.get(1).cases("small", 2))
+    first = [("first_call", 1, None, limits.first_call), ("correctness", 3, None, limits.correctness)]
+    assert stage.limits == [*first, *[("correctness", 4, limits.first_call, limits.correctness)] * (cases - 1)]
+    assert limits.first_call > limits.correctness
+
+
+@pytest.mark.parametrize(("drift", "flagged"), [(1.2, False), (1.3, True)])
+def test_a_reference_that_is_slower_beside_the_candidate_is_remarkable(drift: float, flagged: bool, run: Run, stage: Stage) -> None:
+    stage.drift = drift
+    assert (run().result.flags == ("slower_reference",)) == flagged
 
 
 REJECTED = Rejected(WrongType(case="c", rank=0, detail="no"))

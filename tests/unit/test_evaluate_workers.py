@@ -255,3 +255,21 @@ def test_what_is_replaced_in_the_evaluators_modules_is_named(monkeypatch: pytest
     assert set(patches.replaced()) == {f"peerlane.evaluate.{place}" for place in places}
     monkeypatch.undo()
     assert patches.replaced() == []
+
+
+def test_the_name_of_a_dtype_imports_nothing() -> None:
+    """It may be a candidate's; attributes of torch are made when they are asked for, some by imports that take seconds."""
+    script = """
+import sys
+from peerlane.problems._tree import dtype_of
+before = set(sys.modules)
+for name in ("_inductor", "distributed", "half", "float", "compile", "__name__"):
+    try:
+        dtype_of(name)
+    except ValueError:
+        continue
+    sys.exit(f"{name} is taken for a dtype")
+sys.exit(sorted(set(sys.modules) - before)[0] if set(sys.modules) - before else None)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -50,6 +50,7 @@ from peerlane.problems._spec import Case, Problem
 from peerlane.settings import StressRules, TimingRules
 
 CHECKED_SLOTS = 4
+_REMARKABLE_DRIFT = 1.25  # of the reference's time: far beyond what two races of it differ by
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,8 @@ class Examination:
                 if first:
                     trial.check("first_call", limits.first_call, [0])
             with self._in("correctness"):
-                trial.check("correctness", limits.correctness, range(1 if first else 0, CHECKED_SLOTS))
+                rest, first_s = (range(1, CHECKED_SLOTS), None) if first else (range(CHECKED_SLOTS), limits.first_call)
+                trial.check("correctness", limits.correctness, rest, first_s=first_s)  # other shapes may be compiled or tuned for
                 trial.close()
         finally:
             if trial.evidence.slots:
@@ -320,6 +322,8 @@ class Examination:
             return NotMeasured(mode=mode, why=str(reason))
         if measured.scored_by == "mean":
             self.flags.add("uneven_calls")
+        if measured.reference_drift is not None and measured.reference_drift > _REMARKABLE_DRIFT:
+            self.flags.add("slower_reference")
         return measured
 
     def _audit(self, case: Case, speed: SpeedTrial | None) -> None:

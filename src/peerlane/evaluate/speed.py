@@ -27,6 +27,7 @@ from peerlane.evaluate.verdict import Tampered
 from peerlane.settings import TimingRules
 
 _ROUNDS_PER_LOOK = 3  # at how narrow the interval is
+_FEWEST_COMPARED = 2
 _MANY = 1 << 20  # cores, far more than a rank has
 _LATE_LOOKS, _BLOCKS_PER_LATE_LOOK = 1 / 3, 4  # the share of a candidate's blocks, and at the latest
 _dice = random.SystemRandom()
@@ -207,12 +208,14 @@ class Race:
     def _chosen_slots(self, last: int) -> list[int]:
         """The slots of a block to be compared: a share of them at random and the last one, or as many at random as can be judged in time.
 
-        Where even one per round is too many, some rounds have none; which, nobody knows beforehand. Comparison waits for the end of the
-        race, so that neighbouring blocks stay close in time.
+        Where even one per round is too many, some rounds have none; which, nobody knows beforehand. But however long judging takes, the
+        first rounds have one, and the r-th with a chance of 2/r: how long it takes is up to the candidate, too. Comparison waits for the
+        end of the race, so that neighbouring blocks stay close in time.
         """
-        slots = self.slots
+        slots, rounds = self.slots, len(self.others) + self.discarded + len(self.stretches_us) + 1
         share = max(1, math.ceil(self.rules.compared_share * slots))
         affordable = self.rules.judging_s / self.rules.max_rounds / max(self.trial.judge_s, 1e-9)
+        affordable = max(affordable, min(1.0, _FEWEST_COMPARED / rounds))
         if share + 1 <= affordable:
             return sorted({last, *_dice.sample(range(slots), share)})
         count = int(affordable) + (_dice.random() < affordable % 1)

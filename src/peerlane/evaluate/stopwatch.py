@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from peerlane.errors import HarnessError
-from peerlane.evaluate.block_times import choose_slots
+from peerlane.evaluate.block_times import BlockTimes, choose_slots
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import case_request
@@ -174,6 +176,7 @@ class SpeedTrial:
             candidate_us=_estimate(candidate_us),
             noise_floor=placement.half_width,
             placement=baseline.ratio().median,
+            reference_drift=_usual_us(race.references) / _usual_us(baseline.references),
             slots_per_block=race.slots,
             rounds=len(race.others),
             discarded_rounds=race.discarded,
@@ -228,6 +231,10 @@ class SpeedTrial:
                 "worst_ratio": max(checked.worst_ratio, timed.worst_ratio if timed.worst_ratio <= 1 else 0.0),
             }
         )
+
+
+def _usual_us(blocks: Sequence[BlockTimes]) -> float:
+    return statistics.median(block.usual_us for block in blocks)
 
 
 def _inverse(interval: Interval) -> Interval:

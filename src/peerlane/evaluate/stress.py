@@ -83,7 +83,7 @@ class Stress:
     """what the calls of the latest pass took that had all GPUs for itself"""
 
     def run(self, end: float) -> Trial:
-        """Passes until ``rules.calls`` calls are done or time is up: ``end`` on the clock ``time.monotonic``. At least one.
+        """Passes until ``rules.calls`` calls are done or time is up: ``end`` on the clock ``time.monotonic``. At least two, however slow.
 
         Raises :class:`Rejected` and GroupFailure. Returns the trial, which has the evidence.
         """
@@ -104,9 +104,8 @@ class Stress:
         return trial
 
     def _goes_on(self, calls: int, passes: int, end: float) -> bool:
-        enough = calls >= self.rules.min_calls and passes >= _FEWEST_PASSES
-        last = end if enough else end + self.rules.overtime_s
-        return passes == 0 or ((calls < self.rules.calls or passes < _FEWEST_PASSES) and time.monotonic() < last)
+        last = end if calls >= self.rules.min_calls else end + self.rules.overtime_s
+        return passes < _FEWEST_PASSES or (calls < self.rules.calls and time.monotonic() < last)
 
     def _pass(self, trial: Trial, order: list[int], *, late: bool, sliced: int | None) -> None:
         """One pass over the slots in this order. In a ``late`` one contents come to their slots right before the calls; the GPU of the rank

@@ -234,16 +234,18 @@ class Trial:
         finally:
             answers += self._of_trusted(what, trusted.finish)
 
-    def check(self, phase: Phase, deadline_s: float, slots: Sequence[int], **more: Any) -> list[Message]:
+    def check(self, phase: Phase, deadline_s: float, slots: Sequence[int], *, first_s: float | None = None, **more: Any) -> list[Message]:
         """Calls the candidate on these slots of the revealed inputs and judges them; raises :class:`Rejected`.
 
         The calls are at rest: none begins before the one before it has ended on every rank. Returns the answers to the last one.
+        ``first_s``: the deadline of the first, where it is another one.
         """
         answers: list[Message] = []
         outputs: list[list[Any]] = [[] for _ in self.layouts]
-        for slot in slots:
+        for number, slot in enumerate(slots):
             begin = time.monotonic()
-            answers = self.ask("call", phase, deadline_s, side="candidate", slots=[slot], **more)
+            limit_s = first_s if first_s is not None and number == 0 else deadline_s
+            answers = self.ask("call", phase, limit_s, side="candidate", slots=[slot], **more)
             self.call_s = time.monotonic() - begin
             self.aliased |= any(bool(answer.get("aliased")) for answer in answers)
             for rank, answer in enumerate(answers):

@@ -335,6 +335,12 @@ class ModeSpeed(Record):
         description="the reference's speed in the candidate's own ranks over that in the trusted ones, as timed before; the speedup "
         "takes it into account as far as that is certain; missing in older records",
     )
+    reference_drift: float | None = Field(
+        default=None,
+        gt=0,
+        description="how long the trusted reference took next to the candidate, over what it took before the candidate was loaded; missing "
+        "in older records",
+    )
     slots_per_block: int = Field(ge=1)
     rounds: int = Field(ge=1)
     discarded_rounds: int = Field(ge=0, description="rounds in which the outer clock and the events disagreed")

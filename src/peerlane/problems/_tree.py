@@ -16,6 +16,7 @@ import torch
 Tree = Any
 Description = dict[str, Any]
 
+_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -36,8 +37,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_of(name: str) -> torch.dtype:
     """``"bfloat16"`` -> ``torch.bfloat16``; raises ValueError for anything that is not a dtype."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = _DTYPES.get(name)
+    if dtype is None:
         raise ValueError(f"unknown dtype {name!r}: expected the name of a torch dtype such as 'bfloat16'")
     return dtype
 
