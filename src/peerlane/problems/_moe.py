@@ -112,9 +112,11 @@ def _count_table(
     empty: int,
     owners: int,
     limit: tuple[int, int],
+    blocks: int,
 ) -> tuple[tuple[int, ...], ...]:
     """Rows per rank and expert: Zipf's law with a spread between ranks, no expert more than once per token.
 
+    Without an exponent, experts of one of ``blocks`` equal parts have different counts by turns, and the parts have equal ones.
     ``owners`` > 0: only the experts of one of so many ranks are chosen. ``limit``: see :func:`draw_experts`; every token then takes as many
     experts from each of its groups.
     """
@@ -132,8 +134,13 @@ def _count_table(
         weights = [weight * math.exp(generator.gauss(0.0, spread)) for weight in popularity]
         by_group = [weights[group * size : (group + 1) * size] for group in range(groups)]
         pairs = apportion(count * chosen, count, [sum(part) for part in by_group])
-        rows = [apportion(pair * (k // chosen), pair, part) for pair, part in zip(pairs, by_group, strict=True)]
-        table.append(tuple(n for part in rows for n in part))
+        shares = [apportion(pair * (k // chosen), pair, part) for pair, part in zip(pairs, by_group, strict=True)]
+        rows = [n for part in shares for n in part]
+        for first in range(0, experts, experts // blocks) if not exponent else ():
+            for a in range(first, first + experts // blocks - 1, 2):
+                moved = min(rows[a + 1] // 4, pairs[a // size] - rows[a])
+                rows[a], rows[a + 1] = rows[a] + moved, rows[a + 1] - moved
+        table.append(tuple(rows))
     return tuple(table)
 
 
@@ -158,7 +165,19 @@ def drawn_counts(case: Case, draw: Draw) -> tuple[tuple[int, ...], ...]:
         case.params.get("empty", 0),
         len(group_members(case, 0)) if case.params.get("one_rank") else 0,
         case.params.get("limit", (1, 1)),
+        _blocks(case),
     )
+
+
+def _blocks(case: Case) -> int:
+    """Equal parts of the experts, none of which lies on two ranks of the group or in two groups of experts."""
+    return math.lcm(len(group_members(case, 0)), case.params.get("limit", (1, 1))[0])
+
+
+def counts_vary(case: Case) -> bool:
+    """Whether experts of one rank may have different counts, of several sources, so that :func:`fixed_routing` changes their places."""
+    own = experts_of(case) // group_size(case)
+    return own > (case["k"] if case.params.get("one_rank") else 1) and several_sources(case) and "literal" not in case.params
 
 
 def assign_experts(draw: Draw, counts: Sequence[int], tokens: int, k: int, limit: tuple[int, int] = (1, 1)) -> torch.Tensor:
@@ -224,18 +243,21 @@ class Routing:
     Attributes:
         selected: experts of every token and slot, (T, slots), int64.
         routed: tokens that have rows at all, (T), bool.
-        dispatch: what the group's members send to each other.
+        dispatch: what the group's members send to each other, up to the places of a rank's experts.
         me: the rank's place in its group.
+        order: (E,) the expert of ``dispatch`` that has each expert's rows; it is on the same rank.
     """
 
     selected: torch.Tensor
     routed: torch.Tensor
     dispatch: Dispatch
     me: int
+    order: torch.Tensor
 
     def metadata(self, device: torch.device) -> tuple[list[int], list[int], torch.Tensor]:
         """input_splits, output_splits, and rows by source and own expert, (P, E / P)."""
-        per_local = constant(self.dispatch.per_local(self.me), device)
+        local = self.dispatch.local
+        per_local = constant(self.dispatch.counts, device)[:, self.order[self.me * local : (self.me + 1) * local]]
         return self.dispatch.input_splits(self.me), self.dispatch.output_splits(self.me), per_local
 
     def mask(self, experts: int, dtype: torch.dtype, *, permuted: bool = False) -> torch.Tensor:
@@ -246,6 +268,9 @@ class Routing:
 def fixed_routing(case: Case, rank: int, draw: Draw) -> Routing:
     """Routing whose splits come from the layout (:func:`drawn_counts`) and whose contents are permuted under them.
 
+    Experts of one rank (and of one group, see :func:`draw_experts`) exchange their counts in every call, so that what a rank receives for
+    each of its experts does not follow from the splits.
+
     ``case["dropped"]`` tokens have no rows, ``case["duplicates"]`` repeats one expert of every token in a further slot, and with
     ``case["literal"]`` the splits are all equal, whatever the routing, as the public benchmark's are.
     """
@@ -254,13 +279,17 @@ def fixed_routing(case: Case, rank: int, draw: Draw) -> Routing:
     selected = draw.integers(0, case["experts"], (tokens, k))
     kept = draw.permutation(tokens)[: routed_tokens(case, rank)]
     selected[kept] = assign_experts(draw, table[rank], len(kept), k, case.params.get("limit", (1, 1)))
+    blocks, place = _blocks(case), torch.arange(case["experts"], device=draw.device)
+    within = draw.shared.uniform((blocks, case["experts"] // blocks), FP32).argsort(1)
+    order = place.view(blocks, -1).gather(1, within).flatten()
+    selected = torch.empty_like(order).scatter_(0, order, place)[selected]
     if case.params.get("duplicates"):
         selected = torch.cat([selected, selected[:, :1]], dim=1)
     routed = torch.zeros(tokens, dtype=torch.bool, device=draw.device).index_fill_(0, kept, True)
     counts = [table[q] for q in members]
     if case.params.get("literal"):
         counts = [(tokens * k // case["experts"],) * case["experts"]] * len(members)
-    return Routing(selected, routed, Dispatch(counts), members.index(rank))
+    return Routing(selected, routed, Dispatch(counts), members.index(rank), order)
 
 
 def expert_major(routing_map: torch.Tensor, rows: int) -> torch.Tensor:

@@ -66,10 +66,12 @@ def _rows(args: Sequence[Any], mapping: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _chunks(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, mapping: Callable[[Any], torch.Tensor]) -> list[list[torch.Tensor]]:
-    """What arrives, by source and local expert, if the rows of every rank are those of ``mapping(args)``."""
+def _chunks(
+    case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, mapping: Callable[[Any], torch.Tensor], counts: torch.Tensor | None = None
+) -> list[list[torch.Tensor]]:
+    """What arrives, by source and local expert, if the rows of every rank are those of ``mapping(args)``; ``counts`` for the right ones."""
     members = group_members(case, rank)
-    lengths = inputs[rank][5].tolist()
+    lengths = (inputs[rank][5] if counts is None else counts).tolist()
     arrived = [torch.split(_rows(inputs[q], mapping(inputs[q])), inputs[q][3])[members.index(rank)] for q in members]
     return [list(torch.split(part, sizes)) for part, sizes in zip(arrived, lengths, strict=True)]
 
@@ -131,6 +133,11 @@ def _slot_major(args: Sequence[Any]) -> torch.Tensor:
     """Tokens in the order of their slots, without regard to experts."""
     mapping: torch.Tensor = (args[1].permute(1, 2, 0) != 0).nonzero()[:, 1]
     return mapping[: sum(args[3])]
+
+
+def _order_of_another_call(context: NullContext) -> Tree:
+    """What arrives, put in order by counts that have the same sums by source: those that the next local experts have."""
+    return _with_rows(context, _by_expert(_chunks(context.case, context.inputs, context.rank, _mapping, context.args[5].roll(1, 1))))
 
 
 def _equal_splits(context: NullContext) -> Tree:
@@ -283,6 +290,12 @@ PROBLEM = Problem(
         NullAnswer("not_regrouped", "rows by source, as they arrive", _arranged(_as_received), cases=_TWO_SOURCES),
         NullAnswer("sources_reversed", "the last source first", _arranged(_reverse_sources), cases=_TWO_SOURCES),
         NullAnswer("experts_reversed", "the last local expert first", _arranged(_reverse_experts), cases=_where(_several_local)),
+        NullAnswer(
+            "order_of_another_call",
+            "rows regrouped by counts of another call with the same splits",
+            _order_of_another_call,
+            cases=_where(_moe.counts_vary),
+        ),
         NullAnswer("tokens_reversed", "an expert's rows with the last token first", _sent_as(_tokens_reversed)),
         NullAnswer("by_owner", "rows sent by rank and token, not by expert", _sent_as(_by_owner), cases=_where(_several_local)),
         NullAnswer("slot_major", "rows sent in the order of slots and tokens", _sent_as(_slot_major)),
@@ -317,7 +330,8 @@ PROBLEM = Problem(
     notes=(
         "The public benchmark invents equal splits and counts, which its mask contradicts, so that rows reach ranks that do not own their "
         "experts. Here splits come from the mask. Its inputs are kept as variant pkb: splits are taken literally there too.",
-        "For the public shape the splits are equal, as in the public benchmark, but the mask has them; another case is skewed.",
+        "For the public shape the splits are equal, as in the public benchmark, but the mask has them; another case is skewed. Experts of "
+        "one rank have unequal counts, which they exchange from call to call under the same splits.",
         "The public reference rejects split sizes given as tensors; here one-dimensional integer tensors are accepted. Inputs hold lists.",
         "Where splits are drawn, the cost is a lower bound of their mean over slots and ranks; a token that goes to several experts of one "
         "rank travels once.",

@@ -97,12 +97,15 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     )
 
 
-def _parts(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, *, ungroup: bool = True) -> list[torch.Tensor]:
-    """The rows that every member of the group sends back to the rank; ``ungroup`` False: cut from the rows as the experts left them."""
+def _parts(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, *, ungroup: bool = True, shift: int = 0) -> list[torch.Tensor]:
+    """The rows that every member of the group sends back to the rank; ``ungroup`` False: cut from the rows as the experts left them.
+
+    ``shift``: local experts take each other's counts.
+    """
     members = group_members(case, rank)
     parts = []
     for q in members:
-        rows, lengths, splits = inputs[q][0], inputs[q][6], inputs[q][5]
+        rows, lengths, splits = inputs[q][0], inputs[q][6].roll(shift, 1), inputs[q][5]
         if ungroup:
             chunks = torch.split(rows, lengths.t().flatten().tolist())
             rows = torch.cat([chunk for source in range(len(members)) for chunk in chunks[source :: len(members)]])
@@ -199,6 +202,10 @@ def _own_rows(context: NullContext) -> torch.Tensor:
 
 def _not_ungrouped(context: NullContext) -> torch.Tensor:
     return _combined(context, rows=torch.cat(_parts(context.case, context.inputs, context.rank, ungroup=False)))
+
+
+def _order_of_another_call(context: NullContext) -> torch.Tensor:
+    return _combined(context, rows=torch.cat(_parts(context.case, context.inputs, context.rank, shift=1)))
 
 
 def _sources_reversed(context: NullContext) -> torch.Tensor:
@@ -348,6 +355,12 @@ PROBLEM = Problem(
     null_answers=(
         NullAnswer("no_communication", "the rank's own rows, repeated or cut", _own_rows, cases=_where(_several)),
         NullAnswer("not_ungrouped", "rows sent back as the experts left them", _not_ungrouped, cases=_where(_moe.several_sources)),
+        NullAnswer(
+            "order_of_another_call",
+            "rows put in order by counts of another call with the same splits",
+            _order_of_another_call,
+            cases=_where(_moe.counts_vary),
+        ),
         NullAnswer("sources_reversed", "the last source first", _sources_reversed, cases=_where(_several_returned)),
         NullAnswer(
             "last_source_missing",
@@ -390,6 +403,7 @@ PROBLEM = Problem(
     notes=(
         "The public benchmark invents equal splits and counts, which its routing contradicts. Here splits come from the routing. Its "
         "inputs are kept as variant pkb: splits are taken literally there too.",
+        "Experts of one rank have unequal counts, which they exchange from call to call under the same splits.",
         "The public benchmark always has two experts in ascending order for a token; here they are in random order, one to eight of them.",
         "The permutation mapping and the routing map are used as they are given: in one small case the mapping shuffles the tokens.",
         "The order of a token's sum is free, and it may be kept in float32: with more than two experts the public reference's atomic "
