@@ -95,7 +95,7 @@ def _heads(case: Case) -> tuple[int, int]:
 
 
 def key_ranges(case: Case) -> list[tuple[int, int]]:
-    """[first, last) in the sequence of all keys, for every range of queries. ``case["see"]``:
+    """[first, last) in the sequence of all keys, for the ranges of queries in some order (see :func:`inputs`). ``case["see"]``:
 
     * ``own``: the keys of the range itself
     * ``past``: and of all ranges before
@@ -122,6 +122,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 
     ``case["pattern"]`` ``nan_padding``: keys and values of padding tokens are NaN.
     ``case["no_clip"]``: what is passed where there is no padding, None or 0.
+
+    Which range of queries has which of :func:`key_ranges` is drawn anew in every call, the same on all ranks.
     """
     (count, rows, clip), (heads, kv_heads), depth = _sizes(case), _heads(case), case["depth"]
     members = group_members(case, rank)
@@ -130,9 +132,14 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     if case.params.get("pattern") == "nan_padding":
         padding = max(rows - max(clip - members.index(rank) * rows, 0), 0)
         key_value.view(count, rows, -1)[:, rows - padding :] = math.nan
-    ranges = constant(key_ranges(case), draw.device, torch.int64)
+    ranges = constant(key_ranges(case), draw.device, torch.int64)[draw.shared.permutation(count)]
     group = next((GroupRef(name) for name in group_layout(case)), None)
     return query, key_value, ranges, count, clip if "clip" in case.params else case.params.get("no_clip"), group
+
+
+def _ranges(args: Sequence[Any]) -> list[tuple[int, int]]:
+    """k_ranges as they were passed."""
+    return [(first, last) for first, last in args[2].tolist()]
 
 
 def _assembled(case: Case, inputs: Sequence[tuple[Any, ...]], members: Sequence[int], clip: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +155,7 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
     query = inputs[rank][0].chunk(case["ranges"])
     outputs = [
         _attention.attention(part.unsqueeze(0), keys[:, first:last], values[:, first:last], scale=case["depth"] ** -0.5, causal=False)
-        for part, (first, last) in zip(query, key_ranges(case), strict=True)
+        for part, (first, last) in zip(query, _ranges(inputs[rank]), strict=True)
     ]
     value, magnitude = (torch.cat(parts, dim=1).squeeze(0) for parts in zip(*outputs, strict=True))
     return Expected("output", value, case.dtype, magnitude=magnitude)
@@ -223,15 +230,15 @@ def _attend(
 
 def _answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, **how: Any) -> torch.Tensor:
     keys, values = _assembled(case, inputs, group_members(case, rank), _sizes(case)[2])
-    return _attend(case, inputs[rank][0], keys, values, key_ranges(case), **how)
+    return _attend(case, inputs[rank][0], keys, values, _ranges(inputs[rank]), **how)
 
 
-def _other_ranges(ranges: Callable[[Case], Sequence[tuple[int, int]]]) -> Callable[[NullContext], torch.Tensor]:
+def _other_ranges(ranges: Callable[[NullContext], Sequence[tuple[int, int]]]) -> Callable[[NullContext], torch.Tensor]:
     """A wrong answer: other keys for the ranges of queries."""
 
     def answer(context: NullContext) -> torch.Tensor:
         keys, values = _assembled(context.case, context.inputs, group_members(context.case, context.rank), _sizes(context.case)[2])
-        return _attend(context.case, context.args[0], keys, values, ranges(context.case))
+        return _attend(context.case, context.args[0], keys, values, ranges(context))
 
     return answer
 
@@ -243,7 +250,7 @@ def _local_keys(context: NullContext) -> torch.Tensor:
     owner = torch.arange(clip, device=context.args[0].device).div(rows, rounding_mode="floor").repeat(count) == members.index(context.rank)
     keys, values = _assembled(case, context.inputs, members, clip)
     outputs = []
-    for part, (first, last) in zip(context.args[0].chunk(count), key_ranges(case), strict=True):
+    for part, (first, last) in zip(context.args[0].chunk(count), _ranges(context.args), strict=True):
         mine = owner[first:last].nonzero().squeeze(1) + first
         mine = mine if mine.numel() else owner.nonzero().squeeze(1)
         outputs.append(_attend(case, part, keys[:, mine], values[:, mine], [(0, mine.numel())]))
@@ -256,7 +263,7 @@ def _rank_major(context: NullContext) -> torch.Tensor:
     members = group_members(case, context.rank)
     whole = torch.cat([context.inputs[q][1] for q in members])[: count * clip]
     keys, values = whole.unsqueeze(0).chunk(2, dim=-1)
-    return _attend(case, context.args[0], keys, values, key_ranges(case))
+    return _attend(case, context.args[0], keys, values, _ranges(context.args))
 
 
 def _padding_kept(context: NullContext) -> torch.Tensor:
@@ -264,7 +271,7 @@ def _padding_kept(context: NullContext) -> torch.Tensor:
     case, (_, rows, _) = context.case, _sizes(context.case)
     members = group_members(case, context.rank)
     keys, values = _assembled(case, context.inputs, members, len(members) * rows)
-    return _attend(case, context.args[0], keys, values, key_ranges(case))
+    return _attend(case, context.args[0], keys, values, _ranges(context.args))
 
 
 def _padding_dropped(context: NullContext) -> torch.Tensor:
@@ -281,7 +288,7 @@ def _strided_heads(context: NullContext) -> torch.Tensor:
     keys, values = _assembled(context.case, context.inputs, group_members(context.case, context.rank), _sizes(context.case)[2])
     (heads, kv_heads), device = _heads(context.case), context.args[0].device
     index = torch.arange(heads, device=device) % kv_heads
-    return _attend(context.case, context.args[0], keys[:, :, index], values[:, :, index], key_ranges(context.case))
+    return _attend(context.case, context.args[0], keys[:, :, index], values[:, :, index], _ranges(context.args))
 
 
 def _ranges_rotated(context: NullContext) -> torch.Tensor:
@@ -294,7 +301,7 @@ def _whole_world(context: NullContext) -> torch.Tensor:
     """Keys of all ranks of the world, as many as the ranges allow."""
     case, (_, _, clip) = context.case, _sizes(context.case)
     keys, values = _assembled(case, context.inputs, range(case.world_size), clip * case.world_size // _ranks(case))
-    return _attend(case, context.args[0], keys, values, key_ranges(case))
+    return _attend(case, context.args[0], keys, values, _ranges(context.args))
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
@@ -382,19 +389,25 @@ PROBLEM = Problem(
         NullAnswer(
             "all_keys",
             "k_ranges ignored",
-            _other_ranges(lambda c: [(0, c["ranges"] * _sizes(c)[2])] * c["ranges"]),
+            _other_ranges(lambda c: [(0, c.case["ranges"] * _sizes(c.case)[2])] * c.case["ranges"]),
             cases=_names(lambda c: c["ranges"] > 1),
         ),
         NullAnswer(
             "own_range",
             "every range of queries sees its own range of keys",
-            _other_ranges(lambda c: [(i * _sizes(c)[2], (i + 1) * _sizes(c)[2]) for i in range(c["ranges"])]),
+            _other_ranges(lambda c: [(i * _sizes(c.case)[2], (i + 1) * _sizes(c.case)[2]) for i in range(c.case["ranges"])]),
             cases=_names(lambda c: c["see"] != "own"),
         ),
         NullAnswer(
             "first_range",
             "the first range's keys for all queries",
-            _other_ranges(lambda c: key_ranges(c)[:1] * c["ranges"]),
+            _other_ranges(lambda c: _ranges(c.args)[:1] * c.case["ranges"]),
+            cases=_names(lambda c: c["ranges"] > 1),
+        ),
+        NullAnswer(
+            "ranges_of_another_call",
+            "every range of queries sees the keys of the next, as it might in another call",
+            _other_ranges(lambda c: _ranges(c.args)[1:] + _ranges(c.args)[:1]),
             cases=_names(lambda c: c["ranges"] > 1),
         ),
         NullAnswer("rank_major", "keys in the order of ranks instead of ranges", _rank_major, cases=_names(lambda c: c["ranges"] > 1)),
@@ -423,6 +436,7 @@ PROBLEM = Problem(
         "The public benchmark's ranges are disjoint, so that a range needs no keys but its own, and its scores are N(0, 1) over thousands "
         "of keys, so that outputs are hardly larger than its tolerance. Here scores have a standard deviation of 4, and other presets have "
         "MAGI-1's ranges: all chunks before, or the last two.",
+        "Which range of queries sees which range of keys changes from call to call, unlike in MAGI-1, so that k_ranges must be read.",
         "The public reference sends the output of one range together with the queries of a later one, and reads k_ranges range by range; "
         "ours starts all exchanges of queries at once and reads k_ranges once.",
         "Values are not scaled by 10: no tolerance is absolute.",
