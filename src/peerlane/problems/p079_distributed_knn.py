@@ -30,6 +30,9 @@ from peerlane.problems._tree import GroupRef
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
+# From how many neighbours on some queries have nearly all of theirs on one rank.
+_MANY = 16
+
 # Training rows that the oracle widens to float64 at a time.
 _CHUNK_ROWS = 2**17
 
@@ -86,10 +89,18 @@ def _rows(case: Case, rank: int) -> int:
     return count if isinstance(count, int) else count[members.index(rank) % len(count)]
 
 
+def _has_homes(case: Case, rank: int) -> bool:
+    """Whether some clusters lie on one rank each: where k is large, and shards much larger."""
+    smallest = min(_rows(case, q) for q in group_members(case, rank))
+    return "pattern" not in case.params and _MANY <= case["k"] <= smallest // 2
+
+
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """Features of unit length in ``case["classes"]`` clusters: a centre and noise 0.3 to 1.2 times as long.
 
-    A row's label is its cluster for three rows in four, and any class for the others. ``case["pattern"]``:
+    A row's label is its cluster for three rows in four, and any class for the others. Without a pattern, if k is large, every rank of the
+    group holds 5 k / 4 rows of a cluster that no other has, and a quarter of the queries belong to such clusters: nearly all of their
+    neighbours are on one rank. ``case["pattern"]``:
 
     * ``sorted``: rank i of the group holds cluster i alone, and the queries of rank i belong to cluster i + 1: one foreign rank has all
       neighbours
@@ -118,6 +129,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     if pattern == "sorted":
         query_cluster.fill_((place + 1) % ranks)
         row_cluster.fill_(place)
+    if _has_homes(case, rank):
+        query_cluster, row_cluster = (draw.integers(ranks, classes, (size,)) for size in (count, rows))
+        at_home = draw.permutation(count)[: -(-count // 4)]
+        query_cluster[at_home] = draw.integers(0, ranks, (len(at_home),))
+        row_cluster[draw.permutation(rows)[: case["k"] * 5 // 4]] = place
     queries, train = clustered(query_cluster, draw), clustered(row_cluster, draw)
     mislabelled = draw.uniform((rows,), FP32) < 0.25
     labels = torch.where(mislabelled, draw.integers(0, classes, (rows,)), row_cluster)
@@ -337,6 +353,16 @@ def _own_shard(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
     return _nearest(context.case, context.inputs, context.rank, [context.rank])
 
 
+def _half_per_shard(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every shard three quarters of k on two ranks, and half of k on more."""
+    case, members, query = context.case, group_members(context.case, context.rank), context.args[0].to(FP32)
+    most = -(-case["k"] * 3 // 4) if len(members) == 2 else -(-case["k"] // 2)
+    best = [(query @ context.inputs[q][1].to(FP32)).topk(most, dim=1) for q in members]
+    labels = torch.cat([context.inputs[q][2].flatten()[each.indices] for q, each in zip(members, best, strict=True)], dim=1)
+    nearest = torch.cat([each.values for each in best], dim=1).topk(case["k"], dim=1)
+    return nearest.values.to(case.dtype), labels.gather(1, nearest.indices)
+
+
 def _last_shard_missing(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
     return _nearest(context.case, context.inputs, context.rank, group_members(context.case, context.rank)[:-1])
 
@@ -414,7 +440,7 @@ PROBLEM = Problem(
             _small("negative_bf16", BF16, pattern="negative"),
             _small("zeros_fp32", FP32, pattern="zeros"),
             _small("ragged_shards_bf16", BF16, queries=(9, 0), rows=(20, 7, 13, 6)),
-            _small("dense_bf16", BF16, queries=8, rows=400, k=50, depth=33),
+            _small("dense_bf16", BF16, queries=8, rows=400, k=50, depth=33, classes=20),
             _small("strided_group_fp32", FP32, group="strided", world_sizes=(4, 8)),
         ),
         preset(
@@ -443,6 +469,9 @@ PROBLEM = Problem(
     null_answers=(
         NullAnswer("own_shard", "neighbours from the rank's own shard", _own_shard),
         NullAnswer("last_shard_missing", "neighbours from all shards but the last", _last_shard_missing),
+        NullAnswer(
+            "half_per_shard", "a half or three quarters of k from every shard", _half_per_shard, cases=("small/dense_bf16", "pkb/bf16")
+        ),
         NullAnswer("next_query", "labels of another query", _next_query),
         NullAnswer("one_label", "the nearest row's label in every place", _one_label),
         NullAnswer("nearest_twice", "the nearest row counted twice", _last_neighbour_repeated),
@@ -465,7 +494,8 @@ PROBLEM = Problem(
     graph_reason="ranks may have different numbers of queries, which the host must know for the exchange",
     notes=(
         "The public benchmark's random unit vectors have a few dozen different similarities in bfloat16 among the 200 nearest, so that its "
-        "labels are decided by ties; labels are compared here as multisets within rounding error, and features are clustered.",
+        "labels are decided by ties; labels are compared here as multisets within rounding error, and features are clustered. A quarter of "
+        "the queries have nearly all neighbours on one rank.",
         "The public reference takes group ranks for global ranks; here any group will do.",
         "Similarities have the features' dtype, whatever it is.",
     ),
