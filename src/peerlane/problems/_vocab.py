@@ -27,6 +27,9 @@ CHUNK_BYTES = 2**29
 # Logits, from the largest down, among which targets that survive the filter are drawn; the filter may keep more.
 _HEAD = 512
 
+# How much smaller the logits are of tokens whose largest are all on one rank, so that the last of top_k still weighs something.
+_CLOSE = 0.3
+
 # Cumulative probability within which the top-p cut may fall to either side: room for a sum over the vocabulary in float32.
 CUT_MARGIN = 1e-3
 
@@ -109,6 +112,9 @@ def check_chunks(target: torch.Tensor, chunk_size: int, ranks: int) -> int:
 def arguments(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """(logits, target, group, top_k, top_p). Logits are N(0, s^2) with s in [scale / 2, 3 scale / 2) per token; for targets see _targets.
 
+    Without a pattern, and with a top_k that fits into a shard, a quarter of the tokens have all of their largest logits on one rank, and
+    close to each other.
+
     All ranks draw the whole vocabulary and keep their part of it, for targets depend on all of it. The last ``case["padding"]`` logits are
     -inf. ``case["pattern"]``:
 
@@ -122,7 +128,7 @@ def arguments(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     rows = max(1, CHUNK_BYTES // (vocab * FP32.itemsize))
     for first in range(0, tokens, rows):
         part = slice(first, min(first + rows, tokens))
-        drawn = _logits(case, part.stop - first, vocab, draw.shared)
+        drawn = _logits(case, part.stop - first, vocab, shard, draw.shared)
         logits[part] = drawn[:, place * shard : (place + 1) * shard]
         target[part] = _targets(case, drawn.to(FP32), draw.shared)
     group = next((GroupRef(name) for name in group_layout(case)), None)
@@ -135,9 +141,15 @@ def arguments(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     )
 
 
-def _logits(case: Case, tokens: int, vocab: int, shared: Draw) -> torch.Tensor:
+def _logits(case: Case, tokens: int, vocab: int, shard: int, shared: Draw) -> torch.Tensor:
     logits = shared.normal((tokens, vocab), FP32)
     logits *= shared.uniform((tokens, 1), FP32, low=0.5, high=1.5) * case.params.get("scale", 3.0)
+    ranks, (top_k, _) = vocab // shard, filters(case, vocab)
+    if top_k is not None and top_k <= shard and "pattern" not in case.params:
+        rows = shared.permutation(tokens)[: -(-tokens // 4)]
+        owner = torch.arange(vocab, device=logits.device) // shard
+        upper = owner == shared.integers(0, ranks, (len(rows), 1))
+        logits[rows] = logits[rows].abs_().mul_(_CLOSE * (2 * upper.to(FP32) - 1))
     match case.params.get("pattern"):
         case "tied":
             logits.round_()
@@ -280,6 +292,14 @@ def _exactly_k(context: NullContext) -> torch.Tensor:
     return keep_nucleus(logits, top_p)
 
 
+def _one_short(context: NullContext) -> torch.Tensor:
+    """Of every shard only the k - 1 largest logits."""
+    top_k, top_p = own_filters(context)
+    shards = [context.inputs[q][0].to(FP32) for q in group_members(context.case, context.rank)]
+    most = None if top_k is None else min(top_k - 1, shards[0].shape[-1])
+    return keep_nucleus(keep_largest(torch.cat([keep_largest(shard, most) for shard in shards], dim=-1), top_k), top_p)
+
+
 def labels(presets: Sequence[Preset], *names: str, without: Sequence[str] = ()) -> tuple[str, ...]:
     """The cases that set all of the named filters, ``top_k`` and ``top_p``, but for those of some labels."""
     return tuple(
@@ -291,11 +311,18 @@ def labels(presets: Sequence[Preset], *names: str, without: Sequence[str] = ()) 
 
 
 def filter_null_answers(
-    answer: Answer, presets: Sequence[Preset], *, idle_top_k: Sequence[str], idle_top_p: Sequence[str], ties: Sequence[str]
+    answer: Answer,
+    presets: Sequence[Preset],
+    *,
+    idle_top_k: Sequence[str],
+    idle_top_p: Sequence[str],
+    ties: Sequence[str],
+    one_rank: Sequence[str],
 ) -> tuple[NullAnswer, ...]:
     """Wrong filters, each with ``answer`` made of the result.
 
-    ``idle_*``: labels of cases that set a filter without effect. ``ties``: cases with equal logits at the top-k threshold.
+    ``idle_*``: labels of cases that set a filter without effect. ``ties``: cases with equal logits at the top-k threshold. ``one_rank``:
+    cases where some tokens have their k largest logits on one rank, and no top-p makes up for the loss of one of them.
     """
 
     def wrong(name: str, why: str, kept: Callable[[NullContext], torch.Tensor], cases: Sequence[str] | None = None) -> NullAnswer:
@@ -306,6 +333,7 @@ def filter_null_answers(
         wrong("no_top_p", "top_p ignored", _without_top_p, labels(presets, "top_p", without=idle_top_p)),
         wrong("nucleus_first", "top-p before top-k", _nucleus_first, labels(presets, "top_k", "top_p", without=idle_top_k)),
         wrong("exactly_k", "logits that equal the k-th largest left out", _exactly_k, ties),
+        wrong("one_short_per_rank", "the k - 1 largest logits of every shard alone", _one_short, one_rank),
     )
 
 

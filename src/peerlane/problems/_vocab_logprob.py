@@ -157,7 +157,13 @@ def _whole_world(context: NullContext) -> torch.Tensor:
 
 
 def log_probability_null_answers(
-    presets: Sequence[Preset], *, idle_top_k: Sequence[str], idle_top_p: Sequence[str], ties: Sequence[str], grouped: Sequence[str]
+    presets: Sequence[Preset],
+    *,
+    idle_top_k: Sequence[str],
+    idle_top_p: Sequence[str],
+    ties: Sequence[str],
+    one_rank: Sequence[str],
+    grouped: Sequence[str],
 ) -> tuple[NullAnswer, ...]:
     """Wrong log-probabilities. ``grouped``: cases whose group is smaller than the world; for the others see :func:`filter_null_answers`."""
     filtered = (*labels(presets, "top_k", without=idle_top_k), *labels(presets, "top_p", without=idle_top_p))
@@ -167,5 +173,5 @@ def log_probability_null_answers(
         NullAnswer("foreign_target_dropped", "-inf where another rank holds the target", lambda c: _local(c, False)),
         NullAnswer("never_dropped", "a finite answer for targets that the filter drops", _never_dropped, cases=filtered),
         NullAnswer("whole_world", "tp_group ignored", _whole_world, cases=tuple(grouped)),
-        *filter_null_answers(log_probability_answer, presets, idle_top_k=idle_top_k, idle_top_p=idle_top_p, ties=ties),
+        *filter_null_answers(log_probability_answer, presets, idle_top_k=idle_top_k, idle_top_p=idle_top_p, ties=ties, one_rank=one_rank),
     )

@@ -56,6 +56,7 @@ PRESETS = (
         _small("padding_top_k_bf16", BF16, padding=9, top_k=12),
         _small("wide_bf16", BF16, vocab_per_rank=1003, top_p=0.95),
         _small("strided_group_bf16", BF16, sequence_per_rank=8, scale=2.0, top_k=6, top_p=0.8, group="strided", world_sizes=(4, 8)),
+        _small("wide_top_k_bf16", BF16, vocab_per_rank=130, top_k=4, outside=0.1),
     ),
     preset("pkb", "the public benchmark's shape", case("bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9)),
     preset(
@@ -106,6 +107,7 @@ PROBLEM = Problem(
         idle_top_k=_IDLE_TOP_K,
         idle_top_p=("disabled_bf16",),
         ties=("small/tied_top_k_fp32", "small/tied_both_bf16", "small/equal_both_bf16"),
+        one_rank=("small/wide_top_k_bf16",),
         grouped=("small/strided_group_bf16",),
     ),
     honest_variants=filter_variants(log_probability_answer),

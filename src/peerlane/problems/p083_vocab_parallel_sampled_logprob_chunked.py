@@ -61,7 +61,7 @@ def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
 PRESETS = (
     preset(
         "small",
-        "chunks that divide the sequence and that do not, one token per rank and larger than the sequence; all filters, ties, groups",
+        "chunks that divide the sequence or not, one token per rank and larger than the sequence; all filters and none, ties, groups",
         _small("plain_fp32", FP32),
         _small("top_k_bf16", BF16, top_k=5),
         _small("top_p_fp32", FP32, top_p=0.7),
@@ -74,6 +74,9 @@ PRESETS = (
         _small("tied_both_bf16", BF16, pattern="tied", scale=1.5, top_k=4, top_p=0.8),
         _small("padding_fp32", FP32, padding=9, top_p=0.9),
         _small("strided_group_bf16", BF16, sequence_per_rank=8, scale=2.0, top_k=6, top_p=0.8, group="strided", world_sizes=(4, 8)),
+        _small("wide_top_k_bf16", BF16, vocab_per_rank=130, top_k=4, outside=0.1),
+        _small("disabled_fp32", FP32, top_k=0, top_p=None),
+        _small("one_hot_fp32", FP32, scale=200.0),
     ),
     preset(
         "pkb",
@@ -122,7 +125,12 @@ PROBLEM = Problem(
     presets=PRESETS,
     null_answers=(
         *_vocab_logprob.log_probability_null_answers(
-            PRESETS, idle_top_k=(), idle_top_p=(), ties=("small/tied_both_bf16",), grouped=("small/strided_group_bf16",)
+            PRESETS,
+            idle_top_k=("disabled_fp32",),
+            idle_top_p=("disabled_fp32",),
+            ties=("small/tied_both_bf16",),
+            one_rank=("small/wide_top_k_bf16",),
+            grouped=("small/strided_group_bf16",),
         ),
         NullAnswer("last_chunk_missing", "the last chunk is that of the slot before", _vocab.stale_last_chunk),
         NullAnswer("chunks_by_position", "chunks taken for runs of positions of all sequences", _chunks_by_position, cases=_MIXED),

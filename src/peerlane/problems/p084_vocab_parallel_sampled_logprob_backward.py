@@ -260,6 +260,8 @@ PRESETS = (
         _small("one_hot_fp32", FP32, scale=200.0, grad_pattern="spread"),
         _small("padding_bf16", BF16, padding=9, top_p=0.9),
         _small("strided_group_bf16", BF16, sequence_per_rank=8, scale=2.0, top_k=6, top_p=0.8, group="strided", world_sizes=(4, 8)),
+        _small("wide_top_k_bf16", BF16, vocab_per_rank=130, top_k=4, outside=0.1),
+        _small("disabled_fp32", FP32, top_k=0, top_p=None),
     ),
     preset(
         "pkb",
@@ -283,7 +285,8 @@ PRESETS = (
     ),
 )
 
-_FILTERED = tuple(dict.fromkeys((*_vocab.labels(PRESETS, "top_k"), *_vocab.labels(PRESETS, "top_p"))))
+_IDLE = ("disabled_fp32",)
+_FILTERED = tuple(dict.fromkeys((*_vocab.labels(PRESETS, "top_k", without=_IDLE), *_vocab.labels(PRESETS, "top_p", without=_IDLE))))
 
 PROBLEM = Problem(
     id=84,
@@ -322,7 +325,12 @@ PROBLEM = Problem(
         NullAnswer("last_chunk_missing", "the last chunk is that of the slot before", _vocab.stale_last_chunk),
         NullAnswer("whole_world", "tp_group ignored", _whole_world, cases=("small/strided_group_bf16",)),
         *_vocab.filter_null_answers(
-            gradient_answer, PRESETS, idle_top_k=(), idle_top_p=(), ties=("small/tied_top_k_fp32", "small/tied_both_bf16")
+            gradient_answer,
+            PRESETS,
+            idle_top_k=_IDLE,
+            idle_top_p=_IDLE,
+            ties=("small/tied_top_k_fp32", "small/tied_both_bf16"),
+            one_rank=("small/wide_top_k_bf16",),
         ),
     ),
     honest_variants=_vocab.filter_variants(gradient_answer),
