@@ -18,6 +18,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
+# Pixels of a picture from which on some overlaps are those of the threshold, or one pixel less.
+_LARGE = 2**16
+
 # What suppressed masks are filled with: a logit that stands for "nowhere".
 BLANK = -10.0
 
@@ -78,6 +81,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     ``case["pattern"]`` (pixels are shuffled, and between the objects' pixels lie zeros, which are background):
 
     * ``exact``: one half of the objects covers 10 pixels, the other half 7 of them: an IoU of exactly 7 / 10
+    * ``near``: one half of the objects covers 1000 pixels, the others by turns 700 and 699 of them
     * ``identical``: all objects cover the same pixels
     * ``chain``: IoU is 17 / 23 between neighbours in the order of their occlusion, less than 0.6 between others
     * ``void``: every other object covers nothing, the others the same pixels, some of which are NaN
@@ -107,7 +111,10 @@ def _drawn_order(counts: Sequence[int], shared: Draw) -> torch.Tensor:
 
 
 def _ellipses(case: Case, order: torch.Tensor, shared: Draw) -> torch.Tensor:
-    """Logits (N, H, W) of ellipses, about three to a place, of which about half overlap by 0.7; the first two in order are the same."""
+    """Logits (N, H, W) of ellipses, about three to a place, of which about half overlap by 0.7; the first two in order are the same.
+
+    In large pictures see :func:`_plant_close_pairs` for the second and the last in order.
+    """
     total, (height, width) = order.numel(), case["size"]
     where = shared.integers(0, max(1, total // 3), (total,))
     centre = shared.uniform((total, 2), FP32, low=0.25, high=0.75)[where]
@@ -122,7 +129,26 @@ def _ellipses(case: Case, order: torch.Tensor, shared: Draw) -> torch.Tensor:
         1
     )
     logits: torch.Tensor = (1 - distance).mul_(6.0).clamp_(min=-12.0)
-    return logits.add_(shared.normal((total, height, width), FP32, scale=0.5)).to(case.dtype)
+    masks = logits.add_(shared.normal((total, height, width), FP32, scale=0.5)).to(case.dtype)
+    if total > 1 and height * width >= _LARGE and "threshold" not in case.params:
+        _plant_close_pairs(masks.view(total, -1), order, shared)
+    return masks
+
+
+def _plant_close_pairs(masks: torch.Tensor, order: torch.Tensor, shared: Draw) -> None:
+    """In place: of the first's 10 n pixels the second in order covers 7 n, and of four or more objects the last covers 7 n - 1.
+
+    The first loses to nobody, and the other two to it if they overlap by 0.7: see :func:`_occlusion_times`.
+    """
+    first = masks[order[:1]]
+    keys = torch.where(first > 0, shared.uniform(first.shape, FP32), 2.0)
+    rank = torch.empty_like(keys, dtype=torch.int64)
+    rank.scatter_(1, keys.argsort(1), torch.arange(keys.shape[1], device=keys.device).expand_as(keys))
+    tenth = (first > 0).sum() // 10
+    masks[order[:1]] = torch.where(rank < 10 * tenth, first, -first.abs())
+    for place, missing in ((1, 0), (len(order) - 1, 1)) if len(order) > 3 else ((1, 0),):
+        size = masks[order[place : place + 1]].abs().clamp_(min=0.1)
+        masks[order[place : place + 1]] = torch.where(rank < 7 * tenth - missing, size, -size)
 
 
 def _patterned(case: Case, order: torch.Tensor, shared: Draw) -> torch.Tensor:
@@ -133,6 +159,8 @@ def _patterned(case: Case, order: torch.Tensor, shared: Draw) -> torch.Tensor:
     match case["pattern"]:
         case "exact":
             foreground = pixel < torch.where(index % 2 == 0, 10, 7)
+        case "near":
+            foreground = pixel < torch.where(index % 2 == 0, 1000, torch.where(index % 4 == 1, 700, 699))
         case "identical":
             foreground = (pixel < 20).expand(total, -1)
         case "chain":
@@ -152,8 +180,9 @@ def _patterned(case: Case, order: torch.Tensor, shared: Draw) -> torch.Tensor:
 def _occlusion_times(case: Case, order: torch.Tensor, shared: Draw) -> torch.Tensor:
     """int64 (N,) in -1 ... 4. No object loses whose time is -1 or 0, or in reverse 4; the first in order has 0, or in reverse 4.
 
-    Without a pattern, half of the objects have such times, and the second loses to the first. ``exact``: the objects of 10 pixels have the
-    first's time, the others one that loses to it. ``chain``: times rise in order. Else the first four are 0, -1, one that loses, and 0.
+    Without a pattern, half of the objects have such times, and the second loses to the first. ``exact`` and ``near``: the largest objects
+    have the first's time, the others one that loses to it. ``chain``: times rise in order. Else the first four are 0, -1, one that loses,
+    and 0.
     """
     total, reverse = order.numel(), case.params.get("reverse", False)
     safe, exposed, first = ((4, 5), (-1, 4), 4) if reverse else ((-1, 1), (1, 5), 0)
@@ -164,7 +193,7 @@ def _occlusion_times(case: Case, order: torch.Tensor, shared: Draw) -> torch.Ten
             is_safe = (index != 1) & (index < (kept if kept < 2 else kept + 1))
             times = torch.where(is_safe, shared.integers(*safe, (total,)), shared.integers(*exposed, (total,)))
             times[:1] = first
-        case "exact":
+        case "exact" | "near":
             times = torch.where(index % 2 == 0, first, shared.integers(*exposed, (1,)))
         case "chain":
             times = index
@@ -321,7 +350,7 @@ def _small(label: str, dtype: torch.dtype = BF16, **params: Any) -> CaseSpec:
 PRESETS = (
     preset(
         "small",
-        "ragged and missing objects, either order; IoU equal to the threshold, ties, chains, empty masks, NaN pixels, one object, a group",
+        "ragged and missing objects, either order; IoU at the threshold, ties, chains, empty masks, NaN pixels, one object, a group",
         _small("ellipses_bf16"),
         _small("reverse_bf16", reverse=True, counts=(3, 2), score_shape=(1,)),
         _small("threshold_fp16", FP16, threshold=0.5, counts=(0, 5), score_shape=(2, 3)),
@@ -332,6 +361,7 @@ PRESETS = (
         _small("void_fp32", FP32, pattern="void", counts=(6, 4)),
         _small("single_bf16", counts=(0, 1, 0, 0), score_shape=(7,)),
         _small("strided_group_bf16", counts=(3, 2), group="strided", world_sizes=(4, 8)),
+        _small("near_bf16", pattern="near", counts=(3, 2), size=(40, 40)),
     ),
     preset("pkb", "the public benchmark's shape", case("bf16", BF16, counts=(1, 2, 3), size=(256, 256))),
     preset(
@@ -383,6 +413,13 @@ PROBLEM = Problem(
         NullAnswer("scores_blanked", "scores of suppressed objects overwritten too", _scores_blanked, cases=_SEVERAL),
         NullAnswer("opposite_order", "reverse taken the wrong way round", _opposite, cases=_SEVERAL),
         NullAnswer("above_threshold", "IoU > threshold", _ruled(overlap=torch.gt), cases=("small/exact_fp32", "small/exact_reverse_bf16")),
+        NullAnswer("lower_threshold", "IoU >= 0.68 instead of 0.7", _ruled(threshold=0.68), cases=("small/near_bf16",)),
+        NullAnswer(
+            "rounded_overlap",
+            "IoU and threshold compared in bfloat16",
+            _ruled(overlap=lambda iou, threshold: iou.to(BF16) >= threshold.to(BF16)),
+            cases=("small/near_bf16",),
+        ),
         NullAnswer("zero_is_foreground", "mask >= 0", _ruled(background_counts=True), cases=("small/exact_fp32",)),
         NullAnswer(
             "ties_suppressed", "objects of the same time suppress each other", _ruled(ties_lose=True), cases=("small/identical_bf16",)
@@ -403,7 +440,8 @@ PROBLEM = Problem(
     replicated=True,
     notes=(
         "In the public benchmark no IoU reaches the threshold, so that nothing is ever suppressed; here objects share places, and at least "
-        "one is suppressed in every call with more than one object.",
+        "one is suppressed in every call with more than one object. In large pictures it overlaps by exactly the threshold, and another "
+        "by a pixel less.",
         "The reference gathers masks in their own dtype and widens them afterwards. A mask that will be blanked need not be sent at all; "
         "the cost counts in full only the half of the objects that no drawing of the inputs suppresses.",
         "last_occluded is int64.",
