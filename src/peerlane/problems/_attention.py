@@ -208,6 +208,21 @@ def mean_of_visible(blocks: Blocks, place: int, *, causal: bool) -> torch.Tensor
     return dense(equal, place, visible(place, len(blocks), causal), causal=causal, scale=1.0)
 
 
+def without_maximum(blocks: Blocks, place: int, *, causal: bool, scale: float, own: bool = False) -> torch.Tensor:
+    """A wrong answer where scores are large: exponentials of scores as they are, or less the maximum of the rank's own block."""
+
+    def answer(one: Blocks) -> torch.Tensor:
+        seen = visible(place, len(one), causal)
+        scores = torch.cat([_block_scores(one, place, owner, causal, scale) for owner in seen], dim=-1)
+        if own:
+            scores -= _block_scores(one, place, place, causal, scale).amax(-1, keepdim=True)
+        weights = scores.exp_()
+        values = torch.cat([one[owner][2] for owner in seen], dim=1).transpose(1, 2).to(FP32)
+        return (torch.matmul(weights, values) / weights.sum(-1, keepdim=True)).to(one[place][0].dtype).transpose(1, 2)
+
+    return _by_head(blocks, answer)
+
+
 def mask_inverted(blocks: Blocks, place: int, *, causal: bool, scale: float) -> torch.Tensor:
     """A wrong answer: a causal mask where there should be none, and none where there should be one."""
     return dense(blocks, place, visible(place, len(blocks), not causal), causal=not causal, scale=scale)

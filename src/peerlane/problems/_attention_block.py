@@ -58,7 +58,8 @@ def draw_hidden(case: Case, ring: int, place: int, shared: Draw, states: torch.T
     """The hidden states (B, S, H) at one place of a ring, N(0, 1) times ``states`` (H,), equal on all ranks that hold this place.
 
     ``case["pattern"]``: ``sink``: the first token is twice as large, so that many queries attend to little else; ``nan_last``: those
-    of the last place are NaN, for causal cases, where no other place may look at them.
+    of the last place are NaN, for causal cases, where no other place may look at them; ``large`` and ``growing``: two channels are the
+    same for all tokens of a place, for :func:`shift_scores`, and with ``growing`` the second grows from place to place.
     """
     local = local_length(case, ring)
     whole = shared.normal((case["batch"], ring * local, case["hidden"]), case.dtype) * states.to(case.dtype)
@@ -67,7 +68,25 @@ def draw_hidden(case: Case, ring: int, place: int, shared: Draw, states: torch.T
         whole[:, 0] *= 2.0
     elif pattern == "nan_last":
         whole[:, -local:] = math.nan
+    elif pattern in ("large", "growing"):
+        whole[:, :, 0] = states[0]
+        for first in range(ring):
+            whole[:, first * local : (first + 1) * local, 1] = states[1] / 8 * (1 + first if pattern == "growing" else 1)
     return whole[:, place * local : (place + 1) * local].clone()
+
+
+def shift_scores(case: Case, w_qkv: torch.Tensor, heads: int) -> None:
+    """Makes all scores 1024 depth^-0.5 larger if ``case["pattern"]`` is ``large``: more than the exponentials of float32 can hold. With
+    ``growing`` they are as much larger again from each place to the next, so that the last place seen has all the weight.
+
+    One entry of every head's q reads the first channel of :func:`draw_hidden` alone, and that of its k the second one: powers of two, so
+    that what is added to the scores is exact, and their differences within a place are those of other cases.
+    """
+    if case.params.get("pattern") in ("large", "growing"):
+        rows = w_qkv.view(*w_qkv.shape[:-2], 3, heads, case["depth"], w_qkv.shape[-1])[..., :2, :, 0, :]
+        rows.zero_()
+        rows[..., 0, :, 0] = 64.0
+        rows[..., 1, :, 1] = 128.0
 
 
 def wide_product(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -171,6 +190,16 @@ def uniform(case: Case) -> Attend:
 def inverted(case: Case) -> Attend:
     """A wrong answer: the mask where there should be none, or none."""
     return lambda blocks, place: _attention.mask_inverted(blocks, place, causal=case["causal"], scale=scale_of(case))
+
+
+def no_maximum(case: Case) -> Attend:
+    """A wrong answer: exponentials of scores as they are."""
+    return lambda blocks, place: _attention.without_maximum(blocks, place, causal=case["causal"], scale=scale_of(case))
+
+
+def first_maximum(case: Case) -> Attend:
+    """A wrong answer: exponentials of scores less the maximum of the rank's own block, the first one that it sees."""
+    return lambda blocks, place: _attention.without_maximum(blocks, place, causal=case["causal"], scale=scale_of(case), own=True)
 
 
 def default_scale(case: Case) -> Attend:

@@ -65,7 +65,7 @@ def _heads(case: Case) -> int:
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """Weights of variance ``gain``^2 / fan-in, so that q and k are N(0, gain^2), but for the sizes of channels, outputs' too: see
-    :func:`_attention_block.sized`, and :func:`_attention_block.draw_hidden`.
+    :func:`_attention_block.sized`, :func:`_attention_block.draw_hidden` and :func:`_attention_block.shift_scores`.
 
     ``case["pattern"]`` may also be ``cancelling``: heads of odd tensor-parallel ranks are those of the rank before, and so is their part of
     w_o with the opposite sign, but for noise of half its size.
@@ -80,6 +80,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     if case.params.get("pattern") == "cancelling":
         w_qkv[1::2] = w_qkv[0::2]
         w_o[1::2] = w_o[1::2] / 2 - w_o[0::2]
+    _attention_block.shift_scores(case, w_qkv, _heads(case))
     w_qkv, w_o = _attention_block.sized(w_qkv, w_o, draw.shared, states=states, outputs=outputs)
     groups = process_groups(case)
     tp_group, cp_group = (GroupRef(name) if name in groups else None for name in ("tensor", "context"))
@@ -202,7 +203,7 @@ def _llama(label: str, *, length: int, hidden: int, tp: int | str, world_sizes: 
 PRESETS = (
     preset(
         "small",
-        "grids of groups in both orders, either group alone; causal and not; an attention sink; parts that cancel",
+        "grids of groups in both orders, either group alone; causal and not; an attention sink; large and growing scores; cancelling parts",
         _small("causal_bf16"),
         _small("causal_fp32", FP32),
         _small("scaled_full_fp32", FP32, causal=False, scale=0.28),
@@ -213,6 +214,8 @@ PRESETS = (
         _small("cancelling_bf16", pattern="cancelling"),
         _small("context_inner_bf16", inner="cp", world_sizes=(4, 8)),
         _small("context_inner_full_fp32", FP32, inner="cp", causal=False, world_sizes=(4, 8)),
+        _small("large_bf16", pattern="large", heads=16),
+        _small("growing_full_bf16", pattern="growing", causal=False, tp=1, heads=3),
     ),
     preset(
         "pkb",
@@ -291,6 +294,18 @@ PROBLEM = Problem(
         ),
         NullAnswer(
             "default_scale", "softmax_scale ignored", _with(_attention_block.default_scale), cases=_names(lambda c: "scale" in c.params)
+        ),
+        NullAnswer(
+            "no_maximum",
+            "exponentials of scores as they are",
+            _with(_attention_block.no_maximum),
+            cases=_names(lambda c: c.params.get("pattern") in ("large", "growing")),
+        ),
+        NullAnswer(
+            "first_maximum",
+            "exponentials of scores less the maximum of the first block",
+            _with(_attention_block.first_maximum),
+            cases=_names(lambda c: c.params.get("pattern") == "growing"),
         ),
         NullAnswer("no_reduction", "the rank's own heads", lambda c: _own_part(c, 1), cases=_names(lambda c: _grid(c).sizes[0] > 1)),
         NullAnswer(

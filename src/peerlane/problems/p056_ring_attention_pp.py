@@ -69,7 +69,8 @@ def _first_inputs(case: Case, inputs: Sequence[tuple[Any, ...]], ring: Sequence[
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """Weights of variance ``gain``^2 / fan-in (gain 1 for w_o), but for the sizes of channels, those of hidden states the same in all
-    stages: see :func:`_attention_block.sized`, and :func:`_attention_block.draw_hidden`.
+    stages: see :func:`_attention_block.sized`, :func:`_attention_block.draw_hidden` and, for the first stage alone,
+    :func:`_attention_block.shift_scores`.
 
     Stages after the first, which must ignore hidden_states, find numbers of the same kind there, or NaN if ``case["stale"]`` is ``nan``.
     ``case["pattern"]`` may also be ``stage_scale``: even stages' outputs are 100 times as large, and odd stages' w_qkv as much smaller.
@@ -81,6 +82,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     x = _attention_block.draw_hidden(case, len(ring), place, draw.shared, states)
     w_qkv = draw.shared.normal((len(pipeline), 3 * width, hidden), case.dtype, scale=case.params.get("gain", 1.0) * hidden**-0.5)[stage]
     w_o = draw.shared.normal((len(pipeline), hidden, width), case.dtype, scale=width**-0.5)[stage]
+    if stage == 0:
+        _attention_block.shift_scores(case, w_qkv, case["heads"])
     w_qkv, w_o = _attention_block.sized(w_qkv, w_o, draw.shared, states=states, outputs=states)
     if case.params.get("pattern") == "stage_scale":
         w_qkv, w_o = (w_qkv / 100, w_o) if stage % 2 else (w_qkv, w_o * 100)
@@ -220,7 +223,7 @@ def _llama(*, batch: int, length: int, hidden: int, pp: int) -> CaseSpec:
 PRESETS = (
     preset(
         "small",
-        "two and more stages, or none; rings of neighbours and strided ones; NaN in hidden states that must be ignored; an attention sink",
+        "two and more stages, or none; rings of neighbours and strided ones; ignored NaN; a sink; large and growing scores",
         _small("causal_bf16", stale="nan"),
         _small("causal_fp32", FP32),
         _small("scaled_full_fp32", FP32, causal=False, scale=0.28, stale="nan"),
@@ -231,6 +234,8 @@ PRESETS = (
         _small("sink_bf16", pattern="sink"),
         _small("pipeline_inner_bf16", inner="pp", world_sizes=(4, 8)),
         _small("nan_last_bf16", pattern="nan_last", world_sizes=(4, 8)),
+        _small("large_bf16", pattern="large", heads=3),
+        _small("growing_full_bf16", pattern="growing", causal=False, pp=1, heads=4),
     ),
     preset(
         "pkb",
@@ -292,6 +297,18 @@ PROBLEM = Problem(
         ),
         NullAnswer(
             "default_scale", "softmax_scale ignored", _with(_attention_block.default_scale), cases=_names(lambda c: "scale" in c.params)
+        ),
+        NullAnswer(
+            "no_maximum",
+            "exponentials of scores as they are",
+            _with(_attention_block.no_maximum),
+            cases=_names(lambda c: c.params.get("pattern") in ("large", "growing")),
+        ),
+        NullAnswer(
+            "first_maximum",
+            "exponentials of scores less the maximum of the first block",
+            _with(_attention_block.first_maximum),
+            cases=_names(lambda c: c.params.get("pattern") == "growing"),
         ),
         NullAnswer("eight_bits", "the ring and the activations in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
         NullAnswer("own_hidden_states", "the stage applied to its own hidden_states", _own_hidden_states, cases=_STAGED),
