@@ -147,11 +147,16 @@ def _hidden_states(case: Case, rank: int, draw: Draw, gate_weight: torch.Tensor,
 
     N(0, 1) entries (times ``case["scale"]``), to which the least change is made that gives them the logits wanted: the transposed router
     times the inverse of its Gram matrix times what is missing. Nothing is left to see of it in any entry.
+
+    With ``case["logits"]`` all logits are that much larger, more than the exponentials of float32 can hold, and multiples of a half, which
+    bfloat16 has up to 128; every expert's is an entry of the token plus its bias.
     """
     tokens, experts, k = _moe.tokens_of(case, rank), gate_weight.shape[0], case["k"]
     wanted = draw.uniform((tokens, experts), FP32, low=_floor(experts, k) - _JITTER, high=_floor(experts, k))
     low, high = _CHOSEN
     wanted.scatter_(1, _chosen(case, rank, draw), draw.uniform((tokens, k), FP32, low=low, high=high))
+    if "logits" in case.params:
+        wanted = wanted.mul(2.0).round().div(2.0).add(case["logits"])
     hidden = draw.normal((tokens, case["hidden"]), FP32, scale=case.params.get("scale", 1.0))
     router = gate_weight.to(FP32)
     missing = wanted - F.linear(hidden, router, None if gate_bias is None else gate_bias.to(FP32))
@@ -183,6 +188,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     router = draw if case.params.get("own_routers") else draw.shared
     norm = _ROUTER_NORM / case.params.get("scale", 1.0)
     gate_weight = router.normal((experts, hidden_size), dtype, scale=norm * hidden_size**-0.5)
+    if "logits" in case.params:
+        gate_weight = torch.eye(experts, hidden_size, dtype=dtype, device=draw.device)  # logits are exact
     gate_bias = _router_bias(case, router) if case.params.get("bias", True) else None
     hidden = _hidden_states(case, rank, draw, gate_weight, gate_bias)
     if case.params.get("three_axes"):
@@ -198,13 +205,13 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 
 
 def _router_bias(case: Case, draw: Draw) -> torch.Tensor:
-    """Half of the experts, every other one, are favoured by 1.8 natural units, more or less."""
+    """Half of the experts, every other one, are favoured by 1.8 natural units, more or less; all by ``case["logits"]``."""
     experts = _moe.experts_of(case)
     floor = _floor(experts, case["k"])
     bias = draw.uniform((experts,), FP32, low=floor - 0.4, high=floor + 0.4)
     bias[::2].add_(0.9)
     bias[1::2].sub_(0.9)
-    return bias.to(case.dtype)
+    return bias.add_(case.params.get("logits", 0.0)).to(case.dtype)
 
 
 def _projections(hidden: int, inner: int) -> list[tuple[tuple[int, int], float]]:

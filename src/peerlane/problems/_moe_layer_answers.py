@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from peerlane.problems import _moe
 from peerlane.problems._codes import eight_bits
 from peerlane.problems._collective import FP32, group_layout, stale_tail
+from peerlane.problems._conv import without_group
 from peerlane.problems._matmul import FLOP_UNIT, FP64
 from peerlane.problems._moe_layer import inputs, owners_of, reference
 from peerlane.problems._spec import (
@@ -37,12 +38,18 @@ RowFunction = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
 """Of rows (n, H) and of the arguments of the rank that owns the expert."""
 
 
-def tokens_and_weights(args: Sequence[Any], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _softmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.softmax(-1)
+
+
+def tokens_and_weights(
+    args: Sequence[Any], dtype: torch.dtype, softmax: Callable[[torch.Tensor], torch.Tensor] = _softmax
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The rank's tokens (T, H) as they are, and the weight of every expert for them in ``dtype``, (T, E), 0 where it is not chosen."""
     hidden, gate_weight, gate_bias = args[:3]
     tokens = hidden.reshape(-1, hidden.shape[-1])
     logits = F.linear(tokens.to(dtype), gate_weight.to(dtype), None if gate_bias is None else gate_bias.to(dtype))
-    best = logits.softmax(-1).topk(args[-2], dim=-1)
+    best = softmax(logits).topk(args[-2], dim=-1)
     return tokens, torch.zeros_like(logits).scatter_(1, best.indices, best.values)
 
 
@@ -178,12 +185,13 @@ def _spoilt(
     owners: Callable[[Case, int], Sequence[int]] = owners_of,
     expert: RowFunction | None = None,
     router: Callable[[NullContext], tuple[Any, ...]] = lambda context: context.args,
+    softmax: Callable[[torch.Tensor], torch.Tensor] = _softmax,
 ) -> Callable[[NullContext], torch.Tensor]:
-    """A wrong answer in float32: other weights, other owners, another expert, another router (the arguments whose router is used)."""
+    """A wrong answer in float32: other weights, other owners, another expert, another router (whose arguments' is used) or softmax."""
 
     def answer(context: NullContext) -> torch.Tensor:
         args = (context.args[0], *router(context)[1:])
-        tokens, own = tokens_and_weights(args, FP32)
+        tokens, own = tokens_and_weights(args, FP32, softmax)
         changed = own if weights is None else weights(own, context.case)
         return combine(context.inputs, tokens, changed, owners(context.case, context.rank), expert)[0].to(context.case.dtype)
 
@@ -221,6 +229,18 @@ def _without_bias(context: NullContext) -> tuple[Any, ...]:
 
 def _neighbour(context: NullContext) -> tuple[Any, ...]:
     return context.inputs[(context.rank + 1) % context.case.world_size]
+
+
+def _first_rank(context: NullContext) -> tuple[Any, ...]:
+    return context.inputs[0]
+
+
+def _without_maximum(logits: torch.Tensor) -> torch.Tensor:
+    return logits.exp().div(logits.exp().sum(-1, keepdim=True))
+
+
+def _groupless(case: Case, rank: int) -> Sequence[int]:
+    return owners_of(without_group(case), rank)
 
 
 def _first_neighbours(case: Case, rank: int) -> Sequence[int]:
@@ -297,6 +317,18 @@ def null_answers(presets: Sequence[Preset]) -> tuple[NullAnswer, ...]:
             cases=where(lambda c: bool(c.params.get("own_routers"))),
         ),
         NullAnswer(
+            "first_ranks_router",
+            "the router of the world's first rank",
+            _spoilt(router=_first_rank),
+            cases=where(lambda c: bool(c.params.get("own_routers"))),
+        ),
+        NullAnswer(
+            "router_without_maximum",
+            "exponentials of logits as they are",
+            _spoilt(softmax=_without_maximum),
+            cases=where(lambda c: "logits" in c.params),
+        ),
+        NullAnswer(
             "no_expert_bias",
             "the experts' biases left out",
             _spoilt(expert=Expert(biases=False)),
@@ -311,6 +343,12 @@ def null_answers(presets: Sequence[Preset]) -> tuple[NullAnswer, ...]:
         ),
         NullAnswer("tokens_rotated", "every row in the next token's place", lambda c: c.answer.roll(1, 0)),
         NullAnswer("stale_row", "the last token's row is that of the slot before", lambda c: stale_tail(c, c.case["hidden"])),
+        NullAnswer(
+            "whole_world",
+            "group ignored",
+            _spoilt(owners=_groupless),
+            cases=where(lambda c: any(list(owners_of(c, q)) != list(_groupless(c, q)) for q in range(c.world_size))),
+        ),
         NullAnswer(
             "first_ranks_experts",
             "the experts of the world's first ranks",
@@ -341,7 +379,8 @@ NOTES = (
     "The public benchmark's logits have a standard deviation of 32, so that nearly all weight is on one expert and half of the rows could "
     "be left out unseen, while another rounding of a logit changes the answer. Here logits are planted: those of the chosen experts lie "
     "between -0.9 and 0.9, all others are lower by at least half a unit, a hundred times the error of bfloat16, and the experts that are "
-    "not chosen have about as much weight as those that are.",
+    "not chosen have about as much weight as those that are. In one case all logits are about 104, in steps of a half, which rounding to "
+    "bfloat16 does not change.",
     "The router is the same on all ranks, as in a model, but for a case with one per rank; the public benchmark always has the latter.",
     "Experts keep the size of their input, where the public benchmark's are mostly bias. Channels of tokens, and of results, differ in "
     "size by powers of two, from 1/16 to 16; what reads the tokens makes up for it, and elements are compared in units of their channel.",

@@ -18,18 +18,19 @@ def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
 PRESETS = (
     preset(
         "small",
-        "unequal and empty ranks, empty experts, all tokens to one rank or none elsewhere, one and three experts a token, NaN, groups",
+        "unequal and empty ranks, empty experts, all tokens to one rank or none elsewhere, 1 or 3 experts a token, NaN, groups, big logits",
         _small("skewed_bf16", BF16, exponent=1.2, empty=1),
         _small("ragged_bf16", BF16, tokens=(63, 0, 35, 21), k=3),
         _small("ragged_fp32", FP32, tokens=(63, 0, 35, 21), k=3),
         _small("no_bias_bf16", BF16, tokens=(15, 29, 0, 13), bias=False, three_axes=True),
         _small("one_each_bf16", BF16, k=1, exponent=0.6),
-        _small("own_routers_bf16", BF16, own_routers=True),
+        _small("own_routers_bf16", BF16, own_routers=True, tokens=(99, 65, 0, 41)),
         _small("one_rank_bf16", BF16, tokens=(99, 65, 0, 41), pattern="one_rank"),
         _small("own_bf16", BF16, pattern="own"),
         _small("nan_bf16", BF16, nan=True),
         _small("large_bf16", BF16, scale=100.0, exponent=0.6),
         _small("strided_group_bf16", BF16, group="strided", exponent=0.6, world_sizes=(4, 8)),
+        _small("large_logits_bf16", BF16, logits=104.0),
     ),
     preset(
         "pkb",

@@ -52,7 +52,7 @@ def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
 PRESETS = (
     preset(
         "small",
-        "ranks 1 to 16; factors that are zero, alone, or cancel the projections; unequal and empty ranks, empty experts, groups",
+        "ranks 1 to 16; factors that are zero, alone, or cancel the projections; unequal and empty ranks, groups, big logits",
         _small("skewed_bf16", BF16, exponent=1.2, empty=1),
         _small("ragged_fp32", FP32, tokens=(63, 0, 35, 21), k=3, low_rank=5),
         _small("rank_one_bf16", BF16, low_rank=1, bias=False, three_axes=True),
@@ -61,6 +61,7 @@ PRESETS = (
         _small("cancelling_bf16", BF16, factors="cancelling", low_rank=16),
         _small("one_rank_bf16", BF16, tokens=(99, 65, 0, 41), pattern="one_rank"),
         _small("strided_group_bf16", BF16, group="strided", exponent=0.6, world_sizes=(4, 8)),
+        _small("large_logits_bf16", BF16, logits=104.0),
     ),
     preset(
         "pkb",

@@ -12,14 +12,15 @@ from peerlane.problems._spec import CaseSpec, case, preset
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
-    base = {"tokens": (96, 0, 40, 64), "hidden": 64, "inner": 32, "experts_per_rank": 1, "k": 1}
+    experts = {} if "replicas" in params else {"experts_per_rank": 1}
+    base = {"tokens": (96, 0, 40, 64), "hidden": 64, "inner": 32, "k": 1, **experts}
     return case(label, dtype, **{**base, **params})
 
 
 PRESETS = (
     preset(
         "small",
-        "exactly balanced, everything to one peer after the other, nothing remote, every rank, an expert that nobody chooses",
+        "exactly balanced, to one peer after the other, nothing remote, every rank, an expert that nobody chooses, groups, big logits",
         _small("balanced_bf16", BF16, pattern="balanced"),
         _small("balanced_fp32", FP32, pattern="balanced"),
         _small("rotated_bf16", BF16, pattern="rotated"),
@@ -28,6 +29,8 @@ PRESETS = (
         _small("every_rank_bf16", BF16, k=2, tokens=(63, 0, 35, 21)),
         _small("dead_expert_bf16", BF16, k=2, empty=1, exponent=0.6, world_sizes=(4, 8)),
         _small("three_of_four_bf16", BF16, k=3, bias=False, world_sizes=(4, 8)),
+        _small("strided_group_bf16", BF16, group="strided", replicas=2, tokens=(63, 35, 0, 21), world_sizes=(4, 8)),
+        _small("large_logits_bf16", BF16, logits=104.0, three_axes=True),
     ),
     preset(
         "pkb",
@@ -37,8 +40,9 @@ PRESETS = (
     ),
     preset(
         "production_mixtral_8x7b",
-        "prefill, 4096 tokens, 2 experts, balanced; on 8 ranks the model, on fewer as many of its experts",
+        "prefill, 4096 tokens, 2 experts, balanced, and drawn; on 8 ranks the model, on fewer as many of its experts",
         case("bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts_per_rank=1, k=2, pattern="balanced"),
+        case("drawn_bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts_per_rank=1, k=2),
     ),
     preset(
         "production_mixtral_8x22b",

@@ -19,7 +19,7 @@ def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
 PRESETS = (
     preset(
         "small",
-        "two to four experts per rank, one to four a token; all of a token's experts on one rank or on different ones, empty experts",
+        "two to four experts per rank, one to four a token; a token's experts on one rank or several, empty experts, groups, big logits",
         _small("wide_bf16", BF16, tokens=(129, 0, 41, 90), experts_per_rank=3, k=3),
         _small("wide_fp32", FP32, experts_per_rank=3, k=4),
         _small("one_each_bf16", BF16, k=1, exponent=0.6),
@@ -27,6 +27,8 @@ PRESETS = (
         _small("spread_bf16", BF16, experts_per_rank=4, pattern="spread"),
         _small("skewed_bf16", BF16, experts_per_rank=4, exponent=1.2, empty=3),
         _small("one_rank_bf16", BF16, experts_per_rank=4, tokens=(65, 41, 0, 90), pattern="one_rank"),
+        _small("strided_group_bf16", BF16, group="strided", tokens=(65, 41, 0, 90), exponent=0.6, world_sizes=(4, 8)),
+        _small("large_logits_bf16", BF16, logits=104.0, three_axes=True),
     ),
     preset(
         "pkb",

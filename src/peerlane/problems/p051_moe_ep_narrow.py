@@ -48,7 +48,7 @@ def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
 PRESETS = (
     preset(
         "small",
-        "one to eight experts, alone or in blocks; blocks without tokens or with other loads; an interleaved group",
+        "one to eight experts, alone or in blocks; blocks without tokens or with other loads; an interleaved group; large logits",
         _small("replicas_bf16", BF16),
         _small("replicas_fp32", FP32),
         _small("two_each_bf16", BF16, k=2, tokens=(65, 0, 41, 34), world_sizes=(4, 8)),
@@ -60,6 +60,7 @@ PRESETS = (
         _small("popular_in_first_block_bf16", BF16, exponent=2.0, pattern="first_block", world_sizes=(4, 8)),
         _small("strided_group_bf16", BF16, group="strided", world_sizes=(4, 8)),
         _small("alone_in_group_bf16", BF16, group="strided", world_sizes=(2,)),
+        _small("large_logits_bf16", BF16, experts=8, k=2, logits=104.0, three_axes=True),
     ),
     preset(
         "pkb",
