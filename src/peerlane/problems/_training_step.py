@@ -291,6 +291,16 @@ def gradient_null_answers(model: StepModel) -> tuple[NullAnswer, ...]:
     )
 
 
+def usual_null_answers(model: StepModel, cases: Sequence[str], **usual: float) -> tuple[NullAnswer, ...]:
+    """Usual numbers in place of the arguments: 0.9 and 0.999 for the betas, no eps, and those of ``usual``, each on its own."""
+    found = {"usual_betas": {"beta1": 0.9, "beta2": 0.999}, "no_eps": {"eps": 0.0}}
+    found |= {f"usual_{name}": {name: value} for name, value in usual.items()}
+    return tuple(
+        model.wrong(name, f"whatever was passed: {changes}", training=_with_adam(**changes), cases=tuple(cases))
+        for name, changes in found.items()
+    )
+
+
 def excused_by_nan(case_name: str, outputs: Sequence[str]) -> dict[str, str]:
     """Standard null answers that are right where a NaN has reached all of these outputs in every call."""
     return {f"{null}/{output}@{case_name}": "all of it is NaN" for null in ("nan", "previous") for output in outputs}

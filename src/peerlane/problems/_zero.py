@@ -89,7 +89,7 @@ PRESETS = (
     preset(
         "small",
         "first, early and late steps; shards that begin inside a bias or a row, and of unlike scale; NaN in parameters to be ignored; "
-        "dead hidden units, gradients that cancel between ranks, a NaN in a batch",
+        "dead hidden units, gradients that cancel between ranks, a NaN in a batch, unusual betas and eps",
         _small("bf16", BF16, h=16, d_out=16, world_sizes=(2, 4)),
         _small("fp32", FP32, step=7),
         _small("others_nan_bf16", BF16, h=16, d_out=16, others="nan", world_sizes=(2, 4)),
@@ -100,6 +100,7 @@ PRESETS = (
         _small("cancelling_bf16", BF16, h=16, d_out=16, pattern="cancelling", tokens=16, step=3, world_sizes=(2, 4)),
         _small("nan_bf16", BF16, h=16, d_out=16, pattern="nan"),
         _small("wide_bf16", BF16, d_in=24, h=40, d_out=16, tokens=32, lr=0.01, step=3),
+        _small("unusual_adam_fp32", FP32, beta1=0.95, beta2=0.99, eps=0.3, lr=0.02, step=3),
     ),
     preset(
         "pkb",
@@ -150,6 +151,7 @@ NULL_ANSWERS: tuple[NullAnswer, ...] = (
     MODEL.wrong("own_slice_only", "no gathering: parameters of other ranks' shards as they were", state=_own_slice_only),
     MODEL.wrong("slices_reversed", "new parameters gathered from the last rank to the first", state=_slices_reversed),
     MODEL.wrong("next_shards_moments", "shards taken with the next rank's moments", training=_next_shards_moments),
+    *_training_step.usual_null_answers(MODEL, ("small/unusual_adam_fp32",), lr=0.05),
 )
 
 EXCUSED = {

@@ -137,7 +137,7 @@ PROBLEM = Problem(
         preset(
             "small",
             "first, early and late steps; unequal batches, NaN in state to be ignored, dead hidden units, a batch without loss, a large "
-            "eps, a NaN in a batch",
+            "eps, unusual betas, a NaN in a batch",
             _small("bf16", BF16, h=16, d_out=16, world_sizes=(2, 4)),
             _small("fp32", FP32, step=7),
             _small("others_nan_bf16", BF16, h=16, d_out=16, others="nan", world_sizes=(2, 4)),
@@ -149,6 +149,7 @@ PROBLEM = Problem(
             _small("large_eps_fp32", FP32, eps=0.3),
             _small("nan_bf16", BF16, h=16, d_out=16, pattern="nan"),
             _small("wide_bf16", BF16, d_in=24, h=40, d_out=16, tokens=32, lr=0.01, step=3),
+            _small("unusual_adam_fp32", FP32, beta1=0.95, beta2=0.99, eps=0.3, lr=0.02, step=3),
         ),
         preset(
             "pkb",
@@ -189,6 +190,7 @@ PROBLEM = Problem(
             training=lambda _, t: replace(t, adam=replace(t.adam, eps=0.0)),
             cases=("small/large_eps_fp32",),
         ),
+        *_training_step.usual_null_answers(MODEL, ("small/unusual_adam_fp32",), lr=0.05),
     ),
     honest_variants=MODEL.honest_variants,
     excused={

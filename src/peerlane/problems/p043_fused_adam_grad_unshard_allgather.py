@@ -153,7 +153,7 @@ PROBLEM = Problem(
         preset(
             "small",
             "odd shards, first and late steps, narrow gradients with wide state, elements without gradient or moments, overflowing "
-            "squares, a large eps, NaN",
+            "squares, a large eps, unusual betas and learning rate, NaN",
             _small("bf16", BF16, size=101),
             _small("fp32", FP32),
             _small("first_step_fp32", FP32, step=1),
@@ -163,6 +163,7 @@ PROBLEM = Problem(
             _small("huge_bf16", BF16, size=101, pattern="huge"),
             _small("large_eps_fp32", FP32, eps=1e-3),
             _small("nan_fp32", FP32, pattern="nan"),
+            _small("unusual_adam_fp32", FP32, beta1=0.8, beta2=0.95, eps=1e-3, lr=0.02),
         ),
         preset("pkb", "the public benchmark's shape: 4096 parameters per rank", case("bf16", BF16, size=4096, lr=1e-3, step=3)),
         preset(
@@ -189,6 +190,7 @@ PROBLEM = Problem(
         MODEL.wrong("shards_reversed", "shards from the last rank to the first", state=_reversed),
         MODEL.wrong("last_shard_stale", "the last rank's parameters as they were", state=_last_shard_stale),
         MODEL.wrong("averaged_again", "the gradient divided by the world size", training=_averaged),
+        *_training_step.usual_null_answers(MODEL, ("small/unusual_adam_fp32",), lr=3e-3),
     ),
     honest_variants=MODEL.honest_variants,
     excused={"another_rank": "all ranks have the same answer"},

@@ -153,7 +153,7 @@ PROBLEM = Problem(
         preset(
             "small",
             "first, early and late steps; weight decay from none to large; shards that begin inside a bias or a row, and of unlike scale; "
-            "dead hidden units, which decay and old moments alone move; a NaN in a batch",
+            "dead hidden units, which decay and old moments alone move; a NaN in a batch; unusual betas and eps",
             _small("bf16", BF16, h=16, d_out=16, world_sizes=(2, 4)),
             _small("fp32", FP32, step=7),
             _small("first_step_fp32", FP32, step=1),
@@ -164,6 +164,7 @@ PROBLEM = Problem(
             _small("dead_units_fp32", FP32, pattern="dead"),
             _small("nan_bf16", BF16, h=16, d_out=16, pattern="nan"),
             _small("wide_bf16", BF16, d_in=24, h=40, d_out=16, tokens=32, lr=0.01, step=3),
+            _small("unusual_adam_fp32", FP32, beta1=0.95, beta2=0.99, eps=0.3, lr=0.02, step=3, weight_decay=1.0),
         ),
         preset(
             "pkb",
@@ -199,6 +200,7 @@ PROBLEM = Problem(
         ),
         MODEL.wrong("coupled_decay", "weight decay added to the gradient", training=_coupled_decay, cases=_DECAY),
         MODEL.wrong("decay_without_rate", "weight decay not scaled by lr", state=_decay_without_rate, cases=_DECAY),
+        *_training_step.usual_null_answers(MODEL, ("small/unusual_adam_fp32",), lr=0.05, weight_decay=0.3),
     ),
     honest_variants=MODEL.honest_variants,
     notes=(
