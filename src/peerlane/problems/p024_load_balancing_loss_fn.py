@@ -93,6 +93,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     * ``ties``: logits are multiples of a quarter
     * ``collapsed``: on the last rank one expert takes nearly all tokens
     * ``disabled``: the logits of two experts are -inf
+    * ``large``: all logits of a token are larger by 120, or smaller by that in every other token
     * ``nan``: one logit of the last rank is NaN
     * ``nothing_valid``: the last rank's mask is all zero
     """
@@ -123,6 +124,9 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
             part.mul_(4.0).round_().div_(4.0)
         elif data == "disabled":
             part[:, draw.shared.permutation(experts)[:2]] = -torch.inf
+        elif data == "large":
+            part[::2] += 120.0
+            part[1::2] -= 120.0
     if data == "nan" and last:
         logits[0][tokens // 2, 0] = torch.nan
     if data == "nothing_valid" and last and mask is not None:
@@ -278,6 +282,16 @@ def _probabilities_squared(context: NullContext) -> torch.Tensor:
     return _mean([part.square().sum() for part in means]).to(FP32) * factor
 
 
+def _no_maximum(context: NullContext) -> torch.Tensor:
+    """Softmax from the exponentials of the logits as they are."""
+    losses = []
+    for args in context.inputs:
+        logits = _whole(args)
+        powers = logits.to(FP32).exp()
+        losses.append(_loss(logits, _row_weights(logits, args[3]), context.case["k"], powers / powers.sum(-1, keepdim=True)))
+    return _mean(losses)
+
+
 def _wide(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
     return _mean([_answer_of(args, case["k"]) for args in inputs])
 
@@ -304,7 +318,8 @@ _PADDED: Mapping[str, Any] = {"batch": (3, 20), "padding": 0.5, "layers": 2, "as
 PRESETS = (
     preset(
         "small",
-        "one and several layers, masks, 1 to 8 choices, odd numbers of experts, ties, collapsed routers and tokens, disabled experts, NaN",
+        "one and several layers, masks, 1 to 8 choices, odd numbers of experts, ties, collapsed routers and tokens, disabled experts, "
+        "large logits, NaN",
         _small("plain_fp32", FP32),
         _small("plain_bf16", BF16),
         _small("seven_tokens_fp32", FP32, tokens=7),
@@ -320,6 +335,7 @@ PRESETS = (
         _small("uneven_fp32", FP32, layers=5, as_tuple=True, uneven=True),
         _small("nan_fp32", FP32, data="nan"),
         _small("nothing_valid_fp32", FP32, data="nothing_valid", **_PADDED),
+        _small("large_logits_fp32", FP32, data="large", experts=8),
     ),
     preset("pkb", "the public benchmark's shape", case("bf16", BF16, tokens=1024, experts=8, k=2)),
     preset(
@@ -393,6 +409,7 @@ PROBLEM = Problem(
             _probabilities_squared,
             cases=_FLOAT32,
         ),
+        NullAnswer("no_maximum", "exponentials of the logits as they are", _no_maximum, cases=("small/large_logits_fp32",)),
         NullAnswer("every_other", "every second token only", lambda c: _every_kth(c, 2, turning=False), cases=_UNEVEN),
         NullAnswer("every_fourth", "every fourth token only", lambda c: _every_kth(c, 4, turning=False), cases=_UNEVEN),
         NullAnswer(

@@ -89,7 +89,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     3, new in every call, and about 0.8 more or less by rank: errors of bfloat16 are some percent of the metrics, and wrong answers must be
     far off. For the same reason advantages are N(3, 0.5^2) times a sign and a size between 2^-22 and 2^-12, new in every call, and a
     number for every rank. The head is the same on all ranks, unless ``case["own_heads"]``. Channels differ in size by powers of two, which
-    cancel in the product.
+    cancel in the product. With ``case["shift"]`` all logits of a token are larger by that, or smaller by that in every other token.
 
     ``case["data"]``: ``clamped`` (a token in seven has a log-ratio of about -30, and one on the last rank 30), ``one_ratio`` (one token on
     the last rank has a log-ratio of about 18), ``last_label`` (labels are the vocabulary's last but for one in four).
@@ -101,15 +101,20 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     if data == "last_label":
         labels = torch.where(draw.uniform((count,), FP32) < 0.75, vocab - 1, labels)
 
+    shift = torch.full((count, 1), case.params.get("shift", 0.0), device=draw.device)
+    shift[1::2].neg_()
+
     # The other logits add up to about V exp(spread^2 / 2) after exponentiation.
     rest = math.log(vocab) + spread**2 / 2
     entries = [labels, *(draw.integers(0, vocab, (count,)) for _ in range(_RIVALS))]
     wide = draw.normal((count, depth), FP32)
     for entry in entries:
         wide.addcmul_(weight[entry].to(FP32), (rest + draw.uniform((count, 1), FP32, low=-4.0, high=3.0)) / spread**2)
+    if "shift" in case.params:
+        weight[:, 0], wide[:, :1] = 1.0, shift
     hidden = wide.to(case.dtype)
     large = torch.stack([(hidden.to(FP32) * weight[entry].to(FP32)).sum(-1) for entry in entries])
-    predicted = large[0] - torch.logaddexp(large.logsumexp(0), torch.full_like(large[0], rest))
+    predicted = large[0] - torch.logaddexp(large.logsumexp(0), rest + shift[:, 0])
     drift = shared.apart((1,), low=-3.0, high=3.0) + draw.uniform((1,), FP32, low=0.6, high=1.0) * (-1) ** rank
     old = (predicted - drift - case.params.get("noise", 0.1) * student_t(draw, (count,))).clamp_(max=0.0)
     if data == "clamped":
@@ -275,6 +280,18 @@ def _half_vocabulary(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     return (hidden @ weight[::2].t()).logsumexp(-1) + math.log(2.0)
 
 
+def _no_maximum(context: NullContext) -> Answer:
+    """Log-sum-exp from the exponentials of the logits as they are."""
+    every = []
+    for args in context.inputs:
+        logits, labels = args[0].flatten(0, -2).to(FP32) @ args[1].to(FP32).t(), args[2].flatten()
+        ignored = labels == _ignore_index(args)
+        own = logits.gather(-1, labels.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
+        cross_entropy = (logits.exp().sum(-1).log() - own).masked_fill(ignored, 0.0)
+        every.append(_token_terms(args, cross_entropy.view(args[2].shape)))
+    return _assembled(context.case, every, context.rank, FP32)
+
+
 def _eight_bit_product(context: NullContext) -> Answer:
     def coded(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (eight_bit_floats(args[0]), eight_bit_floats(args[1]), *args[2:])
@@ -329,7 +346,8 @@ def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
 PRESETS = (
     preset(
         "small",
-        "few and many tokens, ranks without valid tokens, clamped and single huge ratios, another ignore_index, wider log-probabilities",
+        "few and many tokens, ranks without valid tokens, clamped and single huge ratios, another ignore_index, wider log-probabilities, "
+        "large logits",
         _small("plain_fp32", FP32),
         _small("plain_bf16", BF16),
         _small("six_tokens_fp32", FP32, tokens=(2, 3), hidden=8, vocab=11),
@@ -341,6 +359,7 @@ PRESETS = (
         _small("last_label_fp32", FP32, data="last_label", own_heads=True),
         _small("ignore_zero_bf16", BF16, ignore=0),
         _small("wide_logprobs_bf16", BF16, aux_dtype=FP32),
+        _small("large_logits_fp32", FP32, shift=120.0),
     ),
     preset(
         "pkb",
@@ -438,6 +457,7 @@ PROBLEM = Problem(
             _eight_bit_product,
             cases=_labels(),
         ),
+        NullAnswer("no_maximum", "exponentials of the logits as they are", _no_maximum, cases=("small/large_logits_fp32",)),
         NullAnswer("all_tokens_counted", "divided by the number of all tokens", _all_tokens_counted, cases=_labels(dtype=FP32)),
     ),
     honest_variants=(
