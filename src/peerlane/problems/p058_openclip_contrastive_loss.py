@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from peerlane.problems._codes import eight_bit_floats, eight_bits
 from peerlane.problems._collective import BF16, FP32, all_gather_single, group_layout, group_members
 from peerlane.problems._draw import Draw
 from peerlane.problems._spec import (
@@ -75,6 +76,9 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     ranks change sides from call to call: no rank's loss and no block of logits can stand for another, nor can the call before. With
     ``gap`` g, images and texts lie apart, as in trained models: all cosines are lower by g.
 
+    In bfloat16 channels differ in size by powers of two (see :meth:`Draw.octaves`): images' are multiplied by them and texts' divided, so
+    that products are those of unit vectors.
+
     ``case["pattern"]``: ``duplicate``: all ranks have the same hard texts; ``nan``: an image of the first rank has a NaN.
     """
     batch, depth, scale, bias = _batch(case, rank), case["depth"], case["scale"], case["bias"]
@@ -99,8 +103,12 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     images, texts = _towards(near, image_hard, image_rest), _towards(near, text_hard, text_rest)
     if case.params.get("pattern") == "nan" and place == 0:
         images[batch // 2, depth // 3] = math.nan
+    images, texts = images.to(case.dtype), texts.to(case.dtype)
+    if case.dtype == BF16:
+        sizes = draw.shared.octaves((depth,), most=16).to(BF16)
+        images, texts = images * sizes, texts / sizes
     group = next((GroupRef(name) for name in group_layout(case)), None)
-    return images.to(case.dtype), texts.to(case.dtype), scale, bias, group
+    return images, texts, scale, bias, group
 
 
 def _towards(near: torch.Tensor, cosine: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
@@ -245,6 +253,12 @@ def _moments(texts: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat([means, squares.unsqueeze(1), sizes.unsqueeze(1)], 1)
 
 
+def _channels(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+    """(D,) powers of two that make texts' channels as large as images' when these are divided by them: what was drawn, nearly always."""
+    ratio = images.norm(dim=0) / texts.norm(dim=0)
+    return torch.exp2((ratio.log2() / 2).round())
+
+
 def _from_moments(context: NullContext, count: int, own: bool) -> torch.Tensor:
     """The loss if all that is known of the texts of other ranks are clusters' moments, and of the rank's own too if ``own``.
 
@@ -252,6 +266,8 @@ def _from_moments(context: NullContext, count: int, own: bool) -> torch.Tensor:
     """
     rank, (images, texts, scale, bias, _) = context.rank, context.args
     images = images.to(FP32)
+    channels = _channels(images, texts.to(FP32))
+    images, texts = images / channels, texts * channels
     nodes = images.new_tensor([-3.3242574336, -1.8891758778, -0.6167065901, 0.6167065901, 1.8891758778, 3.3242574336])
     weights = images.new_tensor([0.0025557844, 0.0886157460, 0.4088284696, 0.4088284696, 0.0886157460, 0.0025557844])
     total = torch.zeros((), device=images.device)
@@ -259,7 +275,7 @@ def _from_moments(context: NullContext, count: int, own: bool) -> torch.Tensor:
         if owner == rank and not own:
             total = total + F.softplus(_signed_logits(context.case, context.inputs, rank, rank, FP32)).sum()
             continue
-        for row in _moments(context.inputs[owner][1], count):
+        for row in _moments(context.inputs[owner][1] * channels, count):
             mean, spread = images @ row[:-2], row[-2].sqrt() * images.norm(dim=1)
             z = scale * (mean.unsqueeze(1) + spread.unsqueeze(1) * nodes) + bias
             total = total + row[-1] * (F.softplus(z) @ weights).sum()
@@ -267,6 +283,12 @@ def _from_moments(context: NullContext, count: int, own: bool) -> torch.Tensor:
         pairs = scale * (images * texts.to(FP32)).sum(1) + bias
         total = total + (F.softplus(-pairs) - F.softplus(pairs)).sum()
     return torch.div(total, images.shape[0]).to(context.case.dtype)
+
+
+def _coded(context: NullContext, code: Callable[[torch.Tensor], torch.Tensor], *, images: bool) -> torch.Tensor:
+    """The loss of texts, and of images too, of which a code of few bits is left."""
+    coded = [(code(args[0]) if images else args[0], code(args[1]), *args[2:]) for args in context.inputs]
+    return _loss(context.case, coded, context.rank, group_members(context.case, context.rank))
 
 
 def _half_of_the_texts(context: NullContext) -> torch.Tensor:
@@ -376,6 +398,18 @@ PROBLEM = Problem(
         NullAnswer("overflow", "softplus that overflows", _overflowing, cases=("small/overflow_fp32",)),
         NullAnswer("half_of_the_texts", "an estimate from half of the texts", _half_of_the_texts, cases=_labels(lambda s: s.dtype == FP32)),
         NullAnswer(
+            "eight_bit_texts",
+            "texts in 8-bit floating point with a scale for each",
+            lambda c: _coded(c, eight_bit_floats, images=False),
+            cases=_labels(lambda s: s.dtype == BF16 and s.params["depth"] > 48),
+        ),
+        NullAnswer(
+            "eight_bit_features",
+            "images and texts as 8-bit integers with a scale for every 32 neighbours",
+            lambda c: _coded(c, eight_bits, images=True),
+            cases=_labels(lambda s: s.dtype == BF16),
+        ),
+        NullAnswer(
             "two_clusters",
             "means, variances and sizes of two clusters in place of the texts of other ranks",
             lambda c: _from_moments(c, 2, own=False),
@@ -406,6 +440,8 @@ PROBLEM = Problem(
         "numbers that differ from rank to rank, so that every rank's texts count, and no moments of a few clusters stand for them.",
         "The public reference rounds every step to bfloat16, the sum over blocks too. Here softplus and the sums are in float32; rounded "
         "logits are accepted. Float32 cases of the same shapes give the scalar the resolution that bfloat16 lacks.",
+        "In bfloat16 channels differ in size by powers of two, images' one way and texts' the other: logits are those of unit vectors, but "
+        "features do not fit codes of 8 bits.",
         "The public reference exchanges texts with both neighbours in turn; ours gathers them: the same bytes in one collective.",
     ),
     speed_note=(
