@@ -115,6 +115,8 @@ def _stages(case: Case) -> tuple[str | None, str | None, str | None]:
             return "world", "ep_fsdp", None
         case "ep_only":
             return None, None, "ep"
+        case "hybrid":
+            return "ep_fsdp", "ep_fsdp", "ep"
         case other:
             raise ValueError(f"unknown groups {other!r}")
 
@@ -142,8 +144,9 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """Gradients of :func:`_clipping.draw_gradients`, whose norm is that of the world after the division by ep_size.
 
     ``case["groups"]``: ``grid`` (if absent) reduces over the world, and over both sides of the grid; ``ep_fsdp_only`` leaves out the
-    expert-parallel group; ``ep_only`` leaves out all but that. ``case["ep_level"]``: experts' gradients are multiplied by it, and not by
-    ep_size as they would be else. ``case["poison"]``: this value stands in an expert's gradient on rank 0.
+    expert-parallel group; ``ep_only`` leaves out all but that; ``hybrid`` reduces the other gradients over the ranks that share experts, as
+    where parameters are sharded over them and replicated elsewhere. ``case["ep_level"]``: experts' gradients are multiplied by it, and not
+    by ep_size as they would be else. ``case["poison"]``: this value stands in an expert's gradient on rank 0.
     """
     p = _norm_type(case)
     non_ep, ep = ({q: both[i] for q, both in enumerate(entries(case, q) for q in range(case.world_size))} for i in (0, 1))
@@ -305,8 +308,8 @@ _LARGE: dict[str, Any] = {"max_norm": 1.0, "level": 1e-3, "clips": True}
 PRESETS = (
     preset(
         "small",
-        "lists with missing and empty entries or without any; one, two and all ranks per expert-parallel group; skipped reductions; norms "
-        "1 and 2; above and below the bound; a NaN",
+        "lists with missing and empty entries or without any; one, two and all ranks per expert-parallel group; skipped reductions; other "
+        "gradients reduced over a part of the world; norms 1 and 2; above and below the bound; a NaN",
         case("grid", BF16, replicas=2, **_RAGGED),
         case("below", BF16, ep_ranks=2, **{**_RAGGED, "max_norm": 1e7, "clips": False}),
         case("all_ranks", BF16, replicas=1, **_RAGGED),
@@ -318,6 +321,7 @@ PRESETS = (
         case("ep_fsdp_only", BF16, ep_ranks=2, groups="ep_fsdp_only", world_sizes=(4, 8), **_RAGGED),
         case("ep_only", BF16, ep_ranks=2, groups="ep_only", **_RAGGED),
         case("nan", BF16, ep_ranks=2, poison=float("nan"), **{**_RAGGED, "clips": False}),
+        case("hybrid", BF16, ep_ranks=2, groups="hybrid", world_sizes=(4, 8), **_RAGGED),
     ),
     preset(
         "pkb",
@@ -421,6 +425,18 @@ PROBLEM = Problem(
             cases=_small("ep_fsdp_only", "ep_only/w4"),
         ),
         NullAnswer(
+            "fsdp_group_ignored",
+            "the other gradients' sum taken over the world",
+            lambda c: _with_norm_of(c, stages=("world", *_stages(c.case)[1:])),
+            cases=_small("hybrid", "ep_only"),
+        ),
+        NullAnswer(
+            "others_not_reduced",
+            "the other gradients' sum not reduced",
+            lambda c: _with_norm_of(c, stages=(None, *_stages(c.case)[1:])),
+            cases=(*_small("hybrid"), *_BOTH),
+        ),
+        NullAnswer(
             "euclidean",
             "norm_type ignored",
             lambda c: _with_norm_of(c, norm_type=2.0),
@@ -460,7 +476,7 @@ PROBLEM = Problem(
             "not_clipped",
             "the right norm, gradients not scaled by it",
             lambda c: _right_norm(c, factor=torch.ones_like(c.answer[0])),
-            cases=(*_small("grid", "no_non_ep", "no_ep", "ep_fsdp_only", "ep_only", "large_experts"), *_BOTH, *_OTHERS),
+            cases=(*_small("grid", "no_non_ep", "no_ep", "ep_fsdp_only", "ep_only", "large_experts", "hybrid"), *_BOTH, *_OTHERS),
         ),
         NullAnswer(
             "only_experts_clipped", "the other gradients not scaled", lambda c: _one_list_scaled(c, experts=True), cases=(*_BOTH, *_OTHERS)
@@ -477,7 +493,7 @@ PROBLEM = Problem(
     ),
     honest_variants=(_float32(coarse=False), _float32(coarse=True), HonestVariant("folded", _folded)),
     excused={
-        "another_rank/norm": "all ranks of the world have one norm",
+        "another_rank/norm": "all ranks of the world have one norm, but where groups are smaller or left out",
         "echo/gradient_0@small/below": "what is not clipped stays as it is",
         "echo/gradient_0@small/nan": "what is not clipped stays as it is",
         "nan/norm@small/nan": "the norm is NaN",
