@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -213,6 +214,11 @@ def _last_channels(context: NullContext) -> torch.Tensor:
     return _rounding(context.case, [(args[0].flip(1), *args[1:]) for args in context.inputs], context.rank)
 
 
+def _with_arguments(context: NullContext, **arguments: Any) -> torch.Tensor:
+    """The answer to other arguments."""
+    return _rounding(replace(context.case, params={**context.case.params, **arguments}), context.inputs, context.rank)
+
+
 def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
     sizes = {"z": (1, 4, 4, 7, 8), "tile": (3, 4, 4), "overlaps": (0.25, 0.34), "upsample": (4, 2)}
     return case(label, dtype, **{**sizes, **params})
@@ -225,9 +231,10 @@ _PUBLIC: dict[str, Any] = {"tile": (3, 32, 32), "overlaps": (0.25, 0.0), "upsamp
 PRESETS = (
     preset(
         "small",
-        "overlaps on all axes and on none; last tiles thinner than the overlap; fewer tiles than ranks; one and two channels; NaN; groups",
+        "overlaps on all axes and on none; last tiles thinner than the overlap; oblong tiles; fewer tiles than ranks; one and two "
+        "channels; NaN; groups",
         _small("all_axes_bf16", BF16),
-        _small("all_axes_fp32", FP32, z=(1, 4, 3, 5, 8)),
+        _small("all_axes_fp32", FP32, z=(1, 4, 3, 5, 8), tile=(3, 5, 3), upsample=(4, 3)),
         _small("image_bf16", BF16, **_IMAGE),
         _small("single_tile_fp32", FP32, z=(1, 1, 1, 3, 3)),
         _small("two_tiles_bf16", BF16, **{**_SPATIAL, "z": (2, 5, 2, 6, 3)}),
@@ -324,6 +331,21 @@ PROBLEM = Problem(
             "group ignored",
             lambda c: _rounding(without_group(c.case), c.inputs, c.rank),
             cases=_labels(lambda params: "group" in params),
+        ),
+        NullAnswer(
+            "tiles_of_four",
+            "tiles of 4 x 4 latents, whatever was passed",
+            lambda c: _with_arguments(c, tile=(3, 4, 4)),
+            cases=("small/all_axes_fp32",),
+        ),
+        NullAnswer(
+            "square_tiles", "the height for the width", lambda c: _with_arguments(c, tile=(3, 5, 5)), cases=("small/all_axes_fp32",)
+        ),
+        NullAnswer(
+            "two_frames_a_latent",
+            "twice as many frames as latents, whatever was passed",
+            lambda c: _with_arguments(c, upsample=(4, 2)),
+            cases=("small/all_axes_fp32",),
         ),
         NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
