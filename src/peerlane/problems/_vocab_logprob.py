@@ -156,6 +156,18 @@ def _whole_world(context: NullContext) -> torch.Tensor:
     return log_softmax_at(keep_nucleus(keep_largest(logits, top_k), top_p), context.args[1])
 
 
+def _no_maximum(context: NullContext) -> torch.Tensor:
+    kept = direct_filter(context.case, context.inputs, context.rank)
+    return kept.gather(-1, context.args[1].unsqueeze(-1)).squeeze(-1) - kept.exp().sum(-1).log()
+
+
+def _no_maximum_in_top_p(context: NullContext) -> torch.Tensor:
+    """Where the sum overflows, probabilities are NaN, and top-p drops nothing."""
+    logits, (top_k, _) = unfiltered(context), own_filters(context)
+    kept, largest = direct_filter(context.case, context.inputs, context.rank), keep_largest(logits, top_k)
+    return log_softmax_at(torch.where(largest.exp().sum(-1, keepdim=True).isinf(), largest, kept), context.args[1])
+
+
 def log_probability_null_answers(
     presets: Sequence[Preset],
     *,
@@ -165,7 +177,10 @@ def log_probability_null_answers(
     one_rank: Sequence[str],
     grouped: Sequence[str],
 ) -> tuple[NullAnswer, ...]:
-    """Wrong log-probabilities. ``grouped``: cases whose group is smaller than the world; for the others see :func:`filter_null_answers`."""
+    """Wrong log-probabilities, also where logits overflow: in cases ``one_hot_fp32`` and, with top-p, ``one_hot_both_bf16``.
+
+    ``grouped``: cases whose group is smaller than the world; for the others see :func:`filter_null_answers`.
+    """
     filtered = (*labels(presets, "top_k", without=idle_top_k), *labels(presets, "top_p", without=idle_top_p))
     return (
         NullAnswer("all_dropped", "-inf everywhere", lambda c: torch.full_like(c.answer, -math.inf)),
@@ -173,5 +188,7 @@ def log_probability_null_answers(
         NullAnswer("foreign_target_dropped", "-inf where another rank holds the target", lambda c: _local(c, False)),
         NullAnswer("never_dropped", "a finite answer for targets that the filter drops", _never_dropped, cases=filtered),
         NullAnswer("whole_world", "tp_group ignored", _whole_world, cases=tuple(grouped)),
+        NullAnswer("no_maximum", "exponentials of the logits as they are", _no_maximum, cases=("small/one_hot_fp32",)),
+        NullAnswer("no_maximum_in_top_p", "the same in top-p's softmax alone", _no_maximum_in_top_p, cases=("small/one_hot_both_bf16",)),
         *filter_null_answers(log_probability_answer, presets, idle_top_k=idle_top_k, idle_top_p=idle_top_p, ties=ties, one_rank=one_rank),
     )

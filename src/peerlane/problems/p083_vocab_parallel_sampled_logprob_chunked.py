@@ -61,14 +61,15 @@ def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
 PRESETS = (
     preset(
         "small",
-        "chunks that divide the sequence or not, one token per rank and larger than the sequence; all filters and none, ties, groups",
+        "chunks that divide the sequence or not, one token per rank and larger than the sequence; all filters and none, ties, groups, "
+        "large logits",
         _small("plain_fp32", FP32),
         _small("top_k_bf16", BF16, top_k=5),
         _small("top_p_fp32", FP32, top_p=0.7),
         _small("both_bf16", BF16, scale=2.0, top_k=6, top_p=0.8),
         _small("partial_chunk_fp32", FP32, sequence_per_rank=3, chunk_per_rank=2, scale=2.0, top_k=6, top_p=0.8),
         _small("partial_chunk_bf16", BF16, batch=3, sequence_per_rank=3, chunk_per_rank=2, top_p=0.7),
-        _small("one_chunk_bf16", BF16, sequence_per_rank=3, chunk=1000, scale=2.0, top_k=6, top_p=0.8),
+        _small("one_chunk_bf16", BF16, sequence_per_rank=3, chunk_per_rank=None, chunk=1000, scale=2.0, top_k=6, top_p=0.8),
         _small("single_positions_fp32", FP32, batch_per_rank=4, sequence_per_rank=3, chunk_per_rank=None, chunk=1, top_p=0.7),
         _small("zero_is_one_bf16", BF16, batch_per_rank=4, sequence_per_rank=3, chunk_per_rank=None, chunk=0, top_k=5),
         _small("tied_both_bf16", BF16, pattern="tied", scale=1.5, top_k=4, top_p=0.8),
@@ -76,7 +77,8 @@ PRESETS = (
         _small("strided_group_bf16", BF16, sequence_per_rank=8, scale=2.0, top_k=6, top_p=0.8, group="strided", world_sizes=(4, 8)),
         _small("wide_top_k_bf16", BF16, vocab_per_rank=130, top_k=4, outside=0.1),
         _small("disabled_fp32", FP32, top_k=0, top_p=None),
-        _small("one_hot_fp32", FP32, scale=200.0),
+        _small("one_hot_fp32", FP32, chunk_per_rank=6, scale=200.0),
+        _small("one_hot_both_bf16", BF16, chunk_per_rank=6, scale=200.0, top_k=6, top_p=0.8),
     ),
     preset(
         "pkb",
@@ -126,7 +128,7 @@ PROBLEM = Problem(
     null_answers=(
         *_vocab_logprob.log_probability_null_answers(
             PRESETS,
-            idle_top_k=("disabled_fp32",),
+            idle_top_k=("disabled_fp32", "one_hot_both_bf16"),
             idle_top_p=("disabled_fp32",),
             ties=("small/tied_both_bf16",),
             one_rank=("small/wide_top_k_bf16",),
