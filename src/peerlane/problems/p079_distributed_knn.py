@@ -133,7 +133,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         query_cluster, row_cluster = (draw.integers(ranks, classes, (size,)) for size in (count, rows))
         at_home = draw.permutation(count)[: -(-count // 4)]
         query_cluster[at_home] = draw.integers(0, ranks, (len(at_home),))
-        row_cluster[draw.permutation(rows)[: case["k"] * 5 // 4]] = place
+        row_cluster.index_fill_(0, draw.permutation(rows)[: case["k"] * 5 // 4], place)  # a plain assignment waits for the device
     queries, train = clustered(query_cluster, draw), clustered(row_cluster, draw)
     mislabelled = draw.uniform((rows,), FP32) < 0.25
     labels = torch.where(mislabelled, draw.integers(0, classes, (rows,)), row_cluster)
