@@ -239,13 +239,15 @@ def test_projected_covariance_is_that_of_the_linearised_projection() -> None:
     torch.testing.assert_close(seen.conics()[visible], conics[visible], rtol=1e-8, atol=1e-10)
 
     compared = 0
+    straight = intrinsics.clone()
+    straight[:, 0, 1] = 0.0  # skew has no part in J
     for camera, index in visible.nonzero().tolist():
         pixel = seen.means2d[camera, index]
         if not bool(((pixel > 0) & (pixel < torch.tensor([width, height]))).all()):
             continue  # the Jacobian is taken elsewhere
 
         def to_pixels(mean: torch.Tensor, camera: int = camera) -> torch.Tensor:
-            p = intrinsics[camera] @ (views[camera, :3, :3] @ mean + views[camera, :3, 3])
+            p = straight[camera] @ (views[camera, :3, :3] @ mean + views[camera, :3, 3])
             return p[:2] / p[2]
 
         jacobian = torch.autograd.functional.jacobian(to_pixels, means[index])

@@ -90,11 +90,12 @@ def project(
     near: float,
     far: float,
     clamp: float = _CLAMP,
+    low_clamp: tuple[float, float] | None = None,
     turned: bool = True,
 ) -> Projection:
     """The projection in the inputs' precision, from the factor J R_c R_q diag(s) of the projected covariance.
 
-    ``turned`` False leaves out R_c, which is wrong.
+    ``turned`` False leaves out R_c, which is wrong, and so is another ``low_clamp``, for the left and the upper side of the picture.
     """
     turn, shift = viewmats[:, :3, :3], viewmats[:, :3, 3]
     p = torch.einsum("cij,nj->cni", turn, means) + shift.unsqueeze(1)
@@ -105,7 +106,8 @@ def project(
     size = means.new_tensor([width, height])
     margin = clamp * 0.5 * size / focal
     slope = p[..., :2] / z.unsqueeze(-1)
-    kept = slope.clamp(-centre / focal - margin, (size - centre) / focal + margin)
+    low_margin = margin if low_clamp is None else means.new_tensor(low_clamp) * 0.5 * size / focal
+    kept = slope.clamp(-centre / focal - low_margin, (size - centre) / focal + margin)
     scale = focal / z.unsqueeze(-1)
 
     factor = rotations(quats) * scales.unsqueeze(-2)
@@ -185,6 +187,7 @@ class Scene:
         cameras: per rank.
         extent: Gaussians lie in a box of this half width (and a quarter of it upwards), around which cameras stand.
         distance: of the cameras from the middle of the box.
+        lift: the least height of a camera above the middle of the box, in distances; others are up to 0.4 higher.
         focal: in picture widths.
         size: the largest standard deviation of a Gaussian.
         blind: the last rank's cameras look away from the box, and no camera sees any of the first rank's Gaussians.
@@ -202,15 +205,16 @@ class Scene:
     near: float
     far: float
     eps2d: float
+    lift: float
     blind: bool
 
     def viewpoints(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """World-to-camera matrices (W C, 4, 4) and intrinsics (W C, 3, 3), float64 on the CPU: cameras on a ring, looking slightly down."""
+        """World-to-camera matrices (W C, 4, 4) and intrinsics (W C, 3, 3), float64 on the CPU: cameras on a ring, looking at the box."""
         generator = torch.Generator().manual_seed(zlib.crc32(self.name.encode()))
         count = len(self.counts) * self.cameras
         angle, lift, aim = (torch.rand(count, 1, generator=generator, dtype=FP64) for _ in range(3))
         angle = 2 * math.pi * (angle + torch.arange(count).view(-1, 1)) / count
-        place = self.distance * torch.cat((angle.cos(), angle.sin(), 0.2 + 0.4 * lift), 1)
+        place = self.distance * torch.cat((angle.cos(), angle.sin(), self.lift + 0.4 * lift), 1)
         target = self.extent * 0.2 * torch.cat((aim.cos(), aim.sin(), 0 * aim), 1) * (2 * aim - 1)
         up = place.new_tensor([0.0, 0.0, 1.0])
         forward = torch.nn.functional.normalize(target - place, dim=1)

@@ -21,6 +21,7 @@ from peerlane.problems._spec import (
     Expected,
     HonestVariant,
     NullAnswer,
+    NullContext,
     Problem,
     Score,
     Tolerance,
@@ -147,6 +148,7 @@ def scene_of(case: Case) -> Scene:
         near=case.params.get("near", 0.01),
         far=case.params.get("far", 1e10),
         eps2d=case.params.get("eps2d", 0.3),
+        lift=case.params.get("lift", 0.2),
         blind=case.params.get("pattern") == "blind",
     )
 
@@ -156,7 +158,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 
     How many Gaussians a camera sees decides the outputs' shapes, so that this must not change: a :class:`Scene` fixes it. Drawn anew are a
     rigid motion of all Gaussians and cameras, the order of the rank's Gaussians, their colours and opacities, the lengths of their
-    quaternions, moves of their means by a fraction of a pixel, and scales by 5 %.
+    quaternions, moves of their means by a fraction of a pixel, scales by 5 %, and the cameras' focal lengths and skew, which move what is
+    at the picture's border by less than a quarter of a pixel.
 
     ``case["pattern"]``: ``blind``, see :class:`Scene`; ``edges``, see :func:`_edges`.
     """
@@ -168,7 +171,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         return (*_edges(draw, scene, count), opacities, colors, *_edge_cameras(draw, scene, rank), *rest)
     order = draw.permutation(count)
     means, quats, scales, reach = (tensor[order] for tensor in settled_gaussians(scene, rank, draw.device))
-    means = means + reach * (2 * draw.uniform((count, 3), FP32) - 1)
+    means = means + 0.5 * reach * (2 * draw.uniform((count, 3), FP32) - 1)
     scales = scales * (1 + 0.05 * (2 * draw.uniform((count, 3), FP32) - 1))
 
     motion = F.normalize(draw.shared.normal((4,), FP64), dim=0)
@@ -179,7 +182,33 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     views, intrinsics = (tensor[own].clone() for tensor in viewpoints_on(scene, draw.device))
     views[:, :3, :3] = views[:, :3, :3] @ turn.t()
     views[:, :3, 3] -= views[:, :3, :3] @ shift
+    _disturb(scene, intrinsics, draw)
     return (means, quats, scales, opacities, colors, views.to(FP32), intrinsics.to(FP32), *rest)
+
+
+def _disturb(scene: Scene, intrinsics: torch.Tensor, draw: Draw) -> None:
+    """Changes focal lengths and skew in place, so little that what overlaps the picture's border moves by less than a quarter of a pixel.
+
+    Nothing of which that is certain has a radius of more than 3.33 times its size, in pixels at a twentieth of the cameras' distance.
+    """
+    size = max(scene.width, scene.height)
+    radius = EXTENT_SIGMAS * scene.size * 1.1 * scene.focal * scene.width / (0.05 * scene.distance)
+    most = 0.12 / (size + radius)
+    change = 2 * draw.uniform((len(intrinsics), 3), FP32).to(FP64) - 1
+    change = most / 2 * (change + change.sign())  # no less than half of it
+    intrinsics[:, 0, 1] = change[:, 2] * intrinsics[:, 1, 1]
+    intrinsics.diagonal(dim1=1, dim2=2)[:, :2] *= 1 + change[:, :2]
+
+
+def _undisturbed(context: NullContext) -> Outputs:
+    """Positions projected with the focal lengths and without the skew that the scene has before they change from call to call."""
+    scene, outputs = scene_of(context.case), list(context.answer)
+    own = slice(context.rank * scene.cameras, (context.rank + 1) * scene.cameras)
+    before = viewpoints_on(scene, outputs[3].device)[1][own][outputs[0]]
+    now = context.args[6].to(FP64)[outputs[0]]
+    points = F.pad(outputs[3].to(FP64), (0, 1), value=1.0).unsqueeze(2)
+    outputs[3] = (before @ torch.linalg.inv(now) @ points)[:, :2, 0].to(FP32)
+    return tuple(outputs)
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -317,7 +346,7 @@ def _large(label: str, variant: str = "default", **params: Any) -> CaseSpec:
 PRESETS = (
     preset(
         "small",
-        "uneven counts, several cameras and one, Gaussians behind, beside and larger than the picture; ranks that see or show nothing; "
+        "uneven counts, several cameras and one, Gaussians behind, around and larger than the picture; ranks that see or show nothing; "
         "Gaussians on borders and at the near and far planes; one channel and many; the public benchmark's numbering",
         _small("two_cameras"),
         _small("one_camera", cameras=1, channels=1),
@@ -326,6 +355,7 @@ PRESETS = (
         _small("blind", pattern="blind", cameras=1),
         _small("edges", pattern="edges", cameras=2, near=0.5, far=8.0, width=96, gaussians=(12, 6, 18, 24)),
         _small("public_numbers", variant="pkb"),
+        _small("from_below", size=2.0, focal=0.6, eps2d=0.5, lift=-0.6, height=72),
     ),
     preset(
         "pkb",
@@ -360,6 +390,7 @@ _ONE_CAMERA = _labels(lambda spec: spec.params["cameras"] == 1)
 _SEVERAL_CAMERAS = _labels(lambda spec: spec.params["cameras"] > 1 and spec.params.get("pattern") != "edges")
 _NOT_BLIND = _labels(lambda spec: spec.params.get("pattern") != "blind")
 _DEFAULT = _labels(lambda spec: spec.variant == "default" and spec.params.get("pattern") != "blind")
+_ORDINARY = ("small/two_cameras", "small/one_camera", "small/narrow")
 _FIXED = "how many Gaussians each camera sees of each rank is the same in every call"
 _EDGES = "small/edges"
 _POINTS = "all Gaussians are points there, whose projections are alike"
@@ -375,8 +406,9 @@ PROBLEM = Problem(
     summary=(
         "A rank has N Gaussians (means (N, 3), quats (N, 4) as w, x, y, z of any length, scales (N, 3), opacities (N,), colors (N, D)) "
         "and C cameras (viewmats (C, 4, 4) world to camera, Ks (C, 3, 3)), C equal on all ranks. With p = R mean + t and the covariance"
-        " Sigma = R R_q diag(scales)^2 R_q^T R^T: A = J Sigma J^T + eps2d I, J the Jacobian of the projection at p with p_x / p_z and "
-        "p_y / p_z kept within the picture widened by 15 % of its size on every side; radii = ceil(3.33 sqrt(diag A)); means2d = K p / "
+        " Sigma = R R_q diag(scales)^2 R_q^T R^T: A = J Sigma J^T + eps2d I, J the Jacobian of the projection without skew at p with "
+        "p_x / p_z and p_y / p_z kept within the picture widened by 15 % of its size on every side; radii = ceil(3.33 sqrt(diag A)); "
+        "means2d = K p / "
         "p_z, depth p_z, conic (A_11, -A_01, A_00) / det A. A Gaussian is seen if near < p_z < far and means2d +- radii overlaps (0, "
         "width) x (0, height), strictly. A rank returns what its cameras see of all ranks' Gaussians, ordered by source rank, camera, "
         "Gaussian: camera_ids (R,) from 0 to C - 1, gaussian_ids (R,) among all ranks' Gaussians in rank order, both int64, radii int32"
@@ -408,7 +440,14 @@ PROBLEM = Problem(
             cases=_SEVERAL_CAMERAS,
         ),
         NullAnswer("jacobian_not_clamped", "J wherever the Gaussian is", projected_wrongly(clamp=1e6), cases=("small/large",)),
+        NullAnswer(
+            "upper_side_not_clamped",
+            "J wherever the Gaussian is, if that is above the picture",
+            projected_wrongly(low_clamp=(0.3, 1e6)),
+            cases=("small/from_below",),
+        ),
         NullAnswer("camera_not_turned", "covariances not turned to the camera", projected_wrongly(turned=False), cases=_GENERAL),
+        NullAnswer("intrinsics_of_another_call", "focal lengths that do not change, and no skew", _undisturbed, cases=_ORDINARY),
         NullAnswer("eps2d_forgotten", "covariances without eps2d", projected_wrongly(eps2d=1e-3)),
         NullAnswer(
             "quaternions_reversed",
@@ -446,8 +485,10 @@ PROBLEM = Problem(
         "everything is float32.",
         "All its cameras are equal and see every Gaussian, so that nothing is culled and all splits are equal; here cameras stand around "
         "the scene and see different parts of it, and ranks may see or show nothing (where the public reference crashes).",
+        "K's skew moves means2d but has no part in J, as in the public reference; there it is always 0, here it is not.",
         "Numbers of rows must be the same in every call, so that a case has one scene; calls differ by a rigid motion, order, colours, "
-        "opacities and changes too small to decide what is seen. A radius next to a whole number may be rounded either way.",
+        "opacities and changes of scales, places, focal lengths and skew too small to decide what is seen. A radius next to a whole number "
+        "may be rounded either way.",
     ),
     speed_note=(
         "Likely because the public one reads counts from the device at every allocation and split, this one once; inputs differ too: "
