@@ -163,11 +163,13 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
     """One rounding of the result, and errors of products, which the iterations amplify in the directions of small singular values.
 
-    In bfloat16 the rounding leaves 1.7e-3 normwise, and up to 2.3e-3 where entries are alike, and products in TensorFloat32 1.4e-3 (in
-    bfloat16 5e-3 and more: too much). In float32 the iterations on the Gram matrix alone, instead of the whole matrix, leave up to 5e-5, if
-    it is not singular.
+    In bfloat16 the rounding leaves 1.7e-3 normwise, and up to 2.3e-3 where entries are alike, and products in TensorFloat32 1.4e-3, of
+    matrices of rank one up to 6e-3 (in bfloat16 5e-3 and more, and 2.6e-2: too much). In float32 the iterations on the Gram matrix alone,
+    instead of the whole matrix, leave up to 5e-5, if it is not singular; TensorFloat32 does not do there.
     """
     normwise, largest = (5e-3, 2e-2) if case.dtype == BF16 else (2e-4, 2e-3)
+    if case.params.get("pattern") == "rank_one":
+        normwise, largest = 2.5 * normwise, 2.5 * largest
     return {"orthogonalised": Tolerance(relative=2 * UNIT_ROUNDOFF[case.dtype], rms=largest, normwise=normwise)}
 
 
@@ -317,7 +319,8 @@ PROBLEM = Problem(
         "x is the rank's shard of a matrix, sharded in equal parts by columns (partition_dim 1) or rows (0) over the group (the world if "
         "None); X (m, n) is the matrix, or its transpose if it is sharded by rows. In float32: X <- X / max(|X|_F, 1e-7); then, steps "
         "times, with the triples (a, b, c) of coefficient_type in turn, G = X X^T and X <- a X + (b G + c G^2) X. Returns the rank's shard "
-        "of the result in x's shape and dtype. Products in float32 or TensorFloat32; steps is a multiple of the number of triples."
+        "of the result in x's shape and dtype. Products in float32, or in TensorFloat32 where x is bfloat16; steps is a multiple of "
+        "the number of triples."
     ),
     reference=reference,
     inputs=inputs,
