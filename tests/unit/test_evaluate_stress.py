@@ -439,6 +439,7 @@ def clockless(monkeypatch: pytest.MonkeyPatch) -> None:
         "_timer": lambda **_: object(),
         "_record": lambda event: None,
         "_elapsed": lambda start, end: 0.001,
+        "_current_stream": lambda: None,
         "_synchronize": lambda: None,
         "_all_reduce": lambda tensor: None,
         "quiesce": lambda: None,

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from peerlane.evaluate.captures import Captures
 from peerlane.evaluate.slots import ArgumentSlots
 from peerlane.problems._draw import RANDOM, BlockGenerators, Draw
 from peerlane.problems._spec import Case, Problem
 
+_register = getattr(torch.cuda.CUDAGraph, "register_generator_state", lambda *_: None)  # later versions of torch do it themselves
 _CAPTURED_BYTES = 64 << 20  # of a slot's inputs: drawing more keeps the device busy for longer than launching it keeps the host
 
 
@@ -102,8 +102,15 @@ class Minter:
             self._draw(block, kinds)
 
     def _captured(self, block: int, kinds: Sequence[str]) -> torch.cuda.CUDAGraph:
-        with Captures() as captures, captures.graph(self._generators.private, self._generators.shared) as graph:
-            self._draw(block, kinds)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        for generator in (self._generators.private, self._generators.shared):
+            _register(graph, generator)
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._draw(block, kinds)
+        except BaseException:
+            torch.cuda.set_stream(stream)  # torch.cuda.graph stays on its own stream when a broken capture cannot be ended
+            raise
         return graph
 
 

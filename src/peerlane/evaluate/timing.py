@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.evaluate.captures import Captures
 from peerlane.evaluate.cores import TimedCore, parts
 from peerlane.evaluate.quiet import evict, quiesce, synchronize_all
 from peerlane.evaluate.recorder import collectives
@@ -27,6 +26,7 @@ _Event = torch.cuda.Event
 _record = torch.cuda.Event.record
 _elapsed = torch.cuda.Event.elapsed_time
 _synchronize = torch.cuda.synchronize
+_current_stream, _set_stream = torch.cuda.current_stream, torch.cuda.set_stream
 _sleep = torch.cuda._sleep
 _CYCLES_PER_US = 1_800  # SM clock
 _CORES_APART = 3  # where one burst and the next begin to look for a core: ranks have up to eight
@@ -193,28 +193,35 @@ class GraphBlock(Block):
         self._last = 0
         _all_reduce(self._barrier)
         _synchronize()
-        before = _collectives()
-        self._graphs = self._capture()
+        stream, before = _current_stream(), _collectives()
+        try:
+            self._graphs = self._capture()
+        except BaseException:
+            _set_stream(stream)  # torch.cuda.graph stays on its own stream when a broken capture cannot be ended
+            raise
         self.captured_collectives = _collectives() - before
+        _synchronize()
 
     def rehearse(self, order: list[int]) -> None:
         """As above, captured anew before."""
         self._graphs.clear()
         self._returned.clear()
         self._graphs = self._capture()
+        _synchronize()
         super().rehearse(order)
 
     def _capture(self) -> list[torch.cuda.CUDAGraph]:
         graphs = []
-        with Captures() as captures:
-            for slot, args in enumerate(map(self._outputs.fresh, self._args)):
-                with captures.graph() as graph:
-                    _record(self._starts[slot])
-                    output = self._solution(*args)
-                    _record(self._ends[slot])
-                    self._returned.append([Unowned(tensor) for tensor in self._outputs.take(slot, output, args)])
-                    del output
-                graphs.append(graph)
+        pool = torch.cuda.graph_pool_handle()
+        for slot, args in enumerate(map(self._outputs.fresh, self._args)):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                _record(self._starts[slot])
+                output = self._solution(*args)
+                _record(self._ends[slot])
+                self._returned.append([Unowned(tensor) for tensor in self._outputs.take(slot, output, args)])
+                del output
+            graphs.append(graph)
         return graphs
 
     def bursts(self, calls: int, most: int) -> list[range]:
