@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from peerlane.problems._collective import all_gather_single, group_layout, group_members
 from peerlane.problems._draw import Draw
+from peerlane.problems._multisets import by_label, counterpart
 from peerlane.problems._spec import (
     UNIT_ROUNDOFF,
     Case,
@@ -255,14 +256,14 @@ def _label_score(case: Case, similarities: torch.Tensor, labels: torch.Tensor, w
     similarity, which the comparison of similarities ensures.)
     """
     order = similarities.argsort(dim=1, descending=True, stable=True)
-    similarities, labels = _by_label(similarities.gather(1, order), labels.gather(1, order))
-    candidates, candidate_labels, required = _by_label(want.candidate_similarities, want.candidate_labels, want.required)
+    similarities, labels = by_label(similarities.gather(1, order), labels.gather(1, order))
+    candidates, candidate_labels, required = by_label(want.candidate_similarities, want.candidate_labels, want.required)
 
-    place, exists = _counterpart(labels, candidate_labels)
+    place, exists = counterpart(labels, candidate_labels)
     row = candidates.gather(1, place)
     unfounded = ~(exists & row.isfinite() & (similarities <= row + allowed_error(case, row, want.scale)))
 
-    place, exists = _counterpart(candidate_labels, labels)
+    place, exists = counterpart(candidate_labels, labels)
     answer = similarities.gather(1, place)
     missing = required & ~(exists & (answer >= candidates - allowed_error(case, candidates, want.scale)))
 
@@ -274,21 +275,6 @@ def _label_score(case: Case, similarities: torch.Tensor, labels: torch.Tensor, w
     query, column = _worst(source)
     label = float(values[query, column])
     return Score("labels", math.inf, detail, (query,), label if wrong else None, None if wrong else label)
-
-
-def _by_label(first: torch.Tensor, labels: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Every row of the tensors in the order of its labels, otherwise unchanged."""
-    order = labels.argsort(dim=1, stable=True)
-    return tuple(x.gather(1, order) for x in (first, labels, *others))
-
-
-def _counterpart(labels: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For the i-th occurrence of a label in a sorted row: where its i-th occurrence in that row of ``others`` is, and if there is one."""
-    first = torch.searchsorted(labels, labels)
-    occurrence = torch.arange(labels.shape[1], device=labels.device) - first
-    place = torch.searchsorted(others, labels) + occurrence
-    inside = place.clamp(max=others.shape[1] - 1)
-    return inside, (place < others.shape[1]) & (others.gather(1, inside) == labels)
 
 
 def _worst(ratio: torch.Tensor) -> tuple[int, int]:
