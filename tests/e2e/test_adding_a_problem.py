@@ -45,9 +45,8 @@ def test_the_list_has_it(checkout: Path) -> None:
 
 def test_the_contract_tests_take_it_up(checkout: Path) -> None:
     printed = run(checkout, "pytest", "tests/ranks", "-q", "-k", "p900")
-    assert re.search(r"^6 passed", printed, re.MULTILINE), (
-        printed
-    )  # two cases on two world sizes, its declarations, and its answers' shapes
+    # Two cases on two world sizes, its declarations, and the shapes of its answers.
+    assert re.search(r"^6 passed", printed, re.MULTILINE), printed
 
 
 def test_the_evaluator_judges_it(checkout: Path) -> None:
