@@ -189,7 +189,8 @@ class TimingRules:
     late_changes: int = 2
     """per block whose outputs are compared, of calls that are compared"""
     judging_s: float = 0.1
-    """for comparing the outputs of a race; where that does not do for the share, fewer are compared, chosen over all rounds"""
+    """for comparing the outputs of a race; where that does not do for the share, fewer are compared, chosen over all rounds, but in no
+    race none"""
     max_waiting_bytes: int = 4 << 30
     """of snapshots that wait for the end of a race to be compared"""
 
