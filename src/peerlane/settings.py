@@ -180,6 +180,14 @@ class TimingRules:
     max_stretches: int = 9
     hidden_share: float = 0.1
     """of the reference's call that a candidate's may take in a stretch beyond what its events say"""
+    locked_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 20.0, "graph": 5.0})
+    """by launch mode, by how much more than the reference's a candidate's locked calls may exceed their events by the outer clock: an eager
+    one may have more or less of its host's work ahead"""
+    locked_share: float = 0.05
+    """of the reference's call that they may exceed them besides"""
+    prepared_us: float = 2.0
+    prepared_margin: float = 1.15
+    """by both of these slower than its others, beside the reference's, and a candidate is scored by its locked calls"""
     between_calls_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 40.0, "graph": 30.0})
     """by launch mode, what may pass between two calls beyond what passes between the reference's: a kernel that ends sooner waits for its
     host"""
@@ -187,7 +195,7 @@ class TimingRules:
     """of the reference's call that may pass besides"""
     compared_share: float = 0.25
     late_changes: int = 2
-    """per block whose outputs are compared, of calls that are compared"""
+    """per block of a candidate's that counts: calls that are locked; in stretches, calls whose contents change places"""
     judging_s: float = 0.1
     """for comparing the outputs of a race; where that does not do for the share, fewer are compared, chosen over all rounds, but in no
     race none"""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +12,11 @@ from hypothesis import strategies as st
 
 from peerlane.evaluate.cores import TimedCore
 from peerlane.evaluate.exchanges import MOST_BYTES, Exchanges, kinds_of_slots
-from peerlane.evaluate.slots import ArgumentSlots, place_slots
+from peerlane.evaluate.locks import Hooks
+from peerlane.evaluate.nursery_handle import memory_file
+from peerlane.evaluate.slots import ArgumentSlots, OutputRegions, place_slots
 from peerlane.evaluate.trusted import TrustedRank
+from peerlane.evaluate.turnstile import Page
 from peerlane.problems._tree import describe
 
 
@@ -79,28 +81,40 @@ def test_the_trusted_reference_finds_its_contents_where_they_were_minted_after_a
         return [int(tensors[0][0]) for tensors in private.tensors]
 
     def run(
-        core: TimedCore, sought: dict[str, Any], order: list[int], between: dict[int, Callable[[], None]], *, parts: int, timed: bool
+        core: TimedCore, sought: dict[str, Any], order: list[int], before: Hooks, behind: Hooks, *, parts: int, timed: bool
     ) -> dict[str, Any]:
-        assert sought == {"full_us": 10.0, "first": 3} and parts == 2 and timed
+        assert sought == {"full_us": 10.0, "first": 3} and parts == 2 and timed and set(behind) == {0, 3}
+        locked = [slot for slot in range(4) if bool(private.tensors[slot][0][0] != slot)]
+        assert locked == [1, 2], "keys come later"
         for position, slot in enumerate(order):
-            between.get(position, lambda: None)()
+            if position in behind:
+                page.released, page.key[:] = position + 5, keys[slot]
+            before.get(position, lambda: None)()
             seen.append(contents()[slot])
+            behind.get(position, lambda: None)()
         return {"span_us": 1.0}
 
-    rank = TrustedRank({"world_size": 2, "device": "cpu"}, 0, -1)
+    memory = memory_file("test")
+    page, keys = Page.of(memory), {1: b"1" * 32, 2: b"2" * 32}
+    rank = TrustedRank({"world_size": 2, "device": "cpu"}, 0, memory)
     block = types.SimpleNamespace(run=run)
-    rank._open["timed"] = types.SimpleNamespace(blocks={"eager": block}, private=private)  # type: ignore[assignment]
+    outputs = OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, torch.device("cpu"))
+    opened = types.SimpleNamespace(blocks={"eager": block}, private=private, private_outputs=outputs)
+    rank._open["timed"] = opened  # type: ignore[assignment]
     request = {
         "space": "timed",
         "mode": "eager",
-        "order": [1, 2, 0, 3],
-        "exchanges": [[1, 2, 0], [2, 0, 3]],
+        "order": [1, 3, 0, 2],
+        "exchanges": [[1, 3, 0]],
+        "locked": [[0, 1, 5], [3, 2, 8]],
+        "keys": {slot: key.hex() for slot, key in keys.items()},
+        "deadline_s": 5.0,
         "core": {"full_us": 10.0, "first": 3},
         "parts": 2,
         "timed": True,
     }
     assert rank.timed_block(request) == {"span_us": 1.0}
-    assert seen == [1, 0, 3, 2]
+    assert seen == [1, 0, 3, 2] and page.committed == 8
     assert contents() == [0, 1, 2, 3]
 
 

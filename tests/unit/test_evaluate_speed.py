@@ -21,6 +21,7 @@ from peerlane.evaluate.slots import OutputRegions
 from peerlane.evaluate.speed import CaptureFailed, Race
 from peerlane.evaluate.stopwatch import SpeedTrial, Unmeasurable
 from peerlane.evaluate.trial import Rejected
+from peerlane.evaluate.turnstile import NOTHING_LOCKED, LockedCalls, Passage
 from peerlane.hardware.profiles import H200_SXM
 from peerlane.problems._spec import Cost
 from peerlane.settings import Deadlines, TimingRules
@@ -95,6 +96,16 @@ class FakeTrial:
     collected: list[list[int]] = field(default_factory=list)
     exchanged: list[Exchanges] = field(default_factory=list)
     trusted_steps: list[Any] = field(default_factory=list)
+    lockable: bool = True
+    locked_us: float | None = None
+    """of the other side's locked calls, where they take another time"""
+    locked_excess_us: tuple[float, float] = (25.0, 25.0)
+    locked: list[LockedCalls] = field(default_factory=list)
+    trusted_locked: list[LockedCalls] = field(default_factory=list)
+    revealed_locked: LockedCalls = NOTHING_LOCKED
+    tickets: int = 0
+    group: None = None
+    layouts: list[None] = field(default_factory=lambda: [None] * RANKS)
     counted: int = 0
     minted: int = 0
     revealed: int = 0
@@ -118,22 +129,56 @@ class FakeTrial:
         if op == "latency":
             return [{"latency_us": self.latency_us}] * RANKS
         self.log.append(f"trusted {op}")
-        if op == "block":
-            self.trusted_steps.append(more["exchanges"])
-            self.cores.append(("trusted", more["core"]))
-            self.parts.add((more["timed"], more["parts"]))
-            times = self._block("trusted", self.trusted_us, self.trusted_hand_off_s, more["order"], more["timed"])
-            return [{**answer, "pace_us": 10.0 + rank} for rank, answer in enumerate(times)]
         return [{"captured": True}] * RANKS
+
+    def trusted_let_through(self, request: dict[str, Any], locked: LockedCalls) -> tuple[list[dict[str, Any]], list[Passage]]:
+        self.log.append("trusted block")
+        self.trusted_steps.append(request["exchanges"])
+        self.trusted_locked.append(locked)
+        self.cores.append(("trusted", request["core"]))
+        self.parts.add((request["timed"], request["parts"]))
+        times = self._block("trusted", self.trusted_us, self.trusted_hand_off_s, request["order"], request["timed"])
+        answers = [{**answer, "pace_us": 10.0 + rank} for rank, answer in enumerate(times)]
+        return answers, self._passages(locked, answers, self.locked_excess_us[0])
+
+    def let_through(
+        self, group: Any, requests: list[dict[str, Any]], locked: LockedCalls, phase: str, deadline_s: float
+    ) -> tuple[list[dict[str, Any]], list[Passage]]:
+        assert len(requests) == RANKS and all(request == requests[0] for request in requests) and phase == "timing"
+        request = requests[0]
+        assert request["op"] == "block" and (locked == self.revealed_locked or not request["timed"])
+        self.log.append("other block")
+        self.cores.append(("other", request["core"]))
+        self.parts.add((request["timed"], request["parts"]))
+        self.steps.append(request["exchanges"])
+        self.locked.append(locked)
+        answers = self._block("other", self.other_us, self.other_hand_off_s, request["order"], request["timed"])
+        if self.locked_us is not None:
+            for position, _, _ in locked.calls:
+                for rank, answer in enumerate(answers):
+                    answer["iterations_us"][position] = self.locked_us - rank
+        return answers, self._passages(locked, answers, self.locked_excess_us[1])
+
+    @staticmethod
+    def _passages(locked: LockedCalls, answers: list[dict[str, Any]], excess_us: float) -> list[Passage]:
+        places = [(position, slot) for position, slot, _ in locked.calls]
+        times = [[answer["iterations_us"][position] + excess_us for answer in answers] for position, _ in places]
+        return [Passage(*place, ((1, 2),) * RANKS, tuple(us)) for place, us in zip(places, times, strict=True)]
+
+    def hold_to(self, passages: list[Passage], locked: LockedCalls, phase: str) -> None:
+        assert [(passage.position, passage.slot) for passage in passages] == [(position, slot) for position, slot, _ in locked.calls]
+        self.log += ["hold to"] * bool(passages)
+
+    def lock(self, order: list[int], positions: list[int]) -> LockedCalls:
+        chosen = positions if self.lockable else []
+        self.tickets += len(chosen)
+        return LockedCalls.draw(order, chosen, self.tickets)
 
     def ask(self, op: str, phase: str, deadline_s: float, **more: Any) -> list[dict[str, Any]]:
         self.log.append(f"other {op}")
-        if op == "block":
-            self.cores.append(("other", more["core"]))
-            self.parts.add((more["timed"], more["parts"]))
-        if op in ("block", "rehearse"):
-            self.steps.append(more.get("exchanges", ()))
-            return self._block("other", self.other_us, self.other_hand_off_s, more["order"], more.get("timed", True))
+        if op == "rehearse":
+            self.steps.append(())
+            return self._block("other", self.other_us, self.other_hand_off_s, more["order"])
         return [{"captured": self.captured, "why": "no capture"}] * RANKS
 
     def discard(self) -> None:
@@ -144,8 +189,8 @@ class FakeTrial:
         self.minted = self.slots if slots is None else slots
         self.log.append("mint")
 
-    def reveal(self, slots: int | None = None) -> None:
-        self.revealed = self.slots if slots is None else slots
+    def reveal(self, slots: int | None = None, locked: LockedCalls = NOTHING_LOCKED) -> None:
+        self.revealed, self.revealed_locked = self.slots if slots is None else slots, locked
         self.log.append("reveal")
 
     def prepare(self, mode: str, side: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -293,8 +338,8 @@ def test_every_round_has_new_contents_revealed_just_before_the_candidate() -> No
     orders = {
         "|reveal|other block|trusted block|": "warm-up",
         "|trusted block|reveal|other block|": "warm-up",
-        "|reveal|other block|collect|trusted block|": "candidate first",
-        "|trusted block|reveal|other block|collect|": "reference first",
+        "|reveal|other block|hold to|collect|trusted block|": "candidate first",
+        "|trusted block|reveal|other block|hold to|collect|": "reference first",
     }
     kinds = [orders[(item if item.endswith("|") else item + "|").replace("look again|", "")] for item in rounds]
     assert kinds[0] == "warm-up"
@@ -371,19 +416,27 @@ def test_however_long_judging_takes_some_timed_outputs_are_compared() -> None:
     assert min(counts) >= 2 and sum(counts) / len(counts) == pytest.approx(2 + sum(2 / r for r in range(3, 13)), rel=0.2)
 
 
-def test_in_timed_blocks_calls_that_are_compared_get_their_contents_late() -> None:
+def test_in_blocks_that_count_calls_are_locked_on_both_sides() -> None:
     trial = steady(slots=40)
-    race(trial).run(budget_s=10)
-    sent = trial.steps[-len(trial.exchanged) :]
-    assert [exchanges.steps for exchanges in trial.exchanged] == sent
-    for exchanges, slots, order in zip(trial.exchanged, trial.collected, trial.orders["other"][-len(sent) :], strict=True):
-        assert 1 <= len(exchanges.steps) <= RULES.late_changes
-        for position, slot, other in exchanges.steps:
-            assert position > 0 and order[position] == slot and slot in slots
-            assert order.index(other) > position
-    warming = trial.steps[: -len(sent)]
-    assert warming and not any(warming)
-    assert len(set(sent)) > 1
+    run = race(trial)
+    run.run(budget_s=10)
+    counting = len(run.others)
+    for side, locks in (("other", trial.locked), ("trusted", trial.trusted_locked)):
+        for locked, order in zip(locks, trial.orders[side], strict=True):
+            assert all(position > 0 and order[position] == slot for position, slot, _ in locked.calls)
+        assert all(len(locked.calls) == RULES.late_changes for locked in locks[-counting:]) and not any(
+            lock.calls for lock in locks[:-counting]
+        )
+        assert len({locked.calls[0][0] for locked in locks[-counting:]}) > 3
+    assert not any(trial.steps) and not any(trial.trusted_steps)
+
+
+def test_nothing_is_locked_where_inputs_are_too_large() -> None:
+    trial = steady(lockable=False)
+    run = race(trial)
+    run.run(budget_s=10)
+    assert not any(locked.calls for locked in [*trial.locked, *trial.trusted_locked]) and run.locked_excess_us() is None
+    assert run.scored_by == "quantile" and run.ratio().median == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -447,13 +500,6 @@ def test_both_sides_are_scored_by_the_mean_where_the_candidate_s_calls_are_unequ
     run = race(trial)
     run.run(budget_s=10)
     assert run.scored_by == "mean" and run.ratio().median == pytest.approx(880.0 / 950.0)
-
-
-def test_the_reference_is_disturbed_by_as_many_late_changes_as_the_candidate() -> None:
-    trial = steady(slots=40)
-    race(trial).run(budget_s=10)
-    assert [len(steps) for steps in trial.trusted_steps] == [len(steps) for steps in trial.steps]
-    assert any(trial.trusted_steps) and trial.trusted_steps[-1] != trial.steps[-1]
 
 
 def test_every_block_uses_its_slots_in_an_order_of_its_own() -> None:
@@ -659,6 +705,30 @@ def test_claims_are_held_against_stretches_of_calls(claimed_us: float, true_us: 
     assert run.stretches_us == pytest.approx([true_us - claimed_us] * stretches, abs=5.0)
     assert [trial.log[logged:].count(step) for step in ("mint", "reveal")] == [stretches, stretches]
     assert trial.parts == {(True, rules.eager_parts), *([(False, 1)] if stretches else [])}
+
+
+@pytest.mark.parametrize(("excess_us", "refused"), [((25.0, 29.0), False), ((25.0, 60.0), True), ((60.0, 60.0), False)])
+def test_what_locked_calls_take_is_no_secret(excess_us: tuple[float, float], refused: bool) -> None:
+    """Half of the reference's time is claimed; 20 us and a twentieth of those 100 us are the most."""
+    run = race(steady(locked_excess_us=excess_us), rules=replace(RULES, stretch_us={"eager": 0.0}))
+    run.run(budget_s=10)
+    assert run.locked_excess_us().median == pytest.approx(excess_us[1] - excess_us[0])  # type: ignore[union-attr]
+    if refused:
+        with pytest.raises(Rejected) as caught:
+            REFUSE_FALSE_CLAIMS(run)
+        assert "locked calls take 35.0 us longer by the outer clock" in caught.value.verdict.reason
+        assert "25.0 us is the most" in caught.value.verdict.reason
+    else:
+        REFUSE_FALSE_CLAIMS(run)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(("locked_us", "scored_by", "speedup"), [(80.0, "locked", 1.25), (51.0, "quantile", 2.0), (49.9, "quantile", 2.0)])
+def test_calls_that_were_prepared_win_nothing(mode: str, locked_us: float, scored_by: str, speedup: float) -> None:
+    run = race(steady(slots=12, locked_us=locked_us), mode=mode)
+    run.run(budget_s=10)
+    assert run.scored_by == scored_by and run.ratio().median == pytest.approx(speedup, rel=1e-3)
+    assert run.times_us().median == pytest.approx(100.0 / speedup, rel=1e-3)
 
 
 @pytest.mark.parametrize(("span_us", "refused"), [(300.0, False), (800.0, False), (900.0, True)])

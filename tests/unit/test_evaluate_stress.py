@@ -30,6 +30,7 @@ from peerlane.evaluate.slots import FRONT_BYTES, ArgumentSlots, OutputRegions, U
 from peerlane.evaluate.stress import Stress, choose_compared, choose_slots, draw_jitter, draw_sliced
 from peerlane.evaluate.trial import Evidence, Rejected, Trial
 from peerlane.evaluate.trusted import TrustedRank
+from peerlane.evaluate.turnstile import NOTHING_LOCKED, LockedCalls
 from peerlane.evaluate.verdict import Unstable, WrongResult
 from peerlane.problems._draw import Draw
 from peerlane.problems._tree import describe, tensor_descriptions
@@ -180,6 +181,7 @@ class StressedTrial:
         self.group = self.problem = self.case = self.space = None
         self.sharing: int | None = None
         self.passes: list[tuple[int | None, float]] = []
+        self.locked: list[int] = []
         monkeypatch.setattr(stress, "Trial", lambda *_: self)
         monkeypatch.setattr(stress, "time", types.SimpleNamespace(monotonic=lambda: self.now))
 
@@ -190,15 +192,22 @@ class StressedTrial:
         yield
         self.sharing = None
 
-    def ask_each(self, op: str, phase: str, deadline_s: float, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def lock(self, order: list[int], positions: list[int]) -> LockedCalls:
+        self.locked.append(len(positions))
+        return LockedCalls.draw(order, positions, 1)
+
+    def let_through(
+        self, group: Any, requests: list[dict[str, Any]], locked: LockedCalls, phase: str, deadline_s: float
+    ) -> tuple[list[dict[str, Any]], list[Any]]:
+        assert len(requests) == 2 and all(request["op"] == phase == "stress" for request in requests)
         self.now += self.pass_s if self.sharing is None else 2 * self.pass_s
-        return [{}, {}]
+        return [{}, {}], []
 
     def exchanges(self, order: list[int], positions: Any) -> Any:
         return types.SimpleNamespace(steps=[])
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        assert name in {"open", "close", "mint", "reveal", "collect_from", "look_again", "judge"}
+        assert name in {"open", "close", "mint", "reveal", "collect_from", "look_again", "judge", "hold_to"}
         assert self.sharing is None, "the trusted ranks are busy"
         return lambda *_, **__: None
 
@@ -211,6 +220,7 @@ def test_a_gpu_is_kept_busy_for_as_long_as_a_pass_takes_that_shares_none(
     Stress(trial, StressRules(calls=25 * 100)).run(math.inf)  # type: ignore[arg-type]
     ranks, seconds = zip(*trial.passes, strict=True)
     assert len(ranks) == 100 and ranks[:2] == (None, None) and set(ranks) == {None, 0, 1}
+    assert trial.locked[:2] != [0, 0] and 0 < sum(count > 0 for count in trial.locked) < 60, "not in late passes"
     assert seconds[1:] == pytest.approx([busy_s] * 99)  # also right behind a pass that shared one, and took longer for it
 
 
@@ -241,12 +251,15 @@ def ask_beside_a_busy_gpu(
     rank: int | None, log: list[Any], *, trusted: GroupFailure | None = None, candidate: GroupFailure | None = None
 ) -> None:
     session = types.SimpleNamespace(
-        trusted=NotedRanks("trusted", log, trusted), deadlines=Deadlines(), drop_trusted=lambda: log.append("trusted dropped")
+        trusted=NotedRanks("trusted", log, trusted),
+        device="cuda",
+        deadlines=Deadlines(),
+        drop_trusted=lambda: log.append("trusted dropped"),
     )
     problem, group = problems.get(1), NotedRanks("candidate", log, candidate)
     trial = Trial(session, group, problem, problem.cases("small", 4)[0], "check", 4, layouts=[{}] * 4)  # type: ignore[arg-type]
     with trial.sliced(rank, 0.03):
-        trial.ask_each("stress", "stress", 1.0, [{}] * 4)
+        trial.let_through(trial.group, [{"op": "stress"}] * 4, NOTHING_LOCKED, "stress", 1.0)
 
 
 ASKED = [("candidate", [("stress", None)] * 4), "candidate done"]
@@ -456,13 +469,13 @@ def test_a_block_calls_its_slots_in_the_order_that_was_asked_for_and_keeps_the_l
     layout, size = place_slots([describe(torch.empty(1, dtype=torch.int64))] * slots)
     outputs = OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, CPU)
     block = timing.make_block("eager", solution, args, outputs, CPU)
-    assert len(block.run(TimedCore([]), {}, [3, 1, 4, 0, 2])["iterations_us"]) == slots
+    assert len(block.run(TimedCore([]), {}, [3, 1, 4, 0, 2], {}, {})["iterations_us"]) == slots
     assert solution.seen == [3, 1, 4, 0, 2]
     assert [int(views[0]) for views in outputs.views] == [100, 101, 102, 103, 104]
     solution.returned[-1].fill_(7)
     outputs.copy(2, block.latest())
     assert int(outputs.views[2][0]) == 7, "a result that changes after its end must be seen when it is copied again"
-    assert set(block.run(TimedCore([]), {}, [4, 0, 4, 0], timed=False)) == {"pace_us", "collectives"}
+    assert set(block.run(TimedCore([]), {}, [4, 0, 4, 0], {}, {}, timed=False)) == {"pace_us", "collectives"}
     assert solution.seen[5:] == [4, 0, 4, 0]
 
 
@@ -478,7 +491,7 @@ def test_each_part_of_an_eager_block_begins_on_a_core_of_its_own_behind_a_barrie
     for parts, begins in ((3, [0, 2, 4]), (1, [0])):
         log.clear()
         solution.seen.clear()
-        block.run(core, {"first": 5}, list(range(7)), parts=parts)
+        block.run(core, {"first": 5}, list(range(7)), {}, {}, parts=parts)
         assert log == [item for number, begin in enumerate(begins) for item in ((5 + 3 * number, begin), "barrier")]
 
 
@@ -496,7 +509,7 @@ def test_graphs_are_replayed_in_the_order_that_was_asked_for(monkeypatch: pytest
     monkeypatch.setattr(timing, "_sleep", lambda cycles: None)
     outputs = OutputRegions(torch.zeros(1, dtype=torch.uint8), [], CPU)
     block = timing.make_block("graph", lambda: None, [()] * 4, outputs, CPU)
-    block.run(TimedCore([]), {}, [2, 0, 3, 1])
+    block.run(TimedCore([]), {}, [2, 0, 3, 1], {}, {})
     assert replayed == [2, 0, 3, 1]
     assert block.latest()[0] is results[1]
 
@@ -521,12 +534,13 @@ def test_graphs_are_replayed_in_bursts_that_a_queue_holds_each_with_a_head_start
     block = timing.make_block("graph", lambda: None, [()] * slots, OutputRegions(torch.zeros(1, dtype=torch.uint8), [], CPU), CPU)
     log.clear()
     size, last = block.burst, 2 * block.burst
-    answer = block.run(TimedCore([]), {}, list(range(slots)), {size + 1: lambda: log.append("change")})
+    before = {size + 1: lambda: log.append("change"), last + 1: lambda: log.append("unlock")}
+    answer = block.run(TimedCore([]), {}, list(range(slots)), before, {last + 1: lambda: log.append("commit")})
     ahead = [block.head_start_us * calls for calls in (size, size, 3)]
     assert log == [
         *[ahead[0], "barrier", *range(size), "wait"],
         *[ahead[1] + timing._EXCHANGE_US, "barrier", size, "change", *range(size + 1, last), "wait"],
-        *[ahead[2], "barrier", *range(last, slots), "wait"],
+        *[ahead[2] + timing._LOCK_US, "barrier", last, "unlock", last + 1, "commit", *range(last + 2, slots), "wait"],
     ]
     bursts = [(0, size - 1), (size, last - 1), (last, slots - 1)]
     assert spans[slots:] == [(f"event {first}", f"event {slots + end}") for first, end in bursts]
@@ -557,6 +571,8 @@ def test_ranks_hold_sms_with_what_they_are_given(monkeypatch: pytest.MonkeyPatch
     held = []
     monkeypatch.setattr(jitter, "_crowd", lambda device, code: lambda us: held.append((device, code, us)))
     rank = candidate.CandidateRank({"world_size": 1, "device": "cpu"}, 0, -1)
-    assert rank.handlers["arm"]({"crowd": base64.b64encode(b"\x7fELF").decode()}) == {}
+    monkeypatch.setattr(rank, "arm_locks", lambda code: held.append(code))
+    codes = {"crowd": b"\x7fELF", "locks": b"\x7fELF too"}
+    assert rank.handlers["arm"]({name: base64.b64encode(code).decode() for name, code in codes.items()}) == {}
     rank._jitter("crowd", 5.0)
-    assert held == [(CPU, b"\x7fELF", 5.0)]
+    assert held == [b"\x7fELF too", (CPU, b"\x7fELF", 5.0)]

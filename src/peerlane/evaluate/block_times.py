@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.statistics import quantile
+from peerlane.evaluate.turnstile import Passage
 from peerlane.settings import TimingRules
 
 _LEADING_CALLS = 4
@@ -19,7 +21,8 @@ class BlockTimes:
     """One block: the slowest rank's time per call, in their order, and how the clocks agree. Microseconds.
 
     ``share``: of its calls, that are no slower than the one that stands for the block. ``parts``: runs of calls; none: all are one run.
-    ``idle_latency_us``: how long a tiny kernel of the trusted ranks took on the slowest GPU when the block was over.
+    ``idle_latency_us``: how long a tiny kernel of the trusted ranks took on the slowest GPU when the block was over. ``locked_us``: of each
+    locked call its place, and how long the slowest rank took from its key to its commitment, by the outer clock.
     """
 
     iterations_us: tuple[float, ...]
@@ -28,6 +31,7 @@ class BlockTimes:
     share: float = 0.5
     idle_latency_us: float = 0.0
     parts: tuple[range, ...] = ()
+    locked_us: tuple[tuple[int, float], ...] = ()
 
     @property
     def warm_us(self) -> tuple[float, ...]:
@@ -56,12 +60,37 @@ class BlockTimes:
         return (self.span_us - sum(self.iterations_us)) / len(self.iterations_us)
 
     @property
+    def locked_calls_us(self) -> float:
+        """The time of the locked calls, by the events, per call, where there are any."""
+        return statistics.fmean(self.iterations_us[place] for place, _ in self.locked_us)
+
+    @property
+    def lag(self) -> tuple[float, float]:
+        """The locked calls next to the others, where there are any: the fastest of them, and the quantile of the others at which such a one
+        lies if all are alike."""
+        places = {place for place, _ in self.locked_us}
+        others = [us for place, us in enumerate(self.iterations_us) if place not in places]
+        return min(self.iterations_us[place] for place in places), quantile(others, 1 / (1 + len(places)))
+
+    @property
+    def locked_excess_us(self) -> float | None:
+        """By how much the outer clock's time of the locked calls exceeded that, per call: unlocking, copying and digesting."""
+        return statistics.fmean(us - self.iterations_us[place] for place, us in self.locked_us) if self.locked_us else None
+
+    @property
     def slack_us(self) -> float:
         """How much longer the outer clock ran than the events say: the hand-off."""
         return self.outer_us - self.span_us
 
     @staticmethod
-    def of(answers: list[Message], slots: int, outer_us: float, share: float = 0.5, parts: tuple[range, ...] = ()) -> BlockTimes:
+    def of(
+        answers: list[Message],
+        slots: int,
+        outer_us: float,
+        share: float = 0.5,
+        parts: tuple[range, ...] = (),
+        passages: Sequence[Passage] = (),
+    ) -> BlockTimes:
         """From the ranks' answers; raises GroupFailure for anything that is not a list of times.
 
         A rank without work in a call may report 0, for nothing lies between its events; the slowest rank may not.
@@ -78,7 +107,7 @@ class BlockTimes:
         span_us = float(max(answer["span_us"] for answer in answers))
         if min(*slowest, span_us) <= 0:
             raise GroupFailure("garbage", "timing", "the ranks reported times of 0 for a call: no kernel is that fast")
-        return BlockTimes(slowest, span_us, outer_us, share, parts=parts)
+        return BlockTimes(slowest, span_us, outer_us, share, parts=parts, locked_us=tuple((p.position, p.us) for p in passages))
 
 
 def _is_time(value: object) -> bool:

@@ -146,8 +146,9 @@ class CandidateRank(Rank):
         return {}
 
     def arm(self, request: Message) -> dict[str, Any]:
-        """Makes ready what disturbs this rank under stress, on GPUs, before candidate code is there."""
+        """Makes ready what disturbs this rank under stress, and what locks its inputs, on GPUs, before candidate code is there."""
         self._jitter.arm(base64.b64decode(request["crowd"]))
+        self.arm_locks(base64.b64decode(request["locks"]))
         return {}
 
     def load(self, request: Message) -> dict[str, Any]:
@@ -194,8 +195,9 @@ class CandidateRank(Rank):
     def timed_block(self, request: Message) -> dict[str, Any]:
         """One timed block; the answer carries the times and what the calls returned."""
         attached = self._spaces[request["space"]]
-        block, between = attached.blocks[request["mode"]], attached.arguments.exchangers(request["exchanges"])
-        times = block.run(self.core, request["core"], request["order"], between, parts=request["parts"], timed=request["timed"])
+        block = attached.blocks[request["mode"]]
+        before, behind = self.hooks(request, attached.arguments, attached.outputs)
+        times = block.run(self.core, request["core"], request["order"], before, behind, parts=request["parts"], timed=request["timed"])
         attached.latest = block.latest
         return {**times, "outputs": attached.outputs.descriptions}
 
@@ -233,7 +235,7 @@ class CandidateRank(Rank):
         """Calls the solution on the slots in ``order`` with no wait between them, and lets nothing rest.
 
         ``jitter`` lists ``[position, way, us]``: what happens before which call; ``poisoned`` the positions before which freed memory is
-        filled with NaN; ``exchanges`` are the steps of :class:`Exchanges`. A call's inputs are overwritten in stream order behind its
+        filled with NaN; ``exchanges`` and ``locked`` as in :meth:`Rank.hooks`. A call's inputs are overwritten in stream order behind its
         snapshot, for what a peer reads then, it reads too late. Those of the calls at the positions ``kept`` stay, to be looked at, and the
         last call's, so that what it returned, which may be its inputs, can be looked at again.
         """
@@ -243,17 +245,19 @@ class CandidateRank(Rank):
         for position, way, us in request["jitter"]:
             before.setdefault(position, []).append((way, us))
         poisoned, kept = set(request["poisoned"]), {*request["kept"], len(order) - 1}
-        between = attached.arguments.exchangers(request["exchanges"])
+        first, then = self.hooks(request, attached.arguments, outputs)
         attached.latest = list
         for position, slot in enumerate(order):
-            if position in between:
-                between[position]()
+            if position in first:
+                first[position]()
             if position in poisoned:
                 self._poison(outputs.layout[slot])
             for way, us in before.get(position, ()):
                 self._jitter(way, us)
             args = outputs.fresh(attached.arguments.args[slot])
             found = outputs.take(slot, solution(*args), args)
+            if position in then:
+                then[position]()
             if position not in kept:
                 attached.arguments.spoil(slot)
             if position < len(order) - 1:

@@ -322,6 +322,8 @@ class Examination:
             return NotMeasured(mode=mode, why=str(reason))
         if measured.scored_by == "mean":
             self.flags.add("uneven_calls")
+        if measured.scored_by == "locked":
+            self.flags.add("prepared_calls")
         if measured.reference_drift is not None and measured.reference_drift > _REMARKABLE_DRIFT:
             self.flags.add("slower_reference")
         return measured

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -56,6 +57,19 @@ class GuardBands:
     def paint(self) -> None:
         """Writes the pattern."""
         self._data[self._places] = self._pattern
+
+    @functools.cache  # noqa: B019  (few, and asked for again and again; they go with the case)
+    def _bands(self, begin: int, end: int) -> tuple[int, int]:
+        """Which of the places lie from ``begin`` to ``end``."""
+        first, last = torch.searchsorted(self._places, torch.tensor([begin, end], device=self._places.device)).tolist()
+        return first, last
+
+    def framed(self, contents: torch.Tensor, begin: int) -> torch.Tensor:
+        """A copy of contents that belong into the data from ``begin`` on, with the pattern in it."""
+        first, end = self._bands(begin, begin + contents.numel())
+        framed = contents.clone()
+        framed[self._places[first:end] - begin] = self._pattern[first:end]
+        return framed
 
     def trespass(self) -> tuple[Region, int] | None:
         """The region next to the first byte that was overwritten, and that byte's distance from its end (negative: from its begin)."""

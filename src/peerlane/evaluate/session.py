@@ -44,8 +44,8 @@ class Session:
         self.survivors = False
         self._trusted_source = Spares("trusted", self._spawn_trusted, self.supply, note)
         self._spares = Spares("candidate", self._spawn_candidate, self.supply, note)
-        self._block = 0
-        self._crowd = ""  # what candidates' ranks on GPUs are armed with, see peerlane.evaluate.jitter
+        self._block, self._ticket = 0, 0
+        self._arms: Message = {}  # what candidates' ranks on GPUs are armed with, see peerlane.evaluate.trusted
         self.full_pace_us = 0.0  # of the fastest core seen yet, see peerlane.evaluate.cores; 0: none
 
     def __enter__(self) -> Self:
@@ -90,7 +90,7 @@ class Session:
         if self._trusted is None:
             group = self._trusted_source.take()
             answers = self._prepare(group, {"op": "secret", "secret": secrets.token_hex(16)})
-            self._trusted, self._crowd = group, answers[0]["crowd"]
+            self._trusted, self._arms = group, answers[0]["arms"]
         return self._trusted
 
     def _prepare(self, group: RankGroup, request: Message) -> list[Message]:
@@ -134,7 +134,7 @@ class Session:
         group = self._spares.take()
         if self.device == "cuda":
             self.trusted  # noqa: B018  (knows what groups are armed with)
-            self._prepare(group, {"op": "arm", "crowd": self._crowd})
+            self._prepare(group, {"op": "arm", **self._arms})
         return group
 
     def end(self, group: RankGroup) -> None:
@@ -162,6 +162,11 @@ class Session:
         environment = {"CUDA_VISIBLE_DEVICES": "", "TORCH_CUDA_ARCH_LIST": ARCHITECTURE}
         config = {"device": "cpu", "environment": environment, "timed_ranks": self.world_size if self.device == "cuda" else 0}
         return self.nursery.spawn("builder", 1, config)
+
+    def next_tickets(self, count: int) -> int:
+        """The first of so many numbers in a row, each larger than all before."""
+        self._ticket += count
+        return self._ticket - count + 1
 
     def next_block(self) -> int:
         """A number that no earlier minting of this session has had."""

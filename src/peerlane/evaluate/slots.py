@@ -99,6 +99,10 @@ class ArgumentSlots:
         for region in self._regions(slot):
             _fill(region, POISON)
 
+    def span(self, slot: int) -> torch.Tensor:
+        """The bytes from the slot's first tensor to the end of its last one."""
+        return self._data[slot_range(self.layout[slot])]
+
     def exchanger(self, slot: int, other: int) -> Callable[[], None]:
         """What has the tensors of two slots of one structure exchange their contents, in stream order, and as quickly as it can."""
         pairs = list(zip(self._regions(slot), self._regions(other), strict=True))
@@ -203,11 +207,15 @@ class OutputRegions:
     def __init__(
         self, data: torch.Tensor, layout: list[Description], device: torch.device, updates: Mapping[str, int] | None = None
     ) -> None:
-        self._device, self._updates = device, updates or {}
+        self._data, self._device, self._updates = data, device, updates or {}
         self.layout = layout
         self.views = [[view(data, placed) for placed in tensor_descriptions(item)] for item in layout]
         self.descriptions: list[Description] = [{} for _ in layout]
         self.pointers: list[tuple[int, ...]] = [() for _ in layout]
+
+    def span(self, slot: int) -> torch.Tensor:
+        """The bytes from the slot's first region to the end of its last one."""
+        return self._data[slot_range(self.layout[slot])]
 
     def fresh(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments for one call: what it updates gets lists of its own, for it may put other tensors in the place of those it got."""
@@ -228,6 +236,19 @@ class OutputRegions:
             self.descriptions[slot] = {"kind": "tuple", "items": [self.descriptions[slot], state]}
         self.copy(slot, found)
         return found
+
+    def caller(self, solution: Callable[..., Tree], calls: Sequence[tuple[Any, ...]]) -> Callable[[int], None]:
+        """What calls the solution on a slot's arguments, and takes what it returned."""
+
+        def call(slot: int) -> None:
+            args = self.fresh(calls[slot])
+            self.take(slot, solution(*args), args)
+
+        return call
+
+    def pretend(self, slot: int) -> None:
+        """Copies whatever is in memory to the slot's regions, as if a call had returned it."""
+        self.copy(slot, [torch.empty_like(region) for region in self.views[slot]])
 
     def copy(self, slot: int, found: list[torch.Tensor]) -> None:
         """Copies what a call returned into the slot's regions, in stream order."""

@@ -12,6 +12,7 @@ import math
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -23,6 +24,7 @@ from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.statistics import Interval, median_interval, paired_interval, pooled_interval, quantile
 from peerlane.evaluate.trial import Rejected, Trial
+from peerlane.evaluate.turnstile import NOTHING_LOCKED, LockedCalls, Passage
 from peerlane.evaluate.verdict import Tampered
 from peerlane.settings import TimingRules
 
@@ -30,6 +32,7 @@ _ROUNDS_PER_LOOK = 3  # at how narrow the interval is
 _FEWEST_COMPARED = 2
 _MANY = 1 << 20  # cores, far more than a rank has
 _LATE_LOOKS, _BLOCKS_PER_LATE_LOOK = 1 / 3, 4  # the share of a candidate's blocks, and at the latest
+ScoredBy = Literal["quantile", "mean", "locked"]
 _dice = random.SystemRandom()
 
 
@@ -43,8 +46,8 @@ class CaptureFailed(Exception):
 
 @dataclass(frozen=True)
 class _Calls:
-    """What a block of the other side is to be: its first core, the order of its slots, whether outputs are compared, of which, and late
-    changes. A slot may come more than once; what counts is then its last call.
+    """What a block of the other side is to be: its first core, the order of its slots, whether outputs are compared, of which, late
+    changes, and locked calls. A slot may come more than once; what counts is then its last call.
     """
 
     core: int
@@ -52,6 +55,7 @@ class _Calls:
     compared: bool
     chosen: list[int]
     exchanges: Exchanges
+    locked: LockedCalls
 
 
 def not_captured(answers: list[Message]) -> str | None:
@@ -101,29 +105,33 @@ class Race:
         cores = {"full_us": self.trial.session.full_pace_us, "first": first_core}
         return {"core": cores, "parts": self.rules.eager_parts if timed else 1, "timed": timed}
 
-    def trusted_block(self, late: int = 0, first_core: int = 0) -> BlockTimes:
-        """One block of the trusted reference on what was minted; before so many calls contents change places, as on the other side."""
-        answers, outer_us = self._run_trusted(self._new_order(), late, first_core)
+    def trusted_block(self, locked: int = 0, first_core: int = 0) -> BlockTimes:
+        """One block of the trusted reference on what was minted, in which so many calls are locked, as on the other side."""
+        order = self._new_order()
+        answers, passages, outer_us = self._run_trusted(order, [], self.trial.lock(order, self._positions(locked)), first_core)
         session = self.trial.session
         session.full_pace_us = min([session.full_pace_us or math.inf, *(float(answer["pace_us"]) for answer in answers)])
         try:
-            return BlockTimes.of(answers, self.slots, outer_us, self._share, self._parts)
+            return BlockTimes.of(answers, self.slots, outer_us, self._share, self._parts, passages)
         except GroupFailure as failure:
             raise HarnessError(f"the trusted reference cannot be timed: {failure.message}") from None
 
-    def _run_trusted(self, order: list[int], late: int, first_core: int, *, timed: bool = True) -> tuple[list[Message], float]:
-        """What the trusted ranks answer to a block in this order, and how long that takes them by the outer clock."""
-        steps = self.trial.exchanges(order, _dice.sample(range(1, len(order) - 1), late)).steps
+    def _run_trusted(
+        self, order: list[int], steps: Sequence[tuple[int, int, int]], locked: LockedCalls, first_core: int, *, timed: bool = True
+    ) -> tuple[list[Message], list[Passage], float]:
+        """What the trusted ranks answer to a block in this order, and how long its locked calls, and all of it, take by the outer clock."""
+        request = {"op": "block", "mode": self.mode, "order": order, "exchanges": steps, **self._how(first_core, timed=timed)}
         begin = time.perf_counter()
-        answers = self.trial.trusted("block", mode=self.mode, order=order, exchanges=steps, **self._how(first_core, timed=timed))
-        return answers, (time.perf_counter() - begin) * 1e6
+        answers, passages = self.trial.trusted_let_through(request, locked)
+        return answers, passages, (time.perf_counter() - begin) * 1e6
 
     def other_block(self, calls: _Calls) -> BlockTimes:
         """One block of the other side on what was minted, revealed just before."""
         trial = self.trial
-        answers, outer_us = self._run_other(calls)
+        answers, passages, outer_us = self._run_other(calls)
         ended = time.monotonic()
-        times = BlockTimes.of(answers, self.slots, outer_us, self._share, self._parts)
+        times = BlockTimes.of(answers, self.slots, outer_us, self._share, self._parts, passages)
+        trial.hold_to(passages, calls.locked, "timing")
         latencies = [float(answer["latency_us"]) for answer in trial.trusted("latency")]
         if calls.compared:
             trial.count_collectives(answers)
@@ -139,15 +147,16 @@ class Race:
         self._unlooked = 0 if looks else self._unlooked + 1
         return looks
 
-    def _run_other(self, calls: _Calls, *, timed: bool = True) -> tuple[list[Message], float]:
+    def _run_other(self, calls: _Calls, *, timed: bool = True) -> tuple[list[Message], list[Passage], float]:
         """As :meth:`_run_trusted`, of the other side; what was minted is revealed just before."""
         trial = self.trial
         if self._needs_new_contents:
-            trial.reveal(self.slots)
-        request = {"mode": self.mode, "side": self.side, "order": calls.order, "exchanges": calls.exchanges.steps}
+            trial.reveal(self.slots, calls.locked)
+        request = {"op": "block", "mode": self.mode, "side": self.side, "order": calls.order, "exchanges": calls.exchanges.steps}
+        requests = [{**request, **self._how(calls.core, timed=timed)}] * len(trial.layouts)
         begin = time.perf_counter()
-        answers = trial.ask("block", "timing", trial.session.deadlines.timing, **request, **self._how(calls.core, timed=timed))
-        return answers, (time.perf_counter() - begin) * 1e6
+        answers, passages = trial.let_through(trial.group, requests, calls.locked, "timing", trial.session.deadlines.timing)
+        return answers, passages, (time.perf_counter() - begin) * 1e6
 
     def _collect(self, answers: list[Message], calls: _Calls) -> None:
         """Has the outputs of the chosen slots kept, to be judged when the race is over, or now where they would be too many. The inputs of
@@ -168,9 +177,17 @@ class Race:
         return self.side == "candidate" or bool(self.trial.problem.changeable)
 
     def _draw_calls(self, *, compared: bool, passes: int = 1) -> _Calls:
+        """A block, in which calls are locked if it is to be compared; or a stretch of passes over all slots, in which contents change
+        places instead: a slot can be locked for one call only."""
         order = self._new_order(passes)
         chosen = self._chosen_slots(order[-1]) if compared else []
-        return _Calls(_dice.randrange(_MANY), order, compared, chosen, self.trial.exchanges(order, self._late_calls(order, chosen)))
+        exchanges = self.trial.exchanges(order, self._late_calls(order, chosen) if passes > 1 else ())
+        locked = self.trial.lock(order, self._positions(self.rules.late_changes) if compared and passes == 1 else ())
+        return _Calls(_dice.randrange(_MANY), order, compared, chosen, exchanges, locked)
+
+    def _positions(self, count: int) -> list[int]:
+        """So many calls of a block, not the first, at random; fewer where there are not so many."""
+        return _dice.sample(range(1, self.slots), min(count, self.slots - 1))
 
     def rehearse(self, marker: str) -> list[Message]:
         """A block of the candidate's on new contents, recorded instead of timed, its outputs judged; what the ranks answered.
@@ -194,7 +211,7 @@ class Race:
     def _round(self, *, warming: bool = False) -> tuple[BlockTimes, BlockTimes]:
         """A block of each side in random order, on the same contents. A candidate gets new ones, and but for warm-up is compared."""
         calls = self._draw_calls(compared=self.side == "candidate" and not warming)
-        late = len(calls.exchanges.steps)
+        late = len(calls.locked.calls)
         if self._needs_new_contents:
             self.trial.mint(slots=self.slots)
         if _dice.random() < 0.5:
@@ -222,7 +239,7 @@ class Race:
         return sorted(_dice.sample(range(slots), min(count, slots)))
 
     def _late_calls(self, order: list[int], chosen: list[int]) -> list[int]:
-        """Positions of calls, not the first, whose contents are to change right before them: some of those that are compared."""
+        """Positions of calls, not the first, whose contents are to change places right before them: some of those that are compared."""
         compared = [position for position, slot in enumerate(order) if position and slot in chosen]
         return _dice.sample(compared, min(self.rules.late_changes, len(compared)))
 
@@ -327,10 +344,23 @@ class Race:
         return self.rules.skew_margin * max(1.0, median_interval(skews).high)
 
     @property
-    def scored_by(self) -> Literal["quantile", "mean"]:
+    def scored_by(self) -> ScoredBy:
         """What stands for a block of the other side: a quantile of its calls, unless they are more unequal than the reference's, so that
-        it would leave out work."""
-        return "mean" if self.side == "candidate" and self.skew > self.usual_skew else "quantile"
+        it would leave out work; or its locked calls, if they are slower than the others: those were prepared then, or put off."""
+        if self.side == "reference":
+            return "quantile"
+        if self._prepares():
+            return "locked"
+        return "mean" if self.skew > self.usual_skew else "quantile"
+
+    def _prepares(self) -> bool:
+        """Whether the other side's locked calls are slower than its others, by more than the reference's are."""
+        if not all(block.locked_us for block in [*self.references, *self.others]):
+            return False
+        lags = [(*a.lag, *b.lag) for a, b in zip(self.references, self.others, strict=True)]
+        longer_us = statistics.median((locked - other) - (known - usual) for known, usual, locked, other in lags)
+        times = median_interval([(locked / other) / (known / usual) for known, usual, locked, other in lags])
+        return longer_us > self.rules.prepared_us and times.low > self.rules.prepared_margin
 
     def _refuse_hidden_time(self) -> None:
         """A single block's hand-off may be long by chance; that of the usual block, beside the reference's of the same round, may not."""
@@ -359,6 +389,7 @@ class Race:
         calls = min(math.ceil(rules.stretch_us[self.mode] / usual_us), rules.max_stretch_calls)
         if calls > self.slots and not self.trial.problem.changeable:
             self._refuse_short_spans(-(-calls // self.slots), usual_us)
+        self._refuse_hidden_calls(usual_us)
 
     def _refuse_short_spans(self, passes: int, usual_us: float) -> None:
         """In a stretch slots are used again. What a candidate computed for one is no answer any more once the slot has exchanged its
@@ -379,14 +410,31 @@ class Race:
         self.trial.mint(slots=self.slots)
         drawn = self._draw_calls(compared=True, passes=passes)
         order, late = self._new_order(passes), len(drawn.exchanges.steps)
+        steps = self.trial.exchanges(order, _dice.sample(range(1, len(order) - 1), late)).steps
         if first := _dice.random() < 0.5:
-            _, reference_us = self._run_trusted(order, late, drawn.core, timed=False)
-        answers, other_us = self._run_other(drawn, timed=False)
+            *_, reference_us = self._run_trusted(order, steps, NOTHING_LOCKED, drawn.core, timed=False)
+        answers, _, other_us = self._run_other(drawn, timed=False)
         self._collect(answers, drawn)
         if not first:
-            _, reference_us = self._run_trusted(order, late, drawn.core, timed=False)
+            *_, reference_us = self._run_trusted(order, steps, NOTHING_LOCKED, drawn.core, timed=False)
         claimed_us, known_us = (passes * statistics.fmean(block.span_us for block in blocks) for blocks in (self.others, self.references))
         return (other_us - claimed_us) - (reference_us - known_us)
+
+    def _refuse_hidden_calls(self, usual_us: float) -> None:
+        """What a locked call takes is known by the outer clock."""
+        excess, limit_us = self.locked_excess_us(), self.rules.locked_us[self.mode] + self.rules.locked_share * usual_us
+        if excess is not None and excess.low > limit_us:
+            what = (
+                f"locked calls take {excess.median:.1f} us longer by the outer clock than their events say, next to the reference's; "
+                f"{limit_us:.1f} us is the most"
+            )
+            raise Rejected(Tampered(phase="timing", what=what))
+
+    def locked_excess_us(self) -> Interval | None:
+        """By how much more than the reference's of the same round locked calls exceeded their events; None where none were locked."""
+        both = [(a.locked_excess_us, b.locked_excess_us) for a, b in zip(self.references, self.others, strict=True)]
+        excess = [other - reference for reference, other in both if reference is not None and other is not None]
+        return median_interval(excess) if excess else None
 
     def excess_us(self) -> Interval:
         """How much longer the hand-off of the other side's blocks was than that of the reference's of the same round."""
@@ -394,23 +442,29 @@ class Race:
 
     def other_us(self) -> list[float]:
         """The other side's time per call, block by block, as it is scored."""
-        by_mean = self.scored_by == "mean"
-        return [block.mean_us if by_mean else block.usual_us for block in self.others]
+        return self._blocks_us(self.others, self.scored_by)
 
-    @property
-    def _pooled(self) -> bool:
-        """Whether the calls of all blocks count together. What disturbs eager calls comes from the host and only ever adds to their time,
-        on either side of a round; what disturbs replays is drift, which both sides of a round share."""
-        return self.mode == "eager" and self.scored_by == "quantile"
+    @staticmethod
+    def _blocks_us(blocks: Sequence[BlockTimes], by: ScoredBy) -> list[float]:
+        if by == "locked":
+            return [block.locked_calls_us for block in blocks]
+        return [block.mean_us if by == "mean" else block.usual_us for block in blocks]
 
     def ratio(self) -> Interval:
-        """Reference over other: of the usual calls of all rounds, or round by round."""
-        if self._pooled:
+        """Reference over other."""
+        return self._ratio_by(self.scored_by)
+
+    def _pools(self, by: ScoredBy) -> bool:
+        """Whether the calls of all blocks count together. What disturbs eager calls comes from the host and only ever adds to their time,
+        on either side of a round; what disturbs replays is drift, which both sides of a round share."""
+        return self.mode == "eager" and by == "quantile"
+
+    def _ratio_by(self, by: ScoredBy) -> Interval:
+        """Of the usual calls of all rounds, or round by round."""
+        if self._pools(by):
             references, others = ([block.warm_us for block in blocks] for blocks in (self.references, self.others))
             return pooled_interval(references, self.rules.pooled_shares, over=others)
-        by_mean = self.scored_by == "mean"
-        references_us = [block.mean_us if by_mean else block.usual_us for block in self.references]
-        return paired_interval(references_us, over=self.other_us())
+        return paired_interval(self._blocks_us(self.references, by), over=self._blocks_us(self.others, by))
 
     @property
     def idle_latency_us(self) -> float:
@@ -424,7 +478,7 @@ class Race:
 
     def times_us(self) -> Interval:
         """The other side's time per call."""
-        if self._pooled:
+        if self._pools(self.scored_by):
             return pooled_interval([block.warm_us for block in self.others], self.rules.pooled_shares)
         return median_interval(self.other_us())
 

@@ -188,6 +188,7 @@ class SpeedTrial:
             outer_slack_us=race.slack_us,
             outer_excess_us=race.excess_us().median,
             stretch_excess_us=tuple(round(us, 3) for us in race.stretches_us),
+            locked_excess_us=None if (locked := race.locked_excess_us()) is None else round(locked.median, 3),
             utilisation=tuple(self._utilisation(peaks, reference_us, candidate_us) for peaks in self.peaks),
         )
 

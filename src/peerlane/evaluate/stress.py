@@ -23,6 +23,7 @@ _CROWDED_CALLS = 1 / 8
 _FEWEST_PASSES = 2  # the second is a late one
 _POISONED_CALLS = 1 / 2
 _KEPT_CALLS = 1 / 5
+_LOCKED_CALLS = 1 / 4  # of a pass in which contents do not come late
 
 _dice = random.SystemRandom()
 
@@ -73,6 +74,11 @@ def draw_sliced(passes: int, world_size: int, rules: StressRules, *, on_gpu: boo
     return _dice.randrange(world_size)
 
 
+def draw_locked(calls: int, *, late: bool, on_gpu: bool) -> list[int]:
+    """Which calls of a pass are locked. On CPU none: who waits there would take the cores from those that work."""
+    return [position for position in range(calls) if on_gpu and not late and _dice.random() < _LOCKED_CALLS]
+
+
 @dataclass
 class Stress:
     """The stress of one case. ``checked`` is the trial in which the candidate was right at rest: it knows what a call costs."""
@@ -112,17 +118,19 @@ class Stress:
         ``sliced`` is shared meanwhile, for as long as a pass takes that shares none.
         """
         trial.mint(mixed=True)
-        trial.reveal()
         exchanges = trial.exchanges(order, range(len(order)) if late else ())
+        locked = trial.lock(order, draw_locked(len(order), late=late, on_gpu=_on_gpu(trial)))
+        trial.reveal(locked=locked)
         kept = [position for position in range(len(order)) if _dice.random() < _KEPT_CALLS]
         requests = self._requests(trial, order, exchanges, kept)
         busy_s = min(max(self.pass_s, self.rules.shortest_sliced_s), self.rules.longest_sliced_s)
         with trial.sliced(sliced, busy_s):
             begin = time.monotonic()
-            answers = trial.ask_each("stress", "stress", trial.session.deadlines.stress, requests)
+            answers, passages = trial.let_through(trial.group, requests, locked, "stress", trial.session.deadlines.stress)
             ended = time.monotonic()
         if sliced is None:
             self.pass_s = ended - begin
+        trial.hold_to(passages, locked, "stress")
         intact = {order[position] for position in [*kept, -1]}
         trial.collect_from(answers, choose_compared(order, self.checked.judge_s, self.rules), "stress", exchanges, intact)
         trial.look_again(order[-1], "stress", ended)
@@ -132,7 +140,7 @@ class Stress:
     def _requests(self, trial: Trial, order: list[int], exchanges: Exchanges, kept: list[int]) -> list[Message]:
         plans = draw_jitter(len(trial.layouts), len(order), self.rules, on_gpu=_on_gpu(trial))
         poisoned = [position for position in range(len(order)) if _dice.random() < _POISONED_CALLS]
-        common = {"side": "candidate", "order": order, "poisoned": poisoned, "kept": kept, "exchanges": exchanges.steps}
+        common = {"op": "stress", "side": "candidate", "order": order, "poisoned": poisoned, "kept": kept, "exchanges": exchanges.steps}
         return [{**common, "jitter": plan} for plan in plans]
 
 

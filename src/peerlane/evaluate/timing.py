@@ -30,15 +30,15 @@ _current_stream, _set_stream = torch.cuda.current_stream, torch.cuda.set_stream
 _sleep = torch.cuda._sleep
 _CYCLES_PER_US = 1_800  # SM clock
 _CORES_APART = 3  # where one burst and the next begin to look for a core: ranks have up to eight
-_EXCHANGE_US = 300.0  # of host time, generously, of what happens between two calls
+_EXCHANGE_US, _LOCK_US = 300.0, 60.0  # of host time, generously, of what happens between two calls
 _replay = torch.cuda.CUDAGraph.replay
 _all_reduce = dist.all_reduce
 _collectives = collectives
 _collect, _gc_enable, _gc_disable = gc.collect, gc.enable, gc.disable
 
 Solution = Callable[..., Tree]
-Between = Mapping[int, Callable[[], None]]
-"""What is to be enqueued before the call at a position of a block's order, outside of its time."""
+Hooks = Mapping[int, Callable[[], None]]
+"""What is to be enqueued before the call at a position of a block's order, or behind it and the copy of its answer, outside of its time."""
 
 
 def _timer(**options: bool) -> torch.cuda.Event:
@@ -63,19 +63,21 @@ class Block(abc.ABC):
         self._starts: list[torch.cuda.Event] = []
         self._ends: list[torch.cuda.Event] = []
 
-    def _run(self, order: list[int], between: Between, positions: range) -> None:
+    def _run(self, order: list[int], before: Hooks, behind: Hooks, positions: range) -> None:
         """Enqueues the calls at these positions of an order of slots, and what belongs between them."""
         last = len(order) - 1
         for position in positions:
-            if position in between:
-                between[position]()
+            if position in before:
+                before[position]()
             self._call(order[position], last=position == last)
+            if position in behind:
+                behind[position]()
 
-    def _start_together(self, between: Between, positions: range) -> None:
+    def _start_together(self, before: Hooks, behind: Hooks, positions: range) -> None:
         """Keeps the device waiting until the calls at these positions can be enqueued, and then until all ranks are there."""
         if self.head_start_us:
-            late = sum(position in between for position in positions)
-            _sleep(int((self.head_start_us * len(positions) + _EXCHANGE_US * late) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
+            between_us = sum(_LOCK_US if position in behind else _EXCHANGE_US for position in positions if position in before)
+            _sleep(int((self.head_start_us * len(positions) + between_us) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
         _all_reduce(self._barrier)
 
     @abc.abstractmethod
@@ -95,7 +97,8 @@ class Block(abc.ABC):
         core: TimedCore,
         sought: Mapping[str, Any],
         order: list[int],
-        between: Between | None = None,
+        before: Hooks,
+        behind: Hooks,
         *,
         parts: int = 1,
         timed: bool = True,
@@ -109,7 +112,7 @@ class Block(abc.ABC):
         """
         _collect()
         _gc_disable()
-        between, counted, paces_us = between or {}, 0, []
+        counted, paces_us = 0, []
         bursts = self.bursts(len(order), parts)
         try:
             quiesce()
@@ -119,10 +122,10 @@ class Block(abc.ABC):
                         paces_us.append(core.settle(**sought, further=_CORES_APART * number))
                     if number == 0:
                         evict()
-                    self._start_together(between, positions)
-                    before = _collectives()
-                    self._run(order, between, positions)
-                    counted += _collectives() - before
+                    self._start_together(before, behind, positions)
+                    counted -= _collectives()
+                    self._run(order, before, behind, positions)
+                    counted += _collectives()
                     synchronize_all()
         finally:
             _gc_enable()
@@ -138,7 +141,7 @@ class Block(abc.ABC):
 
     def rehearse(self, order: list[int]) -> None:
         """The calls of these slots once more, without clocks and barrier, until they have ended."""
-        self._run(order, {}, range(len(order)))
+        self._run(order, {}, {}, range(len(order)))
         _synchronize()
 
 

@@ -9,14 +9,15 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from peerlane.errors import CaseTooLarge, HarnessError, ProtocolError
 from peerlane.evaluate.activity import is_count
-from peerlane.evaluate.exchanges import Exchanges, kinds_of_slots
+from peerlane.evaluate.exchanges import MOST_BYTES, Exchanges, kinds_of_slots
 from peerlane.evaluate.groups import GroupFailure, RankGroup
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import Session, case_request
+from peerlane.evaluate.turnstile import NOTHING_LOCKED, LockedCalls, Passage, ask_and_let_through
 from peerlane.evaluate.verdict import (
     ARGUMENT,
     CHANGED,
@@ -40,6 +41,7 @@ from peerlane.problems._judge import plainly
 from peerlane.problems._spec import Case, Problem
 from peerlane.problems._tree import dtype_name
 
+_Answers = TypeVar("_Answers")
 _SETTLING_S = 0.003  # what is still at work after a call's end has this long to show it
 
 
@@ -118,6 +120,8 @@ class Trial:
     kinds: list[str] = field(default_factory=list)
     alike: list[int] = field(default_factory=list)
     """kinds of slots, see :func:`kinds_of_slots`"""
+    lockable: bool = False
+    """whether calls may be locked"""
     aliased: bool = False
     collectives: int = 0
     """the most that a rank's process groups counted in a timed block of the candidate, warm-up apart"""
@@ -137,7 +141,7 @@ class Trial:
         what = requests if isinstance(requests, str) else requests[0]["op"]
         return self._of_trusted(what, lambda: self.session.trusted.ask(each, "correctness", self.session.deadlines.trusted))
 
-    def _of_trusted(self, what: str, answers: Callable[[], list[Message]]) -> list[Message]:
+    def _of_trusted(self, what: str, answers: Callable[[], _Answers]) -> _Answers:
         try:
             return answers()
         except GroupFailure as failure:
@@ -154,14 +158,11 @@ class Trial:
         """Asks the candidate's ranks."""
         return self.group.ask({"op": op, "space": self.space, **more}, phase, deadline_s)
 
-    def ask_each(self, op: str, phase: Phase, deadline_s: float, requests: Sequence[Message]) -> list[Message]:
-        """Asks every rank of the candidate something of its own."""
-        return self.group.ask([{"op": op, "space": self.space, **request} for request in requests], phase, deadline_s)
-
     def open(self) -> None:
         """Lays the case out and attaches the candidate's ranks, which have nothing attached in this space."""
         self.layouts = self.trusted("open_case", slots=self.slots, **case_request(self.case))
         self.alike = kinds_of_slots(self.layouts)
+        self.lockable = 0 < self.input_bytes / self.slots <= MOST_BYTES
         requests = [
             {"op": "attach_case", "space": self.space, "problem": self.case.problem, "variant": self.case.variant, **_without_ok(layout)}
             for layout in self.layouts
@@ -200,9 +201,39 @@ class Trial:
             self.kinds[random.SystemRandom().randrange(count)] = INTEGER
         self.trusted("mint", block=self.session.next_block(), kinds=self.kinds)
 
-    def reveal(self, slots: int | None = None) -> None:
-        """Makes the minted contents visible to the candidate, of all slots or the first ``slots``."""
-        self.trusted("reveal", slots=self.slots if slots is None else slots)
+    def reveal(self, slots: int | None = None, locked: LockedCalls = NOTHING_LOCKED) -> None:
+        """Makes the minted contents visible to the candidate, of all slots or the first ``slots``; locked calls under their keys."""
+        self.trusted("reveal", slots=self.slots if slots is None else slots, keys=locked.written_keys)
+
+    def lock(self, order: Sequence[int], positions: Collection[int]) -> LockedCalls:
+        """New locks for the calls at these positions of an order; for none of them where inputs are too large, or empty."""
+        chosen = positions if self.lockable else ()
+        return LockedCalls.draw(order, chosen, self.session.next_tickets(len(chosen)))
+
+    def let_through(
+        self, group: RankGroup, requests: Sequence[Message], locked: LockedCalls, phase: Phase, deadline_s: float
+    ) -> tuple[list[Message], list[Passage]]:
+        """Asks every rank of a group something of its own, and lets the locked calls in it through."""
+        common = {"space": self.space, "locked": locked.calls, "deadline_s": deadline_s}
+        return ask_and_let_through(group, [{**common, **request} for request in requests], locked, phase, deadline_s)
+
+    def trusted_let_through(self, request: Message, locked: LockedCalls) -> tuple[list[Message], list[Passage]]:
+        """The same with the trusted ranks, which lock their own inputs. A failure there is the harness's."""
+        requests = [{**request, "keys": locked.written_keys}] * len(self.layouts)
+        session = self.session
+        return self._of_trusted(
+            request["op"], lambda: self.let_through(session.trusted, requests, locked, "correctness", session.deadlines.trusted)
+        )
+
+    def hold_to(self, passages: Sequence[Passage], locked: LockedCalls, phase: Phase) -> None:
+        """Holds answers that now lie in the arena against what ranks committed themselves to; raises :class:`Rejected`."""
+        if not passages:
+            return
+        for rank, answer in enumerate(self.trusted("digests", keys=locked.written_keys)):
+            given = {int(slot): tuple(digest) for slot, digest in answer["digests"].items()}
+            if changed := sum(passage.digests[rank] != given[passage.slot] for passage in passages):
+                what = f"{changed} of {len(passages)} locked calls returned something else than the rank had committed itself to"
+                raise Rejected(Tampered(phase=phase, what=what))
 
     def prepare(self, mode: str, side: str) -> tuple[list[Message], list[Message]]:
         """Has the trusted and the candidate's ranks build their timed blocks, at the same time; the answers of both."""

@@ -14,7 +14,7 @@ import base64
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from peerlane.evaluate.arena import POISON, Arena, aligned, view
 from peerlane.evaluate.guards import GuardBands, argument_regions, output_regions
 from peerlane.evaluate.jitter import compile_crowd
 from peerlane.evaluate.layouts import KnownLayouts
+from peerlane.evaluate.locks import compile_locks
 from peerlane.evaluate.minting import Drawn, Inputs, Minter
+from peerlane.evaluate.opened import OpenCase, Snapshot
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.quiet import latency_us
 from peerlane.evaluate.readable import one_line
@@ -34,14 +36,13 @@ from peerlane.evaluate.slots import (
     OutputRegions,
     check_claim,
     end_of,
-    slot_range,
     updates_of,
 )
-from peerlane.evaluate.timing import Block, Solution, capture_failure, make_block
+from peerlane.evaluate.timing import capture_failure, make_block
 from peerlane.evaluate.worker import Handler, Rank
 from peerlane.problems._draw import Draw
 from peerlane.problems._judge import any_differs, digests, expected_leaves, same_bits, score, type_mismatch
-from peerlane.problems._spec import Case, Problem
+from peerlane.problems._spec import Case
 from peerlane.problems._tree import (
     Description,
     GroupRef,
@@ -55,69 +56,6 @@ from peerlane.problems._tree import (
 
 _GATHERED_BYTES = 64 << 20  # of a rank's inputs, that oracles get from it at a time
 _IDLE_BYTES = 256 << 20  # of an arena, that may lie idle
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """What a candidate returned for one slot of one block, as its rank described it, the bytes in its region, and those of its inputs.
-
-    ``source``: the slot that these were minted for."""
-
-    slot: int
-    source: int
-    kind: str
-    described: Description
-    tensors: list[torch.Tensor]
-    inputs: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Of memory that it holds."""
-        return self.inputs.nbytes + sum(tensor.nbytes for tensor in self.tensors)
-
-
-@dataclass
-class OpenCase:
-    """A case that is laid out in memory."""
-
-    problem: Problem
-    case: Case
-    groups: dict[str, Any]
-    staging: torch.Tensor
-    private: ArgumentSlots
-    minter: Minter
-    public: ArgumentSlots
-    input_bytes: int
-    output_layout: list[Description]
-    output_bytes: int
-    private_outputs: OutputRegions
-    arena: Arena
-    guards: GuardBands
-    layouts: list[list[Description]]
-    """of the arguments on every rank"""
-    kinds: list[str] = field(default_factory=list)
-    blocks: dict[str, Block] = field(default_factory=dict)
-    snapshots: list[Snapshot] = field(default_factory=list)
-    changes: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    """of arguments that were to stay as they were: name, and whether they did not"""
-    remembered: tuple[int, list[torch.Tensor]] = (0, [])
-    _spans: dict[int, list[slice]] = field(default_factory=dict)
-
-    def spans(self, slot: int) -> list[slice]:
-        """Where every rank has the inputs of a slot in its memory."""
-        if slot not in self._spans:
-            self._spans[slot] = [slot_range(layout[slot]) for layout in self.layouts]
-        return self._spans[slot]
-
-    @property
-    def reference(self) -> Solution:
-        """The reference of the case's variant."""
-        return self.problem.reference_of(self.case.variant)
-
-    def taken(self, slot: int) -> list[torch.Tensor]:
-        """Copies of what the arena has of a slot's outputs."""
-        data = self.arena.data[self.input_bytes : self.input_bytes + self.output_bytes]
-        return [view(data, placed).clone() for placed in tensor_descriptions(self.output_layout[slot])]
 
 
 class TrustedRank(Rank):
@@ -136,6 +74,7 @@ class TrustedRank(Rank):
             "reveal": self.reveal,
             "prepare": self.prepare,
             "block": self.timed_block,
+            "digests": self.digests,
             "latency": self.latency,
             "keep_busy": self.keep_busy,
             "collect": self._quickly(self.collect),
@@ -169,9 +108,13 @@ class TrustedRank(Rank):
         return serve
 
     def secret(self, request: Message) -> dict[str, Any]:
-        """Takes the run's secret, which seeds all inputs. ``crowd`` in the answer: what candidates' ranks need and may not compile."""
+        """Takes the run's secret, which seeds all inputs. ``arms`` in the answer: what candidates' ranks need and may not compile."""
         self._secret = request["secret"]
-        return {"crowd": base64.b64encode(compile_crowd(self.device)).decode() if self.device.type == "cuda" else ""}
+        if self.device.type == "cpu":
+            return {"arms": {}}
+        crowd, locks = compile_crowd(self.device), compile_locks(self.device)
+        self.arm_locks(locks)
+        return {"arms": {"crowd": base64.b64encode(crowd).decode(), "locks": base64.b64encode(locks).decode()}}
 
     def opened(self, request: Message) -> OpenCase:
         """The case in the request's space."""
@@ -256,13 +199,21 @@ class TrustedRank(Rank):
 
     def reveal(self, request: Message) -> dict[str, Any]:
         """Copies the inputs of the first ``slots`` slots to the shared arena, and poisons the output regions with NaN bits. Renews the
-        guard bands.
+        guard bands. Slots that have ``keys`` come locked, with the bands that lie in them.
         """
-        current = self.opened(request)
-        shared, end = current.arena.data, current.private.end(request["slots"])
-        shared[:end].copy_(current.staging[:end])
+        current, keys = self.opened(request), _keys(request)
+        shared, begin = current.arena.data, 0
+        for slot in sorted(keys):
+            place = current.spans(slot)[self.rank]
+            shared[begin : place.start].copy_(current.staging[begin : place.start])
+            begin = place.stop
+        end = current.private.end(request["slots"])
+        shared[begin:end].copy_(current.staging[begin:end])
         shared[current.input_bytes : current.input_bytes + current.output_bytes].fill_(POISON)
         current.guards.paint()
+        for slot, key in keys.items():
+            contents = current.guards.framed(current.private.span(slot), current.spans(slot)[self.rank].start)
+            self.locks.lock(contents, current.public.span(slot), key)
         self.synchronize()
         return {}
 
@@ -280,15 +231,25 @@ class TrustedRank(Rank):
         return {"captured": True}
 
     def timed_block(self, request: Message) -> dict[str, Any]:
-        """One timed block of the reference on the minted inputs. Contents change places as in the candidate's block, which costs the host
-        time in both, and are put back behind it."""
+        """One timed block of the reference on the minted inputs. Contents change places and are locked as in the candidate's block, which
+        costs the host time in both, and are as they were behind it."""
         current, steps = self.opened(request), request["exchanges"]
-        block, between = current.blocks[request["mode"]], current.private.exchangers(steps)
-        times = block.run(self.core, request["core"], request["order"], between, parts=request["parts"], timed=request["timed"])
+        for slot, key in _keys(request).items():
+            mine = current.private.span(slot)
+            self.locks.lock(mine, mine, key)
+        block = current.blocks[request["mode"]]
+        before, behind = self.hooks(request, current.private, current.private_outputs)
+        times = block.run(self.core, request["core"], request["order"], before, behind, parts=request["parts"], timed=request["timed"])
         for _, slot, other in reversed(steps):
             current.private.exchanger(slot, other)()
         self.synchronize()
         return times
+
+    def digests(self, request: Message) -> dict[str, Any]:
+        """What a rank that gave the answers that now lie in the arena had to commit itself to, for every slot that has a key."""
+        current, keys = self.opened(request), _keys(request)
+        found = self.locks.digests([current.answer(slot) for slot in keys], list(keys.values()))
+        return {"digests": dict(zip(keys, found, strict=True))}
 
     def latency(self, request: Message) -> dict[str, Any]:
         """How long a tiny kernel takes now: far more than at rest if anything else runs on this GPU."""
@@ -422,6 +383,10 @@ class TrustedRank(Rank):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return {"margins": asdict(found)}
+
+
+def _keys(request: Message) -> dict[int, bytes]:
+    return {int(slot): bytes.fromhex(key) for slot, key in request["keys"].items()}
 
 
 def _changes(current: OpenCase, source: int, slot: int) -> list[tuple[str, torch.Tensor]]:

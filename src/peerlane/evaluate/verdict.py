@@ -332,25 +332,22 @@ class ModeSpeed(Record):
     placement: float | None = Field(
         default=None,
         gt=0,
-        description="the reference's speed in the candidate's own ranks over that in the trusted ones, as timed before; the speedup "
-        "takes it into account as far as that is certain; missing in older records",
+        description="the reference's speed in the candidate's own ranks over that in the trusted ones, which the speedup takes into "
+        "account as far as it is certain; missing in older records",
     )
     reference_drift: float | None = Field(
-        default=None,
-        gt=0,
-        description="how long the trusted reference took next to the candidate, over what it took before the candidate was loaded; missing "
-        "in older records",
+        default=None, gt=0, description="the trusted reference's time next to the candidate, over that before; missing in older records"
     )
     slots_per_block: int = Field(ge=1)
     rounds: int = Field(ge=1)
     discarded_rounds: int = Field(ge=0, description="rounds in which the outer clock and the events disagreed")
     reference_blocks_us: tuple[float, ...]
     candidate_blocks_us: tuple[float, ...]
-    scored_by: Literal["quantile", "mean", "median"] = Field(
+    scored_by: Literal["quantile", "mean", "locked", "median"] = Field(
         default="median",
         description="what is scored: quantiles of the calls (the mean of all eager ones between the first and the third decile, the "
-        "median of each block's replayed ones), or the mean, where the candidate's are more unequal than the reference's. median: by an "
-        "earlier evaluator",
+        "median of each block's replayed ones), or the mean, where the candidate's are more unequal than the reference's, or locked calls, "
+        "where these are slower. median: by an earlier evaluator",
     )
     candidate_p10_us: float = Field(gt=0)
     candidate_p90_us: float = Field(gt=0)
@@ -362,6 +359,11 @@ class ModeSpeed(Record):
         default=(),
         description="by how much a call of each longer stretch, which the outer clock alone timed, exceeded what the events say, next to "
         "the reference's; of candidates that claim to be faster",
+    )
+    locked_excess_us: float | None = Field(
+        default=None,
+        description="by how much more than the reference's locked calls exceeded their events, by the outer clock; missing where there are "
+        "none",
     )
     utilisation: tuple[Utilisation, ...]
 

@@ -6,6 +6,7 @@ Imports the standard library, torch and peerlane's problems; the candidate's sid
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
 import traceback
@@ -21,7 +22,10 @@ from peerlane.errors import CompileError, DeviceTimeout
 from peerlane.evaluate import quiet
 from peerlane.evaluate.arena import Arena
 from peerlane.evaluate.cores import TimedCore, cores_of_rank
+from peerlane.evaluate.locks import DeviceLocks, Hooks, HostLocks, Locks
 from peerlane.evaluate.protocol import ERROR_CHARACTERS, Channel, Message
+from peerlane.evaluate.slots import ArgumentSlots, OutputRegions
+from peerlane.evaluate.turnstile import Page
 from peerlane.problems._spec import Case, GroupLayout, Problem
 
 Handler = Callable[[Message], dict[str, Any]]
@@ -64,6 +68,7 @@ class Rank:
         self.handlers: dict[str, Handler] = {"init": self.init, "lend": self.lend, "borrow": self.borrow, "exit": self.exit}
         self.leaving = False
         self.core = TimedCore(cores_of_rank(rank, self.world_size))
+        self._lock_code = b""
 
     def init(self, request: Message) -> dict[str, Any]:
         """Joins the process group and runs one collective, so that connections exist."""
@@ -101,6 +106,23 @@ class Rank:
         """Ends the serving loop after this answer."""
         self.leaving = True
         return {}
+
+    def arm_locks(self, code: bytes) -> None:
+        """Makes ready what locks and unlocks inputs on a GPU; ``code`` is what :func:`.compile_locks` made for such a one."""
+        self._lock_code = code
+        self.locks  # noqa: B018  (are loaded now)
+
+    @functools.cached_property
+    def locks(self) -> Locks:
+        """Of this rank's calls."""
+        page = Page.of(self.memory_fd)
+        return DeviceLocks(page, self._lock_code) if self.device.type == "cuda" else HostLocks(page)
+
+    def hooks(self, request: Message, inputs: ArgumentSlots, outputs: OutputRegions) -> tuple[Hooks, Hooks]:
+        """What is to be enqueued before calls of a block or pass, by their positions, and what behind them. ``exchanges`` are the steps of
+        :class:`Exchanges`; ``locked`` the positions, slots and tickets of locked calls."""
+        before, behind = self.locks.hooks(request["locked"], inputs, outputs, request["deadline_s"])
+        return {**inputs.exchangers(request["exchanges"]), **before}, behind
 
     def groups(self, layout: GroupLayout) -> dict[str, Any]:
         """This rank's process group of every named layout; created once per layout, on all ranks in the same order."""

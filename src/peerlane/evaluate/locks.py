@@ -1,0 +1,309 @@
+"""What a rank locks and unlocks inputs with, and what it commits itself with: keystreams and digests, on the host or in stream order.
+
+On GPUs the keystream is ChaCha8 (Bernstein, "ChaCha, a variant of Salsa20", 2008) and the digest two sums of mixed words, by kernels that
+are compiled before candidate code is loaded; on CPU both come from hashlib. The two sides of an evaluation are on one kind of device.
+"""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+import functools
+import hashlib
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peerlane.errors import HarnessError
+from peerlane.evaluate.arena import runtime
+from peerlane.evaluate.slots import ArgumentSlots, OutputRegions
+from peerlane.evaluate.turnstile import Page
+
+_clock, _yield = time.monotonic, os.sched_yield
+_shake, _blake, _unpack = hashlib.shake_128, hashlib.blake2b, struct.unpack
+
+_THREADS = 256
+_BLOCKS_PER_SM = 4
+_LOCKED_BYTES_PER_THREAD, _READ_BYTES_PER_THREAD = 64, 64
+
+LOCKS = r"""
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+__device__ __forceinline__ void quarter(u32& a, u32& b, u32& c, u32& d) {
+    a += b; d = __funnelshift_l(d ^ a, d ^ a, 16);
+    c += d; b = __funnelshift_l(b ^ c, b ^ c, 12);
+    a += b; d = __funnelshift_l(d ^ a, d ^ a, 8);
+    c += d; b = __funnelshift_l(b ^ c, b ^ c, 7);
+}
+
+__device__ __forceinline__ void chacha8(const u32* key, u64 block, u32* out) {
+    const u32 begin[16] = {0x61707865, 0x3320646e, 0x79622d32, 0x6b206574, key[0], key[1], key[2], key[3], key[4], key[5], key[6], key[7],
+                           (u32)block, (u32)(block >> 32), 0, 0};
+#pragma unroll
+    for (int i = 0; i < 16; i++) out[i] = begin[i];
+#pragma unroll
+    for (int round = 0; round < 4; round++) {
+        quarter(out[0], out[4], out[8], out[12]);
+        quarter(out[1], out[5], out[9], out[13]);
+        quarter(out[2], out[6], out[10], out[14]);
+        quarter(out[3], out[7], out[11], out[15]);
+        quarter(out[0], out[5], out[10], out[15]);
+        quarter(out[1], out[6], out[11], out[12]);
+        quarter(out[2], out[7], out[8], out[13]);
+        quarter(out[3], out[4], out[9], out[14]);
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) out[i] += begin[i];
+}
+
+// target = source ^ keystream; both begin at a multiple of 16 bytes, and may be the same.
+extern "C" __global__ void apply_keystream(const unsigned char* source, unsigned char* target, u64 bytes, const u32* shared_key) {
+    u32 key[8], words[16];
+#pragma unroll
+    for (int i = 0; i < 8; i++) key[i] = shared_key[i];
+    const u64 step = (u64)gridDim.x * blockDim.x;
+    for (u64 block = (u64)blockIdx.x * blockDim.x + threadIdx.x; block * 64 < bytes; block += step) {
+        chacha8(key, block, words);
+        const u64 at = block * 64;
+        if (at + 64 <= bytes) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                uint4 text = ((const uint4*)(source + at))[i];
+                text.x ^= words[4 * i]; text.y ^= words[4 * i + 1]; text.z ^= words[4 * i + 2]; text.w ^= words[4 * i + 3];
+                ((uint4*)(target + at))[i] = text;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < 64; i++)
+                if (at + i < bytes) target[at + i] = source[at + i] ^ (unsigned char)(words[i / 4] >> (8 * (i % 4)));
+        }
+    }
+}
+
+__device__ __forceinline__ u64 mixed(u64 h) {
+    h ^= h >> 33; h *= 0xff51afd7ed558ccdull;
+    h ^= h >> 33; h *= 0xc4ceb9fe1a85ec53ull;
+    return h ^ (h >> 33);
+}
+
+// Two sums over the words of data, each mixed with its place and the key, to result[0..1]; then ticket to result[2].
+// scratch: three words that are zero, and are zero again afterwards.
+extern "C" __global__ void digest(const unsigned char* data, u64 bytes, const u64* key, u64* scratch, u64* result, u64 ticket) {
+    const u64 first_key = key[0] ^ key[2], second_key = key[1] ^ key[3];
+    u64 first = 0, second = 0;
+    const u64 step = (u64)gridDim.x * blockDim.x;
+    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i * 8 < bytes; i += step) {
+        u64 word = 0;
+        if (i * 8 + 8 <= bytes) word = ((const u64*)data)[i];
+        else for (u64 at = i * 8; at < bytes; at++) word |= (u64)data[at] << (8 * (at % 8));
+        first += mixed(word ^ mixed(first_key + i));
+        second += mixed(word + mixed(second_key ^ ~i));
+    }
+    for (int lane = 16; lane > 0; lane /= 2) {
+        first += __shfl_xor_sync(0xffffffff, first, lane);
+        second += __shfl_xor_sync(0xffffffff, second, lane);
+    }
+    if (threadIdx.x % 32 == 0) {
+        atomicAdd(scratch, first);
+        atomicAdd(scratch + 1, second);
+        __threadfence();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && atomicAdd(scratch + 2, 1ull) == gridDim.x - 1) {
+        __threadfence();
+        volatile u64* out = result;
+        out[0] = atomicExch(scratch, 0ull);
+        out[1] = atomicExch(scratch + 1, 0ull);
+        atomicExch(scratch + 2, 0ull);
+        __threadfence_system();
+        out[2] = ticket;
+    }
+}
+
+// Says with the ticket that it waits, until line[4], which the host writes last, is the ticket, too, and takes the key before it; for no
+// longer than so many nanoseconds.
+extern "C" __global__ void take_key(u64* begun, const u64* line, u64 ticket, u64 nanoseconds, u64* key) {
+    u64 begin, now, released;
+    *(volatile u64*)begun = ticket;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin) :: "memory");
+    const long long start = clock64(), most = (long long)nanoseconds * 4;  // cycles, if the timer stood still
+    do {
+        asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(released) : "l"(line + 4) : "memory");
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now) :: "memory");
+    } while (released != ticket && now - begin < nanoseconds && clock64() - start < most);
+    for (int i = 0; i < 4; i++) key[i] = ((const volatile u64*)line)[i];
+}
+"""
+
+
+Hooks = dict[int, Callable[[], None]]
+"""What is to be enqueued at a call, by its position."""
+
+
+class Locks(abc.ABC):
+    """Keystreams and digests of one rank, and its side of a turnstile (see :mod:`peerlane.evaluate.turnstile`).
+
+    ``data`` are flat byte tensors on its device, and may be empty.
+    """
+
+    @abc.abstractmethod
+    def lock(self, source: torch.Tensor, target: torch.Tensor, key: bytes) -> None:
+        """Writes the source's bytes to the target under a key; the other way round, too. They may be the same."""
+
+    @abc.abstractmethod
+    def digests(self, data: Sequence[torch.Tensor], keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """What a rank that has these keys, and gives these answers, commits itself to."""
+
+    @abc.abstractmethod
+    def door(self, data: torch.Tensor, answer: torch.Tensor, deadline_s: float) -> tuple[Callable[[int], None], ...]:
+        """For a call on ``data``, whose answer is copied to ``answer``: what asks for the key of a ticket, waits for it, for so long at
+        most, and unlocks the data; and what commits to the answer. Both in stream order: on a GPU, the host goes on."""
+
+    def hooks(
+        self, calls: Iterable[tuple[int, int, int]], inputs: ArgumentSlots, outputs: OutputRegions, deadline_s: float
+    ) -> tuple[Hooks, Hooks]:
+        """What is to be enqueued before each of these calls (position, slot, ticket), and what behind it and the copy of its answer."""
+        before, behind = Hooks(), Hooks()
+        for position, slot, ticket in calls:
+            enter, leave = self.door(inputs.span(slot), outputs.span(slot), deadline_s)
+            before[position] = functools.partial(enter, ticket)
+            behind[position] = functools.partial(leave, ticket)
+        return before, behind
+
+
+class HostLocks(Locks):
+    """On CPU, for a rank with this page."""
+
+    def __init__(self, page: Page) -> None:
+        self._page = page
+
+    def lock(self, source: torch.Tensor, target: torch.Tensor, key: bytes) -> None:
+        if source.numel():
+            stream = torch.frombuffer(bytearray(_shake(key).digest(source.numel())), dtype=torch.uint8)
+            torch.bitwise_xor(source, stream, out=target)
+
+    def digests(self, data: Sequence[torch.Tensor], keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        return [self._digest(item, key) for item, key in zip(data, keys, strict=True)]
+
+    @staticmethod
+    def _digest(data: torch.Tensor, key: bytes) -> tuple[int, int]:
+        text = ctypes.string_at(data.data_ptr(), data.numel()) if data.numel() else b""
+        first, second = _unpack("<QQ", _blake(text, key=key, digest_size=16).digest())
+        return first, second
+
+    def door(self, data: torch.Tensor, answer: torch.Tensor, deadline_s: float) -> tuple[Callable[[int], None], ...]:
+        page = self._page
+
+        def enter(ticket: int) -> None:
+            page.begun = ticket
+            end = _clock() + deadline_s
+            while page.released != ticket and _clock() < end:
+                _yield()
+            self.lock(data, data, bytes(page.key))
+
+        def leave(ticket: int) -> None:
+            page.digest[0], page.digest[1] = self._digest(answer, bytes(page.key))
+            page.committed = ticket
+
+        return enter, leave
+
+
+class DeviceLocks(Locks):
+    """On a GPU, the current device, for a rank with this page; ``code`` is what :func:`compile_locks` made for such a GPU."""
+
+    def __init__(self, page: Page, code: bytes) -> None:
+        from peerlane.device import Cubin, Kernel
+
+        device = torch.cuda.current_device()
+        properties = torch.cuda.get_device_properties(device)
+        self._most_blocks = _BLOCKS_PER_SM * properties.multi_processor_count
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            Path(file.name).write_bytes(code)
+            cubin = Cubin(Path(file.name), f"sm_{properties.major}{properties.minor}", compiled_here=False)
+            self._keystream, self._digest, self._take_key = (Kernel(cubin, name) for name in ("apply_keystream", "digest", "take_key"))
+        self._key, self._scratch = (torch.zeros(4, dtype=torch.int64, device="cuda") for _ in range(2))
+        self._page, self._line = page, _mapped(page)
+        self._load()
+
+    def _load(self) -> None:
+        """Runs every kernel once: the first launch takes long."""
+        data = torch.zeros(16, dtype=torch.uint8, device="cuda")
+        for hook in self.door(data, data, 0.0):
+            hook(0)
+        torch.cuda.synchronize()
+
+    def _blocks(self, size: int, bytes_per_thread: int) -> int:
+        return max(1, min(self._most_blocks, -(-size // (bytes_per_thread * _THREADS))))
+
+    def _bound_lock(self, source: torch.Tensor, target: torch.Tensor, key: torch.Tensor) -> Callable[[], None]:
+        size = source.numel()
+        if not size:
+            return _nothing
+        blocks = self._blocks(size, _LOCKED_BYTES_PER_THREAD)
+        return self._keystream.bind(blocks, _THREADS, (source, target, ctypes.c_uint64(size), key))
+
+    def _bound_digest(self, data: torch.Tensor, key: torch.Tensor, result: int) -> Any:
+        size = data.numel()
+        args = (data, ctypes.c_uint64(size), key, self._scratch, ctypes.c_uint64(result), ctypes.c_uint64(0))
+        return self._digest.bind(self._blocks(size, _READ_BYTES_PER_THREAD), _THREADS, args)
+
+    def lock(self, source: torch.Tensor, target: torch.Tensor, key: bytes) -> None:
+        self._bound_lock(source, target, _on_device(key))()
+
+    def digests(self, data: Sequence[torch.Tensor], keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        results = torch.zeros(len(data), 4, dtype=torch.int64, device="cuda")
+        for item, key, result in zip(data, _on_device(b"".join(keys)).view(-1, 4), results, strict=True):
+            self._bound_digest(item, key, result.data_ptr())()
+        return [(first % 2**64, second % 2**64) for first, second, *_ in results.tolist()]
+
+    def door(self, data: torch.Tensor, answer: torch.Tensor, deadline_s: float) -> tuple[Callable[[int], None], ...]:
+        words = (ctypes.c_uint64(self._line + word.offset) for word in (Page.begun, Page.key))
+        args = (*words, ctypes.c_uint64(0), ctypes.c_uint64(int(deadline_s * 1e9)), self._key)
+        take_key, unlock = self._take_key.bind(1, 1, args), self._bound_lock(data, data, self._key)
+        commit = self._bound_digest(answer, self._key, self._line + Page.digest.offset)
+
+        def enter(ticket: int) -> None:
+            take_key.args[2].value = ticket
+            take_key()
+            unlock()
+
+        def leave(ticket: int) -> None:
+            commit.args[5].value = ticket
+            commit()
+
+        return enter, leave
+
+
+def _mapped(page: Page) -> int:
+    """Where the device finds a page of the host, which it does from now on for as long as the process lives."""
+    cudart, address = runtime(), ctypes.addressof(page)
+    (status,) = cudart.cudaHostRegister(address, ctypes.sizeof(Page), cudart.cudaHostRegisterMapped)
+    pointer = 0
+    if int(status) == 0:
+        status, pointer = cudart.cudaHostGetDevicePointer(address, 0)
+    if int(status) != 0:
+        raise HarnessError(f"the page of a turnstile cannot be mapped for the GPU: {status.name}")
+    return int(pointer)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _on_device(key: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(key), dtype=torch.int64).cuda()
+
+
+def compile_locks(device: torch.device) -> bytes:
+    """The kernels. For trusted ranks: confined ones may see no cache."""
+    from peerlane.device import compile_cubin
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return compile_cubin(LOCKS, arch=f"sm_{major}{minor}").path.read_bytes()

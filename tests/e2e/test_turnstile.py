@@ -1,0 +1,192 @@
+"""Locked calls on CPU ranks: nobody knows their inputs before they are let through, and nobody changes their answers afterwards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+
+import pytest
+
+from peerlane import problems
+from peerlane.evaluate.groups import GroupFailure
+from peerlane.evaluate.nursery_handle import Nursery
+from peerlane.evaluate.protocol import Message
+from peerlane.evaluate.session import Session
+from peerlane.evaluate.trial import Rejected, Trial
+from peerlane.evaluate.turnstile import Passage, ask_and_let_through
+from peerlane.settings import Deadlines
+
+HEAD = """
+import time
+import torch
+import torch.distributed as dist
+
+def solution(tensor):
+    total = tensor.clone()
+    dist.all_reduce(total)
+"""
+HONEST = HEAD + "    return total\n"
+SPIES = """
+import sys
+import torch
+import torch.distributed as dist
+
+def rank():
+    frame = sys._getframe()
+    while not hasattr(frame.f_locals.get("self"), "_spaces"):
+        frame = frame.f_back
+    return frame.f_locals["self"]
+
+def space():
+    return rank()._spaces["timed"]
+"""
+AHEAD = f"""{SPIES}
+answers = {{}}
+
+def solution(tensor):
+    if not answers:
+        slots = [args[0] for args in space().arguments.args]
+        totals = torch.stack(slots)
+        dist.all_reduce(totals)
+        answers.update((slot.data_ptr(), total) for slot, total in zip(slots, totals))
+    return answers.pop(tensor.data_ptr())
+"""
+PUTS_OFF = f"""{SPIES}
+waiting = []
+
+def solution(tensor):
+    waiting.append(tensor)
+    if len(waiting) < 4:
+        return torch.empty_like(tensor)
+    totals = torch.stack(waiting)
+    dist.all_reduce(totals)
+    places = {{args[0].data_ptr(): slot for slot, args in enumerate(space().arguments.args)}}
+    for mine, total in zip(waiting, totals):
+        space().outputs.views[places[mine.data_ptr()]][0].copy_(total)
+    return totals[-1]
+"""
+LOOKS = f"""{SPIES}
+seen = []
+
+def solution(tensor):
+    if not seen:
+        seen.extend(args[0].clone() for args in space().arguments.args)
+    number = len(seen) - 4
+    known = seen[number % 4]
+    seen.append(known)
+    assert torch.equal(tensor, known) == (number != 2), number
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+"""
+SLEEPS = HEAD + "    time.sleep(0.01 if dist.get_rank() else 0.0)\n    return total\n"
+FAILS = HEAD + "    if failed := dist.get_rank() == 1:\n        raise ValueError('here')\n    return total\n"
+ENDLESS = HEAD + "    while dist.get_rank() == 1:\n        time.sleep(1.0)\n    return total\n"
+SAYS_SO_AT_ONCE = f"""{SPIES}
+def solution(tensor):
+    rank().locks._page.committed = 1 << 60
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+"""
+SLOTS = 4
+
+Open = Callable[[str], Trial]
+
+
+@pytest.fixture
+def opened(nursery: Nursery) -> Iterator[Open]:
+    """Opens a trial of problem 1 for a candidate with this source, on two ranks."""
+    with ExitStack() as stack:
+        session = stack.enter_context(Session("cpu", 2, Deadlines(timing=3.0)))
+
+        def open_(source: str) -> Trial:
+            problem = problems.get(1)
+            group = session.take_group()
+            stack.callback(session.end, group)
+            trial = Trial(session, group, problem, problem.cases("small", 2)[0], "timed", SLOTS)
+            request = {"op": "load", "path": "/1_turnstile_pytorch.py", "source": source, "cache": None, "problem": 1, "variant": "default"}
+            group.ask(request, "import", 30.0)
+            trial.open()
+            return trial
+
+        yield open_
+
+
+def run(trial: Trial, order: Sequence[int] = range(SLOTS), positions: Sequence[int] = range(SLOTS)) -> tuple[list[Message], list[Passage]]:
+    """A pass in this order, with calls locked at these positions."""
+    trial.mint()
+    locked = trial.lock(order, positions)
+    trial.reveal(locked=locked)
+    request = {"op": "stress", "side": "candidate", "order": list(order), "exchanges": [], "poisoned": [], "jitter": []}
+    requests = [{**request, "kept": list(range(SLOTS))}] * 2
+    answers, passages = trial.let_through(trial.group, requests, locked, "stress", 3.0)
+    trial.hold_to(passages, locked, "stress")
+    return answers, passages
+
+
+def test_honest_calls_are_let_through_and_are_right(opened: Open) -> None:
+    trial, order = opened(HONEST), [2, 0, 3, 1]
+    answers, passages = run(trial, order, [0, 3])
+    assert [(passage.position, passage.slot) for passage in passages] == [(0, 2), (3, 1)]
+    assert all(0 < us < 1e6 for passage in passages for us in passage.ranks_us)
+    first, second = (passage.digests for passage in passages)
+    assert first[0] == first[1] != second[0] == second[1], "ranks have the same sums"
+    trial.collect_from(answers, order, "stress")
+    trial.judge("stress", at_rest=True)  # also that nothing else has changed, guard bands included
+    assert trial.evidence.stressed_slots == SLOTS and trial.evidence.worst_ratio <= 1
+
+
+def test_every_call_has_a_key_and_a_ticket_of_its_own(opened: Open) -> None:
+    trial = opened(HONEST)
+    first, second = (trial.lock(range(SLOTS), [1, 3]) for _ in range(2))
+    assert [(position, slot) for position, slot, _ in first.calls] == [(1, 1), (3, 3)]
+    tickets = [ticket for locked in (first, second) for *_, ticket in locked.calls]
+    assert tickets == sorted(set(tickets)) and tickets[0] > 0
+    assert len({key for locked in (first, second) for key in locked.keys.values()}) == 4
+    trial.lockable = False
+    assert trial.lock(range(SLOTS), [1, 3]).calls == ()
+
+
+def test_contents_of_locked_calls_are_not_in_the_arena(opened: Open) -> None:
+    trial = opened(LOOKS)
+    answers, _ = run(trial, positions=[2])
+    trial.collect_from(answers, range(SLOTS), "stress")
+    trial.judge("stress")
+
+
+def test_inputs_are_not_known_before_their_call(opened: Open) -> None:
+    trial = opened(AHEAD)
+    answers, _ = run(trial)
+    trial.collect_from(answers, [1, 2, 3], "stress")
+    with pytest.raises(Rejected, match=r"unstable|wrong_result"):
+        trial.judge("stress")
+
+
+@pytest.mark.parametrize("source", [PUTS_OFF, SAYS_SO_AT_ONCE], ids=["put off", "said to be there"])
+def test_answers_cannot_be_given_later(source: str, opened: Open) -> None:
+    with pytest.raises(Rejected) as caught:
+        run(opened(source))
+    assert caught.value.verdict.kind == "tampered"
+    assert re.search(r"[34] of 4 locked calls returned something else than the rank had", caught.value.verdict.reason)
+
+
+def test_a_call_takes_from_its_key_to_its_answer(opened: Open) -> None:
+    _, passages = run(opened(SLEEPS), positions=[0, 1, 3])
+    assert all(10_000 < passage.us < 1e6 and passage.us == max(passage.ranks_us) for passage in passages)
+
+
+@pytest.mark.parametrize(("source", "kind"), [(FAILS, "runtime_error"), (ENDLESS, "hang")])
+def test_ranks_that_fail_in_a_locked_call(source: str, kind: str, opened: Open) -> None:
+    trial = opened(source)
+    with pytest.raises(GroupFailure) as caught:
+        run(trial)
+    assert (caught.value.kind, caught.value.phase) == (kind, "stress")
+
+
+def test_ranks_that_skip_locked_calls(opened: Open) -> None:
+    trial = opened(HONEST)
+    locked = trial.lock(range(SLOTS), [1])
+    with pytest.raises(GroupFailure, match="before all of its locked calls had been let through"):
+        ask_and_let_through(trial.group, {"op": "copy_again", "space": "timed", "slot": 0}, locked, "stress", 3.0)
