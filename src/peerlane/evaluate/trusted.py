@@ -71,10 +71,10 @@ class TrustedRank(Rank):
             "secret": self.secret,
             "open_case": self.open_case,
             "mint": self._quickly(self.mint),
-            "reveal": self.reveal,
+            "reveal": self._quickly(self.reveal),
             "prepare": self.prepare,
             "block": self.timed_block,
-            "digests": self.digests,
+            "digests": self._quickly(self.digests),
             "latency": self.latency,
             "keep_busy": self.keep_busy,
             "collect": self._quickly(self.collect),
@@ -206,7 +206,7 @@ class TrustedRank(Rank):
         for slot in sorted(keys):
             place = current.spans(slot)[self.rank]
             shared[begin : place.start].copy_(current.staging[begin : place.start])
-            begin = place.stop
+            begin = max(begin, place.stop)  # that of a slot without tensors is empty, and at 0
         end = current.private.end(request["slots"])
         shared[begin:end].copy_(current.staging[begin:end])
         shared[current.input_bytes : current.input_bytes + current.output_bytes].fill_(POISON)
