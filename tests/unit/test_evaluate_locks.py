@@ -78,7 +78,11 @@ class Opened:
     """A case that is laid out by hand: three slots, of which the second has no tensors, and an output each."""
 
     def __init__(self) -> None:
-        self.trees: list[tuple[Any, ...]] = [(torch.arange(40.0), torch.arange(7)), ("nothing", 1), (torch.ones(300), torch.full((3,), 5.0))]
+        self.trees: list[tuple[Any, ...]] = [
+            (torch.arange(40.0), torch.arange(7)),
+            ("nothing", 1),
+            (torch.ones(300), torch.full((3,), 5.0)),
+        ]
         layout, _ = place_slots(map(describe, self.trees))
         self.input_bytes = end_of(layout)
         outputs, _ = place_slots([describe(torch.empty(6))] * 3)

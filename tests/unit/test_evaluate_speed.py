@@ -96,7 +96,7 @@ class FakeTrial:
     collected: list[list[int]] = field(default_factory=list)
     exchanged: list[Exchanges] = field(default_factory=list)
     trusted_steps: list[Any] = field(default_factory=list)
-    lockable: bool = True
+    lockable: bool = False
     locked_us: float | None = None
     """of the other side's locked calls, where they take another time"""
     locked_excess_us: tuple[float, float] = (25.0, 25.0)
@@ -338,8 +338,8 @@ def test_every_round_has_new_contents_revealed_just_before_the_candidate() -> No
     orders = {
         "|reveal|other block|trusted block|": "warm-up",
         "|trusted block|reveal|other block|": "warm-up",
-        "|reveal|other block|hold to|collect|trusted block|": "candidate first",
-        "|trusted block|reveal|other block|hold to|collect|": "reference first",
+        "|reveal|other block|collect|trusted block|": "candidate first",
+        "|trusted block|reveal|other block|collect|": "reference first",
     }
     kinds = [orders[(item if item.endswith("|") else item + "|").replace("look again|", "")] for item in rounds]
     assert kinds[0] == "warm-up"
@@ -417,7 +417,7 @@ def test_however_long_judging_takes_some_timed_outputs_are_compared() -> None:
 
 
 def test_in_blocks_that_count_calls_are_locked_on_both_sides() -> None:
-    trial = steady(slots=40)
+    trial = steady(slots=40, lockable=True)
     run = race(trial)
     run.run(budget_s=10)
     counting = len(run.others)
@@ -429,10 +429,11 @@ def test_in_blocks_that_count_calls_are_locked_on_both_sides() -> None:
         )
         assert len({locked.calls[0][0] for locked in locks[-counting:]}) > 3
     assert not any(trial.steps) and not any(trial.trusted_steps)
+    assert trial.log.count("hold to") == counting and trial.log.index("hold to") == trial.log.index("collect") - 1
 
 
 def test_nothing_is_locked_where_inputs_are_too_large() -> None:
-    trial = steady(lockable=False)
+    trial = steady()
     run = race(trial)
     run.run(budget_s=10)
     assert not any(locked.calls for locked in [*trial.locked, *trial.trusted_locked]) and run.locked_excess_us() is None
@@ -710,7 +711,7 @@ def test_claims_are_held_against_stretches_of_calls(claimed_us: float, true_us: 
 @pytest.mark.parametrize(("excess_us", "refused"), [((25.0, 29.0), False), ((25.0, 60.0), True), ((60.0, 60.0), False)])
 def test_what_locked_calls_take_is_no_secret(excess_us: tuple[float, float], refused: bool) -> None:
     """Half of the reference's time is claimed; 20 us and a twentieth of those 100 us are the most."""
-    run = race(steady(locked_excess_us=excess_us), rules=replace(RULES, stretch_us={"eager": 0.0}))
+    run = race(steady(lockable=True, locked_excess_us=excess_us), rules=replace(RULES, stretch_us={"eager": 0.0}))
     run.run(budget_s=10)
     assert run.locked_excess_us().median == pytest.approx(excess_us[1] - excess_us[0])  # type: ignore[union-attr]
     if refused:
@@ -722,10 +723,27 @@ def test_what_locked_calls_take_is_no_secret(excess_us: tuple[float, float], ref
         REFUSE_FALSE_CLAIMS(run)
 
 
+@pytest.mark.parametrize(("slots", "locked"), [(3, 1), (5, 1), (6, 2), (40, 2)])
+def test_most_calls_of_a_block_are_not_locked(slots: int, locked: int) -> None:
+    trial = steady(slots=slots, lockable=True)
+    run = race(trial, slots=slots)
+    run.run(budget_s=10)
+    assert {len(block.counted_us) for block in [*run.others, *run.references]} == {slots - locked}
+
+
+@pytest.mark.parametrize("parts", [(), (range(3), range(3, 6)), (range(5), range(5, 6))])
+def test_locked_calls_do_not_count(parts: tuple[range, ...]) -> None:
+    """They find their inputs in the L2 cache."""
+    block = BlockTimes((80.0, 10.0, 60.0, 70.0, 10.0, 90.0), 320.0, 1e4, 0.5, parts=parts, locked_us=((1, 30.0), (4, 50.0)))
+    assert block.counted_us == (80.0, 60.0, 70.0, 90.0) and block.mean_us == 75.0
+    assert 10.0 not in block.warm_us and len(block.warm_us) >= 2
+    assert block.locked_calls_us == 10.0 and block.locked_excess_us == 30.0 and block.lag == pytest.approx((10.0, 70.0))
+
+
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize(("locked_us", "scored_by", "speedup"), [(80.0, "locked", 1.25), (51.0, "quantile", 2.0), (49.9, "quantile", 2.0)])
 def test_calls_that_were_prepared_win_nothing(mode: str, locked_us: float, scored_by: str, speedup: float) -> None:
-    run = race(steady(slots=12, locked_us=locked_us), mode=mode)
+    run = race(steady(slots=12, lockable=True, locked_us=locked_us), mode=mode)
     run.run(budget_s=10)
     assert run.scored_by == scored_by and run.ratio().median == pytest.approx(speedup, rel=1e-3)
     assert run.times_us().median == pytest.approx(100.0 / speedup, rel=1e-3)

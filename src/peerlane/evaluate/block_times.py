@@ -34,10 +34,18 @@ class BlockTimes:
     locked_us: tuple[tuple[int, float], ...] = ()
 
     @property
+    def counted_us(self) -> tuple[float, ...]:
+        """All calls but the locked ones, which find their inputs in the L2 cache."""
+        locked = {place for place, _ in self.locked_us}
+        return tuple(us for place, us in enumerate(self.iterations_us) if place not in locked)
+
+    @property
     def warm_us(self) -> tuple[float, ...]:
-        """The calls behind the first ones of each part, which find the caches of the host cold."""
+        """Of these, the calls behind the first ones of each part, which find the caches of the host cold."""
+        locked = {place for place, _ in self.locked_us}
         parts = self.parts or (range(len(self.iterations_us)),)
-        return tuple(self.iterations_us[call] for part in parts for call in part[min(_LEADING_CALLS, len(part) // 3) :])
+        places = [call for part in parts for call in part[min(_LEADING_CALLS, len(part) // 3) :]]
+        return tuple(self.iterations_us[call] for call in places if call not in locked) or self.counted_us
 
     @property
     def usual_us(self) -> float:
@@ -46,8 +54,8 @@ class BlockTimes:
 
     @property
     def mean_us(self) -> float:
-        """The time of all calls, per call."""
-        return statistics.fmean(self.iterations_us)
+        """The time of all calls that count, per call."""
+        return statistics.fmean(self.counted_us)
 
     @property
     def skew(self) -> float:
@@ -68,9 +76,8 @@ class BlockTimes:
     def lag(self) -> tuple[float, float]:
         """The locked calls next to the others, where there are any: the fastest of them, and the quantile of the others at which such a one
         lies if all are alike."""
-        places = {place for place, _ in self.locked_us}
-        others = [us for place, us in enumerate(self.iterations_us) if place not in places]
-        return min(self.iterations_us[place] for place in places), quantile(others, 1 / (1 + len(places)))
+        fastest = min(self.iterations_us[place] for place, _ in self.locked_us)
+        return fastest, quantile(self.counted_us, 1 / (1 + len(self.locked_us)))
 
     @property
     def locked_excess_us(self) -> float | None:

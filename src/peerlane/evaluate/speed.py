@@ -186,8 +186,8 @@ class Race:
         return _Calls(_dice.randrange(_MANY), order, compared, chosen, exchanges, locked)
 
     def _positions(self, count: int) -> list[int]:
-        """So many calls of a block, not the first, at random; fewer where there are not so many."""
-        return _dice.sample(range(1, self.slots), min(count, self.slots - 1))
+        """So many calls of a block, not the first, at random; no more than a third of them, or one."""
+        return _dice.sample(range(1, self.slots), min(count, max(1, self.slots // 3)))
 
     def rehearse(self, marker: str) -> list[Message]:
         """A block of the candidate's on new contents, recorded instead of timed, its outputs judged; what the ranks answered.
@@ -483,5 +483,5 @@ class Race:
         return median_interval(self.other_us())
 
     def quantile_us(self, share: float) -> float:
-        """A quantile of all the other side's calls."""
-        return quantile([value for block in self.others for value in block.iterations_us], share)
+        """A quantile of all the other side's calls that count."""
+        return quantile([value for block in self.others for value in block.counted_us], share)

@@ -200,9 +200,9 @@ class SpeedTrial:
         """Holds every block against what the hardware can do: all its calls together, and the middle one alone."""
         if self.profile is None:
             return
-        costs, slots = self._costs(), race.slots
+        costs = self._costs()
         for calls, times_us in (
-            (slots, [sum(block.iterations_us) for block in race.others]),
+            (len(race.others[0].counted_us), [sum(block.counted_us) for block in race.others]),
             (1, [block.usual_us for block in race.others]),
         ):
             floor_us = physical_floor_us(costs, self.profile, calls=calls)
