@@ -194,8 +194,10 @@ class TimingRules:
     between_calls_share: float = 0.5
     """of the reference's call that may pass besides"""
     compared_share: float = 0.25
+    locked_calls: int = 1
+    """per block of a candidate's that counts: many blocks tell what such calls take, and the others are what is timed"""
     late_changes: int = 2
-    """per block of a candidate's that counts: calls that are locked; in stretches, calls whose contents change places"""
+    """per stretch, of calls that are compared: contents change places"""
     judging_s: float = 0.1
     """for comparing the outputs of a race; where that does not do for the share, fewer are compared, chosen over all rounds, but in no
     race none"""

@@ -182,7 +182,7 @@ class Race:
         order = self._new_order(passes)
         chosen = self._chosen_slots(order[-1]) if compared else []
         exchanges = self.trial.exchanges(order, self._late_calls(order, chosen) if passes > 1 else ())
-        locked = self.trial.lock(order, self._positions(self.rules.late_changes) if compared and passes == 1 else ())
+        locked = self.trial.lock(order, self._positions(self.rules.locked_calls) if compared and passes == 1 else ())
         return _Calls(_dice.randrange(_MANY), order, compared, chosen, exchanges, locked)
 
     def _positions(self, count: int) -> list[int]:
