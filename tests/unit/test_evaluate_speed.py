@@ -723,6 +723,21 @@ def test_what_locked_calls_take_is_no_secret(excess_us: tuple[float, float], ref
         REFUSE_FALSE_CLAIMS(run)
 
 
+def test_locked_calls_are_compared_as_others_are() -> None:
+    """Everybody knows which they are: with none of them compared, or none of the others, garbage would do."""
+    trial = steady(slots=40, lockable=True)
+    race(trial, slots=40).run(budget_s=10)
+    locked = [set(item.keys) for item in trial.locked[-len(trial.collected) :]]
+    assert all(mine <= set(chosen) and len(chosen) > 10 for mine, chosen in zip(locked, trial.collected, strict=True))
+    found = []
+    for _ in range(60):
+        trial = steady(slots=40, lockable=True, judge_s=1e6)
+        race(trial, slots=40, rules=replace(RULES, min_rounds=3, max_rounds=3)).run(budget_s=10)
+        first = next(item for item in trial.locked if item.calls)
+        found.append(trial.collected[0] == list(first.keys))
+    assert 15 <= sum(found) <= 45
+
+
 @pytest.mark.parametrize(("slots", "locked"), [(3, 1), (5, 1), (6, 1), (40, 1)])
 def test_most_calls_of_a_block_are_not_locked(slots: int, locked: int) -> None:
     trial = steady(slots=slots, lockable=True)

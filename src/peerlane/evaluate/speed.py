@@ -180,9 +180,9 @@ class Race:
         """A block, in which calls are locked if it is to be compared; or a stretch of passes over all slots, in which contents change
         places instead: a slot can be locked for one call only."""
         order = self._new_order(passes)
-        chosen = self._chosen_slots(order[-1]) if compared else []
-        exchanges = self.trial.exchanges(order, self._late_calls(order, chosen) if passes > 1 else ())
         locked = self.trial.lock(order, self._positions(self.rules.locked_calls) if compared and passes == 1 else ())
+        chosen = self._chosen_slots(order[-1], list(locked.keys)) if compared else []
+        exchanges = self.trial.exchanges(order, self._late_calls(order, chosen) if passes > 1 else ())
         return _Calls(_dice.randrange(_MANY), order, compared, chosen, exchanges, locked)
 
     def _positions(self, count: int) -> list[int]:
@@ -222,8 +222,9 @@ class Race:
             self.trial.mint(slots=self.slots)
         return reference, self.other_block(calls)
 
-    def _chosen_slots(self, last: int) -> list[int]:
-        """The slots of a block to be compared: a share of them at random and the last one, or as many at random as can be judged in time.
+    def _chosen_slots(self, last: int, locked: Sequence[int] = ()) -> list[int]:
+        """The slots of a block to be compared: a share of them at random, the last one and the locked ones, or as many at random as can be
+        judged in time, half the time with a locked one among them: which these are is no secret, nor may the others be known to be none.
 
         Where even one per round is too many, some rounds have none; which, nobody knows beforehand. But however long judging takes, the
         first rounds have one, and the r-th with a chance of 2/r: how long it takes is up to the candidate, too. Comparison waits for the
@@ -234,9 +235,10 @@ class Race:
         affordable = self.rules.judging_s / self.rules.max_rounds / max(self.trial.judge_s, 1e-9)
         affordable = max(affordable, min(1.0, _FEWEST_COMPARED / rounds))
         if share + 1 <= affordable:
-            return sorted({last, *_dice.sample(range(slots), share)})
-        count = int(affordable) + (_dice.random() < affordable % 1)
-        return sorted(_dice.sample(range(slots), min(count, slots)))
+            return sorted({last, *locked, *_dice.sample(range(slots), share)})
+        count = min(int(affordable) + (_dice.random() < affordable % 1), slots)
+        first = _dice.sample(list(locked), 1) if locked and count and _dice.random() < 0.5 else []
+        return sorted([*first, *_dice.sample([slot for slot in range(slots) if slot not in first], count - len(first))])
 
     def _late_calls(self, order: list[int], chosen: list[int]) -> list[int]:
         """Positions of calls, not the first, whose contents are to change places right before them: some of those that are compared."""
@@ -386,10 +388,10 @@ class Race:
                 f"around blocks; {limit_us:.1f} us is the most"
             )
             raise Rejected(Tampered(phase="timing", what=what))
+        self._refuse_hidden_calls(usual_us)
         calls = min(math.ceil(rules.stretch_us[self.mode] / usual_us), rules.max_stretch_calls)
         if calls > self.slots and not self.trial.problem.changeable:
             self._refuse_short_spans(-(-calls // self.slots), usual_us)
-        self._refuse_hidden_calls(usual_us)
 
     def _refuse_short_spans(self, passes: int, usual_us: float) -> None:
         """In a stretch slots are used again. What a candidate computed for one is no answer any more once the slot has exchanged its
