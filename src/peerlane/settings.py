@@ -185,9 +185,12 @@ class TimingRules:
     one may have more or less of its host's work ahead"""
     locked_share: float = 0.05
     """of the reference's call that they may exceed them besides"""
-    prepared_us: float = 2.0
-    prepared_margin: float = 1.15
-    """by both of these slower than its others, beside the reference's, and a candidate is scored by its locked calls"""
+    locked_output_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 8.0, "graph": 0.0})
+    """by launch mode, and for every output but one: an eager call's host copies them one by one, beside a device that is busy or is not"""
+    prepared_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 8.0, "graph": 4.0})
+    """by launch mode; by more than this, and more than ``prepared_share``, slower than its others beside the reference's, locked calls show
+    that others are prepared"""
+    prepared_share: float = 0.15
     between_calls_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 40.0, "graph": 30.0})
     """by launch mode, what may pass between two calls beyond what passes between the reference's: a kernel that ends sooner waits for its
     host"""

@@ -172,6 +172,19 @@ def test_answers_cannot_be_given_later(source: str, opened: Open) -> None:
     assert re.search(r"[34] of 4 locked calls returned something else than the rank had", caught.value.verdict.reason)
 
 
+def test_what_is_judged_is_what_was_digested(opened: Open) -> None:
+    """Whoever writes between the two is too late."""
+    trial, order = opened(HONEST), [2, 0, 3, 1]
+    answers, _ = run(trial, order, [0])
+    for slot in (2, 0):
+        trial.ask("copy_again", "stress", 3.0, slot=slot)  # what the last call returned
+    trial.collect_from(answers, [2], "stress")
+    trial.judge("stress")
+    trial.collect_from(answers, [0], "stress")
+    with pytest.raises(Rejected, match=r"unstable"):
+        trial.judge("stress")
+
+
 def test_a_call_takes_from_its_key_to_its_answer(opened: Open) -> None:
     _, passages = run(opened(SLEEPS), positions=[0, 1, 3])
     assert all(10_000 < passage.us < 1e6 and passage.us == max(passage.ranks_us) for passage in passages)

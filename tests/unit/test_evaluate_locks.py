@@ -98,6 +98,9 @@ class Opened:
         draw = Draw(secret="test", case_key=case.key, slot=0, block=0, rank=0, device=CPU)
         self.guards = GuardBands(data, regions, draw)
 
+    def let_go(self) -> None:
+        """Nothing is held."""
+
     def spans(self, slot: int) -> list[slice]:
         return [slot_range(self.private.layout[slot])]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
-from peerlane.evaluate.statistics import quantile
+from peerlane.evaluate.statistics import Interval, median_interval, quantile
 from peerlane.evaluate.turnstile import Passage
 from peerlane.settings import TimingRules
 
@@ -68,21 +68,20 @@ class BlockTimes:
         return (self.span_us - sum(self.iterations_us)) / len(self.iterations_us)
 
     @property
-    def locked_calls_us(self) -> float:
-        """The time of the locked calls, by the events, per call, where there are any."""
-        return statistics.fmean(self.iterations_us[place] for place, _ in self.locked_us)
+    def locked_outer_us(self) -> float:
+        """The time of the locked calls, by the outer clock, per call, where there are any."""
+        return statistics.fmean(us for _, us in self.locked_us)
 
     @property
-    def lag(self) -> tuple[float, float]:
-        """The locked calls next to the others, where there are any: the fastest of them, and the quantile of the others at which such a one
-        lies if all are alike."""
-        fastest = min(self.iterations_us[place] for place, _ in self.locked_us)
-        return fastest, quantile(self.counted_us, 1 / (1 + len(self.locked_us)))
+    def locked_excess_us(self) -> float:
+        """By how much it exceeded the events: unlocking, copying and digesting."""
+        return statistics.fmean(us - self.iterations_us[place] for place, us in self.locked_us)
 
     @property
-    def locked_excess_us(self) -> float | None:
-        """By how much the outer clock's time of the locked calls exceeded that, per call: unlocking, copying and digesting."""
-        return statistics.fmean(us - self.iterations_us[place] for place, us in self.locked_us) if self.locked_us else None
+    def locked_delay_us(self) -> float:
+        """By how much the locked calls were slower than the others, by the events: ranks get their keys apart, and unlock for different
+        times; and who prepares others cannot prepare these. Below 0 where they were faster."""
+        return self.locked_outer_us - self.locked_excess_us - statistics.median(self.counted_us)
 
     @property
     def slack_us(self) -> float:
@@ -115,6 +114,36 @@ class BlockTimes:
         if min(*slowest, span_us) <= 0:
             raise GroupFailure("garbage", "timing", "the ranks reported times of 0 for a call: no kernel is that fast")
         return BlockTimes(slowest, span_us, outer_us, share, parts=parts, locked_us=tuple((p.position, p.us) for p in passages))
+
+
+def _locked(references: Sequence[BlockTimes], others: Sequence[BlockTimes]) -> list[tuple[BlockTimes, BlockTimes]]:
+    """The rounds in which both sides had locked calls."""
+    return [(known, other) for known, other in zip(references, others, strict=True) if known.locked_us and other.locked_us]
+
+
+def locked_excess(references: Sequence[BlockTimes], others: Sequence[BlockTimes]) -> Interval | None:
+    """By how much more than the reference's of the same round the other side's locked calls exceeded their events, in microseconds; None
+    where none were locked."""
+    excess = [other.locked_excess_us - known.locked_excess_us for known, other in _locked(references, others)]
+    return median_interval(excess) if excess else None
+
+
+def locked_us(references: Sequence[BlockTimes], others: Sequence[BlockTimes]) -> Interval | None:
+    """What a locked call of the other side takes by the outer clock, without what the reference's of the same round says that lies around
+    it, whatever the other side's events say. None where none were locked."""
+    pairs = _locked(references, others)
+    times = [other.locked_outer_us - known.locked_excess_us - max(0.0, known.locked_delay_us) for known, other in pairs]
+    return median_interval(times) if times else None
+
+
+def prepares(references: Sequence[BlockTimes], others: Sequence[BlockTimes], margin_us: float, share: float) -> bool:
+    """Whether the other side's locked calls are slower than its others by its own events, for certain by more than the reference's are, by
+    ``margin_us`` and by this share of the others."""
+    pairs = _locked(references, others)
+    if not pairs:
+        return False
+    delay_us = median_interval([other.locked_delay_us - known.locked_delay_us for known, other in pairs]).low
+    return delay_us > max(margin_us, share * statistics.median(statistics.median(other.counted_us) for _, other in pairs))
 
 
 def _is_time(value: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,7 @@ class OpenCase:
     """of arguments that were to stay as they were: name, and whether they did not"""
     remembered: tuple[int, list[torch.Tensor]] = (0, [])
     _spans: dict[int, list[slice]] = field(default_factory=dict)
+    _held: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def spans(self, slot: int) -> list[slice]:
         """Where every rank has the inputs of a slot in its memory."""
@@ -81,6 +83,20 @@ class OpenCase:
         """Copies of what the arena has of a slot's outputs."""
         return [view(self._answers, placed).clone() for placed in tensor_descriptions(self.output_layout[slot])]
 
-    def answer(self, slot: int) -> torch.Tensor:
-        """What the arena has from a slot's first output to the end of its last one."""
-        return self._answers[slot_range(self.output_layout[slot])]
+    def hold(self, slots: Iterable[int]) -> list[torch.Tensor]:
+        """Copies of what the arena has from each slot's first output to the end of its last one, which :meth:`held` goes back to: what is
+        written there from now on is too late."""
+        self._held = {slot: self._answers[slot_range(self.output_layout[slot])].clone() for slot in slots}
+        return list(self._held.values())
+
+    def held(self, slot: int) -> list[torch.Tensor]:
+        """As :meth:`taken`, from what was held of the slot, if anything was."""
+        if slot not in self._held:
+            return self.taken(slot)
+        begin = slot_range(self.output_layout[slot]).start
+        placed = ({**item, "offset": item["offset"] - begin} for item in tensor_descriptions(self.output_layout[slot]))
+        return [view(self._held[slot], item) for item in placed]
+
+    def let_go(self) -> None:
+        """Forgets what is held: other calls follow."""
+        self._held = {}

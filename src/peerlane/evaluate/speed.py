@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from peerlane.errors import HarnessError
-from peerlane.evaluate.block_times import BlockTimes
+from peerlane.evaluate.block_times import BlockTimes, locked_excess, locked_us, prepares
 from peerlane.evaluate.cores import parts
 from peerlane.evaluate.exchanges import Exchanges
 from peerlane.evaluate.groups import GroupFailure
@@ -346,23 +346,36 @@ class Race:
         return self.rules.skew_margin * max(1.0, median_interval(skews).high)
 
     @property
-    def scored_by(self) -> ScoredBy:
-        """What stands for a block of the other side: a quantile of its calls, unless they are more unequal than the reference's, so that
-        it would leave out work; or its locked calls, if they are slower than the others: those were prepared then, or put off."""
-        if self.side == "reference":
-            return "quantile"
-        if self._prepares():
-            return "locked"
-        return "mean" if self.skew > self.usual_skew else "quantile"
+    def _unequal(self) -> bool:
+        """Whether the other side's calls are more unequal than the reference's, so that a quantile would leave out work."""
+        return self.side == "candidate" and self.skew > self.usual_skew
 
-    def _prepares(self) -> bool:
-        """Whether the other side's locked calls are slower than its others, by more than the reference's are."""
-        if not all(block.locked_us for block in [*self.references, *self.others]):
-            return False
-        lags = [(*a.lag, *b.lag) for a, b in zip(self.references, self.others, strict=True)]
-        longer_us = statistics.median((locked - other) - (known - usual) for known, usual, locked, other in lags)
-        times = median_interval([(locked / other) / (known / usual) for known, usual, locked, other in lags])
-        return longer_us > self.rules.prepared_us and times.low > self.rules.prepared_margin
+    @property
+    def scored_by(self) -> ScoredBy:
+        """What stands for the other side: a quantile of each block's calls, or their mean where they are unequal; or what its locked calls
+        take at least, if that is more: others were prepared then, or put off, or are not what they are said to be."""
+        if self._believed < 1.0:
+            return "locked"
+        return "mean" if self._unequal else "quantile"
+
+    @property
+    def _locked_limit_us(self) -> float:
+        """By how much the locked calls of an honest candidate may seem longer than they are."""
+        rules, further = self.rules, max(0, self.trial.output_tensors - 1)
+        usual_us = statistics.fmean(block.mean_us for block in self.references)
+        return rules.locked_us[self.mode] + rules.locked_share * usual_us + rules.locked_output_us[self.mode] * further
+
+    @property
+    def _believed(self) -> float:
+        """The time that is claimed, over the least that it can be by the outer clock around locked calls; 1 where it is no less. Who
+        prepares other calls is allowed nothing."""
+        rules, both = self.rules, (self.references, self.others)
+        taken = locked_us(*both) if self.side == "candidate" else None
+        if taken is None:
+            return 1.0
+        prepared = prepares(*both, rules.prepared_us[self.mode], rules.prepared_share)
+        least_us = taken.median if prepared else taken.low - self._locked_limit_us
+        return min(1.0, self._claimed_us().median / max(least_us, 1e-9))
 
     def _refuse_hidden_time(self) -> None:
         """A single block's hand-off may be long by chance; that of the usual block, beside the reference's of the same round, may not."""
@@ -388,7 +401,7 @@ class Race:
                 f"around blocks; {limit_us:.1f} us is the most"
             )
             raise Rejected(Tampered(phase="timing", what=what))
-        self._refuse_hidden_calls(usual_us)
+        self._refuse_hidden_calls()
         calls = min(math.ceil(rules.stretch_us[self.mode] / usual_us), rules.max_stretch_calls)
         if calls > self.slots and not self.trial.problem.changeable:
             self._refuse_short_spans(-(-calls // self.slots), usual_us)
@@ -419,12 +432,12 @@ class Race:
         self._collect(answers, drawn)
         if not first:
             *_, reference_us = self._run_trusted(order, steps, NOTHING_LOCKED, drawn.core, timed=False)
-        claimed_us, known_us = (passes * statistics.fmean(block.span_us for block in blocks) for blocks in (self.others, self.references))
+        claimed_us, known_us = (passes * statistics.median(block.span_us for block in blocks) for blocks in (self.others, self.references))
         return (other_us - claimed_us) - (reference_us - known_us)
 
-    def _refuse_hidden_calls(self, usual_us: float) -> None:
+    def _refuse_hidden_calls(self) -> None:
         """What a locked call takes is known by the outer clock."""
-        excess, limit_us = self.locked_excess_us(), self.rules.locked_us[self.mode] + self.rules.locked_share * usual_us
+        excess, limit_us = locked_excess(self.references, self.others), self._locked_limit_us
         if excess is not None and excess.low > limit_us:
             what = (
                 f"locked calls take {excess.median:.1f} us longer by the outer clock than their events say, next to the reference's; "
@@ -432,41 +445,33 @@ class Race:
             )
             raise Rejected(Tampered(phase="timing", what=what))
 
-    def locked_excess_us(self) -> Interval | None:
-        """By how much more than the reference's of the same round locked calls exceeded their events; None where none were locked."""
-        both = [(a.locked_excess_us, b.locked_excess_us) for a, b in zip(self.references, self.others, strict=True)]
-        excess = [other - reference for reference, other in both if reference is not None and other is not None]
-        return median_interval(excess) if excess else None
-
     def excess_us(self) -> Interval:
         """How much longer the hand-off of the other side's blocks was than that of the reference's of the same round."""
         return median_interval([other.slack_us - reference.slack_us for reference, other in zip(self.references, self.others, strict=True)])
 
     def other_us(self) -> list[float]:
         """The other side's time per call, block by block, as it is scored."""
-        return self._blocks_us(self.others, self.scored_by)
+        believed = self._believed
+        return [us / believed for us in self._blocks_us(self.others)]
 
-    @staticmethod
-    def _blocks_us(blocks: Sequence[BlockTimes], by: ScoredBy) -> list[float]:
-        if by == "locked":
-            return [block.locked_calls_us for block in blocks]
-        return [block.mean_us if by == "mean" else block.usual_us for block in blocks]
+    def _blocks_us(self, blocks: Sequence[BlockTimes]) -> list[float]:
+        unequal = self._unequal
+        return [block.mean_us if unequal else block.usual_us for block in blocks]
 
-    def ratio(self) -> Interval:
-        """Reference over other."""
-        return self._ratio_by(self.scored_by)
-
-    def _pools(self, by: ScoredBy) -> bool:
+    @property
+    def _pools(self) -> bool:
         """Whether the calls of all blocks count together. What disturbs eager calls comes from the host and only ever adds to their time,
         on either side of a round; what disturbs replays is drift, which both sides of a round share."""
-        return self.mode == "eager" and by == "quantile"
+        return self.mode == "eager" and not self._unequal
 
-    def _ratio_by(self, by: ScoredBy) -> Interval:
-        """Of the usual calls of all rounds, or round by round."""
-        if self._pools(by):
+    def ratio(self) -> Interval:
+        """Reference over other: of the usual calls of all rounds, or round by round."""
+        if self._pools:
             references, others = ([block.warm_us for block in blocks] for blocks in (self.references, self.others))
-            return pooled_interval(references, self.rules.pooled_shares, over=others)
-        return paired_interval(self._blocks_us(self.references, by), over=self._blocks_us(self.others, by))
+            claimed = pooled_interval(references, self.rules.pooled_shares, over=others)
+        else:
+            claimed = paired_interval(self._blocks_us(self.references), over=self._blocks_us(self.others))
+        return claimed.scaled(self._believed)
 
     @property
     def idle_latency_us(self) -> float:
@@ -480,9 +485,13 @@ class Race:
 
     def times_us(self) -> Interval:
         """The other side's time per call."""
-        if self._pools(self.scored_by):
+        return self._claimed_us().scaled(1 / self._believed)
+
+    def _claimed_us(self) -> Interval:
+        """The same by its events alone."""
+        if self._pools:
             return pooled_interval([block.warm_us for block in self.others], self.rules.pooled_shares)
-        return median_interval(self.other_us())
+        return median_interval(self._blocks_us(self.others))
 
     def quantile_us(self, share: float) -> float:
         """A quantile of all the other side's calls that count."""

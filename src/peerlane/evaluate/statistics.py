@@ -42,6 +42,10 @@ class Interval:
         down = math.hypot(math.log(self.median / self.low), math.log(other.median / other.low))
         return Interval(median, median * math.exp(-down), median * math.exp(up), min(self.n, other.n))
 
+    def scaled(self, factor: float) -> Interval:
+        """This many times as much."""
+        return Interval(self.median * factor, self.low * factor, self.high * factor, self.n)
+
     def shrunk(self, spread: float) -> Interval:
         """This estimate of a ratio that is known to lie about 1, with a standard deviation of ``spread``, before anything is measured.
 

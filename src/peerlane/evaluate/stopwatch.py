@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peerlane.errors import HarnessError
-from peerlane.evaluate.block_times import BlockTimes, choose_slots
+from peerlane.evaluate.block_times import BlockTimes, choose_slots, locked_excess
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import case_request
@@ -169,6 +169,7 @@ class SpeedTrial:
         placement = baseline.ratio().shrunk(self.rules.placement_spread)
         speedup = race.ratio() * between_races * _inverse(placement)
         reference_us, candidate_us = baseline.times_us(), race.times_us()
+        locked = locked_excess(race.references, race.others)
         return ModeSpeed(
             mode=mode,
             speedup=_estimate(speedup),
@@ -188,7 +189,7 @@ class SpeedTrial:
             outer_slack_us=race.slack_us,
             outer_excess_us=race.excess_us().median,
             stretch_excess_us=tuple(round(us, 3) for us in race.stretches_us),
-            locked_excess_us=None if (locked := race.locked_excess_us()) is None else round(locked.median, 3),
+            locked_excess_us=None if locked is None else round(locked.median, 3),
             utilisation=tuple(self._utilisation(peaks, reference_us, candidate_us) for peaks in self.peaks),
         )
 

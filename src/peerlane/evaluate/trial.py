@@ -39,7 +39,7 @@ from peerlane.evaluate.verdict import (
 from peerlane.problems._draw import INTEGER, RANDOM
 from peerlane.problems._judge import plainly
 from peerlane.problems._spec import Case, Problem
-from peerlane.problems._tree import dtype_name
+from peerlane.problems._tree import dtype_name, tensor_descriptions
 
 _Answers = TypeVar("_Answers")
 _SETTLING_S = 0.003  # what is still at work after a call's end has this long to show it
@@ -162,7 +162,7 @@ class Trial:
         """Lays the case out and attaches the candidate's ranks, which have nothing attached in this space."""
         self.layouts = self.trusted("open_case", slots=self.slots, **case_request(self.case))
         self.alike = kinds_of_slots(self.layouts)
-        self.lockable = 0 < self.input_bytes / self.slots <= MOST_BYTES
+        self.lockable = self.input_bytes / self.slots <= MOST_BYTES
         requests = [
             {"op": "attach_case", "space": self.space, "problem": self.case.problem, "variant": self.case.variant, **_without_ok(layout)}
             for layout in self.layouts
@@ -183,6 +183,11 @@ class Trial:
     def output_bytes(self) -> int:
         """Of all slots, on the rank that has most."""
         return max(int(layout["output_bytes"]) for layout in self.layouts)
+
+    @property
+    def output_tensors(self) -> int:
+        """Of one call, on the rank that has most."""
+        return max(len(list(tensor_descriptions(layout["outputs"][0]))) for layout in self.layouts)
 
     @property
     def slot_bytes(self) -> float:

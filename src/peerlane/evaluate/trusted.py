@@ -202,6 +202,7 @@ class TrustedRank(Rank):
         guard bands. Slots that have ``keys`` come locked, with the bands that lie in them.
         """
         current, keys = self.opened(request), _keys(request)
+        current.let_go()
         shared, begin = current.arena.data, 0
         for slot in sorted(keys):
             place = current.spans(slot)[self.rank]
@@ -246,9 +247,10 @@ class TrustedRank(Rank):
         return times
 
     def digests(self, request: Message) -> dict[str, Any]:
-        """What a rank that gave the answers that now lie in the arena had to commit itself to, for every slot that has a key."""
+        """What a rank that gave the answers that now lie in the arena had to commit itself to, for every slot that has a key. If they are
+        collected, then as they are now."""
         current, keys = self.opened(request), _keys(request)
-        found = self.locks.digests([current.answer(slot) for slot in keys], list(keys.values()))
+        found = self.locks.digests(current.hold(keys), list(keys.values()))
         return {"digests": dict(zip(keys, found, strict=True))}
 
     def latency(self, request: Message) -> dict[str, Any]:
@@ -270,7 +272,7 @@ class TrustedRank(Rank):
         current = self.opened(request)
         for slot, source, described in zip(request["slots"], request["contents"], request["outputs"], strict=True):
             inputs = current.staging[current.spans(source)[self.rank]].clone()
-            current.snapshots.append(Snapshot(slot, source, current.kinds[source], described, current.taken(slot), inputs))
+            current.snapshots.append(Snapshot(slot, source, current.kinds[source], described, current.held(slot), inputs))
             if slot in request["intact"]:
                 current.changes += _changes(current, source, slot)
         self.synchronize()

@@ -346,8 +346,8 @@ class ModeSpeed(Record):
     scored_by: Literal["quantile", "mean", "locked", "median"] = Field(
         default="median",
         description="what is scored: quantiles of the calls (the mean of all eager ones between the first and the third decile, the "
-        "median of each block's replayed ones), or the mean, where the candidate's are more unequal than the reference's, or locked calls, "
-        "where these are slower. median: by an earlier evaluator",
+        "median of each block's replayed ones), or the mean, where the candidate's are more unequal than the reference's, or what locked "
+        "calls take at least, where that is more. median: by an earlier evaluator",
     )
     candidate_p10_us: float = Field(gt=0)
     candidate_p90_us: float = Field(gt=0)
@@ -362,8 +362,7 @@ class ModeSpeed(Record):
     )
     locked_excess_us: float | None = Field(
         default=None,
-        description="by how much more than the reference's locked calls exceeded their events, by the outer clock; missing where there are "
-        "none",
+        description="by how much more than the reference's locked calls exceeded their events, by the outer clock",
     )
     utilisation: tuple[Utilisation, ...]
 
