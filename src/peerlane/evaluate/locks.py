@@ -1,7 +1,7 @@
 """What a rank locks and unlocks inputs with, and what it commits itself with: keystreams and digests, on the host or in stream order.
 
-On GPUs the keystream is ChaCha8 (Bernstein, "ChaCha, a variant of Salsa20", 2008) and the digest two sums of mixed words, by kernels that
-are compiled before candidate code is loaded; on CPU both come from hashlib. The two sides of an evaluation are on one kind of device.
+On GPUs the keystream is ChaCha8 (Bernstein, "ChaCha, a variant of Salsa20", 2008) and the digest a tree of its permutation, by kernels
+that are compiled before candidate code is loaded; on CPU both come from hashlib. The two sides of an evaluation are on one kind of device.
 """
 
 from __future__ import annotations
@@ -28,26 +28,25 @@ from peerlane.evaluate.turnstile import Page
 _clock, _yield = time.monotonic, os.sched_yield
 _shake, _blake, _unpack = hashlib.shake_128, hashlib.blake2b, struct.unpack
 
-_THREADS = 256
+THREADS = 256
 _BLOCKS_PER_SM = 4
-_LOCKED_BYTES_PER_THREAD, _READ_BYTES_PER_THREAD = 64, 64
+_LOCKED_BYTES_PER_THREAD, READ_BYTES_PER_THREAD = 64, 64
 
-LOCKS = r"""
+KEYSTREAM = r"""
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+__device__ __forceinline__ u32 turned(u32 word, int by) { return word << by | word >> (32 - by); }
+
 __device__ __forceinline__ void quarter(u32& a, u32& b, u32& c, u32& d) {
-    a += b; d = __funnelshift_l(d ^ a, d ^ a, 16);
-    c += d; b = __funnelshift_l(b ^ c, b ^ c, 12);
-    a += b; d = __funnelshift_l(d ^ a, d ^ a, 8);
-    c += d; b = __funnelshift_l(b ^ c, b ^ c, 7);
+    a += b; d = turned(d ^ a, 16);
+    c += d; b = turned(b ^ c, 12);
+    a += b; d = turned(d ^ a, 8);
+    c += d; b = turned(b ^ c, 7);
 }
 
-__device__ __forceinline__ void chacha8(const u32* key, u64 block, u32* out) {
-    const u32 begin[16] = {0x61707865, 0x3320646e, 0x79622d32, 0x6b206574, key[0], key[1], key[2], key[3], key[4], key[5], key[6], key[7],
-                           (u32)block, (u32)(block >> 32), 0, 0};
-#pragma unroll
-    for (int i = 0; i < 16; i++) out[i] = begin[i];
+// Eight rounds of ChaCha.
+__device__ __forceinline__ void permute(u32* out) {
 #pragma unroll
     for (int round = 0; round < 4; round++) {
         quarter(out[0], out[4], out[8], out[12]);
@@ -59,6 +58,14 @@ __device__ __forceinline__ void chacha8(const u32* key, u64 block, u32* out) {
         quarter(out[2], out[7], out[8], out[13]);
         quarter(out[3], out[4], out[9], out[14]);
     }
+}
+
+__device__ __forceinline__ void chacha8(const u32* key, u64 block, u32* out) {
+    const u32 begin[16] = {0x61707865, 0x3320646e, 0x79622d32, 0x6b206574, key[0], key[1], key[2], key[3], key[4], key[5], key[6], key[7],
+                           (u32)block, (u32)(block >> 32), 0, 0};
+#pragma unroll
+    for (int i = 0; i < 16; i++) out[i] = begin[i];
+    permute(out);
 #pragma unroll
     for (int i = 0; i < 16; i++) out[i] += begin[i];
 }
@@ -86,47 +93,83 @@ extern "C" __global__ void apply_keystream(const unsigned char* source, unsigned
         }
     }
 }
+"""
 
-__device__ __forceinline__ u64 mixed(u64 h) {
-    h ^= h >> 33; h *= 0xff51afd7ed558ccdull;
-    h ^= h >> 33; h *= 0xc4ceb9fe1a85ec53ull;
-    return h ^ (h >> 33);
+DIGEST = r"""
+// A digest of data under a key of eight words, to result[0..1]; then ticket to result[2].
+// Every thread chains the pieces of 32 bytes that are its own; trees join the threads of a block, and the blocks. A node is ChaCha8's
+// permutation of 16 words with its first half fed forward. scratch: a counter that is 0, and is again afterwards, and 32 bytes a block.
+__device__ __forceinline__ void chain(u32* node, const u32* piece) {
+    u32 state[16];
+#pragma unroll
+    for (int i = 0; i < 8; i++) { state[i] = node[i]; state[8 + i] = piece[i]; }
+    permute(state);
+#pragma unroll
+    for (int i = 0; i < 8; i++) node[i] ^= state[i];
 }
 
-// Two sums over the words of data, each mixed with its place and the key, to result[0..1]; then ticket to result[2].
-// scratch: three words that are zero, and are zero again afterwards.
-extern "C" __global__ void digest(const unsigned char* data, u64 bytes, const u64* key, u64* scratch, u64* result, u64 ticket) {
-    const u64 first_key = key[0] ^ key[2], second_key = key[1] ^ key[3];
-    u64 first = 0, second = 0;
-    const u64 step = (u64)gridDim.x * blockDim.x;
-    for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i * 8 < bytes; i += step) {
-        u64 word = 0;
-        if (i * 8 + 8 <= bytes) word = ((const u64*)data)[i];
-        else for (u64 at = i * 8; at < bytes; at++) word |= (u64)data[at] << (8 * (at % 8));
-        first += mixed(word ^ mixed(first_key + i));
-        second += mixed(word + mixed(second_key ^ ~i));
+__device__ __forceinline__ void begin_node(u32* node, const u32* key, u64 bytes, u32 number) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) node[i] = key[i];
+    node[0] ^= number;
+    node[1] ^= (u32)bytes;
+    node[2] ^= (u32)(bytes >> 32);
+}
+
+// Joins the nodes of a block's threads, a power of two, into that of thread 0.
+__device__ __forceinline__ void join(u32* node, u32 (*nodes)[8]) {
+    for (u32 half = blockDim.x / 2; half > 0; half /= 2) {
+        for (int i = 0; i < 8; i++) nodes[threadIdx.x][i] = node[i];
+        __syncthreads();
+        if (threadIdx.x < half) chain(node, nodes[threadIdx.x + half]);
+        __syncthreads();
     }
-    for (int lane = 16; lane > 0; lane /= 2) {
-        first += __shfl_xor_sync(0xffffffff, first, lane);
-        second += __shfl_xor_sync(0xffffffff, second, lane);
+}
+
+extern "C" __global__ void digest(const unsigned char* data, u64 bytes, const u32* key, u64* scratch, u64* result, u64 ticket) {
+    __shared__ u32 nodes[256][8];
+    __shared__ u32 is_last;
+    u32 node[8], piece[8];
+    const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;
+    begin_node(node, key, bytes, thread);
+    for (u64 at = (u64)thread * 32; at < bytes; at += (u64)gridDim.x * blockDim.x * 32) {
+        for (int i = 0; i < 8; i++) piece[i] = 0;
+        if (at + 32 <= bytes) {
+            for (int i = 0; i < 8; i++) piece[i] = ((const u32*)(data + at))[i];
+        } else {
+            for (u32 i = 0; at + i < bytes; i++) piece[i / 4] |= (u32)data[at + i] << (8 * (i % 4));
+        }
+        chain(node, piece);
     }
-    if (threadIdx.x % 32 == 0) {
-        atomicAdd(scratch, first);
-        atomicAdd(scratch + 1, second);
+    join(node, nodes);
+    if (threadIdx.x == 0) {
+        volatile u32* mine = (volatile u32*)(scratch + 1 + 4 * blockIdx.x);
+        for (int i = 0; i < 8; i++) mine[i] = node[i];
         __threadfence();
+        is_last = atomicAdd((unsigned int*)scratch, 1u) == gridDim.x - 1;
     }
     __syncthreads();
-    if (threadIdx.x == 0 && atomicAdd(scratch + 2, 1ull) == gridDim.x - 1) {
-        __threadfence();
+    if (!is_last) return;
+    __threadfence();
+    begin_node(node, key, bytes, 0x80000000u + threadIdx.x);
+    for (u32 block = threadIdx.x; block < gridDim.x; block += blockDim.x) {
+        const volatile u32* other = (const volatile u32*)(scratch + 1 + 4 * block);
+        for (int i = 0; i < 8; i++) piece[i] = other[i];
+        chain(node, piece);
+    }
+    join(node, nodes);
+    if (threadIdx.x == 0) {
         volatile u64* out = result;
-        out[0] = atomicExch(scratch, 0ull);
-        out[1] = atomicExch(scratch + 1, 0ull);
-        atomicExch(scratch + 2, 0ull);
+        out[0] = node[0] | (u64)node[1] << 32;
+        out[1] = node[2] | (u64)node[3] << 32;
+        atomicSub((unsigned int*)scratch, gridDim.x);
         __threadfence_system();
         out[2] = ticket;
     }
 }
+"""
 
+DOOR = r"""
 // Says with the ticket that it waits, until line[4], which the host writes last, is the ticket, too, and takes the key before it; for no
 // longer than so many nanoseconds.
 extern "C" __global__ void take_key(u64* begun, const u64* line, u64 ticket, u64 nanoseconds, u64* key) {
@@ -228,7 +271,7 @@ class DeviceLocks(Locks):
             Path(file.name).write_bytes(code)
             cubin = Cubin(Path(file.name), f"sm_{properties.major}{properties.minor}", compiled_here=False)
             self._keystream, self._digest, self._take_key = (Kernel(cubin, name) for name in ("apply_keystream", "digest", "take_key"))
-        self._key, self._scratch = (torch.zeros(4, dtype=torch.int64, device="cuda") for _ in range(2))
+        self._key, self._scratch = (torch.zeros(size, dtype=torch.int64, device="cuda") for size in (4, 1 + 4 * self._most_blocks))
         self._page, self._line = page, _mapped(page)
         self._load()
 
@@ -240,19 +283,19 @@ class DeviceLocks(Locks):
         torch.cuda.synchronize()
 
     def _blocks(self, size: int, bytes_per_thread: int) -> int:
-        return max(1, min(self._most_blocks, -(-size // (bytes_per_thread * _THREADS))))
+        return max(1, min(self._most_blocks, -(-size // (bytes_per_thread * THREADS))))
 
     def _bound_lock(self, source: torch.Tensor, target: torch.Tensor, key: torch.Tensor) -> Callable[[], None]:
         size = source.numel()
         if not size:
             return _nothing
         blocks = self._blocks(size, _LOCKED_BYTES_PER_THREAD)
-        return self._keystream.bind(blocks, _THREADS, (source, target, ctypes.c_uint64(size), key))
+        return self._keystream.bind(blocks, THREADS, (source, target, ctypes.c_uint64(size), key))
 
     def _bound_digest(self, data: torch.Tensor, key: torch.Tensor, result: int) -> Any:
         size = data.numel()
         args = (data, ctypes.c_uint64(size), key, self._scratch, ctypes.c_uint64(result), ctypes.c_uint64(0))
-        return self._digest.bind(self._blocks(size, _READ_BYTES_PER_THREAD), _THREADS, args)
+        return self._digest.bind(self._blocks(size, READ_BYTES_PER_THREAD), THREADS, args)
 
     def lock(self, source: torch.Tensor, target: torch.Tensor, key: bytes) -> None:
         self._bound_lock(source, target, _on_device(key))()
@@ -306,4 +349,4 @@ def compile_locks(device: torch.device) -> bytes:
     from peerlane.device import compile_cubin
 
     major, minor = torch.cuda.get_device_capability(device)
-    return compile_cubin(LOCKS, arch=f"sm_{major}{minor}").path.read_bytes()
+    return compile_cubin(KEYSTREAM + DIGEST + DOOR, arch=f"sm_{major}{minor}").path.read_bytes()
