@@ -180,12 +180,12 @@ class TimingRules:
     max_stretches: int = 9
     hidden_share: float = 0.1
     """of the reference's call that a candidate's may take in a stretch beyond what its events say"""
-    locked_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 20.0, "graph": 5.0})
+    locked_slack_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 20.0, "graph": 5.0})
     """by launch mode, by how much more than the reference's a candidate's locked calls may exceed their events by the outer clock: an eager
     one may have more or less of its host's work ahead"""
-    locked_share: float = 0.05
+    locked_slack_share: float = 0.05
     """of the reference's call that they may exceed them besides"""
-    locked_output_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 8.0, "graph": 0.0})
+    locked_output_slack_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 8.0, "graph": 0.0})
     """by launch mode, and for every output but one: an eager call's host copies them one by one, beside a device that is busy or is not"""
     prepared_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 8.0, "graph": 4.0})
     """by launch mode; by more than this, and more than ``prepared_share``, slower than its others beside the reference's, locked calls show

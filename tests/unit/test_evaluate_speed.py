@@ -738,7 +738,7 @@ def test_what_locked_calls_take_is_no_secret(excess_us: tuple[float, float], out
         REFUSE_FALSE_CLAIMS(run)
 
 
-LIMITS = replace(RULES, locked_us={"eager": 4.0, "graph": 4.0}, locked_share=0.01)
+LIMITS = replace(RULES, locked_slack_us={"eager": 4.0, "graph": 4.0}, locked_slack_share=0.01)
 """5 us, where the reference takes 100"""
 
 
@@ -766,6 +766,14 @@ def test_events_that_lie_in_most_blocks_or_of_most_calls_win_no_more_either(mode
         run = race(trial, mode=mode, rules=LIMITS)
         run.run(budget_s=10)
         assert run.times_us().median == pytest.approx(37.5, abs=2.6) and run.ratio().median < 2.9
+
+
+def test_who_lies_is_asked_even_if_it_wins_nothing() -> None:
+    run = race(steady(slots=12, lockable=True, outer_us=130.0), mode="graph", rules=LIMITS)
+    run.run(budget_s=10)
+    assert run.scored_by == "locked" and run.ratio().median == pytest.approx(1.0)
+    with pytest.raises(Rejected, match="tampered"):
+        REFUSE_FALSE_CLAIMS(run)
 
 
 def test_what_both_sides_wait_for_in_locked_calls_costs_nobody_anything() -> None:

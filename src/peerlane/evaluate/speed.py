@@ -363,7 +363,7 @@ class Race:
         """By how much the locked calls of an honest candidate may seem longer than they are."""
         rules, further = self.rules, max(0, self.trial.output_tensors - 1)
         usual_us = statistics.fmean(block.mean_us for block in self.references)
-        return rules.locked_us[self.mode] + rules.locked_share * usual_us + rules.locked_output_us[self.mode] * further
+        return rules.locked_slack_us[self.mode] + rules.locked_slack_share * usual_us + rules.locked_output_slack_us[self.mode] * further
 
     @property
     def _believed(self) -> float:
@@ -390,7 +390,7 @@ class Race:
     def _refuse_false_claims(self) -> None:
         """Holds what the events claim against each other, and against the outer clock around stretches of calls, so long that a hand-off
         is little. Only a candidate that claims to be faster is asked."""
-        if self.ratio().low <= 1:
+        if self._claimed_ratio().low <= 1:
             return
         rules, usual_us = self.rules, statistics.fmean(block.mean_us for block in self.references)
         between = median_interval([b.between_us - max(0.0, a.between_us) for a, b in zip(self.references, self.others, strict=True)])
@@ -465,13 +465,15 @@ class Race:
         return self.mode == "eager" and not self._unequal
 
     def ratio(self) -> Interval:
-        """Reference over other: of the usual calls of all rounds, or round by round."""
+        """Reference over other."""
+        return self._claimed_ratio().scaled(self._believed)
+
+    def _claimed_ratio(self) -> Interval:
+        """The same by events alone: of the usual calls of all rounds, or round by round."""
         if self._pools:
             references, others = ([block.warm_us for block in blocks] for blocks in (self.references, self.others))
-            claimed = pooled_interval(references, self.rules.pooled_shares, over=others)
-        else:
-            claimed = paired_interval(self._blocks_us(self.references), over=self._blocks_us(self.others))
-        return claimed.scaled(self._believed)
+            return pooled_interval(references, self.rules.pooled_shares, over=others)
+        return paired_interval(self._blocks_us(self.references), over=self._blocks_us(self.others))
 
     @property
     def idle_latency_us(self) -> float:

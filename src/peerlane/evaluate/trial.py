@@ -211,7 +211,7 @@ class Trial:
         self.trusted("reveal", slots=self.slots if slots is None else slots, keys=locked.written_keys)
 
     def lock(self, order: Sequence[int], positions: Collection[int]) -> LockedCalls:
-        """New locks for the calls at these positions of an order; for none of them where inputs are too large, or empty."""
+        """New locks for the calls at these positions of an order; for none of them where inputs are too large."""
         chosen = positions if self.lockable else ()
         return LockedCalls.draw(order, chosen, self.session.next_tickets(len(chosen)))
 
