@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from peerlane.evaluate.locks import READ_BYTES_PER_THREAD, THREADS, DeviceLocks, compile_locks
+from peerlane.evaluate.locks import THREADS, DeviceLocks, compile_locks
 from peerlane.evaluate.nursery_handle import memory_file
 from peerlane.evaluate.turnstile import KEY_BYTES, Page
 
@@ -102,7 +102,7 @@ def wrong_digests(locks: DeviceLocks) -> list[str]:
         key = secrets.token_bytes(KEY_BYTES)
         data = torch.randint(0, 256, (length + 32,), dtype=torch.uint8, device="cuda")
         first = digest(locks, data[:length], key)
-        if first != digest_by_hand(bytes(data[:length].tolist()), key, locks._blocks(length, READ_BYTES_PER_THREAD), THREADS):
+        if first != digest_by_hand(bytes(data[:length].tolist()), key, locks.blocks(length), THREADS):
             wrong.append(f"digest of {length} bytes")
         places = sorted({0, length - 1, length // 2, *torch.randint(0, length, (20,)).tolist()})
         others = [digest(locks, data[:length], secrets.token_bytes(KEY_BYTES))]

@@ -30,7 +30,7 @@ _shake, _blake, _unpack = hashlib.shake_128, hashlib.blake2b, struct.unpack
 
 THREADS = 256
 _BLOCKS_PER_SM = 4
-_LOCKED_BYTES_PER_THREAD, READ_BYTES_PER_THREAD = 64, 64
+_BYTES_PER_THREAD = 64
 
 KEYSTREAM = r"""
 typedef unsigned int u32;
@@ -187,7 +187,7 @@ extern "C" __global__ void take_key(u64* begun, const u64* line, u64 ticket, u64
 
 
 Hooks = dict[int, Callable[[], None]]
-"""What is to be enqueued at a call, by its position."""
+"""What is to be enqueued before a call, or behind it and the copy of its answer, outside of its time; by the call's position."""
 
 
 class Locks(abc.ABC):
@@ -282,20 +282,20 @@ class DeviceLocks(Locks):
             hook(0)
         torch.cuda.synchronize()
 
-    def _blocks(self, size: int, bytes_per_thread: int) -> int:
-        return max(1, min(self._most_blocks, -(-size // (bytes_per_thread * THREADS))))
+    def blocks(self, size: int) -> int:
+        """Of threads, for so many bytes."""
+        return max(1, min(self._most_blocks, -(-size // (_BYTES_PER_THREAD * THREADS))))
 
     def _bound_lock(self, source: torch.Tensor, target: torch.Tensor, key: torch.Tensor) -> Callable[[], None]:
         size = source.numel()
         if not size:
             return _nothing
-        blocks = self._blocks(size, _LOCKED_BYTES_PER_THREAD)
-        return self._keystream.bind(blocks, THREADS, (source, target, ctypes.c_uint64(size), key))
+        return self._keystream.bind(self.blocks(size), THREADS, (source, target, ctypes.c_uint64(size), key))
 
     def _bound_digest(self, data: torch.Tensor, key: torch.Tensor, result: int) -> Any:
         size = data.numel()
         args = (data, ctypes.c_uint64(size), key, self._scratch, ctypes.c_uint64(result), ctypes.c_uint64(0))
-        return self._digest.bind(self._blocks(size, READ_BYTES_PER_THREAD), THREADS, args)
+        return self._digest.bind(self.blocks(size), THREADS, args)
 
     def lock(self, source: torch.Tensor, target: torch.Tensor, key: bytes) -> None:
         self._bound_lock(source, target, _on_device(key))()

@@ -237,19 +237,6 @@ class OutputRegions:
         self.copy(slot, found)
         return found
 
-    def caller(self, solution: Callable[..., Tree], calls: Sequence[tuple[Any, ...]]) -> Callable[[int], None]:
-        """What calls the solution on a slot's arguments, and takes what it returned."""
-
-        def call(slot: int) -> None:
-            args = self.fresh(calls[slot])
-            self.take(slot, solution(*args), args)
-
-        return call
-
-    def pretend(self, slot: int) -> None:
-        """Copies whatever is in memory to the slot's regions, as if a call had returned it."""
-        self.copy(slot, [torch.empty_like(region) for region in self.views[slot]])
-
     def copy(self, slot: int, found: list[torch.Tensor]) -> None:
         """Copies what a call returned into the slot's regions, in stream order."""
         regions = self.views[slot]

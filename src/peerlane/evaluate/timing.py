@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.evaluate.cores import TimedCore, parts
+from peerlane.evaluate.locks import Hooks
 from peerlane.evaluate.quiet import evict, quiesce, synchronize_all
 from peerlane.evaluate.recorder import collectives
 from peerlane.evaluate.slots import OutputRegions, Unowned
@@ -37,8 +38,6 @@ _collectives = collectives
 _collect, _gc_enable, _gc_disable = gc.collect, gc.enable, gc.disable
 
 Solution = Callable[..., Tree]
-Hooks = Mapping[int, Callable[[], None]]
-"""What is to be enqueued before the call at a position of a block's order, or behind it and the copy of its answer, outside of its time."""
 
 
 def _timer(**options: bool) -> torch.cuda.Event:
