@@ -765,7 +765,8 @@ def test_events_that_lie_in_most_blocks_or_of_most_calls_win_no_more_either(mode
         trial = FakeTrial(itertools.repeat(100.0), itertools.cycle(claims), slots=12, lockable=True, outer_us=65.0)
         run = race(trial, mode=mode, rules=LIMITS)
         run.run(budget_s=10)
-        assert run.times_us().median == pytest.approx(37.5, abs=2.6) and run.ratio().median < 2.9
+        assert run.times_us().median == pytest.approx(37.5, abs=2.6)
+        assert run.ratio().median < 3.3, "ratios of rounds have a middle of their own"
 
 
 def test_who_lies_is_asked_even_if_it_wins_nothing() -> None:
