@@ -150,12 +150,13 @@ class TimingRules:
     """of a candidate's race; after it an interval that is twice as wide as wanted does"""
     max_rounds: int = 45
     """of a candidate; twice as many where the interval is more than twice as wide as wanted by then"""
-    baseline_rounds: Mapping[str, int] = field(default_factory=lambda: {"eager": 6, "graph": 9})
-    """of the reference against itself, by launch mode: eager ones scatter so much that more would tell little of two places"""
+    baseline_rounds: int = 6
+    """of the reference against itself: more would tell little of two places, next to how far they can lie apart"""
     placement_spread: float = 0.01
     """how far the times of two groups on the same GPUs lie apart, as a standard deviation of their ratio; what two races of the reference
     against itself had in common was 0.2 to 1.2 %, on nodes of 2 and 4 H200"""
     rounds_per_capture: int = 5
+    """at most"""
     race_spread: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.0075, "graph": 0.005})
     """by launch mode, how far races of the same calls lie apart beyond what their rounds show, as a standard deviation of the ratio: with
     graphs for a race has few captures, with eager calls for it ends when its interval happens to be narrow. Without this, intervals of the
@@ -163,11 +164,9 @@ class TimingRules:
     target_half_width: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.025, "graph": 0.012})
     """of the ratio of a race, by launch mode; a speedup joins two races"""
     budget_s: float = 5.0
-    usual_share: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.2, "graph": 0.5})
-    """which quantile of a block's calls stands for it, by launch mode: the host holds up many eager calls"""
-    pooled_shares: tuple[float, float] = (0.1, 0.3)
-    """the mean of the calls between these quantiles stands for all eager ones: on busy hosts it varies by a fifth less than the first
-    decile alone"""
+    usual_shares: Mapping[str, tuple[float, float]] = field(default_factory=lambda: {"eager": (0.1, 0.3), "graph": (0.25, 0.75)})
+    """by launch mode: the mean of the calls between these quantiles stands for all. The host holds up many eager calls; on busy hosts such
+    a mean varies by a fifth less than the first decile alone"""
     skew_margin: float = 1.15
     """on how unequal the reference's calls within a block are (mean over usual call): a candidate beyond it is scored by the mean"""
     hidden_us: float = 2_000.0
@@ -210,7 +209,7 @@ class TimingRules:
 
 SELFTEST_DEADLINES = Deadlines(load=12.0, exit=4.0).with_calls(6.0)
 """For the corpus, some of which never returns."""
-SELFTEST_RULES = TimingRules(budget_s=0.3, min_rounds=5, max_rounds=7, baseline_rounds={"eager": 5, "graph": 5}, warm_s=0.1, judging_s=0.2)
+SELFTEST_RULES = TimingRules(budget_s=0.3, min_rounds=5, max_rounds=7, baseline_rounds=5, warm_s=0.1, judging_s=0.2)
 """Enough to tell a forged time from a true one."""
 SELFTEST_SUPPLY: Mapping[str, Supply] = {"cuda": Supply(spares=8, low_water=8, timed_alone=False), "cpu": Supply(spares=4, low_water=4)}
 """By device. Most of the corpus fails at once, and takes its ranks along. Ranks on GPUs take seconds to start, and verdicts need no exact

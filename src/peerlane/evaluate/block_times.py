@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
-from peerlane.evaluate.statistics import Interval, median_interval, quantile
+from peerlane.evaluate.statistics import Interval, mean_between, median_interval
 from peerlane.evaluate.turnstile import Passage
 from peerlane.settings import TimingRules
 
@@ -20,7 +20,7 @@ _FOREVER_US = 1e12
 class BlockTimes:
     """One block: the slowest rank's time per call, in their order, and how the clocks agree. Microseconds.
 
-    ``share``: of its calls, that are no slower than the one that stands for the block. ``parts``: runs of calls; none: all are one run.
+    ``shares``: the calls between these quantiles stand for the block. ``parts``: runs of calls; none: all are one run.
     ``idle_latency_us``: how long a tiny kernel of the trusted ranks took on the slowest GPU when the block was over. ``locked_us``: of each
     locked call its place, and how long the slowest rank took from its key to its commitment, by the outer clock.
     """
@@ -28,7 +28,7 @@ class BlockTimes:
     iterations_us: tuple[float, ...]
     span_us: float
     outer_us: float
-    share: float = 0.5
+    shares: tuple[float, float] = (0.25, 0.75)
     idle_latency_us: float = 0.0
     parts: tuple[range, ...] = ()
     locked_us: tuple[tuple[int, float], ...] = ()
@@ -49,8 +49,9 @@ class BlockTimes:
 
     @property
     def usual_us(self) -> float:
-        """The time that stands for the block: a quantile of its warm calls."""
-        return quantile(self.warm_us, self.share)
+        """The time that stands for the block: the mean of its warm calls between two quantiles. Their median would do as well if calls
+        were alike; but how fast a graph is launched depends on where the driver put it, and a median jumps between two such places."""
+        return mean_between(self.warm_us, self.shares)
 
     @property
     def mean_us(self) -> float:
@@ -93,7 +94,7 @@ class BlockTimes:
         answers: list[Message],
         slots: int,
         outer_us: float,
-        share: float = 0.5,
+        shares: tuple[float, float] = (0.25, 0.75),
         parts: tuple[range, ...] = (),
         passages: Sequence[Passage] = (),
     ) -> BlockTimes:
@@ -113,7 +114,7 @@ class BlockTimes:
         span_us = float(max(answer["span_us"] for answer in answers))
         if min(*slowest, span_us) <= 0:
             raise GroupFailure("garbage", "timing", "the ranks reported times of 0 for a call: no kernel is that fast")
-        return BlockTimes(slowest, span_us, outer_us, share, parts=parts, locked_us=tuple((p.position, p.us) for p in passages))
+        return BlockTimes(slowest, span_us, outer_us, shares, parts=parts, locked_us=tuple((p.position, p.us) for p in passages))
 
 
 def _locked(references: Sequence[BlockTimes], others: Sequence[BlockTimes]) -> list[tuple[BlockTimes, BlockTimes]]:

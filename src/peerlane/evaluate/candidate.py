@@ -89,8 +89,8 @@ class AttachedCase:
 
 
 class CandidateRank(Rank):
-    """Serves ``arm``, ``attach_case``, ``detach``, ``load``, ``call``, ``stress``, ``prepare``, ``block``, ``copy_again``; audits:
-    ``rehearse``, ``loaded_code``, ``probe``."""
+    """Serves ``arm``, ``attach_case``, ``detach``, ``load``, ``call``, ``stress``, ``prepare``, ``warm``, ``block``, ``copy_again``; to be
+    audited: ``rehearse``, ``loaded_code``, ``probe``."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__(config, rank, memory_fd)
@@ -104,6 +104,7 @@ class CandidateRank(Rank):
             "arm": self.arm,
             "attach_case": self.attach_case,
             "prepare": self.prepare,
+            "warm": self.warm,
             "block": self.timed_block,
             "load": self.load,
             "call": self.call,
@@ -191,6 +192,11 @@ class CandidateRank(Rank):
             return {"captured": False, "why": capture_failure(error)}
         attached.blocks[request["mode"]] = block
         return {"captured": True}
+
+    def warm(self, request: Message) -> dict[str, Any]:
+        """Calls every slot of a timed block once, see :meth:`.Block.warm`."""
+        self._spaces[request["space"]].blocks[request["mode"]].warm()
+        return {}
 
     def timed_block(self, request: Message) -> dict[str, Any]:
         """One timed block; the answer carries the times and what the calls returned."""

@@ -119,6 +119,11 @@ def pooled_interval(
     return Interval(middle, min(middle, float(low)), max(middle, float(high)), count)
 
 
+def mean_between(values: Sequence[float], shares: tuple[float, float]) -> float:
+    """The mean of the values between two quantiles; of a value at a quantile the part counts that lies between them."""
+    return float(_pooled_means([values], np.ones((1, 1), dtype=int), shares)[0])
+
+
 def _pooled_means(groups: Sequence[Sequence[float]], times: np.ndarray, shares: tuple[float, float]) -> np.ndarray:
     """For every row of ``times``, which says how often each group is there, the mean of the groups' values between two quantiles. Of a
     value at a quantile the part counts that lies between them."""

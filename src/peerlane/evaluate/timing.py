@@ -138,8 +138,15 @@ class Block(abc.ABC):
         """From the start of a slot's call to the end of another's."""
         return float(_elapsed(self._starts[first], self._ends[last])) * 1e3
 
+    def warm(self) -> None:
+        """Every call once, without clocks and barrier, until all have ended."""
+        self._once(list(range(len(self._args))))
+
     def rehearse(self, order: list[int]) -> None:
-        """The calls of these slots once more, without clocks and barrier, until they have ended."""
+        """The same in this order."""
+        self._once(order)
+
+    def _once(self, order: list[int]) -> None:
         self._run(order, {}, {}, range(len(order)))
         _synchronize()
 
@@ -205,7 +212,7 @@ class GraphBlock(Block):
         _synchronize()
 
     def rehearse(self, order: list[int]) -> None:
-        """As above, captured anew before."""
+        """As every block's, captured anew before."""
         self._graphs.clear()
         self._returned.clear()
         self._graphs = self._capture()

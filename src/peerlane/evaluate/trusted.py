@@ -73,6 +73,7 @@ class TrustedRank(Rank):
             "mint": self._quickly(self.mint),
             "reveal": self._quickly(self.reveal),
             "prepare": self.prepare,
+            "warm": self.warm,
             "block": self.timed_block,
             "digests": self._quickly(self.digests),
             "latency": self.latency,
@@ -230,6 +231,11 @@ class TrustedRank(Rank):
             return {"captured": False, "why": capture_failure(error)}
         current.blocks[mode] = block
         return {"captured": True}
+
+    def warm(self, request: Message) -> dict[str, Any]:
+        """Calls every slot of the reference's timed block once, see :meth:`.Block.warm`."""
+        self.opened(request).blocks[request["mode"]].warm()
+        return {}
 
     def timed_block(self, request: Message) -> dict[str, Any]:
         """One timed block of the reference on the minted inputs. Contents change places and are locked as in the candidate's block, which
