@@ -51,7 +51,7 @@ BROKEN = (
 BROKEN_ON_GPU = ("1_illegal_address_cuda", "1_spins_in_kernel_cuda")
 GOOD = ("1_allreduce_pytorch", "4_reduce_pytorch", "7_reducescatter_pytorch", "8_alltoall_pytorch", "18_tp_rms_norm_pytorch")
 DEADLINES = Deadlines(exit=4.0).with_calls(4.0)
-RULES = TimingRules(budget_s=0.2, min_rounds=3, max_rounds=6, baseline_rounds=3)
+RULES = TimingRules(budget_s=0.2, min_rounds={"eager": 3, "graph": 3}, max_rounds=6, baseline_rounds=3)
 STRESS = StressRules(budget_s=0.1)
 MAY_GROW = {"processes": 1.0, "supervisor_fds": 2.0, "nursery_fds": 2.0, "temp_folders": 1.0, "shared_mb": 8.0, "gpu_mb": 200.0}
 MAY_GROW_PER_EVALUATION = {"supervisor_mb": 0.1, "nursery_mb": 0.02}

@@ -28,7 +28,9 @@ from peerlane.evaluate.evaluation import Silent
 from peerlane.settings import Deadlines, TimingRules
 
 DEADLINES = Deadlines(exit=5.0).with_calls(8.0)
-RULES = TimingRules(budget_s=0.2, min_rounds=3, max_rounds=6, baseline_rounds=3)  # enough to tell a forged time from a true one
+RULES = TimingRules(
+    budget_s=0.2, min_rounds={"eager": 3, "graph": 3}, max_rounds=6, baseline_rounds=3
+)  # enough to tell a forged time from a true one
 MEMORY_MB = 100
 QUICK_WITH_GOOD = (
     "spins_in_kernel",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -29,7 +30,15 @@ from peerlane.settings import Deadlines, TimingRules
 
 SLOTS = 8
 RANKS = 2
-RULES = TimingRules(warm_calls=SLOTS, min_rounds=9, max_rounds=12, judging_s=0.4)
+MIN_ROUNDS = 9
+
+
+def rounds(count: int) -> dict[str, int]:
+    """In both launch modes."""
+    return {"eager": count, "graph": count}
+
+
+RULES = TimingRules(warm_calls=SLOTS, min_rounds=rounds(MIN_ROUNDS), max_rounds=12, judging_s=0.4)
 
 
 class Clock:
@@ -267,7 +276,7 @@ def test_the_ratio_is_that_of_the_slowest_ranks_and_a_narrow_interval_ends_the_r
     run = race(trial)
     run.run(budget_s=10)
     assert run.ratio().median == pytest.approx(2.0)
-    assert len(run.others) == len(run.references) == RULES.min_rounds
+    assert len(run.others) == len(run.references) == MIN_ROUNDS
     assert run.times_us().median == 50.0
     assert run.quantile_us(0.9) == 50.0
 
@@ -290,7 +299,7 @@ def test_a_rehearsal_is_judged_and_not_timed() -> None:
 
 @pytest.mark.parametrize(
     ("others_us", "rounds"),
-    [([50.0], RULES.min_rounds), ([49.0, 50.0, 51.0], RULES.max_rounds), ([40.0, 50.0, 60.0], 2 * RULES.max_rounds)],
+    [([50.0], MIN_ROUNDS), ([49.0, 50.0, 51.0], RULES.max_rounds), ([40.0, 50.0, 60.0], 2 * RULES.max_rounds)],
 )
 def test_the_wider_an_interval_the_more_rounds_it_gets(others_us: list[float], rounds: int) -> None:
     run = race(FakeTrial(itertools.repeat(100.0), itertools.cycle(others_us)), mode="graph")
@@ -311,11 +320,11 @@ def test_a_spent_budget_ends_the_race_after_the_fewest_rounds() -> None:
     trial = FakeTrial(itertools.repeat(100.0), itertools.cycle([40.0, 50.0, 60.0]))
     run = race(trial)
     run.run(budget_s=0)
-    assert len(run.others) == RULES.min_rounds
+    assert len(run.others) == MIN_ROUNDS
 
 
 def test_a_race_that_takes_long_does_with_the_fewest_rounds() -> None:
-    run = race(steady(), rules=TimingRules(warm_calls=SLOTS, min_rounds=9, max_rounds=12, patience_s=0.0))
+    run = race(steady(), rules=TimingRules(warm_calls=SLOTS, min_rounds=rounds(9), max_rounds=12, patience_s=0.0))
     run.run(budget_s=10)
     assert len(run.others) == TimingRules().fewest_rounds < 9
 
@@ -360,8 +369,8 @@ def test_every_round_has_new_contents_revealed_just_before_the_candidate() -> No
     }
     kinds = [orders[(item if item.endswith("|") else item + "|").replace("look again|", "")] for item in rounds]
     assert kinds[0] == "warm-up"
-    assert "warm-up" not in kinds[-RULES.min_rounds :]
-    assert len(trial.collected) == RULES.min_rounds
+    assert "warm-up" not in kinds[-MIN_ROUNDS:]
+    assert len(trial.collected) == MIN_ROUNDS
 
 
 def test_what_comes_late_is_waited_for_at_random_and_after_one_block_of_four_for_certain() -> None:
@@ -372,9 +381,9 @@ def test_what_comes_late_is_waited_for_at_random_and_after_one_block_of_four_for
         blocks = "|".join(trial.log).split("collect")[1:]
         assert all("look again" not in block or block.startswith("|look again") for block in blocks)
         looks = ["|look again" in block for block in blocks]
-        assert all(any(looks[first : first + 4]) for first in range(RULES.min_rounds - 3))
-        patterns |= {tuple(looks[first : first + 2]) for first in range(RULES.min_rounds - 1)}
-        patterns |= {tuple(looks[first : first + 3]) for first in range(RULES.min_rounds - 2)}
+        assert all(any(looks[first : first + 4]) for first in range(MIN_ROUNDS - 3))
+        patterns |= {tuple(looks[first : first + 2]) for first in range(MIN_ROUNDS - 1)}
+        patterns |= {tuple(looks[first : first + 3]) for first in range(MIN_ROUNDS - 2)}
     assert len(patterns) == 2**2 + 2**3  # whatever came before, the next may be waited for or not
 
 
@@ -383,19 +392,19 @@ def test_a_race_forgets_what_a_broken_off_one_collected() -> None:
     trial.collected.append([0])
     race(trial).run(budget_s=10)
     assert trial.log[0] == "discard"
-    assert len(trial.collected) == RULES.min_rounds
+    assert len(trial.collected) == MIN_ROUNDS
 
 
 def test_warming_ends_when_the_budget_does() -> None:
     trial = FakeTrial(itertools.cycle([100.0, 200.0]), itertools.cycle([50.0, 90.0]), other_hand_off_s=0.02)
-    run = race(trial, rules=TimingRules(warm_calls=SLOTS, max_warm_calls=10**6, min_rounds=9, max_rounds=9))
+    run = race(trial, rules=TimingRules(warm_calls=SLOTS, max_warm_calls=10**6, min_rounds=rounds(9), max_rounds=9))
     run.run(budget_s=0.1)
     assert len(run.others) == 9
 
 
 def test_a_reference_that_changes_its_inputs_gets_the_candidate_new_ones() -> None:
     trial = steady(problem=FakeProblem(frozenset({"logits"})))
-    race(trial, rules=TimingRules(warm_calls=SLOTS, min_rounds=30, max_rounds=30)).run(budget_s=10)
+    race(trial, rules=TimingRules(warm_calls=SLOTS, min_rounds=rounds(30), max_rounds=30)).run(budget_s=10)
     text = "|".join(trial.log)
     assert "trusted block|mint|reveal|other block" in text
     assert "trusted block|reveal" not in text
@@ -427,7 +436,7 @@ def test_however_long_judging_takes_some_timed_outputs_are_compared() -> None:
     counts = []
     for _ in range(60):
         trial = steady(slots=40, judge_s=1e6)
-        race(trial, rules=replace(RULES, min_rounds=12)).run(budget_s=10)
+        race(trial, rules=replace(RULES, min_rounds=rounds(12))).run(budget_s=10)
         assert all(len(slots) == 1 for slots in trial.collected)
         counts.append(len(trial.collected))
     assert min(counts) >= 2 and sum(counts) / len(counts) == pytest.approx(2 + sum(2 / r for r in range(3, 13)), rel=0.2)
@@ -500,7 +509,7 @@ def test_eager_calls_of_all_blocks_count_together_and_replays_round_by_round() -
     times = {mode: FakeTrial(itertools.cycle([100.0, 100.0, 160.0]), itertools.cycle([80.0, 50.0, 50.0])) for mode in ("eager", "graph")}
     ratios = {}
     for mode, trial in times.items():
-        run = race(trial, mode=mode, rules=TimingRules(warm_calls=SLOTS, min_rounds=9, max_rounds=9))
+        run = race(trial, mode=mode, rules=TimingRules(warm_calls=SLOTS, min_rounds=rounds(9), max_rounds=9))
         run.run(budget_s=10)
         ratios[mode] = run.ratio()
     assert ratios["eager"].median == pytest.approx(2.0) and ratios["eager"].half_width == 0.0
@@ -508,7 +517,7 @@ def test_eager_calls_of_all_blocks_count_together_and_replays_round_by_round() -
 
 
 def test_how_narrow_the_interval_is_is_looked_at_every_third_round() -> None:
-    run = race(steady(), rules=TimingRules(warm_calls=SLOTS, min_rounds=10, max_rounds=30))
+    run = race(steady(), rules=TimingRules(warm_calls=SLOTS, min_rounds=rounds(10), max_rounds=30))
     run.run(budget_s=10)
     assert len(run.others) == 12
 
@@ -637,9 +646,9 @@ def test_reference_against_reference_is_not_judged() -> None:
     ("mode", "prepare_s", "captures"),
     [
         ("eager", 0.0, 1),
-        ("graph", 0.0, RULES.min_rounds),
-        ("graph", 0.01, 1 + (RULES.min_rounds - 1) // 2),
-        ("graph", 1e3, 1 + (RULES.min_rounds - 1) // RULES.rounds_per_capture),
+        ("graph", 0.0, MIN_ROUNDS),
+        ("graph", 0.01, 1 + (MIN_ROUNDS - 1) // 2),
+        ("graph", 1e3, 1 + (MIN_ROUNDS - 1) // RULES.rounds_per_capture),
     ],
     ids=["not at all", "in every round", "when rounds took as long", "at the latest"],
 )
@@ -727,7 +736,7 @@ def test_time_that_no_single_block_shows_is_found_in_all_of_them(other_s: float,
     ids=["true", "forged", "within what is allowed", "not faster", "calls change inputs", "a block is long enough"],
 )
 def test_claims_are_held_against_stretches_of_calls(claimed_us: float, true_us: float, more: dict[str, Any], stretches: int) -> None:
-    slots, rules = 6, TimingRules(warm_calls=SLOTS, min_rounds=9, max_rounds=9, hidden_us=1_000.0)
+    slots, rules = 6, TimingRules(warm_calls=SLOTS, min_rounds=rounds(9), max_rounds=9, hidden_us=1_000.0)
     trial = steady(**{"other_us": claimed_us, "slots": slots, "true_us": (more.get("trusted_us", 100.0), true_us), **more})
     run = race(trial, rules=rules, usual_excess_us=0.0)
     run.run(budget_s=10)
@@ -812,6 +821,16 @@ def test_what_both_sides_wait_for_in_locked_calls_costs_nobody_anything() -> Non
     assert run.scored_by == "quantile" and run.ratio().median == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize(("longer_us", "scored_by"), [(90.0, "quantile"), (110.0, "locked")])
+def test_long_locked_calls_vary_by_more_whosever_they_are(mode: str, longer_us: float, scored_by: str) -> None:
+    """By a hundredth of 10 ms, here, though the reference takes 100 us."""
+    trial = FakeTrial(itertools.repeat(100.0), itertools.repeat(10_000.0), slots=12, lockable=True, outer_us=10_000.0 + 25.0 + longer_us)
+    run = race(trial, mode=mode, rules=LIMITS)
+    run.run(budget_s=10)
+    assert run.scored_by == scored_by
+
+
 def test_locked_calls_are_compared_as_others_are() -> None:
     """Everybody knows which they are: with none of them compared, or none of the others, garbage would do."""
     trial = steady(slots=40, lockable=True)
@@ -821,7 +840,7 @@ def test_locked_calls_are_compared_as_others_are() -> None:
     found = []
     for _ in range(60):
         trial = steady(slots=40, lockable=True, judge_s=1e6)
-        race(trial, slots=40, rules=replace(RULES, min_rounds=3, max_rounds=3)).run(budget_s=10)
+        race(trial, slots=40, rules=replace(RULES, min_rounds=rounds(3), max_rounds=3)).run(budget_s=10)
         first = next(item for item in trial.locked if item.calls)
         found.append(trial.collected[0] == list(first.keys))
     assert 15 <= sum(found) <= 45
@@ -959,9 +978,11 @@ def test_a_reference_that_is_slower_beside_the_candidate_shows() -> None:
 @pytest.mark.parametrize(("spread", "certain"), [(0.0, True), (0.3, False)], ids=["certain", "uncertain"])
 def test_what_stays_uncertain_of_the_baseline_is_the_noise_floor(spread: float, certain: bool) -> None:
     """A rough one moves the speedup little, and hides little: two groups are known to lie about 1 % apart."""
-    baseline = race(FakeTrial(itertools.repeat(100.0), itertools.cycle([95.0, 95.0 * (1 + spread), 95.0])), side="reference", mode="graph")
+    rules = replace(RULES, place_spread_us={"graph": 0.0})
+    others_us = itertools.cycle([95.0, 95.0 * (1 + spread), 95.0])
+    baseline = race(FakeTrial(itertools.repeat(100.0), others_us), side="reference", mode="graph", rules=rules)
     baseline.run(budget_s=10)
-    speed = SpeedTrial(steady(100.0, 50.0), ("graph",), RULES, None, (), 0.0)  # type: ignore[arg-type]
+    speed = SpeedTrial(steady(100.0, 50.0), ("graph",), rules, None, (), 0.0)  # type: ignore[arg-type]
     speed.slots["graph"], speed.baselines["graph"] = SLOTS, baseline
     measured = speed.measure("graph")
     assert measured.placement == baseline.ratio().median and measured.faster
@@ -970,6 +991,22 @@ def test_what_stays_uncertain_of_the_baseline_is_the_noise_floor(spread: float, 
     else:
         assert 0.01 < measured.noise_floor <= 0.02 < baseline.ratio().half_width
         assert measured.speedup.median == pytest.approx(2.0, rel=0.02)
+
+
+@pytest.mark.parametrize(("us", "half_width"), [(5.0, 0.0335), (10.0, 0.0204), (500.0, 0.0098)])
+def test_where_graphs_lie_leaves_short_replays_uncertain(us: float, half_width: float) -> None:
+    """Also where rounds agree to the last digit, and whatever the baseline says: by 0.05 us on either side of either race."""
+    speeds = []
+    for baseline_us in (us, 0.95 * us):
+        baseline = race(steady(us, baseline_us), side="reference", mode="graph")
+        baseline.run(budget_s=10)
+        speed = SpeedTrial(steady(us, us), ("graph",), RULES, None, (), 0.0)  # type: ignore[arg-type]
+        speed.slots["graph"], speed.baselines["graph"] = SLOTS, baseline
+        speeds.append(speed.measure("graph").speedup)
+    alike, apart = speeds
+    assert (alike.high - alike.low) / 2 == pytest.approx(half_width, rel=0.02)
+    believed = math.log(apart.median) / math.log(0.95)
+    assert believed == pytest.approx(1 / (1 + 2 * (0.05 / us / 0.01) ** 2), abs=0.03)
 
 
 @pytest.mark.parametrize("where", ["probe", "group"])

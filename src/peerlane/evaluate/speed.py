@@ -312,7 +312,7 @@ class Race:
     def _knows_enough(self, passed_s: float, budget_s: float) -> bool:
         """Whether no round is needed any more. A candidate gets twice the usual number where they tell too little: on a busy host."""
         rules, count = self.rules, len(self.others)
-        enough = rules.baseline_rounds if self.side == "reference" else rules.min_rounds
+        enough = rules.baseline_rounds if self.side == "reference" else rules.min_rounds[self.mode]
         if count < (enough if passed_s < rules.patience_s else rules.fewest_rounds):
             return False
         if self.side == "reference" or passed_s > budget_s:
@@ -381,9 +381,10 @@ class Race:
 
     @property
     def _locked_limit_us(self) -> float:
-        """By how much the locked calls of an honest candidate may seem longer than they are."""
+        """By how much the locked calls of an honest candidate may seem longer than they are. Long calls vary by more, whosever they are;
+        nobody gains by claiming that they are long."""
         rules, further = self.rules, max(0, self.trial.output_tensors - 1)
-        usual_us = statistics.fmean(block.mean_us for block in self.references)
+        usual_us = max(statistics.fmean(block.mean_us for block in self.references), self._claimed_us().median)
         return rules.locked_slack_us[self.mode] + rules.locked_slack_share * usual_us + rules.locked_output_slack_us[self.mode] * further
 
     @property
@@ -488,6 +489,12 @@ class Race:
     def ratio(self) -> Interval:
         """Reference over other."""
         return self._claimed_ratio().scaled(self._believed)
+
+    def graphs_apart(self) -> Interval:
+        """What a ratio is uncertain by besides, since the race has seen few of the places that the driver may put graphs in."""
+        both = (self.references, self.others)
+        spreads = [self.rules.place_spread_us[self.mode] / statistics.median(self._blocks_us(blocks)) for blocks in both]
+        return Interval.about_one(math.hypot(*spreads))
 
     def _claimed_ratio(self) -> Interval:
         """The same by events alone: of the usual calls of all rounds, or round by round."""

@@ -166,8 +166,8 @@ class SpeedTrial:
             raise Unmeasurable(f"{what}: {failure}") from None
         self._check_floor(race)
         between_races = Interval.about_one(self.rules.race_spread[mode])
-        placement = baseline.ratio().shrunk(self.rules.placement_spread)
-        speedup = race.ratio() * between_races * _inverse(placement)
+        placement = (baseline.ratio() * baseline.graphs_apart()).shrunk(self.rules.placement_spread)
+        speedup = race.ratio() * race.graphs_apart() * between_races * _inverse(placement)
         reference_us, candidate_us = baseline.times_us(), race.times_us()
         locked = locked_excess(race.references, race.others)
         return ModeSpeed(

@@ -345,9 +345,9 @@ class ModeSpeed(Record):
     candidate_blocks_us: tuple[float, ...]
     scored_by: Literal["quantile", "mean", "locked", "median"] = Field(
         default="median",
-        description="what is scored: quantiles of the calls (the mean of all eager ones between the first and the third decile, the "
-        "median of each block's replayed ones), or the mean, where the candidate's are more unequal than the reference's, or what locked "
-        "calls take at least, where that is more. median: by an earlier evaluator",
+        description="what is scored: the calls between two quantiles (the mean of all eager ones between the first and the third decile, "
+        "of each block's replayed ones between the quartiles), or the mean of all, where the candidate's are more unequal than the "
+        "reference's, or what locked calls take at least, where that is more. median: by an earlier evaluator",
     )
     candidate_p10_us: float = Field(gt=0)
     candidate_p90_us: float = Field(gt=0)

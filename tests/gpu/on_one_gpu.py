@@ -1,0 +1,64 @@
+"""peerlane on a machine with one GPU, for work on the evaluator: with one rank, or with two that share the GPU.
+
+    python tests/gpu/on_one_gpu.py 1 eval reference --problem 1-20 --preset pkb --mode eager,graph --world-size 1
+    python tests/gpu/on_one_gpu.py 2 eval tests/adversarial/corpus/1_c61_works_ahead_pytorch.py --mode eager --world-size 2
+
+It runs a copy of the package in which that is allowed. One rank's collectives are copies, and some problems have no case for it: times say
+something about the protocol of timing, nothing about a problem, and physical floors that count links may be too high. Two ranks talk by
+gloo, which no graph holds, and take turns on the GPU: what is seen there is how the evaluator works, not how fast anything is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "src" / "peerlane"
+CHANGES: dict[int, dict[str, dict[str, str]]] = {
+    1: {"problems/_spec.py": {"(2, 4, 8)": "(1, 2, 4, 8)"}},
+    2: {
+        "evaluate/worker.py": {
+            'torch.device("cuda", rank)': 'torch.device("cuda", 0)',
+            '"nccl", store=store, rank=self.rank, world_size=self.world_size, device_id=self.device)': (
+                '"gloo", store=store, rank=self.rank, world_size=self.world_size)'
+            ),
+        },
+        "evaluate/evaluation.py": {"torch.cuda.device_count() if": "2 * torch.cuda.device_count() if"},
+        "evaluate/nursery_handle.py": {
+            'if device == "cpu" else environment': 'if device == "cpu" else {**environment, "GLOO_SOCKET_IFNAME": "lo"}'
+        },
+    },
+}
+"""By the number of ranks: what stands in a file instead of what."""
+
+
+def changed_copy(ranks: int, folder: Path) -> None:
+    """Puts a package for so many ranks on one GPU into a folder. Raises LookupError where the package is no longer what this file knows."""
+    shutil.copytree(PACKAGE, folder / "peerlane", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, changes in CHANGES[ranks].items():
+        path = folder / "peerlane" / name
+        text = path.read_text()
+        for old, new in changes.items():
+            if text.count(old) != 1:
+                raise LookupError(f"{name} holds {old!r} {text.count(old)} times, expected once: mend CHANGES in {__file__}")
+            text = text.replace(old, new)
+        path.write_text(text)
+
+
+def main() -> int:
+    match sys.argv[1:]:
+        case [("1" | "2") as ranks, *arguments] if arguments:
+            with tempfile.TemporaryDirectory() as folder:
+                changed_copy(int(ranks), Path(folder))
+                path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+                return subprocess.run([sys.executable, "-m", "peerlane", *arguments], env={**os.environ, "PYTHONPATH": path}).returncode
+    print(__doc__)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
