@@ -264,7 +264,7 @@ def _without_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def race(trial: FakeTrial, side: str = "candidate", mode: str = "eager", rules: TimingRules = RULES, **more: Any) -> Race:
-    return Race(trial, mode, side, rules, **{"slots": trial.slots, **more})  # type: ignore[arg-type]
+    return Race(**{"trial": trial, "mode": mode, "side": side, "rules": rules, "slots": trial.slots, **more})  # type: ignore[arg-type]
 
 
 def steady(trusted_us: float = 100.0, other_us: float = 50.0, **more: Any) -> FakeTrial:

@@ -14,25 +14,23 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from peerlane.errors import HarnessError
-from peerlane.evaluate.block_times import BlockTimes, locked_excess, locked_us, prepares
+from peerlane.evaluate.block_times import BlockTimes, locked_excess
 from peerlane.evaluate.cores import parts
 from peerlane.evaluate.exchanges import Exchanges
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
-from peerlane.evaluate.statistics import Interval, median_interval, paired_interval, pooled_interval, quantile
+from peerlane.evaluate.rounds import Rounds
+from peerlane.evaluate.statistics import median_interval
 from peerlane.evaluate.trial import Rejected, Trial
 from peerlane.evaluate.turnstile import NOTHING_LOCKED, LockedCalls, Passage
 from peerlane.evaluate.verdict import Tampered
-from peerlane.settings import TimingRules
 
 _ROUNDS_PER_LOOK = 3  # at how narrow the interval is
 _FEWEST_COMPARED = 2
 _MANY = 1 << 20  # cores, far more than a rank has
 _LATE_LOOKS, _BLOCKS_PER_LATE_LOOK = 1 / 3, 4  # the share of a candidate's blocks, and at the latest
-ScoredBy = Literal["quantile", "mean", "locked"]
 _dice = random.SystemRandom()
 
 
@@ -63,12 +61,11 @@ def not_captured(answers: list[Message]) -> str | None:
     return next((str(answer.get("why")) for answer in answers if not answer.get("captured")), None)
 
 
-@dataclass
-class Race:
+@dataclass(kw_only=True)
+class Race(Rounds):
     """Timed rounds of one mode, in which a side alternates with the trusted reference.
 
-    ``side`` is ``reference`` (in the candidate's ranks, before candidate code is loaded) or ``candidate``. A block uses the first ``slots``
-    slots of the trial. What is usual here, the hand-off, an idle GPU's latency, and how unequal a block's calls are, comes from the
+    A block uses the first ``slots`` slots of the trial. What is usual here, the hand-off and an idle GPU's latency, comes from the
     reference's own race.
 
     Every block begins on cores that run at full speed, if there are any; both blocks of a round look for them in one order, drawn for
@@ -76,16 +73,10 @@ class Race:
     """
 
     trial: Trial
-    mode: str
-    side: str
-    rules: TimingRules
     slots: int
     slack_limit_us: float = math.inf
     latency_limit_us: float = math.inf
     usual_excess_us: float = math.inf
-    usual_skews: tuple[float, ...] = ()
-    references: list[BlockTimes] = field(default_factory=list)
-    others: list[BlockTimes] = field(default_factory=list)
     stretches_us: list[float] = field(default_factory=list)
     """of each stretch that only the outer clock timed, what a call took longer than the events say"""
     discarded: int = 0
@@ -95,10 +86,6 @@ class Race:
     """the latest capture"""
     _due_s: float = 0.0
     """from when on there may be another"""
-
-    @property
-    def _shares(self) -> tuple[float, float]:
-        return self.rules.usual_shares[self.mode]
 
     @property
     def _parts(self) -> tuple[range, ...]:
@@ -284,6 +271,7 @@ class Race:
 
         Graphs are captured anew between rounds, see :attr:`_capture_is_due`.
         """
+        self.outputs = self.trial.output_tensors
         self.trial.discard()
         self._renew()
         self.prepare()
@@ -355,50 +343,6 @@ class Race:
             return f"a GPU is busy when the block is over: a tiny kernel takes {block.idle_latency_us:.0f} us; {usual}"
         return None
 
-    @property
-    def skew(self) -> float:
-        """How unequal the other side's calls are: mean over usual time, in the middle block."""
-        return statistics.median(block.skew for block in self.others)
-
-    @property
-    def usual_skew(self) -> float:
-        """How unequal the calls of the reference's blocks are at most, in their middle, with a margin. Never below the margin."""
-        skews = [*self.usual_skews, *(block.skew for block in self.references), 1.0]
-        return self.rules.skew_margin * max(1.0, median_interval(skews).high)
-
-    @property
-    def _unequal(self) -> bool:
-        """Whether the other side's calls are more unequal than the reference's, so that a quantile would leave out work."""
-        return self.side == "candidate" and self.skew > self.usual_skew
-
-    @property
-    def scored_by(self) -> ScoredBy:
-        """What stands for the other side: a quantile of each block's calls, or their mean where they are unequal; or what its locked calls
-        take at least, if that is more: others were prepared then, or put off, or are not what they are said to be."""
-        if self._believed < 1.0:
-            return "locked"
-        return "mean" if self._unequal else "quantile"
-
-    @property
-    def _locked_limit_us(self) -> float:
-        """By how much the locked calls of an honest candidate may seem longer than they are. Long calls vary by more, whosever they are;
-        nobody gains by claiming that they are long."""
-        rules, further = self.rules, max(0, self.trial.output_tensors - 1)
-        usual_us = max(statistics.fmean(block.mean_us for block in self.references), self._claimed_us().median)
-        return rules.locked_slack_us[self.mode] + rules.locked_slack_share * usual_us + rules.locked_output_slack_us[self.mode] * further
-
-    @property
-    def _believed(self) -> float:
-        """The time that is claimed, over the least that it can be by the outer clock around locked calls; 1 where it is no less. Who
-        prepares other calls is allowed nothing."""
-        rules, both = self.rules, (self.references, self.others)
-        taken = locked_us(*both) if self.side == "candidate" else None
-        if taken is None:
-            return 1.0
-        prepared = prepares(*both, rules.prepared_us[self.mode], rules.prepared_share)
-        least_us = taken.median if prepared else taken.low - self._locked_limit_us
-        return min(1.0, self._claimed_us().median / max(least_us, 1e-9))
-
     def _refuse_hidden_time(self) -> None:
         """A single block's hand-off may be long by chance; that of the usual block, beside the reference's of the same round, may not."""
         excess, limit = self.excess_us(), self.usual_excess_us + self.rules.hidden_us
@@ -466,63 +410,3 @@ class Race:
                 f"{limit_us:.1f} us is the most"
             )
             raise Rejected(Tampered(phase="timing", what=what))
-
-    def excess_us(self) -> Interval:
-        """How much longer the hand-off of the other side's blocks was than that of the reference's of the same round."""
-        return median_interval([other.slack_us - reference.slack_us for reference, other in zip(self.references, self.others, strict=True)])
-
-    def other_us(self) -> list[float]:
-        """The other side's time per call, block by block, as it is scored."""
-        believed = self._believed
-        return [us / believed for us in self._blocks_us(self.others)]
-
-    def _blocks_us(self, blocks: Sequence[BlockTimes]) -> list[float]:
-        unequal = self._unequal
-        return [block.mean_us if unequal else block.usual_us for block in blocks]
-
-    @property
-    def _pools(self) -> bool:
-        """Whether the calls of all blocks count together. What disturbs eager calls comes from the host and only ever adds to their time,
-        on either side of a round; what disturbs replays is drift, which both sides of a round share."""
-        return self.mode == "eager" and not self._unequal
-
-    def ratio(self) -> Interval:
-        """Reference over other."""
-        return self._claimed_ratio().scaled(self._believed)
-
-    def graphs_apart(self) -> Interval:
-        """What a ratio is uncertain by besides, since the race has seen few of the places that the driver may put graphs in."""
-        both = (self.references, self.others)
-        spreads = [self.rules.place_spread_us[self.mode] / statistics.median(self._blocks_us(blocks)) for blocks in both]
-        return Interval.about_one(math.hypot(*spreads))
-
-    def _claimed_ratio(self) -> Interval:
-        """The same by events alone: of the usual calls of all rounds, or round by round."""
-        if self._pools:
-            references, others = ([block.warm_us for block in blocks] for blocks in (self.references, self.others))
-            return pooled_interval(references, self._shares, over=others)
-        return paired_interval(self._blocks_us(self.references), over=self._blocks_us(self.others))
-
-    @property
-    def idle_latency_us(self) -> float:
-        """The longest that a tiny kernel took when a block was over."""
-        return max(block.idle_latency_us for block in self.others)
-
-    @property
-    def slack_us(self) -> float:
-        """The largest hand-off that was seen."""
-        return max(block.slack_us for block in [*self.references, *self.others])
-
-    def times_us(self) -> Interval:
-        """The other side's time per call."""
-        return self._claimed_us().scaled(1 / self._believed)
-
-    def _claimed_us(self) -> Interval:
-        """The same by its events alone."""
-        if self._pools:
-            return pooled_interval([block.warm_us for block in self.others], self._shares)
-        return median_interval(self._blocks_us(self.others))
-
-    def quantile_us(self, share: float) -> float:
-        """A quantile of all the other side's calls that count."""
-        return quantile([value for block in self.others for value in block.counted_us], share)

@@ -66,7 +66,7 @@ class SpeedTrial:
         self.trial.open()
         self._call_every_slot("reference")
         for mode in sorted(set(self.modes) - set(self.unmeasurable)):  # eager first
-            race = Race(self.trial, mode, "reference", self.rules, self.slots[mode])
+            race = self._new_race(mode, "reference")
             try:
                 race.run(self.rules.budget_s)
             except CaptureFailed as failure:
@@ -102,7 +102,7 @@ class SpeedTrial:
                 trial.session.suspect_trusted()
                 self._break(mode, why)
                 continue
-            times[mode] = self._shortest_call_us(Race(trial, mode, "reference", self.rules, trial.slots))
+            times[mode] = self._shortest_call_us(Race(trial=trial, mode=mode, side="reference", rules=self.rules, slots=trial.slots))
         slots = {
             mode: choose_slots(times["eager"], us, trial.slot_bytes, self.memory_bytes, self.rules, mode) for mode, us in times.items()
         }
@@ -140,20 +140,20 @@ class SpeedTrial:
     def rehearse(self, mode: Mode, marker: str) -> list[Message]:
         """A block of a mode that was measured, under the profiler; what the ranks answered. Raises :class:`Rejected` or GroupFailure."""
         try:
-            return Race(self.trial, mode, "candidate", self.rules, self.slots[mode]).rehearse(marker)
+            return self._new_race(mode, "candidate").rehearse(marker)
         except CaptureFailed as failure:
             if failure.trusted:
                 raise HarnessError(f"the reference could not be captured again: {failure}") from None
             raise GroupFailure("runtime_error", "audit", f"was captured to be timed, but not to be audited: {failure}") from None
 
+    def _new_race(self, mode: str, side: str, **more: Any) -> Race:
+        return Race(trial=self.trial, mode=mode, side=side, rules=self.rules, slots=self.slots[mode], **more)
+
     def _race(self, mode: Mode) -> ModeSpeed:
-        trial, baseline = self.trial, self.baselines[mode]
-        race = Race(
-            trial,
+        baseline = self.baselines[mode]
+        race = self._new_race(
             mode,
             "candidate",
-            self.rules,
-            self.slots[mode],
             slack_limit_us=3 * baseline.slack_us + 5_000,
             latency_limit_us=5 * baseline.idle_latency_us + 500,
             usual_excess_us=max(0.0, baseline.excess_us().high),
