@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -360,3 +361,12 @@ def test_live_progress_writes_only_to_stderr(capsys: pytest.CaptureFixture[str])
         shown.finished(wrong())
     captured = capsys.readouterr()
     assert captured.out == "" and "1 evaluation to run" in captured.err and "wrong_result" in captured.err
+
+
+def test_an_interrupt_while_torch_is_imported_is_one(tmp_path: Path) -> None:
+    """torch looks for numpy on its way, and takes whatever is raised there for its absence."""
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text("raise KeyboardInterrupt\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    ended = subprocess.run([sys.executable, "-m", "peerlane", "show", "1"], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 130 and "interrupted" in ended.stderr and "Traceback" not in ended.stderr

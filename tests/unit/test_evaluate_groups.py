@@ -133,6 +133,19 @@ def test_a_rank_that_ended_explains_the_error_of_one_that_waited_for_it(pair: tu
     assert (caught.value.kind, caught.value.rank) == ("exit", 1)
 
 
+@pytest.mark.parametrize(
+    "error", [None, "runtime_error", {}, *({"kind": kind, "message": "x"} for kind in ([], {}, None, 7, "hang", "exit"))]
+)
+def test_an_error_of_no_known_kind_is_garbage(error: Any, pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "call"}, "correctness", 5)
+    for channel in far.ranks:
+        channel.send({"ok": False, "error": error})
+    with pytest.raises(GroupFailure, match="neither ok nor an error") as caught:
+        group.finish()
+    assert caught.value.kind == "garbage"
+
+
 @pytest.mark.parametrize("kind", ["long", "deep"])
 def test_a_request_that_cannot_be_encoded_reaches_no_rank(kind: str, pair: tuple[RankGroup, Far]) -> None:
     """What a hostile rank wrote as UTF-8 may be three times as long when it is passed on."""

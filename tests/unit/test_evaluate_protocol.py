@@ -72,8 +72,11 @@ def test_oversize() -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"[1, 2]", b"null", b"17", b'"ok"', b'{"ok": tru', b"\xff\xfe", b'{"a": ' + b"9" * 5000 + b"}", b"[" * 200_000],
-    ids=["empty", "list", "null", "number", "string", "cut", "not_utf8", "endless_number", "deep"],
+    [
+        *[b"", b"[1, 2]", b"null", b"17", b'"ok"', b'{"ok": tru', b"\xff\xfe", b'{"a": ' + b"9" * 5000 + b"}", b"[" * 200_000],
+        *[b'{"a": "\xed\xa0\x80"}', '{"a": "\ud800"}'.encode("utf-16", "surrogatepass"), '{"a": 1}'.encode("utf-32")],
+    ],
+    ids=["empty", "list", "null", "number", "string", "cut", "not_utf8", "endless_number", "deep", "surrogate", "utf16", "utf32"],
 )
 def test_garbage_is_refused(body: bytes) -> None:
     with pair() as (far, channel):

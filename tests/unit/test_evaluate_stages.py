@@ -255,6 +255,13 @@ def test_a_defect_ends_one_evaluation_and_not_the_run(run: Run, stage: Stage) ->
     assert stage.log[-1] == "end group1"
 
 
+def test_a_failure_that_no_verdict_can_hold_ends_one_evaluation_too(run: Run, stage: Stage) -> None:
+    stage.wrong["group1 correctness"] = GroupFailure("runtime_error", "correctness", "bare \ud800", rank=0)
+    verdict = run().result.verdict
+    assert verdict.kind == "harness_error" and verdict.model_dump_json()
+    assert "this is a defect of peerlane" in verdict.message and stage.log[-1] == "end group1"
+
+
 def test_a_case_that_does_not_fit_is_nobody_s_fault(run: Run, stage: Stage) -> None:
     stage.wrong["group1 correctness"] = CaseTooLarge("1/huge needs more memory")
     examination = run()

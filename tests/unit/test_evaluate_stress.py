@@ -576,3 +576,33 @@ def test_ranks_hold_sms_with_what_they_are_given(monkeypatch: pytest.MonkeyPatch
     assert rank.handlers["arm"]({name: base64.b64encode(code).decode() for name, code in codes.items()}) == {}
     rank._jitter("crowd", 5.0)
     assert held == [b"\x7fELF too", (CPU, b"\x7fELF", 5.0)]
+
+
+@pytest.mark.parametrize(("kept", "into_inputs", "seen"), [(False, False, 7), (True, False, 7), (False, True, 101), (True, True, 7)])
+def test_what_a_call_returned_lasts_until_a_late_rank_calls_again(
+    monkeypatch: pytest.MonkeyPatch, kept: bool, into_inputs: bool, seen: int
+) -> None:
+    """A peer that is in its next call already writes to it. Inputs that were overwritten behind their call are not copied again."""
+    rank = candidate.CandidateRank({"world_size": 1, "device": "cpu"}, 0, memory_file("test"))
+    layout, size = place_slots([describe((torch.empty(1, dtype=torch.int64),))] * 3)
+    regions, room = place_slots([describe(torch.empty(1, dtype=torch.int64))] * 3)
+    arena = torch.zeros(size, dtype=torch.uint8)
+    arguments = ArgumentSlots(arena, layout, lambda name: None)
+    outputs = OutputRegions(torch.zeros(room, dtype=torch.uint8), regions, CPU)
+    results: list[torch.Tensor] = []
+
+    def solution(tensor: torch.Tensor) -> torch.Tensor:
+        results.append(tensor if into_inputs else torch.empty_like(tensor))
+        return results[-1].fill_(100 + len(results) - 1)
+
+    class Attached(candidate.AttachedCase):
+        def __init__(self) -> None:
+            super().__init__(types.SimpleNamespace(data=arena), arguments, outputs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rank, "_spaces", {"check": Attached()})
+    monkeypatch.setattr(rank, "_solution", solution)
+    monkeypatch.setattr(rank, "_jitter", lambda way, us: [result.fill_(7) for result in results[-1:]])
+    monkeypatch.setattr(rank, "_poison", lambda layout: None)
+    request = {"space": "check", "side": "candidate", "order": [0, 1, 2], "jitter": [[2, "host", 10.0]], "poisoned": [], "deadline_s": 1.0}
+    rank.stress({**request, "kept": [1] * kept, "exchanges": [], "locked": []})
+    assert [int(views[0]) for views in outputs.views] == [100, seen, 102]

@@ -295,6 +295,12 @@ class Builder(Group):
 
     overdue = False
     answering = False
+    wrong: Exception | None = None
+
+    def finish(self) -> list[Any]:
+        if self.wrong is not None:
+            raise self.wrong
+        return super().finish()
 
     def admit(self, sha256: str) -> None: ...
 
@@ -354,6 +360,19 @@ def test_a_build_that_takes_too_long_ends_before_its_turn(compiled: Any) -> None
     with pytest.raises(GroupFailure):
         ahead.finish(compiled)
     assert session.built == [builder]
+
+
+def test_what_goes_wrong_with_a_build_ahead_of_its_turn_is_told_of_in_its_turn(compiled: Any) -> None:
+    """There it costs one evaluation, and not the run."""
+    session: Any = Building()
+    ahead = builds.Builds(session, [compiled])
+    ahead.ahead()
+    session.built[0].answering, session.built[0].wrong = True, TypeError("by a candidate")
+    ahead.ahead()
+    assert session.built[0].killed and not ahead.ready(compiled)
+    with pytest.raises(GroupFailure):
+        ahead.finish(compiled)
+    assert len(session.built) == 2
 
 
 def test_a_candidate_is_ready_when_its_build_is_done(compiled: Any) -> None:

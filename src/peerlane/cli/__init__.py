@@ -5,6 +5,7 @@ Exit codes: see :class:`peerlane.cli._console.ExitCode`.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
 
@@ -40,7 +41,11 @@ app.command("docs")(docs.docs)
 def main() -> None:
     """The console script. Errors that peerlane raises on purpose end in one block on stderr, without a traceback."""
     try:
+        importlib.import_module("numpy")  # before torch, which would take an interrupt in there for its absence, and go on without
         app(prog_name="peerlane")
+    except KeyboardInterrupt:
+        print_error("interrupted")
+        sys.exit(ExitCode.INTERRUPTED)
     except SystemExit as ended:
         if ended.code == ExitCode.INTERRUPTED:
             print_error("interrupted; results that were finished are kept")

@@ -85,6 +85,11 @@ class BlockTimes:
         return self.locked_outer_us - self.locked_excess_us - statistics.median(self.counted_us)
 
     @property
+    def locked_around_us(self) -> float:
+        """What lies around the locked calls that is not the calls."""
+        return self.locked_excess_us + max(0.0, self.locked_delay_us)
+
+    @property
     def slack_us(self) -> float:
         """How much longer the outer clock ran than the events say: the hand-off."""
         return self.outer_us - self.span_us
@@ -133,7 +138,7 @@ def locked_us(references: Sequence[BlockTimes], others: Sequence[BlockTimes]) ->
     """What a locked call of the other side takes by the outer clock, without what the reference's of the same round says that lies around
     it, whatever the other side's events say. None where none were locked."""
     pairs = _locked(references, others)
-    times = [other.locked_outer_us - known.locked_excess_us - max(0.0, known.locked_delay_us) for known, other in pairs]
+    times = [other.locked_outer_us - known.locked_around_us for known, other in pairs]
     return median_interval(times) if times else None
 
 

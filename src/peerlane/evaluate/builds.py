@@ -50,7 +50,7 @@ class Builds:
     def ahead(self) -> None:
         """Ends builds that are done or take too long, and begins the next ones, as many at a time as the session's supply allows."""
         for path in [path for path, builder in self._running.items() if builder.overdue or builder.answering]:
-            with contextlib.suppress(HarnessError):
+            with contextlib.suppress(Exception):  # whatever it is, it is met again in the candidate's own turn, and told of there
                 self._done[path] = self._await(path)
         while self._upcoming and len(self._running) < self._session.supply.builds:
             with contextlib.suppress(HarnessError, CandidateChanged):  # it is tried again when it is this candidate's turn

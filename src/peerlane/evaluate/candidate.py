@@ -34,6 +34,8 @@ from peerlane.evaluate.timing import Block, Solution, capture_failure, make_bloc
 from peerlane.evaluate.worker import Rank
 from peerlane.problems._tree import Description, dtype_of, tensor_descriptions
 
+_data_ptr = torch.Tensor.data_ptr
+
 
 class _Given(SourceFileLoader):
     """Loads a module from bytes that are given, whatever its file or a compiled copy of it holds by now."""
@@ -81,6 +83,11 @@ class AttachedCase:
     """what the latest call returned, which is good until the next one"""
     called: list[int] = field(default_factory=list)
     """the slot that was called last, at rest"""
+
+    def holds_any(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether one of them lies in the arena, as arguments do."""
+        begin = self.arena.data.data_ptr()
+        return any(begin <= _data_ptr(tensor) < begin + self.arena.data.numel() for tensor in tensors)
 
     def clear(self) -> None:
         """Lets go of blocks, and of what they returned."""
@@ -243,7 +250,8 @@ class CandidateRank(Rank):
         ``jitter`` lists ``[position, way, us]``: what happens before which call; ``poisoned`` the positions before which freed memory is
         filled with NaN; ``exchanges`` and ``locked`` as in :meth:`Rank.hooks`. A call's inputs are overwritten in stream order behind its
         snapshot, for what a peer reads then, it reads too late. Those of the calls at the positions ``kept`` stay, to be looked at, and the
-        last call's, so that what it returned, which may be its inputs, can be looked at again.
+        last call's, so that what it returned, which may be its inputs, can be looked at again. When this rank has been held up behind a
+        call, what that returned is copied once more: it has to last until the next one, however far the peers are by then.
         """
         attached = self._spaces[request["space"]]
         solution, outputs, order = self._side(request), attached.outputs, request["order"]
@@ -252,20 +260,28 @@ class CandidateRank(Rank):
             before.setdefault(position, []).append((way, us))
         poisoned, kept = set(request["poisoned"]), {*request["kept"], len(order) - 1}
         first, then = self.hooks(request, attached.arguments, outputs)
+
+        def hold_up(position: int) -> bool:
+            for way, us in before.get(position, ()):
+                self._jitter(way, us)
+            return position in before
+
         attached.latest = list
         for position, slot in enumerate(order):
             if position in first:
                 first[position]()
             if position in poisoned:
                 self._poison(outputs.layout[slot])
-            for way, us in before.get(position, ()):
-                self._jitter(way, us)
+            if position == 0:
+                hold_up(0)
             args = outputs.fresh(attached.arguments.args[slot])
             found = outputs.take(slot, solution(*args), args)
             if position in then:
                 then[position]()
             if position not in kept:
                 attached.arguments.spoil(slot)
+            if hold_up(position + 1) and position not in then and (position in kept or not attached.holds_any(found)):
+                outputs.copy(slot, found)  # but not what was committed to, nor inputs that are no more
             if position < len(order) - 1:
                 del found
         attached.latest = functools.partial(list, found)

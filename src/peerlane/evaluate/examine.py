@@ -124,26 +124,33 @@ class Examination:
         """The result: correct, or the reason why not. After a failure the group has been ended."""
         log = ""
         try:
-            verdict = self._examine()
-        except Rejected as rejected:
-            verdict = rejected.verdict
-        except GroupFailure as failure:
-            verdict, self.healthy = self._blame(failure), False
-        except CandidateChanged as error:
-            verdict = NotRun(missing=str(error))
-        except CaseTooLarge as error:
-            verdict, self.healthy = NotRun(missing=str(error)), False
-        except HarnessError as error:
-            verdict, self.healthy = HarnessFailure(phase=self.phase, message=str(error)), False
-            self.no_ranks = isinstance(error, NoRanks)
+            verdict = self._judge()
         except Exception as error:  # a defect, which this candidate may have found: the others are judged all the same
             where = traceback.format_exc()[-ERROR_CHARACTERS:]
             what = f"{where}\nthis is a defect of peerlane, please report it: {type(error).__name__}: {error}"
-            verdict, self.healthy = HarnessFailure(phase=self.phase, message=what), False
+            verdict, self.healthy = HarnessFailure(phase=self.phase, message=what.encode(errors="replace").decode()), False
         if not isinstance(verdict, (Correct, NotRun)) and self.group is not None:
             self.end_group()
             log = self.group.log_tail()
         return self._result(verdict, log)
+
+    def _judge(self) -> Verdict:
+        """The verdict, also of what was raised."""
+        try:
+            return self._examine()
+        except Rejected as rejected:
+            return rejected.verdict
+        except GroupFailure as failure:
+            self.healthy = False
+            return self._blame(failure)
+        except CandidateChanged as error:
+            return NotRun(missing=str(error))
+        except CaseTooLarge as error:
+            self.healthy = False
+            return NotRun(missing=str(error))
+        except HarnessError as error:
+            self.healthy, self.no_ranks = False, isinstance(error, NoRanks)
+            return HarnessFailure(phase=self.phase, message=str(error))
 
     def _blame(self, failure: GroupFailure) -> Verdict:
         if failure.phase == "build" or self.loaded:

@@ -14,7 +14,7 @@ from peerlane.evaluate import linux
 from peerlane.evaluate.caches import CacheSlot
 from peerlane.evaluate.protocol import ERROR_CHARACTERS, Channel, Message, encode
 
-_REPORTED_KINDS = {"runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run"}
+_REPORTED_KINDS = ("runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run")
 _GRACE_S = 0.1  # after the first rank fails, the leader or another rank has this long to be found dead, which would be the cause
 
 

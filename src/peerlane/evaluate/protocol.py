@@ -79,7 +79,7 @@ class Channel:
         body = bytes(self._buffer[_HEADER.size : _HEADER.size + length])
         del self._buffer[: _HEADER.size + length]
         try:
-            message = json.loads(body)
+            message = json.loads(body.decode())  # strictly UTF-8: of bytes, loads lets surrogates pass, and guesses other encodings
             if _SURROGATE.search(body):  # those without a partner are valid JSON, but cannot be encoded when a result is written
                 message = json.loads(json.dumps(message, ensure_ascii=False).encode(errors="replace"))
         except (ValueError, RecursionError) as error:

@@ -23,14 +23,17 @@ class Rounds:
     """Paired blocks of the trusted reference and of another side, in one mode.
 
     ``side`` is ``reference`` (in the candidate's ranks, before candidate code is loaded) or ``candidate``. How unequal a block's calls
-    usually are (``usual_skews``) comes from the reference's own rounds. ``outputs``: tensors that a call returns.
+    usually are (``usual_skews``), and what lies around locked ones (``usual_around_us``), comes from the reference's own rounds.
+    ``outputs``: tensors that a call returns. ``captures``: how often graphs were captured for these rounds.
     """
 
     mode: str
     side: str
     rules: TimingRules
     usual_skews: tuple[float, ...] = ()
+    usual_around_us: float = math.inf
     outputs: int = 1
+    captures: int = 1
     references: list[BlockTimes] = field(default_factory=list)
     others: list[BlockTimes] = field(default_factory=list)
 
@@ -71,16 +74,35 @@ class Rounds:
         return rules.locked_slack_us[self.mode] + rules.locked_slack_share * usual_us + rules.locked_output_slack_us[self.mode] * further
 
     @property
-    def _believed(self) -> float:
-        """The time that is claimed, over the least that it can be by the outer clock around locked calls; 1 where it is no less. Who
-        prepares other calls is allowed nothing."""
+    def _least_us(self) -> float | None:
+        """The least that a candidate's calls can take, by the outer clock around locked ones; None where there are none. Who prepares other
+        calls is allowed nothing."""
         rules, both = self.rules, (self.references, self.others)
         taken = locked_us(*both) if self.side == "candidate" else None
         if taken is None:
-            return 1.0
+            return None
         prepared = prepares(*both, rules.prepared_us[self.mode], rules.prepared_share)
-        least_us = taken.median if prepared else taken.low - self._locked_limit_us
-        return min(1.0, self._claimed_us().median / max(least_us, 1e-9))
+        return taken.median if prepared else taken.low - self._locked_limit_us
+
+    @property
+    def _believed(self) -> float:
+        """The time that is claimed, over the least that it can be; 1 where it is no less."""
+        return min(1.0, self._claimed_us().median / max(self._least_us or 0.0, 1e-9))
+
+    def around_us(self) -> float:
+        """What usually lies around the reference's locked calls; infinite where there are none."""
+        return statistics.median([block.locked_around_us for block in self.references if block.locked_us] or [math.inf])
+
+    @property
+    def hidden_us(self) -> float:
+        """How much of a candidate's call may be hidden by what disturbs the reference's locked ones, whoever does that: so much more than
+        before the candidate was loaded lies around them, beyond what varies anyway. 0 where it claims no less than it could then."""
+        if (least_us := self._least_us) is None:
+            return 0.0
+        usual_us = statistics.fmean(block.mean_us for block in self.references)
+        varies_us = self.rules.around_us[self.mode] + self.rules.around_share[self.mode] * usual_us
+        more_us = max(0.0, self.around_us() - self.usual_around_us - varies_us)
+        return more_us if self._claimed_us().median < least_us + more_us else 0.0
 
     def excess_us(self) -> Interval:
         """How much longer the hand-off of the other side's blocks was than that of the reference's of the same round."""
@@ -108,7 +130,8 @@ class Rounds:
     def graphs_apart(self) -> Interval:
         """What a ratio is uncertain by besides, since the race has seen few of the places that the driver may put graphs in."""
         both = (self.references, self.others)
-        spreads = [self.rules.place_spread_us[self.mode] / statistics.median(self._blocks_us(blocks)) for blocks in both]
+        spread_us = self.rules.place_spread_us[self.mode] / math.sqrt(self.captures)
+        spreads = [spread_us / statistics.median(self._blocks_us(blocks)) for blocks in both]
         return Interval.about_one(math.hypot(*spreads))
 
     def _claimed_ratio(self) -> Interval:

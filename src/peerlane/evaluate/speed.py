@@ -77,6 +77,7 @@ class Race(Rounds):
     slack_limit_us: float = math.inf
     latency_limit_us: float = math.inf
     usual_excess_us: float = math.inf
+    usual_slack_us: float = math.inf
     stretches_us: list[float] = field(default_factory=list)
     """of each stretch that only the outer clock timed, what a call took longer than the events say"""
     discarded: int = 0
@@ -122,7 +123,8 @@ class Race(Rounds):
         answers, passages, outer_us = self._run_other(calls)
         ended = time.monotonic()
         times = BlockTimes.of(answers, self.slots, outer_us, self._shares, self._parts, passages)
-        trial.hold_to(passages, calls.locked, "timing")
+        if self.side == "candidate":
+            trial.hold_to(passages, calls.locked, "timing")
         latencies = [float(answer["latency_us"]) for answer in trial.trusted("latency")]
         if calls.compared:
             trial.count_collectives(answers)
@@ -141,7 +143,7 @@ class Race(Rounds):
     def _run_other(self, calls: _Calls, *, timed: bool = True) -> tuple[list[Message], list[Passage], float]:
         """As :meth:`_run_trusted`, of the other side; what was minted is revealed just before."""
         trial = self.trial
-        if self._needs_new_contents:
+        if self._needs_new_contents or calls.locked.calls:
             trial.reveal(self.slots, calls.locked)
         request = {"op": "block", "mode": self.mode, "side": self.side, "order": calls.order, "exchanges": calls.exchanges.steps}
         requests = [{**request, **self._how(calls.core, timed=timed)}] * len(trial.layouts)
@@ -168,10 +170,11 @@ class Race(Rounds):
         return self.side == "candidate" or bool(self.trial.problem.changeable)
 
     def _draw_calls(self, *, compared: bool, passes: int = 1) -> _Calls:
-        """A block, in which calls are locked if it is to be compared; or a stretch of passes over all slots, in which contents change
-        places instead: a slot can be locked for one call only."""
+        """A block, in which calls are locked if it is to be compared, or is the reference's; or a stretch of passes over all slots, where
+        contents change places instead: a slot can be locked for one call only."""
         order = self._new_order(passes)
-        locked = self.trial.lock(order, self._positions(self.rules.locked_calls) if compared and passes == 1 else ())
+        locks = passes == 1 and (compared or self.side == "reference")  # whose own rounds tell what usually lies around such calls
+        locked = self.trial.lock(order, self._positions(self.rules.locked_calls) if locks else ())
         chosen = self._chosen_slots(order[-1], list(locked.keys)) if compared else []
         exchanges = self.trial.exchanges(order, self._late_calls(order, chosen) if passes > 1 else ())
         return _Calls(_dice.randrange(_MANY), order, compared, chosen, exchanges, locked)
@@ -257,21 +260,22 @@ class Race(Rounds):
 
     def prepare(self) -> None:
         """Builds the blocks of both sides, at the same time; raises :class:`CaptureFailed`."""
-        trial, begin = self.trial, time.monotonic()
+        trial = self.trial
         ours, theirs = trial.prepare(self.mode, self.side)
         if (why := not_captured(ours)) is not None:
             trial.session.suspect_trusted()
             raise CaptureFailed(why, trusted=True)
         if (why := not_captured(theirs)) is not None:
             raise CaptureFailed(why, trusted=False)
-        self._rounds_since, self._due_s = 0, 2 * time.monotonic() - begin
+        took_s = max(float(answer["took_s"]) for answer in ours)  # how long the other side takes is up to the candidate
+        self.captures, self._rounds_since, self._due_s = self.captures + 1, 0, time.monotonic() + took_s
 
     def run(self, budget_s: float) -> None:
         """Warms both sides, then rounds until the interval is narrow or the budget is spent.
 
         Graphs are captured anew between rounds, see :attr:`_capture_is_due`.
         """
-        self.outputs = self.trial.output_tensors
+        self.captures, self.outputs = 0, self.trial.output_tensors
         self.trial.discard()
         self._renew()
         self.prepare()
@@ -284,6 +288,7 @@ class Race(Rounds):
             self._keep(*self._round())
             self._rounds_since += 1
         if self.side == "candidate":
+            self._refuse_disturbance()
             self._refuse_hidden_time()
             self._refuse_false_claims()
             self.trial.judge("timing")
@@ -326,10 +331,13 @@ class Race(Rounds):
             return
         if self.trial.session.settle():
             return  # ranks were coming up meanwhile: no wonder
-        self.discarded += 1
+        self._discard()
         self.suspicious += doubt is not None
         if doubt is not None and self.suspicious > self.rules.max_rounds:
             raise Rejected(Tampered(phase="timing", what=doubt))
+
+    def _discard(self) -> None:
+        self.discarded += 1
         if self.discarded > 2 * self.rules.max_rounds:
             raise HarnessError(f"this node is too disturbed to time anything: {self.discarded} rounds in which the clocks disagree")
 
@@ -342,6 +350,16 @@ class Race(Rounds):
             usual = f"at rest it takes at most {self.latency_limit_us:.0f} us"
             return f"a GPU is busy when the block is over: a tiny kernel takes {block.idle_latency_us:.0f} us; {usual}"
         return None
+
+    def _refuse_disturbance(self) -> None:
+        """What disturbs the reference's locked calls hides the candidate's, whose calls are compared with them. Nobody is accused: any
+        process of this machine may do that."""
+        if (hidden_us := self.hidden_us) > 0:
+            raise HarnessError(
+                "this node is too disturbed to hold claims against the outer clock: beside the candidate "
+                f"{self.around_us():.0f} us lie around a locked call of the reference, and {self.usual_around_us:.0f} us did before, "
+                f"so {hidden_us:.0f} us of a call may be hidden; run it again on a machine that nobody else keeps busy"
+            )
 
     def _refuse_hidden_time(self) -> None:
         """A single block's hand-off may be long by chance; that of the usual block, beside the reference's of the same round, may not."""
@@ -378,7 +396,11 @@ class Race(Rounds):
         rules, calls, excess = self.rules, passes * self.slots, self.stretches_us
         limit_us = (self.usual_excess_us + rules.hidden_us) / calls + rules.hidden_share * usual_us
         while len(excess) < rules.min_stretches or (statistics.median(excess) > limit_us and len(excess) < rules.max_stretches):
-            excess.append(self._stretch(passes) / calls)
+            other_us, reference_us = self._stretch(passes)
+            if reference_us > passes * self.usual_slack_us + rules.hidden_us:  # who disturbs the reference would hide as much of its own
+                self._discard()
+                continue
+            excess.append((other_us - reference_us) / calls)
         if median_interval(excess).low > limit_us:
             what = (
                 f"{calls} calls behind each other take {statistics.median(excess):.1f} us each longer than the events of such calls say, "
@@ -386,8 +408,8 @@ class Race(Rounds):
             )
             raise Rejected(Tampered(phase="timing", what=what))
 
-    def _stretch(self, passes: int) -> float:
-        """How much longer the calls of this many passes over all slots take than the race's events say, beside the reference's calls."""
+    def _stretch(self, passes: int) -> tuple[float, float]:
+        """How much longer the calls of so many passes over all slots take than the race's events say, and the reference's next to them."""
         self.trial.mint(slots=self.slots)
         drawn = self._draw_calls(compared=True, passes=passes)
         order, late = self._new_order(passes), len(drawn.exchanges.steps)
@@ -399,7 +421,7 @@ class Race(Rounds):
         if not first:
             *_, reference_us = self._run_trusted(order, steps, NOTHING_LOCKED, drawn.core, timed=False)
         claimed_us, known_us = (passes * statistics.median(block.span_us for block in blocks) for blocks in (self.others, self.references))
-        return (other_us - claimed_us) - (reference_us - known_us)
+        return other_us - claimed_us, reference_us - known_us
 
     def _refuse_hidden_calls(self) -> None:
         """What a locked call takes is known by the outer clock."""

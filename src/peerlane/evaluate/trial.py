@@ -152,7 +152,7 @@ class Trial:
                     f"{self.case.key} needs more memory than there is beside the candidate: the evaluator's rank {failure.rank} ran out of "
                     f"it at {what}; use more ranks, a smaller preset, or larger GPUs"
                 ) from None
-            raise HarnessError(f"trusted ranks failed at {what} of {self.case.key}: {failure}\n{tail}".strip()) from None
+            raise HarnessError(f"{tail}\ntrusted ranks failed at {what} of {self.case.key}: {failure}".strip()) from None
 
     def ask(self, op: str, phase: Phase, deadline_s: float, **more: Any) -> list[Message]:
         """Asks the candidate's ranks."""

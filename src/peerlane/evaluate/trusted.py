@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import math
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -223,6 +224,7 @@ class TrustedRank(Rank):
         """Builds the reference's timed block in a launch mode; for graphs this captures, and a failed capture is an answer."""
         current, mode = self.opened(request), request["mode"]
         current.blocks.clear()  # live graphs with collectives slow down eager ones
+        begin = time.monotonic()
         try:
             block = make_block(mode, current.reference, current.private.args, current.private_outputs, self.device)
         except Exception as error:
@@ -230,7 +232,7 @@ class TrustedRank(Rank):
                 raise
             return {"captured": False, "why": capture_failure(error)}
         current.blocks[mode] = block
-        return {"captured": True}
+        return {"captured": True, "took_s": time.monotonic() - begin}
 
     def warm(self, request: Message) -> dict[str, Any]:
         """Calls every slot of the reference's timed block once, see :meth:`.Block.warm`."""
@@ -435,9 +437,9 @@ def _claimed_mismatch(described: Description, expected: Tree) -> str | None:
             iter([torch.empty(d["shape"], dtype=dtype_of(d["dtype"]), device="meta") for d in tensor_descriptions(described)]),
             str,
         )
+        reason = type_mismatch(claimed, expected)
     except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, RecursionError) as error:
         return one_line(f"the output's description is not valid: {error}")
-    reason = type_mismatch(claimed, expected)
     return None if reason is None else one_line(reason)
 
 
