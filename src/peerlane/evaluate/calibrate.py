@@ -16,7 +16,7 @@ from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate.evaluation import Device, presets_of
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.session import Session, case_request
-from peerlane.evaluate.store import append_line, whole_lines
+from peerlane.evaluate.store import append_line, make_appendable, whole_lines
 from peerlane.hardware.environment import record as record_environment
 from peerlane.problems._calibration import Margins, worst
 from peerlane.problems._count import Count, Step, cost_faults
@@ -149,9 +149,11 @@ def calibrate(plan: CalibrationPlan, tell: Callable[[str], None] = lambda _: Non
     """Calibrates what the plan names and its file does not hold yet; records are appended as they come.
 
     A case that cannot be calibrated (out of memory, a defect) leaves a complaint that says so. Raises :class:`UsageError` if the machine
-    has too few GPUs.
+    has too few GPUs, or the file is not one of records.
     """
     device = device_name(plan)
+    if plan.out is not None:
+        make_appendable(plan.out)
     done = set() if plan.out is None else {item.key for item in read_calibrations(plan.out) if item.finished}
     for world_size in plan.world_sizes:
         jobs = [job for job in jobs_of(plan, world_size) if job_key(job, device) not in done]
