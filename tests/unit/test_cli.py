@@ -216,6 +216,13 @@ def test_show_for_people_names_its_profile(monkeypatch: pytest.MonkeyPatch, caps
         (["eval", "reference", "--world-size", "0"], "--world-size got '0'"),
         (["eval", "reference", "--preset", "pkb,,small"], "--preset got 'pkb,,small'"),
         (["eval", "reference", "--device", "tpu"], "--device got 'tpu': expected one of auto, cuda, cpu"),
+        (
+            ["eval", "reference", "--problem", "1", "--preset", "small,production_typo"],
+            "has no preset 'production_typo'; it has: small",
+        ),
+        (["eval", "reference", "--problem", "1", "--preset", "sweep_1,production_2"], "problem 1 has no preset 'sweep_1'"),
+        (["eval", "reference", "--problem", "1-3", "--preset", "pkb,sweep_typo"], "none of the chosen problems has a preset 'sweep_typo'"),
+        (["calibrate", "--problem", "1", "--preset", "small,production_typo"], "problem 1 has no preset 'production_typo'"),
         (["docs"], "neither --write nor --check"),
         (["docs", "--write", "--check"], "both --write and --check"),
         (["docs", "--check", "--folder", "/nonexistent"], "there is no folder /nonexistent"),

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 import peerlane
 from peerlane import problems
 from peerlane.errors import HarnessError, UsageError
-from peerlane.evaluate.evaluation import Device, presets_of
+from peerlane.evaluate.evaluation import Device, must_have_presets, presets_of
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.session import Session, case_request
 from peerlane.evaluate.store import append_line, make_appendable, whole_lines
@@ -129,10 +129,12 @@ class Job:
 
 
 def jobs_of(plan: CalibrationPlan, world_size: int) -> list[Job]:
-    """All records of the plan at a world size; problems that do not run on so many ranks have none."""
+    """All records of the plan at a world size; problems that do not run on so many ranks have none. Raises :class:`UsageError`."""
+    selected = problems.select(plan.problems)
+    must_have_presets(selected, plan.presets)
     jobs = [
         Job(problem, variant, preset, world_size, tuple(case for case in problem.cases(preset, world_size, variant)))
-        for problem in problems.select(plan.problems)
+        for problem in selected
         if world_size in problem.world_sizes
         for preset in presets_of(problem, plan.presets, world_size)
         for variant in problem.variants
