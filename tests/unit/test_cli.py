@@ -223,6 +223,8 @@ def test_show_for_people_names_its_profile(monkeypatch: pytest.MonkeyPatch, caps
         (["eval", "reference", "--problem", "1", "--preset", "sweep_1,production_2"], "problem 1 has no preset 'sweep_1'"),
         (["eval", "reference", "--problem", "1-3", "--preset", "pkb,sweep_typo"], "none of the chosen problems has a preset 'sweep_typo'"),
         (["calibrate", "--problem", "1", "--preset", "small,production_typo"], "problem 1 has no preset 'production_typo'"),
+        (["calibrate", "--problem", "1", "--world-size", "3"], "nothing to calibrate on 3 ranks"),
+        (["calibrate", "--problem", "1", "--world-size", "2,3", "--json"], "nothing to calibrate on 3 ranks"),
         (["docs"], "neither --write nor --check"),
         (["docs", "--write", "--check"], "both --write and --check"),
         (["docs", "--check", "--folder", "/nonexistent"], "there is no folder /nonexistent"),

@@ -151,9 +151,15 @@ def calibrate(plan: CalibrationPlan, tell: Callable[[str], None] = lambda _: Non
     """Calibrates what the plan names and its file does not hold yet; records are appended as they come.
 
     A case that cannot be calibrated (out of memory, a defect) leaves a complaint that says so. Raises :class:`UsageError` if the machine
-    has too few GPUs, or the file is not one of records.
+    has too few GPUs, a world size has no case, or the file is not one of records.
     """
     device = device_name(plan)
+    for world_size in plan.world_sizes:
+        if not jobs_of(plan, world_size):
+            raise UsageError(
+                f"nothing to calibrate on {world_size} ranks: expected world sizes for which a chosen problem and preset have cases, as "
+                "`peerlane show NUMBER --world-size W` lists them"
+            )
     if plan.out is not None:
         make_appendable(plan.out)
     done = set() if plan.out is None else {item.key for item in read_calibrations(plan.out) if item.finished}
