@@ -68,15 +68,29 @@ def test_unreadable_line_is_an_error_and_nothing_is_lost(line: str, tmp_path: Pa
     with open(store.path, "a") as file:
         file.write(line + "\n")
     before = store.path.read_bytes()
-    with pytest.raises(HarnessError, match=r"line 2 .*--out"):
+    with pytest.raises(UsageError, match=r"line 2 .*--out"):
         ResultsStore(tmp_path)
     assert store.path.read_bytes() == before
 
 
+def test_a_binary_file_is_an_error_and_a_blank_line_is_none(tmp_path: Path) -> None:
+    store = ResultsStore(tmp_path)
+    store.append(numbered(1))
+    with open(store.path, "ab") as file:
+        file.write(b"\n \n")
+    assert ResultsStore(tmp_path).results() == [numbered(1)]
+    with open(store.path, "ab") as file:
+        file.write(b"\xff\xfe\x00\n")
+    with pytest.raises(UsageError, match=r"line 4 .*--out"):
+        ResultsStore(tmp_path)
+
+
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"cannot write results .*--out"):
-        ResultsStore(tmp_path / "file" / "folder")
+    (tmp_path / "folder" / "results.jsonl").mkdir(parents=True)
+    for folder in (tmp_path / "file", tmp_path / "file" / "folder", tmp_path / "folder", Path("/proc/absent")):
+        with pytest.raises(UsageError, match=r"cannot write results .*--out"):
+            ResultsStore(folder)
 
 
 @pytest.mark.parametrize("text", ["my last note", "records of mine\nand more", "{schema", '{"name": "x"}'])

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 import peerlane
 from peerlane import problems
-from peerlane.errors import HarnessError, UsageError
+from peerlane.errors import UsageError
 from peerlane.evaluate.evaluation import Device, must_have_presets, presets_of
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.session import Session, case_request
@@ -107,14 +107,16 @@ class CalibrationPlan:
 
 
 def read_calibrations(path: Path) -> list[Calibration]:
-    """The records of a file, the newest of every key; none if there is no file. Raises HarnessError for a line that is no record."""
+    """The records of a file, the newest of every key; none if there is no file. Raises UsageError for a line that is no record."""
     if not path.exists():
         return []
     try:
-        found = (Calibration.model_validate_json(line) for line in whole_lines(path))
+        found = (Calibration.model_validate_json(line) for line in whole_lines(path) if line.strip())
         return list({item.key: item for item in found}.values())
     except ValidationError as error:
-        raise HarnessError(f"{path} holds a line that is no calibration of this version: {error.errors()[0]['msg']}") from None
+        raise UsageError(
+            f"{path} holds a line that is no calibration of this version ({error.errors()[0]['msg']}); name another file with --out"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,13 @@ class ResultsStore:
     def _read(self) -> list[Result]:
         results = []
         for number, line in enumerate(whole_lines(self.path), 1):
+            if not line.strip():
+                continue
             try:
                 results.append(Result.model_validate_json(line))
             except ValidationError as error:
                 first = error.errors()[0]
-                raise HarnessError(
+                raise UsageError(
                     f"{self.path}, line {number} is not a result of this version ({first['msg']} at {first['loc']}); "
                     "move the file away or choose another folder with --out"
                 ) from None
