@@ -242,6 +242,12 @@ def test_requests_that_cannot_be(root: Path, monkeypatch: pytest.MonkeyPatch, ar
     assert isinstance(done.exception, UsageError)
 
 
+def test_without_a_gpu_the_advice_is_one_that_can_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peerlane.cli.evaluation.gpu_count", lambda: 0)
+    done = CliRunner().invoke(cli.app, ["selftest", "--gpu"])
+    assert isinstance(done.exception, UsageError) and "leave out --gpu" in str(done.exception) and "--device" not in str(done.exception)
+
+
 def test_the_committed_run_is_shown_candidate_by_candidate() -> None:
     """The table is read again, so that its entries are equal to those of the run, but not the same objects."""
     outcomes = read_outcomes(Path(__file__).parents[2] / "results" / "cpu" / "selftest.jsonl")
