@@ -215,6 +215,13 @@ def test_what_a_higher_tier_promises_is_not_judged_below_it(corpus: Corpus) -> N
     assert selftest(SelftestPlan(corpus, (confined,), "cpu", isolation="L0")) == []
 
 
+def test_where_outcomes_cannot_be_stored_nothing_is_judged(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "evaluate", lambda plan, progress: pytest.fail("it was judged"))
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"cannot write results to .*--out"):
+        selftest(SelftestPlan(corpus, corpus.entries[:1], "cpu", out=tmp_path / "file", isolation="L0"))
+
+
 def test_outcomes_of_another_version_are_refused(tmp_path: Path) -> None:
     (tmp_path / "selftest.jsonl").write_text('{"schema_version": 0}\n')
     with pytest.raises(UsageError, match="line 1 is not an outcome"):
