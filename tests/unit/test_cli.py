@@ -227,6 +227,8 @@ def test_show_for_people_names_its_profile(monkeypatch: pytest.MonkeyPatch, caps
         (["calibrate", "--problem", "1", "--preset", "small,production_typo"], "problem 1 has no preset 'production_typo'"),
         (["calibrate", "--problem", "1", "--world-size", "3"], "nothing to calibrate on 3 ranks"),
         (["calibrate", "--problem", "1", "--world-size", "2,3", "--json"], "nothing to calibrate on 3 ranks"),
+        (["eval", ""], "got '' for a candidate"),
+        (["report", "--noise", "--plot", "x.svg", "results.jsonl"], "--noise got --plot as well"),
         (["docs"], "neither --write nor --check"),
         (["docs", "--write", "--check"], "both --write and --check"),
         (["docs", "--check", "--folder", "/nonexistent"], "there is no folder /nonexistent"),

@@ -112,8 +112,8 @@ def evaluate(plan: EvaluationPlan, progress: Progress | None = None) -> list[Res
     """
     progress = progress or Silent()
     jobs = make_jobs(plan)
-    store = ResultsStore(plan.out) if plan.out is not None else None
     node = describe_node(plan.device)
+    store = ResultsStore(plan.out) if plan.out is not None else None
     isolation = choose_isolation(plan)
     waiting = [job for job in jobs if store is None or not store.has(job_key(job, plan.device, isolation.tier))]
     progress.started(len(waiting), len(jobs) - len(waiting))
