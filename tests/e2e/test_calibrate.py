@@ -20,7 +20,7 @@ def test_records_are_kept_and_not_made_twice(tmp_path: Path) -> None:
     assert all(item.cases == tuple(case.label for case in problems.get(item.problem).cases("small", 2)) for item in made)
     assert read_calibrations(out) == made
     with open(out, "ab") as file:
-        file.write(b'{"cut off')  # as a killed run leaves it
+        file.write(b'{"schema_version":1,"cut off')  # as a killed run leaves it
     assert list(calibrate(plan(out))) == [] and read_calibrations(out) == made
     gemm = made[1]
     assert 0 < max(gemm.reference.values()) < 1 and gemm.variants and gemm.nulls["zeros"].ratio >= 10

@@ -17,6 +17,8 @@ import typer.main
 from peerlane import cli, problems
 from peerlane.cli import _console, _progress, doctor
 from peerlane.cli._console import ExitCode
+from peerlane.device import emulator
+from peerlane.device.emulator import Report
 from peerlane.errors import HarnessError, MissingDependency, UsageError
 from peerlane.evaluate.verdict import HarnessFailure, NotRun
 from peerlane.hardware import topology
@@ -217,9 +219,21 @@ def test_show_for_people_names_its_profile(monkeypatch: pytest.MonkeyPatch, caps
         (["eval", "reference", "--world-size", "0"], "--world-size got '0'"),
         (["eval", "reference", "--preset", "pkb,,small"], "--preset got 'pkb,,small'"),
         (["eval", "reference", "--device", "tpu"], "--device got 'tpu': expected one of auto, cuda, cpu"),
+        (
+            ["eval", "reference", "--problem", "1", "--preset", "small,production_typo"],
+            "has no preset 'production_typo'; it has: small",
+        ),
+        (["eval", "reference", "--problem", "1", "--preset", "sweep_1,production_2"], "problem 1 has no preset 'sweep_1'"),
+        (["eval", "reference", "--problem", "1-3", "--preset", "pkb,sweep_typo"], "none of the chosen problems has a preset 'sweep_typo'"),
+        (["calibrate", "--problem", "1", "--preset", "small,production_typo"], "problem 1 has no preset 'production_typo'"),
+        (["calibrate", "--problem", "1", "--world-size", "3"], "nothing to calibrate on 3 ranks"),
+        (["calibrate", "--problem", "1", "--world-size", "2,3", "--json"], "nothing to calibrate on 3 ranks"),
+        (["eval", ""], "got '' for a candidate"),
+        (["report", "--noise", "--plot", "x.svg", "results.jsonl"], "--noise got --plot as well"),
         (["docs"], "neither --write nor --check"),
         (["docs", "--write", "--check"], "both --write and --check"),
         (["docs", "--check", "--folder", "/nonexistent"], "there is no folder /nonexistent"),
+        (["docs", "--write", "--folder", "/proc/absent"], "cannot make the folder /proc/absent"),
         (["report", "/nonexistent.jsonl"], "there is no file /nonexistent.jsonl"),
     ],
 )
@@ -230,6 +244,39 @@ def test_user_errors_are_one_block_on_stderr(
     captured = capsys.readouterr()
     assert captured.err.startswith("peerlane: ") and says in captured.err and "Traceback" not in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import os\nx = 1 / 0\n", "mine.py, line 2 raised ZeroDivisionError: division by zero"),
+        ("x = 1\ndef race(\n", "raised SyntaxError: '(' was never closed (mine.py, line 2)"),
+        ("import sys\nsys.exit(3)\n", "mine.py, line 2 raised SystemExit: 3"),
+        ("def race(world_size):\n    yield int('x')\n", "mine.py, line 2 raised ValueError: invalid literal"),
+        ("def race(world_size):\n    return 3\n", "mine.py gave ['int']; expected one or more"),
+    ],
+)
+def test_what_a_file_to_race_raises_is_the_users_error(
+    source: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    assert run(monkeypatch, "race", str(tmp_path / "mine.py")) == ExitCode.USAGE
+    error = capsys.readouterr().err
+    assert says in error and "Traceback" not in error
+
+
+def test_what_a_file_to_race_prints_is_kept_out_of_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from peerlane.device.emulator import Scenario\nprint('at import')\n"
+        "def race(world_size):\n    print('in race')\n    yield Scenario('mine', '', world_size)\n"
+    )
+    report = Report("mine", 2, 1, 0, 0, (), 0.0)
+    monkeypatch.setattr(emulator, "check", lambda *_, **__: report)
+    assert run(monkeypatch, "race", "--json", "--world-size", "2", str(tmp_path / "mine.py")) == ExitCode.OK
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["clean"] and captured.err == "at import\nin race\n"
 
 
 @pytest.mark.parametrize(
@@ -296,7 +343,7 @@ def test_doctor_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     ("ending", "why"),
     [
         (subprocess.CompletedProcess((), 4, "", "peerlane: no link\n"), "no link"),
-        (subprocess.CompletedProcess((), 0, "", ""), "not a measurement"),
+        (subprocess.CompletedProcess((), 0, "", ""), "there is no file"),
         (subprocess.TimeoutExpired((), 90), "90 s"),
         (None, None),
     ],

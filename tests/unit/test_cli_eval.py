@@ -75,6 +75,13 @@ def test_the_device_is_chosen_without_torch() -> None:
     assert done.stdout.split() == [choose_device("auto"), str(gpu_count()), "False"]
 
 
+def test_without_the_gpu_that_was_asked_for_no_folder_is_made(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    out = tmp_path / "out"
+    done = CliRunner().invoke(cli.app, ["eval", str(examples / "pytorch"), "--device", "cuda", "--world-size", "2", "--out", str(out)])
+    assert isinstance(done.exception, UsageError) and "no GPU is visible" in str(done.exception) and not out.exists()
+
+
 def test_a_run_that_stops_shows_what_it_has(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(plan: object, progress: object) -> None:
         raise RunStopped("the disk is full", [on_cpu()])

@@ -239,6 +239,13 @@ def test_unconfined_candidates_share_the_users_cache(monkeypatch: pytest.MonkeyP
     folders.remove()
 
 
+def test_a_cache_folder_that_is_a_file_is_the_users_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match="set PEERLANE_CACHE_DIR to a folder"):
+        RunFolders(confined=True)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_a_cache_belongs_to_the_group_that_has_it(folders: RunFolders, tmp_path: Path) -> None:
     """Every group is another user."""

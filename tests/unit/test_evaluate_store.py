@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from sample_results import on_cpu, own_audit, result, wrong
 
-from peerlane.errors import HarnessError
+from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate import store as store_module
-from peerlane.evaluate.store import ResultsStore
+from peerlane.evaluate.calibrate import CalibrationPlan, calibrate
+from peerlane.evaluate.store import ResultsStore, append_line
 from peerlane.evaluate.verdict import Result
 
 
@@ -67,15 +68,53 @@ def test_unreadable_line_is_an_error_and_nothing_is_lost(line: str, tmp_path: Pa
     with open(store.path, "a") as file:
         file.write(line + "\n")
     before = store.path.read_bytes()
-    with pytest.raises(HarnessError, match=r"line 2 .*--out"):
+    with pytest.raises(UsageError, match=r"line 2 .*--out"):
         ResultsStore(tmp_path)
     assert store.path.read_bytes() == before
 
 
+def test_a_binary_file_is_an_error_and_a_blank_line_is_none(tmp_path: Path) -> None:
+    store = ResultsStore(tmp_path)
+    store.append(numbered(1))
+    with open(store.path, "ab") as file:
+        file.write(b"\n \n")
+    assert ResultsStore(tmp_path).results() == [numbered(1)]
+    with open(store.path, "ab") as file:
+        file.write(b"\xff\xfe\x00\n")
+    with pytest.raises(UsageError, match=r"line 4 .*--out"):
+        ResultsStore(tmp_path)
+
+
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(HarnessError, match=r"cannot write results .*--out"):
-        ResultsStore(tmp_path / "file" / "folder")
+    (tmp_path / "folder" / "results.jsonl").mkdir(parents=True)
+    for folder in (tmp_path / "file", tmp_path / "file" / "folder", tmp_path / "folder", Path("/proc/absent")):
+        with pytest.raises(UsageError, match=r"cannot write results .*--out"):
+            ResultsStore(folder)
+        with pytest.raises(UsageError, match=r"cannot write results .*--out"):
+            next(calibrate(CalibrationPlan("1", world_sizes=(2,), out=folder / "results.jsonl")))
+
+
+@pytest.mark.parametrize("text", ["my last note", "records of mine\nand more", "{schema", '{"name": "x"}'])
+def test_a_file_of_something_else_is_refused_and_kept(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=r"without a line end: expected records.*--out"):
+        ResultsStore(tmp_path)
+    with pytest.raises(UsageError, match="without a line end"):
+        next(calibrate(CalibrationPlan("1", world_sizes=(2,), out=file)))
+    with pytest.raises(HarnessError, match="was not stored"):
+        append_line(file, b"{}")
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize("length", [1, 17, 18, 60])
+def test_what_a_killed_run_left_of_any_record_is_replaced(length: int, tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    for record in Path(__file__).parents[2].glob("results/h200x2/*.jsonl"):
+        file.write_bytes(record.read_bytes()[:length])
+        append_line(file, b'{"schema_version":1}')
+        assert file.read_bytes() == b'{"schema_version":1}\n'
 
 
 def test_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:

@@ -86,6 +86,9 @@ def test_what_can_not_be_drawn_says_what_to_do(tmp_path: Path, monkeypatch: pyte
         sweep_plot([result(), on_cpu(preset="sweep_2kib")])
     with pytest.raises(UsageError, match=r"sweep.png: expected a name that ends in .svg"):
         write_svg(sweep_plot(SWEPT), tmp_path / "sweep.png")
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"cannot write .*sweep.svg: "):
+        write_svg(sweep_plot(SWEPT), tmp_path / "file" / "sweep.svg")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependency, match=r"run pip install 'peerlane\[plot\]'"):
         write_svg(sweep_plot(SWEPT), tmp_path / "sweep.svg")
@@ -153,6 +156,8 @@ def test_a_measurement_of_mechanisms_is_read_shown_and_drawn(tmp_path: Path) -> 
     drawn = CliRunner().invoke(cli.app, ["report", "--plot", str(tmp_path / "m.svg"), str(file)])
     assert drawn.exit_code == 0 and {"10^9 bytes/s", "64 KiB", "sm store, 32 blocks"} <= set(texts(tmp_path / "m.svg"))
 
+    with pytest.raises(UsageError, match="there is no file"):
+        read_mechanisms(tmp_path / "absent.json")
     for broken in ("", "[]", json.dumps({**MECHANISMS.to_json(), "finished_at": "yesterday"}), json.dumps({"gpus": 2})):
         file.write_text(broken)
         with pytest.raises(UsageError, match="is not a measurement of mechanisms"):

@@ -128,6 +128,28 @@ def test_results_are_read_back(tmp_path: Path) -> None:
     assert read_results(file) == [result(), wrong()]
 
 
+def test_a_last_line_that_a_killed_run_left_unfinished_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    lines = [item.model_dump_json() for item in (result(), wrong())]
+    file.write_text("\n".join(lines))
+    assert read_results(file) == [result(), wrong()], "a last line that lacks its end alone is whole"
+    file.write_text("\n".join([*lines, lines[0][:500]]))
+    assert read_results(file) == [result(), wrong()]
+    for other in ("my notes", lines[0][:500] + "\n"):
+        file.write_text("\n".join([*lines, other]))
+        with pytest.raises(UsageError, match="line 3 is not a result"):
+            read_results(file)
+
+
+def test_another_kind_of_file_is_told_in_one_line(tmp_path: Path) -> None:
+    calibrations = Path(__file__).parents[2] / "results" / "h200x2" / "calibration.jsonl"
+    with pytest.raises(UsageError, match=r"line 1 is not a result \(run_id: Field required\): expected a results.jsonl that"):
+        read_results(calibrations)
+    (tmp_path / "latin.jsonl").write_bytes(b"caf\xe9\n")
+    with pytest.raises(UsageError, match="line 1 is not a result"):
+        read_results(tmp_path / "latin.jsonl")
+
+
 def test_a_damaged_file_is_named_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     file.write_text(result().model_dump_json() + "\n{}\n")

@@ -215,6 +215,13 @@ def test_what_a_higher_tier_promises_is_not_judged_below_it(corpus: Corpus) -> N
     assert selftest(SelftestPlan(corpus, (confined,), "cpu", isolation="L0")) == []
 
 
+def test_where_outcomes_cannot_be_stored_nothing_is_judged(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "evaluate", lambda plan, progress: pytest.fail("it was judged"))
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"cannot write results to .*--out"):
+        selftest(SelftestPlan(corpus, corpus.entries[:1], "cpu", out=tmp_path / "file", isolation="L0"))
+
+
 def test_outcomes_of_another_version_are_refused(tmp_path: Path) -> None:
     (tmp_path / "selftest.jsonl").write_text('{"schema_version": 0}\n')
     with pytest.raises(UsageError, match="line 1 is not an outcome"):
@@ -240,6 +247,12 @@ def test_requests_that_cannot_be(root: Path, monkeypatch: pytest.MonkeyPatch, ar
     monkeypatch.setattr("peerlane.selftest.table._home", lambda: root)
     done = CliRunner().invoke(cli.app, ["selftest", *arguments])
     assert isinstance(done.exception, UsageError)
+
+
+def test_without_a_gpu_the_advice_is_one_that_can_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peerlane.cli.evaluation.gpu_count", lambda: 0)
+    done = CliRunner().invoke(cli.app, ["selftest", "--gpu"])
+    assert isinstance(done.exception, UsageError) and "leave out --gpu" in str(done.exception) and "--device" not in str(done.exception)
 
 
 def test_the_committed_run_is_shown_candidate_by_candidate() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +36,8 @@ def calibrate(
     from peerlane.report.calibration import calibration_table
 
     plan = CalibrationPlan(problem, presets, sizes or default_world_sizes(chosen), chosen, out)
+    if sizes is None:
+        plan = replace(plan, world_sizes=tuple(size for size in plan.world_sizes if jobs_of(plan, size)) or plan.world_sizes)
     notes = console(stderr=True)
     records = list(run(plan, notes.print))
     if out is not None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peerlane.cli._console import ExitCode, positive_integers, print_json
-from peerlane.errors import UsageError
+from peerlane.errors import PeerlaneError, UsageError
 
 if TYPE_CHECKING:
     from peerlane.device.emulator import Scenario
@@ -43,7 +47,7 @@ def race(
 
 
 def scenarios(file: Path, world_size: int) -> list[Scenario]:
-    """What the file's ``race`` gives for this number of ranks; raises UsageError."""
+    """What the file's ``race`` gives for this number of ranks; raises UsageError, also for what the file raises."""
     import importlib.util
 
     from peerlane.device.emulator import Scenario
@@ -52,12 +56,31 @@ def scenarios(file: Path, world_size: int) -> list[Scenario]:
     if not file.is_file() or spec is None or spec.loader is None:
         raise UsageError(f"{file} is not a Python file; expected the path of one with a function race(world_size)")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with _running(file):
+        spec.loader.exec_module(module)
     describe = getattr(module, "race", None)
     if not callable(describe):
         raise UsageError(f"{file} has no function race(world_size); write one that yields scenarios, as docs/device/emulator.md shows")
-    given = list(describe(world_size))
+    with _running(file):
+        described = describe(world_size)
+        given = list(described) if isinstance(described, Iterable) else [described]
     if not given or not all(isinstance(scenario, Scenario) for scenario in given):
         kinds = [type(item).__name__ for item in given]
         raise UsageError(f"race({world_size}) of {file} gave {kinds}; expected one or more peerlane.device.emulator.Scenario")
     return given
+
+
+@contextlib.contextmanager
+def _running(file: Path) -> Iterator[None]:
+    """While the user's file runs: what it prints goes to stderr, and what it raises becomes a UsageError that says where."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except PeerlaneError:
+        raise
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file.absolute()]
+        where = f", line {lines[-1]}" if lines else ""  # a SyntaxError says it itself
+        raise UsageError(
+            f"{file}{where} raised {type(error).__name__}: {error}; expected a file with a function race(world_size) that gives scenarios"
+        ) from None

@@ -30,6 +30,8 @@ def report(
         if len(files) > 1 or noise:
             raise UsageError(f"{mechanisms.FILE} is reported alone and without --noise; got {' '.join(map(str, files))}: run it by itself")
         _mechanisms(files[0], plot)
+    elif plot is not None and noise:
+        raise UsageError("--noise got --plot as well: expected one of them, for the accuracy is a table; run report once with each")
     elif plot is not None:
         _sweep(files, plot)
     else:

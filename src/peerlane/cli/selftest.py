@@ -10,7 +10,7 @@ import typer
 
 from peerlane.cli._console import ExitCode, console, one_of, print_json
 from peerlane.cli._progress import progress
-from peerlane.cli.evaluation import ISOLATION_HELP, Device, Tier
+from peerlane.cli.evaluation import ISOLATION_HELP, Device, Tier, choose_device
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ def selftest(
     """
     if repeat < 1:
         raise UsageError(f"--repeat got {repeat}: expected at least 1")
+    if gpu and choose_device("auto") != "cuda":
+        raise UsageError("--gpu: no GPU is visible here; leave out --gpu to judge on CPU ranks, or see `peerlane doctor`")
 
     from peerlane.report.selftest import objections, selftest_table, totals_lines
     from peerlane.selftest.outcome import totals

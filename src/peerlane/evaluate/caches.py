@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from peerlane.errors import HarnessError
+from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate.trees import give_tree, remove_tree
 from peerlane.settings import candidate_caches
 
@@ -25,7 +25,7 @@ _PASSABLE = 0o711  # what lies inside may belong to another user
 class RunFolders:
     """The folders of a run: ``scratch`` for its groups, and ``caches`` for their slots (None where candidates are not confined).
 
-    Raises :class:`HarnessError` if they cannot be made.
+    Raises :class:`UsageError` if they cannot be made.
     """
 
     def __init__(self, confined: bool) -> None:
@@ -63,7 +63,7 @@ def _prepare(root: Path) -> Path:
             (root / name).mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=root / _RUNS))
     except OSError as error:
-        raise HarnessError(
+        raise UsageError(
             f"cannot make a folder in {root} for what candidates compile: {error.strerror}; set PEERLANE_CACHE_DIR to a folder that can "
             "be written"
         ) from None

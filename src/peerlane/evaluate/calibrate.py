@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 import peerlane
 from peerlane import problems
-from peerlane.errors import HarnessError, UsageError
-from peerlane.evaluate.evaluation import Device, presets_of
+from peerlane.errors import UsageError
+from peerlane.evaluate.evaluation import Device, must_have_presets, presets_of
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.session import Session, case_request
-from peerlane.evaluate.store import append_line, whole_lines
+from peerlane.evaluate.store import append_line, make_appendable, whole_lines
 from peerlane.hardware.environment import record as record_environment
 from peerlane.problems._calibration import Margins, worst
 from peerlane.problems._count import Count, Step, cost_faults
@@ -107,14 +107,16 @@ class CalibrationPlan:
 
 
 def read_calibrations(path: Path) -> list[Calibration]:
-    """The records of a file, the newest of every key; none if there is no file. Raises HarnessError for a line that is no record."""
+    """The records of a file, the newest of every key; none if there is no file. Raises UsageError for a line that is no record."""
     if not path.exists():
         return []
     try:
-        found = (Calibration.model_validate_json(line) for line in whole_lines(path))
+        found = (Calibration.model_validate_json(line) for line in whole_lines(path) if line.strip())
         return list({item.key: item for item in found}.values())
     except ValidationError as error:
-        raise HarnessError(f"{path} holds a line that is no calibration of this version: {error.errors()[0]['msg']}") from None
+        raise UsageError(
+            f"{path} holds a line that is no calibration of this version ({error.errors()[0]['msg']}); name another file with --out"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,12 @@ class Job:
 
 
 def jobs_of(plan: CalibrationPlan, world_size: int) -> list[Job]:
-    """All records of the plan at a world size; problems that do not run on so many ranks have none."""
+    """All records of the plan at a world size; problems that do not run on so many ranks have none. Raises :class:`UsageError`."""
+    selected = problems.select(plan.problems)
+    must_have_presets(selected, plan.presets)
     jobs = [
         Job(problem, variant, preset, world_size, tuple(case for case in problem.cases(preset, world_size, variant)))
-        for problem in problems.select(plan.problems)
+        for problem in selected
         if world_size in problem.world_sizes
         for preset in presets_of(problem, plan.presets, world_size)
         for variant in problem.variants
@@ -149,9 +153,17 @@ def calibrate(plan: CalibrationPlan, tell: Callable[[str], None] = lambda _: Non
     """Calibrates what the plan names and its file does not hold yet; records are appended as they come.
 
     A case that cannot be calibrated (out of memory, a defect) leaves a complaint that says so. Raises :class:`UsageError` if the machine
-    has too few GPUs.
+    has too few GPUs, a world size has no case, or the file is not one of records.
     """
     device = device_name(plan)
+    for world_size in plan.world_sizes:
+        if not jobs_of(plan, world_size):
+            raise UsageError(
+                f"nothing to calibrate on {world_size} ranks: expected world sizes for which a chosen problem and preset have cases, as "
+                "`peerlane show NUMBER --world-size W` lists them"
+            )
+    if plan.out is not None:
+        make_appendable(plan.out)
     done = set() if plan.out is None else {item.key for item in read_calibrations(plan.out) if item.finished}
     for world_size in plan.world_sizes:
         jobs = [job for job in jobs_of(plan, world_size) if job_key(job, device) not in done]

@@ -110,10 +110,12 @@ def discover(arguments: Sequence[str]) -> list[CandidateFile]:
     """The candidates that the arguments name, in order. Folders give their numbered ``.py`` files, sorted by number and name.
 
     ``reference`` stands for the problems' references and ``solutions`` for peerlane's own solutions; ``./solutions`` is a folder.
-    Raises :class:`CandidateNotFound` for a path that does not exist and for a folder without candidates.
+    Raises :class:`CandidateNotFound` for a path that does not exist or is empty, and for a folder without candidates.
     """
     found: list[CandidateFile] = []
     for argument in arguments:
+        if not argument:  # an unset variable of a shell, more likely than the working directory
+            raise CandidateNotFound("got '' for a candidate: expected a .py file or a folder; '.' is the current one")
         path = Path(peerlane.__file__).parent / SOLUTIONS if argument == SOLUTIONS else Path(argument)
         if argument == REFERENCE:
             found.append(reference_candidate())

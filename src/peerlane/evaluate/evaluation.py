@@ -14,7 +14,7 @@ import torch
 
 import peerlane
 from peerlane import problems
-from peerlane.errors import HarnessError, RunStopped, UnknownProblem, UsageError
+from peerlane.errors import HarnessError, RunStopped, UnknownPreset, UnknownProblem, UsageError
 from peerlane.evaluate import early
 from peerlane.evaluate.builds import Builds
 from peerlane.evaluate.candidates import REFERENCE, CandidateFile
@@ -112,8 +112,8 @@ def evaluate(plan: EvaluationPlan, progress: Progress | None = None) -> list[Res
     """
     progress = progress or Silent()
     jobs = make_jobs(plan)
-    store = ResultsStore(plan.out) if plan.out is not None else None
     node = describe_node(plan.device)
+    store = ResultsStore(plan.out) if plan.out is not None else None
     isolation = choose_isolation(plan)
     waiting = [job for job in jobs if store is None or not store.has(job_key(job, plan.device, isolation.tier))]
     progress.started(len(waiting), len(jobs) - len(waiting))
@@ -208,9 +208,11 @@ def make_jobs(plan: EvaluationPlan) -> list[Job]:
         raise UsageError(f"{REFERENCE!r} has no place in the custom track: it communicates by NCCL or gloo; evaluate it in the open track")
     selected = None if plan.problems is None else problems.select(plan.problems)
     jobs = []
+    chosen = [(candidate, _problems_of(candidate, selected)) for candidate in plan.candidates]
+    must_have_presets([problem for _, candidates_problems in chosen for problem in candidates_problems], plan.presets)
     for world_size in plan.world_sizes:
-        for candidate in plan.candidates:
-            for problem in _problems_of(candidate, selected):
+        for candidate, candidates_problems in chosen:
+            for problem in candidates_problems:
                 for preset in presets_of(problem, plan.presets, world_size):
                     problem.cases(preset, world_size)  # raises for a world size that the mathematics forbids
                     variant = plan.variant if plan.variant in problem.variants else "default"
@@ -232,6 +234,17 @@ def _problems_of(candidate: CandidateFile, selected: tuple[Problem, ...] | None)
     if selected is None:
         raise UsageError(f"cannot tell which problem {candidate.name} solves: name the file <id>_<name>_<backend>.py, or give --problem")
     return selected
+
+
+def must_have_presets(chosen: Sequence[Problem], names: tuple[str, ...]) -> None:
+    """Raises :class:`UnknownPreset` for a name that none of these problems has: of several, each leaves out what it has not."""
+    known = {item.name for problem in chosen for item in problem.presets} | {PRODUCTION, PRODUCTION_FIRST, SWEEP}
+    for name in names:
+        if not chosen or name in known:
+            continue
+        if len({problem.id for problem in chosen}) == 1:
+            chosen[0].preset(name)  # raises, and says which there are
+        raise UnknownPreset(f"none of the chosen problems has a preset {name!r}: expected one that `peerlane show NUMBER` lists")
 
 
 def presets_of(problem: Problem, names: tuple[str, ...], world_size: int) -> list[str]:

@@ -35,6 +35,8 @@ class MeasuredMechanisms:
 
 def read_mechanisms(path: Path) -> MeasuredMechanisms:
     """The measurement in a file; raises UsageError if there is none."""
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}: expected what `peerlane bench mechanisms` writes")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         bandwidths = tuple(Bandwidth(**row) for row in found["bandwidths"])

@@ -55,8 +55,11 @@ def stale(folder: Path, pages: Mapping[str, str]) -> list[str]:
 
 
 def write(folder: Path, pages: Mapping[str, str]) -> list[str]:
-    """Make the folder hold exactly these pages; returns what changed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Make the folder hold exactly these pages; returns what changed. Raises UsageError if there can be no such folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the folder {folder}: {error.strerror}; name one that can be written with --folder") from None
     changes = stale(folder, pages)
     for path in folder.glob("*.md"):
         if path.name not in pages:

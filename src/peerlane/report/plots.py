@@ -132,7 +132,7 @@ def _dates(moments: Iterable[datetime]) -> str:
 
 
 def write_svg(plot: Plot, path: Path) -> None:
-    """Draw it; raises MissingDependency without matplotlib, UsageError if the file's name does not end in .svg."""
+    """Draw it; raises MissingDependency without matplotlib, UsageError if the file's name does not end in .svg or it cannot be written."""
     if path.suffix != ".svg":
         raise UsageError(f"cannot draw {path}: expected a name that ends in .svg")
     try:
@@ -142,7 +142,6 @@ def write_svg(plot: Plot, path: Path) -> None:
         raise MissingDependency(f"plots need matplotlib, which can not be imported ({error}): run {INSTALL}") from error
     across = min(len(plot.panels), _PANELS_ACROSS)
     down = -(-len(plot.panels) // across)
-    path.parent.mkdir(parents=True, exist_ok=True)
     # Text stays text, and the same plot gives the same bytes.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "peerlane"}):
         figure = figures.Figure(figsize=(_PANEL_INCHES[0] * across, _PANEL_INCHES[1] * down + 0.5), layout="constrained")
@@ -152,7 +151,11 @@ def write_svg(plot: Plot, path: Path) -> None:
         for area in axes[len(plot.panels) :]:
             area.set_axis_off()
         figure.suptitle(plot.title)
-        figure.savefig(path, format="svg", metadata={"Date": None})
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, format="svg", metadata={"Date": None})
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}; name a file that can be written") from None
 
 
 def _draw(panel: Panel, plot: Plot, area: Any) -> None:

@@ -17,7 +17,7 @@ from peerlane.evaluate.candidates import CandidateFile, candidate_file, referenc
 from peerlane.evaluate.evaluation import EvaluationPlan, Progress, Silent, choose_isolation, evaluate
 from peerlane.evaluate.isolation import Tier
 from peerlane.evaluate.lanes import Lane, divide, evaluate_side_by_side
-from peerlane.evaluate.store import append_line
+from peerlane.evaluate.store import append_line, make_appendable
 from peerlane.evaluate.verdict import Result
 from peerlane.hardware.topology import discover
 from peerlane.selftest.outcome import FILE, Outcome, identity, read_outcomes
@@ -76,7 +76,9 @@ class _Run:
         self.path = None if plan.out is None else plan.out / FILE
 
     def outcomes(self) -> Iterator[tuple[Entry, Outcome]]:
-        """Those that are there, then those that are missing."""
+        """Those that are there, then those that are missing. Raises :class:`UsageError` if no more can be stored."""
+        if self.path is not None:
+            make_appendable(self.path)
         found = [item for item in read_outcomes(self.path) if item.device == self.plan.device] if self.path else []
         kept = attributed(self.plan.corpus, [item for item in found if item.evaluator_version == peerlane.__version__])
         yield from kept
