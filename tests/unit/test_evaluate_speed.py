@@ -852,6 +852,21 @@ def test_who_disturbs_the_reference_hides_nothing_behind_it(mode: str, claimed_u
         assert 1.0 <= run.ratio().median < 1.08
 
 
+@pytest.mark.parametrize("disturbed", [1, 2])
+def test_a_disturbed_race_is_run_once_more(disturbed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    baseline = race(steady(100.0, 100.0), side="reference", mode="graph")
+    baseline.run(budget_s=10)
+    speed = SpeedTrial(steady(100.0, 50.0), ("graph",), RULES, None, (), 0.0)  # type: ignore[arg-type]
+    speed.slots["graph"], speed.baselines["graph"] = SLOTS, baseline
+    hidden_us = iter([30.0] * disturbed + [0.0])
+    monkeypatch.setattr(Race, "hidden_us", property(lambda _: next(hidden_us)))
+    if disturbed == 1:
+        assert speed.measure("graph").speedup.median == pytest.approx(2.0)
+    else:
+        with pytest.raises(HarnessError, match="30 us of a call may be hidden"):
+            speed.measure("graph")
+
+
 def test_stretches_beside_a_disturbed_reference_do_not_count() -> None:
     """Each call of 50 us is said to last 10, and by as much the reference's stretches are held up."""
     for reference_us, kind, says in ((140.0, HarnessError, "too disturbed"), (100.0, Rejected, "tampered")):

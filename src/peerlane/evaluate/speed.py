@@ -42,6 +42,10 @@ class CaptureFailed(Exception):
         self.trusted = trusted
 
 
+class Disturbed(HarnessError):
+    """Something kept this node busy beside the reference, so that what a candidate claims cannot be checked."""
+
+
 @dataclass(frozen=True)
 class _Calls:
     """What a block of the other side is to be: its first core, the order of its slots, whether outputs are compared, of which, late
@@ -355,7 +359,7 @@ class Race(Rounds):
         """What disturbs the reference's locked calls hides the candidate's, whose calls are compared with them. Nobody is accused: any
         process of this machine may do that."""
         if (hidden_us := self.hidden_us) > 0:
-            raise HarnessError(
+            raise Disturbed(
                 "this node is too disturbed to hold claims against the outer clock: beside the candidate "
                 f"{self.around_us():.0f} us lie around a locked call of the reference, and {self.usual_around_us:.0f} us did before, "
                 f"so {hidden_us:.0f} us of a call may be hidden; run it again on a machine that nobody else keeps busy"
