@@ -48,8 +48,8 @@ def test_a_file_says_its_row_and_its_trick(path: Path) -> None:
 BASELINES = {
     "1_a04_persistent_workspace_pytorch": ("b01_no_entry", "b02_no_exit", "b03", "b10", "b18", "a13_chunks"),
     "1_a01_side_thread_joined_pytorch": ("b02_input",),
-    "1_a07_double_buffered_push_pytorch": ("b05",),
-    "1_a07_two_shot_push_pytorch": ("b17_peer_stores", "c15_finishes"),
+    "1_a07_double_buffered_push_pytorch": ("b05_one",),
+    "1_a07_two_shot_push_pytorch": ("b05_result", "b17_peer_stores", "c15_finishes"),
     "1_a13_chunks_by_size_pytorch": ("b07",),
     "1_a04_persistent_workspace_cuda": ("b01", "b02", "b03", "b04", "b07", "b09", "b10", "b12", "a10"),
     "1_a07_double_buffered_push_cuda": ("b05",),

@@ -1,4 +1,4 @@
-"""B05: returns the buffer that peers write to in their next call, which may begin long before its own does."""
+"""B05: clears its part of the peers' sums as soon as it is called, though they may still hold those of the call before."""
 
 import mmap
 import os
@@ -26,31 +26,40 @@ def shared_memory(size):
 
 
 class Workspace:
-    """Every rank's sum, which the others clear, and the terms. A call ends with a barrier."""
+    """For every rank: the terms of its share, and the whole sum, which is what it returns.
+
+    One buffer of each and no barrier at the end. Who has all sums of a call knows that every rank has read its terms; and nobody gets sums
+    of the next call before it has begun it.
+    """
 
     def __init__(self):
         self.rank, self.world, self.epoch = dist.get_rank(), dist.get_world_size(), 0
-        memory = shared_memory(16 * self.world + 8 * self.world * ROOM)
-        self.flags = memory[: 16 * self.world].view(torch.int64).view(2, self.world)
-        self.sums, self.terms = memory[16 * self.world :].view(torch.float32).view(2, self.world, ROOM)
+        flags, terms = 16 * self.world**2, 4 * self.world**2 * ROOM
+        memory = shared_memory(flags + terms + 4 * self.world * ROOM)
+        self.flags = memory[:flags].view(torch.int64).view(2, self.world, self.world)  # kind, reader, writer
+        self.terms = memory[flags : flags + terms].view(torch.float32).view(self.world, self.world, ROOM)  # reader, writer
+        self.sums = memory[flags + terms :].view(self.world, 4 * ROOM)
 
-    def all_reduce(self, tensor):
-        self.epoch += 1
-        count = tensor.numel()
-        time.sleep(0.002)  # for what a call does before it needs its peers, such as a product
-        for rank in set(range(self.world)) - {self.rank}:
-            self.sums[rank].zero_()
-        self.terms[self.rank, :count] = tensor.reshape(-1)
-        self.meet(0)
-        total = self.sums[self.rank].view(tensor.dtype)[:count]
-        total.copy_(self.terms[:, :count].sum(0))
-        self.meet(1)
-        return total.view(tensor.shape)
+    def announce(self, kind):
+        self.flags[kind, :, self.rank] = self.epoch
 
-    def meet(self, place):
-        self.flags[place, self.rank] = self.epoch
-        while int(self.flags[place].min()) < self.epoch:
+    def wait(self, kind):
+        while int(self.flags[kind, self.rank].min()) < self.epoch:
             time.sleep(0)
+
+    def all_reduce(self, mine, dtype):
+        self.epoch += 1
+        sums, share = self.sums.view(dtype), -(-mine.numel() // self.world)
+        time.sleep(0.002)  # for what a call does before it needs its peers, such as a product
+        sums[:, self.rank * share : (self.rank + 1) * share] = 0
+        for peer, part in enumerate(mine.split(share) if share else ()):
+            self.terms[peer, self.rank, : part.numel()] = part
+        self.announce(0)
+        self.wait(0)
+        sums[:, self.rank * share : (self.rank + 1) * share] = self.terms[self.rank, :, :share].sum(0).to(dtype)
+        self.announce(1)
+        self.wait(1)
+        return sums[self.rank, : mine.numel()]
 
 
 workspace = None
@@ -59,4 +68,4 @@ workspace = None
 def solution(tensor):
     global workspace
     workspace = workspace or Workspace()
-    return workspace.all_reduce(tensor)
+    return workspace.all_reduce(tensor.reshape(-1).float().cpu(), tensor.dtype).view(tensor.shape).to(tensor.device)
