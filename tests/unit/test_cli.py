@@ -410,6 +410,12 @@ def test_live_progress_writes_only_to_stderr(capsys: pytest.CaptureFixture[str])
     assert captured.out == "" and "1 evaluation to run" in captured.err and "wrong_result" in captured.err
 
 
+def test_bench_looks_for_its_folder_before_it_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(topology, "discover", lambda: SimpleNamespace(gpus=[0, 1]))
+    (tmp_path / "file").touch()
+    assert run(monkeypatch, "bench", "mechanisms", "--out", str(tmp_path / "file")) == ExitCode.USAGE
+
+
 FIRST_INTERRUPTED = """
 import pathlib, sys
 here = pathlib.Path(__file__).parents[1]

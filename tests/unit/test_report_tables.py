@@ -157,3 +157,26 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path: Path) -> None:
         read_results(file)
     with pytest.raises(UsageError, match=r"there is no file"):
         read_results(tmp_path / "absent.jsonl")
+
+
+@pytest.mark.parametrize("room", [200, 110, 80, 60])
+def test_a_narrow_terminal_is_shown_what_matters(room: int) -> None:
+    """Every word of what is left fits on its line, and what is left out is named; first what says nothing anyway."""
+    results = [on_cpu(), wrong()]
+    screen = Console(width=room, record=True, file=io.StringIO())
+    screen.print(result_table(results).rich(screen.width))
+    shown = screen.export_text()
+    header, table = shown.splitlines()[1], shown.split("for ")[0]
+    left_out = [name for name in RESULT_COLUMNS if name not in header]
+    assert all(word in table for word in ("1_allreduce_cuda", "wrong_result", "correct"))
+    assert bool(left_out) == (room < 150) == ("--json" in shown)
+    assert all(name in " ".join(shown.split()) for name in left_out)
+    if room == 110:
+        assert "utilisation" in left_out and "problem" not in left_out and "preset" not in left_out
+
+
+def test_what_says_something_is_left_out_after_what_does_not() -> None:
+    screen = Console(width=100, record=True, file=io.StringIO())
+    screen.print(result_table([result()]).rich(100))
+    header = screen.export_text().splitlines()[1]
+    assert "utilisation" not in header and "reference us" not in header and "speedup" in header and "mode" in header

@@ -33,6 +33,10 @@ def bench(
     gpus = len(discover().gpus)
     if gpus < 2:
         raise UsageError(f"bench mechanisms needs 2 or more GPUs; this machine has {gpus}: run it on a node with NVLink")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the folder {out}: {error.strerror}; name one that can be written with --out") from None
 
     from peerlane.device.mechanisms import measure_mechanisms
     from peerlane.files import write_atomically
@@ -41,7 +45,6 @@ def bench(
 
     found = measure_mechanisms()
     measured = MeasuredMechanisms(record(discover()), datetime.now(UTC).replace(microsecond=0), found)
-    out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / FILE, json.dumps(measured.to_json(), indent=1).encode())
     if as_json:
         print_json(measured.to_json())

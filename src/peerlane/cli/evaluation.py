@@ -150,6 +150,6 @@ def print_results(results: Sequence[Result]) -> None:
     from peerlane.report.tables import reasons, result_table
 
     out = console()
-    out.print(result_table(results).rich())
+    out.print(result_table(results).rich(out.width))
     for line in reasons(results):
         out.print(line)

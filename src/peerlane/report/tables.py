@@ -29,10 +29,12 @@ RESULT_COLUMNS = (
 
 @dataclass
 class TextTable:
-    """Rows of strings under ``columns``. ``right``: the columns that hold numbers."""
+    """Rows of strings under ``columns``. ``right``: the columns that hold numbers. ``spare``: those that narrow terminals can do without,
+    the least important first."""
 
     columns: Sequence[str]
     right: Collection[str] = ()
+    spare: Sequence[str] = ()
     rows: list[tuple[str, ...]] = field(default_factory=list)
 
     def add(self, *cells: str) -> None:
@@ -41,16 +43,26 @@ class TextTable:
             raise ValueError(f"the table has columns {tuple(self.columns)}, got {len(cells)} cells: {cells}")
         self.rows.append(cells)
 
-    def rich(self) -> Table:
-        """For a terminal."""
+    def rich(self, room: int | None = None) -> Table:
+        """For a terminal with room for so many characters a line: without spare columns, as far as it takes, and says which. First those
+        that say nothing in any row."""
         from rich import box
         from rich.table import Table
 
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in self.columns:
+        widths = {name: max(map(len, (name, *cells))) + 3 for name, *cells in zip(self.columns, *self.rows, strict=True)}
+        silent = [name for name, *cells in zip(self.columns, *self.rows, strict=True) if {*cells} <= {"-", NOT_MEASURED}]
+        left_out: list[str] = []
+        for name in dict.fromkeys([*(name for name in self.spare if name in silent), *self.spare]):
+            if room is None or sum(widths.values()) <= room:
+                break
+            left_out.append(name)
+            del widths[name]
+        caption = f"for {', '.join(left_out)}: a wider terminal, or --json" if left_out else None
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+        for column in widths:
             table.add_column(column, justify="right" if column in self.right else "left", overflow="fold")
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*(cell for column, cell in zip(self.columns, row, strict=True) if column in widths))
         return table
 
     def markdown(self) -> str:
@@ -66,7 +78,8 @@ def result_table(results: Iterable[Result]) -> TextTable:
     Times are medians; a speedup has its 95 % interval; "faster" means that the interval's lower end is above 1 plus the noise floor;
     utilisation is the candidate's, against the measured ceilings where there are some, else against the datasheet.
     """
-    table = TextTable(RESULT_COLUMNS, right={"W", "reference us", "candidate us"})
+    spare = ("utilisation", "reference us", "candidate us", "preset", "problem", "W", "faster", "mode", "speedup [95 %]")
+    table = TextTable(RESULT_COLUMNS, right={"W", "reference us", "candidate us"}, spare=spare)
     for result in results:
         remarks = (*(("custom track",) if result.track == "custom" else ()), *result.flags)
         verdict = result.verdict.kind + (f" ({', '.join(remarks)})" if remarks else "")
