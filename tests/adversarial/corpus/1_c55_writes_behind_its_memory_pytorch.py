@@ -8,14 +8,21 @@ import os
 import torch.distributed as dist
 
 FAR = 1 << 41
-left = False
-for fd in map(int, os.listdir("/proc/self/fd")):
-    try:
-        if "peerlane-arena" in os.readlink(f"/proc/self/fd/{fd}"):
-            left = any(os.pread(fd, 8, FAR))
-            os.pwrite(fd, b"left here", FAR)
-    except OSError:
-        continue
+
+
+def memory_files():
+    """Descriptors; there may be several of one file."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if "peerlane-arena" in os.readlink(f"/proc/self/fd/{fd}"):
+                yield fd
+        except OSError:
+            continue
+
+
+left = any(any(os.pread(fd, 8, FAR)) for fd in memory_files())
+for fd in memory_files():
+    os.pwrite(fd, b"left here", FAR)
 
 
 def solution(tensor):
