@@ -196,8 +196,7 @@ class TimingRules:
     that others are prepared"""
     prepared_share: float = 0.15
     around_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 40.0, "graph": 5.0})
-    """by launch mode, by how much what lies around the reference's locked calls may differ between its own race and the candidate's: halves
-    of races of 63 references differed by 4 us in graph mode and 44 us in eager mode, in 95 of 100 (one H200)"""
+    """by launch mode, by how much what lies around the reference's locked calls may differ between its own race and the candidate's"""
     around_share: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.2, "graph": 0.05})
     """of the reference's call that it may differ by besides"""
     between_calls_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 40.0, "graph": 30.0})

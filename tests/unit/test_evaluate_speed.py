@@ -858,8 +858,8 @@ def test_a_disturbed_race_is_run_once_more(disturbed: int, monkeypatch: pytest.M
     baseline.run(budget_s=10)
     speed = SpeedTrial(steady(100.0, 50.0), ("graph",), RULES, None, (), 0.0)  # type: ignore[arg-type]
     speed.slots["graph"], speed.baselines["graph"] = SLOTS, baseline
-    hidden_us = iter([30.0] * disturbed + [0.0])
-    monkeypatch.setattr(Race, "hidden_us", property(lambda _: next(hidden_us)))
+    hideable_us = iter([30.0] * disturbed + [0.0])
+    monkeypatch.setattr(Race, "hideable_us", property(lambda _: next(hideable_us)))
     if disturbed == 1:
         assert speed.measure("graph").speedup.median == pytest.approx(2.0)
     else:

@@ -94,7 +94,7 @@ class Rounds:
         return statistics.median([block.locked_around_us for block in self.references if block.locked_us] or [math.inf])
 
     @property
-    def hidden_us(self) -> float:
+    def hideable_us(self) -> float:
         """How much of a candidate's call may be hidden by what disturbs the reference's locked ones, whoever does that: so much more than
         before the candidate was loaded lies around them, beyond what varies anyway. 0 where it claims no less than it could then."""
         if (least_us := self._least_us) is None:

@@ -358,11 +358,11 @@ class Race(Rounds):
     def _refuse_disturbance(self) -> None:
         """What disturbs the reference's locked calls hides the candidate's, whose calls are compared with them. Nobody is accused: any
         process of this machine may do that."""
-        if (hidden_us := self.hidden_us) > 0:
+        if (hideable_us := self.hideable_us) > 0:
             raise Disturbed(
                 "this node is too disturbed to hold claims against the outer clock: beside the candidate "
                 f"{self.around_us():.0f} us lie around a locked call of the reference, and {self.usual_around_us:.0f} us did before, "
-                f"so {hidden_us:.0f} us of a call may be hidden; run it again on a machine that nobody else keeps busy"
+                f"so {hideable_us:.0f} us of a call may be hidden; run it again on a machine that nobody else keeps busy"
             )
 
     def _refuse_hidden_time(self) -> None:
