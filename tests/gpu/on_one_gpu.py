@@ -2,6 +2,7 @@
 
     python tests/gpu/on_one_gpu.py 1 eval reference --problem 1-20 --preset pkb --mode eager,graph --world-size 1
     python tests/gpu/on_one_gpu.py 2 eval tests/adversarial/corpus/1_c61_works_ahead_pytorch.py --mode eager --world-size 2
+    python tests/gpu/on_one_gpu.py 2 selftest --gpu
 
 It runs a copy of the package in which that is allowed. One rank's collectives are copies, and some problems have no case for it: times say
 something about the protocol of timing, nothing about a problem, and physical floors that count links may be too high. Two ranks talk by
@@ -18,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "src" / "peerlane"
+CORPUS = Path(__file__).parents[1] / "adversarial"
 CHANGES: dict[int, dict[str, dict[str, str]]] = {
     1: {"problems/_spec.py": {"(2, 4, 8)": "(1, 2, 4, 8)"}},
     2: {
@@ -27,7 +29,10 @@ CHANGES: dict[int, dict[str, dict[str, str]]] = {
                 '"gloo", store=store, rank=self.rank, world_size=self.world_size)'
             ),
         },
-        "evaluate/evaluation.py": {"torch.cuda.device_count() if": "2 * torch.cuda.device_count() if"},
+        "evaluate/evaluation.py": {
+            "torch.cuda.device_count() if": "2 * torch.cuda.device_count() if",
+            'modes: tuple[Mode, ...] = ("eager", "graph")': 'modes: tuple[Mode, ...] = ("eager",)',
+        },
         "evaluate/nursery_handle.py": {
             'if device == "cpu" else environment': 'if device == "cpu" else {**environment, "GLOO_SOCKET_IFNAME": "lo"}'
         },
@@ -38,7 +43,9 @@ CHANGES: dict[int, dict[str, dict[str, str]]] = {
 
 def changed_copy(ranks: int, folder: Path) -> None:
     """Puts a package for so many ranks on one GPU into a folder. Raises LookupError where the package is no longer what this file knows."""
-    shutil.copytree(PACKAGE, folder / "peerlane", ignore=shutil.ignore_patterns("__pycache__"))
+    without = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, folder / "peerlane", ignore=without)
+    shutil.copytree(CORPUS, folder / "peerlane" / "selftest", ignore=without, dirs_exist_ok=True)  # as in wheels
     for name, changes in CHANGES[ranks].items():
         path = folder / "peerlane" / name
         text = path.read_text()

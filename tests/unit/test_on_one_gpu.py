@@ -17,7 +17,7 @@ def test_a_changed_copy_can_be_made_and_imported(ranks: int, tmp_path: Path) -> 
     for name in on_one_gpu.CHANGES[ranks]:
         assert (tmp_path / "peerlane" / name).read_text() != (on_one_gpu.PACKAGE / name).read_text()
     modules = ", ".join(f"peerlane.{name.removesuffix('.py').replace('/', '.')}" for name in on_one_gpu.CHANGES[ranks])
-    code = f"import {modules}; print(peerlane.__file__)"
+    code = f"import {modules}; from peerlane.selftest import table; table.load(); print(peerlane.__file__)"
     found = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=True)
     assert Path(found.stdout.strip()).is_relative_to(tmp_path)
 
