@@ -24,6 +24,7 @@ from peerlane.evaluate.speed import CaptureFailed, Race
 from peerlane.evaluate.stopwatch import SpeedTrial, Unmeasurable
 from peerlane.evaluate.trial import Rejected
 from peerlane.evaluate.turnstile import NOTHING_LOCKED, LockedCalls, Passage
+from peerlane.evaluate.verdict import Mode
 from peerlane.hardware.profiles import H200_SXM
 from peerlane.problems._spec import Cost
 from peerlane.settings import Deadlines, TimingRules
@@ -1022,12 +1023,50 @@ def test_a_failed_capture_is_told_of_the_side_that_failed(trusted: list[bool], o
     assert captures.suspected == bool(trusted)
 
 
-def test_a_reference_that_is_slower_beside_the_candidate_shows() -> None:
+@pytest.mark.parametrize(
+    ("mode", "beside_us", "speedup"), [("eager", 120.0, 1.2), ("eager", 170.0, 1.25), ("graph", 103.0, 1.03), ("graph", 170.0, 1.033)]
+)
+def test_a_reference_that_is_slower_beside_the_candidate_counts_as_little_slower_than_before(
+    mode: Mode, beside_us: float, speedup: float
+) -> None:
+    baseline = race(steady(100.0, 100.0), side="reference", mode=mode)
+    baseline.run(budget_s=10)
+    speed = SpeedTrial(steady(beside_us, 100.0), (mode,), RULES, None, (), 0.0)  # type: ignore[arg-type]
+    speed.slots[mode], speed.baselines[mode] = SLOTS, baseline
+    measured = speed.measure(mode)
+    assert measured.reference_drift == pytest.approx(beside_us / 100)
+    assert measured.reference_counted == pytest.approx(100 * speedup / beside_us)
+    assert measured.speedup.median == pytest.approx(speedup) and measured.speedup.low < speedup < measured.speedup.high
+
+
+def test_a_few_slow_calls_of_the_reference_win_nothing_for_unequal_ones() -> None:
+    """Which are scored by means: so are the reference's before."""
+    baseline = race(steady(100.0, 100.0), side="reference")
+    baseline.run(budget_s=10)
+    trial = FakeTrial(itertools.repeat(uneven(2_500.0, 100.0)), itertools.repeat(uneven(730.0, 10.0)))
+    run = race(trial, usual_references=tuple(baseline.references), usual_skews=(1.0,) * 50)
+    run.run(budget_s=10)
+    assert run.scored_by == "mean" and run.drift == pytest.approx(4.0)
+    assert run.ratio().median == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize(("second_us", "speedup"), [(100.0, 1.0), (105.0, 1.033)])
+def test_a_race_beside_which_the_reference_is_slower_is_run_once_more(
+    second_us: float, speedup: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     baseline = race(steady(100.0, 100.0), side="reference", mode="graph")
     baseline.run(budget_s=10)
-    speed = SpeedTrial(steady(170.0, 100.0), ("graph",), RULES, None, (), 0.0)  # type: ignore[arg-type]
+    speed = SpeedTrial(steady(), ("graph",), RULES, None, (), 0.0)  # type: ignore[arg-type]
     speed.slots["graph"], speed.baselines["graph"] = SLOTS, baseline
-    assert speed.measure("graph").reference_drift == pytest.approx(1.7)
+    trials, run_race = iter([steady(170.0, 100.0), steady(second_us, 100.0)]), SpeedTrial._run_race
+
+    def run_another(self: SpeedTrial, mode: Mode, baseline: Race) -> Race:
+        self.trial = next(trials)  # type: ignore[assignment]
+        return run_race(self, mode, baseline)
+
+    monkeypatch.setattr(SpeedTrial, "_run_race", run_another)
+    assert speed.measure("graph").speedup.median == pytest.approx(speedup)
+    assert next(trials, None) is None
 
 
 @pytest.mark.parametrize(("spread", "certain"), [(0.0, True), (0.3, False)], ids=["certain", "uncertain"])

@@ -50,7 +50,6 @@ from peerlane.problems._spec import Case, Problem
 from peerlane.settings import StressRules, TimingRules
 
 CHECKED_SLOTS = 4
-_REMARKABLE_DRIFT = 1.25  # of the reference's time: far beyond what two races of it differ by
 
 
 @dataclass(frozen=True)
@@ -331,7 +330,7 @@ class Examination:
             self.flags.add("uneven_calls")
         if measured.scored_by == "locked":
             self.flags.add("prepared_calls")
-        if measured.reference_drift is not None and measured.reference_drift > _REMARKABLE_DRIFT:
+        if measured.reference_counted < 1:
             self.flags.add("slower_reference")
         return measured
 

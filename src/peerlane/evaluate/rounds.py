@@ -23,8 +23,9 @@ class Rounds:
     """Paired blocks of the trusted reference and of another side, in one mode.
 
     ``side`` is ``reference`` (in the candidate's ranks, before candidate code is loaded) or ``candidate``. How unequal a block's calls
-    usually are (``usual_skews``), and what lies around locked ones (``usual_around_us``), comes from the reference's own rounds.
-    ``outputs``: tensors that a call returns. ``captures``: how often graphs were captured for these rounds.
+    usually are (``usual_skews``), what usually lies around locked ones (``usual_around_us``), and the trusted reference's blocks there
+    (``usual_references``) come from the reference's own rounds. ``outputs``: tensors that a call returns. ``captures``: how often graphs
+    were captured for these rounds.
     """
 
     mode: str
@@ -32,6 +33,7 @@ class Rounds:
     rules: TimingRules
     usual_skews: tuple[float, ...] = ()
     usual_around_us: float = math.inf
+    usual_references: tuple[BlockTimes, ...] = ()
     outputs: int = 1
     captures: int = 1
     references: list[BlockTimes] = field(default_factory=list)
@@ -125,7 +127,22 @@ class Rounds:
 
     def ratio(self) -> Interval:
         """Reference over other."""
-        return self._claimed_ratio().scaled(self._believed)
+        return self._claimed_ratio().scaled(self._believed * self.counted)
+
+    @property
+    def drift(self) -> float:
+        """The reference's time per call, over what it took in its own rounds; 1 where there are none."""
+        return self._us(self.references).median / self._us(self.usual_references).median if self.usual_references else 1.0
+
+    @property
+    def counted(self) -> float:
+        """The share of the reference's time that counts. It is taken to be no slower than in its own rounds, but for what varies anyway:
+        nobody is to be faster by keeping the machine busy beside it. What slows down both sides counts against the candidate then, since
+        that cannot be told apart."""
+        if not self.usual_references:
+            return 1.0
+        rules, usual_us = self.rules, self._us(self.usual_references).median
+        return min(1.0, (1 + rules.drift_share[self.mode] + rules.drift_us[self.mode] / usual_us) / self.drift)
 
     def graphs_apart(self) -> Interval:
         """What a ratio is uncertain by besides, since the race has seen few of the places that the driver may put graphs in."""
@@ -157,9 +174,13 @@ class Rounds:
 
     def _claimed_us(self) -> Interval:
         """The same by its events alone."""
+        return self._us(self.others)
+
+    def _us(self, blocks: Sequence[BlockTimes]) -> Interval:
+        """The time per call of blocks, as the race is scored."""
         if self._pools:
-            return pooled_interval([block.warm_us for block in self.others], self._shares)
-        return median_interval(self._blocks_us(self.others))
+            return pooled_interval([block.warm_us for block in blocks], self._shares)
+        return median_interval(self._blocks_us(blocks))
 
     def quantile_us(self, share: float) -> float:
         """A quantile of all the other side's calls that count."""

@@ -338,6 +338,12 @@ class ModeSpeed(Record):
     reference_drift: float | None = Field(
         default=None, gt=0, description="the trusted reference's time next to the candidate, over that before; missing in older records"
     )
+    reference_counted: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="the share of that time that counts: less than 1 where it took longer than before by more than what varies anyway",
+    )
     slots_per_block: int = Field(ge=1)
     rounds: int = Field(ge=1)
     discarded_rounds: int = Field(ge=0, description="rounds in which the outer clock and the events disagreed")
