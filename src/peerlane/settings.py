@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -199,6 +200,12 @@ class TimingRules:
     """by launch mode, by how much what lies around the reference's locked calls may differ between its own race and the candidate's"""
     around_share: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.2, "graph": 0.05})
     """of the reference's call that it may differ by besides"""
+    gap_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 5.0, "graph": math.inf})
+    """by launch mode, by how much longer than the reference's host needs there a gap between two calls may be, and not count as a call's"""
+    gap_share: float = 0.25
+    """of what it needs there, besides"""
+    gap_slack_share: float = 0.1
+    """by how much more than claimed calls may take with such gaps, and the claim still counts: hosts hold up either side"""
     drift_share: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.25, "graph": 0.03})
     """by launch mode, by how much longer the reference may take beside the candidate than before, and count as that slow. In none of 300
     races with graphs on 2 and 4 H200s it took as much longer; eager calls depend on what else the host does: in 20 of 420, by up to 61 %"""

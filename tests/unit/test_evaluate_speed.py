@@ -19,6 +19,7 @@ from peerlane.evaluate import speed, timing
 from peerlane.evaluate.block_times import BlockTimes, locked_excess
 from peerlane.evaluate.exchanges import Exchanges
 from peerlane.evaluate.groups import GroupFailure
+from peerlane.evaluate.rounds import Rounds
 from peerlane.evaluate.slots import OutputRegions
 from peerlane.evaluate.speed import CaptureFailed, Race
 from peerlane.evaluate.stopwatch import SpeedTrial, Unmeasurable
@@ -92,6 +93,9 @@ class FakeTrial:
     slots: int = SLOTS
     captured: bool = True
     span_us: float | None = None
+    gaps_us: list[float] | None = None
+    """behind the other side's calls"""
+    host_gap_us: float = 0.0
     judge_s: float = 0.0
     trusted_hand_off_s: float = 0.0
     other_hand_off_s: float = 0.0
@@ -140,8 +144,12 @@ class FakeTrial:
             return [{} for _ in range(RANKS)]
         given = next(times)
         calls = given if isinstance(given, list) else [given] * len(order)
-        span = self.span_us if self.span_us is not None else sum(calls) if any(self.true_us) else 1.0
-        return [{"iterations_us": [us - rank for us in calls], "span_us": span} for rank in range(RANKS)]
+        answers = [{"iterations_us": [us - rank for us in calls], "host_gap_us": self.host_gap_us} for rank in range(RANKS)]
+        gaps = self.gaps_us if side == "other" and self.gaps_us else [0.0] * len(order)
+        for answer in answers:
+            span_us = sum(answer["iterations_us"]) + sum(gaps) if any(self.true_us) or sum(gaps) else 1.0
+            answer |= {"gaps_us": gaps, "span_us": span_us if self.span_us is None else self.span_us}
+        return answers
 
     def trusted(self, op: str, **more: Any) -> list[dict[str, Any]]:
         if op == "latency":
@@ -272,6 +280,12 @@ def race(trial: FakeTrial, side: str = "candidate", mode: str = "eager", rules: 
 
 def steady(trusted_us: float = 100.0, other_us: float = 50.0, **more: Any) -> FakeTrial:
     return FakeTrial(itertools.repeat(trusted_us), itertools.repeat(other_us), **more)
+
+
+def before(mode: str, times: list[float]) -> Rounds:
+    """The reference's own rounds, if all its blocks were like this."""
+    blocks = [BlockTimes(tuple(times), sum(times), 1e6)] * 20
+    return Rounds(mode=mode, side="reference", rules=RULES, references=blocks, others=blocks)
 
 
 def test_the_ratio_is_that_of_the_slowest_ranks_and_a_narrow_interval_ends_the_race() -> None:
@@ -501,7 +515,7 @@ def test_calls_that_the_host_holds_up_count_in_the_mean_only(times: list[float],
 @pytest.mark.parametrize(("mode", "usual_us"), [("eager", 60.0), ("graph", (60.0 / 2 + 90.0 + 95.0 + 200.0 / 2) / 3)])
 def test_a_third_of_the_eager_calls_is_enough_and_the_middle_half_of_the_replayed_ones(mode: str, usual_us: float) -> None:
     calls = [60.0, 500.0, 400.0, 60.0, 60.0, 95.0, 90.0, 200.0]
-    run = race(FakeTrial(itertools.repeat(100.0), itertools.repeat(calls)), mode=mode, usual_skews=(9.0,) * 50)
+    run = race(FakeTrial(itertools.repeat(100.0), itertools.repeat(calls)), mode=mode, before=before(mode, uneven(6_500.0, 100.0)))
     run.run(budget_s=10)
     assert run.scored_by == "quantile" and run.times_us().median == usual_us
     assert run.ratio().median == pytest.approx(100.0 / usual_us)
@@ -575,7 +589,7 @@ def test_calls_as_unequal_as_the_reference_s_are_scored_by_a_quantile(where: str
     """Slots may differ in size: a layout that is unequal for the reference is so for everybody."""
     unequal = uneven(1000.0, 50.0)
     trial = FakeTrial(itertools.repeat(unequal if where == "in this race" else 50.0), itertools.repeat(uneven(500.0, 25.0)))
-    run = race(trial, usual_skews=() if where == "in this race" else (3.4,) * 20)
+    run = race(trial, before=None if where == "in this race" else before("eager", unequal))
     run.run(budget_s=10)
     assert run.scored_by == "quantile" and run.ratio().median == pytest.approx(2.0)
 
@@ -700,13 +714,13 @@ def test_every_slot_is_called_before_its_first_capture(monkeypatch: pytest.Monke
 
 def test_events_that_span_more_than_the_outer_clock_are_tampered() -> None:
     with pytest.raises(Rejected) as caught:
-        race(steady(span_us=1e9)).run(budget_s=10)
+        race(steady(gaps_us=[1e9] * SLOTS)).run(budget_s=10)
     assert caught.value.verdict.kind == "tampered"
 
 
 def test_clocks_of_ranks_without_candidate_code_accuse_nobody() -> None:
     with pytest.raises(HarnessError, match="the events span"):
-        race(steady(span_us=1e9), side="reference").run(budget_s=10)
+        race(steady(gaps_us=[1e9] * SLOTS), side="reference").run(budget_s=10)
     with pytest.raises(HarnessError, match="trusted reference cannot be timed"):
         race(steady(trusted_us=-1.0)).run(budget_s=10)
 
@@ -844,13 +858,13 @@ def test_who_disturbs_the_reference_hides_nothing_behind_it(mode: str, claimed_u
     assert usual.locked[-1].calls and usual.trusted_locked[-1].calls and not usual.collected
     outer_us = 1_000.0 + min(around_us, 100.0 if refused else math.inf)
     trial = steady(1_000.0, claimed_us, slots=12, lockable=True, outer_us=outer_us, locked_excess_us=(around_us, 25.0))
-    run = race(trial, mode=mode, usual_around_us=baseline.around_us())
+    run = race(trial, mode=mode, before=baseline)
     if refused:
         with pytest.raises(HarnessError, match="too disturbed to hold claims"):
             run.run(budget_s=10)
     else:
         run.run(budget_s=10)
-        assert 1.0 <= run.ratio().median < 1.08
+        assert 1.0 - 1e-9 <= run.ratio().median < 1.08
 
 
 @pytest.mark.parametrize("disturbed", [1, 2])
@@ -948,16 +962,94 @@ def test_a_node_on_which_the_reference_is_disturbed_too_accuses_nobody() -> None
         race(steady(trusted_hand_off_s=0.02), slack_limit_us=15_000.0).run(budget_s=10)
 
 
+def answer(us: float = 1.0, gap_us: float = 0.0, host_gap_us: float = 0.0, **more: Any) -> dict[str, Any]:
+    """What a rank says of a block whose calls are all alike."""
+    times, gaps = [us] * SLOTS, [gap_us] * (SLOTS - 1) + [0.0]
+    return {"iterations_us": times, "gaps_us": gaps, "host_gap_us": host_gap_us, "span_us": sum(times) + sum(gaps), **more}
+
+
 @pytest.mark.parametrize(
     "times", [[1.0], [1.0] * (SLOTS - 1) + [0.0], [1.0] * (SLOTS - 1) + [float("nan")], [1] * (SLOTS - 1) + [10**400], ["1"] * SLOTS, None]
 )
 def test_times_that_are_no_times_are_refused(times: Any) -> None:
     with pytest.raises(GroupFailure, match="times"):
-        BlockTimes.of([{"iterations_us": times, "span_us": 5.0}], SLOTS, 10.0)
+        BlockTimes.of([answer(iterations_us=times)], SLOTS, 10.0)
+    for more in ({"gaps_us": [0.0] * (SLOTS - 1)}, {"gaps_us": [-1.0] * SLOTS}, {"host_gap_us": None}, {"span_us": "1"}):
+        with pytest.raises(GroupFailure, match="numbers"):
+            BlockTimes.of([answer(**more)], SLOTS, 10.0)
+
+
+def test_a_rank_cannot_be_silent_about_what_passes_between_its_calls() -> None:
+    """Rounding may leave out a little."""
+    assert BlockTimes.of([answer(100.0, 20.0, span_us=945.0)], SLOTS, 1e4).gaps_us == ((*[20.0] * (SLOTS - 1), 0.0),)
+    with pytest.raises(GroupFailure, match="do not add up"):
+        BlockTimes.of([answer(100.0, 20.0), answer(100.0, 20.0, gaps_us=[0.0] * SLOTS)], SLOTS, 1e4)
+
+
+@pytest.mark.parametrize(("mode", "speedup"), [("eager", 110.0 / (10.0 + 115.0 - 30.0)), ("graph", 10.0)])
+def test_a_device_that_waits_between_calls_makes_none_of_them_faster(mode: str, speedup: float) -> None:
+    """Its host is ahead then, and events see little of a call. Where the host needs 20 us, gaps of 30 are free, and a tenth of a call is.
+    Replays have a head start: what passes between them is of another kind, and bounded."""
+    run = race(steady(100.0, 10.0, gaps_us=[115.0] * SLOTS, host_gap_us=20.0, other_hand_off_s=0.002), mode=mode)
+    run.run(budget_s=10)
+    assert run.ratio().median == pytest.approx(speedup) and run.times_us().median == pytest.approx(100.0 / speedup)
+    assert run.scored_by == ("gaps" if mode == "eager" else "quantile")
+
+
+@pytest.mark.parametrize(("gap_us", "scored_by"), [(38.0, "quantile"), (42.0, "gaps")])
+def test_gaps_that_are_little_beside_calls_cost_nothing(gap_us: float, scored_by: str) -> None:
+    run = race(steady(100.0, 100.0, gaps_us=[gap_us] * SLOTS, host_gap_us=20.0, other_hand_off_s=0.002))
+    run.run(budget_s=10)
+    assert run.scored_by == scored_by and run.ratio().median == pytest.approx(1.0, rel=0.03)
+
+
+def test_a_device_that_waits_long_once_a_block_makes_no_call_faster() -> None:
+    """The gap counts as part of the call before it, and the mean of such calls stands for them, but for a tenth."""
+    gaps_us = [0.0, 30.0 + 90.0 * SLOTS] + [0.0] * (SLOTS - 2)
+    run = race(steady(100.0, 10.0, gaps_us=gaps_us, host_gap_us=20.0, other_hand_off_s=0.002))
+    run.run(budget_s=10)
+    assert run.scored_by == "gaps" and run.ratio().median == pytest.approx(1.1)
+
+
+def block(gap_us: float, host_gap_us: float = 0.0) -> BlockTimes:
+    """Of calls of 50 us on one rank."""
+    return BlockTimes.of([answer(50.0, gap_us, host_gap_us)], SLOTS, 1e4)
+
+
+def test_gaps_like_the_reference_s_cost_nothing() -> None:
+    """Long calls keep the device busy while outputs are copied; short ones wait for the host."""
+    for known in (block(0.0, 20.0), block(20.0, 0.0)):
+        assert block(29.0).charged(known, 0.25, 5.0, 40.0) == block(29.0)
+    for known_us, charged_us in ((16.0, 54.0), (0.0, 74.0)):
+        charged = block(29.0).charged(block(known_us), 0.25, 5.0, 40.0)
+        assert charged == replace(block(29.0), iterations_us=(charged_us,) * (SLOTS - 1) + (50.0,))
+
+
+@pytest.mark.parametrize(("first", "second", "slowest_us"), [((50.0, 20.0), (10.0, 60.0), 50.0), ((10.0, 90.0), (50.0, 20.0), 75.0)])
+def test_each_rank_s_gaps_are_part_of_its_own_calls(first: tuple[float, float], second: tuple[float, float], slowest_us: float) -> None:
+    """One that waits for nobody gains nothing by being the only one whose device is kept waiting. Here gaps of 25 and 55 us are free."""
+    known = BlockTimes.of([answer(50.0, 0.0, 16.0), answer(50.0, 40.0)], SLOTS, 1e4)
+    charged = BlockTimes.of([answer(*first), answer(*second)], SLOTS, 1e4).charged(known, 0.25, 5.0, 40.0)
+    assert charged.iterations_us == (slowest_us,) * (SLOTS - 1) + (50.0,)
+
+
+def test_gaps_beside_locked_calls_are_held_against_the_reference_s() -> None:
+    """There the device waits for the key, and digests. Locked calls themselves are timed by the outer clock."""
+    reference = replace(block(10.0, 20.0), locked_us=((3, 90.0),), gaps_us=((10.0, 10.0, 60.0, 70.0, 10.0, 10.0, 10.0, 0.0),))
+    locked = replace(block(10.0), locked_us=((2, 90.0),), gaps_us=((10.0, 110.0, 100.0, 10.0, 10.0, 10.0, 10.0, 0.0),))
+    assert locked.charged(reference, 0.25, 5.0, 40.0) == locked
+    slower = replace(locked, gaps_us=((10.0, 150.0, 130.0, *[10.0] * 4, 0.0),))
+    assert slower.charged(reference, 0.25, 5.0, 40.0).iterations_us == (50.0, 90.0, 50.0, 70.0, *[50.0] * 4)
+
+
+def test_a_locked_call_cannot_take_longer_than_the_outer_clock_saw() -> None:
+    with pytest.raises(Rejected, match="tampered") as caught:
+        race(steady(slots=12, lockable=True, locked_us=500.0, outer_us=90.0)).run(budget_s=10)
+    assert "the events span 500 us, the outer clock saw 90 us" in caught.value.verdict.reason
 
 
 def test_a_rank_without_work_may_report_no_time() -> None:
-    idle, busy = ({"iterations_us": [us] * SLOTS, "span_us": 90.0} for us in (0.0, 7.5))
+    idle, busy = (answer(us) for us in (0.0, 7.5))
     assert BlockTimes.of([busy, idle], SLOTS, 100.0).usual_us == 7.5
 
 
@@ -1044,7 +1136,7 @@ def test_a_few_slow_calls_of_the_reference_win_nothing_for_unequal_ones() -> Non
     baseline = race(steady(100.0, 100.0), side="reference")
     baseline.run(budget_s=10)
     trial = FakeTrial(itertools.repeat(uneven(2_500.0, 100.0)), itertools.repeat(uneven(730.0, 10.0)))
-    run = race(trial, usual_references=tuple(baseline.references), usual_skews=(1.0,) * 50)
+    run = race(trial, before=baseline)
     run.run(budget_s=10)
     assert run.scored_by == "mean" and run.drift == pytest.approx(4.0)
     assert run.ratio().median == pytest.approx(1.25)

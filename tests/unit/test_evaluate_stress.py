@@ -496,6 +496,20 @@ def test_each_part_of_an_eager_block_begins_on_a_core_of_its_own_behind_a_barrie
 
 
 @pytest.mark.usefixtures("clockless")
+def test_a_block_says_what_passes_between_calls_and_what_of_it_its_host_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a call takes the host 1 s, what belongs between two of them 3 s, and once 103."""
+    args = [(torch.tensor([slot]),) for slot in range(7)]
+    layout, size = place_slots([describe(torch.empty(1, dtype=torch.int64))] * 7)
+    outputs = OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, CPU)
+    block = timing.make_block("eager", Recorder(), args, outputs, CPU)
+    times = iter([second + (100.0 if call > 5 else 0.0) for call in range(7) for second in (4.0 * call, 4.0 * call + 1.0)])
+    monkeypatch.setattr(timing, "_clock", lambda: next(times))
+    answer = block.run(TimedCore([]), {}, [3, 1, 4, 0, 2, 6, 5], {}, {}, parts=2)
+    assert answer["host_gap_us"] == pytest.approx(3e6)
+    assert answer["gaps_us"] == pytest.approx([1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+
+
+@pytest.mark.usefixtures("clockless")
 def test_graphs_are_replayed_in_the_order_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     results = [torch.tensor([slot]) for slot in range(4)]
 
@@ -543,8 +557,11 @@ def test_graphs_are_replayed_in_bursts_that_a_queue_holds_each_with_a_head_start
         *[ahead[2] + timing._LOCK_US, "barrier", last, "unlock", last + 1, "commit", *range(last + 2, slots), "wait"],
     ]
     bursts = [(0, size - 1), (size, last - 1), (last, slots - 1)]
-    assert spans[slots:] == [(f"event {first}", f"event {slots + end}") for first, end in bursts]
+    assert spans[slots : slots + 3] == [(f"event {first}", f"event {slots + end}") for first, end in bursts]
     assert answer["span_us"] == pytest.approx(3.0)
+    inner = [call for first, end in bursts for call in range(first, end)]
+    assert spans[slots + 3 :] == [(f"event {slots + call}", f"event {call + 1}") for call in inner]
+    assert answer["gaps_us"] == pytest.approx([float(call in inner) for call in range(slots)]) and answer["host_gap_us"] == 0.0
 
 
 def test_before_a_block_every_gpu_in_use_is_waited_for_and_no_l2_cache_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
@@ -14,6 +15,7 @@ from peerlane.settings import TimingRules
 
 _LEADING_CALLS = 4
 _FOREVER_US = 1e12
+_ROUNDED = 0.01  # of a sum of times
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,9 @@ class BlockTimes:
 
     ``shares``: the calls between these quantiles stand for the block. ``parts``: runs of calls; none: all are one run.
     ``idle_latency_us``: how long a tiny kernel of the trusted ranks took on the slowest GPU when the block was over. ``locked_us``: of each
-    locked call its place, and how long the slowest rank took from its key to its commitment, by the outer clock.
+    locked call its place, and how long the slowest rank took from its key to its commitment, by the outer clock. ``ranks_us`` and
+    ``gaps_us``: of every rank its times, and what passes behind each call until the next one of its part starts; ``host_gap_us``: what the
+    slowest rank's host usually needs there.
     """
 
     iterations_us: tuple[float, ...]
@@ -32,17 +36,25 @@ class BlockTimes:
     idle_latency_us: float = 0.0
     parts: tuple[range, ...] = ()
     locked_us: tuple[tuple[int, float], ...] = ()
+    ranks_us: tuple[tuple[float, ...], ...] = ()
+    gaps_us: tuple[tuple[float, ...], ...] = ()
+    host_gap_us: float = 0.0
+
+    @functools.cached_property
+    def _locked(self) -> set[int]:
+        """The places of locked calls."""
+        return {place for place, _ in self.locked_us}
 
     @property
     def counted_us(self) -> tuple[float, ...]:
         """All calls but the locked ones, which find their inputs in the L2 cache."""
-        locked = {place for place, _ in self.locked_us}
+        locked = self._locked
         return tuple(us for place, us in enumerate(self.iterations_us) if place not in locked)
 
     @property
     def warm_us(self) -> tuple[float, ...]:
         """Of these, the calls behind the first ones of each part, which find the caches of the host cold."""
-        locked = {place for place, _ in self.locked_us}
+        locked = self._locked
         parts = self.parts or (range(len(self.iterations_us)),)
         places = [call for part in parts for call in part[min(_LEADING_CALLS, len(part) // 3) :]]
         return tuple(self.iterations_us[call] for call in places if call not in locked) or self.counted_us
@@ -85,6 +97,11 @@ class BlockTimes:
         return self.locked_outer_us - self.locked_excess_us - statistics.median(self.counted_us)
 
     @property
+    def clocks_us(self) -> list[tuple[float, float]]:
+        """Of what both clocks have timed, the block and each locked call, what the events say and what the outer clock does."""
+        return [(self.span_us, self.outer_us), *((self.iterations_us[place], us) for place, us in self.locked_us)]
+
+    @property
     def locked_around_us(self) -> float:
         """What lies around the locked calls that is not the calls."""
         return self.locked_excess_us + max(0.0, self.locked_delay_us)
@@ -93,6 +110,38 @@ class BlockTimes:
     def slack_us(self) -> float:
         """How much longer the outer clock ran than the events say: the hand-off."""
         return self.outer_us - self.span_us
+
+    def charged(self, reference: BlockTimes, share: float, margin_us: float, lock_margin_us: float) -> BlockTimes:
+        """With gaps as part of the calls before them, as far as they are longer than the trusted ``reference``'s of the same round need be.
+
+        Events see only the device's part of a call whose host is ahead, and it is ahead where something keeps the device waiting between
+        calls. So such waiting counts, beyond what the host needs between two calls anyway, by a ``share`` and a margin. Beside locked
+        calls, where the device waits for keys and digests, it is held against the longest such gap of the reference.
+        """
+        ranks = []
+        for times, gaps, (known_us, known_at_locks_us) in zip(self.ranks_us, self.gaps_us, reference._usual_gaps_us(), strict=True):
+            most_us, most_at_locks_us = (1 + share) * known_us + margin_us, known_at_locks_us + lock_margin_us
+            charged = list(times)
+            for place, gap in enumerate(gaps):
+                bearer = place + 1 if place in self._locked else place  # what locked calls take is known otherwise
+                if bearer < len(times) and bearer not in self._locked:
+                    charged[bearer] += max(0.0, gap - (most_at_locks_us if place in self._beside_locks else most_us))
+            ranks.append(charged)
+        return replace(self, iterations_us=tuple(map(max, zip(*ranks, strict=True)))) if ranks else self
+
+    @functools.cached_property
+    def _beside_locks(self) -> set[int]:
+        """The places of gaps before and behind locked calls."""
+        return {gap for place in self._locked for gap in (place - 1, place)}
+
+    def _usual_gaps_us(self) -> list[tuple[float, float]]:
+        """Of every rank, what must pass between two calls, and what does at most beside locked ones."""
+        usual = []
+        for gaps in self.gaps_us:
+            others = [gap for place, gap in enumerate(gaps) if place not in self._beside_locks]
+            beside = [gap for place, gap in enumerate(gaps) if place in self._beside_locks]
+            usual.append((max(self.host_gap_us, statistics.median(others or [0.0])), max(beside, default=0.0)))
+        return usual
 
     @staticmethod
     def of(
@@ -103,23 +152,34 @@ class BlockTimes:
         parts: tuple[range, ...] = (),
         passages: Sequence[Passage] = (),
     ) -> BlockTimes:
-        """From the ranks' answers; raises GroupFailure for anything that is not a list of times.
+        """From the ranks' answers; raises GroupFailure for anything that is not lists of times, which with the gaps make the span.
 
         A rank without work in a call may report 0, for nothing lies between its events; the slowest rank may not.
         """
-        columns = []
+        columns, gaps = list[list[float]](), list[list[float]]()
         for rank, answer in enumerate(answers):
-            times = answer.get("iterations_us")
-            span = answer.get("span_us")
-            good = isinstance(times, list) and len(times) == slots and all(_is_time(value) for value in [*times, span])
-            if not good:
+            times, between, span_us = (answer.get(name, []) for name in ("iterations_us", "gaps_us", "span_us"))
+            if not (_are_times(times, slots) and _are_times(between, slots) and _are_times([span_us, answer.get("host_gap_us")], 2)):
                 raise GroupFailure("garbage", "timing", "a rank reported times that are not numbers of at least 0", rank=rank)
+            if span_us > (1 + _ROUNDED) * sum([*times, *between]):
+                raise GroupFailure("garbage", "timing", "a rank reported times that do not add up", rank=rank)
             columns.append(times)
+            gaps.append(between)
         slowest = tuple(float(max(values)) for values in zip(*columns, strict=True))
         span_us = float(max(answer["span_us"] for answer in answers))
         if min(*slowest, span_us) <= 0:
             raise GroupFailure("garbage", "timing", "the ranks reported times of 0 for a call: no kernel is that fast")
-        return BlockTimes(slowest, span_us, outer_us, shares, parts=parts, locked_us=tuple((p.position, p.us) for p in passages))
+        return BlockTimes(
+            slowest,
+            span_us,
+            outer_us,
+            shares,
+            parts=parts,
+            locked_us=tuple((p.position, p.us) for p in passages),
+            ranks_us=tuple(map(tuple, columns)),
+            gaps_us=tuple(map(tuple, gaps)),
+            host_gap_us=float(max(answer["host_gap_us"] for answer in answers)),
+        )
 
 
 def _locked(references: Sequence[BlockTimes], others: Sequence[BlockTimes]) -> list[tuple[BlockTimes, BlockTimes]]:
@@ -150,6 +210,10 @@ def prepares(references: Sequence[BlockTimes], others: Sequence[BlockTimes], mar
         return False
     delay_us = median_interval([other.locked_delay_us - known.locked_delay_us for known, other in pairs]).low
     return delay_us > max(margin_us, share * statistics.median(statistics.median(other.counted_us) for _, other in pairs))
+
+
+def _are_times(values: object, count: int) -> bool:
+    return isinstance(values, list) and len(values) == count and all(map(_is_time, values))
 
 
 def _is_time(value: object) -> bool:

@@ -1,6 +1,7 @@
 """What the rounds of a race say: a ratio, times, and what of it is believed.
 
-Events in a candidate's ranks claim what its calls take. Locked calls, which the supervisor's clock times, say what they take at least.
+Events in a candidate's ranks claim what its calls take. Locked calls, which the supervisor's clock times, and what passes between calls say
+what they take at least.
 """
 
 from __future__ import annotations
@@ -12,28 +13,25 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from peerlane.evaluate.block_times import BlockTimes, locked_us, prepares
-from peerlane.evaluate.statistics import Interval, median_interval, paired_interval, pooled_interval, quantile
+from peerlane.evaluate.statistics import Interval, mean_between, median_interval, paired_interval, pooled_interval, quantile
 from peerlane.settings import TimingRules
 
-ScoredBy = Literal["quantile", "mean", "locked"]
+ScoredBy = Literal["quantile", "mean", "locked", "gaps"]
 
 
 @dataclass(kw_only=True)
 class Rounds:
     """Paired blocks of the trusted reference and of another side, in one mode.
 
-    ``side`` is ``reference`` (in the candidate's ranks, before candidate code is loaded) or ``candidate``. How unequal a block's calls
-    usually are (``usual_skews``), what usually lies around locked ones (``usual_around_us``), and the trusted reference's blocks there
-    (``usual_references``) come from the reference's own rounds. ``outputs``: tensors that a call returns. ``captures``: how often graphs
-    were captured for these rounds.
+    ``side`` is ``reference`` (in the candidate's ranks, before candidate code is loaded) or ``candidate``. ``before``: the reference's own
+    rounds, which say what is usual here. ``outputs``: tensors that a call returns. ``captures``: how often graphs were captured for these
+    rounds.
     """
 
     mode: str
     side: str
     rules: TimingRules
-    usual_skews: tuple[float, ...] = ()
-    usual_around_us: float = math.inf
-    usual_references: tuple[BlockTimes, ...] = ()
+    before: Rounds | None = None
     outputs: int = 1
     captures: int = 1
     references: list[BlockTimes] = field(default_factory=list)
@@ -51,7 +49,8 @@ class Rounds:
     @property
     def usual_skew(self) -> float:
         """How unequal the calls of the reference's blocks are at most, in their middle, with a margin. Never below the margin."""
-        skews = [*self.usual_skews, *(block.skew for block in self.references), 1.0]
+        usual = [*self.before.references, *self.before.others] if self.before else []
+        skews = [*(block.skew for block in [*usual, *self.references]), 1.0]
         return self.rules.skew_margin * max(1.0, median_interval(skews).high)
 
     @property
@@ -61,10 +60,12 @@ class Rounds:
 
     @property
     def scored_by(self) -> ScoredBy:
-        """What stands for the other side: a quantile of each block's calls, or their mean where they are unequal; or what its locked calls
-        take at least, if that is more: others were prepared then, or put off, or are not what they are said to be."""
-        if self._believed < 1.0:
-            return "locked"
+        """What stands for the other side: a quantile of each block's calls, or their mean where they are unequal. Where it is more, what
+        locked calls take at least: others were prepared then, or put off, or are not what they are said to be. Or what calls take with
+        the gaps between them, in which the device is kept waiting."""
+        by, believed = min(self._beliefs.items(), key=lambda item: item[1])
+        if believed < 1.0:
+            return by
         return "mean" if self._unequal else "quantile"
 
     @property
@@ -72,7 +73,7 @@ class Rounds:
         """By how much the locked calls of an honest candidate may seem longer than they are. Long calls vary by more, whosever they are;
         nobody gains by claiming that they are long."""
         rules, further = self.rules, max(0, self.outputs - 1)
-        usual_us = max(statistics.fmean(block.mean_us for block in self.references), self._claimed_us().median)
+        usual_us = max(statistics.fmean(block.mean_us for block in self.references), self._middle_us(self.others))
         return rules.locked_slack_us[self.mode] + rules.locked_slack_share * usual_us + rules.locked_output_slack_us[self.mode] * further
 
     @property
@@ -87,13 +88,52 @@ class Rounds:
         return taken.median if prepared else taken.low - self._locked_limit_us
 
     @property
+    def _beliefs(self) -> dict[ScoredBy, float]:
+        """The time that is claimed, over the least that it can be, by what shows that."""
+        return {"locked": self._middle_us(self.others) / max(self._least_us or 0.0, 1e-9), "gaps": self._claimed_without_gaps}
+
+    @property
+    def _claimed_without_gaps(self) -> float:
+        """The time that is claimed, over that with long gaps as part of calls, beside the reference's; infinite for the reference."""
+        if self.side != "candidate":
+            return math.inf
+        charged = self._charged()
+        return (1 + self.rules.gap_slack_share) * charged._middle_ratio() / self._middle_ratio()
+
+    def _charged(self) -> Rounds:
+        """The same with long gaps as part of calls."""
+        rules, pairs = self.rules, list(zip(self.references, self.others, strict=True))
+        margins = rules.gap_share, rules.gap_us[self.mode], rules.around_us[self.mode]
+        return Rounds(
+            mode=self.mode,
+            side=self.side,
+            rules=rules,
+            before=self.before and self.before._charged(),
+            references=[reference.charged(reference, *margins) for reference, _ in pairs],
+            others=[other.charged(reference, *margins) for reference, other in pairs],
+        )
+
+    def _middle_ratio(self) -> float:
+        return self._middle_us(self.references) / self._middle_us(self.others)
+
+    def _middle_us(self, blocks: Sequence[BlockTimes]) -> float:
+        """The time per call of blocks, as the race is scored."""
+        if self._pools:
+            return mean_between([us for block in blocks for us in block.warm_us], self._shares)
+        return statistics.median(self._blocks_us(blocks))
+
+    @property
     def _believed(self) -> float:
-        """The time that is claimed, over the least that it can be; 1 where it is no less."""
-        return min(1.0, self._claimed_us().median / max(self._least_us or 0.0, 1e-9))
+        """The share of the time that must be that is claimed; 1 where it is no less."""
+        return min(1.0, *self._beliefs.values())
 
     def around_us(self) -> float:
         """What usually lies around the reference's locked calls; infinite where there are none."""
         return statistics.median([block.locked_around_us for block in self.references if block.locked_us] or [math.inf])
+
+    def usual_around_us(self) -> float:
+        """What did before the candidate was loaded."""
+        return self.before.around_us() if self.before else math.inf
 
     @property
     def hideable_us(self) -> float:
@@ -103,8 +143,8 @@ class Rounds:
             return 0.0
         usual_us = statistics.fmean(block.mean_us for block in self.references)
         varies_us = self.rules.around_us[self.mode] + self.rules.around_share[self.mode] * usual_us
-        more_us = max(0.0, self.around_us() - self.usual_around_us - varies_us)
-        return more_us if self._claimed_us().median < least_us + more_us else 0.0
+        more_us = max(0.0, self.around_us() - self.usual_around_us() - varies_us)
+        return more_us if self._middle_us(self.others) < least_us + more_us else 0.0
 
     def excess_us(self) -> Interval:
         """How much longer the hand-off of the other side's blocks was than that of the reference's of the same round."""
@@ -126,22 +166,22 @@ class Rounds:
         return self.mode == "eager" and not self._unequal
 
     def ratio(self) -> Interval:
-        """Reference over other."""
+        """Reference over other, as far as that is believed."""
         return self._claimed_ratio().scaled(self._believed * self.counted)
 
     @property
     def drift(self) -> float:
         """The reference's time per call, over what it took in its own rounds; 1 where there are none."""
-        return self._us(self.references).median / self._us(self.usual_references).median if self.usual_references else 1.0
+        return self._middle_us(self.references) / self._middle_us(self.before.references) if self.before else 1.0
 
     @property
     def counted(self) -> float:
         """The share of the reference's time that counts. It is taken to be no slower than in its own rounds, but for what varies anyway:
         nobody is to be faster by keeping the machine busy beside it. What slows down both sides counts against the candidate then, since
         that cannot be told apart."""
-        if not self.usual_references:
+        if self.before is None:
             return 1.0
-        rules, usual_us = self.rules, self._us(self.usual_references).median
+        rules, usual_us = self.rules, self._middle_us(self.before.references)
         return min(1.0, (1 + rules.drift_share[self.mode] + rules.drift_us[self.mode] / usual_us) / self.drift)
 
     def graphs_apart(self) -> Interval:
@@ -174,13 +214,9 @@ class Rounds:
 
     def _claimed_us(self) -> Interval:
         """The same by its events alone."""
-        return self._us(self.others)
-
-    def _us(self, blocks: Sequence[BlockTimes]) -> Interval:
-        """The time per call of blocks, as the race is scored."""
         if self._pools:
-            return pooled_interval([block.warm_us for block in blocks], self._shares)
-        return median_interval(self._blocks_us(blocks))
+            return pooled_interval([block.warm_us for block in self.others], self._shares)
+        return median_interval(self._blocks_us(self.others))
 
     def quantile_us(self, share: float) -> float:
         """A quantile of all the other side's calls that count."""

@@ -316,15 +316,15 @@ class Race(Rounds):
             return True
         if count % _ROUNDS_PER_LOOK and count < 2 * rules.max_rounds:
             return False
-        width, target = self.ratio().half_width, rules.target_half_width[self.mode]
+        width, target = self._claimed_ratio().half_width, rules.target_half_width[self.mode]
         if width <= 2 * target:
             return width <= target or count >= rules.max_rounds or passed_s > rules.usual_s
         return count >= 2 * rules.max_rounds
 
     def _keep(self, reference: BlockTimes, other: BlockTimes) -> None:
         """Keeps the round unless its clocks disagree; too many such blocks on the candidate's side are no accident."""
-        if other.span_us > other.outer_us * 1.01:
-            what = f"the events span {other.span_us:.0f} us, the outer clock saw {other.outer_us:.0f} us"
+        if impossible := [clocks for clocks in other.clocks_us if clocks[0] > 1.01 * clocks[1]]:
+            what = "the events span {:.0f} us, the outer clock saw {:.0f} us".format(*impossible[0])
             if self.side == "reference":
                 raise HarnessError(f"the reference cannot be timed here: {what}")
             raise Rejected(Tampered(phase="timing", what=what))
@@ -361,7 +361,7 @@ class Race(Rounds):
         if (hideable_us := self.hideable_us) > 0:
             raise Disturbed(
                 "this node is too disturbed to hold claims against the outer clock: beside the candidate "
-                f"{self.around_us():.0f} us lie around a locked call of the reference, and {self.usual_around_us:.0f} us did before, "
+                f"{self.around_us():.0f} us lie around a locked call of the reference, and {self.usual_around_us():.0f} us did before, "
                 f"so {hideable_us:.0f} us of a call may be hidden; run it again on a machine that nobody else keeps busy"
             )
 

@@ -156,9 +156,7 @@ class SpeedTrial:
             latency_limit_us=5 * baseline.idle_latency_us + 500,
             usual_excess_us=max(0.0, baseline.excess_us().high),
             usual_slack_us=baseline.slack_us,
-            usual_around_us=baseline.around_us(),
-            usual_skews=tuple(block.skew for block in [*baseline.references, *baseline.others]),
-            usual_references=tuple(baseline.references),
+            before=baseline,
         )
         try:
             race.run(self.rules.budget_s)

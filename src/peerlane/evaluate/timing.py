@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import abc
 import gc
-from collections.abc import Callable, Mapping
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ _EXCHANGE_US, _LOCK_US = 300.0, 60.0  # of host time, generously, of what happen
 _replay = torch.cuda.CUDAGraph.replay
 _all_reduce = dist.all_reduce
 _collectives = collectives
+_clock = time.perf_counter
 _collect, _gc_enable, _gc_disable = gc.collect, gc.enable, gc.disable
 
 Solution = Callable[..., Tree]
@@ -106,8 +109,9 @@ class Block(abc.ABC):
         Eager calls come in up to so many ``parts``, each on a core of its own.
 
         Returns ``pace_us`` and ``collectives``: how many the process groups counted in the calls, captured ones included. If ``timed``, for
-        which no slot may come twice, also ``iterations_us`` (call by call) and ``span_us`` (first start to last end of every burst, added
-        up).
+        which no slot may come twice, also ``iterations_us`` (call by call), ``span_us`` (first start to last end of every burst, added
+        up), ``gaps_us`` (behind each call, until the next one of its burst starts; 0 behind its last), and ``host_gap_us`` (what the host
+        usually needs there; 0 where it is ahead).
         """
         _collect()
         _gc_disable()
@@ -132,11 +136,19 @@ class Block(abc.ABC):
         if timed:
             answer["iterations_us"] = [self._elapsed_us(slot, slot) for slot in order]
             answer["span_us"] = sum(self._elapsed_us(order[positions[0]], order[positions[-1]]) for positions in bursts)
+            following = {call: (order[call], order[call + 1]) for positions in bursts for call in positions[:-1]}
+            device_us = {call: float(_elapsed(self._ends[slot], self._starts[after])) * 1e3 for call, (slot, after) in following.items()}
+            answer["gaps_us"] = [max(0.0, device_us.get(call, 0.0)) for call in range(len(order))]
+            answer["host_gap_us"] = self._host_gap_us(following.values())
         return answer
 
     def _elapsed_us(self, first: int, last: int) -> float:
         """From the start of a slot's call to the end of another's."""
         return float(_elapsed(self._starts[first], self._ends[last])) * 1e3
+
+    def _host_gap_us(self, pairs: Collection[tuple[int, int]]) -> float:
+        """What the host usually needs from the call of a slot to that of the next one, given as pairs."""
+        return 0.0
 
     def warm(self) -> None:
         """Every call once, without clocks and barrier, until all have ended."""
@@ -161,6 +173,8 @@ class EagerBlock(Block):
         self._starts = [_timer() for _ in args]
         self._ends = [_timer() for _ in args]
         self._latest: list[torch.Tensor] = []
+        self._recorded_s = [(0.0, 0.0) for _ in args]
+        """of each slot's call, when the host recorded its start and its end"""
 
     def bursts(self, calls: int, most: int) -> list[range]:
         return parts(calls, most)
@@ -168,12 +182,17 @@ class EagerBlock(Block):
     def _call(self, slot: int, *, last: bool) -> None:
         self._latest = []
         args = self._outputs.fresh(self._args[slot])
+        begin = _clock()
         _record(self._starts[slot])
         output = self._solution(*args)
         _record(self._ends[slot])
+        self._recorded_s[slot] = begin, _clock()
         found = self._outputs.take(slot, output, args)
         if last:
             self._latest = found
+
+    def _host_gap_us(self, pairs: Collection[tuple[int, int]]) -> float:
+        return 1e6 * statistics.median([self._recorded_s[after][0] - self._recorded_s[slot][1] for slot, after in pairs] or [0.0])
 
     def latest(self) -> list[torch.Tensor]:
         return self._latest
