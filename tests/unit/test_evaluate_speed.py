@@ -934,20 +934,6 @@ def test_locked_calls_do_not_count(parts: tuple[range, ...]) -> None:
     assert replace(block, locked_us=((0, 100.0),)).locked_delay_us == 20.0
 
 
-@pytest.mark.parametrize(("span_us", "refused"), [(300.0, False), (800.0, False), (900.0, True)])
-def test_work_between_calls_is_no_speed(span_us: float, refused: bool) -> None:
-    """Six calls of 50 us, where the reference's take 100: at most 40 us and a half of those 100 may pass between two of them."""
-    run = race(steady(slots=6), usual_excess_us=0.0, rules=TimingRules(stretch_us={"eager": 0.0}))
-    run.references = [BlockTimes((100.0,) * 6, 560.0, 1e4)] * 9
-    run.others = [BlockTimes((50.0,) * 6, span_us, 1e4)] * 9
-    if refused:
-        with pytest.raises(Rejected) as caught:
-            REFUSE_FALSE_CLAIMS(run)
-        assert "100.0 us pass between two calls" in caught.value.verdict.reason and "90.0 us is the most" in caught.value.verdict.reason
-    else:
-        REFUSE_FALSE_CLAIMS(run)
-
-
 def test_the_claims_of_a_race_are_checked_before_its_outputs_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = steady()
     monkeypatch.setattr(Race, "_refuse_false_claims", lambda run: run.trial.log.append("claims"))
@@ -986,14 +972,14 @@ def test_a_rank_cannot_be_silent_about_what_passes_between_its_calls() -> None:
         BlockTimes.of([answer(100.0, 20.0), answer(100.0, 20.0, gaps_us=[0.0] * SLOTS)], SLOTS, 1e4)
 
 
-@pytest.mark.parametrize(("mode", "speedup"), [("eager", 110.0 / (10.0 + 115.0 - 30.0)), ("graph", 10.0)])
-def test_a_device_that_waits_between_calls_makes_none_of_them_faster(mode: str, speedup: float) -> None:
-    """Its host is ahead then, and events see little of a call. Where the host needs 20 us, gaps of 30 are free, and a tenth of a call is.
-    Replays have a head start: what passes between them is of another kind, and bounded."""
+@pytest.mark.parametrize(("mode", "free_us"), [("eager", 30.0), ("graph", 40.0)])
+def test_a_device_that_waits_between_calls_makes_none_of_them_faster(mode: str, free_us: float) -> None:
+    """Nor does work that is done there. Where the host needs 20 us, gaps of 30 are free, 40 between replays, and a tenth of a call."""
     run = race(steady(100.0, 10.0, gaps_us=[115.0] * SLOTS, host_gap_us=20.0, other_hand_off_s=0.002), mode=mode)
     run.run(budget_s=10)
+    speedup = 110.0 / (10.0 + 115.0 - free_us)
     assert run.ratio().median == pytest.approx(speedup) and run.times_us().median == pytest.approx(100.0 / speedup)
-    assert run.scored_by == ("gaps" if mode == "eager" else "quantile")
+    assert run.scored_by == "gaps" and run.gaps_us() == (20.0, 115.0)
 
 
 @pytest.mark.parametrize(("gap_us", "scored_by"), [(38.0, "quantile"), (42.0, "gaps")])

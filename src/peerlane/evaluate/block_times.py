@@ -76,11 +76,6 @@ class BlockTimes:
         return self.mean_us / self.usual_us
 
     @property
-    def between_us(self) -> float:
-        """What passes from the end of a call to the start of the next one, on average. Below 0 where ranks call one behind the other."""
-        return (self.span_us - sum(self.iterations_us)) / len(self.iterations_us)
-
-    @property
     def locked_outer_us(self) -> float:
         """The time of the locked calls, by the outer clock, per call, where there are any."""
         return statistics.fmean(us for _, us in self.locked_us)
@@ -133,6 +128,11 @@ class BlockTimes:
     def _beside_locks(self) -> set[int]:
         """The places of gaps before and behind locked calls."""
         return {gap for place in self._locked for gap in (place - 1, place)}
+
+    @property
+    def gap_us(self) -> float:
+        """What usually passes between two calls, on the rank where it is most."""
+        return max((us for us, _ in self._usual_gaps_us()), default=0.0)
 
     def _usual_gaps_us(self) -> list[tuple[float, float]]:
         """Of every rank, what must pass between two calls, and what does at most beside locked ones."""

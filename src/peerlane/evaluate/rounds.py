@@ -198,6 +198,11 @@ class Rounds:
             return pooled_interval(references, self._shares, over=others)
         return paired_interval(self._blocks_us(self.references), over=self._blocks_us(self.others))
 
+    def gaps_us(self) -> tuple[float, float]:
+        """What usually passes between two calls, of the reference and of the other side."""
+        reference_us, other_us = (statistics.median(block.gap_us for block in blocks) for blocks in (self.references, self.others))
+        return round(reference_us, 3), round(other_us, 3)
+
     @property
     def idle_latency_us(self) -> float:
         """The longest that a tiny kernel took when a block was over."""

@@ -376,19 +376,11 @@ class Race(Rounds):
             raise Rejected(Tampered(phase="timing", what=what))
 
     def _refuse_false_claims(self) -> None:
-        """Holds what the events claim against each other, and against the outer clock around stretches of calls, so long that a hand-off
+        """Holds what the events claim against the outer clock around locked calls, and around stretches of calls, so long that a hand-off
         is little. Only a candidate that claims to be faster is asked."""
         if self._claimed_ratio().low <= 1:
             return
         rules, usual_us = self.rules, statistics.fmean(block.mean_us for block in self.references)
-        between = median_interval([b.between_us - max(0.0, a.between_us) for a, b in zip(self.references, self.others, strict=True)])
-        limit_us = rules.between_calls_us[self.mode] + rules.between_calls_share * usual_us
-        if between.low > limit_us:
-            what = (
-                f"{between.median:.1f} us pass between two calls beyond what passes between the reference's, by events around calls and "
-                f"around blocks; {limit_us:.1f} us is the most"
-            )
-            raise Rejected(Tampered(phase="timing", what=what))
         self._refuse_hidden_calls()
         calls = min(math.ceil(rules.stretch_us[self.mode] / usual_us), rules.max_stretch_calls)
         if calls > self.slots and not self.trial.problem.changeable:

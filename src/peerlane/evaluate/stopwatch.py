@@ -203,6 +203,7 @@ class SpeedTrial:
             outer_excess_us=race.excess_us().median,
             stretch_excess_us=tuple(round(us, 3) for us in race.stretches_us),
             locked_excess_us=None if locked is None else round(locked.median, 3),
+            gaps_us=race.gaps_us(),
             utilisation=tuple(self._utilisation(peaks, reference_us, candidate_us) for peaks in self.peaks),
         )
 

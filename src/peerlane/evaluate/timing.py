@@ -110,8 +110,8 @@ class Block(abc.ABC):
 
         Returns ``pace_us`` and ``collectives``: how many the process groups counted in the calls, captured ones included. If ``timed``, for
         which no slot may come twice, also ``iterations_us`` (call by call), ``span_us`` (first start to last end of every burst, added
-        up), ``gaps_us`` (behind each call, until the next one of its burst starts; 0 behind its last), and ``host_gap_us`` (what the host
-        usually needs there; 0 where it is ahead).
+        up), ``gaps_us`` (behind each call, until the next one of its burst starts; 0 behind its last), and ``host_gap_us`` (for how long a
+        device that is ready must usually wait for the host there).
         """
         _collect()
         _gc_disable()
@@ -146,9 +146,9 @@ class Block(abc.ABC):
         """From the start of a slot's call to the end of another's."""
         return float(_elapsed(self._starts[first], self._ends[last])) * 1e3
 
+    @abc.abstractmethod
     def _host_gap_us(self, pairs: Collection[tuple[int, int]]) -> float:
-        """What the host usually needs from the call of a slot to that of the next one, given as pairs."""
-        return 0.0
+        """For how long the device must usually wait for the host between the call of a slot and that of the next one, given as pairs."""
 
     def warm(self) -> None:
         """Every call once, without clocks and barrier, until all have ended."""
@@ -192,7 +192,7 @@ class EagerBlock(Block):
             self._latest = found
 
     def _host_gap_us(self, pairs: Collection[tuple[int, int]]) -> float:
-        return 1e6 * statistics.median([self._recorded_s[after][0] - self._recorded_s[slot][1] for slot, after in pairs] or [0.0])
+        return _median_us([self._recorded_s[after][0] - self._recorded_s[slot][1] for slot, after in pairs])
 
     def latest(self) -> list[torch.Tensor]:
         return self._latest
@@ -217,6 +217,8 @@ class GraphBlock(Block):
         super().__init__(solution, args, outputs, device)
         self._starts = [_timer(external=True) for _ in args]
         self._ends = [_timer(external=True) for _ in args]
+        self._launched_s = [0.0 for _ in args]
+        """when the host began to launch each slot's graph"""
         self._returned: list[list[Unowned]] = []
         self._last = 0
         _all_reduce(self._barrier)
@@ -256,11 +258,20 @@ class GraphBlock(Block):
         return [range(first, min(first + self.burst, calls)) for first in range(0, calls, self.burst)]
 
     def _call(self, slot: int, *, last: bool) -> None:
+        self._launched_s[slot] = _clock()
         _replay(self._graphs[slot])
         self._last = slot
 
+    def _host_gap_us(self, pairs: Collection[tuple[int, int]]) -> float:
+        period_us = _median_us([self._launched_s[after] - self._launched_s[slot] for slot, after in pairs])
+        return max(0.0, period_us - self.head_start_us)
+
     def latest(self) -> list[torch.Tensor]:
         return [item.tensor() for item in self._returned[self._last]]
+
+
+def _median_us(seconds: list[float]) -> float:
+    return 1e6 * statistics.median(seconds or [0.0])
 
 
 def capture_failure(error: BaseException) -> str:

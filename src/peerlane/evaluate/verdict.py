@@ -371,6 +371,11 @@ class ModeSpeed(Record):
         default=None,
         description="by how much more than the reference's locked calls exceeded their events, by the outer clock",
     )
+    gaps_us: tuple[float, float] | None = Field(
+        default=None,
+        description="what usually passes between two calls, of the trusted reference and of the candidate, on the rank where it is most; "
+        "missing in older records",
+    )
     utilisation: tuple[Utilisation, ...]
 
     @property
