@@ -1011,6 +1011,12 @@ def test_gaps_like_the_reference_s_cost_nothing() -> None:
         assert charged == replace(block(29.0), iterations_us=(charged_us,) * (SLOTS - 1) + (50.0,))
 
 
+def test_what_passes_between_parts_says_nothing_of_gaps() -> None:
+    """Parts of two calls have one gap each."""
+    known = replace(block(0.0), gaps_us=((20.0, 0.0) * (SLOTS // 2),))
+    assert known.gap_us == 20.0 and block(29.0).charged(known, 0.25, 5.0, 40.0) == block(29.0)
+
+
 @pytest.mark.parametrize(("first", "second", "slowest_us"), [((50.0, 20.0), (10.0, 60.0), 50.0), ((10.0, 90.0), (50.0, 20.0), 75.0)])
 def test_each_rank_s_gaps_are_part_of_its_own_calls(first: tuple[float, float], second: tuple[float, float], slowest_us: float) -> None:
     """One that waits for nobody gains nothing by being the only one whose device is kept waiting. Here gaps of 25 and 55 us are free."""

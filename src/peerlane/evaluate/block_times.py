@@ -138,7 +138,7 @@ class BlockTimes:
         """Of every rank, what must pass between two calls, and what does at most beside locked ones."""
         usual = []
         for gaps in self.gaps_us:
-            others = [gap for place, gap in enumerate(gaps) if place not in self._beside_locks]
+            others = [gap for place, gap in enumerate(gaps) if place not in self._beside_locks and gap > 0]  # not behind a part's last call
             beside = [gap for place, gap in enumerate(gaps) if place in self._beside_locks]
             usual.append((max(self.host_gap_us, statistics.median(others or [0.0])), max(beside, default=0.0)))
         return usual
