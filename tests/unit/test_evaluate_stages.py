@@ -32,8 +32,8 @@ class Stage:
     broken_baselines: int = 0
     limits: list[tuple[str, int, float | None, float]] = field(default_factory=list)
     """of every check: its phase, calls, and the deadlines of the first and of the others"""
-    counted: float = 1.0
-    """of the reference's time"""
+    measured: dict[str, Any] = field(default_factory=dict)
+    """what is to be special of a speed"""
 
     def step(self, name: str) -> None:
         self.log.append(name)
@@ -129,7 +129,7 @@ def scripted(stage: Stage) -> tuple[type, type, type]:
             stage.step(f"{self.trial.group.name} {mode}")
             if mode in self.unmeasurable:
                 raise Unmeasurable(self.unmeasurable[mode])
-            return measured(mode, 100.0, 50.0).model_copy(update={"reference_counted": stage.counted})
+            return measured(mode, 100.0, 50.0).model_copy(update=stage.measured)
 
         def merged(self, evidence: Any) -> Any:
             return evidence
@@ -175,10 +175,20 @@ def test_the_first_call_of_every_case_may_compile_and_tune(run: Run, stage: Stag
     assert limits.first_call > limits.correctness
 
 
-@pytest.mark.parametrize(("counted", "flagged"), [(1.0, False), (0.99, True)])
-def test_a_reference_that_is_slower_beside_the_candidate_is_remarkable(counted: float, flagged: bool, run: Run, stage: Stage) -> None:
-    stage.counted = counted
-    assert (run().result.flags == ("slower_reference",)) == flagged
+@pytest.mark.parametrize(
+    ("what", "value", "flags"),
+    [
+        ("reference_counted", 1.0, ()),
+        ("reference_counted", 0.99, ("slower_reference",)),
+        ("scored_by", "quantile", ()),
+        ("scored_by", "mean", ("uneven_calls",)),
+        ("scored_by", "locked", ("prepared_calls",)),
+        ("scored_by", "middle_round", ("uneven_rounds",)),
+    ],
+)
+def test_how_a_candidate_was_scored_is_remarkable(what: str, value: Any, flags: tuple[str, ...], run: Run, stage: Stage) -> None:
+    stage.measured[what] = value
+    assert run().result.flags == flags
 
 
 REJECTED = Rejected(WrongType(case="c", rank=0, detail="no"))

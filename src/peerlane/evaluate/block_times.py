@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
@@ -106,42 +107,24 @@ class BlockTimes:
         """How much longer the outer clock ran than the events say: the hand-off."""
         return self.outer_us - self.span_us
 
-    def charged(self, reference: BlockTimes, share: float, margin_us: float, lock_margin_us: float) -> BlockTimes:
-        """With gaps as part of the calls before them, as far as they are longer than the trusted ``reference``'s of the same round need be.
-
-        Events see only the device's part of a call whose host is ahead, and it is ahead where something keeps the device waiting between
-        calls. So such waiting counts, beyond what the host needs between two calls anyway, by a ``share`` and a margin. Beside locked
-        calls, where the device waits for keys and digests, it is held against the longest such gap of the reference.
-        """
+    def charged(self, limits: Sequence[Gaps]) -> BlockTimes:
+        """With gaps as part of calls, as far as they are longer than each rank's ``limits``: of the call before them, or behind them where
+        that one is locked, for what locked calls take is known otherwise."""
         ranks = []
-        for times, gaps, (known_us, known_at_locks_us) in zip(self.ranks_us, self.gaps_us, reference._usual_gaps_us(), strict=True):
-            most_us, most_at_locks_us = (1 + share) * known_us + margin_us, known_at_locks_us + lock_margin_us
+        for rank, (times, limit) in enumerate(zip(self.ranks_us, limits, strict=True)):
             charged = list(times)
-            for place, gap in enumerate(gaps):
-                bearer = place + 1 if place in self._locked else place  # what locked calls take is known otherwise
-                if bearer < len(times) and bearer not in self._locked:
-                    charged[bearer] += max(0.0, gap - (most_at_locks_us if place in self._beside_locks else most_us))
+            for place, gap, kind in self._gaps(rank):
+                bearers = [call for call in (place, place + 1, place - 1) if 0 <= call < len(times) and call not in self._locked]
+                if bearers:
+                    charged[bearers[0]] += max(0.0, gap - getattr(limit, kind))
             ranks.append(charged)
         return replace(self, iterations_us=tuple(map(max, zip(*ranks, strict=True)))) if ranks else self
 
-    @functools.cached_property
-    def _beside_locks(self) -> set[int]:
-        """The places of gaps before and behind locked calls."""
-        return {gap for place in self._locked for gap in (place - 1, place)}
-
-    @property
-    def gap_us(self) -> float:
-        """What usually passes between two calls, on the rank where it is most."""
-        return max((us for us, _ in self._usual_gaps_us()), default=0.0)
-
-    def _usual_gaps_us(self) -> list[tuple[float, float]]:
-        """Of every rank, what must pass between two calls, and what does at most beside locked ones."""
-        usual = []
-        for gaps in self.gaps_us:
-            others = [gap for place, gap in enumerate(gaps) if place not in self._beside_locks and gap > 0]  # not behind a part's last call
-            beside = [gap for place, gap in enumerate(gaps) if place in self._beside_locks]
-            usual.append((max(self.host_gap_us, statistics.median(others or [0.0])), max(beside, default=0.0)))
-        return usual
+    def _gaps(self, rank: int) -> Iterator[tuple[int, float, str]]:
+        """A rank's gaps, by the call before them, and of which kind they are. Behind the last call of a part there is none."""
+        for place, gap in enumerate(self.gaps_us[rank]):
+            if gap > 0:
+                yield place, gap, "behind_locked" if place in self._locked else "before_locked" if place + 1 in self._locked else "between"
 
     @staticmethod
     def of(
@@ -180,6 +163,49 @@ class BlockTimes:
             gaps_us=tuple(map(tuple, gaps)),
             host_gap_us=float(max(answer["host_gap_us"] for answer in answers)),
         )
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """What passes between two calls on a rank, in microseconds, where neither is locked; before a locked one, where the device waits for
+    its key; and behind one, where it digests."""
+
+    between: float
+    before_locked: float
+    behind_locked: float
+
+    def no_more_than(self, factor: float, other: Gaps) -> Gaps:
+        """These, but for what is more than so many times another's."""
+        return self._each(lambda mine, theirs: min(mine, factor * theirs), other)
+
+    def limits(self, share: float, margin_us: float, locked_margin_us: float) -> Gaps:
+        """How long gaps may be where these are usual."""
+        return Gaps((1 + share) * self.between + margin_us, self.before_locked + locked_margin_us, self.behind_locked + locked_margin_us)
+
+    def _each(self, function: Callable[[float, float], float], other: Gaps) -> Gaps:
+        return Gaps(*map(function, astuple(self), astuple(other)))
+
+
+def usual_gaps(blocks: Sequence[BlockTimes]) -> list[Gaps]:
+    """The usual gaps of every rank in some blocks, or what the host needs there if that is more; infinite beside locked calls where none
+    were seen there."""
+    host_us, ranks = statistics.median(block.host_gap_us for block in blocks), []
+    for rank in range(len(blocks[0].gaps_us)):
+        found: dict[str, list[float]] = {field.name: [] for field in fields(Gaps)}
+        for block in blocks:
+            for _, gap, kind in block._gaps(rank):
+                found[kind].append(gap)
+        between = found["between"] or [*found["before_locked"], *found["behind_locked"], 0.0]
+        beside = [statistics.median(found[kind] or [math.inf]) for kind in ("before_locked", "behind_locked")]
+        ranks.append(Gaps(max(host_us, statistics.median(between)), *beside))
+    return ranks
+
+
+def device_gap_us(blocks: Sequence[BlockTimes]) -> float:
+    """What usually passes between two calls that are not locked, on the rank where that is most; 0 where nothing does."""
+    ranks = range(len(blocks[0].gaps_us))
+    usual = [[gap for block in blocks for _, gap, kind in block._gaps(rank) if kind == "between"] for rank in ranks]
+    return max((statistics.median(gaps) for gaps in usual if gaps), default=0.0)
 
 
 def _locked(references: Sequence[BlockTimes], others: Sequence[BlockTimes]) -> list[tuple[BlockTimes, BlockTimes]]:

@@ -330,8 +330,8 @@ class Examination:
             self.flags.add("uneven_calls")
         if measured.scored_by == "locked":
             self.flags.add("prepared_calls")
-        if measured.scored_by == "gaps":
-            self.flags.add("waits_between_calls")
+        if measured.scored_by == "middle_round":
+            self.flags.add("uneven_rounds")
         if measured.reference_counted < 1:
             self.flags.add("slower_reference")
         return measured

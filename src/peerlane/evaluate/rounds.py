@@ -1,7 +1,7 @@
 """What the rounds of a race say: a ratio, times, and what of it is believed.
 
-Events in a candidate's ranks claim what its calls take. Locked calls, which the supervisor's clock times, and what passes between calls say
-what they take at least.
+Events in a candidate's ranks claim what its calls take. Locked calls, which the supervisor's clock times, and the middle round, with what
+passes between calls, say what they take at least.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from peerlane.evaluate.block_times import BlockTimes, locked_us, prepares
+from peerlane.evaluate.block_times import BlockTimes, device_gap_us, locked_us, prepares, usual_gaps
 from peerlane.evaluate.statistics import Interval, mean_between, median_interval, paired_interval, pooled_interval, quantile
 from peerlane.settings import TimingRules
 
-ScoredBy = Literal["quantile", "mean", "locked", "gaps"]
+ScoredBy = Literal["quantile", "mean", "locked", "middle_round"]
 
 
 @dataclass(kw_only=True)
@@ -49,9 +49,10 @@ class Rounds:
     @property
     def usual_skew(self) -> float:
         """How unequal the calls of the reference's blocks are at most, in their middle, with a margin. Never below the margin."""
-        usual = [*self.before.references, *self.before.others] if self.before else []
-        skews = [*(block.skew for block in [*usual, *self.references]), 1.0]
-        return self.rules.skew_margin * max(1.0, median_interval(skews).high)
+        return self._skew_limit([*self.before.references, *self.before.others] if self.before else self.references)
+
+    def _skew_limit(self, blocks: Sequence[BlockTimes]) -> float:
+        return self.rules.skew_margin * max(1.0, median_interval([*(block.skew for block in blocks), 1.0]).high)
 
     @property
     def _unequal(self) -> bool:
@@ -60,9 +61,9 @@ class Rounds:
 
     @property
     def scored_by(self) -> ScoredBy:
-        """What stands for the other side: a quantile of each block's calls, or their mean where they are unequal. Where it is more, what
-        locked calls take at least: others were prepared then, or put off, or are not what they are said to be. Or what calls take with
-        the gaps between them, in which the device is kept waiting."""
+        """What stands for the other side: a quantile of its calls, or their mean where they are unequal. Or, where it is more, what locked
+        calls take at least: others were prepared then, or put off, or are not what they are said to be; or what calls take in the
+        middle round, with what passes between them."""
         by, believed = min(self._beliefs.items(), key=lambda item: item[1])
         if believed < 1.0:
             return by
@@ -90,31 +91,37 @@ class Rounds:
     @property
     def _beliefs(self) -> dict[ScoredBy, float]:
         """The time that is claimed, over the least that it can be, by what shows that."""
-        return {"locked": self._middle_us(self.others) / max(self._least_us or 0.0, 1e-9), "gaps": self._claimed_without_gaps}
+        locked = self._middle_us(self.others) / max(self._least_us or 0.0, 1e-9)
+        return {"locked": locked, "middle_round": self._middle_round() / self._claimed_middle()}
 
-    @property
-    def _claimed_without_gaps(self) -> float:
-        """The time that is claimed, over that with long gaps as part of calls, beside the reference's; infinite for the reference."""
+    def _middle_round(self, most_us: float = math.inf) -> float:
+        """The largest ratio that is believed of a candidate, by the middle round: a few rounds, or some calls of each, cannot raise that.
+        ``most_us``: the reference's usual call is taken to last no longer.
+
+        Events see only the device's part of an eager call whose host is ahead, and it is ahead where something keeps the device waiting
+        between calls; nor do they see work that is done there. So what passes between calls, beyond what must between the reference's, is
+        part of them here. Blocks whose calls are more unequal than the reference's count by their mean.
+        """
         if self.side != "candidate":
             return math.inf
-        charged = self._charged()
-        return (1 + self.rules.gap_slack_share) * charged._middle_ratio() / self._middle_ratio()
+        rules, before = self.rules, self.before or self
+        usual = zip(usual_gaps(self.references), usual_gaps(before.references), strict=True)
+        known = [now.no_more_than(1 + rules.drift_share[self.mode], then) for now, then in usual]
+        limits = [gaps.limits(rules.gap_share, rules.gap_us[self.mode], rules.around_us[self.mode]) for gaps in known]
+        most_skew = self._skew_limit([block.charged(limits) for block in before.references])
+        ratios = []
+        for reference, other in zip(self.references, (block.charged(limits) for block in self.others), strict=True):
+            if other.skew > most_skew:
+                ratios.append(min(reference.mean_us, most_skew * most_us) / other.mean_us)
+            else:
+                ratios.append(min(reference.usual_us, most_us) / other.usual_us)
+        return (1 + rules.middle_slack[self.mode]) * statistics.median(ratios)
 
-    def _charged(self) -> Rounds:
-        """The same with long gaps as part of calls."""
-        rules, pairs = self.rules, list(zip(self.references, self.others, strict=True))
-        margins = rules.gap_share, rules.gap_us[self.mode], rules.around_us[self.mode]
-        return Rounds(
-            mode=self.mode,
-            side=self.side,
-            rules=rules,
-            before=self.before and self.before._charged(),
-            references=[reference.charged(reference, *margins) for reference, _ in pairs],
-            others=[other.charged(reference, *margins) for reference, other in pairs],
-        )
-
-    def _middle_ratio(self) -> float:
-        return self._middle_us(self.references) / self._middle_us(self.others)
+    def _claimed_middle(self) -> float:
+        """The ratio that is claimed, without its interval."""
+        if self._pools:
+            return self._middle_us(self.references) / self._middle_us(self.others)
+        return self._claimed_ratio().median
 
     def _middle_us(self, blocks: Sequence[BlockTimes]) -> float:
         """The time per call of blocks, as the race is scored."""
@@ -167,7 +174,11 @@ class Rounds:
 
     def ratio(self) -> Interval:
         """Reference over other, as far as that is believed."""
-        return self._claimed_ratio().scaled(self._believed * self.counted)
+        believed = self._believed * self.counted
+        if self.before is not None:
+            usual_us = statistics.median(block.usual_us for block in self.before.references)
+            believed = min(believed, self._middle_round(self._longest_us(usual_us)) / self._claimed_middle())
+        return self._claimed_ratio().scaled(believed)
 
     @property
     def drift(self) -> float:
@@ -181,8 +192,11 @@ class Rounds:
         that cannot be told apart."""
         if self.before is None:
             return 1.0
-        rules, usual_us = self.rules, self._middle_us(self.before.references)
-        return min(1.0, (1 + rules.drift_share[self.mode] + rules.drift_us[self.mode] / usual_us) / self.drift)
+        return min(1.0, self._longest_us(self._middle_us(self.before.references)) / self._middle_us(self.references))
+
+    def _longest_us(self, usual_us: float) -> float:
+        """How long the reference's call may take beside a candidate where it usually takes so long."""
+        return (1 + self.rules.drift_share[self.mode]) * usual_us + self.rules.drift_us[self.mode]
 
     def graphs_apart(self) -> Interval:
         """What a ratio is uncertain by besides, since the race has seen few of the places that the driver may put graphs in."""
@@ -200,8 +214,7 @@ class Rounds:
 
     def gaps_us(self) -> tuple[float, float]:
         """What usually passes between two calls, of the reference and of the other side."""
-        reference_us, other_us = (statistics.median(block.gap_us for block in blocks) for blocks in (self.references, self.others))
-        return round(reference_us, 3), round(other_us, 3)
+        return round(device_gap_us(self.references), 3), round(device_gap_us(self.others), 3)
 
     @property
     def idle_latency_us(self) -> float:
