@@ -86,7 +86,15 @@ class Rounds:
         if taken is None:
             return None
         prepared = prepares(*both, rules.prepared_us[self.mode], rules.prepared_share)
-        return taken.median if prepared else taken.low - self._locked_limit_us
+        if prepared:
+            return taken.median
+        return max(taken.low, taken.median - self._varies_us) - self._locked_limit_us  # who disturbs some rounds makes the interval wide
+
+    @property
+    def _varies_us(self) -> float:
+        """By how much what lies around the reference's locked calls may vary."""
+        usual_us = statistics.fmean(block.mean_us for block in self.references)
+        return self.rules.around_us[self.mode] + self.rules.around_share[self.mode] * usual_us
 
     @property
     def _beliefs(self) -> dict[ScoredBy, float]:
@@ -148,9 +156,7 @@ class Rounds:
         before the candidate was loaded lies around them, beyond what varies anyway. 0 where it claims no less than it could then."""
         if (least_us := self._least_us) is None:
             return 0.0
-        usual_us = statistics.fmean(block.mean_us for block in self.references)
-        varies_us = self.rules.around_us[self.mode] + self.rules.around_share[self.mode] * usual_us
-        more_us = max(0.0, self.around_us() - self.usual_around_us() - varies_us)
+        more_us = max(0.0, self.around_us() - self.usual_around_us() - self._varies_us)
         return more_us if self._middle_us(self.others) < least_us + more_us else 0.0
 
     def excess_us(self) -> Interval:
