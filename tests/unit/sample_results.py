@@ -5,20 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from peerlane.evaluate.verdict import (
-    Audit,
-    CandidateInfo,
-    CaseEvidence,
-    Correct,
-    Estimate,
-    Hang,
-    ModeSpeed,
-    NotMeasured,
-    ProblemInfo,
-    Result,
-    Utilisation,
-    WrongResult,
-)
+from peerlane.evaluate.speed_record import Estimate, ModeSpeed, NotMeasured, Utilisation
+from peerlane.evaluate.verdict import Audit, CandidateInfo, CaseEvidence, Correct, Hang, ProblemInfo, Result, WrongResult
 
 ENVIRONMENT = {
     "gpus": [{"name": "NVIDIA H200"}] * 4,

@@ -16,16 +16,17 @@ import torch
 
 from peerlane.errors import HarnessError
 from peerlane.evaluate import speed, timing
-from peerlane.evaluate.block_times import BlockTimes, Gaps, device_gap_us, locked_excess, usual_gaps
+from peerlane.evaluate.block_times import BlockTimes, locked_excess
 from peerlane.evaluate.exchanges import Exchanges
+from peerlane.evaluate.gaps import Gaps, charged, device_gap_us, usual_gaps
 from peerlane.evaluate.groups import GroupFailure
+from peerlane.evaluate.record import Mode
 from peerlane.evaluate.rounds import Rounds
 from peerlane.evaluate.slots import OutputRegions
 from peerlane.evaluate.speed import CaptureFailed, Disturbed, Race
 from peerlane.evaluate.stopwatch import SpeedTrial, Unmeasurable
 from peerlane.evaluate.trial import Rejected
 from peerlane.evaluate.turnstile import NOTHING_LOCKED, LockedCalls, Passage
-from peerlane.evaluate.verdict import Mode
 from peerlane.hardware.profiles import H200_SXM
 from peerlane.problems._spec import Cost
 from peerlane.settings import Deadlines, TimingRules
@@ -1056,16 +1057,16 @@ def block(gap_us: float, host_gap_us: float = 0.0, **more: Any) -> BlockTimes:
     return BlockTimes.of([answer(50.0, gap_us, host_gap_us, **more)], SLOTS, 1e4)
 
 
-def charged(mine: BlockTimes, known: BlockTimes) -> tuple[float, ...]:
-    return mine.charged([gaps.limits(0.25, 5.0, 40.0) for gaps in usual_gaps([known])]).iterations_us
+def with_gaps(mine: BlockTimes, known: BlockTimes) -> tuple[float, ...]:
+    return charged(mine, [gaps.limits(0.25, 5.0, 40.0) for gaps in usual_gaps([known])]).iterations_us
 
 
 def test_gaps_like_the_reference_s_cost_nothing() -> None:
     """Long calls keep the device busy while outputs are copied; short ones wait for the host."""
     for known in (block(0.0, 20.0), block(20.0, 0.0), block(20.0, 1.0)):
-        assert charged(block(29.0), known) == block(29.0).iterations_us
+        assert with_gaps(block(29.0), known) == block(29.0).iterations_us
     for known_us, charged_us in ((16.0, 54.0), (0.0, 74.0)):
-        assert charged(block(29.0), block(known_us)) == (charged_us,) * (SLOTS - 1) + (50.0,)
+        assert with_gaps(block(29.0), block(known_us)) == (charged_us,) * (SLOTS - 1) + (50.0,)
 
 
 def test_of_gaps_and_hosts_the_usual_ones_say_what_is_needed() -> None:
@@ -1085,7 +1086,7 @@ def test_what_passes_between_parts_says_nothing_of_gaps(size: int) -> None:
 def test_each_rank_s_gaps_are_part_of_its_own_calls(first: tuple[float, float], second: tuple[float, float], slowest_us: float) -> None:
     """One that waits for nobody gains nothing by being the only one whose device is kept waiting. Here gaps of 25 and 55 us are free."""
     known = BlockTimes.of([answer(50.0, 10.0, 16.0), answer(50.0, 40.0)], SLOTS, 1e4)
-    assert charged(BlockTimes.of([answer(*first), answer(*second)], SLOTS, 1e4), known) == (slowest_us,) * (SLOTS - 1) + (50.0,)
+    assert with_gaps(BlockTimes.of([answer(*first), answer(*second)], SLOTS, 1e4), known) == (slowest_us,) * (SLOTS - 1) + (50.0,)
     assert device_gap_us([known]) == 40.0
 
 
@@ -1094,9 +1095,9 @@ def test_gaps_beside_locked_calls_are_held_against_the_reference_s() -> None:
     known = replace(block(0.0, 20.0), locked_us=((3, 90.0),), gaps_us=((10.0, 10.0, 60.0, 70.0, 10.0, 10.0, 10.0, 0.0),))
     assert usual_gaps([known]) == [Gaps(20.0, 60.0, 70.0)] and device_gap_us([known]) == 10.0
     mine = replace(block(0.0), locked_us=((2, 90.0),), gaps_us=((10.0, 100.0, 110.0, 10.0, 10.0, 10.0, 10.0, 0.0),))
-    assert charged(mine, known) == mine.iterations_us
+    assert with_gaps(mine, known) == mine.iterations_us
     slower = replace(mine, gaps_us=((10.0, 130.0, 140.0, *[10.0] * 4, 0.0),))
-    assert charged(slower, known) == (50.0, 80.0, 50.0, 80.0, *[50.0] * 4)
+    assert with_gaps(slower, known) == (50.0, 80.0, 50.0, 80.0, *[50.0] * 4)
 
 
 @pytest.mark.parametrize(("locked", "bearers"), [([7], {6: 645.0}), ([6, 7], {}), ([3], {7: 645.0})])
@@ -1104,7 +1105,7 @@ def test_a_gap_behind_the_last_call_is_part_of_one_that_counts(locked: list[int]
     """There is none, but a rank may say so, and put there what it has left out elsewhere."""
     known = replace(block(10.0, 20.0), locked_us=((3, 90.0),))
     mine = replace(block(0.0), locked_us=tuple((place, 90.0) for place in locked), gaps_us=((*[0.0] * 7, 675.0),))
-    found = charged(mine, known)
+    found = with_gaps(mine, known)
     assert {place: us - 50.0 for place, us in enumerate(found) if us > 50.0} == pytest.approx(
         {place: 675.0 - (50.0 if place in locked or place == 6 else 30.0) for place in bearers}
     )
@@ -1113,7 +1114,7 @@ def test_a_gap_behind_the_last_call_is_part_of_one_that_counts(locked: list[int]
 def test_gaps_beside_locked_calls_are_free_where_the_reference_has_none_there() -> None:
     """Its locked call may be the first of a part."""
     mine = replace(block(0.0), locked_us=((2, 90.0),), gaps_us=((0.0, 500.0, 500.0, *[0.0] * 5),))
-    assert charged(mine, block(10.0, 20.0)) == mine.iterations_us
+    assert with_gaps(mine, block(10.0, 20.0)) == mine.iterations_us
 
 
 def test_a_locked_call_cannot_take_longer_than_the_outer_clock_saw() -> None:

@@ -16,9 +16,10 @@ from peerlane.evaluate.candidates import candidate_file, reference_candidate
 from peerlane.evaluate.examine import Examination, Job, Node
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.isolation import NO_ISOLATION, Isolation
+from peerlane.evaluate.speed_record import ModeSpeed
 from peerlane.evaluate.stopwatch import Unmeasurable
 from peerlane.evaluate.trial import Evidence, Rejected
-from peerlane.evaluate.verdict import ModeSpeed, NotRun, WrongType
+from peerlane.evaluate.verdict import NotRun, WrongType
 from peerlane.settings import Deadlines, Supply, TimingRules
 from unit.sample_results import measured
 

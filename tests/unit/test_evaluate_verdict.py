@@ -10,7 +10,9 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from sample_results import estimate, measured, on_cpu, own_audit, result
 
-from peerlane.evaluate.verdict import ARGUMENT, CHANGED, CaseEvidence, Estimate, NotMeasured, Record, Result, Verdict
+from peerlane.evaluate.record import Record
+from peerlane.evaluate.speed_record import Estimate, NotMeasured
+from peerlane.evaluate.verdict import ARGUMENT, CHANGED, CaseEvidence, Result, Verdict
 
 SCHEMA = Path(__file__).with_name("result_schema_v1.json")
 VERDICT: TypeAdapter[Record] = TypeAdapter(Verdict)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sample_results import measured, result
 
-from peerlane.evaluate.verdict import CandidateInfo, ModeSpeed, ProblemInfo, Result
+from peerlane.evaluate.speed_record import ModeSpeed
+from peerlane.evaluate.verdict import CandidateInfo, ProblemInfo, Result
 from peerlane.report.noise import acceptance_lines, deviation, noise_table
 
 

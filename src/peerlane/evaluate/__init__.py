@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from peerlane.evaluate.evaluation import EvaluationPlan as EvaluationPlan
     from peerlane.evaluate.evaluation import Progress as Progress
     from peerlane.evaluate.evaluation import evaluate as evaluate
+    from peerlane.evaluate.speed_record import ModeSpeed as ModeSpeed
+    from peerlane.evaluate.speed_record import NotMeasured as NotMeasured
     from peerlane.evaluate.store import ResultsStore as ResultsStore
-    from peerlane.evaluate.verdict import ModeSpeed as ModeSpeed
-    from peerlane.evaluate.verdict import NotMeasured as NotMeasured
     from peerlane.evaluate.verdict import Result as Result
     from peerlane.evaluate.verdict import Verdict as Verdict
 
@@ -23,8 +23,8 @@ _HOMES = {
     "Progress": "evaluation",
     "evaluate": "evaluation",
     "ResultsStore": "store",
-    "ModeSpeed": "verdict",
-    "NotMeasured": "verdict",
+    "ModeSpeed": "speed_record",
+    "NotMeasured": "speed_record",
     "Result": "verdict",
     "Verdict": "verdict",
 }

@@ -18,10 +18,11 @@ from peerlane.evaluate.activity import Activity, activity, are_counts, is_count,
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.mechanisms import LoadedKernel, loaded_kernels, mechanisms
 from peerlane.evaluate.protocol import Message
+from peerlane.evaluate.record import Mode
 from peerlane.evaluate.session import Session
 from peerlane.evaluate.stopwatch import SpeedTrial
 from peerlane.evaluate.trial import Trial
-from peerlane.evaluate.verdict import Audit, Mechanism, Mode, Policy, Tampered
+from peerlane.evaluate.verdict import Audit, Mechanism, Policy, Tampered
 
 _MOST_NAMES_KEPT = 32  # of kernels, and of operators, in a record
 _OWN = "peerlane."

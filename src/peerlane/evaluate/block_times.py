@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
@@ -42,23 +41,21 @@ class BlockTimes:
     host_gap_us: float = 0.0
 
     @functools.cached_property
-    def _locked(self) -> set[int]:
+    def locked(self) -> set[int]:
         """The places of locked calls."""
         return {place for place, _ in self.locked_us}
 
     @property
     def counted_us(self) -> tuple[float, ...]:
         """All calls but the locked ones, which find their inputs in the L2 cache."""
-        locked = self._locked
-        return tuple(us for place, us in enumerate(self.iterations_us) if place not in locked)
+        return tuple(us for place, us in enumerate(self.iterations_us) if place not in self.locked)
 
     @property
     def warm_us(self) -> tuple[float, ...]:
         """Of these, the calls behind the first ones of each part, which find the caches of the host cold."""
-        locked = self._locked
         parts = self.parts or (range(len(self.iterations_us)),)
         places = [call for part in parts for call in part[min(_LEADING_CALLS, len(part) // 3) :]]
-        return tuple(self.iterations_us[call] for call in places if call not in locked) or self.counted_us
+        return tuple(self.iterations_us[call] for call in places if call not in self.locked) or self.counted_us
 
     @property
     def usual_us(self) -> float:
@@ -107,25 +104,6 @@ class BlockTimes:
         """How much longer the outer clock ran than the events say: the hand-off."""
         return self.outer_us - self.span_us
 
-    def charged(self, limits: Sequence[Gaps]) -> BlockTimes:
-        """With gaps as part of calls, as far as they are longer than each rank's ``limits``: of the call before them, or behind them where
-        that one is locked, for what locked calls take is known otherwise."""
-        ranks = []
-        for rank, (times, limit) in enumerate(zip(self.ranks_us, limits, strict=True)):
-            charged = list(times)
-            for place, gap, kind in self._gaps(rank):
-                bearers = [call for call in (place, place + 1, place - 1) if 0 <= call < len(times) and call not in self._locked]
-                if bearers:
-                    charged[bearers[0]] += max(0.0, gap - getattr(limit, kind))
-            ranks.append(charged)
-        return replace(self, iterations_us=tuple(map(max, zip(*ranks, strict=True)))) if ranks else self
-
-    def _gaps(self, rank: int) -> Iterator[tuple[int, float, str]]:
-        """A rank's gaps, by the call before them, and of which kind they are. Behind the last call of a part there is none."""
-        for place, gap in enumerate(self.gaps_us[rank]):
-            if gap > 0:
-                yield place, gap, "behind_locked" if place in self._locked else "before_locked" if place + 1 in self._locked else "between"
-
     @staticmethod
     def of(
         answers: list[Message],
@@ -163,49 +141,6 @@ class BlockTimes:
             gaps_us=tuple(map(tuple, gaps)),
             host_gap_us=float(max(answer["host_gap_us"] for answer in answers)),
         )
-
-
-@dataclass(frozen=True)
-class Gaps:
-    """What passes between two calls on a rank, in microseconds, where neither is locked; before a locked one, where the device waits for
-    its key; and behind one, where it digests."""
-
-    between: float
-    before_locked: float
-    behind_locked: float
-
-    def no_more_than(self, factor: float, other: Gaps) -> Gaps:
-        """These, but for what is more than so many times another's."""
-        return self._each(lambda mine, theirs: min(mine, factor * theirs), other)
-
-    def limits(self, share: float, margin_us: float, locked_margin_us: float) -> Gaps:
-        """How long gaps may be where these are usual."""
-        return Gaps((1 + share) * self.between + margin_us, self.before_locked + locked_margin_us, self.behind_locked + locked_margin_us)
-
-    def _each(self, function: Callable[[float, float], float], other: Gaps) -> Gaps:
-        return Gaps(*map(function, astuple(self), astuple(other)))
-
-
-def usual_gaps(blocks: Sequence[BlockTimes]) -> list[Gaps]:
-    """The usual gaps of every rank in some blocks, or what the host needs there if that is more; infinite beside locked calls where none
-    were seen there."""
-    host_us, ranks = statistics.median(block.host_gap_us for block in blocks), []
-    for rank in range(len(blocks[0].gaps_us)):
-        found: dict[str, list[float]] = {field.name: [] for field in fields(Gaps)}
-        for block in blocks:
-            for _, gap, kind in block._gaps(rank):
-                found[kind].append(gap)
-        between = found["between"] or [*found["before_locked"], *found["behind_locked"], 0.0]
-        beside = [statistics.median(found[kind] or [math.inf]) for kind in ("before_locked", "behind_locked")]
-        ranks.append(Gaps(max(host_us, statistics.median(between)), *beside))
-    return ranks
-
-
-def device_gap_us(blocks: Sequence[BlockTimes]) -> float:
-    """What usually passes between two calls that are not locked, on the rank where that is most; 0 where nothing does."""
-    ranks = range(len(blocks[0].gaps_us))
-    usual = [[gap for block in blocks for _, gap, kind in block._gaps(rank) if kind == "between"] for rank in ranks]
-    return max((statistics.median(gaps) for gaps in usual if gaps), default=0.0)
 
 
 def _locked(references: Sequence[BlockTimes], others: Sequence[BlockTimes]) -> list[tuple[BlockTimes, BlockTimes]]:

@@ -22,10 +22,11 @@ from peerlane.evaluate.examine import Examination, Job, Node, groups_needed
 from peerlane.evaluate.groups import RankGroup
 from peerlane.evaluate.isolation import NO_ISOLATION, Isolation, Tier, choose
 from peerlane.evaluate.quarantine import Quarantine
+from peerlane.evaluate.record import Mode
 from peerlane.evaluate.session import Session
 from peerlane.evaluate.sharing import sharing_failure
 from peerlane.evaluate.store import ResultsStore
-from peerlane.evaluate.verdict import EvaluationKey, Mode, NotRun, Result, Track
+from peerlane.evaluate.verdict import EvaluationKey, NotRun, Result, Track
 from peerlane.hardware.ceilings import load_ceilings
 from peerlane.hardware.environment import node_class, record
 from peerlane.hardware.memory import gpu_memory

@@ -22,8 +22,10 @@ from peerlane.evaluate.builds import Builds, lacks_compiler, needs_build
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.groups import GroupFailure, RankGroup
 from peerlane.evaluate.protocol import ERROR_CHARACTERS
+from peerlane.evaluate.record import Mode
 from peerlane.evaluate.session import Session
 from peerlane.evaluate.spares import NoRanks
+from peerlane.evaluate.speed_record import ModeSpeed, NotMeasured
 from peerlane.evaluate.stopwatch import SpeedTrial, Unmeasurable
 from peerlane.evaluate.stress import Stress
 from peerlane.evaluate.trial import Evidence, Rejected, Trial, verdict_of
@@ -33,9 +35,6 @@ from peerlane.evaluate.verdict import (
     Correct,
     Hang,
     HarnessFailure,
-    Mode,
-    ModeSpeed,
-    NotMeasured,
     NotRun,
     Phase,
     Policy,

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from peerlane.evaluate.block_times import BlockTimes, device_gap_us, locked_us, prepares, usual_gaps
+from peerlane.evaluate.block_times import BlockTimes, locked_us, prepares
+from peerlane.evaluate.gaps import charged, device_gap_us, usual_gaps
 from peerlane.evaluate.statistics import Interval, mean_between, median_interval, paired_interval, pooled_interval, quantile
 from peerlane.settings import TimingRules
 
@@ -116,9 +117,9 @@ class Rounds:
         usual = zip(usual_gaps(self.references), usual_gaps(before.references), strict=True)
         known = [now.no_more_than(1 + rules.drift_share[self.mode], then) for now, then in usual]
         limits = [gaps.limits(rules.gap_share, rules.gap_us[self.mode], rules.around_us[self.mode]) for gaps in known]
-        most_skew = self._skew_limit([block.charged(limits) for block in before.references])
+        most_skew = self._skew_limit([charged(block, limits) for block in before.references])
         ratios = []
-        for reference, other in zip(self.references, (block.charged(limits) for block in self.others), strict=True):
+        for reference, other in zip(self.references, (charged(block, limits) for block in self.others), strict=True):
             if other.skew > most_skew:
                 ratios.append(min(reference.mean_us, most_skew * most_us) / other.mean_us)
             else:

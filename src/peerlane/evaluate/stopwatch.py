@@ -10,11 +10,13 @@ from peerlane.errors import HarnessError
 from peerlane.evaluate.block_times import choose_slots, locked_excess
 from peerlane.evaluate.groups import GroupFailure
 from peerlane.evaluate.protocol import Message
+from peerlane.evaluate.record import Mode
 from peerlane.evaluate.session import case_request
 from peerlane.evaluate.speed import CaptureFailed, Disturbed, Race, not_captured
+from peerlane.evaluate.speed_record import Estimate, ModeSpeed, Utilisation
 from peerlane.evaluate.statistics import Interval
 from peerlane.evaluate.trial import Rejected, Trial, verdict_of
-from peerlane.evaluate.verdict import CaseEvidence, Estimate, Mode, ModeSpeed, Tampered, Utilisation
+from peerlane.evaluate.verdict import CaseEvidence, Tampered
 from peerlane.hardware.profiles import HardwareProfile
 from peerlane.hardware.roofline import Peaks, physical_floor_us, roofline
 from peerlane.settings import TimingRules

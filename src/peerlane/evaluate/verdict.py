@@ -9,30 +9,16 @@ import re
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from peerlane.evaluate.readable import one_line, readable
+from peerlane.evaluate.readable import one_line
+from peerlane.evaluate.record import Mode, Record
+from peerlane.evaluate.speed_record import ModeSpeed, Speed
 
 Phase = Literal["spawn", "build", "import", "first_call", "correctness", "stress", "timing", "audit", "exit"]
-Mode = Literal["eager", "graph"]
 Track = Literal["open", "custom"]
 MechanismName = Literal["copy_engine", "sm_load_store", "tma", "nvls", "nccl", "gloo"]
 Confidence = Literal["seen", "possible", "loaded"]
-
-
-_OF_SEVERAL_LINES = ("message", "log_tail")
-
-
-class Record(BaseModel):
-    """Base of all records: immutable, no unknown fields. Its texts can be printed: candidates have a say in some of them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="strings")
-
-    @field_validator("*")
-    @classmethod
-    def _readable(cls, value: Any, info: ValidationInfo) -> Any:
-        return readable(value, lines=info.field_name in _OF_SEVERAL_LINES)
-
 
 # What a wrong result is called whose output is an argument, and why it is wrong where the call must leave it alone.
 ARGUMENT = "argument "
@@ -288,111 +274,6 @@ class CaseEvidence(Record):
         counts = ("slots", "integer_slots", "timed_slots", "stressed_slots", "stressed_calls")
         added = {name: getattr(self, name) + getattr(other, name) for name in counts}
         return CaseEvidence(case=self.case, **added, worst_ratio=max(self.worst_ratio, other.worst_ratio))
-
-
-class Estimate(Record):
-    """An estimate from ``n`` blocks or rounds, which is ``median`` by name, with its 95 % interval."""
-
-    median: float = Field(gt=0)
-    low: float = Field(gt=0)
-    high: float = Field(gt=0)
-    n: int = Field(ge=1)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if not self.low <= self.median <= self.high:
-            raise ValueError(f"an estimate needs low <= median <= high, got {self.low}, {self.median}, {self.high}")
-        return self
-
-
-class Utilisation(Record):
-    """Time at the roofline bound, and the share of it that was reached (1.0: at the bound)."""
-
-    ceilings: Literal["datasheet", "measured"]
-    profile: str
-    bound_us: float = Field(ge=0)
-    bound_by: Literal["tensor", "vector", "hbm", "nvlink", "latency"]
-    reference: float = Field(ge=0)
-    candidate: float = Field(ge=0)
-
-
-class ModeSpeed(Record):
-    """Speed in one launch mode. Times are device times in microseconds, the slowest rank's."""
-
-    status: Literal["measured"] = "measured"
-    mode: Mode
-    speedup: Estimate
-    reference_us: Estimate
-    candidate_us: Estimate
-    noise_floor: float = Field(
-        ge=0,
-        description="relative half-width of what is known of the reference's speed in the candidate's own ranks; in earlier records of "
-        "what was timed of it alone",
-    )
-    placement: float | None = Field(
-        default=None,
-        gt=0,
-        description="the reference's speed in the candidate's own ranks over that in the trusted ones, which the speedup takes into "
-        "account as far as it is certain; missing in older records",
-    )
-    reference_drift: float | None = Field(
-        default=None, gt=0, description="the trusted reference's time next to the candidate, over that before; missing in older records"
-    )
-    reference_counted: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="the share of that time that counts: less than 1 where it took longer than before by more than what varies anyway",
-    )
-    slots_per_block: int = Field(ge=1)
-    rounds: int = Field(ge=1)
-    discarded_rounds: int = Field(ge=0, description="rounds in which the outer clock and the events disagreed")
-    reference_blocks_us: tuple[float, ...]
-    candidate_blocks_us: tuple[float, ...]
-    scored_by: Literal["quantile", "mean", "locked", "middle_round", "median"] = Field(
-        default="median",
-        description="what is scored: the calls between two quantiles (the mean of all eager ones between the first and the third decile, "
-        "of each block's replayed ones between the quartiles), or the mean of all, where the candidate's are more unequal than the "
-        "reference's; or, where that is more, what locked calls take at least, or calls in the middle round, with what passes between "
-        "them. median: by an earlier evaluator",
-    )
-    candidate_p10_us: float = Field(gt=0)
-    candidate_p90_us: float = Field(gt=0)
-    outer_slack_us: float = Field(description="largest accepted excess of the outer clock over the events, per block")
-    outer_excess_us: float | None = Field(
-        default=None, description="how much larger it was than next to the reference, median of all rounds; missing in older records"
-    )
-    stretch_excess_us: tuple[float, ...] = Field(
-        default=(),
-        description="by how much a call of each longer stretch, which the outer clock alone timed, exceeded what the events say, next to "
-        "the reference's; of candidates that claim to be faster",
-    )
-    locked_excess_us: float | None = Field(
-        default=None,
-        description="by how much more than the reference's locked calls exceeded their events, by the outer clock",
-    )
-    gaps_us: tuple[float, float] | None = Field(
-        default=None,
-        description="what usually passes between two calls, of the trusted reference and of the candidate, on the rank where it is most; "
-        "missing in older records",
-    )
-    utilisation: tuple[Utilisation, ...]
-
-    @property
-    def faster(self) -> bool:
-        """True when the interval's lower end is above 1 plus the noise floor."""
-        return self.speedup.low > 1.0 + self.noise_floor
-
-
-class NotMeasured(Record):
-    """Why there is no speed in this mode."""
-
-    status: Literal["not_measured"] = "not_measured"
-    mode: Mode
-    why: str = Field(min_length=1)
-
-
-Speed = Annotated[ModeSpeed | NotMeasured, Field(discriminator="status")]
 
 
 class EvaluationKey(NamedTuple):

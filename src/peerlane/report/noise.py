@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from peerlane.report.tables import TextTable
 
 if TYPE_CHECKING:
-    from peerlane.evaluate.verdict import Mode, ModeSpeed, Result
+    from peerlane.evaluate.record import Mode
+    from peerlane.evaluate.speed_record import ModeSpeed
+    from peerlane.evaluate.verdict import Result
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from peerlane.evaluate.verdict import Estimate, ModeSpeed, Result, Utilisation
+    from peerlane.evaluate.speed_record import Estimate, ModeSpeed, Utilisation
+    from peerlane.evaluate.verdict import Result
 
 NOT_MEASURED = "not measured"
 RESULT_COLUMNS = (

@@ -10,8 +10,10 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from peerlane.errors import UsageError
+from peerlane.evaluate.record import Record
+from peerlane.evaluate.speed_record import Estimate
 from peerlane.evaluate.store import whole_lines
-from peerlane.evaluate.verdict import Estimate, Record, Result
+from peerlane.evaluate.verdict import Result
 from peerlane.hardware.environment import node_class
 from peerlane.selftest.table import Entry
 

@@ -13,7 +13,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from peerlane.errors import UsageError
 from peerlane.evaluate.candidates import REFERENCE
-from peerlane.evaluate.verdict import Phase, Record
+from peerlane.evaluate.record import Record
+from peerlane.evaluate.verdict import Phase
 
 Device = Literal["cuda", "cpu"]
 VerdictKind = Literal[
