@@ -1,8 +1,8 @@
 """A turnstile: locked calls are let through one at a time, by keys that the supervisor hands out and a clock that it alone reads.
 
 The inputs of such a call lie locked in the arena, under a key of its own. The supervisor gives a rank the key when the rank has come
-to the call, and the next key not before the rank has committed itself to what this call returned, by a digest of it. So a locked call
-cannot be prepared before its key is there, nor put off until the next one is, and what it takes passes between key and commitment.
+to the call, and the next key not before the rank has committed itself to what this call returned, by a digest of it. So what a rank does
+with a locked call's contents cannot be done before its key is there, nor put off until the next one is: it passes between the two.
 
 Supervisor and rank meet in the last page of the rank's memory file. The supervisor believes nothing that it reads there: a rank that
 commits itself early does so to an answer that it does not have. No CUDA here, and no torch.
