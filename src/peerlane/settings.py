@@ -182,8 +182,11 @@ class TimingRules:
     max_stretch_calls: int = 1_500
     min_stretches: int = 3
     max_stretches: int = 9
+    baseline_stretches: int = 2
+    """of the reference, before the candidate is loaded"""
     hidden_share: float = 0.1
-    """of the reference's call that a candidate's may take in a stretch beyond what its events say"""
+    """of the reference's call, with what passes behind it, that a candidate's may take in a stretch beyond what its events say; as much
+    again at most where it is uncertain what these say"""
     locked_slack_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 20.0, "graph": 5.0})
     """by launch mode, by how much more than the reference's a candidate's locked calls may exceed their events by the outer clock: an eager
     one may have more or less of its host's work ahead"""
@@ -208,6 +211,9 @@ class TimingRules:
     middle_slack: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.1, "graph": 0.05})
     """by launch mode, by how much a candidate may seem faster than in the middle round. References against themselves, on 1, 2 and 4 H200s,
     did by 4.9 % at most in 255 races in eager mode, and by 1.9 % in 207 with graphs"""
+    replayed_share: float = 0.8
+    """of what the same candidate's call takes as a graph that an eager one takes at least. Sides of
+    368 races on 1, 2 and 4 H200s that were timed in both modes took 0.87 of it at least"""
     drift_share: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.25, "graph": 0.03})
     """by launch mode, by how much longer the reference may take beside the candidate than before, and count as that slow. In none of 300
     races with graphs on 2 and 4 H200s it took as much longer; eager calls depend on what else the host does: in 20 of 420, by up to 61 %"""

@@ -15,6 +15,7 @@ from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import Session
 from peerlane.evaluate.trial import Rejected, Trial
 from peerlane.evaluate.turnstile import Passage, ask_and_let_through
+from peerlane.evaluate.verdict import Phase
 from peerlane.settings import Deadlines
 
 HEAD = """
@@ -81,6 +82,7 @@ def solution(tensor):
     return total
 """
 SLEEPS = HEAD + "    time.sleep(0.01 if dist.get_rank() else 0.0)\n    return total\n"
+ALONE = "def solution(tensor):\n    return tensor.clone()\n"
 FAILS = HEAD + "    if failed := dist.get_rank() == 1:\n        raise ValueError('here')\n    return total\n"
 ENDLESS = HEAD + "    while dist.get_rank() == 1:\n        time.sleep(1.0)\n    return total\n"
 SAYS_SO_AT_ONCE = f"""{SPIES}
@@ -114,15 +116,21 @@ def opened(nursery: Nursery) -> Iterator[Open]:
         yield open_
 
 
-def run(trial: Trial, order: Sequence[int] = range(SLOTS), positions: Sequence[int] = range(SLOTS)) -> tuple[list[Message], list[Passage]]:
-    """A pass in this order, with calls locked at these positions."""
+def run(
+    trial: Trial,
+    order: Sequence[int] = range(SLOTS),
+    positions: Sequence[int] = range(SLOTS),
+    phase: Phase = "stress",
+    jitter: Sequence[tuple[int, str, float]] = (),
+) -> tuple[list[Message], list[Passage]]:
+    """A pass in this order, with calls locked at these positions; ``jitter`` holds up rank 1."""
     trial.mint()
     locked = trial.lock(order, positions)
     trial.reveal(locked=locked)
-    request = {"op": "stress", "side": "candidate", "order": list(order), "exchanges": [], "poisoned": [], "jitter": []}
-    requests = [{**request, "kept": list(range(SLOTS))}] * 2
-    answers, passages = trial.let_through(trial.group, requests, locked, "stress", 3.0)
-    trial.hold_to(passages, locked, "stress")
+    request = {"op": "stress", "side": "candidate", "order": list(order), "exchanges": [], "poisoned": [], "kept": list(range(SLOTS))}
+    requests = [{**request, "jitter": steps} for steps in ((), jitter)]
+    answers, passages = trial.let_through(trial.group, requests, locked, phase, 3.0)
+    trial.hold_to(passages, locked, phase)
     return answers, passages
 
 
@@ -130,9 +138,8 @@ def test_honest_calls_are_let_through_and_are_right(opened: Open) -> None:
     trial, order = opened(HONEST), [2, 0, 3, 1]
     answers, passages = run(trial, order, [0, 3])
     assert [(passage.position, passage.slot) for passage in passages] == [(0, 2), (3, 1)]
-    assert all(0 < us < 1e6 for passage in passages for us in passage.ranks_us)
-    first, second = (passage.digests for passage in passages)
-    assert first[0] == first[1] != second[0] == second[1], "ranks have the same sums"
+    assert all(0 < passage.us < 1e6 for passage in passages)
+    assert len({digest for passage in passages for digest in passage.digests}) == 4, "the same sums, under keys of their own"
     trial.collect_from(answers, order, "stress")
     trial.judge("stress", at_rest=True)  # also that nothing else has changed, guard bands included
     assert trial.evidence.stressed_slots == SLOTS and trial.evidence.worst_ratio <= 1
@@ -144,9 +151,8 @@ def test_every_call_has_a_key_and_a_ticket_of_its_own(opened: Open) -> None:
     assert [(position, slot) for position, slot, _ in first.calls] == [(1, 1), (3, 3)]
     tickets = [ticket for locked in (first, second) for *_, ticket in locked.calls]
     assert tickets == sorted(set(tickets)) and tickets[0] > 0
-    assert len({key for locked in (first, second) for key in locked.keys.values()}) == 4
-    trial.lockable = False
-    assert trial.lock(range(SLOTS), [1, 3]).calls == ()
+    keys = [key for locked in (first, second) for of_ranks in locked.keys.values() for key in of_ranks]
+    assert len(set(keys)) == len(keys) == 8, "on every rank"
 
 
 def test_contents_of_locked_calls_are_not_in_the_arena(opened: Open) -> None:
@@ -187,7 +193,14 @@ def test_what_is_judged_is_what_was_digested(opened: Open) -> None:
 
 def test_a_call_takes_from_its_key_to_its_answer(opened: Open) -> None:
     _, passages = run(opened(SLEEPS), positions=[0, 1, 3])
-    assert all(10_000 < passage.us < 1e6 and passage.us == max(passage.ranks_us) for passage in passages)
+    assert all(10_000 < passage.us < 1e6 for passage in passages)
+
+
+@pytest.mark.parametrize("phase", ["timing", "stress"])
+def test_a_timed_call_has_no_key_before_all_ranks_have_come(phase: Phase, opened: Open) -> None:
+    """Rank 1 comes 30 ms late, and nobody waits in a call. Under stress calls meet peers that have not come."""
+    _, passages = run(opened(ALONE), positions=[1, 2], phase=phase, jitter=[(2, "host", 30_000.0)])
+    assert [passage.us > 25_000 for passage in passages] == [False, phase == "stress"]
 
 
 @pytest.mark.parametrize(("source", "kind"), [(FAILS, "runtime_error"), (ENDLESS, "hang")])

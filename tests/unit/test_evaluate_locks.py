@@ -109,7 +109,7 @@ class Opened:
 def test_locked_slots_are_never_in_the_arena_before_their_key_and_whole_after_it(locked_slots: tuple[int, ...]) -> None:
     current, rank = Opened(), TrustedRank({"world_size": 2, "device": "cpu"}, 0, memory_file("test"))
     rank._open["timed"] = current  # type: ignore[assignment]
-    locked = LockedCalls.draw([0, 1, 2], locked_slots, 1)
+    locked = LockedCalls.draw([0, 1, 2], locked_slots, 1, 2)
     data, seen = current.arena.data, list[bool]()
 
     class Watched:
@@ -122,14 +122,14 @@ def test_locked_slots_are_never_in_the_arena_before_their_key_and_whole_after_it
 
     locks_of_rank = rank.locks
     rank.__dict__["locks"] = Watched()
-    rank.reveal({"space": "timed", "slots": 3, "keys": locked.written_keys})
+    rank.reveal({"space": "timed", "slots": 3, "keys": locked.written_keys(0)})
     assert not any(seen), "not even for a moment"
     tensors = [list(zip(*pair, strict=True)) for pair in zip(current.private.tensors, current.public.tensors, strict=True)]
     for slot in (0, 2):
         assert [torch.equal(mine, theirs) for mine, theirs in tensors[slot]] == [slot not in locked_slots] * 2
         if slot in locked_slots:
             place = current.spans(slot)[0]
-            locks_of_rank.lock(data[place], data[place], locked.keys[slot])
+            locks_of_rank.lock(data[place], data[place], locked.keys[slot][0])
     assert all(torch.equal(mine, theirs) for pairs in tensors for mine, theirs in pairs)
     assert current.guards.trespass() is None, "bands that lie in a slot are unlocked with it"
     assert bool((data[current.input_bytes + 256 : current.input_bytes + 280] == 255).all())

@@ -130,6 +130,9 @@ def scripted(stage: Stage) -> tuple[type, type, type]:
             stage.step(f"{self.trial.group.name} {mode}")
             if mode in self.unmeasurable:
                 raise Unmeasurable(self.unmeasurable[mode])
+            return measured(mode, 100.0, 50.0)
+
+        def record(self, mode: str) -> Any:
             return measured(mode, 100.0, 50.0).model_copy(update=stage.measured)
 
         def merged(self, evidence: Any) -> Any:
@@ -185,6 +188,7 @@ def test_the_first_call_of_every_case_may_compile_and_tune(run: Run, stage: Stag
         ("scored_by", "mean", ("uneven_calls",)),
         ("scored_by", "locked", ("prepared_calls",)),
         ("scored_by", "middle_round", ("uneven_rounds",)),
+        ("scored_by", "graph", ("faster_than_its_graph",)),
     ],
 )
 def test_how_a_candidate_was_scored_is_remarkable(what: str, value: Any, flags: tuple[str, ...], run: Run, stage: Stage) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class BlockTimes:
 
     ``shares``: the calls between these quantiles stand for the block. ``parts``: runs of calls; none: all are one run.
     ``idle_latency_us``: how long a tiny kernel of the trusted ranks took on the slowest GPU when the block was over. ``locked_us``: of each
-    locked call its place, and how long the slowest rank took from its key to its commitment, by the outer clock. ``ranks_us`` and
+    locked call its place, and how long it took from the first key to the last commitment, by the outer clock. ``ranks_us`` and
     ``gaps_us``: of every rank its times, and what passes behind each call until the next one of its part starts; ``host_gap_us``: what the
     slowest rank's host usually needs there.
     """
@@ -85,8 +86,8 @@ class BlockTimes:
 
     @property
     def locked_delay_us(self) -> float:
-        """By how much the locked calls were slower than the others, by the events: ranks get their keys apart, and unlock for different
-        times; and who prepares others cannot prepare these. Below 0 where they were faster."""
+        """By how much the locked calls were slower than the others, by the events: ranks unlock for different times; and who prepares
+        others cannot prepare these. Below 0 where they were faster."""
         return self.locked_outer_us - self.locked_excess_us - statistics.median(self.counted_us)
 
     @property
@@ -155,11 +156,11 @@ def locked_excess(references: Sequence[BlockTimes], others: Sequence[BlockTimes]
     return median_interval(excess) if excess else None
 
 
-def locked_us(references: Sequence[BlockTimes], others: Sequence[BlockTimes]) -> Interval | None:
+def locked_us(references: Sequence[BlockTimes], others: Sequence[BlockTimes], most_around_us: float = math.inf) -> Interval | None:
     """What a locked call of the other side takes by the outer clock, without what the reference's of the same round says that lies around
-    it, whatever the other side's events say. None where none were locked."""
+    it, or ``most_around_us``, whatever the other side's events say. None where none were locked."""
     pairs = _locked(references, others)
-    times = [other.locked_outer_us - known.locked_around_us for known, other in pairs]
+    times = [other.locked_outer_us - min(known.locked_around_us, most_around_us) for known, other in pairs]
     return median_interval(times) if times else None
 
 

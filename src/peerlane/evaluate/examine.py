@@ -49,6 +49,8 @@ from peerlane.problems._spec import Case, Problem
 from peerlane.settings import StressRules, TimingRules
 
 CHECKED_SLOTS = 4
+_REMARKABLE = {"mean": "uneven_calls", "locked": "prepared_calls", "middle_round": "uneven_rounds", "graph": "faster_than_its_graph"}
+"""Flags, by what a candidate is scored by."""
 
 
 @dataclass(frozen=True)
@@ -292,7 +294,7 @@ class Examination:
             measured: dict[Mode, ModeSpeed | NotMeasured] = {}
             for mode in sorted(self.job.modes):  # eager first: a failed capture must not reach it
                 measured[mode] = self._measure(speed, mode)
-            self.speeds = [measured[mode] for mode in self.job.modes]
+            self.speeds = [self._recorded(speed, measured[mode]) for mode in self.job.modes]
             self.evidence[case.key] = speed.merged(self.evidence[case.key])
         return speed
 
@@ -318,22 +320,24 @@ class Examination:
         if not self.healthy:
             return NotMeasured(mode=mode, why="the ranks were lost in another mode")
         try:
-            measured = speed.measure(mode)
+            return speed.measure(mode)
         except Unmeasurable as reason:
             self.reusable = self.reusable and mode in speed.unmeasurable  # it was not even tried
             if reason.group_lost:
                 self.healthy = False
                 self.flags.add(f"{mode}_failed")
             return NotMeasured(mode=mode, why=str(reason))
-        if measured.scored_by == "mean":
-            self.flags.add("uneven_calls")
-        if measured.scored_by == "locked":
-            self.flags.add("prepared_calls")
-        if measured.scored_by == "middle_round":
-            self.flags.add("uneven_rounds")
-        if measured.reference_counted < 1:
+
+    def _recorded(self, speed: SpeedTrial, measured: ModeSpeed | NotMeasured) -> ModeSpeed | NotMeasured:
+        """What is stored of a mode, now that all are measured; flags what is remarkable."""
+        if isinstance(measured, NotMeasured):
+            return measured
+        final = speed.record(measured.mode)
+        if final.scored_by in _REMARKABLE:
+            self.flags.add(_REMARKABLE[final.scored_by])
+        if final.reference_counted < 1:
             self.flags.add("slower_reference")
-        return measured
+        return final
 
     def _audit(self, case: Case, speed: SpeedTrial | None) -> None:
         """Records what some calls run. The custom track stands or falls with it; in the open one it is evidence, and failing is a flag."""

@@ -17,7 +17,7 @@ from peerlane.evaluate.gaps import charged, device_gap_us, usual_gaps
 from peerlane.evaluate.statistics import Interval, mean_between, median_interval, paired_interval, pooled_interval, quantile
 from peerlane.settings import TimingRules
 
-ScoredBy = Literal["quantile", "mean", "locked", "middle_round"]
+ScoredBy = Literal["quantile", "mean", "locked", "middle_round", "graph"]
 
 
 @dataclass(kw_only=True)
@@ -26,7 +26,7 @@ class Rounds:
 
     ``side`` is ``reference`` (in the candidate's ranks, before candidate code is loaded) or ``candidate``. ``before``: the reference's own
     rounds, which say what is usual here. ``outputs``: tensors that a call returns. ``captures``: how often graphs were captured for these
-    rounds.
+    rounds. ``replayed_us``: what the other side's call takes as a graph, where these are of eager ones and that is known.
     """
 
     mode: str
@@ -35,6 +35,7 @@ class Rounds:
     before: Rounds | None = None
     outputs: int = 1
     captures: int = 1
+    replayed_us: float = 0.0
     references: list[BlockTimes] = field(default_factory=list)
     others: list[BlockTimes] = field(default_factory=list)
 
@@ -64,7 +65,7 @@ class Rounds:
     def scored_by(self) -> ScoredBy:
         """What stands for the other side: a quantile of its calls, or their mean where they are unequal. Or, where it is more, what locked
         calls take at least: others were prepared then, or put off, or are not what they are said to be; or what calls take in the
-        middle round, with what passes between them."""
+        middle round, with what passes between them; or what the device needs of an eager call, by its graph."""
         by, believed = min(self._beliefs.items(), key=lambda item: item[1])
         if believed < 1.0:
             return by
@@ -75,33 +76,37 @@ class Rounds:
         """By how much the locked calls of an honest candidate may seem longer than they are. Long calls vary by more, whosever they are;
         nobody gains by claiming that they are long."""
         rules, further = self.rules, max(0, self.outputs - 1)
-        usual_us = max(statistics.fmean(block.mean_us for block in self.references), self._middle_us(self.others))
+        usual_us = max(self._usual_us, self._middle_us(self.others))
         return rules.locked_slack_us[self.mode] + rules.locked_slack_share * usual_us + rules.locked_output_slack_us[self.mode] * further
 
     @property
     def _least_us(self) -> float | None:
         """The least that a candidate's calls can take, by the outer clock around locked ones; None where there are none. Who prepares other
-        calls is allowed nothing."""
+        calls is allowed nothing. Who disturbs some rounds of the reference makes them no less certain."""
         rules, both = self.rules, (self.references, self.others)
-        taken = locked_us(*both) if self.side == "candidate" else None
+        taken = locked_us(*both, self.usual_around_us() + self._varies_us) if self.side == "candidate" else None
         if taken is None:
             return None
         prepared = prepares(*both, rules.prepared_us[self.mode], rules.prepared_share)
-        if prepared:
-            return taken.median
-        return max(taken.low, taken.median - self._varies_us) - self._locked_limit_us  # who disturbs some rounds makes the interval wide
+        return taken.median if prepared else taken.low - self._locked_limit_us
+
+    @property
+    def _usual_us(self) -> float:
+        """The reference's call, before the candidate was loaded."""
+        return statistics.fmean(block.mean_us for block in (self.before or self).references)
 
     @property
     def _varies_us(self) -> float:
         """By how much what lies around the reference's locked calls may vary."""
-        usual_us = statistics.fmean(block.mean_us for block in self.references)
-        return self.rules.around_us[self.mode] + self.rules.around_share[self.mode] * usual_us
+        return self.rules.around_us[self.mode] + self.rules.around_share[self.mode] * self._usual_us
 
     @property
     def _beliefs(self) -> dict[ScoredBy, float]:
         """The time that is claimed, over the least that it can be, by what shows that."""
-        locked = self._middle_us(self.others) / max(self._least_us or 0.0, 1e-9)
-        return {"locked": locked, "middle_round": self._middle_round() / self._claimed_middle()}
+        least_us: dict[ScoredBy, float] = {"locked": self._least_us or 0.0, "graph": self.rules.replayed_share * self.replayed_us}
+        claimed_us = self._middle_us(self.others)
+        beliefs = {by: claimed_us / max(us, 1e-9) for by, us in least_us.items()}
+        return {**beliefs, "middle_round": self._middle_round() / self._claimed_middle()}
 
     def _middle_round(self, most_us: float = math.inf) -> float:
         """The largest ratio that is believed of a candidate, by the middle round: a few rounds, or some calls of each, cannot raise that.
@@ -154,11 +159,11 @@ class Rounds:
     @property
     def hideable_us(self) -> float:
         """How much of a candidate's call may be hidden by what disturbs the reference's locked ones, whoever does that: so much more than
-        before the candidate was loaded lies around them, beyond what varies anyway. 0 where it claims no less than it could then."""
+        before the candidate was loaded lies around them, beyond what varies anyway. 0 where it claims no less than is believed."""
         if (least_us := self._least_us) is None:
             return 0.0
         more_us = max(0.0, self.around_us() - self.usual_around_us() - self._varies_us)
-        return more_us if self._middle_us(self.others) < least_us + more_us else 0.0
+        return more_us if self._middle_us(self.others) < least_us else 0.0
 
     def excess_us(self) -> Interval:
         """How much longer the hand-off of the other side's blocks was than that of the reference's of the same round."""

@@ -8,6 +8,7 @@ uncertain of it then is the noise floor.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import statistics
@@ -81,7 +82,8 @@ class Race(Rounds):
     slack_limit_us: float = math.inf
     latency_limit_us: float = math.inf
     usual_excess_us: float = math.inf
-    usual_slack_us: float = math.inf
+    usual_stretch_us: float = math.inf
+    """by how much a stretch of the reference exceeded the events of as many of its blocks"""
     stretches_us: list[float] = field(default_factory=list)
     """of each stretch that only the outer clock timed, what a call took longer than the events say"""
     discarded: int = 0
@@ -291,11 +293,13 @@ class Race(Rounds):
                 self._warm_graphs()
             self._keep(*self._round())
             self._rounds_since += 1
-        if self.side == "candidate":
-            self._refuse_disturbance()
-            self._refuse_hidden_time()
-            self._refuse_false_claims()
-            self.trial.judge("timing")
+        if self.side == "reference":
+            self._time_stretches()
+            return
+        self._refuse_disturbance()
+        self._refuse_hidden_time()
+        self._refuse_false_claims()
+        self.trial.judge("timing")
 
     @property
     def _capture_is_due(self) -> bool:
@@ -380,20 +384,40 @@ class Race(Rounds):
         is little. Only a candidate that claims to be faster is asked."""
         if self._claimed_ratio().low <= 1:
             return
-        rules, usual_us = self.rules, statistics.fmean(block.mean_us for block in self.references)
         self._refuse_hidden_calls()
-        calls = min(math.ceil(rules.stretch_us[self.mode] / usual_us), rules.max_stretch_calls)
-        if calls > self.slots and not self.trial.problem.changeable:
-            self._refuse_short_spans(-(-calls // self.slots), usual_us)
+        if passes := self._stretch_passes:
+            self._refuse_short_spans(passes)
 
-    def _refuse_short_spans(self, passes: int, usual_us: float) -> None:
+    @property
+    def _stretch_passes(self) -> int:
+        """Over all slots, in a stretch; 0 where a block is long enough, and where calls change inputs."""
+        calls = min(math.ceil(self.rules.stretch_us[self.mode] / self._usual_us), self.rules.max_stretch_calls)
+        return -(-calls // self.slots) if calls > self.slots and not self.trial.problem.changeable else 0
+
+    def _time_stretches(self) -> None:
+        """What some of the reference's take longer than its events say: those beside the candidate's may take little longer."""
+        if passes := self._stretch_passes:
+            core, late = _dice.randrange(_MANY), self.rules.late_changes
+            self.usual_stretch_us = max(self._trusted_stretch(passes, late, core) for _ in range(self.rules.baseline_stretches))
+
+    def _trusted_stretch(self, passes: int, late: int, core: int) -> float:
+        """How much longer the reference's calls of so many passes over all slots take than the race's events say."""
+        order = self._new_order(passes)
+        steps = self.trial.exchanges(order, _dice.sample(range(1, len(order) - 1), late)).steps
+        *_, outer_us = self._run_trusted(order, steps, NOTHING_LOCKED, core, timed=False)
+        return outer_us - passes * statistics.median(block.span_us for block in self.references)
+
+    def _refuse_short_spans(self, passes: int) -> None:
         """In a stretch slots are used again. What a candidate computed for one is no answer any more once the slot has exchanged its
         contents with another."""
         rules, calls, excess = self.rules, passes * self.slots, self.stretches_us
-        limit_us = (self.usual_excess_us + rules.hidden_us) / calls + rules.hidden_share * usual_us
+        known, claimed = (median_interval([block.span_us / self.slots for block in blocks]) for blocks in (self.references, self.others))
+        share_us = rules.hidden_share * known.median  # of a call, and what passes behind it
+        unsure_us = (known.median - known.low) + (claimed.high - claimed.median)
+        limit_us = (self.usual_excess_us + rules.hidden_us) / calls + share_us + min(unsure_us, share_us)
         while len(excess) < rules.min_stretches or (statistics.median(excess) > limit_us and len(excess) < rules.max_stretches):
             other_us, reference_us = self._stretch(passes)
-            if reference_us > passes * self.usual_slack_us + rules.hidden_us:  # who disturbs the reference would hide as much of its own
+            if reference_us > self.usual_stretch_us + rules.hidden_us:  # who disturbs the reference would hide as much of its own
                 self._discard()
                 continue
             excess.append((other_us - reference_us) / calls)
@@ -408,16 +432,14 @@ class Race(Rounds):
         """How much longer the calls of so many passes over all slots take than the race's events say, and the reference's next to them."""
         self.trial.mint(slots=self.slots)
         drawn = self._draw_calls(compared=True, passes=passes)
-        order, late = self._new_order(passes), len(drawn.exchanges.steps)
-        steps = self.trial.exchanges(order, _dice.sample(range(1, len(order) - 1), late)).steps
+        trusted = functools.partial(self._trusted_stretch, passes, len(drawn.exchanges.steps), drawn.core)
         if first := _dice.random() < 0.5:
-            *_, reference_us = self._run_trusted(order, steps, NOTHING_LOCKED, drawn.core, timed=False)
+            reference_us = trusted()
         answers, _, other_us = self._run_other(drawn, timed=False)
         self._collect(answers, drawn)
         if not first:
-            *_, reference_us = self._run_trusted(order, steps, NOTHING_LOCKED, drawn.core, timed=False)
-        claimed_us, known_us = (passes * statistics.median(block.span_us for block in blocks) for blocks in (self.others, self.references))
-        return other_us - claimed_us, reference_us - known_us
+            reference_us = trusted()
+        return other_us - passes * statistics.median(block.span_us for block in self.others), reference_us
 
     def _refuse_hidden_calls(self) -> None:
         """What a locked call takes is known by the outer clock."""

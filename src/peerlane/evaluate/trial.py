@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from peerlane.errors import CaseTooLarge, HarnessError, ProtocolError
 from peerlane.evaluate.activity import is_count
-from peerlane.evaluate.exchanges import MOST_BYTES, Exchanges, kinds_of_slots
+from peerlane.evaluate.exchanges import Exchanges, kinds_of_slots
 from peerlane.evaluate.groups import GroupFailure, RankGroup
 from peerlane.evaluate.protocol import Message
 from peerlane.evaluate.session import Session, case_request
@@ -120,8 +120,6 @@ class Trial:
     kinds: list[str] = field(default_factory=list)
     alike: list[int] = field(default_factory=list)
     """kinds of slots, see :func:`kinds_of_slots`"""
-    lockable: bool = False
-    """whether calls may be locked"""
     aliased: bool = False
     collectives: int = 0
     """the most that a rank's process groups counted in a timed block of the candidate, warm-up apart"""
@@ -162,7 +160,6 @@ class Trial:
         """Lays the case out and attaches the candidate's ranks, which have nothing attached in this space."""
         self.layouts = self.trusted("open_case", slots=self.slots, **case_request(self.case))
         self.alike = kinds_of_slots(self.layouts)
-        self.lockable = self.input_bytes / self.slots <= MOST_BYTES
         requests = [
             {"op": "attach_case", "space": self.space, "problem": self.case.problem, "variant": self.case.variant, **_without_ok(layout)}
             for layout in self.layouts
@@ -208,23 +205,24 @@ class Trial:
 
     def reveal(self, slots: int | None = None, locked: LockedCalls = NOTHING_LOCKED) -> None:
         """Makes the minted contents visible to the candidate, of all slots or the first ``slots``; locked calls under their keys."""
-        self.trusted("reveal", slots=self.slots if slots is None else slots, keys=locked.written_keys)
+        common = {"op": "reveal", "slots": self.slots if slots is None else slots}
+        self.trusted([{**common, "keys": locked.written_keys(rank)} for rank in range(len(self.layouts))])
 
     def lock(self, order: Sequence[int], positions: Collection[int]) -> LockedCalls:
-        """New locks for the calls at these positions of an order; for none of them where inputs are too large."""
-        chosen = positions if self.lockable else ()
-        return LockedCalls.draw(order, chosen, self.session.next_tickets(len(chosen)))
+        """New locks for the calls at these positions of an order."""
+        return LockedCalls.draw(order, positions, self.session.next_tickets(len(positions)), len(self.layouts))
 
     def let_through(
         self, group: RankGroup, requests: Sequence[Message], locked: LockedCalls, phase: Phase, deadline_s: float
     ) -> tuple[list[Message], list[Passage]]:
         """Asks every rank of a group something of its own, and lets the locked calls in it through."""
         common = {"space": self.space, "locked": locked.calls, "deadline_s": deadline_s}
-        return ask_and_let_through(group, [{**common, **request} for request in requests], locked, phase, deadline_s)
+        each = [{**common, **request} for request in requests]
+        return ask_and_let_through(group, each, locked, phase, deadline_s, together=phase != "stress")
 
     def trusted_let_through(self, request: Message, locked: LockedCalls) -> tuple[list[Message], list[Passage]]:
         """The same with the trusted ranks, which lock their own inputs. A failure there is the harness's."""
-        requests = [{**request, "keys": locked.written_keys}] * len(self.layouts)
+        requests = [{**request, "keys": locked.written_keys(rank)} for rank in range(len(self.layouts))]
         session = self.session
         return self._of_trusted(
             request["op"], lambda: self.let_through(session.trusted, requests, locked, "correctness", session.deadlines.trusted)
@@ -234,7 +232,8 @@ class Trial:
         """Holds answers that now lie in the arena against what ranks committed themselves to; raises :class:`Rejected`."""
         if not passages:
             return
-        for rank, answer in enumerate(self.trusted("digests", keys=locked.written_keys)):
+        requests = [{"op": "digests", "keys": locked.written_keys(rank)} for rank in range(len(self.layouts))]
+        for rank, answer in enumerate(self.trusted(requests)):
             given = {int(slot): tuple(digest) for slot, digest in answer["digests"].items()}
             if changed := sum(passage.digests[rank] != given[passage.slot] for passage in passages):
                 what = f"{changed} of {len(passages)} locked calls returned something else than the rank had committed itself to"

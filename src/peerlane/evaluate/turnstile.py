@@ -1,8 +1,9 @@
 """A turnstile: locked calls are let through one at a time, by keys that the supervisor hands out and a clock that it alone reads.
 
-The inputs of such a call lie locked in the arena, under a key of its own. The supervisor gives a rank the key when the rank has come
-to the call, and the next key not before the rank has committed itself to what this call returned, by a digest of it. So what a rank does
-with a locked call's contents cannot be done before its key is there, nor put off until the next one is: it passes between the two.
+The inputs of such a call lie locked in the arena of every rank, under a key of its own. The supervisor gives the ranks their keys when all
+of them have come to the call, and a rank the next one not before it has committed itself to what this call returned, by a digest of it. So
+what ranks do with a locked call's contents cannot be done before the keys are there, nor put off until the next ones are: it passes between
+the two.
 
 Supervisor and rank meet in the last page of the rank's memory file. The supervisor believes nothing that it reads there: a rank that
 commits itself early does so to an answer that it does not have. No CUDA here, and no torch.
@@ -53,22 +54,21 @@ class Page(ctypes.Structure):
 
 @dataclass(frozen=True)
 class LockedCalls:
-    """Which calls of a block or pass are locked: position, slot, and ticket of each, and the keys of their slots."""
+    """Which calls of a block or pass are locked: position, slot, and ticket of each, and the keys of their slots, one for every rank."""
 
     calls: tuple[tuple[int, int, int], ...] = ()
-    keys: Mapping[int, bytes] = field(default_factory=dict)
+    keys: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def draw(order: Sequence[int], positions: Collection[int], first_ticket: int) -> LockedCalls:
+    def draw(order: Sequence[int], positions: Collection[int], first_ticket: int, world_size: int) -> LockedCalls:
         """The calls at these positions of an order, with new keys; no slot may come twice there."""
         places = sorted(positions)
         calls = tuple((position, order[position], ticket) for ticket, position in enumerate(places, first_ticket))
-        return LockedCalls(calls, {slot: secrets.token_bytes(KEY_BYTES) for _, slot, _ in calls})
+        return LockedCalls(calls, {slot: tuple(secrets.token_bytes(KEY_BYTES) for _ in range(world_size)) for _, slot, _ in calls})
 
-    @property
-    def written_keys(self) -> dict[int, str]:
-        """The keys in hexadecimal, for requests to trusted ranks."""
-        return {slot: key.hex() for slot, key in self.keys.items()}
+    def written_keys(self, rank: int) -> dict[int, str]:
+        """A rank's keys in hexadecimal, for requests to trusted ranks."""
+        return {slot: keys[rank].hex() for slot, keys in self.keys.items()}
 
 
 NOTHING_LOCKED = LockedCalls()
@@ -76,75 +76,92 @@ NOTHING_LOCKED = LockedCalls()
 
 @dataclass(frozen=True)
 class Passage:
-    """A locked call that was let through: its position, its slot, and of every rank what it committed itself to, and how long it took from
-    the key to that, in microseconds. That holds unlocking, copying the answer and digesting it, besides the call."""
+    """A locked call that was let through: its position, its slot, what every rank committed itself to, and how long it took from the first
+    key to the last commitment, in microseconds. That holds unlocking, copying the answer and digesting it, besides the call."""
 
     position: int
     slot: int
     digests: tuple[tuple[int, int], ...]
-    ranks_us: tuple[float, ...]
-
-    @property
-    def us(self) -> float:
-        """Of the slowest rank."""
-        return max(self.ranks_us)
+    us: float
 
 
 def ask_and_let_through(
-    group: RankGroup, requests: Message | Sequence[Message], locked: LockedCalls, phase: str, deadline_s: float
+    group: RankGroup, requests: Message | Sequence[Message], locked: LockedCalls, phase: str, deadline_s: float, *, together: bool = True
 ) -> tuple[list[Message], list[Passage]]:
-    """As :meth:`RankGroup.ask`; meanwhile lets the locked calls through. Raises GroupFailure, also for ranks that answer before that is
-    done. Keeps its core busy, for a look late is a call that seems long."""
+    """As :meth:`RankGroup.ask`; meanwhile lets the locked calls through, ``together`` or each rank when it comes. Raises GroupFailure, also
+    for ranks that answer before that is done. Keeps its core busy, for a look late is a call that seems long.
+
+    A rank that has not begun yet has not had its key, and so has given nothing of its contents to others: time that ranks spend in a call
+    before all of them are there is no time for its work. Under stress, where nothing is timed, they are better out of step.
+    """
     if not locked.calls:
         return group.ask(requests, phase, deadline_s), []
-    turnstiles = [_Turnstile(Page.of(group.memory_fd(rank)), locked) for rank in range(group.world_size)]
+    turnstiles = [_Turnstile(Page.of(group.memory_fd(rank)), rank, locked) for rank in range(group.world_size)]
     begin = time.monotonic()
     end, look = begin + deadline_s, begin + _LOOK_S
     group.begin(requests, phase, deadline_s)
-    while waiting := {rank for rank, turnstile in enumerate(turnstiles) if not turnstile.turn()}:
+    while not _turn(turnstiles, together):
         os.sched_yield()
         if (now := time.monotonic()) > look:
-            answering = group.answering_ranks  # before turning again: who answers had committed itself before
-            if now > end or any(not turnstiles[rank].turn() for rank in waiting & answering):
+            answering = group.answering_ranks
+            if now > end or any(not turnstiles[rank].has_said_all for rank in answering):  # who answers says nothing any more
                 break
             look = now + _LOOK_S
     answers = group.finish()
-    if any(not turnstile.turn() for turnstile in turnstiles):
+    if not _turn(turnstiles, together):
         raise GroupFailure("garbage", phase, "a rank answered before all of its locked calls had been let through")
-    return answers, [
-        Passage(
-            position,
-            slot,
-            tuple(turnstile.digests[number] for turnstile in turnstiles),
-            tuple(turnstile.times_us[number] for turnstile in turnstiles),
-        )
-        for number, (position, slot, _) in enumerate(locked.calls)
-    ]
+    passages = []
+    for (position, slot, _), ranks in zip(locked.calls, zip(*(turnstile.passed for turnstile in turnstiles), strict=True), strict=True):
+        released_s, ended_s, digests = zip(*ranks, strict=True)
+        passages.append(Passage(position, slot, digests, (max(ended_s) - min(released_s)) * 1e6))
+    return answers, passages
+
+
+def _turn(turnstiles: Sequence[_Turnstile], together: bool) -> bool:
+    """Goes on as far as the ranks have; True when all calls are through."""
+    waiting = [turnstile for turnstile in turnstiles if turnstile.waits]
+    if waiting and (len(waiting) == len(turnstiles) or not together):
+        now = _clock()
+        for turnstile in waiting:
+            turnstile.release(now)
+    for turnstile in turnstiles:
+        turnstile.look()
+    return all(turnstile.done for turnstile in turnstiles)
 
 
 class _Turnstile:
-    """One rank's."""
+    """One rank's; of the calls that it has ``passed``, when they were released, when they had ended, and digests of what they returned."""
 
-    def __init__(self, page: Page, locked: LockedCalls) -> None:
-        self._page, self._locked = page, locked
+    def __init__(self, page: Page, rank: int, locked: LockedCalls) -> None:
+        self._page = page
+        self._calls = [(ticket, locked.keys[slot][rank]) for _, slot, ticket in locked.calls]
         self._released_s: float | None = None
-        self.digests: list[tuple[int, int]] = []
-        self.times_us: list[float] = []
+        self.passed: list[tuple[float, float, tuple[int, int]]] = []
 
-    def turn(self) -> bool:
-        """Goes on as far as the rank has; True when all of its calls are through."""
-        page, done = self._page, len(self.digests)
-        if done == len(self._locked.calls):
-            return True
-        _, slot, ticket = self._locked.calls[done]
-        if self._released_s is None:
-            if page.begun >= ticket:
-                self._released_s = _clock()
-                ctypes.memmove(page.key, self._locked.keys[slot], KEY_BYTES)
-                page.released = ticket
-        elif page.committed >= ticket:
-            self.times_us.append((_clock() - self._released_s) * 1e6)
-            self.digests.append((page.digest[0], page.digest[1]))
+    @property
+    def done(self) -> bool:
+        """Whether all of its calls are through."""
+        return len(self.passed) == len(self._calls)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the rank has come to a call whose key it has not got."""
+        return not self.done and self._released_s is None and self._page.begun >= self._calls[len(self.passed)][0]
+
+    @property
+    def has_said_all(self) -> bool:
+        """Whether the rank has come to its last call, and committed itself to that."""
+        return bool(min(self._page.begun, self._page.committed) >= self._calls[-1][0])
+
+    def release(self, now: float) -> None:
+        """Gives the key of the call that it waits at."""
+        ticket, key = self._calls[len(self.passed)]
+        self._released_s = now
+        ctypes.memmove(self._page.key, key, KEY_BYTES)
+        self._page.released = ticket
+
+    def look(self) -> None:
+        """Takes what the rank has committed itself to since its key."""
+        if self._released_s is not None and self._page.committed >= self._calls[len(self.passed)][0]:
+            self.passed.append((self._released_s, _clock(), (self._page.digest[0], self._page.digest[1])))
             self._released_s = None
-            return len(self.digests) == len(self._locked.calls)
-        return False
