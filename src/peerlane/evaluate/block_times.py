@@ -97,8 +97,8 @@ class BlockTimes:
 
     @property
     def locked_around_us(self) -> float:
-        """What lies around the locked calls that is not the calls."""
-        return self.locked_excess_us + max(0.0, self.locked_delay_us)
+        """What lies around the locked calls that is not calls as they stand for the block."""
+        return max(self.locked_excess_us, self.locked_outer_us - self.usual_us)
 
     @property
     def slack_us(self) -> float:

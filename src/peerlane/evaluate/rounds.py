@@ -66,7 +66,7 @@ class Rounds:
         """What stands for the other side: a quantile of its calls, or their mean where they are unequal. Or, where it is more, what locked
         calls take at least: others were prepared then, or put off, or are not what they are said to be; or what calls take in the
         middle round, with what passes between them; or what the device needs of an eager call, by its graph."""
-        by, believed = min(self._beliefs.items(), key=lambda item: item[1])
+        by, believed = min(self._beliefs(self._middle_us(self.others)).items(), key=lambda item: item[1])
         if believed < 1.0:
             return by
         return "mean" if self._unequal else "quantile"
@@ -100,11 +100,9 @@ class Rounds:
         """By how much what lies around the reference's locked calls may vary."""
         return self.rules.around_us[self.mode] + self.rules.around_share[self.mode] * self._usual_us
 
-    @property
-    def _beliefs(self) -> dict[ScoredBy, float]:
-        """The time that is claimed, over the least that it can be, by what shows that."""
+    def _beliefs(self, claimed_us: float) -> dict[ScoredBy, float]:
+        """A time that is claimed, over the least that it can be, by what shows that."""
         least_us: dict[ScoredBy, float] = {"locked": self._least_us or 0.0, "graph": self.rules.replayed_share * self.replayed_us}
-        claimed_us = self._middle_us(self.others)
         beliefs = {by: claimed_us / max(us, 1e-9) for by, us in least_us.items()}
         return {**beliefs, "middle_round": self._middle_round() / self._claimed_middle()}
 
@@ -146,7 +144,7 @@ class Rounds:
     @property
     def _believed(self) -> float:
         """The share of the time that must be that is claimed; 1 where it is no less."""
-        return min(1.0, *self._beliefs.values())
+        return min(1.0, *self._beliefs(self._middle_us(self.others)).values())
 
     def around_us(self) -> float:
         """What usually lies around the reference's locked calls; infinite where there are none."""
@@ -185,12 +183,14 @@ class Rounds:
         return self.mode == "eager" and not self._unequal
 
     def ratio(self) -> Interval:
-        """Reference over other, as far as that is believed."""
-        believed = self._believed * self.counted
+        """Reference over other, as far as that is believed. Rounds have a middle of their own, so that the ratio may claim less time than
+        the blocks do."""
+        claimed = self._claimed_ratio()
+        believed = self.counted * min(1.0, *self._beliefs(self._middle_us(self.references) / claimed.median).values())
         if self.before is not None:
             usual_us = statistics.median(block.usual_us for block in self.before.references)
             believed = min(believed, self._middle_round(self._longest_us(usual_us)) / self._claimed_middle())
-        return self._claimed_ratio().scaled(believed)
+        return claimed.scaled(believed)
 
     @property
     def drift(self) -> float:

@@ -294,7 +294,7 @@ class Race(Rounds):
             self._keep(*self._round())
             self._rounds_since += 1
         if self.side == "reference":
-            self._time_stretches()
+            self._time_stretch()
             return
         self._refuse_disturbance()
         self._refuse_hidden_time()
@@ -394,11 +394,10 @@ class Race(Rounds):
         calls = min(math.ceil(self.rules.stretch_us[self.mode] / self._usual_us), self.rules.max_stretch_calls)
         return -(-calls // self.slots) if calls > self.slots and not self.trial.problem.changeable else 0
 
-    def _time_stretches(self) -> None:
-        """What some of the reference's take longer than its events say: those beside the candidate's may take little longer."""
+    def _time_stretch(self) -> None:
+        """What one of the reference's takes longer than its events say: those beside the candidate's may take little longer."""
         if passes := self._stretch_passes:
-            core, late = _dice.randrange(_MANY), self.rules.late_changes
-            self.usual_stretch_us = max(self._trusted_stretch(passes, late, core) for _ in range(self.rules.baseline_stretches))
+            self.usual_stretch_us = self._trusted_stretch(passes, self.rules.late_changes, _dice.randrange(_MANY))
 
     def _trusted_stretch(self, passes: int, late: int, core: int) -> float:
         """How much longer the reference's calls of so many passes over all slots take than the race's events say."""
