@@ -179,7 +179,8 @@ class TimingRules:
     may lengthen its hand-off"""
     stretch_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 20_000.0, "graph": 10_000.0})
     """by launch mode, of the reference's calls, in a stretch that only the outer clock times; graphs, with their head start, take longer"""
-    max_stretch_calls: int = 1_500
+    max_stretch_calls: int = 600
+    """of short calls, which locked ones bind as tightly"""
     min_stretches: int = 3
     max_stretches: int = 9
     hidden_share: float = 0.1
