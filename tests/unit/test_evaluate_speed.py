@@ -24,6 +24,7 @@ from peerlane.evaluate.record import Mode
 from peerlane.evaluate.rounds import Rounds
 from peerlane.evaluate.slots import OutputRegions
 from peerlane.evaluate.speed import CaptureFailed, Disturbed, Race
+from peerlane.evaluate.speed_record import ModeSpeed
 from peerlane.evaluate.stopwatch import SpeedTrial, Unmeasurable
 from peerlane.evaluate.trial import Rejected
 from peerlane.evaluate.turnstile import NOTHING_LOCKED, LockedCalls, Passage
@@ -281,6 +282,12 @@ def race(trial: FakeTrial, side: str = "candidate", mode: str = "eager", rules: 
 
 def steady(trusted_us: float = 100.0, other_us: float = 50.0, **more: Any) -> FakeTrial:
     return FakeTrial(itertools.repeat(trusted_us), itertools.repeat(other_us), **more)
+
+
+def measured(speed: SpeedTrial, mode: Mode) -> ModeSpeed:
+    """What is stored of a mode, measured now."""
+    speed.measure(mode)
+    return speed.record(mode)
 
 
 def before(mode: str, times: list[float]) -> Rounds:
@@ -920,7 +927,7 @@ def test_a_disturbed_race_is_run_once_more(disturbed: int, monkeypatch: pytest.M
     hideable_us = iter([30.0] * disturbed + [0.0])
     monkeypatch.setattr(Race, "hideable_us", property(lambda _: next(hideable_us)))
     if disturbed == 1:
-        assert speed.measure("graph").speedup.median == pytest.approx(2.0)
+        assert measured(speed, "graph").speedup.median == pytest.approx(2.0)
     else:
         with pytest.raises(HarnessError, match="30 us of a call may be hidden"):
             speed.measure("graph")
@@ -1254,10 +1261,10 @@ def test_no_eager_call_is_much_shorter_than_its_graph(graph_us: float | None, ea
     for mode in speed.modes:
         speed.slots[mode], speed.baselines[mode] = SLOTS, race(steady(100.0, 100.0), side="reference", mode=mode)
         speed.baselines[mode].run(budget_s=10)
-    assert speed.measure("eager").candidate_us.median == pytest.approx(10.0)
+    assert measured(speed, "eager").candidate_us.median == pytest.approx(10.0)
     if graph_us is not None:
         speed.trial.other_us = itertools.repeat(graph_us)  # type: ignore[attr-defined]
-        assert speed.measure("graph").candidate_us.median == pytest.approx(graph_us)
+        assert measured(speed, "graph").candidate_us.median == pytest.approx(graph_us)
     final = speed.record("eager")
     assert final.candidate_us.median == pytest.approx(eager_us) and final.speedup.median == pytest.approx(100.0 / eager_us)
     assert final.scored_by == scored_by
@@ -1273,10 +1280,10 @@ def test_a_reference_that_is_slower_beside_the_candidate_counts_as_little_slower
     baseline.run(budget_s=10)
     speed = SpeedTrial(steady(beside_us, 100.0), (mode,), RULES, None, (), 0.0)  # type: ignore[arg-type]
     speed.slots[mode], speed.baselines[mode] = SLOTS, baseline
-    measured = speed.measure(mode)
-    assert measured.reference_drift == pytest.approx(beside_us / 100)
-    assert measured.reference_counted == pytest.approx(100 * speedup / beside_us)
-    assert measured.speedup.median == pytest.approx(speedup) and measured.speedup.low < speedup < measured.speedup.high
+    found = measured(speed, mode)
+    assert found.reference_drift == pytest.approx(beside_us / 100)
+    assert found.reference_counted == pytest.approx(100 * speedup / beside_us)
+    assert found.speedup.median == pytest.approx(speedup) and found.speedup.low < speedup < found.speedup.high
 
 
 def test_a_few_slow_calls_of_the_reference_win_nothing_for_unequal_ones() -> None:
@@ -1314,7 +1321,7 @@ def test_a_race_beside_which_the_reference_is_slower_is_run_once_more_and_the_fa
         return run_race(self, mode, baseline)
 
     monkeypatch.setattr(SpeedTrial, "_run_race", run_another)
-    assert speed.measure("graph").speedup.median == pytest.approx(speedup)
+    assert measured(speed, "graph").speedup.median == pytest.approx(speedup)
     assert next(trials, None) is None
 
 
@@ -1327,13 +1334,13 @@ def test_what_stays_uncertain_of_the_baseline_is_the_noise_floor(spread: float, 
     baseline.run(budget_s=10)
     speed = SpeedTrial(steady(100.0, 50.0), ("graph",), rules, None, (), 0.0)  # type: ignore[arg-type]
     speed.slots["graph"], speed.baselines["graph"] = SLOTS, baseline
-    measured = speed.measure("graph")
-    assert measured.placement == baseline.ratio().median and measured.faster
+    found = measured(speed, "graph")
+    assert found.placement == baseline.ratio().median and found.faster
     if certain:
-        assert measured.noise_floor == 0.0 and measured.speedup.median == pytest.approx(2.0 * 0.95)
+        assert found.noise_floor == 0.0 and found.speedup.median == pytest.approx(2.0 * 0.95)
     else:
-        assert 0.01 < measured.noise_floor <= 0.02 < baseline.ratio().half_width
-        assert measured.speedup.median == pytest.approx(2.0, rel=0.02)
+        assert 0.01 < found.noise_floor <= 0.02 < baseline.ratio().half_width
+        assert found.speedup.median == pytest.approx(2.0, rel=0.02)
 
 
 @pytest.mark.parametrize(("us", "half_width"), [(5.0, 0.0273), (10.0, 0.0176), (500.0, 0.0098)])
@@ -1345,7 +1352,7 @@ def test_where_graphs_lie_leaves_short_replays_uncertain(us: float, half_width: 
         baseline.run(budget_s=10)
         speed = SpeedTrial(steady(us, us), ("graph",), RULES, None, (), 0.0)  # type: ignore[arg-type]
         speed.slots["graph"], speed.baselines["graph"] = SLOTS, baseline
-        speeds.append(speed.measure("graph").speedup)
+        speeds.append(measured(speed, "graph").speedup)
     alike, apart = speeds
     assert (alike.high - alike.low) / 2 == pytest.approx(half_width, rel=0.02)
     believed = math.log(apart.median) / math.log(0.95)

@@ -126,11 +126,10 @@ def scripted(stage: Stage) -> tuple[type, type, type]:
         def first_calls(self) -> None:
             stage.step(f"{self.trial.group.name} first calls")
 
-        def measure(self, mode: str) -> Any:
+        def measure(self, mode: str) -> None:
             stage.step(f"{self.trial.group.name} {mode}")
             if mode in self.unmeasurable:
                 raise Unmeasurable(self.unmeasurable[mode])
-            return measured(mode, 100.0, 50.0)
 
         def record(self, mode: str) -> Any:
             return measured(mode, 100.0, 50.0).model_copy(update=stage.measured)

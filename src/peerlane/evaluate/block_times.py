@@ -46,30 +46,30 @@ class BlockTimes:
         """The places of locked calls."""
         return {place for place, _ in self.locked_us}
 
-    @property
+    @functools.cached_property
     def counted_us(self) -> tuple[float, ...]:
         """All calls but the locked ones, which find their inputs in the L2 cache."""
         return tuple(us for place, us in enumerate(self.iterations_us) if place not in self.locked)
 
-    @property
+    @functools.cached_property
     def warm_us(self) -> tuple[float, ...]:
         """Of these, the calls behind the first ones of each part, which find the caches of the host cold."""
         parts = self.parts or (range(len(self.iterations_us)),)
         places = [call for part in parts for call in part[min(_LEADING_CALLS, len(part) // 3) :]]
         return tuple(self.iterations_us[call] for call in places if call not in self.locked) or self.counted_us
 
-    @property
+    @functools.cached_property
     def usual_us(self) -> float:
         """The time that stands for the block: the mean of its warm calls between two quantiles. Their median would do as well if calls
         were alike; but how fast a graph is launched depends on where the driver put it, and a median jumps between two such places."""
         return mean_between(self.warm_us, self.shares)
 
-    @property
+    @functools.cached_property
     def mean_us(self) -> float:
         """The time of all calls that count, per call."""
         return statistics.fmean(self.counted_us)
 
-    @property
+    @functools.cached_property
     def skew(self) -> float:
         """Mean of all over the usual time: far above 1 where a few calls did the work of all."""
         return self.mean_us / self.usual_us
@@ -95,7 +95,7 @@ class BlockTimes:
         """Of what both clocks have timed, the block and each locked call, what the events say and what the outer clock does."""
         return [(self.span_us, self.outer_us), *((self.iterations_us[place], us) for place, us in self.locked_us)]
 
-    @property
+    @functools.cached_property
     def locked_around_us(self) -> float:
         """What lies around the locked calls that is not calls as they stand for the block."""
         return max(self.locked_excess_us, self.locked_outer_us - self.usual_us)

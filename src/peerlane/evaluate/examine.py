@@ -291,10 +291,9 @@ class Examination:
         self._load()
         with self._in("timing"):
             speed.first_calls()
-            measured: dict[Mode, ModeSpeed | NotMeasured] = {}
-            for mode in sorted(self.job.modes):  # eager first: a failed capture must not reach it
-                measured[mode] = self._measure(speed, mode)
-            self.speeds = [self._recorded(speed, measured[mode]) for mode in self.job.modes]
+            modes = sorted(self.job.modes)  # eager first: a failed capture must not reach it
+            missing = {mode: why for mode in modes if (why := self._measure(speed, mode)) is not None}
+            self.speeds = [missing.get(mode) or self._record(speed, mode) for mode in self.job.modes]
             self.evidence[case.key] = speed.merged(self.evidence[case.key])
         return speed
 
@@ -316,28 +315,28 @@ class Examination:
             speed.baseline()
         return speed
 
-    def _measure(self, speed: SpeedTrial, mode: Mode) -> ModeSpeed | NotMeasured:
+    def _measure(self, speed: SpeedTrial, mode: Mode) -> NotMeasured | None:
+        """Measures a mode; why not, if not."""
         if not self.healthy:
             return NotMeasured(mode=mode, why="the ranks were lost in another mode")
         try:
-            return speed.measure(mode)
+            speed.measure(mode)
         except Unmeasurable as reason:
             self.reusable = self.reusable and mode in speed.unmeasurable  # it was not even tried
             if reason.group_lost:
                 self.healthy = False
                 self.flags.add(f"{mode}_failed")
             return NotMeasured(mode=mode, why=str(reason))
+        return None
 
-    def _recorded(self, speed: SpeedTrial, measured: ModeSpeed | NotMeasured) -> ModeSpeed | NotMeasured:
-        """What is stored of a mode, now that all are measured; flags what is remarkable."""
-        if isinstance(measured, NotMeasured):
-            return measured
-        final = speed.record(measured.mode)
-        if final.scored_by in _REMARKABLE:
-            self.flags.add(_REMARKABLE[final.scored_by])
-        if final.reference_counted < 1:
+    def _record(self, speed: SpeedTrial, mode: Mode) -> ModeSpeed:
+        """What is stored of a mode that was measured; flags what is remarkable."""
+        measured = speed.record(mode)
+        if measured.scored_by in _REMARKABLE:
+            self.flags.add(_REMARKABLE[measured.scored_by])
+        if measured.reference_counted < 1:
             self.flags.add("slower_reference")
-        return final
+        return measured
 
     def _audit(self, case: Case, speed: SpeedTrial | None) -> None:
         """Records what some calls run. The custom track stands or falls with it; in the open one it is evidence, and failing is a flag."""

@@ -35,7 +35,8 @@ class Unmeasurable(Exception):
 
 @dataclass
 class SpeedTrial:
-    """Times one case in several modes: :meth:`baseline` before ``load``, then :meth:`first_calls`, and :meth:`measure` for each mode.
+    """Times one case in several modes: :meth:`baseline` before ``load``, then :meth:`first_calls`, :meth:`measure` for each mode, and
+    :meth:`record` when all are measured.
 
     ``unmeasurable``: the modes that are not tried, and why. ``broken``: a capture of the reference failed, so that the ranks are in a state
     that nobody knows; the mode is unmeasurable, and others are to be timed with fresh ranks. ``slots``: calls per block, by mode.
@@ -117,24 +118,22 @@ class SpeedTrial:
             times.append(race.trusted_block().usual_us)
         return min(times)
 
-    def measure(self, mode: Mode) -> ModeSpeed:
-        """Races the candidate; raises :class:`Unmeasurable`, :class:`Rejected`, or GroupFailure.
+    def measure(self, mode: Mode) -> None:
+        """Races the candidate, for :meth:`record`; raises :class:`Unmeasurable`, :class:`Rejected`, or GroupFailure.
 
         Failures that show only under graph replay do not make a kernel wrong that is right when it is called: they leave it without
         a speed in that mode.
         """
         if mode in self.unmeasurable:
             raise Unmeasurable(self.unmeasurable[mode])
-        if mode == "eager":
-            return self._race(mode)
         try:
-            return self._race(mode)
+            self._race(mode)
         except GroupFailure as failure:
-            if failure.kind == "garbage":
+            if mode == "eager" or failure.kind == "garbage":
                 raise
             raise Unmeasurable(f"fails under graph replay: {verdict_of(failure).reason}", group_lost=True) from None
         except Rejected as rejected:
-            if isinstance(rejected.verdict, Tampered):
+            if mode == "eager" or isinstance(rejected.verdict, Tampered):
                 raise
             raise Unmeasurable(f"wrong under graph replay: {rejected.verdict.reason}") from None
 
@@ -182,15 +181,14 @@ class SpeedTrial:
                     break
         return max(races, key=lambda race: race.counted)
 
-    def _race(self, mode: Mode) -> ModeSpeed:
+    def _race(self, mode: Mode) -> None:
         self.races[mode] = race = self._run_fair_race(mode, self.baselines[mode])
         self._check_floor(race)
         if mode == "graph" and "eager" in self.races:
             self.races["eager"].replayed_us = race.times_us().median
-        return self.record(mode)
 
     def record(self, mode: Mode) -> ModeSpeed:
-        """What is stored of a mode that was measured. What was measured later, of another, may change what is believed."""
+        """What is stored of a mode that was measured: eager calls are held against their graphs."""
         baseline, race = self.baselines[mode], self.races[mode]
         between_races = Interval.about_one(self.rules.race_spread[mode])
         placement = (baseline.ratio() * baseline.graphs_apart()).shrunk(self.rules.placement_spread)
