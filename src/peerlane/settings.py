@@ -180,7 +180,10 @@ class TimingRules:
     stretch_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 20_000.0, "graph": 10_000.0})
     """by launch mode, of the reference's calls, in a stretch that only the outer clock times; graphs, with their head start, take longer"""
     max_stretch_calls: int = 600
-    """of short calls, which locked ones bind as tightly"""
+    """of short calls: graphs of these take several times as long as their calls to launch, and the reference has a stretch before every
+    candidate"""
+    baseline_stretches: Mapping[str, int] = field(default_factory=lambda: {"eager": 3, "graph": 1})
+    """of the reference, before the candidate is loaded, by launch mode: eager ones differ by milliseconds"""
     min_stretches: int = 3
     max_stretches: int = 9
     hidden_share: float = 0.1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
@@ -170,12 +171,13 @@ def test_inputs_are_not_known_before_their_call(opened: Open) -> None:
         trial.judge("stress")
 
 
+@pytest.mark.parametrize("phase", ["timing", "stress"])
 @pytest.mark.parametrize("source", [PUTS_OFF, SAYS_SO_AT_ONCE], ids=["put off", "said to be there"])
-def test_answers_cannot_be_given_later(source: str, opened: Open) -> None:
+def test_answers_cannot_be_given_later(source: str, phase: Phase, opened: Open) -> None:
     with pytest.raises(Rejected) as caught:
-        run(opened(source))
+        run(opened(source), phase=phase)
     assert caught.value.verdict.kind == "tampered"
-    assert re.search(r"[34] of 4 locked calls returned something else than the rank had", caught.value.verdict.reason)
+    assert re.search(r"[1-4] of 4 locked calls returned something else than the rank had", caught.value.verdict.reason)
 
 
 def test_what_is_judged_is_what_was_digested(opened: Open) -> None:
@@ -201,14 +203,36 @@ def test_a_timed_call_has_no_key_before_all_ranks_have_come(phase: Phase, opened
     """Rank 1 comes 30 ms late, and nobody waits in a call. Under stress calls meet peers that have not come."""
     _, passages = run(opened(ALONE), positions=[1, 2], phase=phase, jitter=[(2, "host", 30_000.0)])
     assert [passage.us > 25_000 for passage in passages] == [False, phase == "stress"]
+    assert [[us > 25_000 for us in passage.waited_us] for passage in passages] == [[False] * 2, [phase == "timing", False]]
 
 
+@pytest.mark.parametrize("phase", ["timing", "stress"])
 @pytest.mark.parametrize(("source", "kind"), [(FAILS, "runtime_error"), (ENDLESS, "hang")])
-def test_ranks_that_fail_in_a_locked_call(source: str, kind: str, opened: Open) -> None:
+def test_ranks_that_fail_in_a_locked_call(source: str, kind: str, phase: Phase, opened: Open) -> None:
     trial = opened(source)
     with pytest.raises(GroupFailure) as caught:
-        run(trial)
-    assert (caught.value.kind, caught.value.phase) == (kind, "stress")
+        run(trial, phase=phase)
+    assert (caught.value.kind, caught.value.phase) == (kind, phase)
+
+
+def test_a_rank_that_waits_for_others_is_not_to_blame_for_a_hang(opened: Open) -> None:
+    trial = opened(ALONE)
+    with pytest.raises(GroupFailure) as caught:
+        run(trial, positions=[2], phase="timing", jitter=[(2, "host", 6e6)])
+    assert (caught.value.kind, caught.value.ranks) == ("hang", (1,))
+
+
+def test_nobody_waits_for_a_rank_that_has_answered(opened: Open) -> None:
+    trial = opened(ALONE)
+    trial.mint()
+    locked = trial.lock(range(SLOTS), [1])
+    trial.reveal(locked=locked)
+    steps = {"exchanges": [], "poisoned": [], "jitter": [], "kept": [], "locked": locked.calls, "deadline_s": 60.0}
+    comes = {"op": "stress", "side": "candidate", "space": "timed", "order": list(range(SLOTS)), **steps}
+    begin = time.monotonic()
+    with pytest.raises(GroupFailure, match="before all of its locked calls had been let through"):
+        ask_and_let_through(trial.group, [comes, {"op": "copy_again", "space": "timed", "slot": 0}], locked, "timing", 30.0)
+    assert time.monotonic() - begin < 10.0
 
 
 def test_ranks_that_skip_locked_calls(opened: Open) -> None:

@@ -13,7 +13,7 @@ from peerlane.evaluate.locks import HostLocks
 from peerlane.evaluate.nursery_handle import memory_file
 from peerlane.evaluate.slots import ArgumentSlots, OutputRegions, end_of, place_slots, slot_range
 from peerlane.evaluate.trusted import TrustedRank
-from peerlane.evaluate.turnstile import KEY_BYTES, LockedCalls, Page
+from peerlane.evaluate.turnstile import KEY_BYTES, LockedCalls, Page, _Turnstile
 from peerlane.problems import get
 from peerlane.problems._draw import Draw
 from peerlane.problems._tree import describe
@@ -72,6 +72,15 @@ def test_a_key_that_never_comes_is_not_waited_for_longer_than_is_said() -> None:
     enter, leave = locks().door(torch.zeros(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8), 0.01)
     enter(1)
     leave(1)
+
+
+@pytest.mark.parametrize(("begun", "committed", "said_all"), [(1, 1, False), (2, 1, False), (1, 9, False), (2, 2, True), (9, 9, True)])
+def test_a_rank_has_said_all_when_it_has_come_to_its_last_call_and_committed_itself(begun: int, committed: int, said_all: bool) -> None:
+    memory = memory_file("test")
+    turnstile = _Turnstile(Page.of(memory), 0, LockedCalls.draw([0, 1, 2], [0, 2], 1, 1))
+    page = Page.of(memory)
+    page.begun, page.committed = begun, committed
+    assert turnstile.has_said_all == said_all
 
 
 class Opened:

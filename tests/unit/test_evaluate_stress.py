@@ -195,7 +195,7 @@ class StressedTrial:
 
     def lock(self, order: list[int], positions: list[int]) -> LockedCalls:
         self.locked.append(len(positions))
-        return LockedCalls.draw(order, positions, 1)
+        return LockedCalls.draw(order, positions, 1, 2)
 
     def let_through(
         self, group: Any, requests: list[dict[str, Any]], locked: LockedCalls, phase: str, deadline_s: float

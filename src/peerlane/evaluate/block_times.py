@@ -26,7 +26,8 @@ class BlockTimes:
     ``shares``: the calls between these quantiles stand for the block. ``parts``: runs of calls; none: all are one run.
     ``idle_latency_us``: how long a tiny kernel of the trusted ranks took on the slowest GPU when the block was over. ``locked_us``: of each
     locked call its place, and how long it took from the first key to the last commitment, by the outer clock. ``ranks_us`` and
-    ``gaps_us``: of every rank its times, and what passes behind each call until the next one of its part starts; ``host_gap_us``: what the
+    ``gaps_us``: of every rank its times, and what passes behind each call until the next one of its part starts, without waiting at a
+    turnstile for other ranks; ``host_gap_us``: what the
     slowest rank's host usually needs there.
     """
 
@@ -126,7 +127,8 @@ class BlockTimes:
             if span_us > (1 + _ROUNDED) * sum([*times, *between]):
                 raise GroupFailure("garbage", "timing", "a rank reported times that do not add up", rank=rank)
             columns.append(times)
-            gaps.append(between)
+            waited = {passage.position - 1: passage.waited_us[rank] for passage in passages}
+            gaps.append([max(0.0, gap_us - waited.get(place, 0.0)) for place, gap_us in enumerate(between)])
         slowest = tuple(float(max(values)) for values in zip(*columns, strict=True))
         span_us = float(max(answer["span_us"] for answer in answers))
         if min(*slowest, span_us) <= 0:

@@ -66,7 +66,8 @@ class Rounds:
         """What stands for the other side: a quantile of its calls, or their mean where they are unequal. Or, where it is more, what locked
         calls take at least: others were prepared then, or put off, or are not what they are said to be; or what calls take in the
         middle round, with what passes between them; or what the device needs of an eager call, by its graph."""
-        by, believed = min(self._beliefs(self._middle_us(self.others)).items(), key=lambda item: item[1])
+        claims_us = self._middle_us(self.others), self._middle_us(self.references) / self._claimed_ratio().median
+        by, believed = min(self._beliefs(min(claims_us)).items(), key=lambda item: item[1])
         if believed < 1.0:
             return by
         return "mean" if self._unequal else "quantile"
@@ -155,9 +156,9 @@ class Rounds:
         return self.before.around_us() if self.before else math.inf
 
     @property
-    def hideable_us(self) -> float:
-        """How much of a candidate's call may be hidden by what disturbs the reference's locked ones, whoever does that: so much more than
-        before the candidate was loaded lies around them, beyond what varies anyway. 0 where it claims no less than is believed."""
+    def unexplained_us(self) -> float:
+        """How much more lies around the reference's locked calls than before the candidate was loaded, beyond what varies anyway, whoever
+        disturbs them. 0 where the candidate claims no less than is believed."""
         if (least_us := self._least_us) is None:
             return 0.0
         more_us = max(0.0, self.around_us() - self.usual_around_us() - self._varies_us)

@@ -294,7 +294,7 @@ class Race(Rounds):
             self._keep(*self._round())
             self._rounds_since += 1
         if self.side == "reference":
-            self._time_stretch()
+            self._time_stretches()
             return
         self._refuse_disturbance()
         self._refuse_hidden_time()
@@ -360,13 +360,13 @@ class Race(Rounds):
         return None
 
     def _refuse_disturbance(self) -> None:
-        """What disturbs the reference's locked calls hides the candidate's, whose calls are compared with them. Nobody is accused: any
-        process of this machine may do that."""
-        if (hideable_us := self.hideable_us) > 0:
+        """What disturbs the reference's locked calls may be what lengthens the candidate's, or what is to hide how long these are. Nobody
+        is accused: any process of this machine may do that."""
+        if (unexplained_us := self.unexplained_us) > 0:
             raise Disturbed(
                 "this node is too disturbed to hold claims against the outer clock: beside the candidate "
                 f"{self.around_us():.0f} us lie around a locked call of the reference, and {self.usual_around_us():.0f} us did before, "
-                f"so {hideable_us:.0f} us of a call may be hidden; run it again on a machine that nobody else keeps busy"
+                f"{unexplained_us:.0f} us more than varies; run it again on a machine that nobody else keeps busy"
             )
 
     def _refuse_hidden_time(self) -> None:
@@ -394,10 +394,12 @@ class Race(Rounds):
         calls = min(math.ceil(self.rules.stretch_us[self.mode] / self._usual_us), self.rules.max_stretch_calls)
         return -(-calls // self.slots) if calls > self.slots and not self.trial.problem.changeable else 0
 
-    def _time_stretch(self) -> None:
-        """What one of the reference's takes longer than its events say: those beside the candidate's may take little longer."""
+    def _time_stretches(self) -> None:
+        """By how much more than its events say some of the reference's take, which is little: those beside the candidate's may take little
+        longer."""
         if passes := self._stretch_passes:
-            self.usual_stretch_us = self._trusted_stretch(passes, self.rules.late_changes, _dice.randrange(_MANY))
+            count, late = self.rules.baseline_stretches[self.mode], self.rules.late_changes
+            self.usual_stretch_us = max(0.0, *(self._trusted_stretch(passes, late, _dice.randrange(_MANY)) for _ in range(count)))
 
     def _trusted_stretch(self, passes: int, late: int, core: int) -> float:
         """How much longer the reference's calls of so many passes over all slots take than the race's events say."""

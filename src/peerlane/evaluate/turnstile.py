@@ -18,6 +18,7 @@ import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from peerlane.evaluate.groups import GroupFailure, RankGroup
 from peerlane.evaluate.protocol import Message
@@ -76,13 +77,15 @@ NOTHING_LOCKED = LockedCalls()
 
 @dataclass(frozen=True)
 class Passage:
-    """A locked call that was let through: its position, its slot, what every rank committed itself to, and how long it took from the first
-    key to the last commitment, in microseconds. That holds unlocking, copying the answer and digesting it, besides the call."""
+    """A locked call that was let through: its position, its slot, what every rank committed itself to, how long it took from the first key
+    to the last commitment, and how long every rank waited for its key, in microseconds. What a call takes holds unlocking, copying the
+    answer and digesting it."""
 
     position: int
     slot: int
     digests: tuple[tuple[int, int], ...]
     us: float
+    waited_us: tuple[float, ...]
 
 
 def ask_and_let_through(
@@ -91,7 +94,7 @@ def ask_and_let_through(
     """As :meth:`RankGroup.ask`; meanwhile lets the locked calls through, ``together`` or each rank when it comes. Raises GroupFailure, also
     for ranks that answer before that is done. Keeps its core busy, for a look late is a call that seems long.
 
-    A rank that has not begun yet has not had its key, and so has given nothing of its contents to others: time that ranks spend in a call
+    A rank that has not come yet has not had its key, and so has given nothing of its contents to others: time that ranks spend in a call
     before all of them are there is no time for its work. Under stress, where nothing is timed, they are better out of step.
     """
     if not locked.calls:
@@ -100,43 +103,62 @@ def ask_and_let_through(
     begin = time.monotonic()
     end, look = begin + deadline_s, begin + _LOOK_S
     group.begin(requests, phase, deadline_s)
+    waiting: list[int] = []
     while not _turn(turnstiles, together):
         os.sched_yield()
         if (now := time.monotonic()) > look:
             answering = group.answering_ranks
             if now > end or any(not turnstiles[rank].has_said_all for rank in answering):  # who answers says nothing any more
+                waiting = [rank for rank, turnstile in enumerate(turnstiles) if turnstile.waits]
+                for rank in waiting:  # for what does not come: it may end by itself
+                    turnstiles[rank].release(_clock())
                 break
             look = now + _LOOK_S
-    answers = group.finish()
+    try:
+        answers = group.finish()
+    except GroupFailure as failure:
+        failure.ranks = tuple(rank for rank in failure.ranks if rank not in waiting)
+        raise
     if not _turn(turnstiles, together):
         raise GroupFailure("garbage", phase, "a rank answered before all of its locked calls had been let through")
     passages = []
     for (position, slot, _), ranks in zip(locked.calls, zip(*(turnstile.passed for turnstile in turnstiles), strict=True), strict=True):
-        released_s, ended_s, digests = zip(*ranks, strict=True)
-        passages.append(Passage(position, slot, digests, (max(ended_s) - min(released_s)) * 1e6))
+        us = 1e6 * (max(rank.ended_s for rank in ranks) - min(rank.released_s for rank in ranks))
+        waited_us = tuple(1e6 * (rank.released_s - rank.begun_s) for rank in ranks)
+        passages.append(Passage(position, slot, tuple(rank.digest for rank in ranks), us, waited_us))
     return answers, passages
 
 
 def _turn(turnstiles: Sequence[_Turnstile], together: bool) -> bool:
     """Goes on as far as the ranks have; True when all calls are through."""
+    for turnstile in turnstiles:
+        turnstile.look()
     waiting = [turnstile for turnstile in turnstiles if turnstile.waits]
     if waiting and (len(waiting) == len(turnstiles) or not together):
         now = _clock()
         for turnstile in waiting:
             turnstile.release(now)
-    for turnstile in turnstiles:
-        turnstile.look()
     return all(turnstile.done for turnstile in turnstiles)
 
 
+class _Passed(NamedTuple):
+    """When a rank had come to a call, when it got its key, when it committed itself, and to what."""
+
+    begun_s: float
+    released_s: float
+    ended_s: float
+    digest: tuple[int, int]
+
+
 class _Turnstile:
-    """One rank's; of the calls that it has ``passed``, when they were released, when they had ended, and digests of what they returned."""
+    """One rank's; ``passed``: its calls that are through."""
 
     def __init__(self, page: Page, rank: int, locked: LockedCalls) -> None:
         self._page = page
         self._calls = [(ticket, locked.keys[slot][rank]) for _, slot, ticket in locked.calls]
+        self._begun_s: float | None = None
         self._released_s: float | None = None
-        self.passed: list[tuple[float, float, tuple[int, int]]] = []
+        self.passed: list[_Passed] = []
 
     @property
     def done(self) -> bool:
@@ -146,12 +168,24 @@ class _Turnstile:
     @property
     def waits(self) -> bool:
         """Whether the rank has come to a call whose key it has not got."""
-        return not self.done and self._released_s is None and self._page.begun >= self._calls[len(self.passed)][0]
+        return self._begun_s is not None and self._released_s is None
 
     @property
     def has_said_all(self) -> bool:
         """Whether the rank has come to its last call, and committed itself to that."""
         return bool(min(self._page.begun, self._page.committed) >= self._calls[-1][0])
+
+    def look(self) -> None:
+        """Takes in what the rank says of its next call."""
+        if self.done:
+            return
+        ticket, _ = self._calls[len(self.passed)]
+        if self._begun_s is None:
+            if self._page.begun >= ticket:
+                self._begun_s = _clock()
+        elif self._released_s is not None and self._page.committed >= ticket:
+            self.passed.append(_Passed(self._begun_s, self._released_s, _clock(), (self._page.digest[0], self._page.digest[1])))
+            self._begun_s = self._released_s = None
 
     def release(self, now: float) -> None:
         """Gives the key of the call that it waits at."""
@@ -159,9 +193,3 @@ class _Turnstile:
         self._released_s = now
         ctypes.memmove(self._page.key, key, KEY_BYTES)
         self._page.released = ticket
-
-    def look(self) -> None:
-        """Takes what the rank has committed itself to since its key."""
-        if self._released_s is not None and self._page.committed >= self._calls[len(self.passed)][0]:
-            self.passed.append((self._released_s, _clock(), (self._page.digest[0], self._page.digest[1])))
-            self._released_s = None
