@@ -188,7 +188,7 @@ class TimingRules:
     max_stretches: int = 9
     hidden_share: float = 0.1
     """of the reference's call, with what passes behind it, that a candidate's may take in a stretch beyond what its events say; as much
-    again at most where it is uncertain what these say"""
+    again at most where the reference's leave open what these say"""
     locked_slack_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 20.0, "graph": 5.0})
     """by launch mode, by how much more than the reference's a candidate's locked calls may exceed their events by the outer clock: an eager
     one may have more or less of its host's work ahead"""

@@ -786,7 +786,7 @@ def test_claims_are_held_against_stretches_of_calls(claimed_us: float, true_us: 
     assert len({tuple(order) for order in orders}) == stretches
     assert run.stretches_us == pytest.approx([true_us - claimed_us] * stretches, abs=5.0)
     assert [trial.log[logged:].count(step) for step in ("mint", "reveal")] == [stretches, stretches]
-    assert trial.parts == {(True, rules.eager_parts), *([(False, 1)] if stretches else [])}
+    assert trial.parts == {(True, rules.eager_parts), *([(False, rules.eager_parts)] if stretches else [])}
 
 
 @pytest.mark.parametrize(
@@ -808,13 +808,13 @@ def test_what_locked_calls_take_is_no_secret(excess_us: tuple[float, float], out
 
 
 LIMITS = replace(RULES, locked_slack_us={"eager": 4.0, "graph": 4.0}, locked_slack_share=0.01)
-"""5 us, where the reference takes 100"""
+"""5 us, of a call of 100"""
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize(
     ("locked_us", "least_us"),
-    [(80.0, 80.0), (57.0, 52.0), (54.0, None), (40.0, None)],
+    [(80.0, 80.0), (57.0, 57.0 - 4.57), (54.0, None), (40.0, None)],
     ids=["prepares", "a little", "within", "faster"],
 )
 def test_calls_that_were_prepared_win_nothing_but_what_cannot_be_told(mode: str, locked_us: float, least_us: float | None) -> None:
@@ -903,12 +903,12 @@ def locked_rounds(mode: str, around_us: list[float], claimed_us: float = 100.0) 
 @pytest.mark.parametrize(("mode", "varies_us", "slack_us"), [("eager", 40.0 + 200.0, 20.0 + 50.0), ("graph", 5.0 + 50.0, 5.0 + 50.0)])
 def test_who_disturbs_the_reference_makes_locked_calls_no_less_certain(mode: str, varies_us: float, slack_us: float) -> None:
     """In some rounds, in most by what varies anyway, or both: what may vary is allowed once."""
-    some, most = [2_000.0] * 4 + [30.0] * 5, [30.0 + varies_us] * 5
+    some, most = [2_000.0] * 4 + [30.0] * 5, [30.0 + 0.95 * varies_us] * 5
     for around_us in (some, [*most, *[30.0] * 4], [*most, *[2_000.0] * 4]):
         run = locked_rounds(mode, around_us)
         assert run.unexplained_us == 0.0 and run.scored_by == "locked"
-        assert run.times_us().median == pytest.approx(1_000.0 - varies_us - slack_us)
-    assert locked_rounds(mode, [2_000.0] * 5 + [30.0] * 4).unexplained_us == pytest.approx(1_970.0 - varies_us)
+        assert run.times_us().median == pytest.approx(1_000.0 - varies_us - slack_us, rel=0.025)
+    assert locked_rounds(mode, [2_000.0] * 5 + [30.0] * 4).unexplained_us == pytest.approx(1_970.0 - varies_us, rel=0.01)
 
 
 def test_a_reference_that_is_slower_beside_a_candidate_leaves_its_locked_calls_no_more() -> None:
@@ -918,6 +918,14 @@ def test_a_reference_that_is_slower_beside_a_candidate_leaves_its_locked_calls_n
         calls, outer_us = tuple(3 * us for us in block.iterations_us), block.locked_outer_us + 2_000.0
         run.references[place] = replace(block, iterations_us=calls, locked_us=((3, outer_us),))
     assert run.times_us().median == pytest.approx(1_000.0 - 240.0 - 20.0 - 50.0)
+
+
+@pytest.mark.parametrize(("around_us", "least_us"), [(30.0, 100.0 - 5.0 - 5.0), (39.0, 91.0 - 5.0 - 4.8), (500.0, 100.0 - 2 * (5.0 + 5.0))])
+def test_what_is_a_share_of_a_long_call_is_not_all_of_one_that_is_ten_times_as_fast(around_us: float, least_us: float) -> None:
+    """A call of 100 us is said to take 1, beside one of a millisecond, whose locked calls are disturbed or not."""
+    run = locked_rounds("graph", [around_us] * 9, claimed_us=1.0)
+    run.others = [replace(block, locked_us=((3, 130.0),)) for block in run.others]
+    assert run.scored_by == "locked" and run.times_us().median == pytest.approx(least_us, abs=0.6)
 
 
 def test_what_a_candidate_s_locked_calls_take_is_as_uncertain_as_its_rounds_say() -> None:
@@ -930,7 +938,7 @@ def test_what_a_candidate_s_locked_calls_take_is_as_uncertain_as_its_rounds_say(
 def test_a_disturbed_reference_matters_where_it_decides() -> None:
     """Claims that are no less than what is believed all the same are not in doubt: 1000 us, where 940 are believed."""
     around_us = [30.0 + 55.0 + 50.0] * 9
-    assert locked_rounds("graph", around_us).unexplained_us == pytest.approx(50.0)
+    assert locked_rounds("graph", around_us).unexplained_us == pytest.approx(50.0, abs=0.5)
     assert locked_rounds("graph", around_us, claimed_us=950.0).unexplained_us == 0.0
 
 
@@ -969,26 +977,30 @@ def test_a_disturbed_race_is_run_once_more(disturbed: int, monkeypatch: pytest.M
             speed.measure("graph")
 
 
-@pytest.mark.parametrize(("reference_us", "kind", "says"), [(140.0, HarnessError, "too disturbed"), (100.0, Rejected, "tampered")])
+@pytest.mark.parametrize(("reference_us", "kind", "says"), [(170.0, Disturbed, "ms did before"), (120.0, Rejected, "tampered")])
 def test_stretches_beside_a_disturbed_reference_do_not_count(reference_us: float, kind: type[Exception], says: str) -> None:
-    """Each call of 50 us is said to last 10, and by as much, which is 8 ms, the reference's stretches are held up. Its blocks took 5 ms
-    longer now and then, of which there are 17 in a stretch."""
+    """Each call of 60 us is said to last 10, and by as much the reference's stretches are held up, by 14 ms, or by 4. Its blocks took 5 ms
+    longer now and then, of which there are 17 in a stretch, and a quarter of its 20 ms is what varies."""
     baseline = race(steady(100.0, 100.0, slots=12, true_us=(100.0, 100.0), trusted_hand_off_s=0.005), side="reference")
     baseline.run(budget_s=10)
     assert baseline.usual_stretch_us == pytest.approx(5_000.0, abs=50.0)
     assert len(baseline.trial.orders["trusted"][-1]) == 17 * 12  # type: ignore[attr-defined]
-    trial = steady(100.0, 10.0, slots=12, true_us=(reference_us, 50.0))
+    trial = steady(100.0, 10.0, slots=12, true_us=(reference_us, 60.0))
     run = race(trial, usual_stretch_us=baseline.usual_stretch_us, usual_excess_us=0.0, before=baseline)
     run.run(budget_s=10)
     with pytest.raises(kind, match=says):
         REFUSE_FALSE_CLAIMS(run)
 
 
-@pytest.mark.parametrize("side", ["candidate", "reference"])
-@pytest.mark.parametrize(("longer_us", "spread_us", "refused"), [(25.0, 0.0, True), (25.0, 20.0, False), (35.0, 20.0, True)])
-def test_a_stretch_may_be_longer_by_what_is_uncertain_of_blocks(side: str, longer_us: float, spread_us: float, refused: bool) -> None:
-    """Blocks in which calls take 30 to 70 us, or 80 to 120, leave open what those of a stretch take. A tenth of 100 us and 2 ms of 204
-    calls are the most where they do not, and a tenth more where they do."""
+@pytest.mark.parametrize(
+    ("side", "longer_us", "spread_us", "refused"),
+    [("reference", 25.0, 0.0, True), ("reference", 25.0, 20.0, False), ("reference", 35.0, 20.0, True), ("candidate", 25.0, 20.0, True)],
+)
+def test_a_stretch_may_be_longer_by_what_the_reference_s_blocks_leave_open(
+    side: str, longer_us: float, spread_us: float, refused: bool
+) -> None:
+    """A tenth of 100 us and 2 ms of 204 calls are the most, and a tenth more where the reference's calls take 80 to 120 us from block to
+    block. How much a candidate's vary is up to itself."""
     both = (
         [us, us - spread_us * (which == side), us + spread_us * (which == side)]
         for us, which in ((100.0, "reference"), (50.0, "candidate"))

@@ -74,10 +74,10 @@ class Rounds:
 
     @property
     def _locked_limit_us(self) -> float:
-        """By how much the locked calls of an honest candidate may seem longer than they are. Long calls vary by more, whosever they are;
-        nobody gains by claiming that they are long."""
+        """By how much the locked calls of an honest candidate may seem longer than they are. Long calls vary by more; nobody gains by
+        claiming that they are long."""
         rules, further = self.rules, max(0, self.outputs - 1)
-        usual_us = max(self._usual_us, self._middle_us(self.others))
+        usual_us = max(self._shorter_us, self._middle_us(self.others))
         return rules.locked_slack_us[self.mode] + rules.locked_slack_share * usual_us + rules.locked_output_slack_us[self.mode] * further
 
     @property
@@ -99,7 +99,14 @@ class Rounds:
     @property
     def _varies_us(self) -> float:
         """By how much what lies around the reference's locked calls may vary."""
-        return self.rules.around_us[self.mode] + self.rules.around_share[self.mode] * self._usual_us
+        return self.rules.around_us[self.mode] + self.rules.around_share[self.mode] * self._shorter_us
+
+    @property
+    def _shorter_us(self) -> float:
+        """The reference's call, or the candidate's where that is shorter, by its locked ones: a share of a long call would be all of one
+        that is ten times as fast."""
+        taken = locked_us(self.references, self.others, self.usual_around_us() + self.rules.around_us[self.mode])
+        return self._usual_us if taken is None else max(0.0, min(self._usual_us, taken.median))
 
     def _beliefs(self, claimed_us: float) -> dict[ScoredBy, float]:
         """A time that is claimed, over the least that it can be, by what shows that."""

@@ -101,7 +101,7 @@ class Race(Rounds):
     def _how(self, first_core: int, *, timed: bool) -> Message:
         """What a block's ranks are to know of cores, see :meth:`peerlane.evaluate.cores.TimedCore.settle`, and of time."""
         cores = {"full_us": self.trial.session.full_pace_us, "first": first_core}
-        return {"core": cores, "parts": self.rules.eager_parts if timed else 1, "timed": timed}
+        return {"core": cores, "parts": self.rules.eager_parts, "timed": timed}
 
     def trusted_block(self, locked: int = 0, first_core: int = 0) -> BlockTimes:
         """One block of the trusted reference on what was minted, in which so many calls are locked, as on the other side."""
@@ -414,14 +414,24 @@ class Race(Rounds):
         rules, calls, excess = self.rules, passes * self.slots, self.stretches_us
         known, claimed = (median_interval([block.span_us / self.slots for block in blocks]) for blocks in (self.references, self.others))
         share_us = rules.hidden_share * known.median  # of a call, and what passes behind it
-        unsure_us = (known.median - known.low) + (claimed.high - claimed.median)
+        unsure_us = (1 - known.low / known.median) * (known.median + claimed.median)  # what a candidate's own say is up to it
         limit_us = (self.usual_excess_us + rules.hidden_us) / calls + share_us + min(unsure_us, share_us)
-        while len(excess) < rules.min_stretches or (statistics.median(excess) > limit_us and len(excess) < rules.max_stretches):
+        longest_us = self.usual_stretch_us + rules.hidden_us + rules.drift_share[self.mode] * calls * known.median
+        taken_us = list[float]()
+
+        def in_doubt() -> bool:
+            return statistics.median(excess) > limit_us or statistics.median(taken_us) > longest_us
+
+        while len(excess) < rules.min_stretches or (in_doubt() and len(excess) < rules.max_stretches):
             other_us, reference_us = self._stretch(passes)
-            if reference_us > self.usual_stretch_us + rules.hidden_us:  # who disturbs the reference would hide as much of its own
-                self._discard()
-                continue
+            taken_us.append(reference_us)
             excess.append((other_us - reference_us) / calls)
+        if statistics.median(taken_us) > longest_us:  # who disturbs the reference would hide as much of its own
+            raise Disturbed(
+                f"this node is too disturbed to hold claims against the outer clock: {calls} calls of the reference behind each other take "
+                f"{statistics.median(taken_us) / 1e3:.1f} ms longer beside the candidate than their events say, and "
+                f"{self.usual_stretch_us / 1e3:.1f} ms did before; run it again on a machine that nobody else keeps busy"
+            )
         if median_interval(excess).low > limit_us:
             what = (
                 f"{calls} calls behind each other take {statistics.median(excess):.1f} us each longer than the events of such calls say, "
