@@ -50,15 +50,20 @@ def device_gap_us(blocks: Sequence[BlockTimes]) -> float:
 
 def charged(block: BlockTimes, limits: Sequence[Gaps]) -> BlockTimes:
     """The block with gaps as part of calls, as far as they are longer than each rank's ``limits``: of the call before them, or behind them
-    where that one is locked, for what locked calls take is known otherwise."""
+    where that one is locked, for what locked calls take is known otherwise. A call without such a gap behind it, the last of a part or one
+    before a locked call, bears what usual ones do, for its host is as far ahead.
+    """
     ranks = []
     for rank, (times, limit) in enumerate(zip(block.ranks_us, limits, strict=True)):
-        longer = list(times)
-        for place, gap, kind in _gaps(block, rank):
+        found, borne = list(_gaps(block, rank)), [0.0] * len(times)
+        for place, gap, kind in found:
             bearers = [call for call in (place, place + 1, place - 1) if 0 <= call < len(times) and call not in block.locked]
             if bearers:
-                longer[bearers[0]] += max(0.0, gap - getattr(limit, kind))
-        ranks.append(longer)
+                borne[bearers[0]] += max(0.0, gap - getattr(limit, kind))
+        followed = {place for place, _, kind in found if kind == "between"}
+        usual = statistics.median([us for place, us in enumerate(borne) if place not in block.locked] or [0.0])
+        least = [0.0 if place in followed | block.locked else usual for place in range(len(times))]
+        ranks.append([us + max(pair) for us, *pair in zip(times, borne, least, strict=True)])
     return replace(block, iterations_us=tuple(map(max, zip(*ranks, strict=True)))) if ranks else block
 
 

@@ -20,6 +20,21 @@ from peerlane.settings import TimingRules
 ScoredBy = Literal["quantile", "mean", "locked", "middle_round", "graph"]
 
 
+@dataclass(frozen=True)
+class Score:
+    """What is believed of the other side: the ratio of reference over other, its time per call, and that of every block, in microseconds.
+
+    ``by``: what stands for it: a quantile of its calls, or their mean where they are unequal. Or, where it is more, what locked calls take
+    at least: others were prepared then, or put off, or are not what they are said to be; or what calls take in the middle round, with what
+    passes between them; or what the device needs of an eager call, by its graph.
+    """
+
+    by: ScoredBy
+    ratio: Interval
+    times_us: Interval
+    blocks_us: list[float]
+
+
 @dataclass(kw_only=True)
 class Rounds:
     """Paired blocks of the trusted reference and of another side, in one mode.
@@ -62,17 +77,6 @@ class Rounds:
         return self.side == "candidate" and self.skew > self.usual_skew
 
     @property
-    def scored_by(self) -> ScoredBy:
-        """What stands for the other side: a quantile of its calls, or their mean where they are unequal. Or, where it is more, what locked
-        calls take at least: others were prepared then, or put off, or are not what they are said to be; or what calls take in the
-        middle round, with what passes between them; or what the device needs of an eager call, by its graph."""
-        claims_us = self._middle_us(self.others), self._middle_us(self.references) / self._claimed_ratio().median
-        by, believed = min(self._beliefs(min(claims_us)).items(), key=lambda item: item[1])
-        if believed < 1.0:
-            return by
-        return "mean" if self._unequal else "quantile"
-
-    @property
     def _locked_limit_us(self) -> float:
         """By how much the locked calls of an honest candidate may seem longer than they are. Long calls vary by more; nobody gains by
         claiming that they are long."""
@@ -108,51 +112,36 @@ class Rounds:
         taken = locked_us(self.references, self.others, self.usual_around_us() + self.rules.around_us[self.mode])
         return self._usual_us if taken is None else max(0.0, min(self._usual_us, taken.median))
 
-    def _beliefs(self, claimed_us: float) -> dict[ScoredBy, float]:
-        """A time that is claimed, over the least that it can be, by what shows that."""
-        least_us: dict[ScoredBy, float] = {"locked": self._least_us or 0.0, "graph": self.rules.replayed_share * self.replayed_us}
-        beliefs = {by: claimed_us / max(us, 1e-9) for by, us in least_us.items()}
-        return {**beliefs, "middle_round": self._middle_round() / self._claimed_middle()}
-
-    def _middle_round(self, most_us: float = math.inf) -> float:
-        """The largest ratio that is believed of a candidate, by the middle round: a few rounds, or some calls of each, cannot raise that.
-        ``most_us``: the reference's usual call is taken to last no longer.
+    def _most_in_rounds(self) -> tuple[float, float]:
+        """The largest ratio that is believed of a candidate, by the middle round, which a few rounds, or some calls of each, cannot raise. And
+        the same where the reference's usual call counts as no longer than it may be beside a candidate.
 
         Events see only the device's part of an eager call whose host is ahead, and it is ahead where something keeps the device waiting
         between calls; nor do they see work that is done there. So what passes between calls, beyond what must between the reference's, is
         part of them here. Blocks whose calls are more unequal than the reference's count by their mean.
         """
         if self.side != "candidate":
-            return math.inf
+            return math.inf, math.inf
         rules, before = self.rules, self.before or self
         usual = zip(usual_gaps(self.references), usual_gaps(before.references), strict=True)
         known = [now.no_more_than(1 + rules.drift_share[self.mode], then) for now, then in usual]
         limits = [gaps.limits(rules.gap_share, rules.gap_us[self.mode], rules.around_us[self.mode]) for gaps in known]
         most_skew = self._skew_limit([charged(block, limits) for block in before.references])
-        ratios = []
+        usual_us = statistics.median(block.usual_us for block in self.before.references) if self.before else math.inf
+        ratios, most = list[float](), list[float]()
         for reference, other in zip(self.references, (charged(block, limits) for block in self.others), strict=True):
-            if other.skew > most_skew:
-                ratios.append(min(reference.mean_us, most_skew * most_us) / other.mean_us)
-            else:
-                ratios.append(min(reference.usual_us, most_us) / other.usual_us)
-        return (1 + rules.middle_slack[self.mode]) * statistics.median(ratios)
-
-    def _claimed_middle(self) -> float:
-        """The ratio that is claimed, without its interval."""
-        if self._pools:
-            return self._middle_us(self.references) / self._middle_us(self.others)
-        return self._claimed_ratio().median
+            unequal = other.skew > most_skew
+            reference_us, other_us = (block.mean_us if unequal else block.usual_us for block in (reference, other))
+            ratios.append(reference_us / other_us)
+            most.append(min(reference_us, (most_skew if unequal else 1.0) * self._longest_us(usual_us)) / other_us)
+        slack = 1 + rules.middle_slack[self.mode]
+        return slack * statistics.median(ratios), slack * statistics.median(most)
 
     def _middle_us(self, blocks: Sequence[BlockTimes]) -> float:
         """The time per call of blocks, as the race is scored."""
         if self._pools:
             return mean_between([us for block in blocks for us in block.warm_us], self._shares)
         return statistics.median(self._blocks_us(blocks))
-
-    @property
-    def _believed(self) -> float:
-        """The share of the time that must be that is claimed; 1 where it is no less."""
-        return min(1.0, *self._beliefs(self._middle_us(self.others)).values())
 
     def around_us(self) -> float:
         """What usually lies around the reference's locked calls; infinite where there are none."""
@@ -175,11 +164,6 @@ class Rounds:
         """How much longer the hand-off of the other side's blocks was than that of the reference's of the same round."""
         return median_interval([other.slack_us - reference.slack_us for reference, other in zip(self.references, self.others, strict=True)])
 
-    def other_us(self) -> list[float]:
-        """The other side's time per call, block by block, as it is scored."""
-        believed = self._believed
-        return [us / believed for us in self._blocks_us(self.others)]
-
     def _blocks_us(self, blocks: Sequence[BlockTimes]) -> list[float]:
         unequal = self._unequal
         return [block.mean_us if unequal else block.usual_us for block in blocks]
@@ -190,15 +174,38 @@ class Rounds:
         on either side of a round; what disturbs replays is drift, which both sides of a round share."""
         return self.mode == "eager" and not self._unequal
 
+    def score(self) -> Score:
+        """What is believed. Rounds have a middle of their own, so that their ratio may claim less time than blocks do; where not all of a
+        claim is believed, both count."""
+        claimed, reference_us, other_us = self._claimed_ratio(), self._middle_us(self.references), self._middle_us(self.others)
+        most, most_beside = self._most_in_rounds()
+        least_us: dict[ScoredBy, float] = {
+            "locked": self._least_us or 0.0,
+            "graph": self.rules.replayed_share * self.replayed_us,
+            "middle_round": reference_us / most,
+        }
+        by, longest_us = max(least_us.items(), key=lambda item: item[1])
+        of_blocks, of_ratio = (min(1.0, us / max(longest_us, 1e-9)) for us in (other_us, reference_us / claimed.median))
+        if min(of_blocks, of_ratio) < 1.0:
+            of_ratio = min(of_ratio, of_blocks * reference_us / other_us / claimed.median)
+        else:
+            by = "mean" if self._unequal else "quantile"
+        ratio = claimed.scaled(min(of_ratio * self.counted, most_beside / claimed.median))
+        blocks_us = [us / of_blocks for us in self._blocks_us(self.others)]
+        return Score(by, ratio, self._claimed_us().scaled(1 / of_blocks), blocks_us)
+
+    @property
+    def scored_by(self) -> ScoredBy:
+        """See :class:`Score`."""
+        return self.score().by
+
     def ratio(self) -> Interval:
-        """Reference over other, as far as that is believed. Rounds have a middle of their own, so that the ratio may claim less time than
-        the blocks do."""
-        claimed = self._claimed_ratio()
-        believed = self.counted * min(1.0, *self._beliefs(self._middle_us(self.references) / claimed.median).values())
-        if self.before is not None:
-            usual_us = statistics.median(block.usual_us for block in self.before.references)
-            believed = min(believed, self._middle_round(self._longest_us(usual_us)) / self._claimed_middle())
-        return claimed.scaled(believed)
+        """See :class:`Score`."""
+        return self.score().ratio
+
+    def times_us(self) -> Interval:
+        """See :class:`Score`."""
+        return self.score().times_us
 
     @property
     def drift(self) -> float:
@@ -226,7 +233,7 @@ class Rounds:
         return Interval.about_one(math.hypot(*spreads))
 
     def _claimed_ratio(self) -> Interval:
-        """The same by events alone: of the usual calls of all rounds, or round by round."""
+        """Reference over other by events alone: of the usual calls of all rounds, or round by round."""
         if self._pools:
             references, others = ([block.warm_us for block in blocks] for blocks in (self.references, self.others))
             return pooled_interval(references, self._shares, over=others)
@@ -246,12 +253,8 @@ class Rounds:
         """The largest hand-off that was seen."""
         return max(block.slack_us for block in [*self.references, *self.others])
 
-    def times_us(self) -> Interval:
-        """The other side's time per call."""
-        return self._claimed_us().scaled(1 / self._believed)
-
     def _claimed_us(self) -> Interval:
-        """The same by its events alone."""
+        """The other side's time per call, by its events alone."""
         if self._pools:
             return pooled_interval([block.warm_us for block in self.others], self._shares)
         return median_interval(self._blocks_us(self.others))

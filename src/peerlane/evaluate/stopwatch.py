@@ -190,10 +190,11 @@ class SpeedTrial:
     def record(self, mode: Mode) -> ModeSpeed:
         """What is stored of a mode that was measured: eager calls are held against their graphs."""
         baseline, race = self.baselines[mode], self.races[mode]
+        known, score = baseline.score(), race.score()
         between_races = Interval.about_one(self.rules.race_spread[mode])
-        placement = (baseline.ratio() * baseline.graphs_apart()).shrunk(self.rules.placement_spread)
-        speedup = race.ratio() * race.graphs_apart() * between_races * _inverse(placement)
-        reference_us, candidate_us = baseline.times_us(), race.times_us()
+        placement = (known.ratio * baseline.graphs_apart()).shrunk(self.rules.placement_spread)
+        speedup = score.ratio * race.graphs_apart() * between_races * _inverse(placement)
+        reference_us, candidate_us = known.times_us, score.times_us
         locked = locked_excess(race.references, race.others)
         return ModeSpeed(
             mode=mode,
@@ -201,15 +202,15 @@ class SpeedTrial:
             reference_us=_estimate(reference_us),
             candidate_us=_estimate(candidate_us),
             noise_floor=placement.half_width,
-            placement=baseline.ratio().median,
+            placement=known.ratio.median,
             reference_drift=race.drift,
             reference_counted=race.counted,
             slots_per_block=race.slots,
             rounds=len(race.others),
             discarded_rounds=race.discarded,
             reference_blocks_us=tuple(round(block.usual_us, 3) for block in race.references),
-            candidate_blocks_us=tuple(round(us, 3) for us in race.other_us()),
-            scored_by=race.scored_by,
+            candidate_blocks_us=tuple(round(us, 3) for us in score.blocks_us),
+            scored_by=score.by,
             candidate_p10_us=race.quantile_us(0.1),
             candidate_p90_us=race.quantile_us(0.9),
             outer_slack_us=race.slack_us,
