@@ -113,8 +113,8 @@ class Rounds:
         return self._usual_us if taken is None else max(0.0, min(self._usual_us, taken.median))
 
     def _most_in_rounds(self) -> tuple[float, float]:
-        """The largest ratio that is believed of a candidate, by the middle round, which a few rounds, or some calls of each, cannot raise. And
-        the same where the reference's usual call counts as no longer than it may be beside a candidate.
+        """The largest ratio that is believed of a candidate, by the middle round, which a few rounds, or some calls of each, cannot raise.
+        And the same where the reference's usual call counts as no longer than it may be beside a candidate.
 
         Events see only the device's part of an eager call whose host is ahead, and it is ahead where something keeps the device waiting
         between calls; nor do they see work that is done there. So what passes between calls, beyond what must between the reference's, is
