@@ -27,8 +27,7 @@ class BlockTimes:
     ``idle_latency_us``: how long a tiny kernel of the trusted ranks took on the slowest GPU when the block was over. ``locked_us``: of each
     locked call its place, and how long it took from the first key to the last commitment, by the outer clock. ``ranks_us`` and
     ``gaps_us``: of every rank its times, and what passes behind each call until the next one of its part starts, without waiting at a
-    turnstile for other ranks; ``host_gap_us``: what the
-    slowest rank's host usually needs there.
+    turnstile for other ranks; ``host_gap_us``: what the slowest rank's host usually needs there.
     """
 
     iterations_us: tuple[float, ...]
