@@ -302,9 +302,9 @@ def test_the_ratio_is_that_of_the_slowest_ranks_and_a_narrow_interval_ends_the_r
     trial = steady()
     run = race(trial)
     run.run(budget_s=10)
-    assert run.ratio().median == pytest.approx(2.0)
+    assert run.score().ratio.median == pytest.approx(2.0)
     assert len(run.others) == len(run.references) == MIN_ROUNDS
-    assert run.times_us().median == 50.0
+    assert run.score().times_us.median == 50.0
     assert run.quantile_us(0.9) == 50.0
 
 
@@ -364,7 +364,7 @@ def test_a_race_that_has_taken_its_time_does_with_an_interval_twice_as_wide_as_w
         run = race(trial, mode="graph", rules=TimingRules(warm_calls=SLOTS, max_rounds=60, usual_s=0.5))
         run.run(budget_s=10)
         target = TimingRules().target_half_width["graph"]
-        assert run.ratio().half_width > target and (run.ratio().half_width <= 2 * target) == passed
+        assert run.score().ratio.half_width > target and (run.score().ratio.half_width <= 2 * target) == passed
         assert (len(run.others) < 40) if passed else (len(run.others) == 120)
 
 
@@ -490,7 +490,7 @@ def test_nothing_is_locked_where_inputs_are_too_large() -> None:
     run = race(trial)
     run.run(budget_s=10)
     assert not any(locked.calls for locked in [*trial.locked, *trial.trusted_locked]) and locked_excess(run.references, run.others) is None
-    assert run.scored_by == "quantile" and run.ratio().median == pytest.approx(2.0)
+    assert run.score().by == "quantile" and run.score().ratio.median == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -527,8 +527,8 @@ def test_a_third_of_the_eager_calls_is_enough_and_the_middle_half_of_the_replaye
     calls = [60.0, 500.0, 400.0, 60.0, 60.0, 95.0, 90.0, 200.0]
     run = race(FakeTrial(itertools.repeat(100.0), itertools.repeat(calls)), mode=mode, before=before(mode, uneven(6_500.0, 100.0)))
     run.run(budget_s=10)
-    assert run.scored_by == "quantile" and run.times_us().median == usual_us
-    assert run.ratio().median == pytest.approx(100.0 / usual_us)
+    assert run.score().by == "quantile" and run.score().times_us.median == usual_us
+    assert run.score().ratio.median == pytest.approx(100.0 / usual_us)
 
 
 def test_eager_calls_of_all_blocks_count_together_and_replays_round_by_round() -> None:
@@ -538,7 +538,7 @@ def test_eager_calls_of_all_blocks_count_together_and_replays_round_by_round() -
     for mode, trial in times.items():
         run = race(trial, mode=mode, rules=TimingRules(warm_calls=SLOTS, min_rounds=rounds(9), max_rounds=9))
         run.run(budget_s=10)
-        ratios[mode] = run.ratio()
+        ratios[mode] = run.score().ratio
     assert ratios["eager"].median == pytest.approx(2.0) and ratios["eager"].half_width == 0.0
     assert ratios["graph"].half_width > 0.1
 
@@ -553,7 +553,7 @@ def test_both_sides_are_scored_by_the_mean_where_the_candidate_s_calls_are_unequ
     trial = FakeTrial(itertools.repeat(uneven(180.0, 100.0)), itertools.repeat(uneven(600.0, 50.0)))
     run = race(trial)
     run.run(budget_s=10)
-    assert run.scored_by == "mean" and run.ratio().median == pytest.approx(880.0 / 950.0)
+    assert run.score().by == "mean" and run.score().ratio.median == pytest.approx(880.0 / 950.0)
 
 
 def test_every_block_uses_its_slots_in_an_order_of_its_own() -> None:
@@ -590,8 +590,8 @@ def test_computing_everything_in_the_first_call_gains_nothing(usual_us: float) -
     trial = FakeTrial(itertools.repeat(100.0), itertools.repeat(uneven(8 * 100.0 - 7 * usual_us, usual_us)))
     run = race(trial)
     run.run(budget_s=10)
-    assert run.scored_by == "mean"
-    assert run.ratio().median == pytest.approx(1.0) and run.times_us().median == pytest.approx(100.0)
+    assert run.score().by == "mean"
+    assert run.score().ratio.median == pytest.approx(1.0) and run.score().times_us.median == pytest.approx(100.0)
 
 
 @pytest.mark.parametrize("where", ["in this race", "in the race before"])
@@ -601,14 +601,14 @@ def test_calls_as_unequal_as_the_reference_s_are_scored_by_a_quantile(where: str
     trial = FakeTrial(itertools.repeat(unequal if where == "in this race" else 50.0), itertools.repeat(uneven(500.0, 25.0)))
     run = race(trial, before=None if where == "in this race" else before("eager", unequal))
     run.run(budget_s=10)
-    assert run.scored_by == "quantile" and run.ratio().median == pytest.approx(2.0)
+    assert run.score().by == "quantile" and run.score().ratio.median == pytest.approx(2.0)
 
 
 def test_a_disturbed_block_now_and_then_changes_nothing() -> None:
     blocks = itertools.cycle([50.0, 50.0, uneven(3000.0, 50.0)])
     run = race(FakeTrial(itertools.repeat(100.0), blocks))
     run.run(budget_s=10)
-    assert run.scored_by == "quantile" and run.ratio().median == pytest.approx(2.0)
+    assert run.score().by == "quantile" and run.score().ratio.median == pytest.approx(2.0)
 
 
 def test_a_gpu_that_is_still_busy_after_every_block_is_tampered() -> None:
@@ -820,8 +820,10 @@ LIMITS = replace(RULES, locked_slack_us={"eager": 4.0, "graph": 4.0}, locked_sla
 def test_calls_that_were_prepared_win_nothing_but_what_cannot_be_told(mode: str, locked_us: float, least_us: float | None) -> None:
     run = race(steady(slots=12, locks=True, locked_us=locked_us), mode=mode, rules=LIMITS)
     run.run(budget_s=10)
-    assert run.scored_by == ("quantile" if least_us is None else "locked")
-    assert run.times_us().median == pytest.approx(least_us or 50.0) and run.ratio().median == pytest.approx(100.0 / (least_us or 50.0))
+    assert run.score().by == ("quantile" if least_us is None else "locked")
+    assert run.score().times_us.median == pytest.approx(least_us or 50.0) and run.score().ratio.median == pytest.approx(
+        100.0 / (least_us or 50.0)
+    )
     assert run.score().blocks_us == pytest.approx([least_us or 50.0] * len(run.others))
 
 
@@ -834,14 +836,14 @@ def test_events_that_lie_in_most_blocks_or_of_most_calls_win_no_more_either(mode
         trial = FakeTrial(itertools.repeat(100.0), itertools.cycle(claims), slots=12, locks=True, outer_us=65.0)
         run = race(trial, mode=mode, rules=LIMITS)
         run.run(budget_s=10)
-        assert run.times_us().median == pytest.approx(37.5, abs=2.6)
-        assert run.ratio().median < 3.3, "ratios of rounds have a middle of their own"
+        assert run.score().times_us.median == pytest.approx(37.5, abs=2.6)
+        assert run.score().ratio.median < 3.3, "ratios of rounds have a middle of their own"
 
 
 def test_who_lies_is_asked_even_if_it_wins_nothing() -> None:
     run = race(steady(slots=12, locks=True, outer_us=130.0), mode="graph", rules=LIMITS)
     run.run(budget_s=10)
-    assert run.scored_by == "locked" and run.ratio().median == pytest.approx(1.0)
+    assert run.score().by == "locked" and run.score().ratio.median == pytest.approx(1.0)
     with pytest.raises(Rejected, match="tampered"):
         REFUSE_FALSE_CLAIMS(run)
 
@@ -852,7 +854,7 @@ def test_what_both_sides_wait_for_in_locked_calls_costs_nobody_anything() -> Non
     trial.trusted_locked_us = 100.0 + 45.0
     run = race(trial, mode="graph", rules=LIMITS)
     run.run(budget_s=10)
-    assert run.scored_by == "quantile" and run.ratio().median == pytest.approx(2.0)
+    assert run.score().by == "quantile" and run.score().ratio.median == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
@@ -874,7 +876,7 @@ def test_who_disturbs_the_reference_hides_nothing_behind_it(mode: str, claimed_u
             run.run(budget_s=10)
     else:
         run.run(budget_s=10)
-        assert 1.0 - 1e-9 <= run.ratio().median < 1.08
+        assert 1.0 - 1e-9 <= run.score().ratio.median < 1.08
 
 
 def test_a_locked_call_is_held_against_calls_as_they_stand_for_a_block() -> None:
@@ -886,7 +888,7 @@ def test_a_locked_call_is_held_against_calls_as_they_stand_for_a_block() -> None
     known = Rounds(mode="eager", side="reference", rules=RULES, references=blocks, others=blocks)
     rules = replace(RULES, locked_slack_us={"eager": 0.0}, locked_slack_share=0.0)
     run = Rounds(mode="eager", side="candidate", rules=rules, before=known, references=blocks, others=blocks)
-    assert blocks[0].usual_us == pytest.approx(100.0) and run.scored_by == "quantile"
+    assert blocks[0].usual_us == pytest.approx(100.0) and run.score().by == "quantile"
 
 
 def locked_rounds(mode: str, around_us: list[float], claimed_us: float = 100.0) -> Rounds:
@@ -906,8 +908,8 @@ def test_who_disturbs_the_reference_makes_locked_calls_no_less_certain(mode: str
     some, most = [2_000.0] * 4 + [30.0] * 5, [30.0 + 0.95 * varies_us] * 5
     for around_us in (some, [*most, *[30.0] * 4], [*most, *[2_000.0] * 4]):
         run = locked_rounds(mode, around_us)
-        assert run.unexplained_us == 0.0 and run.scored_by == "locked"
-        assert run.times_us().median == pytest.approx(1_000.0 - varies_us - slack_us, rel=0.025)
+        assert run.unexplained_us == 0.0 and run.score().by == "locked"
+        assert run.score().times_us.median == pytest.approx(1_000.0 - varies_us - slack_us, rel=0.025)
     assert locked_rounds(mode, [2_000.0] * 5 + [30.0] * 4).unexplained_us == pytest.approx(1_970.0 - varies_us, rel=0.01)
 
 
@@ -917,7 +919,7 @@ def test_a_reference_that_is_slower_beside_a_candidate_leaves_its_locked_calls_n
     for place, block in enumerate(run.references):
         calls, outer_us = tuple(3 * us for us in block.iterations_us), block.locked_outer_us + 2_000.0
         run.references[place] = replace(block, iterations_us=calls, locked_us=((3, outer_us),))
-    assert run.times_us().median == pytest.approx(1_000.0 - 240.0 - 20.0 - 50.0)
+    assert run.score().times_us.median == pytest.approx(1_000.0 - 240.0 - 20.0 - 50.0)
 
 
 @pytest.mark.parametrize(("around_us", "least_us"), [(30.0, 100.0 - 5.0 - 5.0), (39.0, 91.0 - 5.0 - 4.8), (500.0, 100.0 - 2 * (5.0 + 5.0))])
@@ -925,14 +927,14 @@ def test_what_is_a_share_of_a_long_call_is_not_all_of_one_that_is_ten_times_as_f
     """A call of 100 us is said to take 1, beside one of a millisecond, whose locked calls are disturbed or not."""
     run = locked_rounds("graph", [around_us] * 9, claimed_us=1.0)
     run.others = [replace(block, locked_us=((3, 130.0),)) for block in run.others]
-    assert run.scored_by == "locked" and run.times_us().median == pytest.approx(least_us, abs=0.6)
+    assert run.score().by == "locked" and run.score().times_us.median == pytest.approx(least_us, abs=0.6)
 
 
 def test_what_a_candidate_s_locked_calls_take_is_as_uncertain_as_its_rounds_say() -> None:
     run = locked_rounds("graph", [30.0] * 9)
     for place in range(4):
         run.others[place] = replace(run.others[place], locked_us=((3, 830.0),))
-    assert run.times_us().median == pytest.approx(800.0 - 5.0 - 50.0)
+    assert run.score().times_us.median == pytest.approx(800.0 - 5.0 - 50.0)
 
 
 def test_a_disturbed_reference_matters_where_it_decides() -> None:
@@ -1022,7 +1024,7 @@ def test_long_locked_calls_vary_by_more_whosever_they_are(mode: str, longer_us: 
     trial = FakeTrial(itertools.repeat(100.0), itertools.repeat(10_000.0), slots=12, locks=True, outer_us=10_000.0 + 25.0 + longer_us)
     run = race(trial, mode=mode, rules=LIMITS)
     run.run(budget_s=10)
-    assert run.scored_by == scored_by
+    assert run.score().by == scored_by
 
 
 def test_locked_calls_are_compared_as_others_are() -> None:
@@ -1102,15 +1104,15 @@ def test_a_device_that_waits_between_calls_makes_none_of_them_faster(mode: str, 
     run = race(steady(100.0, 10.0, gaps_us=[115.0] * SLOTS, host_gap_us=20.0, other_hand_off_s=0.002), mode=mode)
     run.run(budget_s=10)
     speedup = slack * 100.0 / (10.0 + 115.0 - free_us)
-    assert run.ratio().median == pytest.approx(speedup) and run.times_us().median == pytest.approx(100.0 / speedup)
-    assert run.scored_by == "middle_round" and run.gaps_us() == (0.0, 115.0)
+    assert run.score().ratio.median == pytest.approx(speedup) and run.score().times_us.median == pytest.approx(100.0 / speedup)
+    assert run.score().by == "middle_round" and run.gaps_us() == (0.0, 115.0)
 
 
 @pytest.mark.parametrize(("gap_us", "scored_by"), [(33.0, "quantile"), (35.0, "middle_round")])
 def test_gaps_that_are_little_beside_calls_cost_nothing(gap_us: float, scored_by: str) -> None:
     run = race(steady(100.0, 100.0, gaps_us=[gap_us] * SLOTS, host_gap_us=20.0, other_hand_off_s=0.002))
     run.run(budget_s=10)
-    assert run.scored_by == scored_by and run.ratio().median == pytest.approx(1.0, rel=0.03)
+    assert run.score().by == scored_by and run.score().ratio.median == pytest.approx(1.0, rel=0.03)
 
 
 @pytest.mark.parametrize("tricked", [9, 4])
@@ -1123,7 +1125,7 @@ def test_a_device_that_waits_long_once_a_block_makes_no_call_faster(tricked: int
     for us, gaps_us in blocks:
         times = {"gaps_us": gaps_us, "span_us": SLOTS * us + sum(gaps_us)}
         run.others.append(BlockTimes.of([answer(us, **times)], SLOTS, 1e4, (0.1, 0.3)))
-    assert run.scored_by == "middle_round" and run.ratio().median == pytest.approx(1.1)
+    assert run.score().by == "middle_round" and run.score().ratio.median == pytest.approx(1.1)
 
 
 def test_a_ratio_claims_no_less_time_than_is_believed() -> None:
@@ -1133,7 +1135,7 @@ def test_a_ratio_claims_no_less_time_than_is_believed() -> None:
         run.others[place] = replace(BlockTimes.of([answer(us)], SLOTS, 1e5), locked_us=((3, 1_030.0),))
     least_us = 1_000.0 - 5.0 - 50.0
     assert run._claimed_ratio().median > 1_000.0 / least_us > 1_000.0 / run._middle_us(run.others)
-    assert run.ratio().median == pytest.approx(1_000.0 / run.times_us().median) and run.scored_by == "locked"
+    assert run.score().ratio.median == pytest.approx(1_000.0 / run.score().times_us.median) and run.score().by == "locked"
 
 
 @pytest.mark.parametrize(("mode", "ratio"), [("eager", 1.1), ("graph", 1.0)])
@@ -1142,9 +1144,9 @@ def test_a_few_rounds_make_no_race(mode: str, ratio: float) -> None:
     run = Rounds(mode=mode, side="candidate", rules=RULES)
     run.references = [BlockTimes.of([answer(100.0)], SLOTS, 1e4)] * 9
     run.others = [BlockTimes.of([answer(us)], SLOTS, 1e4) for us in [10.0] * 4 + [100.0] * 5]
-    assert run.ratio().median == pytest.approx(ratio) and run.scored_by == "middle_round"
+    assert run.score().ratio.median == pytest.approx(ratio) and run.score().by == "middle_round"
     run.side = "reference"
-    assert run.ratio().median > 1.2, "the reference's own rounds are not held against anything"
+    assert run.score().ratio.median > 1.2, "the reference's own rounds are not held against anything"
 
 
 @pytest.mark.parametrize("what", ["gap_us", "host_gap_us"])
@@ -1157,7 +1159,7 @@ def test_gaps_of_the_reference_count_as_little_longer_than_before_the_candidate_
     before = Rounds(mode="eager", side="reference", rules=RULES, references=[block(20.0)] * 6, others=[block(20.0)] * 6)
     run = Rounds(mode="eager", side="candidate", rules=RULES, before=before)
     run.references, run.others = [block(80.0)] * 9, [BlockTimes.of([answer(10.0, 120.0)], SLOTS, 1e4)] * 9
-    assert run.ratio().median == pytest.approx(1.1 * 100.0 / (10.0 + 120.0 - (1.25 * 1.1 * 20.0 + 2.0)), rel=1e-3)
+    assert run.score().ratio.median == pytest.approx(1.1 * 100.0 / (10.0 + 120.0 - (1.25 * 1.1 * 20.0 + 2.0)), rel=1e-3)
 
 
 def test_unequal_calls_of_the_reference_beside_a_candidate_excuse_no_more_than_before() -> None:
@@ -1167,7 +1169,7 @@ def test_unequal_calls_of_the_reference_beside_a_candidate_excuse_no_more_than_b
     run = Rounds(mode="eager", side="candidate", rules=RULES, before=usual)
     run.references = [BlockTimes(tuple(uneven(3_000.0, 100.0)), 3_700.0, 1e4, (0.1, 0.3))] * 9
     run.others = [BlockTimes(tuple(uneven(730.0, 10.0)), 800.0, 1e4, (0.1, 0.3))] * 9
-    assert run.scored_by == "mean" and run.ratio().median == pytest.approx(1.25)
+    assert run.score().by == "mean" and run.score().ratio.median == pytest.approx(1.25)
 
 
 def block(gap_us: float, host_gap_us: float = 0.0, **more: Any) -> BlockTimes:
@@ -1365,8 +1367,8 @@ def test_a_few_slow_calls_of_the_reference_win_nothing_for_unequal_ones() -> Non
     trial = FakeTrial(itertools.repeat(uneven(2_500.0, 100.0)), itertools.repeat(uneven(730.0, 10.0)))
     run = race(trial, before=baseline)
     run.run(budget_s=10)
-    assert run.scored_by == "mean" and run.drift == pytest.approx(4.0)
-    assert run.ratio().median == pytest.approx(1.25)
+    assert run.score().by == "mean" and run.drift == pytest.approx(4.0)
+    assert run.score().ratio.median == pytest.approx(1.25)
 
 
 @pytest.mark.parametrize(
@@ -1407,11 +1409,11 @@ def test_what_stays_uncertain_of_the_baseline_is_the_noise_floor(spread: float, 
     speed = SpeedTrial(steady(100.0, 50.0), ("graph",), rules, None, (), 0.0)  # type: ignore[arg-type]
     speed.slots["graph"], speed.baselines["graph"] = SLOTS, baseline
     found = measured(speed, "graph")
-    assert found.placement == baseline.ratio().median and found.faster
+    assert found.placement == baseline.score().ratio.median and found.faster
     if certain:
         assert found.noise_floor == 0.0 and found.speedup.median == pytest.approx(2.0 * 0.95)
     else:
-        assert 0.01 < found.noise_floor <= 0.02 < baseline.ratio().half_width
+        assert 0.01 < found.noise_floor <= 0.02 < baseline.score().ratio.half_width
         assert found.speedup.median == pytest.approx(2.0, rel=0.02)
 
 

@@ -195,19 +195,6 @@ class Rounds:
         return Score(by, ratio, self._claimed_us().scaled(1 / of_blocks), blocks_us)
 
     @property
-    def scored_by(self) -> ScoredBy:
-        """See :class:`Score`."""
-        return self.score().by
-
-    def ratio(self) -> Interval:
-        """See :class:`Score`."""
-        return self.score().ratio
-
-    def times_us(self) -> Interval:
-        """See :class:`Score`."""
-        return self.score().times_us
-
-    @property
     def drift(self) -> float:
         """The reference's time per call, over what it took in its own rounds; 1 where there are none."""
         return self._middle_us(self.references) / self._middle_us(self.before.references) if self.before else 1.0

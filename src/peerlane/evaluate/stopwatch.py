@@ -185,7 +185,7 @@ class SpeedTrial:
         self.races[mode] = race = self._run_fair_race(mode, self.baselines[mode])
         self._check_floor(race)
         if mode == "graph" and "eager" in self.races:
-            self.races["eager"].replayed_us = race.times_us().median
+            self.races["eager"].replayed_us = race.score().times_us.median
 
     def record(self, mode: Mode) -> ModeSpeed:
         """What is stored of a mode that was measured: eager calls are held against their graphs."""
