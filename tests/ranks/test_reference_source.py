@@ -1,0 +1,62 @@
+"""The printed source of every reference, executed on its own, gives what the reference gives."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from peerlane import problems
+from peerlane.problems import Draw, Problem
+from peerlane.problems.reference_source import reference_source
+from ranks.test_problem_contract import groups_of
+
+REFERENCES = [
+    pytest.param(problem, variant, id=f"p{problem.id:03d}-{variant}") for problem in problems.all_problems() for variant in problem.variants
+]
+
+
+def define_reference(source: str) -> Callable[..., Any]:
+    """The function that the printed source defines."""
+    module = types.ModuleType("printed_reference")
+    sys.modules[module.__name__] = module  # where dataclasses look for their module
+    exec(compile(source, "<printed reference>", "exec"), vars(module))
+    return module.reference
+
+
+def differences_on_rank(rank: int, world_size: int, number: int, variant: str, source: str) -> list[str]:
+    """The cases of ``small`` in which the printed reference answers otherwise than the problem's."""
+    from peerlane.problems._tree import leaves, resolve_groups
+
+    problem, printed, different = problems.get(number), define_reference(source), []
+    for case in problem.cases("small", world_size, variant)[:2]:
+        layout = tuple((name, tuple(tuple(members) for members in each)) for name, each in problem.process_groups(case).items())
+        groups = groups_of(layout, rank)
+        answers = []
+        for function in (problem.reference_of(variant), printed):
+            draw = Draw(secret="test", case_key=case.key, slot=0, block=0, rank=rank)
+            args = resolve_groups(problem.inputs(case, rank, draw), groups.__getitem__)
+            answers.append(list(leaves(problem.answer(function(*args), args))))
+        same = len(answers[0]) == len(answers[1]) and all(
+            a.dtype == b.dtype and torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+            for a, b in zip(*answers, strict=True)
+        )
+        if not same:
+            different.append(case.key)
+    return different
+
+
+@pytest.mark.parametrize(("problem", "variant"), REFERENCES)
+def test_printed_reference_stands_alone_and_agrees(problem: Problem, variant: str, rank_pool: Any) -> None:
+    source = reference_source(problem, variant)
+    assert "peerlane" not in source
+    assert not any(rank_pool(2).run(differences_on_rank, problem.id, variant, source))
+
+
+def test_a_printed_reference_that_differs_is_found(rank_pool: Any) -> None:
+    source = reference_source(problems.get(1)).replace("dist.all_reduce(total)", "pass")
+    assert all(rank_pool(2).run(differences_on_rank, 1, "default", source))
