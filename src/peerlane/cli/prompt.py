@@ -1,0 +1,56 @@
+"""``peerlane prompt``: the text that a model gets."""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+import typer
+
+from peerlane.cli._console import one_of, print_json
+
+HARDWARE_HELP = "auto (the GPUs of this machine, or h200x4 without any), a node such as h200x8, or a JSON file."
+BACKEND_HELP = "cuda, kit (peerlane's device kit), triton, pytorch or parallelkittens."
+TRACK_HELP = "custom: communication must be the candidate's own; open: anything goes."
+
+
+def prompt(
+    number: Annotated[int, typer.Argument(metavar="NUMBER", help="The problem's number, such as 13.")],
+    backend: Annotated[str, typer.Option(help=BACKEND_HELP)] = "cuda",
+    track: Annotated[str, typer.Option(help=TRACK_HELP)] = "custom",
+    hardware: Annotated[str, typer.Option(help=HARDWARE_HELP)] = "auto",
+    world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; the largest that problem and node allow.")] = None,
+    preset: Annotated[str, typer.Option(help="The preset whose first case is timed.")] = "pkb",
+    variant: Annotated[str, typer.Option(help="default, or pkb: the public benchmark's semantics.")] = "default",
+    shots: Annotated[int, typer.Option(help="Worked examples, 0 to 3.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print the exact text that a model gets for a problem."""
+    from peerlane import problems
+    from peerlane.generate.machine import choose_machine
+    from peerlane.generate.prompt import BACKENDS, TRACKS, Backend, PromptSettings, Track, render_prompt
+
+    settings = PromptSettings(
+        machine=choose_machine(hardware),
+        backend=cast(Backend, one_of(backend, BACKENDS, "--backend")),
+        track=cast(Track, one_of(track, TRACKS, "--track")),
+        world_size=world_size,
+        preset=preset,
+        variant=one_of(variant, ("default", "pkb"), "--variant"),
+        shots=shots,
+    )
+    made = render_prompt(problems.get(number), settings)
+    if not as_json:
+        print(made.text, end="")
+        return
+    print_json(
+        {
+            "problem": made.problem,
+            "version": made.version,
+            "backend": settings.backend,
+            "track": settings.track,
+            "shots": settings.shots,
+            "tokens_at_most": made.tokens,
+            "hardware": settings.machine.model_dump(),
+            "text": made.text,
+        }
+    )
