@@ -74,7 +74,7 @@ def test_a_node_of_which_little_is_known_can_be_described() -> None:
     assert "1x Unknown" in describe_machine(Machine(gpu="Unknown", count=1))
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "prompts").glob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "prompts").glob("*.txt")), ids=lambda path: path.stem)
 def test_pages_show_the_prompts_of_today(page: Path) -> None:
     number, backend = re.fullmatch(r"(\d+)_(\w+)", page.stem).groups()
     made = render_prompt(problems.get(int(number)), PromptSettings(NODE, backend=backend))
@@ -82,4 +82,4 @@ def test_pages_show_the_prompts_of_today(page: Path) -> None:
 
 
 def test_there_are_three_such_pages() -> None:
-    assert len(list((ROOT / "docs" / "prompts").glob("*.md"))) == 3
+    assert len(list((ROOT / "docs" / "prompts").glob("*.txt"))) == 3
