@@ -29,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from e2e.runs import EXAMPLES, MARK, marked_processes, wait_for
 from peerlane.cli.demo import read_expectation
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
-from peerlane.evaluate.evaluation import Silent
-from peerlane.evaluate.processes import children
+from peerlane.evaluate.evaluator import Silent
+from peerlane.evaluate.sandbox.process_tree import children
 from peerlane.hardware.memory import gpu_memory
 from peerlane.hardware.topology import discover as discover_machine
-from peerlane.settings import SELFTEST_SUPPLY, Deadlines, StressRules, TimingRules
+from peerlane.settings import SELFTEST_POOL_SETTINGS, Deadlines, StressRules, TimingRules
 
 BROKEN_SHARE = 0.2
 BROKEN = (
@@ -55,8 +55,8 @@ RULES = TimingRules(budget_s=0.2, min_rounds={"eager": 3, "graph": 3}, max_round
 STRESS = StressRules(budget_s=0.1)
 MAY_GROW = {"processes": 1.0, "supervisor_fds": 2.0, "nursery_fds": 2.0, "temp_folders": 1.0, "shared_mb": 8.0, "gpu_mb": 200.0}
 MAY_GROW_PER_EVALUATION = {"supervisor_mb": 0.1, "nursery_mb": 0.02}
-SPARE_RANK_MB = 600.0
-"""of GPU memory that a rank takes before it has done anything: one part of a run may keep a group of spares more than another does"""
+WARM_RANK_MB = 600.0
+"""of GPU memory that a rank takes before it has done anything: one part of a run may keep a group of warm groups more than another does"""
 MEGABYTE = 1 << 20
 
 
@@ -66,28 +66,28 @@ class Figures:
 
     processes: float
     supervisor_fds: float
-    nursery_fds: float
+    fork_server_fds: float
     temp_folders: float
     shared_mb: float
     supervisor_mb: float
-    nursery_mb: float
+    fork_server_mb: float
     gpu_mb: float
 
 
 def take(mark: str, temp: Path, gpus: list[int]) -> Figures:
     """The figures now."""
     gpu_bytes = sum(gpu.used_bytes for gpu in gpu_memory(gpus))  # first: asking opens files
-    nursery = next(iter(children(os.getpid())), None)
+    fork_server = next(iter(children(os.getpid())), None)
     memory_files = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
     in_files = sum(path.stat().st_blocks * 512 for path in memory_files if path.exists() and "memfd:" in os.readlink(path))
     return Figures(
         processes=len(marked_processes(mark)),
         supervisor_fds=len(memory_files),
-        nursery_fds=0 if nursery is None else len(os.listdir(f"/proc/{nursery}/fd")),
+        fork_server_fds=0 if fork_server is None else len(os.listdir(f"/proc/{fork_server}/fd")),
         temp_folders=len(list(temp.iterdir())),
         shared_mb=(in_files + _used("/dev/shm")) / MEGABYTE,
         supervisor_mb=_resident(os.getpid()),
-        nursery_mb=0.0 if nursery is None else _resident(nursery),
+        fork_server_mb=0.0 if fork_server is None else _resident(fork_server),
         gpu_mb=gpu_bytes / MEGABYTE,
     )
 
@@ -142,10 +142,10 @@ def open_files() -> Counter[str]:
     return found
 
 
-def grown(first: Figures, last: Figures, evaluations: int, spare_mb: float = 0.0) -> list[str]:
+def grown(first: Figures, last: Figures, evaluations: int, warm_mb: float = 0.0) -> list[str]:
     """The figures that grew by more than they may; ``spare_mb``: of GPU memory, for ranks that one moment has and the other has not."""
     limits = MAY_GROW | {name: 30 + limit * evaluations for name, limit in MAY_GROW_PER_EVALUATION.items()}
-    limits["gpu_mb"] += spare_mb
+    limits["gpu_mb"] += warm_mb
     pairs = [(name, getattr(first, name), getattr(last, name)) for name in limits]
     return [f"{name} grew from {a:.1f} to {b:.1f}, by more than {limits[name]:g}" for name, a, b in pairs if b - a > limits[name]]
 
@@ -173,7 +173,7 @@ def soak(options: argparse.Namespace, temp: Path) -> dict[str, object]:
         modes=("eager",),
         device=options.device,
         deadlines=DEADLINES,
-        supply=SELFTEST_SUPPLY[options.device],
+        pool_settings=SELFTEST_POOL_SETTINGS[options.device],
         rules=RULES,
         stress=STRESS,
     )
@@ -188,10 +188,10 @@ def soak(options: argparse.Namespace, temp: Path) -> dict[str, object]:
     time.sleep(2.0 if gpus else 0.0)
     after = take(mark, temp, gpus)
     fifth = max(1, done // 5)
-    # While as many spares are kept: at first they are still coming up, without GPU memory yet, and at the end no more are needed.
+    # While as many warm groups are kept: at first they are still coming up, without GPU memory yet, and at the end no more are needed.
     settled = watch.samples[fifth : 2 * fifth], watch.samples[-3 - fifth : -3]
     first, last = (lowest(samples or [before]) for samples in settled)
-    complaints = [*watch.misjudged, *grown(first, last, done, SPARE_RANK_MB * options.world_size)]
+    complaints = [*watch.misjudged, *grown(first, last, done, WARM_RANK_MB * options.world_size)]
     complaints += [f"after the end: {text}" for text in grown(before, after, done)]
     if after.supervisor_fds - before.supervisor_fds > MAY_GROW["supervisor_fds"]:
         complaints.append(f"opened and not closed: {dict(open_files() - opened)}")

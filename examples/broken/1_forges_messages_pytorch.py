@@ -1,4 +1,4 @@
-# expect: tampered
+# expect: integrity_failure
 """Finds the socket on which its rank answers the evaluator, and answers in its stead."""
 
 import os

@@ -23,7 +23,7 @@ def cache_dir() -> Path:
 
 
 def candidate_caches() -> Path:
-    """Where what confined candidates compile is kept, a folder for each; see :mod:`peerlane.evaluate.caches`."""
+    """Where what confined candidates compile is kept, a folder for each; see :mod:`peerlane.evaluate.sandbox.caches`."""
     return cache_dir() / "candidates"
 
 
@@ -52,7 +52,7 @@ class Deadlines:
     timing: float = 30.0
     exit: float = 5.0
     trusted: float = 120.0
-    """for one request to the trusted ranks, which run our code only: minting, the reference, the oracle"""
+    """for one request to the trusted ranks, which run our code only: input generation, the reference, the oracle"""
 
     def with_calls(self, seconds: float) -> Self:
         """The same, with another deadline for everything that calls the candidate."""
@@ -85,25 +85,25 @@ class StressRules:
     longest_delay_us: float = 10_000.0
     late_share: float = 2 / 3
     """of the passes behind the first two, and the second: in them every call's contents come to its slot right before it"""
-    crowded_share: float = 0.5
+    sm_contention_probability: float = 0.5
     """of the passes on GPUs: there an eighth of the calls runs beside a kernel that holds SMs"""
-    sliced_share: float = 2 / 3
+    time_slicing_probability: float = 2 / 3
     """of the passes on GPUs behind the first two, which tell how long one takes: in them one GPU is shared with a trusted rank, in time
     slices. Quick calls make four passes, so eight of nine cases with such calls have one that is sliced"""
-    shortest_sliced_s: float = 0.01
+    shortest_time_slicing_s: float = 0.01
     """for as long as the pass before took, but not below this: slices last milliseconds, and calls must meet the ends of some"""
-    longest_sliced_s: float = 0.04
+    longest_time_slicing_s: float = 0.04
     """nor beyond this: slow calls meet enough of them in that time, and there is ``budget_s`` for all passes"""
 
 
 @dataclass(frozen=True)
-class Supply:
+class PoolSettings:
     """What is kept ready ahead of its use, and how hard it is tried to get it."""
 
-    spares: int = 2
+    warm_groups: int = 2
     """rank groups that wait, warm, for the next candidates; a timed candidate takes two"""
-    low_water: int = 2
-    """fewer spares than these, and all that are missing are started at once: timing waits for starts, and so waits seldom"""
+    refill_below: int = 2
+    """fewer warm groups than these, and all that are missing are started at once: timing waits for starts, and so waits seldom"""
     timed_alone: bool = True
     """nothing is timed while ranks start, which takes GPUs and cores; else they are waited for where a round turns out to be disturbed"""
     builds: int = 2
@@ -153,7 +153,7 @@ class TimingRules:
     """of a candidate; twice as many where the interval is more than twice as wide as wanted by then"""
     baseline_rounds: int = 6
     """of the reference against itself: more would tell little of two places, next to how far they can lie apart"""
-    placement_spread: float = 0.01
+    group_offset_spread: float = 0.01
     """how far the times of two groups on the same GPUs lie apart, as a standard deviation of their ratio; what two races of the reference
     against itself had in common was 0.2 to 1.2 %, on nodes of 2 and 4 H200"""
     rounds_per_capture: int = 5
@@ -238,6 +238,9 @@ SELFTEST_DEADLINES = Deadlines(load=12.0, exit=4.0).with_calls(6.0)
 """For the corpus, some of which never returns."""
 SELFTEST_RULES = TimingRules(budget_s=0.3, min_rounds={"eager": 5, "graph": 5}, max_rounds=7, baseline_rounds=5, warm_s=0.1, judging_s=0.2)
 """Enough to tell a forged time from a true one."""
-SELFTEST_SUPPLY: Mapping[str, Supply] = {"cuda": Supply(spares=8, low_water=8, timed_alone=False), "cpu": Supply(spares=4, low_water=4)}
+SELFTEST_POOL_SETTINGS: Mapping[str, PoolSettings] = {
+    "cuda": PoolSettings(warm_groups=8, refill_below=8, timed_alone=False),
+    "cpu": PoolSettings(warm_groups=4, refill_below=4),
+}
 """By device. Most of the corpus fails at once, and takes its ranks along. Ranks on GPUs take seconds to start, and verdicts need no exact
 speeds."""

@@ -22,9 +22,10 @@ import pytest
 from e2e.runs import DEADLINES, GOOD, STRESS, within
 from peerlane import problems
 from peerlane.errors import UsageError
-from peerlane.evaluate import EvaluationPlan, Result, candidates, confine, evaluate, isolation
-from peerlane.evaluate.evaluation import Silent
-from peerlane.evaluate.processes import descendants
+from peerlane.evaluate import EvaluationPlan, Result, candidates, evaluate
+from peerlane.evaluate.evaluator import Silent
+from peerlane.evaluate.sandbox import confine, isolation
+from peerlane.evaluate.sandbox.process_tree import descendants
 from peerlane.settings import cache_dir, candidate_caches
 
 REPORT = "what happened: "
@@ -40,13 +41,13 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def strangers():
-    """The supervisor, the nursery, and the ranks and leaders of other groups: told, for it may not see them."""
+    """The supervisor, the fork server, and the ranks and leaders of other groups: told, for it may not see them."""
     with open(AIMS["processes"]) as file:
         parents = {{int(pid): parent for pid, parent in json.load(file).items()}}
     leader = os.getppid()
-    nursery = parents[leader]
-    others = [pid for pid, parent in parents.items() if parent == nursery and pid != leader]
-    return {{"supervisor": [AIMS["supervisor"]], "nursery": [nursery],
+    fork server = parents[leader]
+    others = [pid for pid, parent in parents.items() if parent == fork server and pid != leader]
+    return {{"supervisor": [AIMS["supervisor"]], "fork server": [fork server],
             "trusted": [pid for pid, parent in parents.items() if parent in others] + others}}
 
 
@@ -81,7 +82,7 @@ def send(address):
         sender.connect(tuple(address))
 
 
-def reveal(name):
+def publish(name):
     with open("/proc/self/environ", "rb") as file:
         if name not in os.environ and name.encode() not in file.read():
             raise OSError("not there")
@@ -118,7 +119,7 @@ def attacks():
         yield "see the evaluator's processes", lambda: os.stat(f"/proc/{{pid}}")
     yield "open a setting of the kernel", lambda: open("/proc/sys/kernel/core_pattern", "a").close()
     yield "leave shared memory", lambda: append(AIMS["shared"])
-    yield "see secrets", lambda: reveal(AIMS["secret"])
+    yield "see secrets", lambda: publish(AIMS["secret"])
     yield "make namespaces", new_user_namespace
     yield "become root", lambda: os.setuid(0) if os.getuid() else os.chown(AIMS["files"][0], 1, 1)
 
@@ -174,7 +175,7 @@ def solution(tensor):
     raise RuntimeError({report!r} + json.dumps({{"attacks": attacks_, "uses": used, "started in": STARTED_IN, "scratch": SCRATCH}}))
 '''
 
-_OTHERS = ("supervisor", "nursery", "trusted")
+_OTHERS = ("supervisor", "fork_server", "trusted")
 _MEMORY = ("trace {}", "read memory of {}", "read memory of {} by system call", "read environment of {}", "take a file of {}")
 STOPPED_BY = {
     **{f"signal {who}": {confine.OWN_UID, confine.LANDLOCK_SIGNALS} for who in _OTHERS},

@@ -14,7 +14,7 @@ import pytest
 from peerlane.device import compile_cubin, jit
 from peerlane.device._cuda import _bindings
 from peerlane.errors import CompileError, MissingDependency, UsageError
-from peerlane.evaluate.jitter import CROWD
+from peerlane.evaluate.correctness.jitter import CROWD
 
 ELF_MAGIC = b"\x7fELF"
 KERNEL = 'extern "C" __global__ void scale(float* x) { x[threadIdx.x] *= FACTOR; }\n'

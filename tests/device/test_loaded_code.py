@@ -13,8 +13,8 @@ import pytest
 from peerlane.device import compile_cubin, launch, plans
 from peerlane.device.plans import Machine
 from peerlane.device.workspace import RINGS
-from peerlane.evaluate.device_code import in_ptx
-from peerlane.evaluate.loaded_code import disassembled, loaded_code, mapped_libraries
+from peerlane.evaluate.audit.device_code import in_ptx
+from peerlane.evaluate.audit.loaded_code import disassembled, loaded_code, mapped_libraries
 
 KERNELS = r"""
 #define KERNEL extern "C" __global__ void

@@ -11,8 +11,8 @@ import torch
 
 from gpu.check_locks import digest_by_hand, keystream
 from peerlane.device.emulator import Scenario, check
-from peerlane.evaluate.locks import DIGEST, KEYSTREAM
-from peerlane.evaluate.turnstile import KEY_BYTES
+from peerlane.evaluate.timing.locks import DIGEST, KEYSTREAM
+from peerlane.evaluate.timing.turnstile import KEY_BYTES
 
 THREADS = 32
 

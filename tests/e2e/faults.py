@@ -15,14 +15,14 @@ from typing import Any, TypeAlias
 import pytest
 
 from e2e.runs import EXAMPLES, wait_for
-from peerlane.evaluate.evaluation import Silent
-from peerlane.evaluate.groups import RankGroup
-from peerlane.evaluate.nursery_handle import Nursery
-from peerlane.evaluate.processes import children
-from peerlane.settings import StressRules, Supply
+from peerlane.evaluate.evaluator import Silent
+from peerlane.evaluate.processes.fork_client import ForkServer
+from peerlane.evaluate.processes.rank_group import RankGroup
+from peerlane.evaluate.sandbox.process_tree import children
+from peerlane.settings import PoolSettings, StressRules
 
 GOOD = EXAMPLES / "pytorch" / "8_alltoall_pytorch.py"  # of the problem with the fewest cases
-SUPPLY = Supply(spares=1, builds=0, back_off_s=0.01)
+POOL_SETTINGS = PoolSettings(warm_groups=1, builds=0, back_off_s=0.01)
 ONE_PASS = StressRules(
     calls=3, budget_s=0.0, overtime_s=0.0, min_slots=3, max_slots=3
 )  # so that every evaluation has the same few messages
@@ -133,7 +133,7 @@ def last_channel(group: RankGroup) -> Any:
 
 
 def leads_session(pid: int) -> bool:
-    """True of leaders, and not of orphans that the nursery has adopted."""
+    """True of leaders, and not of orphans that the fork server has adopted."""
     try:
         return os.getsid(pid) == pid
     except ProcessLookupError:
@@ -144,19 +144,19 @@ def leads_session(pid: int) -> bool:
 def switchboard() -> Iterator[Switchboard]:
     """Sees everything that is asked of any rank group meanwhile."""
     board = Switchboard()
-    begin, spawn = RankGroup.begin, Nursery.spawn
+    begin, spawn = RankGroup.begin, ForkServer.spawn
 
     def seen_begin(group: RankGroup, requests: Any, phase: str, deadline_s: float) -> None:
         with board.sending(group, (requests if isinstance(requests, dict) else requests[0])["op"]):
             begin(group, requests, phase, deadline_s)
 
-    def seen_spawn(nursery: Nursery, *arguments: Any) -> RankGroup:
-        before = children(nursery.pid)
-        group = spawn(nursery, *arguments)
+    def seen_spawn(fork_server: ForkServer, *arguments: Any) -> RankGroup:
+        before = children(fork_server.pid)
+        group = spawn(fork_server, *arguments)
         found: set[int] = set()
 
         def started() -> bool:
-            found.update(filter(leads_session, children(nursery.pid) - before))
+            found.update(filter(leads_session, children(fork_server.pid) - before))
             return bool(found)
 
         wait_for(started, 10, "the start of a leader")
@@ -166,11 +166,11 @@ def switchboard() -> Iterator[Switchboard]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RankGroup, "begin", seen_begin)
-        patch.setattr(Nursery, "spawn", seen_spawn)
+        patch.setattr(ForkServer, "spawn", seen_spawn)
         yield board
 
 
-class LentNursery(Nursery):
+class LentForkServer(ForkServer):
     """Serves session after session, and the processes that are forked from this one."""
 
     owner = os.getpid()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from peerlane import problems
-from peerlane.evaluate.calibrate import Calibration, CalibrationPlan, Reach, calibrate, read_calibrations, sound
 from peerlane.report.calibration import calibration_table
+from peerlane.selftest.calibrate import Calibration, CalibrationPlan, Reach, calibrate, read_calibrations, sound
 
 
 def plan(out: Path | None = None) -> CalibrationPlan:
@@ -23,7 +23,7 @@ def test_records_are_kept_and_not_made_twice(tmp_path: Path) -> None:
         file.write(b'{"schema_version":1,"cut off')  # as a killed run leaves it
     assert list(calibrate(plan(out))) == [] and read_calibrations(out) == made
     gemm = made[1]
-    assert 0 < max(gemm.reference.values()) < 1 and gemm.variants and gemm.nulls["zeros"].ratio >= 10
+    assert 0 < max(gemm.reference.values()) < 1 and gemm.variants and gemm.wrong_answers["zeros"].ratio >= 10
     assert gemm.weakest is not None and gemm.weakest[1].case in gemm.cases
     table = calibration_table(made)
     assert [row[0] for row in table.rows] == ["2 allgather", "13 gemm_allreduce"] and table.rows[0][4] == "exact"
@@ -42,7 +42,7 @@ def test_infinite_ratios_survive_the_file() -> None:
         cases=("a",),
         reference={"sum": 0.5},
         variants={},
-        nulls={"zeros": Reach(ratio=float("inf"), case="a")},
+        wrong_answers={"zeros": Reach(ratio=float("inf"), case="a")},
         steps=(),
         complaints=("something",),
     )

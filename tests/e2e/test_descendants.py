@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from e2e.runs import GOOD, judge
-from peerlane.evaluate import confine, evaluation, isolation, processes
+from peerlane.evaluate import evaluator
+from peerlane.evaluate.sandbox import confine, isolation, process_tree
 
 COMET = """
 #include <stdlib.h>
@@ -90,7 +91,7 @@ def test_a_process_that_is_never_there_when_it_is_looked_for(tmp_path: Path, mon
     measures = tuple(name for name in found.measures if name != without)
     weaker = replace(found, confinement=confine.Confinement(measures), builders=measures)
     if {confine.OWN_UID, confine.LANDLOCK_SIGNALS} & set(measures):
-        monkeypatch.setattr(evaluation, "choose", lambda *_: weaker)
+        monkeypatch.setattr(evaluator, "choose", lambda *_: weaker)
     sign = f"comet{os.getpid()}"
     path = tmp_path / "1_comet_pytorch.py"
     program = tmp_path / "comet"
@@ -106,7 +107,7 @@ def test_the_leader_is_out_of_reach(tmp_path: Path) -> None:
     path = tmp_path / "1_kills_leader_pytorch.py"
     path.write_text(LEADER_KILLER.format(sign=sign))
     killed, good = judge(path, GOOD)
-    assert killed.verdict.kind == ("tampered" if killed.isolation == "L0" else "runtime_error")
+    assert killed.verdict.kind == ("integrity_failure" if killed.isolation == "L0" else "runtime_error")
     assert good.correct
     assert alive(sign) == []
 
@@ -145,7 +146,7 @@ def test_nothing_is_killed_where_more_than_a_group_is_in_reach(monkeypatch: pyte
 def test_the_processes_of_one_user_are_killed() -> None:
     one, neighbour, root = (subprocess.Popen(["sleep", "60"], user=user, group=user) for user in (61180, 61182, 0))
     try:
-        processes.kill_user(61180)
+        process_tree.kill_user(61180)
         assert one.wait(10) == -signal.SIGKILL
         time.sleep(0.1)
         assert neighbour.poll() is None and root.poll() is None

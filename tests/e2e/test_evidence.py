@@ -1,4 +1,4 @@
-"""What stands behind a verdict: fresh inputs everywhere, null answers refused, no speed where none was measured."""
+"""What stands behind a verdict: fresh inputs everywhere, known wrong answers refused, no speed where none was measured."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from e2e.runs import GOOD, PATIENT, judge
 from peerlane import problems
-from peerlane.evaluate.examine import CHECKED_SLOTS
-from peerlane.evaluate.isolation import choose
+from peerlane.evaluate.pipeline import CHECKED_SLOTS
+from peerlane.evaluate.sandbox.isolation import choose
 
 AUDITED_SLOTS = 2 * CHECKED_SLOTS
 """of the timed case: every slot once more, then again, some of them recorded"""
@@ -35,7 +35,7 @@ def solution(tensor):
 '''
 
 # Wrong answers in the problem's own shapes: what a candidate may return that does no work, or no communication.
-NULL_ANSWERS = {
+WRONG_ANSWERS = {
     "1_zeros": "torch.zeros_like(tensor)",
     "1_echo": "tensor.clone()",
     "1_echo_times_ranks": "tensor * dist.get_world_size()",
@@ -56,16 +56,16 @@ def null_candidate(name: str, folder: Path) -> Path:
     problem = problems.get(int(name.partition("_")[0]))
     path = folder / f"{name}_pytorch.py"
     lines = ["import torch", "import torch.distributed as dist", "", f"def solution({', '.join(problem.parameters)}):"]
-    if "(x " in NULL_ANSWERS[name]:
+    if "(x " in WRONG_ANSWERS[name]:
         lines.append("    x = local_hidden_states.float()")
-    path.write_text("\n".join([*lines, f"    return {NULL_ANSWERS[name]}", ""]))
+    path.write_text("\n".join([*lines, f"    return {WRONG_ANSWERS[name]}", ""]))
     return path
 
 
 def test_null_answers_are_wrong_results(tmp_path: Path) -> None:
-    results = judge(*(null_candidate(name, tmp_path) for name in NULL_ANSWERS))
+    results = judge(*(null_candidate(name, tmp_path) for name in WRONG_ANSWERS))
     assert {result.candidate.name: result.verdict.kind for result in results} == {
-        f"{name}_pytorch": "wrong_result" for name in NULL_ANSWERS
+        f"{name}_pytorch": "wrong_result" for name in WRONG_ANSWERS
     }
 
 
@@ -101,13 +101,13 @@ def test_evidence_of_a_correct_result(world_size: int) -> None:
         assert (item.slots - item.stressed_slots, item.timed_slots) == (at_rest, 0)
         assert (item.stressed_slots > 0) == (item.stressed_calls > 0) and item.stressed_slots <= item.stressed_calls
         assert 1 <= item.integer_slots <= item.slots
-        assert 0 <= item.worst_ratio <= 1
+        assert 0 <= item.max_error_over_tolerance <= 1
     assert result.correctness[0].stressed_calls > 0
     assert [item.mode for item in result.speed] == ["eager", "graph"]
     assert all(item.status == "not_measured" and "no GPU" in item.why for item in result.speed)
     assert result.speed_in("eager") is None
     assert (result.device, result.isolation, result.log_tail) == ("cpu", choose(None, "cpu").tier, "")
-    assert set(result.phases_s) == {"spawn", "import", "first_call", "correctness", "stress", "audit", "exit"}
+    assert set(result.stage_seconds) == {"spawn", "import", "first_call", "correctness", "stress", "audit", "exit"}
     assert result.environment["software"]["torch"]
 
 

@@ -14,7 +14,7 @@ import pytest
 from e2e.faults import (
     GOOD,
     ONE_PASS,
-    SUPPLY,
+    POOL_SETTINGS,
     Fault,
     Message,
     Switchboard,
@@ -25,12 +25,12 @@ from e2e.faults import (
     switchboard,
 )
 from e2e.runs import DEADLINES, wait_for, within
-from peerlane.evaluate import EvaluationPlan, Result, discover, evaluation
-from peerlane.evaluate.evaluation import Run, describe_node
-from peerlane.evaluate.groups import RankGroup
-from peerlane.evaluate.nursery_handle import Nursery
-from peerlane.evaluate.processes import descendants
-from peerlane.evaluate.store import ResultsStore
+from peerlane.evaluate import EvaluationPlan, Result, discover, evaluator
+from peerlane.evaluate.evaluator import Run, describe_node
+from peerlane.evaluate.processes.fork_client import ForkServer
+from peerlane.evaluate.processes.rank_group import RankGroup
+from peerlane.evaluate.results.store import ResultsStore
+from peerlane.evaluate.sandbox.process_tree import descendants
 
 
 class Conversation:
@@ -43,10 +43,10 @@ class Conversation:
             presets=("small",),
             world_sizes=(2,),
             deadlines=DEADLINES,
-            supply=SUPPLY,
+            pool_settings=POOL_SETTINGS,
             stress=ONE_PASS,
         )
-        self.judged = Run(plan, self.notes, describe_node("cpu")).judge(evaluation.make_jobs(plan), 2)
+        self.judged = Run(plan, self.notes, describe_node("cpu")).judge(evaluator.make_jobs(plan), 2)
 
     def evaluate(self, at: Message | None = None, fault: Fault | None = None) -> Result:
         """The next evaluation; its result has been stored, and ``struck_in`` is the phase of the fault."""
@@ -72,7 +72,9 @@ def test_every_kind_of_message(board: Switchboard, tmp_path: Path) -> None:
         assert conversation.evaluate().correct and conversation.evaluate().correct
         firsts = [message for message in board.seen if message.ordinal == 0]
         points = [*itertools.product(firsts, [kill_leader, garble])]
-        points += [(message, fault) for message in firsts if message.op in ("call", "mint") for fault in (kill_rank, close_channel)]
+        points += [
+            (message, fault) for message in firsts if message.op in ("call", "generate_inputs") for fault in (kill_rank, close_channel)
+        ]
         assert {message.role for message in firsts} == {"trusted", "candidate"} and len(points) > 30
         for message, fault in points:
             result = conversation.evaluate(message, fault)
@@ -80,11 +82,16 @@ def test_every_kind_of_message(board: Switchboard, tmp_path: Path) -> None:
             if message.role == "trusted":
                 assert result.verdict.kind == "harness_error", case
             elif message.op == "init":
-                assert result.correct, case  # it was the spare for the next one
+                assert result.correct, case  # it was the warm group for the next one
             elif conversation.struck_in == "audit":
                 assert result.correct and "audit_failed" in result.flags, case  # evidence in the open track, no verdict
             else:
-                kinds = {kill_rank: "runtime_error", close_channel: "runtime_error", kill_leader: "tampered", garble: "tampered"}
+                kinds = {
+                    kill_rank: "runtime_error",
+                    close_channel: "runtime_error",
+                    kill_leader: "integrity_failure",
+                    garble: "integrity_failure",
+                }
                 verdict: Any = result.verdict
                 assert (verdict.kind, verdict.phase) == (kinds[fault], conversation.struck_in), case
                 assert fault is not kill_rank or (verdict.rank == 1 and "SIGKILL" in verdict.message), case
@@ -106,7 +113,7 @@ def test_trusted_ranks_that_do_not_start_are_started_again(op: str, board: Switc
 def test_builders(board: Switchboard, tmp_path: Path) -> None:
     """What dies while it compiles a candidate is the candidate's; what dies before is ours."""
     points = [("init", kill_rank, "harness_error"), ("build", kill_rank, "runtime_error")]
-    points += [("init", garble, "harness_error"), ("build", garble, "tampered"), ("build", kill_leader, "tampered")]
+    points += [("init", garble, "harness_error"), ("build", garble, "integrity_failure"), ("build", kill_leader, "integrity_failure")]
     candidates = [tmp_path / f"8_build{number}_cuda.py" for number in range(len(points) + 1)]
     for number, path in enumerate(candidates):
         path.write_text(f"import time\ntime.sleep(0.2)  # {number}: no two are the same file\n")
@@ -118,24 +125,24 @@ def test_builders(board: Switchboard, tmp_path: Path) -> None:
         assert conversation.evaluate().verdict.kind == "not_run"  # compiles, but needs a GPU
 
 
-def test_a_killed_nursery_is_replaced(board: Switchboard, nursery: Nursery, tmp_path: Path) -> None:
+def test_a_killed_nursery_is_replaced(board: Switchboard, fork_server: ForkServer, tmp_path: Path) -> None:
     conversation = Conversation(board, tmp_path, [GOOD] * 3)
 
-    def kill_nursery(board: Switchboard, group: RankGroup) -> None:
-        os.kill(nursery.pid, signal.SIGKILL)
-        wait_for(lambda: not nursery.alive, 10, "the end of the nursery")
+    def kill_fork_server(board: Switchboard, group: RankGroup) -> None:
+        os.kill(fork_server.pid, signal.SIGKILL)
+        wait_for(lambda: not fork_server.alive, 10, "the end of the fork server")
 
     with closing(conversation.judged):
-        results = [conversation.evaluate(Message("candidate", "load", 0), kill_nursery)]
+        results = [conversation.evaluate(Message("candidate", "load", 0), kill_fork_server)]
         results += [conversation.evaluate(), conversation.evaluate()]
-    assert nursery.alive and all(result.correct for result in results), [result.verdict for result in results]
+    assert fork_server.alive and all(result.correct for result in results), [result.verdict for result in results]
 
 
 KILLED_AT = [("candidate", "init"), ("candidate", "call"), ("trusted", "judge")]
 
 
-def test_a_killed_supervisor_leaves_valid_results_and_no_process(nursery: Nursery, tmp_path: Path) -> None:
-    """Leaders end their groups, spares among them, when the supervisor's sockets close, for whatever reason."""
+def test_a_killed_supervisor_leaves_valid_results_and_no_process(fork_server: ForkServer, tmp_path: Path) -> None:
+    """Leaders end their groups, warm groups among them, when the supervisor's sockets close, for whatever reason."""
 
     def supervise(at: Message) -> int:
         """The status of a process that is killed during its second evaluation."""
@@ -151,14 +158,14 @@ def test_a_killed_supervisor_leaves_valid_results_and_no_process(nursery: Nurser
 
     for number, (role, op) in enumerate(KILLED_AT, 1):
         assert supervise(Message(role, op, 0)) == -signal.SIGKILL, (role, op)
-        wait_for(lambda: descendants(nursery.pid) == [], 20, f"the end of all processes after {role} {op}")
+        wait_for(lambda: descendants(fork_server.pid) == [], 20, f"the end of all processes after {role} {op}")
         assert len(ResultsStore(tmp_path).results()) == number
 
 
-def test_a_stopped_leader_does_not_keep_its_group(nursery: Nursery) -> None:
+def test_a_stopped_leader_does_not_keep_its_group(fork_server: ForkServer) -> None:
     with switchboard() as board:
-        group = nursery.spawn("builder", 1, {"device": "cpu", "timed_ranks": 0})
+        group = fork_server.spawn("builder", 1, {"device": "cpu", "timed_ranks": 0})
     group.ask({"op": "init"}, "build", 30)
     os.kill(board.leader(group), signal.SIGSTOP)
     group.kill(0.2)
-    wait_for(lambda: descendants(nursery.pid) == [], 20, "the end of the group")
+    wait_for(lambda: descendants(fork_server.pid) == [], 20, "the end of the group")

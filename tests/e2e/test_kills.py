@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from e2e.faults import GOOD, ONE_PASS, SUPPLY, Fault, Message, Switchboard, kill_rank
+from e2e.faults import GOOD, ONE_PASS, POOL_SETTINGS, Fault, Message, Switchboard, kill_rank
 from e2e.runs import DEADLINES, wait_for, within
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
-from peerlane.evaluate.nursery_handle import Nursery
-from peerlane.evaluate.processes import descendants
-from peerlane.evaluate.store import ResultsStore
-from unit.sample_results import on_cpu
+from peerlane.evaluate.processes.fork_client import ForkServer
+from peerlane.evaluate.results.store import ResultsStore
+from peerlane.evaluate.sandbox.process_tree import descendants
+from sample_results import on_cpu
 
 CANDIDATE, TRUSTED, SUPERVISOR = VICTIMS = ("candidate", "trusted", "supervisor")
 LOAD = Message(CANDIDATE, "load", 0)
@@ -96,7 +96,7 @@ class Dying:
             out=out,
             isolation="L0",
             deadlines=DEADLINES,
-            supply=SUPPLY,
+            pool_settings=POOL_SETTINGS,
             stress=ONE_PASS,
         )
         if kill is None:
@@ -145,7 +145,7 @@ class Dying:
 
 @pytest.mark.usefixtures("one_case")
 @pytest.mark.parametrize("kind", PHASES)
-def test_a_kill_at_every_boundary(kind: str, nursery: Nursery, board: Switchboard, tmp_path: Path) -> None:
+def test_a_kill_at_every_boundary(kind: str, fork_server: ForkServer, board: Switchboard, tmp_path: Path) -> None:
     candidate = GOOD
     if kind == "wrong_result":
         candidate = tmp_path / "8_wrong_pytorch.py"
@@ -161,7 +161,7 @@ def test_a_kill_at_every_boundary(kind: str, nursery: Nursery, board: Switchboar
         results = dying.results_after(kill, tmp_path / str(count))
         struck.add(kill)
         case = f"{kill} at {dying.requests[kill.number]}: {results}"
-        wait_for(lambda: descendants(nursery.pid) == [], 20, f"the end of all processes after a {case}")
+        wait_for(lambda: descendants(fork_server.pid) == [], 20, f"the end of all processes after a {case}")
         assert ResultsStore(tmp_path / str(count)).results() == [earlier, *results], case
         for result in results:
             assert Outcome.of(result) in dying.outcomes(kill), case

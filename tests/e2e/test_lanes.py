@@ -16,9 +16,9 @@ import pytest
 from e2e.runs import DEADLINES, GOOD, MARK, STRESS, marked_processes, wait_for, within
 from peerlane.errors import HarnessError
 from peerlane.evaluate import EvaluationPlan, Result, discover
-from peerlane.evaluate.evaluation import Silent
-from peerlane.evaluate.lanes import Lane, divide, evaluate_side_by_side
+from peerlane.evaluate.evaluator import Silent
 from peerlane.selftest import run
+from peerlane.selftest.lanes import Lane, divide, evaluate_side_by_side
 from peerlane.selftest.outcome import read_outcomes
 from peerlane.selftest.run import SelftestPlan, selftest
 from peerlane.selftest.table import load

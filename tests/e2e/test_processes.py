@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from e2e.runs import GOOD, MARK, judge, marked, marked_processes, wait_for
-from peerlane.evaluate.store import ResultsStore
+from peerlane.evaluate.results.store import ResultsStore
 
 DAEMON_THEN_LOOP = '''
 """Leaves a daemon behind, says so, and never returns."""
@@ -97,7 +97,7 @@ def interrupted(tmp_path: Path) -> Iterator[Run]:
     try:
         signs = [f"{sign}-{which}" for which in ("daemon", "daemon", "rank", "rank")]
         wait_for(lambda: sorted(name for name in names() if name.startswith(sign)) == signs, 60, "the candidate's start")
-        assert len(marked_processes(mark)) > 6  # supervisor, nursery, leaders, ranks, daemons
+        assert len(marked_processes(mark)) > 6  # supervisor, fork server, leaders, ranks, daemons
         yield Run(process, mark, tmp_path / "out", [GOOD, stuck])
     finally:
         process.kill()
@@ -135,7 +135,7 @@ def test_candidate_that_kills_its_guard(tmp_path: Path) -> None:
     killer.write_text(KILL_LEADER)
     with marked(tmp_path.as_posix()):
         killed, good = judge(killer, GOOD, isolation="L0")
-    assert killed.verdict.kind == "tampered", killed.verdict
+    assert killed.verdict.kind == "integrity_failure", killed.verdict
     assert good.correct, good.verdict
     assert marked_processes(tmp_path.as_posix()) == []
 
@@ -143,7 +143,7 @@ def test_candidate_that_kills_its_guard(tmp_path: Path) -> None:
 def test_interrupt_inside_evaluate(tmp_path: Path) -> None:
     """KeyboardInterrupt in the calling thread ends everything before it leaves evaluate()."""
     from peerlane.evaluate import EvaluationPlan, discover, evaluate
-    from peerlane.evaluate.evaluation import Silent
+    from peerlane.evaluate.evaluator import Silent
 
     class Impatient(Silent):
         def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:

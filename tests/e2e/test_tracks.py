@@ -132,12 +132,12 @@ def solution(tensor):
 CUSTOM = {
     "own": "correct",
     "set_up_by_gloo": "correct",
-    "library": "policy",
-    "decoy": "policy",
-    "in_a_thread": "policy",
-    "own_while_watched": "policy",
-    "stops_the_profiler": "tampered",
-    "replaces_the_profiler": "tampered",
+    "library": "track_violation",
+    "decoy": "track_violation",
+    "in_a_thread": "track_violation",
+    "own_while_watched": "track_violation",
+    "stops_the_profiler": "integrity_failure",
+    "replaces_the_profiler": "integrity_failure",
     "wrong_later": "wrong_result",
 }
 RECORDED = ("library", "decoy", "in_a_thread")

@@ -10,13 +10,13 @@ from contextlib import ExitStack
 import pytest
 
 from peerlane import problems
-from peerlane.evaluate.groups import GroupFailure
-from peerlane.evaluate.nursery_handle import Nursery
-from peerlane.evaluate.protocol import Message
-from peerlane.evaluate.session import Session
-from peerlane.evaluate.trial import Rejected, Trial
-from peerlane.evaluate.turnstile import Passage, ask_and_let_through
-from peerlane.evaluate.verdict import Phase
+from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected
+from peerlane.evaluate.processes.fork_client import ForkServer
+from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.processes.session import Session
+from peerlane.evaluate.results.verdict import Phase
+from peerlane.evaluate.timing.turnstile import Passage, ask_and_let_through
 from peerlane.settings import Deadlines
 
 HEAD = """
@@ -95,60 +95,60 @@ def solution(tensor):
 """
 SLOTS = 4
 
-Open = Callable[[str], Trial]
+Open = Callable[[str], CaseRunner]
 
 
 @pytest.fixture
-def opened(nursery: Nursery) -> Iterator[Open]:
+def opened(fork_server: ForkServer) -> Iterator[Open]:
     """Opens a trial of problem 1 for a candidate with this source, on two ranks."""
     with ExitStack() as stack:
         session = stack.enter_context(Session("cpu", 2, Deadlines(timing=3.0)))
 
-        def open_(source: str) -> Trial:
+        def open_(source: str) -> CaseRunner:
             problem = problems.get(1)
             group = session.take_group()
             stack.callback(session.end, group)
-            trial = Trial(session, group, problem, problem.cases("small", 2)[0], "timed", SLOTS)
+            runner = CaseRunner(session, group, problem, problem.cases("small", 2)[0], "timed", SLOTS)
             request = {"op": "load", "path": "/1_turnstile_pytorch.py", "source": source, "cache": None, "problem": 1, "variant": "default"}
             group.ask(request, "import", 30.0)
-            trial.open()
-            return trial
+            runner.open()
+            return runner
 
         yield open_
 
 
 def run(
-    trial: Trial,
+    runner: CaseRunner,
     order: Sequence[int] = range(SLOTS),
     positions: Sequence[int] = range(SLOTS),
     phase: Phase = "stress",
     jitter: Sequence[tuple[int, str, float]] = (),
 ) -> tuple[list[Message], list[Passage]]:
     """A pass in this order, with calls locked at these positions; ``jitter`` holds up rank 1."""
-    trial.mint()
-    locked = trial.lock(order, positions)
-    trial.reveal(locked=locked)
+    runner.generate_inputs()
+    locked = runner.lock(order, positions)
+    runner.publish_inputs(locked=locked)
     request = {"op": "stress", "side": "candidate", "order": list(order), "exchanges": [], "poisoned": [], "kept": list(range(SLOTS))}
     requests = [{**request, "jitter": steps} for steps in ((), jitter)]
-    answers, passages = trial.let_through(trial.group, requests, locked, phase, 3.0)
-    trial.hold_to(passages, locked, phase)
+    answers, passages = runner.let_through(runner.group, requests, locked, phase, 3.0)
+    runner.hold_to(passages, locked, phase)
     return answers, passages
 
 
 def test_honest_calls_are_let_through_and_are_right(opened: Open) -> None:
-    trial, order = opened(HONEST), [2, 0, 3, 1]
-    answers, passages = run(trial, order, [0, 3])
+    runner, order = opened(HONEST), [2, 0, 3, 1]
+    answers, passages = run(runner, order, [0, 3])
     assert [(passage.position, passage.slot) for passage in passages] == [(0, 2), (3, 1)]
     assert all(0 < passage.us < 1e6 for passage in passages)
     assert len({digest for passage in passages for digest in passage.digests}) == 4, "the same sums, under keys of their own"
-    trial.collect_from(answers, order, "stress")
-    trial.judge("stress", at_rest=True)  # also that nothing else has changed, guard bands included
-    assert trial.evidence.stressed_slots == SLOTS and trial.evidence.worst_ratio <= 1
+    runner.collect_from(answers, order, "stress")
+    runner.judge("stress", at_rest=True)  # also that nothing else has changed, guard bands included
+    assert runner.evidence.stressed_slots == SLOTS and runner.evidence.max_error_over_tolerance <= 1
 
 
 def test_every_call_has_a_key_and_a_ticket_of_its_own(opened: Open) -> None:
-    trial = opened(HONEST)
-    first, second = (trial.lock(range(SLOTS), [1, 3]) for _ in range(2))
+    runner = opened(HONEST)
+    first, second = (runner.lock(range(SLOTS), [1, 3]) for _ in range(2))
     assert [(position, slot) for position, slot, _ in first.calls] == [(1, 1), (3, 3)]
     tickets = [ticket for locked in (first, second) for *_, ticket in locked.calls]
     assert tickets == sorted(set(tickets)) and tickets[0] > 0
@@ -157,18 +157,18 @@ def test_every_call_has_a_key_and_a_ticket_of_its_own(opened: Open) -> None:
 
 
 def test_contents_of_locked_calls_are_not_in_the_arena(opened: Open) -> None:
-    trial = opened(LOOKS)
-    answers, _ = run(trial, positions=[2])
-    trial.collect_from(answers, range(SLOTS), "stress")
-    trial.judge("stress")
+    runner = opened(LOOKS)
+    answers, _ = run(runner, positions=[2])
+    runner.collect_from(answers, range(SLOTS), "stress")
+    runner.judge("stress")
 
 
 def test_inputs_are_not_known_before_their_call(opened: Open) -> None:
-    trial = opened(AHEAD)
-    answers, _ = run(trial)
-    trial.collect_from(answers, [1, 2, 3], "stress")
+    runner = opened(AHEAD)
+    answers, _ = run(runner)
+    runner.collect_from(answers, [1, 2, 3], "stress")
     with pytest.raises(Rejected, match=r"unstable|wrong_result"):
-        trial.judge("stress")
+        runner.judge("stress")
 
 
 @pytest.mark.parametrize("phase", ["timing", "stress"])
@@ -176,21 +176,21 @@ def test_inputs_are_not_known_before_their_call(opened: Open) -> None:
 def test_answers_cannot_be_given_later(source: str, phase: Phase, opened: Open) -> None:
     with pytest.raises(Rejected) as caught:
         run(opened(source), phase=phase)
-    assert caught.value.verdict.kind == "tampered"
+    assert caught.value.verdict.kind == "integrity_failure"
     assert re.search(r"[1-4] of 4 locked calls returned something else than the rank had", caught.value.verdict.reason)
 
 
 def test_what_is_judged_is_what_was_digested(opened: Open) -> None:
     """Whoever writes between the two is too late."""
-    trial, order = opened(HONEST), [2, 0, 3, 1]
-    answers, _ = run(trial, order, [0])
+    runner, order = opened(HONEST), [2, 0, 3, 1]
+    answers, _ = run(runner, order, [0])
     for slot in (2, 0):
-        trial.ask("copy_again", "stress", 3.0, slot=slot)  # what the last call returned
-    trial.collect_from(answers, [2], "stress")
-    trial.judge("stress")
-    trial.collect_from(answers, [0], "stress")
+        runner.ask("copy_again", "stress", 3.0, slot=slot)  # what the last call returned
+    runner.collect_from(answers, [2], "stress")
+    runner.judge("stress")
+    runner.collect_from(answers, [0], "stress")
     with pytest.raises(Rejected, match=r"unstable"):
-        trial.judge("stress")
+        runner.judge("stress")
 
 
 def test_a_call_takes_from_its_key_to_its_answer(opened: Open) -> None:
@@ -209,34 +209,34 @@ def test_a_timed_call_has_no_key_before_all_ranks_have_come(phase: Phase, opened
 @pytest.mark.parametrize("phase", ["timing", "stress"])
 @pytest.mark.parametrize(("source", "kind"), [(FAILS, "runtime_error"), (ENDLESS, "hang")])
 def test_ranks_that_fail_in_a_locked_call(source: str, kind: str, phase: Phase, opened: Open) -> None:
-    trial = opened(source)
+    runner = opened(source)
     with pytest.raises(GroupFailure) as caught:
-        run(trial, phase=phase)
+        run(runner, phase=phase)
     assert (caught.value.kind, caught.value.phase) == (kind, phase)
 
 
 def test_a_rank_that_waits_for_others_is_not_to_blame_for_a_hang(opened: Open) -> None:
-    trial = opened(ALONE)
+    runner = opened(ALONE)
     with pytest.raises(GroupFailure) as caught:
-        run(trial, positions=[2], phase="timing", jitter=[(2, "host", 6e6)])
+        run(runner, positions=[2], phase="timing", jitter=[(2, "host", 6e6)])
     assert (caught.value.kind, caught.value.ranks) == ("hang", (1,))
 
 
 def test_nobody_waits_for_a_rank_that_has_answered(opened: Open) -> None:
-    trial = opened(ALONE)
-    trial.mint()
-    locked = trial.lock(range(SLOTS), [1])
-    trial.reveal(locked=locked)
+    runner = opened(ALONE)
+    runner.generate_inputs()
+    locked = runner.lock(range(SLOTS), [1])
+    runner.publish_inputs(locked=locked)
     steps = {"exchanges": [], "poisoned": [], "jitter": [], "kept": [], "locked": locked.calls, "deadline_s": 60.0}
     comes = {"op": "stress", "side": "candidate", "space": "timed", "order": list(range(SLOTS)), **steps}
     begin = time.monotonic()
     with pytest.raises(GroupFailure, match="before all of its locked calls had been let through"):
-        ask_and_let_through(trial.group, [comes, {"op": "copy_again", "space": "timed", "slot": 0}], locked, "timing", 30.0)
+        ask_and_let_through(runner.group, [comes, {"op": "copy_again", "space": "timed", "slot": 0}], locked, "timing", 30.0)
     assert time.monotonic() - begin < 10.0
 
 
 def test_ranks_that_skip_locked_calls(opened: Open) -> None:
-    trial = opened(HONEST)
-    locked = trial.lock(range(SLOTS), [1])
+    runner = opened(HONEST)
+    locked = runner.lock(range(SLOTS), [1])
     with pytest.raises(GroupFailure, match="before all of its locked calls had been let through"):
-        ask_and_let_through(trial.group, {"op": "copy_again", "space": "timed", "slot": 0}, locked, "stress", 3.0)
+        ask_and_let_through(runner.group, {"op": "copy_again", "space": "timed", "slot": 0}, locked, "stress", 3.0)

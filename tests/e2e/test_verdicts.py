@@ -48,7 +48,7 @@ def test_broken_candidate(path: Path, results: dict[str, tuple[Result, Result]])
         assert broken.verdict.phase == PHASES[path.stem]  # type: ignore[union-attr]
     if path.stem in RANKS:
         assert broken.verdict.rank == RANKS[path.stem]  # type: ignore[union-attr]
-    assert sum(broken.phases_s.values()) < WAITS_S.get(path.stem, 0.0) + 5.0, "a wait was not cut short"
+    assert sum(broken.stage_seconds.values()) < WAITS_S.get(path.stem, 0.0) + 5.0, "a wait was not cut short"
 
 
 def test_output_of_a_failure_is_kept(results: dict[str, tuple[Result, Result]]) -> None:

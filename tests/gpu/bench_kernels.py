@@ -3,7 +3,8 @@
     PYTHONPATH=src python tests/gpu/bench_kernels.py collectives|fused|product [--world 2] [--out FILE]
 
 One process per GPU. A quick look for those who change a kernel: calls of one kind back to back on the same tensors, nothing judged but the
-size of the error. What is published comes from `peerlane eval`, which mints inputs anew and compares every answer. Times are the slowest
+size of the error. What is published comes from `peerlane eval`, which generates inputs anew and compares every answer. Times are the
+slowest
 rank's, in microseconds, the median of five stretches of calls, which take turns with those of what it is compared with.
 """
 

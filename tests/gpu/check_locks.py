@@ -14,9 +14,9 @@ import sys
 
 import torch
 
-from peerlane.evaluate.locks import THREADS, DeviceLocks, compile_locks
-from peerlane.evaluate.nursery_handle import memory_file
-from peerlane.evaluate.turnstile import KEY_BYTES, Page
+from peerlane.evaluate.processes.fork_client import memory_file
+from peerlane.evaluate.timing.locks import THREADS, DeviceLocks, compile_locks
+from peerlane.evaluate.timing.turnstile import KEY_BYTES, Page
 
 LENGTHS = (1, 15, 16, 63, 64, 65, 4096, 100_003)
 TIMED_BYTES = (1 << 10, 1 << 20, 1 << 28)

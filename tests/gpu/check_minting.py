@@ -2,7 +2,8 @@
 
     python tests/gpu/check_minting.py [--problem all] [--world-size 2] [--preset pkb] [--slots 12]
 
-Prints a line per case: milliseconds that the host needs to mint a block call by call and by replay, or that its inputs are not captured.
+Prints a line per case: milliseconds that the host needs to generate a block call by call and by replay, or that its inputs are not
+captured.
 Ends with 1 if a replay's contents are not those that are drawn call by call, or if ranks draw different amounts of what all of them draw
 alike.
 """
@@ -16,11 +17,9 @@ import time
 import torch
 
 from peerlane import problems
-from peerlane.evaluate.minting import _CAPTURED_BYTES, Inputs, Minter
-from peerlane.evaluate.slots import ArgumentSlots, end_of, place_slots, strip_overlap
-from peerlane.problems._draw import RANDOM, BlockGenerators
-from peerlane.problems._spec import Case, Problem
-from peerlane.problems._tree import describe
+from peerlane.evaluate.memory.input_generation import _CAPTURED_BYTES, InputGenerator, Inputs
+from peerlane.evaluate.memory.slots import ArgumentSlots, end_of, place_slots, strip_overlap
+from peerlane.problems.contract import RANDOM, BlockGenerators, Case, Problem, describe
 
 SECRET = "check"
 
@@ -33,11 +32,11 @@ def lay_out(inputs: Inputs, count: int) -> tuple[torch.Tensor, ArgumentSlots]:
     return memory, ArgumentSlots(memory, layout, lambda name: name)
 
 
-def minted_s(minter: Minter, block: int, count: int) -> float:
+def generated_s(input_generator: InputGenerator, block: int, count: int) -> float:
     """Seconds until a block's contents are there."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    minter.mint(block, [RANDOM] * count)
+    input_generator.generate_inputs(block, [RANDOM] * count)
     torch.cuda.synchronize()
     return time.perf_counter() - begin
 
@@ -48,20 +47,20 @@ def check(problem: Problem, case: Case, rank: int, slots: int) -> tuple[str, boo
     memory, laid_out = lay_out(inputs, slots)
     if laid_out.end(slots) > _CAPTURED_BYTES * slots:
         return "too large to be captured", True
-    minter, plain = Minter(inputs, laid_out), Minter(inputs, laid_out)
+    input_generator, plain = InputGenerator(inputs, laid_out), InputGenerator(inputs, laid_out)
     plain.captures = False
     for block in range(2):
-        minted_s(plain, block, slots)
-        minted_s(minter, block, slots)
-    plain_s = min(minted_s(plain, block, slots) for block in range(2, 5))
-    if not minter.captures:
+        generated_s(plain, block, slots)
+        generated_s(input_generator, block, slots)
+    plain_s = min(generated_s(plain, block, slots) for block in range(2, 5))
+    if not input_generator.captures:
         return f"{plain_s * 1e3:8.2f} ms, not captured", True
     well, replay_s = True, []
     for block in (7, 8):
-        replay_s.append(minted_s(minter, block, slots))
+        replay_s.append(generated_s(input_generator, block, slots))
         replayed = memory.clone()
         memory.zero_()
-        plain.mint(block, [RANDOM] * slots)
+        plain.generate_inputs(block, [RANDOM] * slots)
         well = well and torch.equal(replayed, memory)
     return f"{plain_s * 1e3:8.2f} ms {min(replay_s) * 1e3:8.2f} ms{'' if well else '  WRONG'}", well
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from e2e.runs import EXAMPLES, GOOD, MARK, alternate, marked, marked_processes
 from peerlane.cli.demo import can_run, read_expectation
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
-from peerlane.evaluate.evaluation import Silent
+from peerlane.evaluate.evaluator import Silent
 from peerlane.settings import Deadlines, TimingRules
 
 DEADLINES = Deadlines(exit=5.0).with_calls(8.0)

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from peerlane.evaluate import quiet
-from peerlane.evaluate.cores import TimedCore, cores_of_rank
-from peerlane.evaluate.statistics import mean_between
-from peerlane.evaluate.timing import GraphBlock
+from peerlane.evaluate.ranks.timed_block import GraphBlock
+from peerlane.evaluate.timing import cache_flush
+from peerlane.evaluate.timing.cores import TimedCore, cores_of_rank
+from peerlane.evaluate.timing.statistics import mean_between
 
 SLOTS, BLOCKS = 160, 4
 LEADING = 4  # calls that do not count
@@ -32,7 +32,7 @@ FIGURES = ("median", "middle half", "mean")
 
 
 class Snapshots:
-    """What a block wants of :class:`~peerlane.evaluate.slots.OutputRegions`: a copy of every answer."""
+    """What a block wants of :class:`~peerlane.evaluate.memory.slots.OutputRegions`: a copy of every answer."""
 
     def __init__(self, like: torch.Tensor) -> None:
         self._copies = [torch.empty_like(like) for _ in range(SLOTS)]
@@ -76,7 +76,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1, device_id=device)
-        quiet.bind()
+        cache_flush.bind()
         core = TimedCore(cores_of_rank(0, 1))
         args = [(torch.randn(options.elements, device=device, dtype=torch.bfloat16),) for _ in range(SLOTS)]
         snapshots: Any = Snapshots(args[0][0])

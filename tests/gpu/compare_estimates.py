@@ -21,8 +21,8 @@ import numpy as np
 
 from peerlane.evaluate import EvaluationPlan, evaluate
 from peerlane.evaluate.candidates import discover
-from peerlane.evaluate.speed import Race
-from peerlane.evaluate.statistics import _pooled_means, paired_interval
+from peerlane.evaluate.timing.speed import Race
+from peerlane.evaluate.timing.statistics import _pooled_means, paired_interval
 from peerlane.settings import StressRules, TimingRules
 
 DRAWS = 200
@@ -61,7 +61,7 @@ def time_references(options: argparse.Namespace) -> Timed:
 
     def keep(race: Race, budget_s: float) -> None:
         run(race, budget_s)  # the last one of a problem is the candidate's
-        timed[race.trial.problem.id] = [[list(block.warm_us) for block in side] for side in (race.references, race.others)]
+        timed[race.runner.problem.id] = [[list(block.warm_us) for block in side] for side in (race.references, race.others)]
 
     run, never = Race.run, {"eager": 0.0, "graph": 0.0}
     limits = {"budget_s": options.seconds, "usual_s": options.seconds, "max_rounds": 10_000, "target_half_width": never}

@@ -22,17 +22,17 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "src" / "peerlane"
 CORPUS = Path(__file__).parents[1] / "adversarial"
 CHANGES: dict[int, dict[str, dict[str, str]]] = {
-    1: {"problems/_spec.py": {"(2, 4, 8)": "(1, 2, 4, 8)"}},
+    1: {"problems/contract/spec.py": {"(2, 4, 8)": "(1, 2, 4, 8)"}},
     2: {
-        "evaluate/worker.py": {
+        "evaluate/ranks/rank.py": {
             'torch.device("cuda", rank)': 'torch.device("cuda", 0)',
             '"nccl", store=store, rank=self.rank, world_size=self.world_size, device_id=self.device)': (
                 '"gloo", store=store, rank=self.rank, world_size=self.world_size)'
             ),
         },
-        "evaluate/evaluation.py": {"torch.cuda.device_count() if": "2 * torch.cuda.device_count() if"},
-        "problems/_spec.py": {'return ("eager", "graph") if self.graph else ("eager",)': 'return ("eager",)'},
-        "evaluate/nursery_handle.py": {
+        "evaluate/evaluator.py": {"torch.cuda.device_count() if": "2 * torch.cuda.device_count() if"},
+        "problems/contract/spec.py": {'return ("eager", "graph") if self.graph else ("eager",)': 'return ("eager",)'},
+        "evaluate/processes/fork_client.py": {
             'if device == "cpu" else environment': 'if device == "cpu" else {**environment, "GLOO_SOCKET_IFNAME": "lo"}'
         },
     },

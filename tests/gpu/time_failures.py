@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from peerlane.evaluate import EvaluationPlan, Result, evaluate
 from peerlane.evaluate.candidates import candidate_file
-from peerlane.evaluate.evaluation import Silent
+from peerlane.evaluate.evaluator import Silent
 from peerlane.hardware.environment import record
 from peerlane.selftest.table import Corpus, Entry, load
 from peerlane.settings import SELFTEST_DEADLINES
@@ -52,7 +52,7 @@ class Watch(Silent):
     def finished(self, result: Result) -> None:
         now, entry = time.monotonic(), self.entries[result.candidate.name]
         expected = result.verdict.kind in entry.accepted(self.device)  # type: ignore[arg-type]
-        build_s = result.phases_s.get("build", 0.0)
+        build_s = result.stage_seconds.get("build", 0.0)
         self.timed.append(Timed(result.candidate.name, result.verdict.kind, expected, now - self.last, build_s))
         told = "" if expected else f"  expected {' or '.join(entry.accepted(self.device))}: {result.verdict.reason}"  # type: ignore[arg-type]
         print(f"{now - self.last:6.1f} s  {result.candidate.name}: {result.verdict.kind}{told}", flush=True)

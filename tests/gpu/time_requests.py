@@ -19,9 +19,9 @@ from unittest import mock
 
 from peerlane.evaluate import EvaluationPlan, Result, evaluate
 from peerlane.evaluate.candidates import discover
-from peerlane.evaluate.evaluation import Silent
-from peerlane.evaluate.groups import RankGroup
-from peerlane.evaluate.protocol import Message
+from peerlane.evaluate.evaluator import Silent
+from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate.processes.rank_group import RankGroup
 
 Request = tuple[str, str, str, str]
 """Who was asked, for what, in which launch mode, for which side."""
@@ -59,10 +59,11 @@ class Watch(Silent):
     """Prints every result as it comes, with the seconds of its phases."""
 
     def finished(self, result: Result) -> None:
-        phases = " ".join(f"{phase} {seconds:.2f}" for phase, seconds in result.phases_s.items())
+        phases = " ".join(f"{phase} {seconds:.2f}" for phase, seconds in result.stage_seconds.items())
         rounds = " ".join(f"{speed.mode} {speed.rounds} rounds" for speed in result.speed if speed.status == "measured")
         print(
-            f"{sum(result.phases_s.values()):6.2f} s  {result.problem.id} {result.problem.slug}: {result.verdict.kind}; {phases}; {rounds}",
+            f"{sum(result.stage_seconds.values()):6.2f} s  "
+            f"{result.problem.id} {result.problem.slug}: {result.verdict.kind}; {phases}; {rounds}",
             flush=True,
         )
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.problems import Cost
-from peerlane.problems._collective import all_gather_single, reduce_scatter_single
-from peerlane.problems._count import Count, Step, cost_faults, counted
+from peerlane.problems.contract.count import Count, Step, cost_faults, counted
+from peerlane.problems.families.collective import all_gather_single, reduce_scatter_single
 from ranks.pool import RankPool
 
 N = 96  # float32 elements

@@ -13,7 +13,7 @@ from peerlane.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from peerlane.evaluate.verdict import Result
+    from peerlane.evaluate.results.verdict import Result
 
 WIDE = 240
 """Columns to lay tables out in when the output is no terminal: enough for a row to stay on one line."""

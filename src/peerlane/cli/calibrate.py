@@ -23,7 +23,7 @@ def calibrate(
     out: Annotated[Path | None, typer.Option(help="File that records are added to; what it holds is not done again.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure how far references, honest variants and wrong answers are from what is allowed.
+    """Measure how far references, alternative solutions and wrong answers are from what is allowed.
 
     Exit codes: 0 all sound; 1 something is not; 2 the request cannot be carried out.
     """
@@ -31,9 +31,9 @@ def calibrate(
     sizes = None if world_size is None else positive_integers(world_size, "--world-size")
     chosen = choose_device(device)
 
-    from peerlane.evaluate.calibrate import CalibrationPlan, device_name, job_key, jobs_of, read_calibrations, sound
-    from peerlane.evaluate.calibrate import calibrate as run
     from peerlane.report.calibration import calibration_table
+    from peerlane.selftest.calibrate import CalibrationPlan, device_name, job_key, jobs_of, read_calibrations, sound
+    from peerlane.selftest.calibrate import calibrate as run
 
     plan = CalibrationPlan(problem, presets, sizes or default_world_sizes(chosen), chosen, out)
     if sizes is None:

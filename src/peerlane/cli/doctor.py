@@ -76,9 +76,9 @@ def _with_mechanisms(ceilings: Ceilings) -> Ceilings:
 def isolation_checks(device: Literal["cuda", "cpu"]) -> list[Check]:
     """How far candidates can be confined here: a check per tier above L0."""
     from peerlane.errors import UsageError
-    from peerlane.evaluate.confine import OWN_UID
-    from peerlane.evaluate.isolation import Tier, choose, in_short
-    from peerlane.evaluate.sharing import sharing_failure
+    from peerlane.evaluate.processes.sharing import sharing_failure
+    from peerlane.evaluate.sandbox.confine import OWN_UID
+    from peerlane.evaluate.sandbox.isolation import Tier, choose, in_short
     from peerlane.hardware.doctor import Check
     from peerlane.settings import Deadlines
 

@@ -17,7 +17,7 @@ from peerlane.errors import RunStopped
 
 if TYPE_CHECKING:
     from peerlane.evaluate import EvaluationPlan
-    from peerlane.evaluate.verdict import Result
+    from peerlane.evaluate.results.verdict import Result
 
 Device: TypeAlias = Literal["cuda", "cpu"]
 Mode: TypeAlias = Literal["eager", "graph"]
@@ -61,7 +61,7 @@ def evaluate_candidates(
     chosen = choose_device(device)
 
     from peerlane.evaluate import discover
-    from peerlane.evaluate.early import early_start
+    from peerlane.evaluate.processes.early import early_start
 
     found = discover(candidates)
     sizes = sizes or default_world_sizes(chosen)
@@ -102,7 +102,7 @@ def evaluate_candidates(
 def requested_results(plan: EvaluationPlan, folder: Path) -> list[Result]:
     """The results of everything that a plan asks for, in its order: those just made, and those that were there and were skipped."""
     from peerlane.evaluate import ResultsStore
-    from peerlane.evaluate.evaluation import choose_isolation, job_key, make_jobs
+    from peerlane.evaluate.evaluator import choose_isolation, job_key, make_jobs
 
     stored = {result.key: result for result in ResultsStore(folder).results()}
     tier = choose_isolation(plan).tier

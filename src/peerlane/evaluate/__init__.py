@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from peerlane.evaluate.candidates import CandidateFile as CandidateFile
     from peerlane.evaluate.candidates import discover as discover
-    from peerlane.evaluate.evaluation import EvaluationPlan as EvaluationPlan
-    from peerlane.evaluate.evaluation import Progress as Progress
-    from peerlane.evaluate.evaluation import evaluate as evaluate
-    from peerlane.evaluate.speed_record import ModeSpeed as ModeSpeed
-    from peerlane.evaluate.speed_record import NotMeasured as NotMeasured
-    from peerlane.evaluate.store import ResultsStore as ResultsStore
-    from peerlane.evaluate.verdict import Result as Result
-    from peerlane.evaluate.verdict import Verdict as Verdict
+    from peerlane.evaluate.evaluator import EvaluationPlan as EvaluationPlan
+    from peerlane.evaluate.evaluator import Progress as Progress
+    from peerlane.evaluate.evaluator import evaluate as evaluate
+    from peerlane.evaluate.results.speed_record import ModeSpeed as ModeSpeed
+    from peerlane.evaluate.results.speed_record import NotMeasured as NotMeasured
+    from peerlane.evaluate.results.store import ResultsStore as ResultsStore
+    from peerlane.evaluate.results.verdict import Result as Result
+    from peerlane.evaluate.results.verdict import Verdict as Verdict
 
 _HOMES = {
     "CandidateFile": "candidates",
     "discover": "candidates",
-    "EvaluationPlan": "evaluation",
-    "Progress": "evaluation",
-    "evaluate": "evaluation",
-    "ResultsStore": "store",
-    "ModeSpeed": "speed_record",
-    "NotMeasured": "speed_record",
-    "Result": "verdict",
-    "Verdict": "verdict",
+    "EvaluationPlan": "evaluator",
+    "Progress": "evaluator",
+    "evaluate": "evaluator",
+    "ResultsStore": "results.store",
+    "ModeSpeed": "results.speed_record",
+    "NotMeasured": "results.speed_record",
+    "Result": "results.verdict",
+    "Verdict": "results.verdict",
 }
 
 __all__ = sorted(_HOMES)

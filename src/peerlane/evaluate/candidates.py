@@ -11,7 +11,7 @@ from typing import Literal
 
 import peerlane
 from peerlane.errors import CandidateChanged, CandidateNotFound
-from peerlane.evaluate.verdict import Track
+from peerlane.evaluate.results.verdict import Track
 
 Backend = Literal["pytorch", "cuda", "triton", "reference"]
 

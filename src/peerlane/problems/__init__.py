@@ -1,16 +1,16 @@
 """The problem suite: see :class:`Problem` for the contract, ``all_problems()`` for the suite."""
 
-from peerlane.problems._draw import INTEGER, RANDOM, Draw
-from peerlane.problems._registry import all_problems, get, numbers, select
-from peerlane.problems._spec import (
+from peerlane.problems.contract.draw import INTEGER, RANDOM, Draw
+from peerlane.problems.contract.registry import all_problems, get, numbers, select
+from peerlane.problems.contract.spec import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Preset,
     Problem,
     Score,
@@ -19,21 +19,21 @@ from peerlane.problems._spec import (
     exactly,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.contract.tree import GroupRef
 
 __all__ = [
     "INTEGER",
     "RANDOM",
     "UNIT_ROUNDOFF",
+    "AlternativeSolution",
+    "AnswerContext",
     "Case",
     "CaseSpec",
     "Cost",
     "Draw",
     "Expected",
     "GroupRef",
-    "HonestVariant",
-    "NullAnswer",
-    "NullContext",
+    "KnownWrongAnswer",
     "Preset",
     "Problem",
     "Score",

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP16, FP32, sequential_sum, sum_expected, sum_tolerance, summand, sweep, wide_sum
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, Problem, Tolerance, case, preset
+from peerlane.problems.contract import AlternativeSolution, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, Tolerance, case, preset
+from peerlane.problems.families.collective import BF16, FP16, FP32, sequential_sum, sum_expected, sum_tolerance, summand, sweep, wide_sum
 
 
 def reference(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,14 +81,14 @@ PROBLEM = Problem(
         ),
         *sweep(lambda elements: {"shape": (elements,)}),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),
-        NullAnswer("own_times_world", "the rank's own tensor times the world size", lambda c: c.args[0] * c.case.world_size),
-        NullAnswer("drop_last_rank", "the sum without the last rank", lambda c: wide_sum([tensor for (tensor,) in c.inputs[:-1]])),
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),
+        KnownWrongAnswer("own_times_world", "the rank's own tensor times the world size", lambda c: c.args[0] * c.case.world_size),
+        KnownWrongAnswer("drop_last_rank", "the sum without the last rank", lambda c: wide_sum([tensor for (tensor,) in c.inputs[:-1]])),
     ),
-    honest_variants=(
-        HonestVariant("fp32_accumulation", lambda case, inputs, rank: wide_sum([tensor for (tensor,) in inputs])),
-        HonestVariant("sequential_in_dtype", lambda case, inputs, rank: sequential_sum([tensor for (tensor,) in inputs])),
+    alternative_solutions=(
+        AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: wide_sum([tensor for (tensor,) in inputs])),
+        AlternativeSolution("sequential_in_dtype", lambda case, inputs, rank: sequential_sum([tensor for (tensor,) in inputs])),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

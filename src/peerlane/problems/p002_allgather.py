@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP32, all_gather_single, first_arguments, stale_part, stale_tail, sweep
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, Problem, case, exactly, preset
+from peerlane.problems.contract import Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems.families.collective import BF16, FP32, all_gather_single, first_arguments, stale_part, stale_tail, sweep
 
 
 def reference(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,13 +73,15 @@ PROBLEM = Problem(
         preset("production_small_control", "256 numbers per rank: latency", case("int64", torch.int64, shape=(256,))),
         *sweep(lambda elements: {"whole": (elements,)}),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own tensor W times", lambda c: torch.stack([c.args[0]] * c.case.world_size)),
-        NullAnswer("ranks_reversed", "the last rank first", lambda c: c.answer.flip(0)),
-        NullAnswer("ring_order", "in the order of arrival on a ring: the rank's own tensor first", lambda c: c.answer.roll(-c.rank, 0)),
-        NullAnswer("not_stacked", "the leading axes merged", lambda c: c.answer.flatten(0, 1)),
-        NullAnswer("stale_part", "the last rank's tensor is that of the slot before", stale_part),
-        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own tensor W times", lambda c: torch.stack([c.args[0]] * c.case.world_size)),
+        KnownWrongAnswer("ranks_reversed", "the last rank first", lambda c: c.answer.flip(0)),
+        KnownWrongAnswer(
+            "ring_order", "in the order of arrival on a ring: the rank's own tensor first", lambda c: c.answer.roll(-c.rank, 0)
+        ),
+        KnownWrongAnswer("not_stacked", "the leading axes merged", lambda c: c.answer.flatten(0, 1)),
+        KnownWrongAnswer("stale_part", "the last rank's tensor is that of the slot before", stale_part),
+        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

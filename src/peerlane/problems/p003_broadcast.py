@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, may_be_root, root_argument, root_of, stale_tail, sweep
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems.families.collective import BF16, may_be_root, root_argument, root_of, stale_tail, sweep
 
 
 def reference(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
@@ -39,7 +38,7 @@ def cost(case: Case, rank: int) -> Cost:
     return Cost(hbm_bytes=payload, egress_bytes=0, ingress_bytes=payload)
 
 
-def _neighbour_of_root(context: NullContext) -> torch.Tensor:
+def _neighbour_of_root(context: AnswerContext) -> torch.Tensor:
     neighbour = (root_of(context.args) + 1) % context.case.world_size
     tensor: torch.Tensor = context.inputs[neighbour][0]
     return tensor.clone()
@@ -78,16 +77,16 @@ PROBLEM = Problem(
         preset("production_decode_control", "4096 token ids: latency", case("int32", torch.int32, shape=(4096,), root=1)),
         *sweep(lambda elements: {"shape": (elements,)}),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),
+        KnownWrongAnswer(
             "always_from_rank_0",
             "rank 0's tensor, whatever src says",
             lambda c: c.inputs[0][0].clone(),
             cases=("small/ragged_bf16_from_last", "small/scalar_int64_from_last", "small/nan_elsewhere_bf16"),
         ),
-        NullAnswer("neighbour_of_root", "the tensor of the rank after src", _neighbour_of_root),
-        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        KnownWrongAnswer("neighbour_of_root", "the tensor of the rank after src", _neighbour_of_root),
+        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

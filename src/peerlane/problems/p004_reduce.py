@@ -8,7 +8,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import (
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    Cost,
+    Draw,
+    Expected,
+    KnownWrongAnswer,
+    Problem,
+    Tolerance,
+    case,
+    exactly,
+    preset,
+)
+from peerlane.problems.families.collective import (
     BF16,
     FP32,
     first_arguments,
@@ -23,8 +37,6 @@ from peerlane.problems._collective import (
     sweep,
     wide_sum,
 )
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, exactly, preset
 
 
 def reference(tensor: torch.Tensor, dst: int = 0) -> torch.Tensor:
@@ -61,13 +73,13 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _at_root(context: NullContext, value: torch.Tensor) -> torch.Tensor:
+def _at_root(context: AnswerContext, value: torch.Tensor) -> torch.Tensor:
     """``value`` on the root, the right answer elsewhere."""
     result: torch.Tensor = value if context.rank == root_of(context.args) else context.answer
     return result
 
 
-def _root_is_rank_0(context: NullContext) -> torch.Tensor:
+def _root_is_rank_0(context: AnswerContext) -> torch.Tensor:
     total = context.answers[root_of(context.args)]
     result: torch.Tensor = total if context.rank == 0 else context.args[0]
     return result
@@ -119,38 +131,38 @@ PROBLEM = Problem(
         preset("production_metrics", "1024 metrics: latency", case("fp32", FP32, shape=(1024,), root=0)),
         *sweep(lambda elements: {"shape": (elements,)}),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own tensor, on the root too", lambda c: c.args[0].clone()),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own tensor, on the root too", lambda c: c.args[0].clone()),
+        KnownWrongAnswer(
             "own_times_world", "on the root its own tensor times the world size", lambda c: _at_root(c, c.args[0] * c.case.world_size)
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "drop_last_rank",
             "on the root the sum without the last rank",
             lambda c: _at_root(c, wide_sum(first_arguments(c.inputs[:-1]))),
         ),
-        NullAnswer("sum_everywhere", "the sum on every rank: an all-reduce", lambda c: c.answers[root_of(c.args)]),
-        NullAnswer(
+        KnownWrongAnswer("sum_everywhere", "the sum on every rank: an all-reduce", lambda c: c.answers[root_of(c.args)]),
+        KnownWrongAnswer(
             "zeros_off_root",
             "nothing in the other ranks' outputs",
             lambda c: c.answer if c.rank == root_of(c.args) else torch.zeros_like(c.answer),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "always_to_rank_0",
             "the sum on rank 0, whatever dst says",
             _root_is_rank_0,
             cases=("small/ragged_bf16_to_last", "small/tiny_fp32_to_last", "small/special_fp32"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "stale_tail",
             "the root's last elements are those of the slot before: shows where summands do not cancel",
             lambda c: _at_root(c, stale_tail(c, 64)),
             cases=("small/ragged_bf16", "small/ragged_bf16_to_last", "small/tiny_fp32", "small/tiny_fp32_to_last", "small/special_fp32"),
         ),
     ),
-    honest_variants=(
-        HonestVariant("fp32_accumulation", _by(wide_sum)),
-        HonestVariant("sequential_in_dtype", _by(sequential_sum)),
+    alternative_solutions=(
+        AlternativeSolution("fp32_accumulation", _by(wide_sum)),
+        AlternativeSolution("sequential_in_dtype", _by(sequential_sum)),
     ),
     integer_exact=True,
     excused={"echo/own": "off the root the answer is the rank's own tensor"},

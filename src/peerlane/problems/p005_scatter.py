@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, may_be_root, root_argument, root_of, stale_tail, sweep
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems.families.collective import BF16, may_be_root, root_argument, root_of, stale_tail, sweep
 
 
 def reference(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
@@ -67,12 +66,12 @@ def cost(case: Case, rank: int) -> Cost:
     return Cost(hbm_bytes=part, egress_bytes=0, ingress_bytes=part)
 
 
-def _no_communication(context: NullContext) -> torch.Tensor:
+def _no_communication(context: AnswerContext) -> torch.Tensor:
     result: torch.Tensor = context.answer if context.rank == root_of(context.args) else context.args[0]
     return result.clone()
 
 
-def _strided_rows(context: NullContext) -> torch.Tensor:
+def _strided_rows(context: AnswerContext) -> torch.Tensor:
     whole: torch.Tensor = context.inputs[root_of(context.args)][0]
     return whole[context.rank :: context.case.world_size].clone()
 
@@ -121,28 +120,28 @@ PROBLEM = Problem(
         ),
         *sweep(lambda elements: {"whole": elements}),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the template as it came; the right slice on the root", _no_communication),
-        NullAnswer("first_slice", "slice 0 on every rank", lambda c: c.answers[0]),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the template as it came; the right slice on the root", _no_communication),
+        KnownWrongAnswer("first_slice", "slice 0 on every rank", lambda c: c.answers[0]),
+        KnownWrongAnswer(
             "always_from_rank_0",
             "rank 0's argument, whatever src says",
             lambda c: c.inputs[0][0].clone(),
             cases=("small/row_bf16_from_last", "small/rows_int64_from_last", "small/nan_templates_bf16"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "strided_rows",
             "rows r, r + W, r + 2 W ... instead of consecutive ones",
             _strided_rows,
             cases=("small/rows_int64", "small/rows_int64_from_last", "small/odd_bytes_uint8"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "leading_axis_kept",
             "shape (1, *S) where one row per rank loses its axis",
             lambda c: c.answer.unsqueeze(0),
             cases=("small/row_bf16", "small/row_bf16_from_last", "small/scalar_int64", "small/unit_axis_bf16"),
         ),
-        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     notes=(
         "In the public benchmark rank r's answer is the constant r+1, always from rank 0 and with one row per rank; here the bits are "

@@ -8,9 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP32, first_arguments, may_be_root, root_argument, root_of, stale_part, stale_tail, sweep
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems.families.collective import (
+    BF16,
+    FP32,
+    first_arguments,
+    may_be_root,
+    root_argument,
+    root_of,
+    stale_part,
+    stale_tail,
+    sweep,
+)
 
 
 def reference(tensor: torch.Tensor, dst: int = 0) -> torch.Tensor:
@@ -45,13 +54,13 @@ def cost(case: Case, rank: int) -> Cost:
     return Cost(hbm_bytes=part, egress_bytes=part, ingress_bytes=0)
 
 
-def _at_root(context: NullContext, spoil: Callable[[NullContext], torch.Tensor]) -> torch.Tensor:
+def _at_root(context: AnswerContext, spoil: Callable[[AnswerContext], torch.Tensor]) -> torch.Tensor:
     """``spoil(context)`` on the root, the right answer elsewhere."""
     result: torch.Tensor = spoil(context) if context.rank == root_of(context.args) else context.answer
     return result
 
 
-def _root_is_rank_0(context: NullContext) -> torch.Tensor:
+def _root_is_rank_0(context: AnswerContext) -> torch.Tensor:
     gathered = context.answers[root_of(context.args)]
     result: torch.Tensor = gathered if context.rank == 0 else context.args[0]
     return result
@@ -98,22 +107,22 @@ PROBLEM = Problem(
         *sweep(lambda elements: {"shape": (elements,), "columns_over_world": True}),
     ),
     excused={"echo/own": "off the root the answer is the rank's own tensor"},
-    null_answers=(
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
             "no_communication",
             "on the root its own tensor W times",
             lambda c: _at_root(c, lambda c: torch.stack([c.args[0]] * c.case.world_size)),
         ),
-        NullAnswer("ranks_reversed", "the last rank first", lambda c: _at_root(c, lambda c: c.answer.flip(0))),
-        NullAnswer("not_stacked", "the leading axes merged", lambda c: _at_root(c, lambda c: c.answer.flatten(0, 1))),
-        NullAnswer(
+        KnownWrongAnswer("ranks_reversed", "the last rank first", lambda c: _at_root(c, lambda c: c.answer.flip(0))),
+        KnownWrongAnswer("not_stacked", "the leading axes merged", lambda c: _at_root(c, lambda c: c.answer.flatten(0, 1))),
+        KnownWrongAnswer(
             "always_to_rank_0",
             "gathered on rank 0, whatever dst says",
             _root_is_rank_0,
             cases=("small/ragged_bf16_to_last", "small/tiny_int32_to_last"),
         ),
-        NullAnswer("stale_part", "a late rank's tensor is that of the slot before", lambda c: _at_root(c, stale_part)),
-        NullAnswer("stale_tail", "the root's last elements are those of the slot before", lambda c: _at_root(c, stale_tail)),
+        KnownWrongAnswer("stale_part", "a late rank's tensor is that of the slot before", lambda c: _at_root(c, stale_part)),
+        KnownWrongAnswer("stale_tail", "the root's last elements are those of the slot before", lambda c: _at_root(c, stale_tail)),
     ),
     notes=(
         "In the public benchmark every slice is a constant known from the rank, always on rank 0; here the bits are random, and dst is the "

@@ -8,7 +8,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import (
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    Cost,
+    Draw,
+    Expected,
+    KnownWrongAnswer,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems.families.collective import (
     BF16,
     FP16,
     FP32,
@@ -22,8 +35,6 @@ from peerlane.problems._collective import (
     sweep,
     wide_sum,
 )
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
 
 
 def reference(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,11 +82,11 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _own(context: NullContext) -> torch.Tensor:
+def _own(context: AnswerContext) -> torch.Tensor:
     return _slices(context.inputs, context.rank)[context.rank].clone()
 
 
-def _strided_rows(context: NullContext) -> torch.Tensor:
+def _strided_rows(context: AnswerContext) -> torch.Tensor:
     return wide_sum([tensor[context.rank :: context.case.world_size] for tensor in first_arguments(context.inputs)])
 
 
@@ -118,26 +129,26 @@ PROBLEM = Problem(
         preset("production_llama3_70b_decode_sp", "64 tokens x hidden 8192: latency", case("bf16", BF16, whole=(64, 8192))),
         *sweep(lambda elements: {"whole": (elements,)}),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own slice", _own),
-        NullAnswer("own_times_world", "the rank's own slice times the world size", lambda c: _own(c) * c.case.world_size),
-        NullAnswer("first_slice", "the sum of the first slices on every rank", lambda c: c.answers[0]),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own slice", _own),
+        KnownWrongAnswer("own_times_world", "the rank's own slice times the world size", lambda c: _own(c) * c.case.world_size),
+        KnownWrongAnswer("first_slice", "the sum of the first slices on every rank", lambda c: c.answers[0]),
+        KnownWrongAnswer(
             "drop_last_rank",
             "the sum without the last rank",
             lambda c: wide_sum(_slices(c.inputs, c.rank)[:-1]),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "strided_rows",
             "the sum of rows r, r + W, r + 2 W ... instead of consecutive ones",
             _strided_rows,
             cases=("small/ragged_bf16", "small/ragged_fp16", "small/cancelling_bf16", "small/same_sign_bf16", "small/special_fp32"),
         ),
-        NullAnswer("stale_tail", "the last elements are those of the slot before", lambda c: stale_tail(c, 64)),
+        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", lambda c: stale_tail(c, 64)),
     ),
-    honest_variants=(
-        HonestVariant("fp32_accumulation", lambda _, inputs, rank: wide_sum(_slices(inputs, rank))),
-        HonestVariant("sequential_in_dtype", lambda _, inputs, rank: sequential_sum(_slices(inputs, rank))),
+    alternative_solutions=(
+        AlternativeSolution("fp32_accumulation", lambda _, inputs, rank: wide_sum(_slices(inputs, rank))),
+        AlternativeSolution("sequential_in_dtype", lambda _, inputs, rank: sequential_sum(_slices(inputs, rank))),
     ),
     integer_exact=True,
     notes=(

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, first_arguments, stale_part, stale_tail, sweep
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems.families.collective import BF16, first_arguments, stale_part, stale_tail, sweep
 
 
 def reference(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,7 +46,7 @@ def cost(case: Case, rank: int) -> Cost:
     return Cost(hbm_bytes=2 * payload, egress_bytes=port, ingress_bytes=port)
 
 
-def _ring_order(context: NullContext) -> torch.Tensor:
+def _ring_order(context: AnswerContext) -> torch.Tensor:
     answer: torch.Tensor = context.answer
     return answer.roll(-context.rank * (answer.shape[0] // context.case.world_size), 0)
 
@@ -90,12 +89,12 @@ PROBLEM = Problem(
         preset("production_small_counts", "256 counts for every rank: latency", case("int32", torch.int32, block=(1, 256))),
         *sweep(lambda elements: {"block": (1, elements), "over_world": (1,)}),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),
-        NullAnswer("mirrored_blocks", "block W - 1 - r of every rank", lambda c: _blocks(c.inputs, c.case.world_size - 1 - c.rank)),
-        NullAnswer("ring_order", "in the order of arrival on a ring: the rank's own block first", _ring_order),
-        NullAnswer("stale_part", "the last rank's block is that of the slot before", stale_part),
-        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own tensor", lambda c: c.args[0].clone()),
+        KnownWrongAnswer("mirrored_blocks", "block W - 1 - r of every rank", lambda c: _blocks(c.inputs, c.case.world_size - 1 - c.rank)),
+        KnownWrongAnswer("ring_order", "in the order of arrival on a ring: the rank's own block first", _ring_order),
+        KnownWrongAnswer("stale_part", "the last rank's block is that of the slot before", stale_part),
+        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     notes=(
         "In the public benchmark every block is a constant known from source and destination, and has one row; here the bits are "

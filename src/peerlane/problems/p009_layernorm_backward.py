@@ -8,22 +8,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._codes import eight_bits
-from peerlane.problems._collective import BF16, FP32, sequential_sum, wide_sum
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
+from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.families.collective import BF16, FP32, sequential_sum, wide_sum
 
 FP64 = torch.float64
 
@@ -182,7 +182,7 @@ def _one_long_sum(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> P
     )
 
 
-def _eight_bits(context: NullContext) -> Pair:
+def _eight_bits(context: AnswerContext) -> Pair:
     totals = [
         eight_bits(torch.stack([eight_bits(part.to(FP32).sum(0).to(part.dtype)).to(FP32) for part in parts]).sum(0).to(parts[0].dtype))
         for parts in zip(*((dY * X_hat, dY) for X_hat, dY in context.inputs), strict=True)
@@ -190,7 +190,7 @@ def _eight_bits(context: NullContext) -> Pair:
     return totals[0], totals[1]
 
 
-def _narrow_accumulator(context: NullContext) -> Pair:
+def _narrow_accumulator(context: AnswerContext) -> Pair:
     """Every addition rounded to the dtype: a sum of one sign stops growing once a term is less than half its spacing."""
     totals = []
     for terms in zip(*((dY * X_hat, dY) for X_hat, dY in context.inputs), strict=True):
@@ -203,7 +203,7 @@ def _scaled(pair: Pair, factor: float) -> Pair:
     return pair[0] * factor, pair[1] * factor
 
 
-def _world(context: NullContext) -> range:
+def _world(context: AnswerContext) -> range:
     return range(context.case.world_size)
 
 
@@ -248,32 +248,36 @@ PROBLEM = Problem(
         preset("production_dinov2_vit_g", "65536 tokens per rank", case("bf16", BF16, rows=65536, hidden=1536)),
         preset("production_falcon_180b", "4096 tokens per rank", case("bf16", BF16, rows=4096, hidden=14848)),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the sums over the rank's own tokens", lambda c: _in_float32(c.inputs, [c.rank])),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the sums over the rank's own tokens", lambda c: _in_float32(c.inputs, [c.rank])),
+        KnownWrongAnswer(
             "own_times_world",
             "the rank's own sums times the world size",
             lambda c: _scaled(_in_float32(c.inputs, [c.rank]), c.case.world_size),
         ),
-        NullAnswer("drop_last_rank", "the sums without the last rank", lambda c: _in_float32(c.inputs, range(c.case.world_size - 1))),
-        NullAnswer("eight_bits", "both sums sent in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
-        NullAnswer("mean", "the mean over ranks instead of the sum", lambda c: _scaled(c.answer, 1 / c.case.world_size)),
-        NullAnswer("swapped", "d_beta first", lambda c: tuple(a.to(b.dtype) for a, b in zip(c.answer[::-1], c.answer, strict=True))),
-        NullAnswer("bias_only", "d_beta for both", lambda c: (c.answer[1].to(c.answer[0].dtype), c.answer[1])),
-        NullAnswer("gain_missing", "d_gamma zero", lambda c: (torch.zeros_like(c.answer[0]), c.answer[1])),
-        NullAnswer("bias_not_reduced", "d_gamma right, d_beta the rank's own", lambda c: (c.answer[0], _in_float32(c.inputs, [c.rank])[1])),
-        NullAnswer("gain_not_reduced", "d_beta right, d_gamma the rank's own", lambda c: (_in_float32(c.inputs, [c.rank])[0], c.answer[1])),
-        NullAnswer(
+        KnownWrongAnswer("drop_last_rank", "the sums without the last rank", lambda c: _in_float32(c.inputs, range(c.case.world_size - 1))),
+        KnownWrongAnswer("eight_bits", "both sums sent in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
+        KnownWrongAnswer("mean", "the mean over ranks instead of the sum", lambda c: _scaled(c.answer, 1 / c.case.world_size)),
+        KnownWrongAnswer("swapped", "d_beta first", lambda c: tuple(a.to(b.dtype) for a, b in zip(c.answer[::-1], c.answer, strict=True))),
+        KnownWrongAnswer("bias_only", "d_beta for both", lambda c: (c.answer[1].to(c.answer[0].dtype), c.answer[1])),
+        KnownWrongAnswer("gain_missing", "d_gamma zero", lambda c: (torch.zeros_like(c.answer[0]), c.answer[1])),
+        KnownWrongAnswer(
+            "bias_not_reduced", "d_gamma right, d_beta the rank's own", lambda c: (c.answer[0], _in_float32(c.inputs, [c.rank])[1])
+        ),
+        KnownWrongAnswer(
+            "gain_not_reduced", "d_beta right, d_gamma the rank's own", lambda c: (_in_float32(c.inputs, [c.rank])[0], c.answer[1])
+        ),
+        KnownWrongAnswer(
             "narrow_accumulator",
             "every addition rounded to bfloat16, which loses most of a long sum of one sign",
             _narrow_accumulator,
             cases=("small/column_bias_bf16",),
         ),
     ),
-    honest_variants=(
-        HonestVariant("fp32_rounded_once", lambda case, inputs, rank: _in_float32(inputs, range(case.world_size))),
-        HonestVariant("products_and_partial_sums_rounded", _rounded_products),
-        HonestVariant("one_long_sum", _one_long_sum),
+    alternative_solutions=(
+        AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _in_float32(inputs, range(case.world_size))),
+        AlternativeSolution("products_and_partial_sums_rounded", _rounded_products),
+        AlternativeSolution("one_long_sum", _one_long_sum),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP32, stale_tail
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+from peerlane.problems.contract import AnswerContext, Case, CaseSpec, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems.families.collective import BF16, FP32, stale_tail
 
 # A prime larger than any table: multiplying ids by it modulo the table's size permutes them.
 _HASH = 2654435761
@@ -149,7 +148,7 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _lookup(context: NullContext, ids: torch.Tensor) -> torch.Tensor:
+def _lookup(context: AnswerContext, ids: torch.Tensor) -> torch.Tensor:
     """The vectors of the ids, in their order."""
     rows, answer = _rows(context.case), torch.empty_like(context.answer)
     for owner, (_, shard) in enumerate(context.inputs):
@@ -158,36 +157,36 @@ def _lookup(context: NullContext, ids: torch.Tensor) -> torch.Tensor:
     return answer
 
 
-def _ids_by_owner(context: NullContext) -> torch.Tensor:
+def _ids_by_owner(context: AnswerContext) -> torch.Tensor:
     ids: torch.Tensor = context.args[0]
     return ids[torch.argsort(ids // _rows(context.case), stable=True)]
 
 
-def _no_communication(context: NullContext) -> torch.Tensor:
+def _no_communication(context: AnswerContext) -> torch.Tensor:
     shard: torch.Tensor = context.args[1]
     return shard[_ids_by_owner(context) % _rows(context.case)]
 
 
-def _clamped(context: NullContext) -> torch.Tensor:
+def _clamped(context: AnswerContext) -> torch.Tensor:
     """Foreign ids moved to the nearest row of the rank's own shard."""
     shard: torch.Tensor = context.args[1]
     rows = _rows(context.case)
     return shard[(_ids_by_owner(context) - context.rank * rows).clamp(0, rows - 1)]
 
 
-def _dealt_out(context: NullContext) -> torch.Tensor:
+def _dealt_out(context: AnswerContext) -> torch.Tensor:
     """As if row i were the i // W-th of rank i % W."""
     rows, world = _rows(context.case), context.case.world_size
     ids = _ids_by_owner(context)
     return _lookup(context, ids % world * rows + ids // world)
 
 
-def _owners_reversed(context: NullContext) -> torch.Tensor:
+def _owners_reversed(context: AnswerContext) -> torch.Tensor:
     ids: torch.Tensor = context.args[0]
     return _lookup(context, ids[torch.argsort(ids // _rows(context.case), stable=True, descending=True)])
 
 
-def _first_ids_again(context: NullContext) -> torch.Tensor:
+def _first_ids_again(context: AnswerContext) -> torch.Tensor:
     """This call's table and the order of owners, but every owner's first id in place of all."""
     return _by_owner(context.case, context.inputs, context.rank, lambda ids: ids[:1].expand(ids.shape[0]))
 
@@ -252,21 +251,23 @@ PROBLEM = Problem(
             case("fp32", FP32, ids="uniform", rows=1_000_000, width=16, count=262144),
         ),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "every id looked up in the rank's own shard, modulo R", _no_communication, cases=_REMOTE),
-        NullAnswer("clamped", "foreign ids moved to the nearest row of the rank's own shard", _clamped, cases=_REMOTE),
-        NullAnswer("dealt_out", "rows taken to be dealt out to the ranks one by one", _dealt_out, cases=_REMOTE),
-        NullAnswer("input_order", "vectors in the order of the ids", lambda c: _lookup(c, c.args[0]), cases=_MIXED),
-        NullAnswer("sorted_ids", "vectors in ascending order of the ids", lambda c: _lookup(c, c.args[0].sort().values), cases=_MIXED),
-        NullAnswer("owners_reversed", "vectors of the last owner first", _owners_reversed, cases=(*_MIXED, "small/ascending_bf16")),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "every id looked up in the rank's own shard, modulo R", _no_communication, cases=_REMOTE),
+        KnownWrongAnswer("clamped", "foreign ids moved to the nearest row of the rank's own shard", _clamped, cases=_REMOTE),
+        KnownWrongAnswer("dealt_out", "rows taken to be dealt out to the ranks one by one", _dealt_out, cases=_REMOTE),
+        KnownWrongAnswer("input_order", "vectors in the order of the ids", lambda c: _lookup(c, c.args[0]), cases=_MIXED),
+        KnownWrongAnswer(
+            "sorted_ids", "vectors in ascending order of the ids", lambda c: _lookup(c, c.args[0].sort().values), cases=_MIXED
+        ),
+        KnownWrongAnswer("owners_reversed", "vectors of the last owner first", _owners_reversed, cases=(*_MIXED, "small/ascending_bf16")),
+        KnownWrongAnswer(
             "unstable",
             "sorted by owner, but backwards within",
             lambda c: _by_owner(c.case, c.inputs, c.rank, lambda ids: ids.flip(0)),
             cases=(*_REMOTE, "small/local_and_idle_bf16"),
         ),
-        NullAnswer("first_ids_again", "one row per owner", _first_ids_again, cases=(*_REMOTE, "small/local_and_idle_bf16")),
-        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        KnownWrongAnswer("first_ids_again", "one row per owner", _first_ids_again, cases=(*_REMOTE, "small/local_and_idle_bf16")),
+        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     graph=False,
     graph_reason="how many rows the other ranks ask for depends on their ids, and the host must know it to exchange them",

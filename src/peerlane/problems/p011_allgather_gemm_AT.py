@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _matmul
-from peerlane.problems._matmul import BF16, FP32
-from peerlane.problems._spec import Problem, case, preset
+from peerlane.problems.contract import Problem, case, preset
+from peerlane.problems.families import matmul
+from peerlane.problems.families.matmul import BF16, FP32
 
 
 def reference(A_local: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
     # Rows of A^T lie one after the other on the ranks, so the gather of the transposed shards needs no concatenation.
     shard = A_local.t().contiguous()
     gathered = shard.new_empty(dist.get_world_size() * shard.shape[0], shard.shape[1])
-    _matmul.gather_flat(gathered, shard)
+    matmul.gather_flat(gathered, shard)
     return (B.t() @ gathered).t()
 
 
@@ -30,10 +30,10 @@ PROBLEM = Problem(
         "float32 and rounded once, logically (M, N); any strides will do. B may differ from rank to rank."
     ),
     reference=reference,
-    inputs=_matmul.gathered_operands,
-    oracle=_matmul.gathered_product,
-    tolerance=_matmul.gathered_tolerance,
-    cost=_matmul.gathered_cost,
+    inputs=matmul.gathered_operands,
+    oracle=matmul.gathered_product,
+    tolerance=matmul.gathered_tolerance,
+    cost=matmul.gathered_cost,
     presets=(
         preset(
             "small",
@@ -63,8 +63,8 @@ PROBLEM = Problem(
             case("bf16", BF16, m=64, k=8192, n_total=2 * 28672),
         ),
     ),
-    null_answers=_matmul.GATHERED_NULL_ANSWERS,
-    honest_variants=_matmul.GATHERED_VARIANTS,
+    known_wrong_answers=matmul.GATHERED_WRONG_ANSWERS,
+    alternative_solutions=matmul.GATHERED_VARIANTS,
     integer_exact=True,
     notes=(
         "The public reference returns a transposed view; ours does too, but strides are never compared, and a row-major result is as good.",

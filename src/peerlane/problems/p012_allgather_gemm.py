@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _matmul
-from peerlane.problems._matmul import BF16, FP32
-from peerlane.problems._spec import Problem, case, preset
+from peerlane.problems.contract import Problem, case, preset
+from peerlane.problems.families import matmul
+from peerlane.problems.families.matmul import BF16, FP32
 
 
 def reference(A_local: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
@@ -28,10 +28,10 @@ PROBLEM = Problem(
         "in float32 in any order and rounded once. B may differ from rank to rank."
     ),
     reference=reference,
-    inputs=_matmul.gathered_operands,
-    oracle=_matmul.gathered_product,
-    tolerance=_matmul.gathered_tolerance,
-    cost=_matmul.gathered_cost,
+    inputs=matmul.gathered_operands,
+    oracle=matmul.gathered_product,
+    tolerance=matmul.gathered_tolerance,
+    cost=matmul.gathered_cost,
     presets=(
         preset(
             "small",
@@ -62,8 +62,8 @@ PROBLEM = Problem(
             case("bf16", BF16, m=128, k=7168, n=2 * 2048),
         ),
     ),
-    null_answers=_matmul.GATHERED_NULL_ANSWERS,
-    honest_variants=_matmul.GATHERED_VARIANTS,
+    known_wrong_answers=matmul.GATHERED_WRONG_ANSWERS,
+    alternative_solutions=matmul.GATHERED_VARIANTS,
     integer_exact=True,
     notes=("B has variance 1/K, as trained layers have, instead of 1, so that outputs are of order one.",),
 )

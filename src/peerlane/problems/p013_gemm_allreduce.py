@@ -8,11 +8,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _matmul
-from peerlane.problems._codes import eight_bits
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import BF16, FP32
-from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    Cost,
+    Draw,
+    Expected,
+    KnownWrongAnswer,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems.families import matmul
+from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.families.matmul import BF16, FP32
 
 _ALL = slice(None)
 
@@ -24,39 +35,39 @@ def reference(A_local: torch.Tensor, B_local: torch.Tensor) -> torch.Tensor:
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    return _matmul.row_parallel_operands(case, rank, draw, case["m"])
+    return matmul.row_parallel_operands(case, rank, draw, case["m"])
 
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return _matmul.sum_of_products(case, inputs, _ALL)
+    return matmul.sum_of_products(case, inputs, _ALL)
 
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
-    return {"product": _matmul.partials_tolerance(case)}
+    return {"product": matmul.partials_tolerance(case)}
 
 
 def cost(case: Case, rank: int) -> Cost:
     """The product is read or written once in full, and once more for the rank's 1/W of the reduction."""
-    m, n, depth, world, size = case["m"], case["n"], _matmul.shard_depths(case)[rank], case.world_size, case.dtype.itemsize
+    m, n, depth, world, size = case["m"], case["n"], matmul.shard_depths(case)[rank], case.world_size, case.dtype.itemsize
     port = 2 * (world - 1) / world * m * n * size
     return Cost(
         hbm_bytes=(m * depth + depth * n + m * n + m * n / world) * size,
         egress_bytes=port,
         ingress_bytes=port,
-        flops={_matmul.FLOP_UNIT[case.dtype]: 2 * m * n * depth},
+        flops={matmul.FLOP_UNIT[case.dtype]: 2 * m * n * depth},
     )
 
 
-def _sum_over(context: NullContext, ranks: Sequence[int]) -> torch.Tensor:
-    return _matmul.wide_sum_of_products(context.case, [context.inputs[q] for q in ranks], _ALL)
+def _sum_over(context: AnswerContext, ranks: Sequence[int]) -> torch.Tensor:
+    return matmul.wide_sum_of_products(context.case, [context.inputs[q] for q in ranks], _ALL)
 
 
-def _eight_bits(context: NullContext) -> torch.Tensor:
+def _eight_bits(context: AnswerContext) -> torch.Tensor:
     parts = [(a.to(FP32) @ b.to(FP32)).to(context.case.dtype) for a, b in context.inputs]
     return torch.stack([eight_bits(part).to(FP32) for part in parts]).sum(0).to(context.case.dtype)
 
 
-def _int8_operands(context: NullContext) -> torch.Tensor:
+def _int8_operands(context: AnswerContext) -> torch.Tensor:
     parts = [eight_bits(a.to(FP32)) @ eight_bits(b.t().to(FP32)).t() for a, b in context.inputs]
     return torch.stack(parts).sum(0).to(context.case.dtype)
 
@@ -98,28 +109,30 @@ PROBLEM = Problem(
         ),
         preset("production_qwen3_32b_down", "MLP down projection, 8192 tokens", case("bf16", BF16, m=8192, k=25600, n=5120)),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own product", lambda c: _sum_over(c, [c.rank])),
-        NullAnswer("own_times_world", "the rank's own product times the world size", lambda c: _sum_over(c, [c.rank] * c.case.world_size)),
-        NullAnswer("drop_last_rank", "the sum without the last rank", lambda c: _sum_over(c, range(c.case.world_size - 1))),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own product", lambda c: _sum_over(c, [c.rank])),
+        KnownWrongAnswer(
+            "own_times_world", "the rank's own product times the world size", lambda c: _sum_over(c, [c.rank] * c.case.world_size)
+        ),
+        KnownWrongAnswer("drop_last_rank", "the sum without the last rank", lambda c: _sum_over(c, range(c.case.world_size - 1))),
+        KnownWrongAnswer(
             "own_counted_twice",
             "the rank's own product added once too often",
             lambda c: _sum_over(c, [*range(c.case.world_size), c.rank]),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "eight_bits", "products are sent in 8-bit integers with a scale for every 32 neighbours", _eight_bits, cases=("pkb/bf16",)
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "int8_operands",
             "products of 8-bit integers with a scale for every 32 neighbours along K",
             _int8_operands,
             cases=("pkb/bf16",),
         ),
     ),
-    honest_variants=(
-        HonestVariant("fp32_accumulation", lambda case, inputs, rank: _matmul.wide_sum_of_products(case, inputs, _ALL)),
-        HonestVariant("one_long_product", lambda case, inputs, rank: _matmul.one_long_product(case, inputs, _ALL)),
+    alternative_solutions=(
+        AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: matmul.wide_sum_of_products(case, inputs, _ALL)),
+        AlternativeSolution("one_long_product", lambda case, inputs, rank: matmul.one_long_product(case, inputs, _ALL)),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

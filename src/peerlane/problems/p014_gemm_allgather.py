@@ -8,10 +8,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _matmul
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import BF16, FP32, FP64
-from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    Cost,
+    Draw,
+    Expected,
+    KnownWrongAnswer,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems.families import matmul
+from peerlane.problems.families.matmul import BF16, FP32, FP64
 
 
 def reference(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
@@ -25,33 +36,33 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tenso
     k = case["k"]
     source = draw.shared if case.params.get("replicated") else draw
     return (
-        _matmul.activations(case, rank, source, (case["m"], k), k),
-        _matmul.weights(case, draw, (k, _matmul.columns(case)), k),
+        matmul.activations(case, rank, source, (case["m"], k), k),
+        matmul.weights(case, draw, (k, matmul.columns(case)), k),
     )
 
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    n = _matmul.columns(case)
+    n = matmul.columns(case)
     value = torch.zeros((case["m"], n * case.world_size), dtype=FP64, device=inputs[0][0].device)
     magnitude = torch.zeros_like(value)
     for q, (a, b) in enumerate(inputs):
         block = slice(q * n, (q + 1) * n)
-        _matmul.add_product(value[:, block], magnitude[:, block], a, b)
+        matmul.add_product(value[:, block], magnitude[:, block], a, b)
     return Expected("product", value, case.dtype, magnitude=magnitude)
 
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
-    return {"product": _matmul.gemm_tolerance(case, case["m"] * _matmul.columns(case) * case.world_size)}
+    return {"product": matmul.gemm_tolerance(case, case["m"] * matmul.columns(case) * case.world_size)}
 
 
 def cost(case: Case, rank: int) -> Cost:
-    m, k, n, world, size = case["m"], case["k"], _matmul.columns(case), case.world_size, case.dtype.itemsize
+    m, k, n, world, size = case["m"], case["k"], matmul.columns(case), case.world_size, case.dtype.itemsize
     port = (world - 1) * m * n * size
     return Cost(
         hbm_bytes=(m * k + k * n + m * n * world) * size,
         egress_bytes=port,
         ingress_bytes=port,
-        flops={_matmul.FLOP_UNIT[case.dtype]: 2 * m * k * n},
+        flops={matmul.FLOP_UNIT[case.dtype]: 2 * m * k * n},
     )
 
 
@@ -69,24 +80,24 @@ def _split_depth(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> to
     return torch.cat(blocks, dim=1)
 
 
-def _own_block_everywhere(context: NullContext) -> torch.Tensor:
+def _own_block_everywhere(context: AnswerContext) -> torch.Tensor:
     return _blocks(context.case, [context.args] * context.case.world_size)
 
 
-def _own_block_only(context: NullContext) -> torch.Tensor:
-    n = _matmul.columns(context.case)
+def _own_block_only(context: AnswerContext) -> torch.Tensor:
+    n = matmul.columns(context.case)
     answer = torch.zeros_like(context.answer)
     block = slice(context.rank * n, (context.rank + 1) * n)
     answer[:, block] = context.answer[:, block]
     return answer
 
 
-def _own_a_for_all(context: NullContext) -> torch.Tensor:
+def _own_a_for_all(context: AnswerContext) -> torch.Tensor:
     return _blocks(context.case, [(context.args[0], b) for _, b in context.inputs])
 
 
-def _blocks_rotated(context: NullContext) -> torch.Tensor:
-    return torch.roll(context.answer, _matmul.columns(context.case), dims=1)
+def _blocks_rotated(context: AnswerContext) -> torch.Tensor:
+    return torch.roll(context.answer, matmul.columns(context.case), dims=1)
 
 
 PRESETS = (
@@ -128,20 +139,20 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own block, zeros elsewhere", _own_block_only),
-        NullAnswer("own_block_everywhere", "the rank's own block in every place", _own_block_everywhere),
-        NullAnswer("blocks_rotated", "every block in the next rank's place", _blocks_rotated),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own block, zeros elsewhere", _own_block_only),
+        KnownWrongAnswer("own_block_everywhere", "the rank's own block in every place", _own_block_everywhere),
+        KnownWrongAnswer("blocks_rotated", "every block in the next rank's place", _blocks_rotated),
+        KnownWrongAnswer(
             "own_a_for_all",
             "gathers B and multiplies with the rank's own A: right only where A is replicated",
             _own_a_for_all,
             cases=tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if not spec.params.get("replicated")),
         ),
     ),
-    honest_variants=(
-        HonestVariant("fp32_accumulation", lambda case, inputs, rank: _blocks(case, inputs)),
-        HonestVariant("split_depth", _split_depth),
+    alternative_solutions=(
+        AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: _blocks(case, inputs)),
+        AlternativeSolution("split_depth", _split_depth),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

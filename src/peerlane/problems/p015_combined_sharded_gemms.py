@@ -9,24 +9,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems import _matmul
-from peerlane.problems._codes import eight_bits
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import ACCUMULATION, BF16, FP32, FP64
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
+from peerlane.problems.families import matmul
+from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.families.matmul import ACCUMULATION, BF16, FP32, FP64
 
 # Of the elementwise bound, in unit roundoffs u. One rounding errs by 0.41 u (root mean square), so that this is 14 standard deviations.
 _ROUNDINGS = 6
@@ -60,7 +60,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tenso
     """
     rows, local, inner, out = _sizes(case)
     hidden = local * case.world_size
-    x = _matmul.activations(case, rank, draw, (rows, local), hidden)
+    x = matmul.activations(case, rank, draw, (rows, local), hidden)
     if (scale := case.params.get("scale", 1.0)) != 1.0:
         x *= scale
     if case.params.get("pattern") == "zero_rows":
@@ -68,8 +68,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tenso
     sizes = draw.shared.octaves((hidden,)).to(case.dtype)
     x *= sizes[rank * local : (rank + 1) * local]
     source = draw.shared if case.params.get("shared_weights") else draw
-    w1 = _matmul.weights(case, source, (hidden, inner), hidden) / sizes.unsqueeze(1)
-    return x, w1, _matmul.weights(case, source, (inner, out), inner)
+    w1 = matmul.weights(case, source, (hidden, inner), hidden) / sizes.unsqueeze(1)
+    return x, w1, matmul.weights(case, source, (inner, out), inner)
 
 
 def _rows_of(case: Case, rank: int) -> slice:
@@ -121,7 +121,7 @@ def cost(case: Case, rank: int) -> Cost:
         hbm_bytes=(rows * local + hidden * inner + inner * out + own * out) * size,
         egress_bytes=port,
         ingress_bytes=port,
-        flops={_matmul.FLOP_UNIT[case.dtype]: 2 * own * inner * (hidden + out)},
+        flops={matmul.FLOP_UNIT[case.dtype]: 2 * own * inner * (hidden + out)},
     )
 
 
@@ -141,46 +141,46 @@ def _rounded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.
     return torch.mm(a.to(FP32), w2.to(FP32)).to(case.dtype)
 
 
-def _spoilt_x(order: Callable[[int, int], Sequence[int | None]]) -> Callable[[NullContext], torch.Tensor]:
+def _spoilt_x(order: Callable[[int, int], Sequence[int | None]]) -> Callable[[AnswerContext], torch.Tensor]:
     """A wrong answer: ``order(rank, world_size)`` names the rank whose shard goes to each place of X; None leaves zeros there."""
 
-    def answer(context: NullContext) -> torch.Tensor:
+    def answer(context: AnswerContext) -> torch.Tensor:
         x = _x(context.inputs, _rows_of(context.case, context.rank), order(context.rank, context.case.world_size))
         return _mlp(context.case, x, *context.args[1:])
 
     return answer
 
 
-def _coded(context: NullContext) -> torch.Tensor:
+def _coded(context: AnswerContext) -> torch.Tensor:
     """A wrong answer: other ranks' shards of X arrive as 8-bit codes."""
     rows = _rows_of(context.case, context.rank)
     shards = [args[0][rows] if q == context.rank else eight_bits(args[0][rows]) for q, args in enumerate(context.inputs)]
     return _mlp(context.case, torch.cat(shards, dim=1), *context.args[1:])
 
 
-def _other_rows(context: NullContext, owner: int) -> torch.Tensor:
+def _other_rows(context: AnswerContext, owner: int) -> torch.Tensor:
     return _mlp(context.case, _x(context.inputs, _rows_of(context.case, owner)), *context.args[1:])
 
 
-def _other_weights(context: NullContext, owner: int) -> torch.Tensor:
+def _other_weights(context: AnswerContext, owner: int) -> torch.Tensor:
     return _mlp(context.case, _x(context.inputs, _rows_of(context.case, context.rank)), *context.inputs[owner][1:])
 
 
-def _other_activation(activation: Activation) -> Callable[[NullContext], torch.Tensor]:
-    def answer(context: NullContext) -> torch.Tensor:
+def _other_activation(activation: Activation) -> Callable[[AnswerContext], torch.Tensor]:
+    def answer(context: AnswerContext) -> torch.Tensor:
         _, w1, w2 = context.args
         return _mlp(context.case, _x(context.inputs, _rows_of(context.case, context.rank)), w1, w2, activation)
 
     return answer
 
 
-def _summed_over_ranks(context: NullContext) -> torch.Tensor:
+def _summed_over_ranks(context: AnswerContext) -> torch.Tensor:
     """As if W1 and W2 were shards of a larger layer."""
     x = _x(context.inputs, _rows_of(context.case, context.rank))
     return torch.stack([_mlp(context.case, x, *args[1:]).to(FP32) for args in context.inputs]).sum(0).to(context.case.dtype)
 
 
-def _activation_before_sum(context: NullContext) -> torch.Tensor:
+def _activation_before_sum(context: AnswerContext) -> torch.Tensor:
     """silu of every shard's product instead of silu of their sum."""
     rows, (_, w1, w2) = _rows_of(context.case, context.rank), context.args
     parts = zip(context.inputs, w1.to(FP32).chunk(context.case.world_size), strict=True)
@@ -258,41 +258,41 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
             "no_communication",
             "the rank's own columns of X, the others zero",
             _spoilt_x(lambda rank, world: [q if q == rank else None for q in range(world)]),
         ),
-        NullAnswer("own_everywhere", "the rank's own shard in every place of X", _spoilt_x(lambda rank, world: [rank] * world)),
-        NullAnswer("shards_reversed", "X's shards in reverse order", _spoilt_x(lambda _, world: range(world - 1, -1, -1))),
-        NullAnswer("drop_last_rank", "X without the last rank's shard", _spoilt_x(lambda _, world: [*range(world - 1), None])),
-        NullAnswer("eight_bits", "shards of X sent in 8-bit integers with a scale for every 32 neighbours", _coded),
-        NullAnswer("first_rows", "rank 0's rows on every rank", lambda c: _other_rows(c, 0)),
-        NullAnswer("mirrored_rows", "the rows of rank W - 1 - r", lambda c: _other_rows(c, c.case.world_size - 1 - c.rank)),
-        NullAnswer(
+        KnownWrongAnswer("own_everywhere", "the rank's own shard in every place of X", _spoilt_x(lambda rank, world: [rank] * world)),
+        KnownWrongAnswer("shards_reversed", "X's shards in reverse order", _spoilt_x(lambda _, world: range(world - 1, -1, -1))),
+        KnownWrongAnswer("drop_last_rank", "X without the last rank's shard", _spoilt_x(lambda _, world: [*range(world - 1), None])),
+        KnownWrongAnswer("eight_bits", "shards of X sent in 8-bit integers with a scale for every 32 neighbours", _coded),
+        KnownWrongAnswer("first_rows", "rank 0's rows on every rank", lambda c: _other_rows(c, 0)),
+        KnownWrongAnswer("mirrored_rows", "the rows of rank W - 1 - r", lambda c: _other_rows(c, c.case.world_size - 1 - c.rank)),
+        KnownWrongAnswer(
             "first_weights",
             "rank 0's weights on every rank",
             lambda c: _other_weights(c, 0),
             cases=_labels(lambda spec: not spec.params.get("shared_weights")),
         ),
-        NullAnswer("summed_over_ranks", "the sum over ranks of what their weights give", _summed_over_ranks),
-        NullAnswer(
+        KnownWrongAnswer("summed_over_ranks", "the sum over ranks of what their weights give", _summed_over_ranks),
+        KnownWrongAnswer(
             "activation_before_sum",
             "silu of the shards' products instead of silu of their sum: not far off where one shard outweighs the others",
             _activation_before_sum,
             cases=_labels(lambda spec: spec.params.get("scale", 1.0) >= 1.0 and spec.params.get("pattern") != "rank_scale"),
         ),
-        NullAnswer("no_activation", "the two products alone", _other_activation(lambda z: z)),
-        NullAnswer("relu", "relu in place of silu", _other_activation(F.relu), cases=_labels(_ordinary)),
-        NullAnswer("gelu", "gelu in place of silu", _other_activation(F.gelu), cases=_labels(_ordinary)),
+        KnownWrongAnswer("no_activation", "the two products alone", _other_activation(lambda z: z)),
+        KnownWrongAnswer("relu", "relu in place of silu", _other_activation(F.relu), cases=_labels(_ordinary)),
+        KnownWrongAnswer("gelu", "gelu in place of silu", _other_activation(F.gelu), cases=_labels(_ordinary)),
     ),
-    honest_variants=(
-        HonestVariant(
+    alternative_solutions=(
+        AlternativeSolution(
             "fp32_rounded_once",
             lambda case, inputs, rank: _mlp(case, _x(inputs, _rows_of(case, rank)), *inputs[rank][1:]),
         ),
-        HonestVariant("every_step_rounded", _rounded),
+        AlternativeSolution("every_step_rounded", _rounded),
     ),
     notes=(
         "The public reference gathers all of X, computes the first layer for all M rows on every rank, and ends with a reduce-scatter that "

@@ -8,17 +8,28 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _matmul
-from peerlane.problems._codes import eight_bits
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import BF16, FP32
-from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    Cost,
+    Draw,
+    Expected,
+    KnownWrongAnswer,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems.families import matmul
+from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.families.matmul import BF16, FP32
 
 
 def reference(A_local: torch.Tensor, B_local: torch.Tensor) -> torch.Tensor:
     product = A_local @ B_local
     rows = product.new_empty(product.shape[0] // dist.get_world_size(), product.shape[1])
-    _matmul.scatter_sum(rows, product)
+    matmul.scatter_sum(rows, product)
     return rows
 
 
@@ -33,7 +44,7 @@ def _rows_of(case: Case, rank: int) -> slice:
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
     """Pattern ``row_scale`` makes the rows of owner q 4^q times as large, so that a wrong slice shows in every measure of error."""
-    a, b = _matmul.row_parallel_operands(case, rank, draw, _local_rows(case) * case.world_size)
+    a, b = matmul.row_parallel_operands(case, rank, draw, _local_rows(case) * case.world_size)
     if case.params.get("pattern") == "row_scale" and not draw.integer:
         for owner in range(case.world_size):
             a[_rows_of(case, owner)] *= 4.0**owner
@@ -41,31 +52,31 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tenso
 
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return _matmul.sum_of_products(case, inputs, _rows_of(case, rank))
+    return matmul.sum_of_products(case, inputs, _rows_of(case, rank))
 
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
-    return {"product": _matmul.partials_tolerance(case)}
+    return {"product": matmul.partials_tolerance(case)}
 
 
 def cost(case: Case, rank: int) -> Cost:
     """Partial products that are reduced as they arrive touch device memory only as operands and as the rank's own rows."""
-    local, n, depth, world, size = _local_rows(case), case["n"], _matmul.shard_depths(case)[rank], case.world_size, case.dtype.itemsize
+    local, n, depth, world, size = _local_rows(case), case["n"], matmul.shard_depths(case)[rank], case.world_size, case.dtype.itemsize
     m, port = local * world, (world - 1) * local * n * size
     return Cost(
         hbm_bytes=(m * depth + depth * n + local * n) * size,
         egress_bytes=port,
         ingress_bytes=port,
-        flops={_matmul.FLOP_UNIT[case.dtype]: 2 * m * n * depth},
+        flops={matmul.FLOP_UNIT[case.dtype]: 2 * m * n * depth},
     )
 
 
-def _sum_over(context: NullContext, ranks: Sequence[int], owner: int | None = None) -> torch.Tensor:
+def _sum_over(context: AnswerContext, ranks: Sequence[int], owner: int | None = None) -> torch.Tensor:
     rows = _rows_of(context.case, context.rank if owner is None else owner)
-    return _matmul.wide_sum_of_products(context.case, [context.inputs[q] for q in ranks], rows)
+    return matmul.wide_sum_of_products(context.case, [context.inputs[q] for q in ranks], rows)
 
 
-def _eight_bits(context: NullContext) -> torch.Tensor:
+def _eight_bits(context: AnswerContext) -> torch.Tensor:
     parts = [(a.to(FP32) @ b.to(FP32)).to(context.case.dtype) for a, b in context.inputs]
     sent = [part if q == context.rank else eight_bits(part) for q, part in enumerate(parts)]
     return torch.stack([part[_rows_of(context.case, context.rank)].to(FP32) for part in sent]).sum(0).to(context.case.dtype)
@@ -108,23 +119,25 @@ PROBLEM = Problem(
         ),
         preset("production_qwen3_8b_down_sp", "MLP down projection, 16384 tokens", case("bf16", BF16, m=16384, k=12288, n=4096)),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the rank's rows of its own product", lambda c: _sum_over(c, [c.rank])),
-        NullAnswer("own_times_world", "the same times the world size", lambda c: _sum_over(c, [c.rank] * c.case.world_size)),
-        NullAnswer("drop_last_rank", "the sum without the last rank", lambda c: _sum_over(c, range(c.case.world_size - 1))),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's rows of its own product", lambda c: _sum_over(c, [c.rank])),
+        KnownWrongAnswer("own_times_world", "the same times the world size", lambda c: _sum_over(c, [c.rank] * c.case.world_size)),
+        KnownWrongAnswer("drop_last_rank", "the sum without the last rank", lambda c: _sum_over(c, range(c.case.world_size - 1))),
+        KnownWrongAnswer(
             "eight_bits", "products are sent in 8-bit integers with a scale for every 32 neighbours", _eight_bits, cases=("pkb/bf16",)
         ),
-        NullAnswer("first_rows", "rank 0's rows of the sum on every rank", lambda c: _sum_over(c, range(c.case.world_size), owner=0)),
-        NullAnswer(
+        KnownWrongAnswer("first_rows", "rank 0's rows of the sum on every rank", lambda c: _sum_over(c, range(c.case.world_size), owner=0)),
+        KnownWrongAnswer(
             "mirrored_rows",
             "the rows of rank W - 1 - r",
             lambda c: _sum_over(c, range(c.case.world_size), owner=c.case.world_size - 1 - c.rank),
         ),
     ),
-    honest_variants=(
-        HonestVariant("fp32_accumulation", lambda case, inputs, rank: _matmul.wide_sum_of_products(case, inputs, _rows_of(case, rank))),
-        HonestVariant("one_long_product", lambda case, inputs, rank: _matmul.one_long_product(case, inputs, _rows_of(case, rank))),
+    alternative_solutions=(
+        AlternativeSolution(
+            "fp32_accumulation", lambda case, inputs, rank: matmul.wide_sum_of_products(case, inputs, _rows_of(case, rank))
+        ),
+        AlternativeSolution("one_long_product", lambda case, inputs, rank: matmul.one_long_product(case, inputs, _rows_of(case, rank))),
     ),
     integer_exact=True,
     notes=(

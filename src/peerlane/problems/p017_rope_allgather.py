@@ -8,22 +8,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP32, all_gather_single
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
+from peerlane.problems.families.collective import BF16, FP32, all_gather_single
 
 FP64 = torch.float64
 
@@ -157,17 +157,17 @@ def _gathered(inputs: Sequence[tuple[Any, ...]], rotation: Rotation) -> tuple[to
     return tuple(torch.cat([rotation(args[index], args[2], args[3]) for args in inputs], dim=1) for index in (0, 1))
 
 
-def _rotation(function: Rotation) -> Callable[[NullContext], tuple[torch.Tensor, ...]]:
+def _rotation(function: Rotation) -> Callable[[AnswerContext], tuple[torch.Tensor, ...]]:
     """The right gather of a wrong rotation."""
     return lambda context: _gathered(context.inputs, function)
 
 
-def _arranged(order: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Callable[[NullContext], tuple[torch.Tensor, ...]]:
+def _arranged(order: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Callable[[AnswerContext], tuple[torch.Tensor, ...]]:
     """Right rotations gathered in a wrong way: ``order(shards, rank)``."""
     return lambda context: tuple(order(list(output.chunk(context.case.world_size, dim=1)), context.rank) for output in context.answer)
 
 
-def _with_tables_of(context: NullContext, rank: int) -> tuple[torch.Tensor, ...]:
+def _with_tables_of(context: AnswerContext, rank: int) -> tuple[torch.Tensor, ...]:
     """All shards rotated by one rank's tables, as if their positions were its."""
     return _gathered([(*args[:2], *context.inputs[rank][2:]) for args in context.inputs], _rounded_once)
 
@@ -253,34 +253,36 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
             "no_communication",
             "the rank's own shard W times",
             _arranged(lambda shards, rank: torch.cat([shards[rank]] * len(shards), dim=1)),
         ),
-        NullAnswer("sources_reversed", "the last rank's tokens first", _arranged(lambda shards, rank: torch.cat(shards[::-1], dim=1))),
-        NullAnswer(
+        KnownWrongAnswer(
+            "sources_reversed", "the last rank's tokens first", _arranged(lambda shards, rank: torch.cat(shards[::-1], dim=1))
+        ),
+        KnownWrongAnswer(
             "ring_order", "the rank's own tokens first", _arranged(lambda shards, rank: torch.cat(shards[rank:] + shards[:rank], dim=1))
         ),
-        NullAnswer("batch_inside", "batch and ranks in the wrong order", _arranged(_batch_inside), cases=_BATCHED),
-        NullAnswer(
+        KnownWrongAnswer("batch_inside", "batch and ranks in the wrong order", _arranged(_batch_inside), cases=_BATCHED),
+        KnownWrongAnswer(
             "not_rotated", "queries and keys as they were", _rotation(lambda x, cos, sin: x.to(torch.promote_types(x.dtype, cos.dtype)))
         ),
-        NullAnswer("sign_forgotten", "rot(x) without its minus sign", _rotation(_sign_forgotten)),
-        NullAnswer("neighbours_paired", "channels 2i and 2i + 1 rotated together", _rotation(_neighbours_paired)),
-        NullAnswer("positions_restart", "all shards rotated by the first rank's tables", lambda c: _with_tables_of(c, 0)),
-        NullAnswer("own_tables", "all shards rotated by the rank's own tables", lambda c: _with_tables_of(c, c.rank)),
-        NullAnswer(
+        KnownWrongAnswer("sign_forgotten", "rot(x) without its minus sign", _rotation(_sign_forgotten)),
+        KnownWrongAnswer("neighbours_paired", "channels 2i and 2i + 1 rotated together", _rotation(_neighbours_paired)),
+        KnownWrongAnswer("positions_restart", "all shards rotated by the first rank's tables", lambda c: _with_tables_of(c, 0)),
+        KnownWrongAnswer("own_tables", "all shards rotated by the rank's own tables", lambda c: _with_tables_of(c, c.rank)),
+        KnownWrongAnswer(
             "half_tables",
             "the first half of each table taken for both",
             _rotation(_half_tables),
             cases=("small/unequal_halves_bf16", "pkb/bf16"),
         ),
     ),
-    honest_variants=(
-        HonestVariant("rounded_once", lambda case, inputs, rank: _gathered(inputs, _rounded_once)),
-        HonestVariant("rounded_three_times", lambda case, inputs, rank: _gathered(inputs, _rounded_three_times)),
+    alternative_solutions=(
+        AlternativeSolution("rounded_once", lambda case, inputs, rank: _gathered(inputs, _rounded_once)),
+        AlternativeSolution("rounded_three_times", lambda case, inputs, rank: _gathered(inputs, _rounded_three_times)),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
@@ -119,43 +119,43 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _from_statistics(context: NullContext, ranks: Sequence[int], count: int) -> torch.Tensor:
+def _from_statistics(context: AnswerContext, ranks: Sequence[int], count: int) -> torch.Tensor:
     """What comes out if only some ranks' squares are summed and divided by ``count``."""
     square_sum = _square_sum([context.inputs[q] for q in ranks], FP32)
     return _normalise(context.case, context.args, square_sum, count, FP32).to(_answer_dtype(context.case))
 
 
-def _local_statistics(context: NullContext) -> torch.Tensor:
+def _local_statistics(context: AnswerContext) -> torch.Tensor:
     return _from_statistics(context, [context.rank], _shape(context.case)[-1])
 
 
-def _divided_by_local_width(context: NullContext) -> torch.Tensor:
+def _divided_by_local_width(context: AnswerContext) -> torch.Tensor:
     return _from_statistics(context, range(context.case.world_size), _shape(context.case)[-1])
 
 
-def _drop_last_rank(context: NullContext) -> torch.Tensor:
+def _drop_last_rank(context: AnswerContext) -> torch.Tensor:
     return _from_statistics(context, range(context.case.world_size - 1), _count(context.case))
 
 
-def _not_normalised(context: NullContext) -> torch.Tensor:
+def _not_normalised(context: AnswerContext) -> torch.Tensor:
     return torch.mul(*context.args[:2])
 
 
-def _every_other_channel(context: NullContext) -> torch.Tensor:
+def _every_other_channel(context: AnswerContext) -> torch.Tensor:
     """The mean of every second channel's square."""
     means = [args[0].to(FP32)[..., ::2].square().mean(-1, keepdim=True) for args in context.inputs]
     return _normalise(context.case, context.args, torch.stack(means).mean(0), 1, FP32).to(_answer_dtype(context.case))
 
 
-def _gain_ignored(context: NullContext) -> torch.Tensor:
+def _gain_ignored(context: AnswerContext) -> torch.Tensor:
     return _fp32_once(context.case, [(x, torch.ones_like(w), eps) for x, w, eps in context.inputs], context.rank)
 
 
-def _epsilon_ignored(context: NullContext) -> torch.Tensor:
+def _epsilon_ignored(context: AnswerContext) -> torch.Tensor:
     return _fp32_once(context.case, [(x, w, 0.0) for x, w, _ in context.inputs], context.rank)
 
 
-def _epsilon_outside_root(context: NullContext) -> torch.Tensor:
+def _epsilon_outside_root(context: AnswerContext) -> torch.Tensor:
     hidden, weight = (tensor.to(FP32) for tensor in context.args[:2])
     root = torch.sqrt(_square_sum(context.inputs, FP32) / _count(context.case))
     return torch.mul(hidden / (root + context.args[2]), weight).to(_answer_dtype(context.case))
@@ -216,29 +216,29 @@ PROBLEM = Problem(
         ),
         preset("production_llama3_70b_decode", "64 tokens x hidden 8192: latency", case("bf16", BF16, rows=(64,), hidden=8192, eps=1e-5)),
     ),
-    null_answers=(
-        NullAnswer("not_normalised", "the hidden states times the gain", _not_normalised),
-        NullAnswer("local_statistics", "normalised with the rank's own mean square", _local_statistics),
-        NullAnswer("drop_last_rank", "the last rank's squares left out of the sum", _drop_last_rank),
-        NullAnswer("divided_by_local_width", "the sum over all ranks divided by the local width", _divided_by_local_width),
-        NullAnswer("every_other_channel", "the mean square of every second channel", _every_other_channel),
-        NullAnswer("gain_ignored", "normalised, but not multiplied by the gain", _gain_ignored),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("not_normalised", "the hidden states times the gain", _not_normalised),
+        KnownWrongAnswer("local_statistics", "normalised with the rank's own mean square", _local_statistics),
+        KnownWrongAnswer("drop_last_rank", "the last rank's squares left out of the sum", _drop_last_rank),
+        KnownWrongAnswer("divided_by_local_width", "the sum over all ranks divided by the local width", _divided_by_local_width),
+        KnownWrongAnswer("every_other_channel", "the mean square of every second channel", _every_other_channel),
+        KnownWrongAnswer("gain_ignored", "normalised, but not multiplied by the gain", _gain_ignored),
+        KnownWrongAnswer(
             "epsilon_ignored",
             "eps = 0: shows in small rows",
             _epsilon_ignored,
             cases=("small/decades_bf16", "small/decades_fp32", "small/extreme_bf16", "small/extreme_fp32"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "epsilon_outside_root",
             "x / (sqrt(v) + eps): shows in small rows",
             _epsilon_outside_root,
             cases=("small/decades_bf16", "small/decades_fp32", "small/extreme_bf16", "small/extreme_fp32"),
         ),
     ),
-    honest_variants=(
-        HonestVariant("rounded_once", _fp32_once),
-        HonestVariant("mean_of_means", _mean_of_means),
+    alternative_solutions=(
+        AlternativeSolution("rounded_once", _fp32_once),
+        AlternativeSolution("mean_of_means", _mean_of_means),
     ),
     notes=(
         "The public benchmark's rows all have mean square one, so that leaving out the normalisation nearly passes; here rows and ranks "

@@ -9,23 +9,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP32, all_gather_single
-from peerlane.problems._draw import Draw
-from peerlane.problems._interval import Interval, comparison
-from peerlane.problems._quant import E4M3, E4M3_MAX, FP64, e4m3, student_t, widened
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
+from peerlane.problems.families.collective import BF16, FP32, all_gather_single
+from peerlane.problems.families.interval import Interval, comparison
+from peerlane.problems.families.quant import E4M3, E4M3_MAX, FP64, e4m3, student_t, widened
 
 # Elements of one FSDP-sharded Llama-3-8B transformer block: attention, MLP and norms.
 _LLAMA3_8B_BLOCK = 218112000
@@ -155,7 +155,7 @@ def _from(inputs: Sequence[tuple[Any, ...]], pair: Any) -> Pair:
     return torch.cat(codes), torch.cat(scales)
 
 
-def _with_scales(context: NullContext, change: Any) -> Pair:
+def _with_scales(context: AnswerContext, change: Any) -> Pair:
     """Every block quantised with ``change(amax) / 448``, which is also what is returned."""
 
     def pair(tensor: torch.Tensor) -> Pair:
@@ -165,12 +165,12 @@ def _with_scales(context: NullContext, change: Any) -> Pair:
     return _from(context.inputs, pair)
 
 
-def _of_ranks(context: NullContext, ranks: Sequence[int]) -> Pair:
+def _of_ranks(context: AnswerContext, ranks: Sequence[int]) -> Pair:
     codes, scales = (answer.chunk(context.case.world_size) for answer in context.answer)
     return torch.cat([codes[q] for q in ranks]), torch.cat([scales[q] for q in ranks])
 
 
-def _truncated(context: NullContext) -> Pair:
+def _truncated(context: AnswerContext) -> Pair:
     """Rounded towards zero: one code less where the nearest one lies beyond the quotient."""
     codes, scales = context.answer
     quotients = torch.cat([_quotients(args[0], _block(context.case)) for args in context.inputs])
@@ -178,23 +178,23 @@ def _truncated(context: NullContext) -> Pair:
     return (codes.view(torch.uint8) - beyond.to(torch.uint8)).view(E4M3), scales
 
 
-def _scales_as(context: NullContext, change: Any) -> Pair:
+def _scales_as(context: AnswerContext, change: Any) -> Pair:
     """The right codes with other scales."""
     codes, scales = context.answer
     return codes, change(scales)
 
 
-def _constant_codes(context: NullContext) -> Pair:
+def _constant_codes(context: AnswerContext) -> Pair:
     codes, scales = context.answer
     return torch.full_like(codes, float(codes.to(FP32).nan_to_num().mean())), scales
 
 
-def _zero_block_one(context: NullContext) -> Pair:
+def _zero_block_one(context: AnswerContext) -> Pair:
     return _scales_as(context, lambda scales: torch.where(scales == 0, 1.0, scales))
 
 
 def _by_product(factor: Any) -> Any:
-    """An honest variant: codes from x times ``factor(amax, scale)``, in float32."""
+    """An alternative solution: codes from x times ``factor(amax, scale)``, in float32."""
 
     def answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Pair:
         def pair(tensor: torch.Tensor) -> Pair:
@@ -252,27 +252,35 @@ PROBLEM = Problem(
     compare=comparison(tolerance),
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own codes and scales W times", lambda c: _of_ranks(c, [c.rank] * c.case.world_size)),
-        NullAnswer("ranks_reversed", "the last rank first", lambda c: _of_ranks(c, range(c.case.world_size - 1, -1, -1))),
-        NullAnswer("scale_one", "elements rounded as they are, scale 1", lambda c: _with_scales(c, lambda a: torch.full_like(a, E4M3_MAX))),
-        NullAnswer("constant_codes", "right scales, and every code that of the codes' mean", _constant_codes, cases=_NOT_EMPTY),
-        NullAnswer("constant_scales", "right codes, all scales 0.006", lambda c: _scales_as(c, lambda s: torch.full_like(s, 0.006))),
-        NullAnswer("scales_in_bf16", "right codes, scales rounded to bfloat16", lambda c: _scales_as(c, lambda s: s.to(BF16).to(FP32))),
-        NullAnswer("inverse_scales", "right codes, 448 / amax for a scale", lambda c: _scales_as(c, torch.reciprocal)),
-        NullAnswer("scale_of_next_block", "quantised with the next block's scale", lambda c: _with_scales(c, lambda a: a.roll(-1, -1))),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
+            "no_communication", "the rank's own codes and scales W times", lambda c: _of_ranks(c, [c.rank] * c.case.world_size)
+        ),
+        KnownWrongAnswer("ranks_reversed", "the last rank first", lambda c: _of_ranks(c, range(c.case.world_size - 1, -1, -1))),
+        KnownWrongAnswer(
+            "scale_one", "elements rounded as they are, scale 1", lambda c: _with_scales(c, lambda a: torch.full_like(a, E4M3_MAX))
+        ),
+        KnownWrongAnswer("constant_codes", "right scales, and every code that of the codes' mean", _constant_codes, cases=_NOT_EMPTY),
+        KnownWrongAnswer("constant_scales", "right codes, all scales 0.006", lambda c: _scales_as(c, lambda s: torch.full_like(s, 0.006))),
+        KnownWrongAnswer(
+            "scales_in_bf16", "right codes, scales rounded to bfloat16", lambda c: _scales_as(c, lambda s: s.to(BF16).to(FP32))
+        ),
+        KnownWrongAnswer("inverse_scales", "right codes, 448 / amax for a scale", lambda c: _scales_as(c, torch.reciprocal)),
+        KnownWrongAnswer(
+            "scale_of_next_block", "quantised with the next block's scale", lambda c: _with_scales(c, lambda a: a.roll(-1, -1))
+        ),
+        KnownWrongAnswer(
             "scale_of_whole_tensor",
             "one scale for all blocks of a rank",
             lambda c: _with_scales(c, lambda a: a.amax().expand_as(a)),
             cases=_NOT_EMPTY,
         ),
-        NullAnswer("truncated", "rounded towards zero", _truncated),
-        NullAnswer("zero_block_scale_one", "scale 1 for blocks of zeros", _zero_block_one, cases=_HARD),
+        KnownWrongAnswer("truncated", "rounded towards zero", _truncated),
+        KnownWrongAnswer("zero_block_scale_one", "scale 1 for blocks of zeros", _zero_block_one, cases=_HARD),
     ),
-    honest_variants=(
-        HonestVariant("product_with_reciprocal", _by_product(lambda amax, scales: 1.0 / scales)),
-        HonestVariant("product_with_448_over_amax", _by_product(lambda amax, scales: E4M3_MAX / amax)),
+    alternative_solutions=(
+        AlternativeSolution("product_with_reciprocal", _by_product(lambda amax, scales: 1.0 / scales)),
+        AlternativeSolution("product_with_448_over_amax", _by_product(lambda amax, scales: E4M3_MAX / amax)),
     ),
     excused={
         "another_rank": "all ranks have the same answer",

@@ -8,11 +8,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP32, stale_tail
-from peerlane.problems._draw import Draw
-from peerlane.problems._interval import comparison
-from peerlane.problems._quant import E4M3, E4M3_MAX, FP64, e4m3
-from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, exactly, preset
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    Cost,
+    Draw,
+    Expected,
+    KnownWrongAnswer,
+    Problem,
+    case,
+    exactly,
+    preset,
+)
+from peerlane.problems.families.collective import BF16, FP32, stale_tail
+from peerlane.problems.families.interval import comparison
+from peerlane.problems.families.quant import E4M3, E4M3_MAX, FP64, e4m3
 
 
 def reference(local_y: torch.Tensor, local_s: torch.Tensor, block_size: int = 128) -> torch.Tensor:
@@ -102,26 +113,26 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _received(context: NullContext, change: Any) -> torch.Tensor:
+def _received(context: AnswerContext, change: Any) -> torch.Tensor:
     """Every source's slice decoded with ``change(its scales)``."""
     parts = (_of_source(context.case, args, context.rank) for args in context.inputs)
     return torch.stack([_decode(context.case, y, change(scales)) for y, scales in parts])
 
 
-def _scales_of_source_slice(context: NullContext) -> torch.Tensor:
+def _scales_of_source_slice(context: AnswerContext) -> torch.Tensor:
     """Slice q decoded with the scales that the source keeps for slice q, not for this rank."""
     case = context.case
     scales = [args[1].reshape(case.world_size, -1)[(context.rank + 1) % case.world_size] for args in context.inputs]
     return torch.stack([_decode(case, args[0][context.rank], s) for args, s in zip(context.inputs, scales, strict=True)])
 
 
-def _own_scales(context: NullContext) -> torch.Tensor:
+def _own_scales(context: AnswerContext) -> torch.Tensor:
     """Codes from everywhere, decoded with this rank's own scales."""
     own = context.args[1].reshape(context.case.world_size, -1)
     return torch.stack([_decode(context.case, args[0][context.rank], own[q]) for q, args in enumerate(context.inputs)])
 
 
-def _not_exchanged(context: NullContext) -> torch.Tensor:
+def _not_exchanged(context: AnswerContext) -> torch.Tensor:
     return _decode(context.case, context.args[0], context.args[1])
 
 
@@ -182,20 +193,20 @@ PROBLEM = Problem(
         ),
         preset("production_bf16_payload", "2048 rows of 4096 to every rank", case("bf16", BF16, slice=(2048, 4096), block=128)),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own slices, decoded", _not_exchanged),
-        NullAnswer("scale_one", "codes as they are", lambda c: _received(c, torch.ones_like)),
-        NullAnswer("scale_of_next_block", "every block with the next one's scale", lambda c: _received(c, lambda s: s.roll(1))),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own slices, decoded", _not_exchanged),
+        KnownWrongAnswer("scale_one", "codes as they are", lambda c: _received(c, torch.ones_like)),
+        KnownWrongAnswer("scale_of_next_block", "every block with the next one's scale", lambda c: _received(c, lambda s: s.roll(1))),
+        KnownWrongAnswer(
             "scales_in_bf16", "scales rounded to bfloat16", lambda c: _received(c, lambda s: s.to(BF16).to(FP32)), cases=_FLOAT32_SCALES
         ),
-        NullAnswer("scales_of_next_slice", "the scales of the source's next slice", _scales_of_source_slice),
-        NullAnswer("own_scales", "the rank's own scales for codes from everywhere", _own_scales),
-        NullAnswer("sources_reversed", "the last source first", lambda c: c.answer.flip(0)),
-        NullAnswer("rounded_to_bf16", "the exchange in bfloat16", lambda c: c.answer.to(BF16).to(FP32)),
-        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        KnownWrongAnswer("scales_of_next_slice", "the scales of the source's next slice", _scales_of_source_slice),
+        KnownWrongAnswer("own_scales", "the rank's own scales for codes from everywhere", _own_scales),
+        KnownWrongAnswer("sources_reversed", "the last source first", lambda c: c.answer.flip(0)),
+        KnownWrongAnswer("rounded_to_bf16", "the exchange in bfloat16", lambda c: c.answer.to(BF16).to(FP32)),
+        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
-    honest_variants=(HonestVariant("decoded_by_the_receiver", _at_receiver),),
+    alternative_solutions=(AlternativeSolution("decoded_by_the_receiver", _at_receiver),),
     notes=(
         "The public benchmark feeds bfloat16 instead of FP8 and scales of either sign, which no quantiser gives; here its shape keeps "
         "bfloat16, with positive scales, and the other presets are FP8.",

@@ -8,12 +8,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _clipping
-from peerlane.problems._clipping import Entry, Gradients, coefficient, every_other, narrow_norm, scaled, tensors
-from peerlane.problems._collective import BF16, FP32, group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
-from peerlane.problems._tree import GroupRef, leaves
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    Cost,
+    Draw,
+    Expected,
+    GroupRef,
+    KnownWrongAnswer,
+    Problem,
+    Tolerance,
+    case,
+    leaves,
+    preset,
+)
+from peerlane.problems.families import clipping
+from peerlane.problems.families.clipping import Entry, Gradients, coefficient, every_other, narrow_norm, scaled, tensors
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
 
 Answer = tuple[torch.Tensor, dict[str, Gradients]]
 
@@ -24,12 +36,12 @@ def reference(
     norm_type: float = 2.0,
     fsdp_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    gradients = _clipping.present(grad_tensors)
-    total = _clipping.power_sum(gradients, norm_type)
+    gradients = clipping.present(grad_tensors)
+    total = clipping.power_sum(gradients, norm_type)
     if fsdp_group is not None:
         dist.all_reduce(total, group=fsdp_group)
     norm = total.pow(1.0 / norm_type)
-    _clipping.clip(gradients, norm, max_norm)
+    clipping.clip(gradients, norm, max_norm)
     return norm
 
 
@@ -56,7 +68,7 @@ _MODELS: Mapping[str, Callable[[], tuple[Entry, ...]]] = {
 def entries(case: Case, rank: int) -> tuple[Entry, ...]:
     """The rank's part of ``case["model"]``, or ``case["tensors_by_rank"]`` (repeated as often as the world needs)."""
     if "model" in case.params:
-        return _clipping.shard(_MODELS[case["model"]](), case.world_size, rank)
+        return clipping.shard(_MODELS[case["model"]](), case.world_size, rank)
     by_rank = case["tensors_by_rank"]
     chosen: tuple[Entry, ...] = by_rank[rank % len(by_rank)]
     return chosen
@@ -78,26 +90,26 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     * ``poison``: this value stands in a gradient of rank 0
     """
     p, lists = _norm_type(case), {q: entries(case, q) for q in _members(case, rank)}
-    split = _clipping.draw_split(draw.shared, [lists], case["level"], p)
+    split = clipping.draw_split(draw.shared, [lists], case["level"], p)
     if "near" in case.params:
         # Every rank draws all ranks' gradients, for their norm decides the scale.
-        drawn = {q: _clipping.draw_gradients(draw.shared, lists[q], split, p, rank=q) for q in lists}
-        sums = [_clipping.wide_power_sum(gradients, p) for gradients in drawn.values()]
+        drawn = {q: clipping.draw_gradients(draw.shared, lists[q], split, p, rank=q) for q in lists}
+        sums = [clipping.wide_power_sum(gradients, p) for gradients in drawn.values()]
         target = case["max_norm"] * (1.0 + case["near"] * draw.shared.apart((), low=0.5, high=2.0))
-        gradients = scaled(drawn[rank], target / _clipping.norm_of(sums, p, draw.device))
+        gradients = scaled(drawn[rank], target / clipping.norm_of(sums, p, draw.device))
     else:
-        gradients = _clipping.draw_gradients(draw, lists[rank], split, p, rank=rank)
+        gradients = clipping.draw_gradients(draw, lists[rank], split, p, rank=rank)
     if "poison" in case.params and rank == 0:
-        _clipping.poison(gradients, case["poison"])
+        clipping.poison(gradients, case["poison"])
     group = next((GroupRef(name) for name in group_layout(case)), None)
     return gradients, case["max_norm"], p, group
 
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, dict[str, list[Any]]]:
     device = _device(inputs)
-    sums = [_clipping.wide_power_sum(inputs[q][0], _norm_type(case)) for q in _members(case, rank)]
-    norm = _clipping.norm_of(sums, _norm_type(case), device)
-    gradients = _clipping.clipped("gradient", inputs[rank][0], norm, case["max_norm"])
+    sums = [clipping.wide_power_sum(inputs[q][0], _norm_type(case)) for q in _members(case, rank)]
+    norm = clipping.norm_of(sums, _norm_type(case), device)
+    gradients = clipping.clipped("gradient", inputs[rank][0], norm, case["max_norm"])
     return Expected("norm", norm, FP32), {"grad_tensors": gradients}
 
 
@@ -107,90 +119,90 @@ def _device(inputs: Sequence[tuple[Any, ...]]) -> torch.device:
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
     lists = [entries(case, rank) for rank in range(case.world_size)]
-    error = _clipping.norm_error(lists)
-    return {"norm": Tolerance(relative=error), **_clipping.tolerances("gradient", lists, error)}
+    error = clipping.norm_error(lists)
+    return {"norm": Tolerance(relative=error), **clipping.tolerances("gradient", lists, error)}
 
 
 def cost(case: Case, rank: int) -> Cost:
     """One float32 number is all-reduced; a direct exchange with every peer would send W / 2 times as much, and is quicker."""
-    hbm_bytes, operations = _clipping.traffic(entries(case, rank), clips=case["clips"])
+    hbm_bytes, operations = clipping.traffic(entries(case, rank), clips=case["clips"])
     ranks = len(_members(case, rank))
     port = 2 * (ranks - 1) / ranks * FP32.itemsize
     return Cost(hbm_bytes=hbm_bytes, egress_bytes=port, ingress_bytes=port, flops={"fp32": operations})
 
 
-def _answer(context: NullContext, norm: torch.Tensor, factor: torch.Tensor | float) -> Answer:
+def _answer(context: AnswerContext, norm: torch.Tensor, factor: torch.Tensor | float) -> Answer:
     """A norm, and gradients times a factor."""
     return norm, {"grad_tensors": scaled(context.args[0], factor)}
 
 
-def _with_norm_of(context: NullContext, ranks: Sequence[int], *, norm_type: float | None = None, factor: float = 1.0) -> Answer:
+def _with_norm_of(context: AnswerContext, ranks: Sequence[int], *, norm_type: float | None = None, factor: float = 1.0) -> Answer:
     """Everything follows from the norm of some ranks' gradients, times a factor."""
     p = norm_type or _norm_type(context.case)
     norm = narrow_norm([context.inputs[q][0] for q in ranks], p, _device(context.inputs)) * factor
     return _answer(context, norm, coefficient(norm, context.case["max_norm"]))
 
 
-def _local_times_root(context: NullContext) -> Answer:
+def _local_times_root(context: AnswerContext) -> Answer:
     return _with_norm_of(context, [context.rank], factor=len(_members(context.case, context.rank)) ** (1 / _norm_type(context.case)))
 
 
-def _every_other_element(context: NullContext) -> Answer:
+def _every_other_element(context: AnswerContext) -> Answer:
     """Everything follows from the norm of every second element times 2^(1/p)."""
     p = _norm_type(context.case)
     norm = narrow_norm([every_other(context.inputs[q][0]) for q in _members_of(context)], p, _device(context.inputs)) * 2 ** (1 / p)
     return _answer(context, norm, coefficient(norm, context.case["max_norm"]))
 
 
-def _gradients_kept(context: NullContext) -> Answer:
+def _gradients_kept(context: AnswerContext) -> Answer:
     return _answer(context, context.answer[0], 1.0)
 
 
-def _clipped_by_local_norm(context: NullContext) -> Answer:
+def _clipped_by_local_norm(context: AnswerContext) -> Answer:
     return context.answer[0], _with_norm_of(context, [context.rank])[1]
 
 
-def _clipped_norm(context: NullContext) -> Answer:
+def _clipped_norm(context: AnswerContext) -> Answer:
     return context.answer[0].clamp(max=context.case["max_norm"]), context.answer[1]
 
 
-def _last_tensor_forgotten(context: NullContext) -> Answer:
+def _last_tensor_forgotten(context: AnswerContext) -> Answer:
     right, original = context.answer[1]["grad_tensors"], context.args[0]
     last = max(index for index, gradient in enumerate(original) if gradient is not None and gradient.numel())
     return context.answer[0], {"grad_tensors": [*right[:last], original[last].clone(), *right[last + 1 :]]}
 
 
-def _always_scaled(context: NullContext) -> Answer:
+def _always_scaled(context: AnswerContext) -> Answer:
     return _answer(context, context.answer[0], context.case["max_norm"] / context.answer[0])
 
 
-def _usual_epsilon(context: NullContext) -> Answer:
+def _usual_epsilon(context: AnswerContext) -> Answer:
     return _answer(context, context.answer[0], context.case["max_norm"] / (context.answer[0] + 1e-6))
 
 
-def _sum_of_norms(context: NullContext) -> Answer:
+def _sum_of_norms(context: AnswerContext) -> Answer:
     norms = [narrow_norm([context.inputs[q][0]], _norm_type(context.case), _device(context.inputs)) for q in _members_of(context)]
     norm = torch.stack(norms).sum()
     return _answer(context, norm, coefficient(norm, context.case["max_norm"]))
 
 
-def _not_rooted(context: NullContext) -> Answer:
+def _not_rooted(context: AnswerContext) -> Answer:
     total = context.answer[0].pow(_norm_type(context.case))
     return _answer(context, total, coefficient(total, context.case["max_norm"]))
 
 
-def _members_of(context: NullContext) -> Sequence[int]:
+def _members_of(context: AnswerContext) -> Sequence[int]:
     return _members(context.case, context.rank)
 
 
-def _float32(coarse: bool) -> HonestVariant:
+def _float32(coarse: bool) -> AlternativeSolution:
     """Norm and product in float32; ``coarse``: with the coefficient rounded to each gradient's dtype."""
 
     def answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
         norm = narrow_norm([inputs[q][0] for q in _members(case, rank)], _norm_type(case), _device(inputs))
         return norm, {"grad_tensors": scaled(inputs[rank][0], coefficient(norm, case["max_norm"]), coarse=coarse)}
 
-    return HonestVariant("coefficient_rounded" if coarse else "rounded_once", answer)
+    return AlternativeSolution("coefficient_rounded" if coarse else "rounded_once", answer)
 
 
 _RAGGED = (*tensors(BF16, (37, 5), (3, 7), (0,), None, (128,)), *tensors(FP32, (1,), (3, 3, 3)))
@@ -286,55 +298,57 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "the norm of the rank's own gradients", lambda c: _with_norm_of(c, [c.rank]), cases=_SEVERAL),
-        NullAnswer("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, cases=_SEVERAL),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the norm of the rank's own gradients", lambda c: _with_norm_of(c, [c.rank]), cases=_SEVERAL),
+        KnownWrongAnswer("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, cases=_SEVERAL),
+        KnownWrongAnswer(
             "drop_last_rank",
             "the norm without the group's last rank",
             lambda c: _with_norm_of(c, _members_of(c)[:-1]),
             cases=_everywhere("ragged", "norm_1", "norm_3", "strided_group", "tiny", "below"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "sum_of_norms", "the sum of the ranks' norms", _sum_of_norms, cases=_everywhere("ragged", "norm_3", "strided_group", "tiny")
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "every_other_element",
             "the norm of every second element times 2^(1/p)",
             _every_other_element,
             cases=_everywhere("ragged", "norm_1", "norm_3", "strided_group", "tiny"),
         ),
-        NullAnswer("not_rooted", "the sum of powers returned as the norm", _not_rooted, cases=_everywhere("ragged", "norm_3", "no_group")),
-        NullAnswer(
+        KnownWrongAnswer(
+            "not_rooted", "the sum of powers returned as the norm", _not_rooted, cases=_everywhere("ragged", "norm_3", "no_group")
+        ),
+        KnownWrongAnswer(
             "euclidean",
             "norm_type ignored",
             lambda c: _with_norm_of(c, _members_of(c), norm_type=2.0),
             cases=("small/norm_1", "small/norm_3"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "whole_world",
             "the group, or that there is none, ignored",
             lambda c: _with_norm_of(c, range(c.case.world_size)),
             cases=("small/no_group", "small/strided_group"),
         ),
-        NullAnswer("gradients_kept", "the right norm, and gradients as they were", _gradients_kept, cases=_everywhere(*_CLIPPING)),
-        NullAnswer("clipped_norm", "the norm after clipping", _clipped_norm, cases=_everywhere(*_FINITE, "no_group", "just_above")),
-        NullAnswer(
+        KnownWrongAnswer("gradients_kept", "the right norm, and gradients as they were", _gradients_kept, cases=_everywhere(*_CLIPPING)),
+        KnownWrongAnswer("clipped_norm", "the norm after clipping", _clipped_norm, cases=_everywhere(*_FINITE, "no_group", "just_above")),
+        KnownWrongAnswer(
             "clipped_by_local_norm",
             "the right norm, gradients scaled by the rank's own",
             _clipped_by_local_norm,
             cases=_everywhere(*_SHARED),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "last_tensor_forgotten",
             "all gradients clipped but the last",
             _last_tensor_forgotten,
             cases=_everywhere("ragged", "norm_1", "norm_3", "no_group", "strided_group", "tiny"),
         ),
-        NullAnswer("always_scaled", "gradients scaled to max_norm although they are below it", _always_scaled, cases=_BELOW),
-        NullAnswer("usual_epsilon", "max_norm / (n + 1e-6)", _usual_epsilon, cases=("small/tiny",)),
+        KnownWrongAnswer("always_scaled", "gradients scaled to max_norm although they are below it", _always_scaled, cases=_BELOW),
+        KnownWrongAnswer("usual_epsilon", "max_norm / (n + 1e-6)", _usual_epsilon, cases=("small/tiny",)),
     ),
-    honest_variants=(_float32(coarse=False), _float32(coarse=True)),
+    alternative_solutions=(_float32(coarse=False), _float32(coarse=True)),
     excused=_excused(),
     process_groups=group_layout,
     updates=("grad_tensors",),

@@ -8,25 +8,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _clipping
-from peerlane.problems._clipping import Entry, Gradients, coefficient, every_other, narrow_power_sum, scaled, tensors
-from peerlane.problems._collective import BF16, FP32
-from peerlane.problems._draw import Draw
-from peerlane.problems._moe_gradients import MODELS
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
     Case,
     Cost,
+    Draw,
     Expected,
     GroupLayout,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
+    leaves,
     preset,
 )
-from peerlane.problems._tree import GroupRef, leaves
+from peerlane.problems.families import clipping
+from peerlane.problems.families.clipping import Entry, Gradients, coefficient, every_other, narrow_power_sum, scaled, tensors
+from peerlane.problems.families.collective import BF16, FP32
+from peerlane.problems.families.moe_gradients import MODELS
 
 FP64 = torch.float64
 
@@ -43,10 +44,10 @@ def reference(
     ep_fsdp_group: dist.ProcessGroup | None = None,
     ep_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    non_ep, ep = _clipping.present(non_ep_grad_tensors), _clipping.present(ep_grad_tensors)
+    non_ep, ep = clipping.present(non_ep_grad_tensors), clipping.present(ep_grad_tensors)
     if ep_size > 1 and ep:
         torch._foreach_mul_(ep, 1.0 / ep_size)
-    total, ep_total = _clipping.power_sum(non_ep, norm_type), _clipping.power_sum(ep, norm_type)
+    total, ep_total = clipping.power_sum(non_ep, norm_type), clipping.power_sum(ep, norm_type)
     if fsdp_group is not None:
         dist.all_reduce(total, group=fsdp_group)
     if ep_fsdp_group is not None:
@@ -54,7 +55,7 @@ def reference(
     if ep_group is not None:
         dist.all_reduce(ep_total, group=ep_group)
     norm = (total + ep_total).pow(1.0 / norm_type)
-    _clipping.clip(non_ep + ep, norm, max_norm)
+    clipping.clip(non_ep + ep, norm, max_norm)
     return norm
 
 
@@ -107,8 +108,8 @@ def entries(case: Case, rank: int) -> tuple[tuple[Entry, ...], tuple[Entry, ...]
     size = _ep_ranks(case)
     non_ep, ep = MODELS[case["model"]](size)
     return (
-        _clipping.shard(non_ep, case.world_size, rank),
-        _clipping.shard(ep, case.world_size // size, rank // size, axis=1),
+        clipping.shard(non_ep, case.world_size, rank),
+        clipping.shard(ep, case.world_size // size, rank // size, axis=1),
     )
 
 
@@ -126,12 +127,12 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """
     p = _norm_type(case)
     non_ep, ep = ({q: both[i] for q, both in enumerate(entries(case, q) for q in range(case.world_size))} for i in (0, 1))
-    split = _clipping.draw_split(draw.shared, [non_ep, ep], case["level"], p)
-    gradients = _clipping.draw_gradients(draw, non_ep[rank], split, p, rank=rank)
+    split = clipping.draw_split(draw.shared, [non_ep, ep], case["level"], p)
+    gradients = clipping.draw_gradients(draw, non_ep[rank], split, p, rank=rank)
     factor = case.params.get("ep_level", _divisor(case))
-    expert_gradients = _clipping.draw_gradients(draw, ep[rank], split, p, rank=rank, which=1, stacked=True, factor=factor)
+    expert_gradients = clipping.draw_gradients(draw, ep[rank], split, p, rank=rank, which=1, stacked=True, factor=factor)
     if "poison" in case.params and rank == 0:
-        _clipping.poison(expert_gradients, case["poison"])
+        clipping.poison(expert_gradients, case["poison"])
     groups = [None if name is None else GroupRef(name) for name in _stages(case)]
     return gradients, expert_gradients, case["max_norm"], p, _divisor(case), *groups
 
@@ -153,24 +154,24 @@ def _device(inputs: Sequence[tuple[Any, ...]]) -> torch.device:
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Expected, dict[str, list[Any]]]:
     device, p, divisor = _device(inputs), _norm_type(case), _divisor(case)
     fsdp, ep_fsdp, ep = _stages(case)
-    sums = [_clipping.wide_power_sum(args[0], p).to(device) for args in inputs]
-    expert_sums = [_clipping.wide_power_sum(args[1], p).to(device) / divisor**p for args in inputs]
+    sums = [clipping.wide_power_sum(args[0], p).to(device) for args in inputs]
+    expert_sums = [clipping.wide_power_sum(args[1], p).to(device) / divisor**p for args in inputs]
     own = [_reduced(case, sums, [fsdp])[rank], _reduced(case, expert_sums, [ep_fsdp, ep])[rank]]
-    norm = _clipping.norm_of(own, p, device)
+    norm = clipping.norm_of(own, p, device)
     return Expected("norm", norm, FP32), {
-        "non_ep_grad_tensors": _clipping.clipped("gradient", inputs[rank][0], norm, case["max_norm"]),
-        "ep_grad_tensors": _clipping.clipped("expert_gradient", inputs[rank][1], norm, case["max_norm"], divisor),
+        "non_ep_grad_tensors": clipping.clipped("gradient", inputs[rank][0], norm, case["max_norm"]),
+        "ep_grad_tensors": clipping.clipped("expert_gradient", inputs[rank][1], norm, case["max_norm"], divisor),
     }
 
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
     """An expert's gradient is divided by a power of two, which is exact, or in float32, where the norm's error leaves room for it."""
     non_ep, ep = zip(*(entries(case, rank) for rank in range(case.world_size)), strict=True)
-    error = _clipping.norm_error(non_ep, ep)
+    error = clipping.norm_error(non_ep, ep)
     return {
         "norm": Tolerance(relative=error),
-        **_clipping.tolerances("gradient", non_ep, error),
-        **_clipping.tolerances("expert_gradient", ep, error),
+        **clipping.tolerances("gradient", non_ep, error),
+        **clipping.tolerances("expert_gradient", ep, error),
     }
 
 
@@ -178,7 +179,7 @@ def cost(case: Case, rank: int) -> Cost:
     """Two float32 numbers are all-reduced over the world, which serves all groups."""
     non_ep, ep = entries(case, rank)
     always = ep if _divisor(case) > 1 else ()
-    hbm_bytes, operations = _clipping.traffic(non_ep if always else (*non_ep, *ep), clips=case["clips"], always_written=always)
+    hbm_bytes, operations = clipping.traffic(non_ep if always else (*non_ep, *ep), clips=case["clips"], always_written=always)
     port = 2 * (case.world_size - 1) / case.world_size * 2 * FP32.itemsize if case.params.get("groups", "grid") == "grid" else 0
     return Cost(hbm_bytes=hbm_bytes, egress_bytes=port, ingress_bytes=port, flops={"fp32": operations})
 
@@ -219,47 +220,47 @@ def _updated(
     }
 
 
-def _with_norm_of(context: NullContext, **options: Any) -> Answer:
+def _with_norm_of(context: AnswerContext, **options: Any) -> Answer:
     """Everything follows from a wrong norm."""
     return _updated(context.case, context.args, _narrow_norm(context.case, context.inputs, context.rank, **options))
 
 
-def _local_times_root(context: NullContext) -> Answer:
+def _local_times_root(context: AnswerContext) -> Answer:
     local = _narrow_norm(context.case, context.inputs, context.rank, stages=(None, None, None))
     return _updated(context.case, context.args, local * context.case.world_size ** (1 / _norm_type(context.case)))
 
 
-def _every_other_element(context: NullContext) -> Answer:
+def _every_other_element(context: AnswerContext) -> Answer:
     """Everything follows from the norm of every second element times 2^(1/p)."""
     sampled = [(every_other(args[0]), every_other(args[1])) for args in context.inputs]
     norm = _narrow_norm(context.case, sampled, context.rank) * 2 ** (1 / _norm_type(context.case))
     return _updated(context.case, context.args, norm)
 
 
-def _right_norm(context: NullContext, **options: Any) -> Answer:
+def _right_norm(context: AnswerContext, **options: Any) -> Answer:
     """The right norm, and gradients with other factors."""
     return _updated(context.case, context.args, context.answer[0], **options)
 
 
-def _all_divided(context: NullContext) -> Answer:
+def _all_divided(context: AnswerContext) -> Answer:
     non_ep, ep = (scaled(gradients, 1.0 / _divisor(context.case)) for gradients in context.args[:2])
     return _updated(context.case, (non_ep, ep), context.answer[0], divisor=1)
 
 
-def _one_list_scaled(context: NullContext, *, experts: bool) -> Answer:
+def _one_list_scaled(context: AnswerContext, *, experts: bool) -> Answer:
     norm, right = context.answer
     _, kept = _right_norm(context, factor=torch.ones_like(norm))
     name = "non_ep_grad_tensors" if experts else "ep_grad_tensors"
     return norm, {**right, name: kept[name]}
 
 
-def _float32(coarse: bool) -> HonestVariant:
+def _float32(coarse: bool) -> AlternativeSolution:
     """Norm and products in float32; ``coarse``: with the coefficient rounded to each gradient's dtype."""
 
     def answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
         return _updated(case, inputs[rank], _narrow_norm(case, inputs, rank), coarse=coarse)
 
-    return HonestVariant("coefficient_rounded" if coarse else "rounded", answer)
+    return AlternativeSolution("coefficient_rounded" if coarse else "rounded", answer)
 
 
 def _folded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Answer:
@@ -356,118 +357,118 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
             "no_communication",
             "the norm of the rank's own gradients",
             lambda c: _with_norm_of(c, stages=(None, None, None)),
             cases=(*_REDUCED, *_small("no_non_ep", "no_ep", "ep_fsdp_only", "ep_only"), *_OTHERS),
         ),
-        NullAnswer("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, cases=(*_REDUCED, *_OTHERS)),
-        NullAnswer(
+        KnownWrongAnswer("local_times_root", "the rank's own norm times W^(1/p)", _local_times_root, cases=(*_REDUCED, *_OTHERS)),
+        KnownWrongAnswer(
             "every_other_element",
             "the norm of every second element times 2^(1/p)",
             _every_other_element,
             cases=(*_REDUCED, *_OTHERS),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "experts_not_reduced",
             "experts' sum not reduced",
             lambda c: _with_norm_of(c, stages=("world", None, None)),
             cases=(*_REDUCED, *_OTHERS),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "experts_reduced_over_sharers_only",
             "experts' sum not reduced over the expert-parallel group",
             lambda c: _with_norm_of(c, stages=("world", "ep_fsdp", None)),
             cases=(*(f"{name}/w4" for name in _small("grid")), *_small("below"), *_BOTH, *_OTHERS_ON_MORE),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "experts_reduced_over_ep_group_only",
             "experts' sum not reduced over the ranks that share them",
             lambda c: _with_norm_of(c, stages=("world", None, "ep")),
             cases=(*_small("grid"), *(f"{name}/w4" for name in _small("below", "norm_1", "divisor_3"))),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "groups_swapped",
             "the expert-parallel group in place of the ranks that share experts, or the other way round",
             lambda c: _with_norm_of(c, stages=("world", "ep", None) if _stages(c.case)[1] else (None, None, "ep_fsdp")),
             cases=_small("ep_fsdp_only", "ep_only"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "whole_world",
             "skipped sums taken",
             lambda c: _with_norm_of(c, stages=("world", "world", None)),
             cases=_small("ep_fsdp_only", "ep_only/w4"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "fsdp_group_ignored",
             "the other gradients' sum taken over the world",
             lambda c: _with_norm_of(c, stages=("world", *_stages(c.case)[1:])),
             cases=_small("hybrid", "ep_only"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "others_not_reduced",
             "the other gradients' sum not reduced",
             lambda c: _with_norm_of(c, stages=(None, *_stages(c.case)[1:])),
             cases=(*_small("hybrid"), *_BOTH),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "euclidean",
             "norm_type ignored",
             lambda c: _with_norm_of(c, norm_type=2.0),
             cases=_small("norm_1"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "experts_left_out", "the norm of the other gradients", lambda c: _with_norm_of(c, weights=(1.0, 0.0)), cases=(*_BOTH, *_OTHERS)
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "others_left_out", "the norm of experts' gradients", lambda c: _with_norm_of(c, weights=(0.0, 1.0)), cases=(*_BOTH, *_OTHERS)
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "not_divided",
             "ep_size ignored",
             lambda c: _updated(c.case, c.args, _narrow_norm(c.case, c.inputs, c.rank, divisor=1), divisor=1),
             cases=(*_small("below", "no_non_ep", "large_experts"), *_BOTH, *_OTHERS_ON_MORE),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "divided_after_the_norm",
             "the norm of undivided gradients of experts",
             lambda c: _with_norm_of(c, divisor=1),
             cases=(*_small("below", "no_non_ep", "large_experts"), *_BOTH, *_OTHERS_ON_MORE),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "divided_for_the_norm_only",
             "the right norm, experts' gradients not divided",
             lambda c: _right_norm(c, divisor=1),
             cases=(*_small("below", "no_non_ep", "large_experts", "nan"), *_BOTH, *_OTHERS_ON_MORE),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "all_divided",
             "the other gradients divided too",
             _all_divided,
             cases=(*_small("below", "no_ep", "nan"), *_BOTH, *_OTHERS_ON_MORE),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "not_clipped",
             "the right norm, gradients not scaled by it",
             lambda c: _right_norm(c, factor=torch.ones_like(c.answer[0])),
             cases=(*_small("grid", "no_non_ep", "no_ep", "ep_fsdp_only", "ep_only", "large_experts", "hybrid"), *_BOTH, *_OTHERS),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "only_experts_clipped", "the other gradients not scaled", lambda c: _one_list_scaled(c, experts=True), cases=(*_BOTH, *_OTHERS)
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "only_others_clipped", "experts' gradients not scaled", lambda c: _one_list_scaled(c, experts=False), cases=(*_BOTH, *_OTHERS)
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "always_scaled",
             "gradients scaled to max_norm although they are below it",
             lambda c: _right_norm(c, factor=c.case["max_norm"] / c.answer[0]),
             cases=_small("below"),
         ),
     ),
-    honest_variants=(_float32(coarse=False), _float32(coarse=True), HonestVariant("folded", _folded)),
+    alternative_solutions=(_float32(coarse=False), _float32(coarse=True), AlternativeSolution("folded", _folded)),
     excused={
         "another_rank/norm": "all ranks of the world have one norm, but where groups are smaller or left out",
         "echo/gradient_0@small/below": "what is not clipped stays as it is",

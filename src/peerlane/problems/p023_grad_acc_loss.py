@@ -9,21 +9,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP32
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
+from peerlane.problems.families.collective import BF16, FP32
 
 FP64 = torch.float64
 
@@ -129,31 +129,31 @@ def cost(case: Case, rank: int) -> Cost:
     return Cost(hbm_bytes=2 * 8 + 6 * size, egress_bytes=port, ingress_bytes=port, flops={"fp32": 8})
 
 
-def _answer(context: NullContext, total: torch.Tensor, grad: torch.Tensor | None = None) -> Scalars:
+def _answer(context: AnswerContext, total: torch.Tensor, grad: torch.Tensor | None = None) -> Scalars:
     """Outputs from a sum of losses in float64 and, unless right, a gradient."""
     whole, dtype = context.args[2], context.case.dtype
     return (total / whole).to(dtype), total.to(dtype), context.answer[2] if grad is None else grad.to(dtype)
 
 
-def _unweighted(context: NullContext) -> Scalars:
+def _unweighted(context: AnswerContext) -> Scalars:
     """The mean of the losses for the normalised one."""
     losses = torch.stack([args[0].to(FP64) for args in context.inputs]).nan_to_num()
     whole = context.args[2].to(FP64)
     return _answer(context, losses.mean() * whole)
 
 
-def _gradient(context: NullContext, change: Any) -> Scalars:
+def _gradient(context: AnswerContext, change: Any) -> Scalars:
     """A wrong gradient, from loss, local and global count, and both upstream gradients in float64."""
     return (*context.answer[:2], change(*_wide(context.args)).to(context.case.dtype))
 
 
-def _always_finite(context: NullContext) -> Scalars:
+def _always_finite(context: AnswerContext) -> Scalars:
     """Infinities replaced on ranks that do have tokens."""
     parts = [args[0].nan_to_num().to(FP64) * args[1] for args in context.inputs]
     return _answer(context, torch.stack(parts).sum())
 
 
-def _never_replaced(context: NullContext) -> Scalars:
+def _never_replaced(context: AnswerContext) -> Scalars:
     """NaN and infinity times zero tokens."""
     return _answer(context, torch.stack([args[0].to(FP64) * args[1] for args in context.inputs]).sum())
 
@@ -230,32 +230,34 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own loss", lambda c: _answer(c, _token_losses([c.args]).sum()), cases=_FINITE),
-        NullAnswer("unweighted", "the mean of the ranks' losses", _unweighted, cases=_FINITE),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own loss", lambda c: _answer(c, _token_losses([c.args]).sum()), cases=_FINITE),
+        KnownWrongAnswer("unweighted", "the mean of the ranks' losses", _unweighted, cases=_FINITE),
+        KnownWrongAnswer(
             "drop_last_rank",
             "the last rank left out: may be within the error of bfloat16",
             lambda c: _answer(c, _token_losses(c.inputs[:-1]).sum()),
             cases=tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.dtype == FP32),
         ),
-        NullAnswer("gradient_over_world", "gradient / W", lambda c: _gradient(c, lambda x, n, t, g, s: g / c.case.world_size + s * n)),
-        NullAnswer("gradient_unnormalised", "gradient times n_r", lambda c: _gradient(c, lambda x, n, t, g, s: (g + s) * n)),
-        NullAnswer(
+        KnownWrongAnswer(
+            "gradient_over_world", "gradient / W", lambda c: _gradient(c, lambda x, n, t, g, s: g / c.case.world_size + s * n)
+        ),
+        KnownWrongAnswer("gradient_unnormalised", "gradient times n_r", lambda c: _gradient(c, lambda x, n, t, g, s: (g + s) * n)),
+        KnownWrongAnswer(
             "no_gradient_of_sum",
             "grad_loss_sum ignored",
             lambda c: _gradient(c, lambda x, n, t, g, s: g * n / t),
             cases=_labels(lambda params: "grad_sum" in params),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "zero_tokens_poison",
             "NaN or infinity times no tokens",
             _never_replaced,
             cases=_labels(lambda params: "idle" in params),
         ),
-        NullAnswer("always_finite", "infinities replaced where there are tokens", _always_finite, cases=("small/infinite_fp32",)),
+        KnownWrongAnswer("always_finite", "infinities replaced where there are tokens", _always_finite, cases=("small/infinite_fp32",)),
     ),
-    honest_variants=(HonestVariant("float64_rounded_once", _wide_variant), HonestVariant("other_order", _other_order)),
+    alternative_solutions=(AlternativeSolution("float64_rounded_once", _wide_variant), AlternativeSolution("other_order", _other_order)),
     excused={
         "another_rank/normalized_loss": "all ranks have the same",
         "another_rank/loss_sum": "all ranks have the same",

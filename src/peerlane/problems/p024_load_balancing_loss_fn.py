@@ -8,23 +8,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP32
-from peerlane.problems._draw import Draw
-from peerlane.problems._interval import Interval, comparison
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
+from peerlane.problems.families.collective import BF16, FP32
+from peerlane.problems.families.interval import Interval, comparison
 
 FP64 = torch.float64
 
@@ -238,7 +238,7 @@ def _mean(losses: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(list(losses)).mean(0)
 
 
-def _of_ranks(context: NullContext, ranks: Sequence[int]) -> torch.Tensor:
+def _of_ranks(context: AnswerContext, ranks: Sequence[int]) -> torch.Tensor:
     return _mean([_answer_of(context.inputs[q], context.case["k"]) for q in ranks])
 
 
@@ -247,18 +247,18 @@ def _answer_of(args: tuple[Any, ...], top_k: int, masked: bool = True) -> torch.
     return _loss(logits, _row_weights(logits, args[3] if masked else None), top_k)
 
 
-def _global_batch(context: NullContext) -> torch.Tensor:
+def _global_batch(context: AnswerContext) -> torch.Tensor:
     """The loss of all ranks' tokens together."""
     logits = torch.cat([_whole(args) for args in context.inputs])
     weights = torch.cat([_row_weights(_whole(args), args[3]) for args in context.inputs])
     return _loss(logits, weights, context.case["k"])
 
 
-def _first_layer(context: NullContext) -> torch.Tensor:
+def _first_layer(context: AnswerContext) -> torch.Tensor:
     return _mean([_answer_of((args[0][0], *args[1:]), context.case["k"]) for args in context.inputs])
 
 
-def _every_kth(context: NullContext, distance: int, turning: bool) -> torch.Tensor:
+def _every_kth(context: AnswerContext, distance: int, turning: bool) -> torch.Tensor:
     """The loss of every k-th token of every layer: the first and so on, or ``turning``, one token later in every layer."""
     losses = []
     for gate, _, top_k, mask in context.inputs:
@@ -270,19 +270,19 @@ def _every_kth(context: NullContext, distance: int, turning: bool) -> torch.Tens
     return _mean(losses)
 
 
-def _all_chosen(context: NullContext) -> torch.Tensor:
+def _all_chosen(context: AnswerContext) -> torch.Tensor:
     """Every ratio of tokens is k / E, as if the router were balanced: the loss is k."""
     return torch.full_like(context.answer, float(context.case["k"]))
 
 
-def _probabilities_squared(context: NullContext) -> torch.Tensor:
+def _probabilities_squared(context: AnswerContext) -> torch.Tensor:
     """E times the sum of squared mean probabilities, times k: no choice is made."""
     means = [mean_probabilities(_whole(args), _row_weights(_whole(args), args[3])) for args in context.inputs]
     factor: int = context.case["k"] * context.case["experts"]
     return _mean([part.square().sum() for part in means]).to(FP32) * factor
 
 
-def _no_maximum(context: NullContext) -> torch.Tensor:
+def _no_maximum(context: AnswerContext) -> torch.Tensor:
     """Softmax from the exponentials of the logits as they are."""
     losses = []
     for args in context.inputs:
@@ -392,52 +392,52 @@ PROBLEM = Problem(
     compare=comparison(tolerance),
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own loss", lambda c: _of_ranks(c, [c.rank]), cases=_DEFINED),
-        NullAnswer("sum", "not divided by the world size", lambda c: c.answer * c.case.world_size, cases=_DEFINED),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own loss", lambda c: _of_ranks(c, [c.rank]), cases=_DEFINED),
+        KnownWrongAnswer("sum", "not divided by the world size", lambda c: c.answer * c.case.world_size, cases=_DEFINED),
+        KnownWrongAnswer(
             "drop_last_rank",
             "the mean over all ranks but the last",
             lambda c: _of_ranks(c, range(c.case.world_size - 1)),
             cases=_FLOAT32,
         ),
-        NullAnswer("global_batch", "the loss of all ranks' tokens together", _global_batch, cases=_DEFINED),
-        NullAnswer("balanced", "the loss of a balanced router, top_k", _all_chosen),
-        NullAnswer(
+        KnownWrongAnswer("global_batch", "the loss of all ranks' tokens together", _global_batch, cases=_DEFINED),
+        KnownWrongAnswer("balanced", "the loss of a balanced router, top_k", _all_chosen),
+        KnownWrongAnswer(
             "no_choice",
             "mean probabilities in place of choices: not far off, for bfloat16",
             _probabilities_squared,
             cases=_FLOAT32,
         ),
-        NullAnswer("no_maximum", "exponentials of the logits as they are", _no_maximum, cases=("small/large_logits_fp32",)),
-        NullAnswer("every_other", "every second token only", lambda c: _every_kth(c, 2, turning=False), cases=_UNEVEN),
-        NullAnswer("every_fourth", "every fourth token only", lambda c: _every_kth(c, 4, turning=False), cases=_UNEVEN),
-        NullAnswer(
+        KnownWrongAnswer("no_maximum", "exponentials of the logits as they are", _no_maximum, cases=("small/large_logits_fp32",)),
+        KnownWrongAnswer("every_other", "every second token only", lambda c: _every_kth(c, 2, turning=False), cases=_UNEVEN),
+        KnownWrongAnswer("every_fourth", "every fourth token only", lambda c: _every_kth(c, 4, turning=False), cases=_UNEVEN),
+        KnownWrongAnswer(
             "every_fourth_in_turn",
             "every fourth token only, of every layer one later than of the last",
             lambda c: _every_kth(c, 4, turning=True),
             cases=_UNEVEN,
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "sixteenth_in_turn",
             "every sixteenth token only, of every layer one later than of the last",
             lambda c: _every_kth(c, 16, turning=True),
             cases=_UNEVEN,
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "mask_ignored",
             "padding counted",
             lambda c: _mean([_answer_of(args, c.case["k"], masked=False) for args in c.inputs]),
             cases=_labels(lambda params: "batch" in params),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "top_1",
             "only the best expert counted, times k: not far off, for bfloat16",
             lambda c: _mean([_answer_of(a, 1) for a in c.inputs]) * c.case["k"],
             cases=tuple(label for label in _labels(lambda params: params["k"] > 1) if label in _FLOAT32),
         ),
     ),
-    honest_variants=(HonestVariant("one_hot_fp32", _wide), HonestVariant("probabilities_in_dtype", _in_dtype)),
+    alternative_solutions=(AlternativeSolution("one_hot_fp32", _wide), AlternativeSolution("probabilities_in_dtype", _in_dtype)),
     excused={
         "another_rank": "all ranks have the same answer",
         **{

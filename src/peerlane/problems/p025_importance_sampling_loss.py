@@ -10,25 +10,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems._codes import eight_bit_floats
-from peerlane.problems._draw import Draw
-from peerlane.problems._importance import CLAMP, Tokens, evaluate, extremes, global_mean
-from peerlane.problems._matmul import BF16, FLOP_UNIT, FP32
-from peerlane.problems._quant import student_t
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
+from peerlane.problems.families.codes import eight_bit_floats
+from peerlane.problems.families.importance import CLAMP, Tokens, evaluate, extremes, global_mean
+from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32
+from peerlane.problems.families.quant import student_t
 
 # Entries of the vocabulary, for every token, that are about as probable as its label.
 _RIVALS = 2
@@ -250,16 +250,16 @@ def _carrying_gradient(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int)
     return loss + carrier - carrier, None, lp, pg, metrics
 
 
-def _with_arguments(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[NullContext], Answer]:
+def _with_arguments(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> Callable[[AnswerContext], Answer]:
     """The answer to other arguments."""
 
-    def answer(context: NullContext) -> Answer:
+    def answer(context: AnswerContext) -> Answer:
         return _wide_logits(context.case, [change(args) for args in context.inputs], context.rank)
 
     return answer
 
 
-def _from_partition(context: NullContext, rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Answer:
+def _from_partition(context: AnswerContext, rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Answer:
     """Log-probabilities from the label's logit and ``rest``, a guess at the log-sum-exp of the others from hidden states and head."""
     every = []
     for args in context.inputs:
@@ -280,7 +280,7 @@ def _half_vocabulary(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     return (hidden @ weight[::2].t()).logsumexp(-1) + math.log(2.0)
 
 
-def _no_maximum(context: NullContext) -> Answer:
+def _no_maximum(context: AnswerContext) -> Answer:
     """Log-sum-exp from the exponentials of the logits as they are."""
     every = []
     for args in context.inputs:
@@ -292,25 +292,25 @@ def _no_maximum(context: NullContext) -> Answer:
     return _assembled(context.case, every, context.rank, FP32)
 
 
-def _eight_bit_product(context: NullContext) -> Answer:
+def _eight_bit_product(context: AnswerContext) -> Answer:
     def coded(args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (eight_bit_floats(args[0]), eight_bit_floats(args[1]), *args[2:])
 
     return _with_arguments(coded)(context)
 
 
-def _no_communication(context: NullContext) -> Answer:
+def _no_communication(context: AnswerContext) -> Answer:
     return _wide_logits(context.case, [context.args], 0)
 
 
-def _clamped_constant(context: NullContext) -> Answer:
+def _clamped_constant(context: AnswerContext) -> Answer:
     """What all tokens clamped to exp(-20) would give: no loss, no gradient, and the cross entropy right."""
     loss, _, lp, pg, metrics = context.answer
     zero = torch.zeros_like(metrics[0])
     return torch.zeros_like(loss), None, lp, torch.zeros_like(pg), torch.stack([zero, zero, zero, zero + 19.0, metrics[4]])
 
 
-def _ratio_one(context: NullContext) -> Answer:
+def _ratio_one(context: AnswerContext) -> Answer:
     """Every ratio one: gradients are the advantages."""
     gradients = [torch.where(args[2] != _ignore_index(args), -args[4], 0.0) for args in context.inputs]
     count = sum(int((args[2] != _ignore_index(args)).sum()) for args in context.inputs)
@@ -319,20 +319,20 @@ def _ratio_one(context: NullContext) -> Answer:
     return (torch.stack([part.to(FP32).sum() for part in gradients]).sum() / count, None, lp, gradients[context.rank].to(pg.dtype), known)
 
 
-def _local_extremes(context: NullContext) -> Answer:
+def _local_extremes(context: AnswerContext) -> Answer:
     loss, _, lp, pg, metrics = context.answer
     own = _no_communication(context)[4]
     return loss, None, lp, pg, torch.stack([metrics[0], own[1], own[2], metrics[3], metrics[4]])
 
 
-def _mean_of_means(context: NullContext) -> Answer:
+def _mean_of_means(context: AnswerContext) -> Answer:
     """Ranks' own losses and metrics averaged, whatever their numbers of tokens."""
     own = [_wide_logits(context.case, [args], 0) for args in context.inputs]
     metrics = torch.stack([answer[4] for answer in own]).mean(0)
     return torch.stack([answer[0] for answer in own]).mean(0), None, *context.answer[2:4], metrics
 
 
-def _all_tokens_counted(context: NullContext) -> Answer:
+def _all_tokens_counted(context: AnswerContext) -> Answer:
     """Sums divided by the number of all tokens."""
     share = sum(int((args[2] != _ignore_index(args)).sum()) for args in context.inputs) / (_tokens(context.case) * context.case.world_size)
     loss, _, lp, pg, metrics = context.answer
@@ -415,55 +415,55 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own tokens alone", _no_communication, cases=_labels()),
-        NullAnswer("clamped_constant", "as if all ratios were exp(-20)", _clamped_constant, cases=_labels()),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own tokens alone", _no_communication, cases=_labels()),
+        KnownWrongAnswer("clamped_constant", "as if all ratios were exp(-20)", _clamped_constant, cases=_labels()),
+        KnownWrongAnswer(
             "ratio_one",
             "old_logprobs ignored",
             _ratio_one,
             cases=_labels(),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "advantage_one", "advantages ignored", _with_arguments(lambda a: (*a[:4], torch.ones_like(a[4]), *a[5:])), cases=_labels()
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "local_extremes",
             "least and largest ratio of the rank alone: may be within the error of bfloat16",
             _local_extremes,
             cases=_labels(dtype=FP32),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "mean_of_means",
             "ranks' means averaged, whatever their numbers of tokens: within the error of bfloat16",
             _mean_of_means,
             cases=_labels("silent_rank_fp32", "one_ratio_fp32", dtype=FP32),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "average_vocabulary",
             "the label's logit, and a closed form for all others",
             lambda c: _from_partition(c, _average_vocabulary),
             cases=_labels(),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "half_vocabulary",
             "the label's logit, and every second other one",
             lambda c: _from_partition(c, _half_vocabulary),
             cases=_labels(),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "eight_bit_product",
             "logits from hidden states and head in 8-bit floating point, with a scale for every token and every entry",
             _eight_bit_product,
             cases=_labels(),
         ),
-        NullAnswer("no_maximum", "exponentials of the logits as they are", _no_maximum, cases=("small/large_logits_fp32",)),
-        NullAnswer("all_tokens_counted", "divided by the number of all tokens", _all_tokens_counted, cases=_labels(dtype=FP32)),
+        KnownWrongAnswer("no_maximum", "exponentials of the logits as they are", _no_maximum, cases=("small/large_logits_fp32",)),
+        KnownWrongAnswer("all_tokens_counted", "divided by the number of all tokens", _all_tokens_counted, cases=_labels(dtype=FP32)),
     ),
-    honest_variants=(
-        HonestVariant("fp32_logits", _wide_logits),
-        HonestVariant("everything_in_dtype", _in_dtype),
-        HonestVariant("carrying_gradient", _carrying_gradient),
+    alternative_solutions=(
+        AlternativeSolution("fp32_logits", _wide_logits),
+        AlternativeSolution("everything_in_dtype", _in_dtype),
+        AlternativeSolution("carrying_gradient", _carrying_gradient),
     ),
     excused={
         "another_rank/loss": "all ranks have the same",

@@ -8,11 +8,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _moe
-from peerlane.problems._collective import FP32, all_gather_single, group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.contract import (
+    AnswerContext,
+    Case,
+    CaseSpec,
+    Cost,
+    Draw,
+    Expected,
+    GroupRef,
+    KnownWrongAnswer,
+    Problem,
+    case,
+    exactly,
+    preset,
+)
+from peerlane.problems.families import moe
+from peerlane.problems.families.collective import FP32, all_gather_single, group_layout, group_members
 
 INT64 = torch.int64
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -34,17 +45,17 @@ def _selection(case: Case, rank: int, draw: Draw) -> torch.Tensor:
 
     ``case["skew"]`` makes the popularity of experts differ between ranks too: by that many natural units, on average.
     """
-    tokens, k = _moe.tokens_of(case, rank), case["k"]
-    popularity = _moe.log_popularity(case, draw)
+    tokens, k = moe.tokens_of(case, rank), case["k"]
+    popularity = moe.log_popularity(case, draw)
     popularity = popularity + draw.normal(popularity.shape, FP32, scale=case.params.get("skew", 0.0))
     if case.params.get("replacement"):
-        return _moe.draw_experts(case, draw, popularity.expand(tokens * k, -1), 1).view(tokens, k)
-    return _moe.draw_experts(case, draw, popularity.expand(tokens, -1), k)
+        return moe.draw_experts(case, draw, popularity.expand(tokens * k, -1), 1).view(tokens, k)
+    return moe.draw_experts(case, draw, popularity.expand(tokens, -1), k)
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     permuted = bool(case.params.get("permuted"))
-    mask = _moe.expert_mask(_selection(case, rank, draw), case["experts"], case.dtype, permuted=permuted)
+    mask = moe.expert_mask(_selection(case, rank, draw), case["experts"], case.dtype, permuted=permuted)
     return (mask, case["experts"], GroupRef(case["group"]) if "group" in case.params else None)
 
 
@@ -74,15 +85,15 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Ex
 def cost(case: Case, rank: int) -> Cost:
     """The mask is read once; each peer needs the counts of its own experts alone, 4 bytes each."""
     ranks = len(group_members(case, rank))
-    slots = case["experts"] * case["k"] * _moe.tokens_of(case, rank)
+    slots = case["experts"] * case["k"] * moe.tokens_of(case, rank)
     port = (ranks - 1) * (case["experts"] // ranks) * 4
     return Cost(hbm_bytes=slots * case.dtype.itemsize, egress_bytes=port, ingress_bytes=port, flops={"fp32": slots})
 
 
-def _from_counts(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[NullContext], Four]:
+def _from_counts(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[AnswerContext], Four]:
     """A wrong answer: the right one for counts (P, E) changed by ``change(counts, me)``."""
 
-    def answer(context: NullContext) -> Four:
+    def answer(context: AnswerContext) -> Four:
         me = group_members(context.case, context.rank).index(context.rank)
         return _metadata(context.case, context.inputs, context.rank, lambda counts: change(counts, me))
 
@@ -99,7 +110,7 @@ def _interleaved(counts: torch.Tensor, me: int) -> torch.Tensor:
     return counts.view(ranks, -1, ranks).transpose(1, 2).reshape(ranks, -1)
 
 
-def _one_off(context: NullContext) -> Four:
+def _one_off(context: AnswerContext) -> Four:
     """One row too many: what a tolerance of a percent lets through."""
     results = [leaf.clone() for leaf in context.answer]
     for leaf in results:
@@ -107,22 +118,22 @@ def _one_off(context: NullContext) -> Four:
     return results[0], results[1], results[2], results[3]
 
 
-def _first_slot(context: NullContext) -> Four:
+def _first_slot(context: AnswerContext) -> Four:
     kept = [(args[0][:, :1], *args[1:]) for args in context.inputs]
     return _metadata(context.case, kept, context.rank, lambda counts: counts)
 
 
-def _duplicates_merged(context: NullContext) -> Four:
+def _duplicates_merged(context: AnswerContext) -> Four:
     merged = [(args[0].amax(1, keepdim=True), *args[1:]) for args in context.inputs]
     return _metadata(context.case, merged, context.rank, lambda counts: counts)
 
 
-def _splits_exchanged(context: NullContext) -> Four:
+def _splits_exchanged(context: AnswerContext) -> Four:
     sent, received, per_local, total = context.answer
     return received, sent, per_local, total
 
 
-def _contiguous_group(context: NullContext) -> Four:
+def _contiguous_group(context: AnswerContext) -> Four:
     """The right members' number, but neighbours for members."""
     size = len(group_members(context.case, context.rank))
     first = context.rank // size * size
@@ -176,7 +187,7 @@ PRESETS = (
 
 
 def _where(where: Callable[[Case], bool]) -> tuple[str, ...]:
-    return _moe.labels(PRESETS, (2, 4, 8), where)
+    return moe.labels(PRESETS, (2, 4, 8), where)
 
 
 def _several(case: Case) -> bool:
@@ -217,35 +228,37 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
             "own_counts",
             "the rank's own counts for every source",
             _from_counts(lambda counts, me: counts[me].expand_as(counts)),
             cases=_where(_several),
         ),
-        NullAnswer("balanced", "as if all experts were equally popular", _from_counts(_balanced)),
-        NullAnswer("experts_interleaved", "expert e on rank e mod P", _from_counts(_interleaved), cases=_where(lambda c: c["experts"] > 8)),
-        NullAnswer("one_off", "one row too many", _one_off),
-        NullAnswer(
+        KnownWrongAnswer("balanced", "as if all experts were equally popular", _from_counts(_balanced)),
+        KnownWrongAnswer(
+            "experts_interleaved", "expert e on rank e mod P", _from_counts(_interleaved), cases=_where(lambda c: c["experts"] > 8)
+        ),
+        KnownWrongAnswer("one_off", "one row too many", _one_off),
+        KnownWrongAnswer(
             "splits_exchanged",
             "rows received for rows sent; two ranks may send each other as many",
             _splits_exchanged,
             cases=_where(lambda c: c.world_size > 2),
         ),
-        NullAnswer("first_slot", "only the first of a token's experts", _first_slot, cases=_where(lambda c: c["k"] > 1)),
-        NullAnswer(
+        KnownWrongAnswer("first_slot", "only the first of a token's experts", _first_slot, cases=_where(lambda c: c["k"] > 1)),
+        KnownWrongAnswer(
             "duplicates_merged",
             "an expert that a token selects twice counted once",
             _duplicates_merged,
             cases=_where(lambda c: bool(c.params.get("replacement"))),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "last_rank_missing",
             "the last rank's rows not counted",
             _from_counts(lambda counts, me: torch.cat([counts[:-1], torch.zeros_like(counts[-1:])])),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "contiguous_group",
             "neighbours taken for the group",
             _contiguous_group,

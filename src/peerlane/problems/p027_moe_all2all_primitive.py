@@ -9,10 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP32, group_layout, group_members, stale_tail
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, GroupRef, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, stale_tail
 
 
 def reference(
@@ -127,7 +125,7 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _fitted(context: NullContext, rows: torch.Tensor) -> torch.Tensor:
+def _fitted(context: AnswerContext, rows: torch.Tensor) -> torch.Tensor:
     """``rows`` repeated and cut to the answer's length, so that the contents and not the shape decide."""
     length = context.answer.shape[0]
     if rows.shape[0] == 0:
@@ -135,34 +133,34 @@ def _fitted(context: NullContext, rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([rows] * -(-length // rows.shape[0]) + [rows[:0]])[:length]
 
 
-def _own_parts(context: NullContext) -> list[torch.Tensor]:
+def _own_parts(context: AnswerContext) -> list[torch.Tensor]:
     members = group_members(context.case, context.rank)
     return _parts(context.case, context.inputs, members, members.index(context.rank))
 
 
-def _equal_splits(context: NullContext) -> torch.Tensor:
+def _equal_splits(context: AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     chunks = [context.inputs[source][0].tensor_split(len(members))[members.index(context.rank)] for source in members]
     return _fitted(context, torch.cat(chunks))
 
 
-def _own_offsets(context: NullContext) -> torch.Tensor:
+def _own_offsets(context: AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     offset = sum(context.args[1][: members.index(context.rank)])
     parts = [context.inputs[source][0][offset : offset + rows] for source, rows in zip(members, context.args[2], strict=True)]
     return _fitted(context, torch.cat(parts))
 
 
-def _group_of(context: NullContext, members: Sequence[int], index: int) -> torch.Tensor:
+def _group_of(context: AnswerContext, members: Sequence[int], index: int) -> torch.Tensor:
     return _fitted(context, torch.cat(_parts(context.case, context.inputs, members, index)))
 
 
-def _world_rank(context: NullContext) -> torch.Tensor:
+def _world_rank(context: AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     return _group_of(context, members, context.rank % len(members))
 
 
-def _contiguous_group(context: NullContext) -> torch.Tensor:
+def _contiguous_group(context: AnswerContext) -> torch.Tensor:
     size = len(group_members(context.case, context.rank))
     first = context.rank // size * size
     return _group_of(context, range(first, first + size), context.rank - first)
@@ -227,15 +225,17 @@ PROBLEM = Problem(
             case("bf16", BF16, splits="zipf", exponent=1.0, rows=128 * 8, row=(7168,)),
         ),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own rows, repeated or cut", lambda c: _fitted(c, c.args[0])),
-        NullAnswer("equal_splits", "rows cut equally, whatever the splits say", _equal_splits, cases=_UNEVEN),
-        NullAnswer("own_offsets", "every source read at this rank's own offset", _own_offsets, cases=_UNEVEN),
-        NullAnswer("sources_reversed", "the last source first", lambda c: torch.cat(_own_parts(c)[::-1]), cases=_SEVERAL_SOURCES),
-        NullAnswer("parts_reversed", "rows inside every part backwards", lambda c: torch.cat([part.flip(0) for part in _own_parts(c)])),
-        NullAnswer("world_rank_as_index", "the part for the world rank's number", _world_rank, cases=("small/strided_group_bf16",)),
-        NullAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
-        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own rows, repeated or cut", lambda c: _fitted(c, c.args[0])),
+        KnownWrongAnswer("equal_splits", "rows cut equally, whatever the splits say", _equal_splits, cases=_UNEVEN),
+        KnownWrongAnswer("own_offsets", "every source read at this rank's own offset", _own_offsets, cases=_UNEVEN),
+        KnownWrongAnswer("sources_reversed", "the last source first", lambda c: torch.cat(_own_parts(c)[::-1]), cases=_SEVERAL_SOURCES),
+        KnownWrongAnswer(
+            "parts_reversed", "rows inside every part backwards", lambda c: torch.cat([part.flip(0) for part in _own_parts(c)])
+        ),
+        KnownWrongAnswer("world_rank_as_index", "the part for the world rank's number", _world_rank, cases=("small/strided_group_bf16",)),
+        KnownWrongAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
+        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     process_groups=group_layout,
     notes=(

@@ -8,11 +8,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _moe
-from peerlane.problems._collective import BF16, FP32, group_layout, group_members, stale_tail
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
-from peerlane.problems._tree import GroupRef, Tree
+from peerlane.problems.contract import (
+    AnswerContext,
+    Case,
+    CaseSpec,
+    Cost,
+    Draw,
+    Expected,
+    GroupRef,
+    KnownWrongAnswer,
+    Problem,
+    Tree,
+    case,
+    exactly,
+    preset,
+)
+from peerlane.problems.families import moe
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, stale_tail
 from peerlane.problems.p027_moe_all2all_primitive import split_list
 
 INT64 = torch.int64
@@ -30,18 +42,18 @@ def reference(
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     sent, received = split_list(input_splits) or [], split_list(output_splits) or []
     routing_map = expert_mask.sum(dim=1)
-    mapping = _moe.expert_major(routing_map, sum(sent)) % max(1, tokens.shape[0])
+    mapping = moe.expert_major(routing_map, sum(sent)) % max(1, tokens.shape[0])
     rows = tokens[mapping]
     arrived = rows.new_empty((sum(received), rows.shape[1]))
     dist.all_to_all_single(arrived, rows, received, sent, group=group)
-    order = _moe.chunk_order(num_global_tokens_per_local_expert.to(rows.device), sum(received))
+    order = moe.chunk_order(num_global_tokens_per_local_expert.to(rows.device), sum(received))
     return arrived[order], routing_map, mapping, tokens.shape
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    routing = _moe.fixed_routing(case, rank, draw)
+    routing = moe.fixed_routing(case, rank, draw)
     mask = routing.mask(case["experts"], case["mask"], permuted=bool(case.params.get("permuted")))
-    hidden = draw.normal((_moe.tokens_of(case, rank), case["hidden"]), case.dtype)
+    hidden = draw.normal((moe.tokens_of(case, rank), case["hidden"]), case.dtype)
     if case.params.get("payloads"):  # every other row is made of NaN with random payloads, and infinities
         rows = hidden[::2]
         rows.copy_((draw.bits(rows.shape, case.dtype).view(torch.int16) | 0x7F80).view(case.dtype))
@@ -92,25 +104,25 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tuple[Ex
 
 def cost(case: Case, rank: int) -> Cost:
     """Every token is read once, every row written once, and the mask read once; see :func:`_moe.travelling_rows` for the link."""
-    row, tokens = case["hidden"] * case.dtype.itemsize, _moe.tokens_of(case, rank)
+    row, tokens = case["hidden"] * case.dtype.itemsize, moe.tokens_of(case, rank)
     members = group_members(case, rank)
-    arriving = case["k"] * sum(_moe.routed_tokens(case, q) for q in members) / len(members)
-    port = _moe.travelling_rows(case, rank) * row
+    arriving = case["k"] * sum(moe.routed_tokens(case, q) for q in members) / len(members)
+    port = moe.travelling_rows(case, rank) * row
     mask = case["experts"] * case["k"] * tokens * case["mask"].itemsize
-    return Cost(hbm_bytes=(tokens + arriving) * row + mask, egress_bytes=port, ingress_bytes=port, typical=_moe.is_drawn(case))
+    return Cost(hbm_bytes=(tokens + arriving) * row + mask, egress_bytes=port, ingress_bytes=port, typical=moe.is_drawn(case))
 
 
-def _with_rows(context: NullContext, rows: torch.Tensor) -> Tree:
+def _with_rows(context: AnswerContext, rows: torch.Tensor) -> Tree:
     """The right answer but for its rows."""
-    return (_moe.fitted(rows, context.answer[0].shape[0]), *context.answer[1:])
+    return (moe.fitted(rows, context.answer[0].shape[0]), *context.answer[1:])
 
 
-def _arranged(arrange: Callable[[list[list[torch.Tensor]]], torch.Tensor]) -> Callable[[NullContext], Tree]:
+def _arranged(arrange: Callable[[list[list[torch.Tensor]]], torch.Tensor]) -> Callable[[AnswerContext], Tree]:
     """A wrong answer: what arrives, put in the order of ``arrange``."""
     return lambda c: _with_rows(c, arrange(_chunks(c.case, c.inputs, c.rank, _mapping)))
 
 
-def _sent_as(mapping: Callable[[Any], torch.Tensor]) -> Callable[[NullContext], Tree]:
+def _sent_as(mapping: Callable[[Any], torch.Tensor]) -> Callable[[AnswerContext], Tree]:
     """A wrong answer: every rank sends the rows of ``mapping(args)``."""
     return lambda c: _with_rows(c, _by_expert(_chunks(c.case, c.inputs, c.rank, mapping)))
 
@@ -135,19 +147,19 @@ def _slot_major(args: Sequence[Any]) -> torch.Tensor:
     return mapping[: sum(args[3])]
 
 
-def _order_of_another_call(context: NullContext) -> Tree:
+def _order_of_another_call(context: AnswerContext) -> Tree:
     """What arrives, put in order by counts that have the same sums by source: those that the next local experts have."""
     return _with_rows(context, _by_expert(_chunks(context.case, context.inputs, context.rank, _mapping, context.args[5].roll(1, 1))))
 
 
-def _equal_splits(context: NullContext) -> Tree:
+def _equal_splits(context: AnswerContext) -> Tree:
     members = group_members(context.case, context.rank)
     me = members.index(context.rank)
     parts = [_rows(args, _mapping(args)).tensor_split(len(members))[me] for args in (context.inputs[q] for q in members)]
     return _with_rows(context, torch.cat(parts))
 
 
-def _splits_from_mask(context: NullContext) -> Tree:
+def _splits_from_mask(context: AnswerContext) -> Tree:
     """Rows go where the mask says, whatever the splits say."""
     members = group_members(context.case, context.rank)
     local = context.case["experts"] // len(members)
@@ -159,24 +171,24 @@ def _splits_from_mask(context: NullContext) -> Tree:
     return _with_rows(context, torch.cat(rows))
 
 
-def _mapping_one_off(context: NullContext) -> Tree:
+def _mapping_one_off(context: AnswerContext) -> Tree:
     rows, routing_map, mapping, shape = context.answer
     return (rows, routing_map, mapping + 1, shape)
 
 
-def _boolean_map(context: NullContext) -> Tree:
+def _boolean_map(context: AnswerContext) -> Tree:
     rows, routing_map, mapping, shape = context.answer
     return (rows, routing_map.clamp(max=1), mapping, shape)
 
 
-def _stale(context: NullContext) -> Tree:
+def _stale(context: AnswerContext) -> Tree:
     rows, routing_map, mapping, shape = context.answer
     previous = context.previous[0]
-    tail = stale_tail(NullContext(context.case, context.rank, context.inputs, {context.rank: rows}, previous))
+    tail = stale_tail(AnswerContext(context.case, context.rank, context.inputs, {context.rank: rows}, previous))
     return (tail, routing_map, mapping, shape)
 
 
-def _contiguous_group(context: NullContext) -> Tree:
+def _contiguous_group(context: AnswerContext) -> Tree:
     """The rows that the neighbours send to the same place."""
     members = group_members(context.case, context.rank)
     first = context.rank // len(members) * len(members)
@@ -234,16 +246,16 @@ PRESETS = (
 
 
 def _where(where: Callable[[Case], bool]) -> tuple[str, ...]:
-    return _moe.labels(PRESETS, (2, 4, 8), where)
+    return moe.labels(PRESETS, (2, 4, 8), where)
 
 
 def _several(case: Case) -> bool:
-    return _moe.group_size(case) > 1
+    return moe.group_size(case) > 1
 
 
 def _several_local(case: Case) -> bool:
     """Whether a rank has several experts, and receives from several ranks."""
-    return _several(case) and case["experts"] > _moe.group_size(case)
+    return _several(case) and case["experts"] > moe.group_size(case)
 
 
 def _reverse_sources(chunks: list[list[torch.Tensor]]) -> torch.Tensor:
@@ -258,7 +270,7 @@ def _as_received(chunks: list[list[torch.Tensor]]) -> torch.Tensor:
     return torch.cat([chunk for by_source in chunks for chunk in by_source])
 
 
-_TWO_SOURCES = _where(_moe.several_sources)
+_TWO_SOURCES = _where(moe.several_sources)
 
 PROBLEM = Problem(
     id=28,
@@ -280,51 +292,51 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
             "no_communication",
             "the rank's own rows, repeated or cut",
             lambda c: _with_rows(c, _rows(c.args, _mapping(c.args))),
             cases=_where(_several),
         ),
-        NullAnswer("not_regrouped", "rows by source, as they arrive", _arranged(_as_received), cases=_TWO_SOURCES),
-        NullAnswer("sources_reversed", "the last source first", _arranged(_reverse_sources), cases=_TWO_SOURCES),
-        NullAnswer("experts_reversed", "the last local expert first", _arranged(_reverse_experts), cases=_where(_several_local)),
-        NullAnswer(
+        KnownWrongAnswer("not_regrouped", "rows by source, as they arrive", _arranged(_as_received), cases=_TWO_SOURCES),
+        KnownWrongAnswer("sources_reversed", "the last source first", _arranged(_reverse_sources), cases=_TWO_SOURCES),
+        KnownWrongAnswer("experts_reversed", "the last local expert first", _arranged(_reverse_experts), cases=_where(_several_local)),
+        KnownWrongAnswer(
             "order_of_another_call",
             "rows regrouped by counts of another call with the same splits",
             _order_of_another_call,
-            cases=_where(_moe.counts_vary),
+            cases=_where(moe.counts_vary),
         ),
-        NullAnswer("tokens_reversed", "an expert's rows with the last token first", _sent_as(_tokens_reversed)),
-        NullAnswer("by_owner", "rows sent by rank and token, not by expert", _sent_as(_by_owner), cases=_where(_several_local)),
-        NullAnswer("slot_major", "rows sent in the order of slots and tokens", _sent_as(_slot_major)),
-        NullAnswer(
+        KnownWrongAnswer("tokens_reversed", "an expert's rows with the last token first", _sent_as(_tokens_reversed)),
+        KnownWrongAnswer("by_owner", "rows sent by rank and token, not by expert", _sent_as(_by_owner), cases=_where(_several_local)),
+        KnownWrongAnswer("slot_major", "rows sent in the order of slots and tokens", _sent_as(_slot_major)),
+        KnownWrongAnswer(
             "equal_splits",
             "rows cut equally, whatever the splits say",
             _equal_splits,
             cases=_where(lambda c: _several(c) and bool(c.params.get("exponent")) and "literal" not in c.params),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "splits_from_mask",
             "rows sent to the experts that the mask names, against the splits",
             _splits_from_mask,
             cases=_where(lambda c: "literal" in c.params),
         ),
-        NullAnswer("mapping_one_off", "every token's number one too large", _mapping_one_off),
-        NullAnswer(
+        KnownWrongAnswer("mapping_one_off", "every token's number one too large", _mapping_one_off),
+        KnownWrongAnswer(
             "boolean_map",
             "the mask's sum as a flag",
             _boolean_map,
             cases=_where(lambda c: "duplicates" in c.params),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "contiguous_group",
             "neighbours taken for the group",
             _contiguous_group,
             cases=_where(lambda c: "group" in c.params and _several(c)),
         ),
-        NullAnswer("stale_tail", "the last elements are those of the slot before", _stale),
+        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", _stale),
     ),
     process_groups=group_layout,
     notes=(

@@ -8,25 +8,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _moe
-from peerlane.problems._collective import BF16, FP32, group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import FP64
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families import moe
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
+from peerlane.problems.families.matmul import FP64
 from peerlane.problems.p027_moe_all2all_primitive import split_list
 
 INT64 = torch.int64
@@ -47,13 +47,13 @@ def reference(
 ) -> torch.Tensor:
     returned, sent = split_list(input_splits) or [], split_list(output_splits) or []
     by_expert = num_global_tokens_per_local_expert.to(expert_outputs.device).t()
-    rows = expert_outputs[_moe.chunk_order(by_expert, sum(sent))]
+    rows = expert_outputs[moe.chunk_order(by_expert, sum(sent))]
     arrived = rows.new_empty((sum(returned), rows.shape[1]))
     dist.all_to_all_single(arrived, rows, returned, sent, group=group)
 
     table = routing_weights.new_zeros((routing_weights.shape[0], num_experts))
     table.scatter_add_(1, selected_experts, routing_weights)
-    weights = table.t().flatten()[_moe.expert_major(routing_map, sum(returned))]
+    weights = table.t().flatten()[moe.expert_major(routing_map, sum(returned))]
     weighted = arrived * weights.unsqueeze(1)
     return weighted.new_zeros(org_hidden_states_shape).index_add_(0, local_input_permutation_mapping, weighted)
 
@@ -64,7 +64,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     ``case["poisoned"]``: a third of the rows is NaN, and half of the weights are 0. ``case["renamed"]``: the rank's tokens are shuffled in
     the permutation mapping alone, so that where a row goes no longer follows from the routing map, which gives its weight.
     """
-    routing = _moe.fixed_routing(case, rank, draw)
+    routing = moe.fixed_routing(case, rank, draw)
     sent, received, per_local = routing.metadata(draw.device)
     shape, weights_dtype = (sum(received), case["hidden"]), case["weights"]
     if draw.integer:
@@ -79,7 +79,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
             weights = weights * draw.integers(0, 2, weights.shape)
         weights = weights.to(weights_dtype)
     routing_map = routing.mask(case["experts"], INT64).sum(1)
-    mapping = _moe.expert_major(routing_map, sum(sent)) % max(1, routing_map.shape[1])
+    mapping = moe.expert_major(routing_map, sum(sent)) % max(1, routing_map.shape[1])
     if case.params.get("renamed"):
         mapping = draw.permutation(routing_map.shape[1])[mapping]
     return (
@@ -92,7 +92,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
         per_local,
         routing_map.to(case.params.get("map", torch.bool)),
         mapping,
-        torch.Size((_moe.tokens_of(case, rank), case["hidden"])),
+        torch.Size((moe.tokens_of(case, rank), case["hidden"])),
         GroupRef(case["group"]) if "group" in case.params else None,
     )
 
@@ -150,15 +150,15 @@ def tolerance(case: Case) -> Mapping[str, Tolerance]:
 def cost(case: Case, rank: int) -> Cost:
     """Every expert's row is read once, every token written once; see :func:`_moe.travelling_rows` for the link."""
     members = group_members(case, rank)
-    arriving = case["k"] * sum(_moe.routed_tokens(case, q) for q in members) / len(members)
+    arriving = case["k"] * sum(moe.routed_tokens(case, q) for q in members) / len(members)
     row, out = case["hidden"] * case.dtype.itemsize, torch.promote_types(case.dtype, case["weights"]).itemsize
-    port = _moe.travelling_rows(case, rank) * row
+    port = moe.travelling_rows(case, rank) * row
     return Cost(
-        hbm_bytes=arriving * row + _moe.tokens_of(case, rank) * case["hidden"] * out,
+        hbm_bytes=arriving * row + moe.tokens_of(case, rank) * case["hidden"] * out,
         egress_bytes=port,
         ingress_bytes=port,
-        flops={"fp32": 2 * case["k"] * _moe.routed_tokens(case, rank) * case["hidden"]},
-        typical=_moe.is_drawn(case),
+        flops={"fp32": 2 * case["k"] * moe.routed_tokens(case, rank) * case["hidden"]},
+        typical=moe.is_drawn(case),
     )
 
 
@@ -182,7 +182,7 @@ def _added_by_rank(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> 
 
 
 def _combined(
-    context: NullContext,
+    context: AnswerContext,
     *,
     rows: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
@@ -191,67 +191,67 @@ def _combined(
     """The answer with other rows, weights or targets of the rows."""
     args = context.args
     own = _row_weights(args)
-    rows = torch.cat(_parts(context.case, context.inputs, context.rank)) if rows is None else _moe.fitted(rows, own.shape[0])
+    rows = torch.cat(_parts(context.case, context.inputs, context.rank)) if rows is None else moe.fitted(rows, own.shape[0])
     terms = rows.to(FP32) * (own if weights is None else weights).to(FP32).unsqueeze(1)
     return _summed(args, terms, mapping).to(_dtype(args))
 
 
-def _own_rows(context: NullContext) -> torch.Tensor:
+def _own_rows(context: AnswerContext) -> torch.Tensor:
     return _combined(context, rows=context.args[0])
 
 
-def _not_ungrouped(context: NullContext) -> torch.Tensor:
+def _not_ungrouped(context: AnswerContext) -> torch.Tensor:
     return _combined(context, rows=torch.cat(_parts(context.case, context.inputs, context.rank, ungroup=False)))
 
 
-def _order_of_another_call(context: NullContext) -> torch.Tensor:
+def _order_of_another_call(context: AnswerContext) -> torch.Tensor:
     return _combined(context, rows=torch.cat(_parts(context.case, context.inputs, context.rank, shift=1)))
 
 
-def _sources_reversed(context: NullContext) -> torch.Tensor:
+def _sources_reversed(context: AnswerContext) -> torch.Tensor:
     return _combined(context, rows=torch.cat(_parts(context.case, context.inputs, context.rank)[::-1]))
 
 
-def _last_source_missing(context: NullContext) -> torch.Tensor:
+def _last_source_missing(context: AnswerContext) -> torch.Tensor:
     parts = _parts(context.case, context.inputs, context.rank)
     return _combined(context, rows=torch.cat([*parts[:-1], torch.zeros_like(parts[-1])]))
 
 
-def _unweighted(context: NullContext) -> torch.Tensor:
+def _unweighted(context: AnswerContext) -> torch.Tensor:
     weights = _row_weights(context.args)
     return _combined(context, weights=torch.full_like(weights, float(weights.mean()) if weights.numel() else 0.0))
 
 
-def _weights_by_token(context: NullContext) -> torch.Tensor:
+def _weights_by_token(context: AnswerContext) -> torch.Tensor:
     """Weights in the order of tokens and slots, not of the rows."""
     weights: torch.Tensor = context.args[1].flatten()
-    return _combined(context, weights=_moe.fitted(weights, context.args[8].shape[0]))
+    return _combined(context, weights=moe.fitted(weights, context.args[8].shape[0]))
 
 
-def _rows_by_token(context: NullContext) -> torch.Tensor:
+def _rows_by_token(context: AnswerContext) -> torch.Tensor:
     """Rows taken to lie in the order of tokens: the permutation mapping ignored."""
     return _combined(context, mapping=context.args[8].sort().values)
 
 
-def _mapping_derived(context: NullContext) -> torch.Tensor:
+def _mapping_derived(context: AnswerContext) -> torch.Tensor:
     """Rows added to the tokens that the routing map has them from."""
     _, token = (context.args[7] != 0).nonzero(as_tuple=True)
     return _combined(context, mapping=token)
 
 
-def _one_row_each(context: NullContext) -> torch.Tensor:
+def _one_row_each(context: AnswerContext) -> torch.Tensor:
     """Every token overwritten with its last expert's row instead of added to."""
     expert, token = (context.args[7] != 0).nonzero(as_tuple=True)
     last = torch.zeros(context.args[9][0], dtype=INT64, device=expert.device).scatter_reduce_(0, token, expert, "amax")
     return _combined(context, weights=_row_weights(context.args) * (last[token] == expert))
 
 
-def _zero_weights_skipped(context: NullContext) -> torch.Tensor:
+def _zero_weights_skipped(context: AnswerContext) -> torch.Tensor:
     rows = torch.cat(_parts(context.case, context.inputs, context.rank))
     return _combined(context, rows=rows.masked_fill((_row_weights(context.args) == 0).unsqueeze(1), 0.0))
 
 
-def _first_slot_only(context: NullContext) -> torch.Tensor:
+def _first_slot_only(context: AnswerContext) -> torch.Tensor:
     """An expert's weight taken from the first slot that names it."""
     args = context.args
     expert, token = (args[7] != 0).nonzero(as_tuple=True)
@@ -259,7 +259,7 @@ def _first_slot_only(context: NullContext) -> torch.Tensor:
     return _combined(context, weights=args[1][token, slot])
 
 
-def _contiguous_group(context: NullContext) -> torch.Tensor:
+def _contiguous_group(context: AnswerContext) -> torch.Tensor:
     """The rows that the neighbours send back to the same place."""
     size = len(group_members(context.case, context.rank))
     first = context.rank // size * size
@@ -319,11 +319,11 @@ PRESETS = (
 
 
 def _where(where: Callable[[Case], bool]) -> tuple[str, ...]:
-    return _moe.labels(PRESETS, (2, 4, 8), where)
+    return moe.labels(PRESETS, (2, 4, 8), where)
 
 
 def _several(case: Case) -> bool:
-    return _moe.group_size(case) > 1
+    return moe.group_size(case) > 1
 
 
 def _several_returned(case: Case) -> bool:
@@ -352,52 +352,54 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own rows, repeated or cut", _own_rows, cases=_where(_several)),
-        NullAnswer("not_ungrouped", "rows sent back as the experts left them", _not_ungrouped, cases=_where(_moe.several_sources)),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own rows, repeated or cut", _own_rows, cases=_where(_several)),
+        KnownWrongAnswer("not_ungrouped", "rows sent back as the experts left them", _not_ungrouped, cases=_where(moe.several_sources)),
+        KnownWrongAnswer(
             "order_of_another_call",
             "rows put in order by counts of another call with the same splits",
             _order_of_another_call,
-            cases=_where(_moe.counts_vary),
+            cases=_where(moe.counts_vary),
         ),
-        NullAnswer("sources_reversed", "the last source first", _sources_reversed, cases=_where(_several_returned)),
-        NullAnswer(
+        KnownWrongAnswer("sources_reversed", "the last source first", _sources_reversed, cases=_where(_several_returned)),
+        KnownWrongAnswer(
             "last_source_missing",
             "zeros for the last rank's rows",
             _last_source_missing,
             cases=_where(lambda c: "one_rank" not in c.params),
         ),
-        NullAnswer("unweighted", "the mean weight for every row", _unweighted, cases=_where(lambda c: c["k"] > 1)),
-        NullAnswer("weights_by_token", "weights in the order of tokens and slots", _weights_by_token, cases=_where(lambda c: c["k"] > 1)),
-        NullAnswer("mapping_ignored", "rows taken to be in the order of tokens", _rows_by_token),
-        NullAnswer(
+        KnownWrongAnswer("unweighted", "the mean weight for every row", _unweighted, cases=_where(lambda c: c["k"] > 1)),
+        KnownWrongAnswer(
+            "weights_by_token", "weights in the order of tokens and slots", _weights_by_token, cases=_where(lambda c: c["k"] > 1)
+        ),
+        KnownWrongAnswer("mapping_ignored", "rows taken to be in the order of tokens", _rows_by_token),
+        KnownWrongAnswer(
             "mapping_derived",
             "rows added to the tokens of the routing map, the permutation mapping ignored",
             _mapping_derived,
             cases=_where(lambda c: "renamed" in c.params),
         ),
-        NullAnswer("one_row_each", "the last row of a token alone", _one_row_each, cases=_where(lambda c: c["k"] > 1)),
-        NullAnswer(
+        KnownWrongAnswer("one_row_each", "the last row of a token alone", _one_row_each, cases=_where(lambda c: c["k"] > 1)),
+        KnownWrongAnswer(
             "zero_weights_skipped",
             "rows of weight 0 left out, NaN among them",
             _zero_weights_skipped,
             cases=_where(lambda c: "poisoned" in c.params),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "first_slot_only",
             "only the first slot that names an expert counts",
             _first_slot_only,
             cases=_where(lambda c: "duplicates" in c.params),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "contiguous_group",
             "neighbours taken for the group",
             _contiguous_group,
             cases=_where(lambda c: "group" in c.params and _several(c)),
         ),
     ),
-    honest_variants=(HonestVariant("fp32_accumulation", _wide), HonestVariant("added_by_rank", _added_by_rank)),
+    alternative_solutions=(AlternativeSolution("fp32_accumulation", _wide), AlternativeSolution("added_by_rank", _added_by_rank)),
     process_groups=group_layout,
     integer_exact=True,
     notes=(

@@ -9,8 +9,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._codes import eight_bits
-from peerlane.problems._collective import (
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    Cost,
+    Draw,
+    Expected,
+    GroupRef,
+    KnownWrongAnswer,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.families.collective import (
     BF16,
     FP32,
     group_layout,
@@ -21,9 +35,6 @@ from peerlane.problems._collective import (
     summand,
     wide_sum,
 )
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
-from peerlane.problems._tree import GroupRef
 
 NAMES = ("grad_fc1_1_lora_A", "grad_fc1_2_lora_A", "grad_fc2_lora_B")
 
@@ -104,30 +115,30 @@ def _sums(
     return first, second, third
 
 
-def _members(context: NullContext) -> Sequence[int]:
+def _members(context: AnswerContext) -> Sequence[int]:
     return group_members(context.case, context.rank)
 
 
-def _own(context: NullContext) -> Triple:
+def _own(context: AnswerContext) -> Triple:
     return _sums(context.inputs, [context.rank])
 
 
-def _only_first(context: NullContext) -> Triple:
+def _only_first(context: AnswerContext) -> Triple:
     """The sum of the first gradient, and the rank's own second and third."""
     return (context.answer[0], *_own(context)[1:])
 
 
-def _mean(context: NullContext) -> Triple:
+def _mean(context: AnswerContext) -> Triple:
     first, second, third = (total / len(_members(context)) for total in context.answer)
     return first, second, third
 
 
-def _eight_bits(context: NullContext) -> Triple:
+def _eight_bits(context: AnswerContext) -> Triple:
     coded = [tuple(eight_bits(gradient) for gradient in args[:3]) for args in context.inputs]
     return _sums(coded, _members(context))
 
 
-def _stale_last(context: NullContext) -> Triple:
+def _stale_last(context: AnswerContext) -> Triple:
     """The last gradient's second half is that of the slot before."""
     last = context.answer[2].clone()
     half = last.numel() // 2
@@ -176,25 +187,25 @@ PROBLEM = Problem(
             case("bf16", BF16, shapes=((4096, 7168), (4096, 7168), (7168, 4096))),
         ),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own gradients", _own),
-        NullAnswer("only_first_summed", "the second and third gradient left as they are", _only_first),
-        NullAnswer("mean", "divided by the number of ranks", _mean),
-        NullAnswer("drop_last_rank", "the sum without the last rank", lambda c: _sums(c.inputs, _members(c)[:-1])),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own gradients", _own),
+        KnownWrongAnswer("only_first_summed", "the second and third gradient left as they are", _only_first),
+        KnownWrongAnswer("mean", "divided by the number of ranks", _mean),
+        KnownWrongAnswer("drop_last_rank", "the sum without the last rank", lambda c: _sums(c.inputs, _members(c)[:-1])),
+        KnownWrongAnswer(
             "eight_bits",
             "gradients are sent in 8-bit integers with a scale for every 32 neighbours",
             _eight_bits,
             cases=("pkb/bf16", "production_qwen3_30b_a3b/bf16", "production_qwen3_235b/fp32"),
         ),
-        NullAnswer("stale_half", "half of the last gradient is that of the slot before", _stale_last),
-        NullAnswer(
+        KnownWrongAnswer("stale_half", "half of the last gradient is that of the slot before", _stale_last),
+        KnownWrongAnswer(
             "whole_world", "group ignored", lambda c: _sums(c.inputs, range(c.case.world_size)), cases=("small/strided_group_bf16",)
         ),
     ),
-    honest_variants=(
-        HonestVariant("fp32_accumulation", lambda case, inputs, rank: _sums(inputs, group_members(case, rank))),
-        HonestVariant("sequential_in_dtype", lambda case, inputs, rank: _sums(inputs, group_members(case, rank), sequential_sum)),
+    alternative_solutions=(
+        AlternativeSolution("fp32_accumulation", lambda case, inputs, rank: _sums(inputs, group_members(case, rank))),
+        AlternativeSolution("sequential_in_dtype", lambda case, inputs, rank: _sums(inputs, group_members(case, rank), sequential_sum)),
     ),
     excused={"another_rank": "all ranks of a group have the same answer"},
     process_groups=group_layout,

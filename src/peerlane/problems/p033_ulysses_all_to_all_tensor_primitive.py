@@ -8,19 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _ulysses
-from peerlane.problems._collective import BF16, FP32, group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems.families import ulysses
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
 
 
 def reference(x: torch.Tensor, scatter_dim: int, gather_dim: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    return _ulysses.exchange(x, scatter_dim, gather_dim, group)
+    return ulysses.exchange(x, scatter_dim, gather_dim, group)
 
 
 def _shape(case: Case, ranks: int) -> tuple[int, ...]:
     """One rank's x. ``per_rank``: scatter_dim's length is multiplied by the group's size; ``whole``: gather_dim's is divided by it."""
-    return _ulysses.local_shape(
+    return ulysses.local_shape(
         case["shape"],
         ranks,
         times=case["scatter_dim"] if case.params.get("per_rank") else None,
@@ -28,12 +27,12 @@ def _shape(case: Case, ranks: int) -> tuple[int, ...]:
     )
 
 
-_EXCHANGE = _ulysses.Exchange(scattered="pieces", gathered="sources", axes=lambda case: (case["scatter_dim"], case["gather_dim"]))
+_EXCHANGE = ulysses.Exchange(scattered="pieces", gathered="sources", axes=lambda case: (case["scatter_dim"], case["gather_dim"]))
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    x = _ulysses.payload(case, draw, _shape(case, len(group_members(case, rank))))
-    return (x, case["scatter_dim"], case["gather_dim"], _ulysses.group_argument(case))
+    x = ulysses.payload(case, draw, _shape(case, len(group_members(case, rank))))
+    return (x, case["scatter_dim"], case["gather_dim"], ulysses.group_argument(case))
 
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
@@ -47,7 +46,7 @@ def cost(case: Case, rank: int) -> Cost:
     return Cost(hbm_bytes=2 * payload, egress_bytes=port, ingress_bytes=port)
 
 
-def _flat(context: NullContext) -> torch.Tensor:
+def _flat(context: AnswerContext) -> torch.Tensor:
     """One exchange of x's memory in equal parts, whatever the axes."""
     members = group_members(context.case, context.rank)
     me = members.index(context.rank)
@@ -55,7 +54,7 @@ def _flat(context: NullContext) -> torch.Tensor:
     return torch.cat(parts).view(context.answer.shape)
 
 
-def _contiguous_group(context: NullContext) -> torch.Tensor:
+def _contiguous_group(context: AnswerContext) -> torch.Tensor:
     """The exchange among neighbours: as if the group were ranks 0 .. n - 1 or n .. 2 n - 1."""
     case, ranks = context.case, len(group_members(context.case, context.rank))
     first = context.rank // ranks * ranks
@@ -124,8 +123,8 @@ PROBLEM = Problem(
             case("bf16", BF16, shape=(64, 8192), scatter_dim=1, gather_dim=0),
         ),
     ),
-    null_answers=(
-        *_EXCHANGE.null_answers(
+    known_wrong_answers=(
+        *_EXCHANGE.known_wrong_answers(
             # In the remaining case a piece is one element long along scatter_dim.
             strided=(
                 "small/scatter_first_bf16",
@@ -139,13 +138,13 @@ PROBLEM = Problem(
             ),
             interleaved=(*_INTERLEAVED, "small/vector_int64"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "flat",
             "x's memory exchanged in equal parts, without regard to the axes",
             _flat,
             cases=tuple(label for label in _INTERLEAVED if label != "small/same_axis_bf16"),
         ),
-        NullAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
+        KnownWrongAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
     ),
     process_groups=group_layout,
     notes=(

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _ulysses
-from peerlane.problems._collective import BF16, FP32, all_gather_single, group_layout, group_members, stale_part
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems.families import ulysses
+from peerlane.problems.families.collective import BF16, FP32, all_gather_single, group_layout, group_members, stale_part
 
 
 def reference(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -23,16 +22,16 @@ def reference(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.
 
 def _shape(case: Case, ranks: int) -> tuple[int, ...]:
     """One rank's x. ``whole``: the length of axis 0 is divided by the group's size."""
-    return _ulysses.local_shape(case["shape"], ranks, over=0 if case.params.get("whole") else None)
+    return ulysses.local_shape(case["shape"], ranks, over=0 if case.params.get("whole") else None)
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    x = _ulysses.payload(case, draw, _shape(case, len(group_members(case, rank))))
-    return (x, _ulysses.group_argument(case))
+    x = ulysses.payload(case, draw, _shape(case, len(group_members(case, rank))))
+    return (x, ulysses.group_argument(case))
 
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return exactly("gathered", torch.cat(_ulysses.members_tensors(case, inputs, rank)))
+    return exactly("gathered", torch.cat(ulysses.members_tensors(case, inputs, rank)))
 
 
 def cost(case: Case, rank: int) -> Cost:
@@ -42,13 +41,13 @@ def cost(case: Case, rank: int) -> Cost:
     return Cost(hbm_bytes=(1 + ranks) * shard, egress_bytes=port, ingress_bytes=port)
 
 
-def _memory_order(context: NullContext) -> torch.Tensor:
+def _memory_order(context: AnswerContext) -> torch.Tensor:
     """Every rank's elements in the order they have in memory, not in that of the axes."""
-    tensors = _ulysses.members_tensors(context.case, context.inputs, context.rank)
+    tensors = ulysses.members_tensors(context.case, context.inputs, context.rank)
     return torch.cat([tensor.permute(*reversed(range(tensor.dim()))).reshape(tensor.shape) for tensor in tensors])
 
 
-def _contiguous_group(context: NullContext) -> torch.Tensor:
+def _contiguous_group(context: AnswerContext) -> torch.Tensor:
     """All-gather among neighbours: as if the group were ranks 0 .. n - 1 or n .. 2 n - 1."""
     ranks = len(group_members(context.case, context.rank))
     first = context.rank // ranks * ranks
@@ -91,11 +90,11 @@ PROBLEM = Problem(
         preset("production_llama3_8b_fsdp", "the parameters of one layer, flat", case("bf16", BF16, shape=(218112000,), whole=True)),
         preset("production_deepseek_v3_decode", "16 tokens per rank x 7168: latency", case("bf16", BF16, shape=(16, 7168))),
     ),
-    null_answers=(
-        *_ulysses.gather_null_answers(lambda case: 0),
-        NullAnswer("stale_part", "the last part is that of the slot before", stale_part),
-        NullAnswer("memory_order", "strides ignored", _memory_order, cases=("small/permuted_bf16",)),
-        NullAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
+    known_wrong_answers=(
+        *ulysses.gather_wrong_answers(lambda case: 0),
+        KnownWrongAnswer("stale_part", "the last part is that of the slot before", stale_part),
+        KnownWrongAnswer("memory_order", "strides ignored", _memory_order, cases=("small/permuted_bf16",)),
+        KnownWrongAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
     ),
     excused={"another_rank": "all ranks of a group have the same answer"},
     process_groups=group_layout,

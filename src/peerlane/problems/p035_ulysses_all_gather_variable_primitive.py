@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _ulysses
-from peerlane.problems._collective import BF16, all_gather_single, group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+from peerlane.problems.contract import AnswerContext, Case, CaseSpec, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems.families import ulysses
+from peerlane.problems.families.collective import BF16, all_gather_single, group_layout, group_members
 
 
 def reference(x: torch.Tensor, gather_dim: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -19,7 +18,7 @@ def reference(x: torch.Tensor, gather_dim: int, group: dist.ProcessGroup | None 
     own = torch.full((1,), x.size(gather_dim), dtype=torch.int64, device=x.device)
     lengths = own.new_empty(len(members))
     all_gather_single(lengths, own, group=group)
-    parts = [x.new_empty(_ulysses.with_length(x.shape, gather_dim, length)) for length in lengths.tolist()]
+    parts = [x.new_empty(ulysses.with_length(x.shape, gather_dim, length)) for length in lengths.tolist()]
     parts[me] = x.contiguous()
     transfers = []
     for place, peer in enumerate(members):
@@ -49,12 +48,12 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     members = group_members(case, rank)
     lengths = _lengths(case, len(members))
     draw.layout.shuffle(lengths)
-    shape = _ulysses.with_length(case["shape"], case["gather_dim"], lengths[members.index(rank)])
-    return (_ulysses.payload(case, draw, shape), case["gather_dim"], _ulysses.group_argument(case))
+    shape = ulysses.with_length(case["shape"], case["gather_dim"], lengths[members.index(rank)])
+    return (ulysses.payload(case, draw, shape), case["gather_dim"], ulysses.group_argument(case))
 
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
-    return exactly("gathered", torch.cat(_ulysses.members_tensors(case, inputs, rank), case["gather_dim"]))
+    return exactly("gathered", torch.cat(ulysses.members_tensors(case, inputs, rank), case["gather_dim"]))
 
 
 def cost(case: Case, rank: int) -> Cost:
@@ -65,7 +64,7 @@ def cost(case: Case, rank: int) -> Cost:
     """
     ranks = len(group_members(case, rank))
     lengths = _lengths(case, ranks)
-    total, line = sum(lengths), torch.Size(_ulysses.with_length(case["shape"], case["gather_dim"], 1)).numel() * case.dtype.itemsize
+    total, line = sum(lengths), torch.Size(ulysses.with_length(case["shape"], case["gather_dim"], 1)).numel() * case.dtype.itemsize
     return Cost(
         hbm_bytes=(max(lengths) + total) * line,
         egress_bytes=max(max(lengths), (ranks - 1) / ranks * total) * line,
@@ -73,31 +72,31 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _own_length_for_all(context: NullContext) -> torch.Tensor:
+def _own_length_for_all(context: AnswerContext) -> torch.Tensor:
     """Every tensor cut to the rank's own length, or repeated up to it."""
     axis, own = context.case["gather_dim"], context.args[0].size(context.case["gather_dim"])
-    tensors = _ulysses.members_tensors(context.case, context.inputs, context.rank)
+    tensors = ulysses.members_tensors(context.case, context.inputs, context.rank)
     parts = [
         torch.cat([tensor] * -(-own // tensor.size(axis)), axis).narrow(axis, 0, own) for tensor in tensors if tensor.size(axis) and own
     ]
-    return _ulysses.fitted(context, torch.cat([*parts, context.args[0]], axis), axis)
+    return ulysses.fitted(context, torch.cat([*parts, context.args[0]], axis), axis)
 
 
-def _padding_left(context: NullContext) -> torch.Tensor:
+def _padding_left(context: AnswerContext) -> torch.Tensor:
     """All tensors padded to the longest, and the end of the result cut off instead of the padding."""
     axis = context.case["gather_dim"]
-    tensors = _ulysses.members_tensors(context.case, context.inputs, context.rank)
+    tensors = ulysses.members_tensors(context.case, context.inputs, context.rank)
     longest = max(tensor.size(axis) for tensor in tensors)
     parts = []
     for tensor in tensors:
-        padding = tensor.new_zeros(_ulysses.with_length(tensor.shape, axis, longest - tensor.size(axis)))
+        padding = tensor.new_zeros(ulysses.with_length(tensor.shape, axis, longest - tensor.size(axis)))
         parts.append(torch.cat((tensor, padding), axis))
-    return _ulysses.fitted(context, torch.cat(parts, axis), axis)
+    return ulysses.fitted(context, torch.cat(parts, axis), axis)
 
 
-def _gathered_flat(context: NullContext) -> torch.Tensor:
+def _gathered_flat(context: AnswerContext) -> torch.Tensor:
     """The ranks' memory one after the other, whatever the axis."""
-    tensors = _ulysses.members_tensors(context.case, context.inputs, context.rank)
+    tensors = ulysses.members_tensors(context.case, context.inputs, context.rank)
     return torch.cat([tensor.reshape(-1) for tensor in tensors]).view(context.answer.shape)
 
 
@@ -166,22 +165,22 @@ PROBLEM = Problem(
             case("bf16", BF16, shape=(512, 0), gather_dim=1, eighths=(15000, 17000, 16500, 15531, 16064, 15903, 16777, 15481)),
         ),
     ),
-    null_answers=(
-        *_ulysses.gather_null_answers(lambda case: int(case["gather_dim"]), shared=tuple(f"small/{label}" for label in _SHARED)),
-        NullAnswer(
+    known_wrong_answers=(
+        *ulysses.gather_wrong_answers(lambda case: int(case["gather_dim"]), shared=tuple(f"small/{label}" for label in _SHARED)),
+        KnownWrongAnswer(
             "own_length_for_all",
             "all tensors taken to be as long as the rank's own",
             _own_length_for_all,
             cases=tuple(f"small/{label}" for label in _SHARED),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "padding_left",
             "tensors padded to the longest, and the padding left between them",
             _padding_left,
             # On two ranks the longer tensor may come first, and the padding is then at the end.
             cases=tuple(f"small/{label}/w{ranks}" for label in _SHARED for ranks in (4, 8)),
         ),
-        NullAnswer("gathered_flat", "the axis ignored", _gathered_flat, cases=tuple(f"small/{label}" for label in _INNER)),
+        KnownWrongAnswer("gathered_flat", "the axis ignored", _gathered_flat, cases=tuple(f"small/{label}" for label in _INNER)),
     ),
     excused={"another_rank": "all ranks of a group have the same answer"},
     graph=False,

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _ulysses
-from peerlane.problems._collective import BF16, FP32, group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, Problem, case, exactly, preset
+from peerlane.problems.contract import Case, Cost, Draw, Expected, Problem, case, exactly, preset
+from peerlane.problems.families import ulysses
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
 
 
 def reference(
@@ -21,14 +20,14 @@ def reference(
     group: dist.ProcessGroup | None = None,
     unpadded_dim_size: int = 0,
 ) -> torch.Tensor:
-    whole = _ulysses.exchange(x, head_dim, seq_dim, group)
+    whole = ulysses.exchange(x, head_dim, seq_dim, group)
     # Padding exists to make the length a multiple of the group's size: a multiple is taken to have none.
-    return _ulysses.trimmed(whole, seq_dim, unpadded_dim_size, dist.get_world_size(group))
+    return ulysses.trimmed(whole, seq_dim, unpadded_dim_size, dist.get_world_size(group))
 
 
 def _shape(case: Case, ranks: int) -> tuple[int, ...]:
     """One rank's x. ``heads_per_rank``: the length of head_dim is multiplied by the group's size; ``whole_sequence``: seq_dim's divided."""
-    return _ulysses.local_shape(
+    return ulysses.local_shape(
         case["shape"],
         ranks,
         times=case["head_dim"] if case.params.get("heads_per_rank") else None,
@@ -37,10 +36,10 @@ def _shape(case: Case, ranks: int) -> tuple[int, ...]:
 
 
 def _unpadded(case: Case, rank: int) -> int:
-    return _ulysses.per_ranks(case.params.get("unpadded", (0, 0)), len(group_members(case, rank)))
+    return ulysses.per_ranks(case.params.get("unpadded", (0, 0)), len(group_members(case, rank)))
 
 
-_EXCHANGE = _ulysses.Exchange(
+_EXCHANGE = ulysses.Exchange(
     scattered="heads",
     gathered="sequence",
     axes=lambda case: (case["head_dim"], case["seq_dim"]),
@@ -49,8 +48,8 @@ _EXCHANGE = _ulysses.Exchange(
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    x = _ulysses.payload(case, draw, _shape(case, len(group_members(case, rank))))
-    return (x, case["seq_dim"], case["head_dim"], _ulysses.group_argument(case), _unpadded(case, rank))
+    x = ulysses.payload(case, draw, _shape(case, len(group_members(case, rank))))
+    return (x, case["seq_dim"], case["head_dim"], ulysses.group_argument(case), _unpadded(case, rank))
 
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
@@ -59,7 +58,7 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
 
 def cost(case: Case, rank: int) -> Cost:
     shape = _shape(case, len(group_members(case, rank)))
-    return _ulysses.gathering_cost(case, rank, shape, case["seq_dim"], _unpadded(case, rank))
+    return ulysses.gathering_cost(case, rank, shape, case["seq_dim"], _unpadded(case, rank))
 
 
 _PADDED = ("small/padded_bf16", "small/packed_padded_int32", "small/long_padding_fp32", "small/width_80_bf16")
@@ -121,9 +120,9 @@ PROBLEM = Problem(
             case("bf16", BF16, shape=(1, 131072, 8, 128), seq_dim=1, head_dim=2, whole_sequence=True),
         ),
     ),
-    null_answers=(
-        *_EXCHANGE.null_answers(),
-        *_EXCHANGE.trimming_null_answers(padded=_PADDED, multiple=("small/multiple_bf16",)),
+    known_wrong_answers=(
+        *_EXCHANGE.known_wrong_answers(),
+        *_EXCHANGE.trimming_wrong_answers(padded=_PADDED, multiple=("small/multiple_bf16",)),
     ),
     process_groups=group_layout,
     notes=(

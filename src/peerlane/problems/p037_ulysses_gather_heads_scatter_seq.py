@@ -8,14 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _ulysses
-from peerlane.problems._collective import BF16, group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems.families import ulysses
+from peerlane.problems.families.collective import BF16, group_layout, group_members
 
 
 def reference(x: torch.Tensor, seq_dim: int, head_dim: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    return _ulysses.exchange(_padded(x, seq_dim, dist.get_world_size(group)), seq_dim, head_dim, group)
+    return ulysses.exchange(_padded(x, seq_dim, dist.get_world_size(group)), seq_dim, head_dim, group)
 
 
 def _padded(x: torch.Tensor, seq_dim: int, ranks: int) -> torch.Tensor:
@@ -23,18 +22,18 @@ def _padded(x: torch.Tensor, seq_dim: int, ranks: int) -> torch.Tensor:
     missing = -x.size(seq_dim) % ranks
     if not missing:
         return x
-    return torch.cat((x, x.new_zeros(_ulysses.with_length(x.shape, seq_dim, missing))), dim=seq_dim)
+    return torch.cat((x, x.new_zeros(ulysses.with_length(x.shape, seq_dim, missing))), dim=seq_dim)
 
 
 def _shape(case: Case, ranks: int) -> tuple[int, ...]:
     """One rank's x. ``length`` = (a, b): a * ranks + b positions; ``whole_heads``: head_dim's length is divided by the group's size."""
-    shape = _ulysses.local_shape(case["shape"], ranks, over=case["head_dim"] if case.params.get("whole_heads") else None)
+    shape = ulysses.local_shape(case["shape"], ranks, over=case["head_dim"] if case.params.get("whole_heads") else None)
     if "length" in case.params:
-        shape = _ulysses.with_length(shape, case["seq_dim"], _ulysses.per_ranks(case["length"], ranks))
+        shape = ulysses.with_length(shape, case["seq_dim"], ulysses.per_ranks(case["length"], ranks))
     return shape
 
 
-_EXCHANGE = _ulysses.Exchange(
+_EXCHANGE = ulysses.Exchange(
     scattered="tokens",
     gathered="heads",
     axes=lambda case: (case["seq_dim"], case["head_dim"]),
@@ -44,10 +43,10 @@ _EXCHANGE = _ulysses.Exchange(
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """Random bits. ``case["nan_end"]``: the last position is NaN, which must not reach the padding."""
-    x = _ulysses.payload(case, draw, _shape(case, len(group_members(case, rank))))
+    x = ulysses.payload(case, draw, _shape(case, len(group_members(case, rank))))
     if case.params.get("nan_end"):
         x.select(case["seq_dim"], -1).fill_(float("nan"))
-    return (x, case["seq_dim"], case["head_dim"], _ulysses.group_argument(case))
+    return (x, case["seq_dim"], case["head_dim"], ulysses.group_argument(case))
 
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
@@ -70,7 +69,7 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _with_ends(context: NullContext, ends: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+def _with_ends(context: AnswerContext, ends: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
     """The exchange of tensors that ``ends(x, ranks)`` brings to a multiple of the group's size."""
     case, members = context.case, group_members(context.case, context.rank)
     me, seq_dim = members.index(context.rank), case["seq_dim"]
@@ -78,7 +77,7 @@ def _with_ends(context: NullContext, ends: Callable[[torch.Tensor, int], torch.T
     return torch.cat(parts, case["head_dim"])
 
 
-def _padded_in_front(context: NullContext) -> torch.Tensor:
+def _padded_in_front(context: AnswerContext) -> torch.Tensor:
     seq_dim = context.case["seq_dim"]
 
     def ends(x: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -87,7 +86,7 @@ def _padded_in_front(context: NullContext) -> torch.Tensor:
     return _with_ends(context, ends)
 
 
-def _last_token_in_padding(context: NullContext, factor: float) -> torch.Tensor:
+def _last_token_in_padding(context: AnswerContext, factor: float) -> torch.Tensor:
     """Padding that is the last token times ``factor``: with 0, NaN stays NaN and negative numbers give -0."""
     seq_dim = context.case["seq_dim"]
 
@@ -100,7 +99,7 @@ def _last_token_in_padding(context: NullContext, factor: float) -> torch.Tensor:
     return _with_ends(context, ends)
 
 
-def _padding_spread(context: NullContext) -> torch.Tensor:
+def _padding_spread(context: AnswerContext) -> torch.Tensor:
     """Blocks as equal as can be without padding, each of them padded for itself."""
     case, members = context.case, group_members(context.case, context.rank)
     me, seq_dim = members.index(context.rank), case["seq_dim"]
@@ -108,7 +107,7 @@ def _padding_spread(context: NullContext) -> torch.Tensor:
     parts = []
     for source in members:
         part = context.inputs[source][0].tensor_split(len(members), seq_dim)[me]
-        parts.append(torch.cat((part, part.new_zeros(_ulysses.with_length(part.shape, seq_dim, length - part.size(seq_dim)))), dim=seq_dim))
+        parts.append(torch.cat((part, part.new_zeros(ulysses.with_length(part.shape, seq_dim, length - part.size(seq_dim)))), dim=seq_dim))
     return torch.cat(parts, case["head_dim"])
 
 
@@ -190,17 +189,17 @@ PROBLEM = Problem(
             case("bf16", BF16, shape=(1, 16381, 16, 80), seq_dim=1, head_dim=2, whole_heads=True),
         ),
     ),
-    null_answers=(
-        *_EXCHANGE.null_answers(strided=_SEVERAL_TOKENS, ring=_SEVERAL_TOKENS),
-        NullAnswer("padded_in_front", "zeros before the sequence instead of behind it", _padded_in_front, cases=_PADDED),
-        NullAnswer("padding_repeats", "the last token in place of padding", lambda c: _last_token_in_padding(c, 1.0), cases=_PADDED),
-        NullAnswer(
+    known_wrong_answers=(
+        *_EXCHANGE.known_wrong_answers(strided=_SEVERAL_TOKENS, ring=_SEVERAL_TOKENS),
+        KnownWrongAnswer("padded_in_front", "zeros before the sequence instead of behind it", _padded_in_front, cases=_PADDED),
+        KnownWrongAnswer("padding_repeats", "the last token in place of padding", lambda c: _last_token_in_padding(c, 1.0), cases=_PADDED),
+        KnownWrongAnswer(
             "padding_multiplied",
             "the last token times 0 as padding",
             lambda c: _last_token_in_padding(c, 0.0),
             cases=("small/nan_end_bf16",),
         ),
-        NullAnswer("padding_spread", "blocks of unequal length, each padded for itself", _padding_spread, cases=_UNEVEN),
+        KnownWrongAnswer("padding_spread", "blocks of unequal length, each padded for itself", _padding_spread, cases=_UNEVEN),
     ),
     process_groups=group_layout,
     notes=(

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _ulysses
-from peerlane.problems._collective import BF16, FP32, group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, exactly, preset
+from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, exactly, preset
+from peerlane.problems.families import ulysses
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
 
 
 def reference(
@@ -21,10 +20,10 @@ def reference(
     unpadded_dim_size: int | None = None,
     restore_shape: bool = True,
 ) -> torch.Tensor:
-    whole = _ulysses.exchange(_blocks_of_three(qkv_tensor), -1, seq_dim, group)
+    whole = ulysses.exchange(_blocks_of_three(qkv_tensor), -1, seq_dim, group)
     if restore_shape:
         whole = whole.flatten(-2)
-    return _ulysses.trimmed(whole, seq_dim, unpadded_dim_size or 0, dist.get_world_size(group))
+    return ulysses.trimmed(whole, seq_dim, unpadded_dim_size or 0, dist.get_world_size(group))
 
 
 def _blocks_of_three(qkv: torch.Tensor) -> torch.Tensor:
@@ -34,7 +33,7 @@ def _blocks_of_three(qkv: torch.Tensor) -> torch.Tensor:
 
 def _shape(case: Case, ranks: int) -> tuple[int, ...]:
     """One rank's qkv. ``per_rank``: P is multiplied by the group's size; ``whole_sequence``: seq_dim's length is divided by it."""
-    return _ulysses.local_shape(
+    return ulysses.local_shape(
         case["shape"],
         ranks,
         times=-1 if case.params.get("per_rank") else None,
@@ -43,14 +42,14 @@ def _shape(case: Case, ranks: int) -> tuple[int, ...]:
 
 
 def _unpadded(case: Case, rank: int) -> int:
-    return _ulysses.per_ranks(case.params.get("unpadded", (0, 0)), len(group_members(case, rank)))
+    return ulysses.per_ranks(case.params.get("unpadded", (0, 0)), len(group_members(case, rank)))
 
 
 def _layout(case: Case, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(-2) if case.params.get("restore", True) else tensor
 
 
-_EXCHANGE = _ulysses.Exchange(
+_EXCHANGE = ulysses.Exchange(
     scattered="channels",
     gathered="sequence",
     axes=lambda case: (-1, case["seq_dim"]),
@@ -63,7 +62,7 @@ _EXCHANGE = _ulysses.Exchange(
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     qkv = draw.bits(_shape(case, len(group_members(case, rank))), case.dtype)
     unpadded = _unpadded(case, rank) if "unpadded" in case.params else None
-    return (qkv, case["seq_dim"], _ulysses.group_argument(case), unpadded, case.params.get("restore", True))
+    return (qkv, case["seq_dim"], ulysses.group_argument(case), unpadded, case.params.get("restore", True))
 
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
@@ -72,10 +71,10 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
 
 def cost(case: Case, rank: int) -> Cost:
     shape = _shape(case, len(group_members(case, rank)))
-    return _ulysses.gathering_cost(case, rank, shape, case["seq_dim"], _unpadded(case, rank))
+    return ulysses.gathering_cost(case, rank, shape, case["seq_dim"], _unpadded(case, rank))
 
 
-def _whole_width_scattered(context: NullContext) -> torch.Tensor:
+def _whole_width_scattered(context: AnswerContext) -> torch.Tensor:
     """The r-th part of all P channels, without regard to queries, keys and values."""
     case, members = context.case, group_members(context.case, context.rank)
     parts = [context.inputs[source][0].chunk(len(members), -1)[members.index(context.rank)] for source in members]
@@ -83,7 +82,7 @@ def _whole_width_scattered(context: NullContext) -> torch.Tensor:
     return _EXCHANGE.finished(case, context.rank, _blocks_of_three(whole))
 
 
-def _channel_major(context: NullContext) -> torch.Tensor:
+def _channel_major(context: AnswerContext) -> torch.Tensor:
     """Query, key and value of one channel side by side, instead of all queries before all keys."""
     blocks = _EXCHANGE.blocks(context.case, context.inputs, context.rank)
     whole = torch.cat(blocks, context.case["seq_dim"]).transpose(-1, -2)
@@ -142,11 +141,11 @@ PROBLEM = Problem(
             case("bf16", BF16, shape=(65536, 3456), seq_dim=0, whole_sequence=True, unpadded=(0, 65531)),
         ),
     ),
-    null_answers=(
-        *_EXCHANGE.null_answers(),
-        *_EXCHANGE.trimming_null_answers(padded=_PADDED, multiple=("small/multiple_bf16",)),
-        NullAnswer("whole_width_scattered", "the r-th part of the whole last axis", _whole_width_scattered),
-        NullAnswer("channel_major", "query, key and value of one channel side by side", _channel_major),
+    known_wrong_answers=(
+        *_EXCHANGE.known_wrong_answers(),
+        *_EXCHANGE.trimming_wrong_answers(padded=_PADDED, multiple=("small/multiple_bf16",)),
+        KnownWrongAnswer("whole_width_scattered", "the r-th part of the whole last axis", _whole_width_scattered),
+        KnownWrongAnswer("channel_major", "query, key and value of one channel side by side", _channel_major),
     ),
     process_groups=group_layout,
     notes=(

@@ -10,25 +10,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems import _ulysses
-from peerlane.problems._attention import attention
-from peerlane.problems._codes import eight_bits
-from peerlane.problems._collective import BF16, FP32, group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
+from peerlane.problems.families import ulysses
+from peerlane.problems.families.attention import attention
+from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
 
 FP64 = torch.float64
 
@@ -76,8 +76,8 @@ def _block(
 ) -> torch.Tensor:
     """``attend`` gets q, k, v and returns the context, all (B, S, h / W, D), for the whole sequence and the rank's heads."""
     qkv = _split(F.linear(hidden_states, w_qkv), num_heads)
-    context = attend(*_ulysses.exchange(qkv, 3, 1, group).unbind(2))
-    return F.linear(_ulysses.exchange(context, 1, 2, group).flatten(2), w_o)
+    context = attend(*ulysses.exchange(qkv, 3, 1, group).unbind(2))
+    return F.linear(ulysses.exchange(context, 1, 2, group).flatten(2), w_o)
 
 
 def _split(qkv: torch.Tensor, heads: int) -> torch.Tensor:
@@ -111,7 +111,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     w_qkv[:2].mul_(math.sqrt(spread))
     w_qkv *= torch.stack([pairs, 1 / pairs, values]).unsqueeze(-1) / states
     w_o = draw.shared.normal((case["out"], width), FP32, scale=width**-0.5) / values
-    group = _ulysses.group_argument(case)
+    group = ulysses.group_argument(case)
     return hidden_states.to(case.dtype), w_qkv.flatten(0, 1).to(case.dtype), w_o.to(case.dtype), group, heads, case["causal"]
 
 
@@ -260,7 +260,7 @@ def _in_steps(
 
 
 def _answer(
-    context: NullContext, *, owners: Sequence[int] | None = None, causal: bool | None = None, scale: float | None = None
+    context: AnswerContext, *, owners: Sequence[int] | None = None, causal: bool | None = None, scale: float | None = None
 ) -> torch.Tensor:
     """The answer to another question: other owners of keys, mask or scale."""
     case, rank = context.case, context.rank
@@ -270,19 +270,19 @@ def _answer(
     return _output(context.inputs, rank, attended).to(case.dtype)
 
 
-def _legacy_answer(context: NullContext, *, causal: bool | None = None) -> torch.Tensor:
+def _legacy_answer(context: AnswerContext, *, causal: bool | None = None) -> torch.Tensor:
     masked = context.case["causal"] if causal is None else causal
     attended = _legacy_context(context.case, context.inputs, context.rank, causal=masked, work=FP64)
     return _output(context.inputs, context.rank, attended).to(context.case.dtype)
 
 
-def _farthest_dropped(context: NullContext) -> torch.Tensor:
+def _farthest_dropped(context: AnswerContext) -> torch.Tensor:
     """Without the keys of the last rank, or of the first under a causal mask, unless it sees no others."""
     visible = _visible(context.case, context.rank, context.case["causal"])
     return _answer(context, owners=(visible[1:] if context.case["causal"] else visible[:-1]) or visible)
 
 
-def _later_ranks_visible(context: NullContext) -> torch.Tensor:
+def _later_ranks_visible(context: AnswerContext) -> torch.Tensor:
     """A causal mask within the rank's own tokens only, whereas all of other ranks' keys count."""
     case, rank, members = context.case, context.rank, group_members(context.case, context.rank)
     q = _projected(case, context.inputs, rank, FP32)[:, :, 0]
@@ -294,13 +294,13 @@ def _later_ranks_visible(context: NullContext) -> torch.Tensor:
     return _output(context.inputs, rank, attended).to(case.dtype)
 
 
-def _values_only(context: NullContext) -> torch.Tensor:
+def _values_only(context: AnswerContext) -> torch.Tensor:
     """Every token attends to itself alone."""
     values = _projected(context.case, context.inputs, context.rank, FP32)[:, :, 2]
     return _output(context.inputs, context.rank, values).to(context.case.dtype)
 
 
-def _heads_rolled(context: NullContext) -> torch.Tensor:
+def _heads_rolled(context: AnswerContext) -> torch.Tensor:
     """The right context with the heads of one rank in the place of another's."""
     case, rank = context.case, context.rank
     attended = _context(case, context.inputs, rank, owners=_visible(case, rank, case["causal"]), causal=case["causal"])
@@ -308,7 +308,7 @@ def _heads_rolled(context: NullContext) -> torch.Tensor:
     return _output(context.inputs, rank, attended.roll(per_rank, 2)).to(case.dtype)
 
 
-def _no_maximum(context: NullContext) -> torch.Tensor:
+def _no_maximum(context: AnswerContext) -> torch.Tensor:
     """A softmax whose exponentials overflow."""
     case, rank = context.case, context.rank
     q = _projected(case, context.inputs, rank, FP32)[:, :, 0]
@@ -403,46 +403,46 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "attention to the rank's own tokens", lambda c: _answer(c, owners=[c.rank]), cases=_DEFAULT),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "attention to the rank's own tokens", lambda c: _answer(c, owners=[c.rank]), cases=_DEFAULT),
+        KnownWrongAnswer(
             "heads_attended",
             "heads of a rank attend to one another, in every position: the public semantics",
             _legacy_answer,
             cases=_DEFAULT,
         ),
-        NullAnswer("farthest_dropped", "one rank's keys left out", _farthest_dropped, cases=_DEFAULT),
-        NullAnswer(
+        KnownWrongAnswer("farthest_dropped", "one rank's keys left out", _farthest_dropped, cases=_DEFAULT),
+        KnownWrongAnswer(
             "mask_inverted",
             "a causal mask instead of none, or none instead of a causal mask",
             lambda c: _answer(c, causal=not c.case["causal"]),
             cases=_DEFAULT,
         ),
-        NullAnswer("later_ranks_visible", "a causal mask within the rank's own tokens only", _later_ranks_visible, cases=_CAUSAL),
-        NullAnswer("uniform", "equal weights for all keys", lambda c: _answer(c, scale=0.0), cases=_DEFAULT),
-        NullAnswer("unscaled", "scores not divided by sqrt(D)", lambda c: _answer(c, scale=1.0), cases=_UNSATURATED),
-        NullAnswer("values_only", "every token attends to itself alone", _values_only, cases=(*_DEFAULT, *_LEGACY_SEVERAL)),
-        NullAnswer("heads_rolled", "heads put together in the wrong order", _heads_rolled, cases=_DEFAULT),
-        NullAnswer(
+        KnownWrongAnswer("later_ranks_visible", "a causal mask within the rank's own tokens only", _later_ranks_visible, cases=_CAUSAL),
+        KnownWrongAnswer("uniform", "equal weights for all keys", lambda c: _answer(c, scale=0.0), cases=_DEFAULT),
+        KnownWrongAnswer("unscaled", "scores not divided by sqrt(D)", lambda c: _answer(c, scale=1.0), cases=_UNSATURATED),
+        KnownWrongAnswer("values_only", "every token attends to itself alone", _values_only, cases=(*_DEFAULT, *_LEGACY_SEVERAL)),
+        KnownWrongAnswer("heads_rolled", "heads put together in the wrong order", _heads_rolled, cases=_DEFAULT),
+        KnownWrongAnswer(
             "eight_bits",
             "both exchanges in 8-bit integers, with a scale for every 32 neighbours",
             lambda c: _in_steps(c.case, c.inputs, c.rank, c.case.dtype, eight_bits),
             cases=_DEFAULT,
         ),
-        NullAnswer("no_maximum", "exponentials that overflow", _no_maximum, cases=("small/large_scores_fp32",)),
-        NullAnswer(
+        KnownWrongAnswer("no_maximum", "exponentials that overflow", _no_maximum, cases=("small/large_scores_fp32",)),
+        KnownWrongAnswer(
             "positions_attended", "attention over the sequence, where the public semantics is asked for", _answer, cases=_LEGACY_SEVERAL
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "heads_mask_inverted",
             "the mask over heads inverted",
             lambda c: _legacy_answer(c, causal=not c.case["causal"]),
             cases=_LEGACY_SEVERAL,
         ),
     ),
-    honest_variants=(
-        HonestVariant("wide", lambda case, inputs, rank: _in_steps(case, inputs, rank, None)),
-        HonestVariant("rounded_stages", lambda case, inputs, rank: _in_steps(case, inputs, rank, case.dtype)),
+    alternative_solutions=(
+        AlternativeSolution("wide", lambda case, inputs, rank: _in_steps(case, inputs, rank, None)),
+        AlternativeSolution("rounded_stages", lambda case, inputs, rank: _in_steps(case, inputs, rank, case.dtype)),
     ),
     variant_references={"pkb": legacy_reference},
     process_groups=group_layout,

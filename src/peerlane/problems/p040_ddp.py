@@ -9,12 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _training_step
-from peerlane.problems._collective import BF16, FP32, wide_sum
-from peerlane.problems._draw import Draw
-from peerlane.problems._optimizer import Adam, Output, Training, adam_update, flatten, mlp_gradients, rank_gradients, unflatten
-from peerlane.problems._spec import Case, CaseSpec, Cost, NullContext, Problem, case, preset
-from peerlane.problems._training_step import StepModel
+from peerlane.problems.contract import AnswerContext, Case, CaseSpec, Cost, Draw, Problem, case, preset
+from peerlane.problems.families import training_step
+from peerlane.problems.families.collective import BF16, FP32, wide_sum
+from peerlane.problems.families.optimizer import Adam, Output, Training, adam_update, flatten, mlp_gradients, rank_gradients, unflatten
+from peerlane.problems.families.training_step import StepModel
 
 
 def reference(
@@ -58,13 +57,13 @@ def reference(
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """Batches and state of :mod:`_training_step`. Other ranks' state is one of their own, or all NaN if ``case["others"]`` is ``nan``."""
-    count, shapes = _training_step.parameter_count(case), _training_step.shapes_of(case)
-    state = [_training_step.draw_parameters(case, draw, 0, count), *_training_step.draw_moments(case, draw, 0, count)]
+    count, shapes = training_step.parameter_count(case), training_step.shapes_of(case)
+    state = [training_step.draw_parameters(case, draw, 0, count), *training_step.draw_moments(case, draw, 0, count)]
     if rank and case.params.get("others") == "nan":
         state = [torch.full_like(flat, float("nan")) for flat in state]
-    adam = _training_step.adam_of(case)
+    adam = training_step.adam_of(case)
     tensors = [part for flat in state for part in unflatten(flat, shapes)]
-    return (*_training_step.draw_batch(case, rank, draw), *tensors, adam.lr, adam.beta1, adam.beta2, adam.eps, adam.step)
+    return (*training_step.draw_batch(case, rank, draw), *tensors, adam.lr, adam.beta1, adam.beta2, adam.eps, adam.step)
 
 
 def _training(case: Case, inputs: Sequence[tuple[Any, ...]], source: int = 0) -> Training:
@@ -76,7 +75,7 @@ def _training(case: Case, inputs: Sequence[tuple[Any, ...]], source: int = 0) ->
         exp_avg,
         exp_avg_sq,
         batches=[args[:2] for args in inputs],
-        shapes=_training_step.shapes_of(case),
+        shapes=training_step.shapes_of(case),
     )
 
 
@@ -84,7 +83,7 @@ _PREFIXES = ("", "exp_avg_", "exp_avg_sq_")
 
 
 def _outputs(case: Case, rank: int) -> list[Output]:
-    return [output for source, prefix in enumerate(_PREFIXES) for output in _training_step.whole_outputs(case, source, prefix)]
+    return [output for source, prefix in enumerate(_PREFIXES) for output in training_step.whole_outputs(case, source, prefix)]
 
 
 MODEL = StepModel(_training, _outputs)
@@ -94,13 +93,13 @@ def cost(case: Case, rank: int) -> Cost:
     """Every rank must learn the parameters and both new moments (the new parameters follow from them), and the ranks' gradients must meet:
     3 P elements into every rank but rank 0, and 4 (W - 1) P in all, here shared equally.
     """
-    count, size, world = _training_step.parameter_count(case), case.dtype.itemsize, case.world_size
+    count, size, world = training_step.parameter_count(case), case.dtype.itemsize, case.world_size
     port = max(3, 4 * (world - 1) / world) * count * size
     return Cost(
-        hbm_bytes=_training_step.batch_bytes(case, rank) + (3 if rank else 6) * count * size,
+        hbm_bytes=training_step.batch_bytes(case, rank) + (3 if rank else 6) * count * size,
         egress_bytes=port,
         ingress_bytes=port,
-        flops=_training_step.mlp_flops(case, rank),
+        flops=training_step.mlp_flops(case, rank),
     )
 
 
@@ -108,7 +107,7 @@ def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:
     return case(label, dtype, **{"d_in": 3, "h": 8, "d_out": 8, "tokens": 3, "lr": 0.05, "step": 2, **params})
 
 
-def _weighted_by_tokens(_: NullContext, training: Training) -> Training:
+def _weighted_by_tokens(_: AnswerContext, training: Training) -> Training:
     counts = [x.shape[0] for x, _ in training.batches]
     gradients = rank_gradients(training)
     return replace(training, gradient=wide_sum([n / sum(counts) * g for n, g in zip(counts, gradients, strict=True)]))
@@ -172,9 +171,9 @@ PROBLEM = Problem(
             case("fp32", FP32, d_in=1600, h=6400, d_out=1600, tokens=2048, lr=2e-4, step=1000),
         ),
     ),
-    null_answers=(
-        *_training_step.step_null_answers(MODEL),
-        *_training_step.gradient_null_answers(MODEL),
+    known_wrong_answers=(
+        *training_step.step_wrong_answers(MODEL),
+        *training_step.gradient_wrong_answers(MODEL),
         MODEL.wrong(
             "own_state", "no broadcast: every rank's own parameters and moments", training=lambda c, _: _training(c.case, c.inputs, c.rank)
         ),
@@ -190,12 +189,12 @@ PROBLEM = Problem(
             training=lambda _, t: replace(t, adam=replace(t.adam, eps=0.0)),
             cases=("small/large_eps_fp32",),
         ),
-        *_training_step.usual_null_answers(MODEL, ("small/unusual_adam_fp32",), lr=0.05),
+        *training_step.usual_wrong_answers(MODEL, ("small/unusual_adam_fp32",), lr=0.05),
     ),
-    honest_variants=MODEL.honest_variants,
+    alternative_solutions=MODEL.alternative_solutions,
     excused={
         "another_rank": "all ranks have the same answer",
-        **_training_step.excused_by_nan("small/nan_bf16", [prefix + name for prefix in _PREFIXES for name in ("W1", "b1")]),
+        **training_step.excused_by_nan("small/nan_bf16", [prefix + name for prefix in _PREFIXES for name in ("W1", "b1")]),
     },
     replicated=True,
     notes=(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _zero
-from peerlane.problems._collective import all_gather_single
-from peerlane.problems._optimizer import NAMES, Adam, adam_update, flatten, mlp_gradients, unflatten
-from peerlane.problems._spec import Problem
+from peerlane.problems.contract import Problem
+from peerlane.problems.families import zero
+from peerlane.problems.families.collective import all_gather_single
+from peerlane.problems.families.optimizer import NAMES, Adam, adam_update, flatten, mlp_gradients, unflatten
 
 
 def reference(
@@ -49,19 +49,19 @@ PROBLEM = Problem(
     category="fsdp_zero",
     parallelism=("zero", "data"),
     origin="ZeRO stage 1 of DeepSpeed",
-    summary=_zero.SUMMARY + "The gradient may be reduced in any way.",
+    summary=zero.SUMMARY + "The gradient may be reduced in any way.",
     reference=reference,
-    inputs=_zero.inputs,
-    oracle=_zero.MODEL.oracle,
-    tolerance=_zero.MODEL.tolerance,
-    cost=_zero.cost,
-    presets=_zero.PRESETS,
-    null_answers=_zero.NULL_ANSWERS,
-    honest_variants=_zero.MODEL.honest_variants,
-    excused=_zero.EXCUSED,
+    inputs=zero.inputs,
+    oracle=zero.MODEL.oracle,
+    tolerance=zero.MODEL.tolerance,
+    cost=zero.cost,
+    presets=zero.PRESETS,
+    known_wrong_answers=zero.WRONG_ANSWERS,
+    alternative_solutions=zero.MODEL.alternative_solutions,
+    excused=zero.EXCUSED,
     replicated=NAMES,
     notes=(
-        *_zero.NOTES,
+        *zero.NOTES,
         "The public benchmark's 41 and 42 are one task to an optimiser; ours too, but for the reference: it reduces all gradients on all "
         "ranks.",
     ),

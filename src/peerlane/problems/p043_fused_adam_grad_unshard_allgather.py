@@ -10,12 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _training_step
-from peerlane.problems._collective import BF16, FP32, all_gather_single
-from peerlane.problems._draw import Draw
-from peerlane.problems._optimizer import Adam, Flat, Output, Training, adam_update
-from peerlane.problems._spec import Case, CaseSpec, Cost, NullContext, Problem, case, preset
-from peerlane.problems._training_step import StepModel
+from peerlane.problems.contract import AnswerContext, Case, CaseSpec, Cost, Draw, Problem, case, preset
+from peerlane.problems.families import training_step
+from peerlane.problems.families.collective import BF16, FP32, all_gather_single
+from peerlane.problems.families.optimizer import Adam, Flat, Output, Training, adam_update
+from peerlane.problems.families.training_step import StepModel
 
 
 def reference(
@@ -53,11 +52,11 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     * ``huge``: gradients of 1e25, whose squares overflow float32
     * ``nan``: a NaN, as a gradient on rank 0 and as a second moment on the last rank
     """
-    size, adam, pattern = _size(case), _training_step.adam_of(case), case.params.get("pattern")
+    size, adam, pattern = _size(case), training_step.adam_of(case), case.params.get("pattern")
     scale = 1e-3 * 10.0 ** draw.uniform((size,), FP32, low=-2.0, high=2.0)
     gradient = draw.normal((size,), FP32) * scale
     parameters = draw.normal((size,), case.dtype, scale=0.02)
-    exp_avg, exp_avg_sq = _training_step.past_moments(case, draw, size)
+    exp_avg, exp_avg_sq = training_step.past_moments(case, draw, size)
     exp_avg *= scale
     exp_avg_sq *= scale.square()
     if pattern == "still":
@@ -98,7 +97,7 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _own_shard_only(context: NullContext, old: Training, new: Flat) -> Flat:
+def _own_shard_only(context: AnswerContext, old: Training, new: Flat) -> Flat:
     """Other ranks' parameters are gathered before the step."""
     size = _size(context.case)
     own = slice(context.rank * size, (context.rank + 1) * size)
@@ -107,21 +106,21 @@ def _own_shard_only(context: NullContext, old: Training, new: Flat) -> Flat:
     return parameters, *new[1:]
 
 
-def _own_shard_repeated(context: NullContext, _: Training, new: Flat) -> Flat:
+def _own_shard_repeated(context: AnswerContext, _: Training, new: Flat) -> Flat:
     return new[0].chunk(context.case.world_size)[context.rank].repeat(context.case.world_size), *new[1:]
 
 
-def _reversed(context: NullContext, _: Training, new: Flat) -> Flat:
+def _reversed(context: AnswerContext, _: Training, new: Flat) -> Flat:
     return torch.cat(new[0].chunk(context.case.world_size)[::-1]), *new[1:]
 
 
-def _averaged(context: NullContext, right: Training) -> Training:
+def _averaged(context: AnswerContext, right: Training) -> Training:
     """The gradient divided by the world size, as if it were a sum over ranks."""
     assert right.gradient is not None
     return replace(right, gradient=right.gradient.to(FP32) / context.case.world_size)
 
 
-def _last_shard_stale(context: NullContext, old: Training, new: Flat) -> Flat:
+def _last_shard_stale(context: AnswerContext, old: Training, new: Flat) -> Flat:
     parameters = new[0].clone()
     parameters[-_size(context.case) :] = old.parameters[-_size(context.case) :].to(FP32)
     return parameters, *new[1:]
@@ -183,16 +182,16 @@ PROBLEM = Problem(
             case("fp32", FP32, size=1_638_400, lr=3e-4, step=1000),
         ),
     ),
-    null_answers=(
-        *_training_step.step_null_answers(MODEL, moments=False),
+    known_wrong_answers=(
+        *training_step.step_wrong_answers(MODEL, moments=False),
         MODEL.wrong("own_shard_only", "other ranks' parameters as they were", state=_own_shard_only),
         MODEL.wrong("own_shard_repeated", "no communication: the rank's own new shard W times", state=_own_shard_repeated),
         MODEL.wrong("shards_reversed", "shards from the last rank to the first", state=_reversed),
         MODEL.wrong("last_shard_stale", "the last rank's parameters as they were", state=_last_shard_stale),
         MODEL.wrong("averaged_again", "the gradient divided by the world size", training=_averaged),
-        *_training_step.usual_null_answers(MODEL, ("small/unusual_adam_fp32",), lr=3e-3),
+        *training_step.usual_wrong_answers(MODEL, ("small/unusual_adam_fp32",), lr=3e-3),
     ),
-    honest_variants=MODEL.honest_variants,
+    alternative_solutions=MODEL.alternative_solutions,
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,
     notes=(

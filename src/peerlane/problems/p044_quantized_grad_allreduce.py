@@ -9,23 +9,23 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems._collective import BF16, FP32
-from peerlane.problems._draw import Draw
-from peerlane.problems._interval import Interval, comparison
-from peerlane.problems._quant import FP64, flat_blocks, student_t, widened
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
+from peerlane.problems.families.collective import BF16, FP32
+from peerlane.problems.families.interval import Interval, comparison
+from peerlane.problems.families.quant import FP64, flat_blocks, student_t, widened
 
 # Codes go from -127 to 127; a block's largest magnitude is taken to be at least the floor.
 _CODES = 127.0
@@ -136,14 +136,14 @@ def _trip(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return _codes(blocks.to(FP32) / scales) * scales
 
 
-def _mean(context: NullContext, ranks: Sequence[int], trip: Any, divisor: int | None = None) -> torch.Tensor:
+def _mean(context: AnswerContext, ranks: Sequence[int], trip: Any, divisor: int | None = None) -> torch.Tensor:
     """The mean of ``trip(blocks)`` over some ranks, as if of all."""
     case = context.case
     parts = [trip(flat_blocks(context.inputs[q][0], case["block"])) for q in ranks]
     return _unpadded(case, torch.stack(parts).sum(0) / (divisor or case.world_size)).to(case.dtype)
 
 
-def _all(context: NullContext) -> range:
+def _all(context: AnswerContext) -> range:
     return range(context.case.world_size)
 
 
@@ -169,12 +169,12 @@ def _one_scale(blocks: torch.Tensor) -> torch.Tensor:
     return _trip(blocks, _block_scales(blocks).amax(0))
 
 
-def _decoded_with_own_scales(context: NullContext) -> torch.Tensor:
+def _decoded_with_own_scales(context: AnswerContext) -> torch.Tensor:
     own = _block_scales(flat_blocks(context.args[0], context.case["block"]))
     return _mean(context, _all(context), lambda blocks: _codes(blocks.to(FP32) / _block_scales(blocks)) * own)
 
 
-def _quantised_again(context: NullContext) -> torch.Tensor:
+def _quantised_again(context: AnswerContext) -> torch.Tensor:
     """The mean goes through int8 once more, as if its way back were quantised too."""
     case = context.case
     return _unpadded(case, _plain(flat_blocks(_mean(context, _all(context), _plain).to(FP32), case["block"]))).to(case.dtype)
@@ -247,25 +247,25 @@ PROBLEM = Problem(
     compare=comparison(tolerance),
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own gradient, quantised", lambda c: _mean(c, [c.rank], _plain, 1)),
-        NullAnswer("not_quantised", "the mean of the gradients", lambda c: _mean(c, _all(c), lambda b: b.to(FP32)), cases=_LOSSY),
-        NullAnswer("sum", "not divided by the world size", lambda c: _mean(c, _all(c), _plain, 1)),
-        NullAnswer("drop_last_rank", "the mean without the last rank", lambda c: _mean(c, _all(c)[:-1], _plain)),
-        NullAnswer("scale_one", "rounded to integers", lambda c: _mean(c, _all(c), lambda b: _codes(b.to(FP32)))),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own gradient, quantised", lambda c: _mean(c, [c.rank], _plain, 1)),
+        KnownWrongAnswer("not_quantised", "the mean of the gradients", lambda c: _mean(c, _all(c), lambda b: b.to(FP32)), cases=_LOSSY),
+        KnownWrongAnswer("sum", "not divided by the world size", lambda c: _mean(c, _all(c), _plain, 1)),
+        KnownWrongAnswer("drop_last_rank", "the mean without the last rank", lambda c: _mean(c, _all(c)[:-1], _plain)),
+        KnownWrongAnswer("scale_one", "rounded to integers", lambda c: _mean(c, _all(c), lambda b: _codes(b.to(FP32)))),
+        KnownWrongAnswer(
             "scale_of_next_block",
             "every block with the next one's scale",
             lambda c: _mean(c, _all(c), _scales_of_next_block),
             cases=_SEVERAL_BLOCKS,
         ),
-        NullAnswer("one_scale", "one scale for all blocks of a rank", lambda c: _mean(c, _all(c), _one_scale), cases=_SEVERAL_BLOCKS),
-        NullAnswer("own_scales", "all ranks' codes decoded with the rank's own scales", _decoded_with_own_scales),
-        NullAnswer("quantised_again", "the mean quantised once more", _quantised_again, cases=_LOSSY),
-        NullAnswer("truncated", "codes rounded towards zero", lambda c: _mean(c, _all(c), _truncated), cases=_LOSSY),
-        NullAnswer("no_floor", "no least scale", lambda c: _mean(c, _all(c), _without_floor), cases=("small/floor_fp32",)),
+        KnownWrongAnswer("one_scale", "one scale for all blocks of a rank", lambda c: _mean(c, _all(c), _one_scale), cases=_SEVERAL_BLOCKS),
+        KnownWrongAnswer("own_scales", "all ranks' codes decoded with the rank's own scales", _decoded_with_own_scales),
+        KnownWrongAnswer("quantised_again", "the mean quantised once more", _quantised_again, cases=_LOSSY),
+        KnownWrongAnswer("truncated", "codes rounded towards zero", lambda c: _mean(c, _all(c), _truncated), cases=_LOSSY),
+        KnownWrongAnswer("no_floor", "no least scale", lambda c: _mean(c, _all(c), _without_floor), cases=("small/floor_fp32",)),
     ),
-    honest_variants=(HonestVariant("true_division", _by_definition), HonestVariant("reciprocal", _by_reciprocal)),
+    alternative_solutions=(AlternativeSolution("true_division", _by_definition), AlternativeSolution("reciprocal", _by_reciprocal)),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,
     notes=(

@@ -8,22 +8,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP32, reduce_scatter_single, sequential_sum
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
+from peerlane.problems.families.collective import BF16, FP32, reduce_scatter_single, sequential_sum
 
 FP64 = torch.float64
 
@@ -148,31 +148,31 @@ def _sequential(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tor
     return _normalised(case, inputs[rank][1:], sequential_sum(_chunks(case, inputs, rank)) / case.world_size)
 
 
-def _sum_instead_of_mean(context: NullContext) -> torch.Tensor:
+def _sum_instead_of_mean(context: AnswerContext) -> torch.Tensor:
     mean = _wide_mean(context.case, context.inputs, context.rank)
     return _normalised(context.case, context.args[1:], mean * context.case.world_size)
 
 
-def _every_other_channel(context: NullContext) -> torch.Tensor:
+def _every_other_channel(context: AnswerContext) -> torch.Tensor:
     """The mean of every second channel's square."""
     mean = _wide_mean(context.case, context.inputs, context.rank)
     scale = torch.rsqrt(mean[:, ::2].square().mean(-1, keepdim=True) + context.args[2])
     return torch.mul(mean * scale, context.args[1].to(FP32)).to(context.case.dtype)
 
 
-def _centred(context: NullContext) -> torch.Tensor:
+def _centred(context: AnswerContext) -> torch.Tensor:
     mean = _wide_mean(context.case, context.inputs, context.rank)
     return _normalised(context.case, context.args[1:], mean - mean.mean(-1, keepdim=True))
 
 
-def _partial(context: NullContext, ranks: Sequence[int]) -> torch.Tensor:
+def _partial(context: AnswerContext, ranks: Sequence[int]) -> torch.Tensor:
     """RMSNorm of the mean in which only some ranks take part."""
     chunks = _chunks(context.case, context.inputs, context.rank)
     total = torch.stack([chunks[q].to(FP32) for q in ranks]).sum(0)
     return _normalised(context.case, context.args[1:], total / context.case.world_size)
 
 
-def _with(context: NullContext, *, gamma: float | None = None, eps: float | None = None) -> torch.Tensor:
+def _with(context: AnswerContext, *, gamma: float | None = None, eps: float | None = None) -> torch.Tensor:
     """The right answer to another gain or another eps."""
     _, own_gamma, own_eps = context.args
     other_gamma = own_gamma if gamma is None else torch.full_like(own_gamma, gamma)
@@ -180,18 +180,18 @@ def _with(context: NullContext, *, gamma: float | None = None, eps: float | None
     return _normalised(context.case, gamma_and_eps, _wide_mean(context.case, context.inputs, context.rank))
 
 
-def _not_normalised(context: NullContext) -> torch.Tensor:
+def _not_normalised(context: AnswerContext) -> torch.Tensor:
     return torch.mul(_wide_mean(context.case, context.inputs, context.rank), context.args[1].to(FP32)).to(context.case.dtype)
 
 
-def _normalised_first(context: NullContext) -> torch.Tensor:
+def _normalised_first(context: AnswerContext) -> torch.Tensor:
     """The mean of normalised parts, instead of the normalised mean."""
     chunks = _chunks(context.case, context.inputs, context.rank)
     parts = [_normalised(context.case, context.args[1:], chunk).to(FP32) for chunk in chunks]
     return torch.stack(parts).mean(0).to(context.case.dtype)
 
 
-def _one_statistic(context: NullContext) -> torch.Tensor:
+def _one_statistic(context: AnswerContext) -> torch.Tensor:
     """All rows divided by the root mean square of all of them."""
     mean = _wide_mean(context.case, context.inputs, context.rank)
     scale = torch.rsqrt(torch.nan_to_num(mean, posinf=0.0).square().mean() + context.args[2])
@@ -244,24 +244,24 @@ PROBLEM = Problem(
         preset("production_llama3_8b_sp", "4096 tokens x hidden 4096", case("bf16", BF16, tokens=4096, hidden=4096, eps=1e-5)),
         preset("production_deepseek_v3_decode", "512 tokens x hidden 7168", case("bf16", BF16, tokens=512, hidden=7168, eps=1e-6)),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own rows normalised", lambda c: _partial(c, [c.rank])),
-        NullAnswer("drop_last_rank", "the last rank left out of the mean", lambda c: _partial(c, range(c.case.world_size - 1))),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own rows normalised", lambda c: _partial(c, [c.rank])),
+        KnownWrongAnswer("drop_last_rank", "the last rank left out of the mean", lambda c: _partial(c, range(c.case.world_size - 1))),
+        KnownWrongAnswer(
             "own_counted_twice", "the rank's own rows added once too often", lambda c: _partial(c, [*range(c.case.world_size), c.rank])
         ),
-        NullAnswer("not_normalised", "the mean times the gain", _not_normalised),
-        NullAnswer("normalised_first", "normalised before the mean over ranks", _normalised_first),
-        NullAnswer("one_statistic", "one root mean square for all rows", _one_statistic),
-        NullAnswer("every_other_channel", "the mean square of every second channel", _every_other_channel, cases=_LONG_ROWS),
-        NullAnswer("centred", "layer norm: the row's mean taken away first", _centred),
-        NullAnswer("gain_ignored", "normalised, but not multiplied by the gain", lambda c: _with(c, gamma=1.0)),
-        NullAnswer("sum_instead_of_mean", "W times the mean: shows through eps alone", _sum_instead_of_mean, cases=_EPS_MATTERS),
-        NullAnswer("epsilon_ignored", "eps = 0: shows in small rows", lambda c: _with(c, eps=0.0), cases=_EPS_MATTERS),
+        KnownWrongAnswer("not_normalised", "the mean times the gain", _not_normalised),
+        KnownWrongAnswer("normalised_first", "normalised before the mean over ranks", _normalised_first),
+        KnownWrongAnswer("one_statistic", "one root mean square for all rows", _one_statistic),
+        KnownWrongAnswer("every_other_channel", "the mean square of every second channel", _every_other_channel, cases=_LONG_ROWS),
+        KnownWrongAnswer("centred", "layer norm: the row's mean taken away first", _centred),
+        KnownWrongAnswer("gain_ignored", "normalised, but not multiplied by the gain", lambda c: _with(c, gamma=1.0)),
+        KnownWrongAnswer("sum_instead_of_mean", "W times the mean: shows through eps alone", _sum_instead_of_mean, cases=_EPS_MATTERS),
+        KnownWrongAnswer("epsilon_ignored", "eps = 0: shows in small rows", lambda c: _with(c, eps=0.0), cases=_EPS_MATTERS),
     ),
-    honest_variants=(
-        HonestVariant("rounded_once", _rounded_once),
-        HonestVariant("sequential_in_dtype", _sequential),
+    alternative_solutions=(
+        AlternativeSolution("rounded_once", _rounded_once),
+        AlternativeSolution("sequential_in_dtype", _sequential),
     ),
     notes=(
         "In the public benchmark eps has no effect, so that a sum over ranks instead of a mean goes unseen, and the rows have no mean, so "

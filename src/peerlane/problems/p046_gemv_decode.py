@@ -9,24 +9,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems import _matmul
-from peerlane.problems._collective import all_gather_single
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import ACCUMULATION, BF16, FP32, FP64
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
+from peerlane.problems.families import matmul
+from peerlane.problems.families.collective import all_gather_single
+from peerlane.problems.families.matmul import ACCUMULATION, BF16, FP32, FP64
 
 # Times the largest error of correct roundings.
 _SLACK = 2.5
@@ -54,8 +54,8 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tenso
     * ``nan_token``: the last token has a NaN
     """
     tokens, depth, shard, pattern = case["tokens"], case["hidden"], _shard(case), case.params.get("pattern")
-    hidden = _matmul.activations(case, rank, draw.shared, (tokens, depth), depth)
-    weight = _matmul.weights(case, draw, (shard, depth), depth)
+    hidden = matmul.activations(case, rank, draw.shared, (tokens, depth), depth)
+    weight = matmul.weights(case, draw, (shard, depth), depth)
     if draw.integer:
         return hidden, weight, draw.integers(-4, 5, (shard,), case.dtype)
     bias = draw.normal((shard,), case.dtype, scale=30.0 if pattern == "large_bias" else 1.0)
@@ -96,7 +96,7 @@ def cost(case: Case, rank: int) -> Cost:
         hbm_bytes=(shard * depth + shard + tokens * depth + world * tokens * shard) * size,
         egress_bytes=port,
         ingress_bytes=port,
-        flops={_matmul.FLOP_UNIT[case.dtype]: 2 * tokens * depth * shard},
+        flops={matmul.FLOP_UNIT[case.dtype]: 2 * tokens * depth * shard},
     )
 
 
@@ -113,26 +113,26 @@ def _logits(inputs: Sequence[tuple[Any, ...]], *, two_roundings: bool = False) -
     return torch.cat([_local(args, two_roundings=two_roundings) for args in inputs], dim=1)
 
 
-def _arranged(order: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Callable[[NullContext], torch.Tensor]:
+def _arranged(order: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Callable[[AnswerContext], torch.Tensor]:
     """The right logits of all ranks, put together in a wrong way: ``order(blocks, rank)``."""
     return lambda context: order(list(context.answer.chunk(context.case.world_size, dim=1)), context.rank)
 
 
-def _bias_ignored(context: NullContext) -> torch.Tensor:
+def _bias_ignored(context: AnswerContext) -> torch.Tensor:
     return _logits([(hidden, weight, torch.zeros_like(bias)) for hidden, weight, bias in context.inputs])
 
 
-def _own_bias_everywhere(context: NullContext) -> torch.Tensor:
+def _own_bias_everywhere(context: AnswerContext) -> torch.Tensor:
     return _logits([(hidden, weight, context.args[2]) for hidden, weight, _ in context.inputs])
 
 
-def _depth_cut(context: NullContext) -> torch.Tensor:
+def _depth_cut(context: AnswerContext) -> torch.Tensor:
     """Without the last of eight parts of the hidden dimension: a loop that forgets its tail."""
     kept = context.case["hidden"] * 7 // 8
     return _logits([(hidden[:, :kept], weight[:, :kept], bias) for hidden, weight, bias in context.inputs])
 
 
-def _first_token_everywhere(context: NullContext) -> torch.Tensor:
+def _first_token_everywhere(context: AnswerContext) -> torch.Tensor:
     answer: torch.Tensor = context.answer
     return answer[:1].expand_as(answer).contiguous()
 
@@ -181,31 +181,31 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
             "no_communication", "the rank's own logits W times", _arranged(lambda blocks, rank: torch.cat([blocks[rank]] * len(blocks), 1))
         ),
-        NullAnswer("blocks_reversed", "the last rank's vocabulary first", _arranged(lambda blocks, rank: torch.cat(blocks[::-1], 1))),
-        NullAnswer(
+        KnownWrongAnswer("blocks_reversed", "the last rank's vocabulary first", _arranged(lambda blocks, rank: torch.cat(blocks[::-1], 1))),
+        KnownWrongAnswer(
             "ring_order", "the rank's own vocabulary first", _arranged(lambda blocks, rank: torch.cat(blocks[rank:] + blocks[:rank], 1))
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "interleaved_vocabulary", "one entry of every rank in turn", _arranged(lambda blocks, rank: torch.stack(blocks, -1).flatten(1))
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "rank_major",
             "the gathered memory as it comes: all tokens of the first rank first",
             _arranged(lambda blocks, rank: torch.cat(blocks).view(blocks[0].shape[0], -1)),
             cases=_SEVERAL_TOKENS,
         ),
-        NullAnswer("first_token_everywhere", "the first token's logits for all", _first_token_everywhere, cases=_SEVERAL_TOKENS),
-        NullAnswer("bias_ignored", "logits without bias", _bias_ignored),
-        NullAnswer("own_bias_everywhere", "every shard with the rank's own bias", _own_bias_everywhere),
-        NullAnswer("depth_cut", "the last eighth of the hidden dimension left out", _depth_cut),
+        KnownWrongAnswer("first_token_everywhere", "the first token's logits for all", _first_token_everywhere, cases=_SEVERAL_TOKENS),
+        KnownWrongAnswer("bias_ignored", "logits without bias", _bias_ignored),
+        KnownWrongAnswer("own_bias_everywhere", "every shard with the rank's own bias", _own_bias_everywhere),
+        KnownWrongAnswer("depth_cut", "the last eighth of the hidden dimension left out", _depth_cut),
     ),
-    honest_variants=(
-        HonestVariant("rounded_once", lambda case, inputs, rank: _logits(inputs)),
-        HonestVariant("rounded_twice", lambda case, inputs, rank: _logits(inputs, two_roundings=True)),
+    alternative_solutions=(
+        AlternativeSolution("rounded_once", lambda case, inputs, rank: _logits(inputs)),
+        AlternativeSolution("rounded_twice", lambda case, inputs, rank: _logits(inputs, two_roundings=True)),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,

@@ -9,13 +9,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _training_step
-from peerlane.problems._collective import BF16, FP32, all_gather_single, reduce_scatter_single
-from peerlane.problems._draw import Draw
-from peerlane.problems._optimizer import Adam, Flat, Output, Training, adam_update, flatten, mlp_gradients, rank_gradients, unflatten
-from peerlane.problems._spec import Case, CaseSpec, Cost, NullContext, Problem, case, preset
-from peerlane.problems._training_step import StepModel
-from peerlane.problems._zero import moment_shards, shard_size
+from peerlane.problems.contract import AnswerContext, Case, CaseSpec, Cost, Draw, Problem, case, preset
+from peerlane.problems.families import training_step
+from peerlane.problems.families.collective import BF16, FP32, all_gather_single, reduce_scatter_single
+from peerlane.problems.families.optimizer import (
+    Adam,
+    Flat,
+    Output,
+    Training,
+    adam_update,
+    flatten,
+    mlp_gradients,
+    rank_gradients,
+    unflatten,
+)
+from peerlane.problems.families.training_step import StepModel
+from peerlane.problems.families.zero import moment_shards, shard_size
 
 
 def reference(
@@ -45,15 +54,15 @@ def reference(
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """Batches and shards of the state of :mod:`_training_step`; every rank draws its own shards."""
-    size, adam = shard_size(case), _training_step.adam_of(case)
-    x, y = _training_step.draw_batch(case, rank, draw)
-    parameters = _training_step.draw_parameters(case, draw, rank * size, (rank + 1) * size)
+    size, adam = shard_size(case), training_step.adam_of(case)
+    x, y = training_step.draw_batch(case, rank, draw)
+    parameters = training_step.draw_parameters(case, draw, rank * size, (rank + 1) * size)
     exp_avg, exp_avg_sq = moment_shards(case, rank, draw)
     return (
         x,
         y,
         parameters,
-        list(_training_step.shapes_of(case)),
+        list(training_step.shapes_of(case)),
         exp_avg,
         exp_avg_sq,
         *(adam.lr, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.step),
@@ -84,17 +93,17 @@ MODEL = StepModel(_training, _outputs)
 
 def cost(case: Case, rank: int) -> Cost:
     """An all-gather of the parameters and a reduce-scatter of the gradients; state is read and written."""
-    count, size, world = _training_step.parameter_count(case), case.dtype.itemsize, case.world_size
+    count, size, world = training_step.parameter_count(case), case.dtype.itemsize, case.world_size
     port = 2 * (world - 1) / world * count * size
     return Cost(
-        hbm_bytes=_training_step.batch_bytes(case, rank) + 6 * shard_size(case) * size,
+        hbm_bytes=training_step.batch_bytes(case, rank) + 6 * shard_size(case) * size,
         egress_bytes=port,
         ingress_bytes=port,
-        flops=_training_step.mlp_flops(case, rank),
+        flops=training_step.mlp_flops(case, rank),
     )
 
 
-def _own_shard_elsewhere_zero(context: NullContext, right: Training) -> Training:
+def _own_shard_elsewhere_zero(context: AnswerContext, right: Training) -> Training:
     """The gradient where parameters of other ranks' shards are taken for zero; the step from the right state."""
     size = shard_size(context.case)
     own = slice(context.rank * size, (context.rank + 1) * size)
@@ -108,18 +117,18 @@ def _gradients(training: Training) -> torch.Tensor:
     return torch.stack(rank_gradients(training)).mean(0)
 
 
-def _next_shards(context: NullContext, right: Training) -> Training:
+def _next_shards(context: AnswerContext, right: Training) -> Training:
     """The rank's state is stepped with the next rank's slice of the gradient."""
     return replace(right, gradient=_gradients(right).roll(-shard_size(context.case)))
 
 
-def _coupled_decay(_: NullContext, right: Training) -> Training:
+def _coupled_decay(_: AnswerContext, right: Training) -> Training:
     """L2 regularisation: the decay is part of the gradient."""
     decay = right.adam.weight_decay * right.parameters.to(FP32)
     return replace(right, gradient=_gradients(right) + decay, adam=replace(right.adam, weight_decay=0.0))
 
 
-def _decay_without_rate(_: NullContext, old: Training, new: Flat) -> Flat:
+def _decay_without_rate(_: AnswerContext, old: Training, new: Flat) -> Flat:
     return new[0] - (1 - old.adam.lr) * old.adam.weight_decay * old.parameters.to(FP32), *new[1:]
 
 
@@ -187,9 +196,9 @@ PROBLEM = Problem(
             case("bf16", BF16, d_in=8192, h=28672, d_out=8192, tokens=2048, lr=1e-3, step=3, weight_decay=0.1),
         ),
     ),
-    null_answers=(
-        *_training_step.step_null_answers(MODEL),
-        *_training_step.gradient_null_answers(MODEL),
+    known_wrong_answers=(
+        *training_step.step_wrong_answers(MODEL),
+        *training_step.gradient_wrong_answers(MODEL),
         MODEL.wrong("others_parameters_zero", "no gathering: other ranks' parameters taken for zero", training=_own_shard_elsewhere_zero),
         MODEL.wrong("next_shards_gradient", "shards stepped with the next rank's slice of the gradient", training=_next_shards),
         MODEL.wrong(
@@ -200,9 +209,9 @@ PROBLEM = Problem(
         ),
         MODEL.wrong("coupled_decay", "weight decay added to the gradient", training=_coupled_decay, cases=_DECAY),
         MODEL.wrong("decay_without_rate", "weight decay not scaled by lr", state=_decay_without_rate, cases=_DECAY),
-        *_training_step.usual_null_answers(MODEL, ("small/unusual_adam_fp32",), lr=0.05, weight_decay=0.3),
+        *training_step.usual_wrong_answers(MODEL, ("small/unusual_adam_fp32",), lr=0.05, weight_decay=0.3),
     ),
-    honest_variants=MODEL.honest_variants,
+    alternative_solutions=MODEL.alternative_solutions,
     notes=(
         "In the public benchmark all shards but rank 0's are zero, by a mistake of its generator, and so are all moments: returning the "
         "arguments passes. Here all shards are drawn, weights have variance 1 / fan-in, moments are those of earlier steps with gradients "

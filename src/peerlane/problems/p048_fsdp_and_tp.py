@@ -11,24 +11,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems._codes import eight_bits
-from peerlane.problems._collective import BF16, FP32, sequential_sum, wide_sum
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import FLOP_UNIT
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
+from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.families.collective import BF16, FP32, sequential_sum, wide_sum
+from peerlane.problems.families.matmul import FLOP_UNIT
 
 FP64 = torch.float64
 
@@ -253,7 +253,7 @@ def _rounded_partial_sums(case: Case, inputs: Arguments, rank: int) -> torch.Ten
     return wide_sum([_in_float32(case, inputs, rank, groups=[_fsdp_peers(case, t)]) for t in range(n_tp)])
 
 
-def _coded(context: NullContext) -> torch.Tensor:
+def _coded(context: AnswerContext) -> torch.Tensor:
     """A wrong answer: shards of the weights, and what the all-reduce sends, as 8-bit codes."""
     case, (n_tp, _) = context.case, grid(context.case)
     own = context.rank % n_tp
@@ -276,7 +276,7 @@ def _coded(context: NullContext) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a rank stands in the grid, for null answers."""
+    """Where a rank stands in the grid, for known wrong answers."""
 
     rank: int
     n_tp: int
@@ -297,15 +297,15 @@ class _Place:
         return rank // self.n_tp
 
 
-def _wrong(name: str, why: str, *, tp: bool = False, fsdp: bool = False, **options: Callable[[_Place], Any]) -> NullAnswer:
-    """A null answer with options of :func:`_in_float32`; ``tp``, ``fsdp``: only where there is more than one such rank."""
+def _wrong(name: str, why: str, *, tp: bool = False, fsdp: bool = False, **options: Callable[[_Place], Any]) -> KnownWrongAnswer:
+    """A known wrong answer with options of :func:`_in_float32`; ``tp``, ``fsdp``: only where there is more than one such rank."""
 
-    def answer(context: NullContext) -> torch.Tensor:
+    def answer(context: AnswerContext) -> torch.Tensor:
         place = _Place(context.rank, *grid(context.case))
         made = {key: option(place) for key, option in options.items()}
         return _in_float32(context.case, context.inputs, context.rank, **made)
 
-    return NullAnswer(name, why, answer, cases=_where(tp=tp, fsdp=fsdp))
+    return KnownWrongAnswer(name, why, answer, cases=_where(tp=tp, fsdp=fsdp))
 
 
 def _where(*, tp: bool, fsdp: bool, only: Callable[[str, CaseSpec], bool] = lambda *_: True) -> tuple[str, ...]:
@@ -382,7 +382,7 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
+    known_wrong_answers=(
         _wrong("no_communication", "other ranks' shards taken for zero", zero=lambda p: lambda q: q != p.rank),
         _wrong("not_reduced", "the partial sum of the rank's own slice", tp=True, groups=lambda p: [p.own_slice]),
         _wrong("own_slice_repeated", "the rank's own slice n_tp times", tp=True, groups=lambda p: [p.own_slice] * p.n_tp),
@@ -412,7 +412,7 @@ PROBLEM = Problem(
             fsdp=True,
             groups=lambda p: [list(range(first, first + p.n_fsdp)) for first in range(0, p.n_tp * p.n_fsdp, p.n_fsdp)],
         ),
-        NullAnswer("eight_bits", "shards and partial sums sent in 8-bit integers with a scale for every 32 neighbours", _coded),
+        KnownWrongAnswer("eight_bits", "shards and partial sums sent in 8-bit integers with a scale for every 32 neighbours", _coded),
         _wrong("gate_and_up_swapped", "(x W1) * silu(x W2)", activation=lambda _: lambda gate, up: gate * F.silu(up)),
         _wrong("no_activation", "(x W1) * (x W2)", activation=lambda _: lambda gate, up: gate * up),
         replace(
@@ -421,10 +421,10 @@ PROBLEM = Problem(
         ),
         _wrong("no_gate", "silu(x W1) W3", activation=lambda _: lambda gate, up: F.silu(gate)),
     ),
-    honest_variants=(
-        HonestVariant("fp32_rounded_once", lambda case, inputs, rank: _in_float32(case, inputs, rank)),
-        HonestVariant("rounded_partial_sums", _rounded_partial_sums),
-        HonestVariant("every_operation_rounded", _every_operation_rounded),
+    alternative_solutions=(
+        AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _in_float32(case, inputs, rank)),
+        AlternativeSolution("rounded_partial_sums", _rounded_partial_sums),
+        AlternativeSolution("every_operation_rounded", _every_operation_rounded),
     ),
     excused={
         f"another_rank@{name}": "all ranks are in one tensor-parallel group"

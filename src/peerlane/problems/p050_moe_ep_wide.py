@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from peerlane.problems import _moe_layer_answers as _layer
-from peerlane.problems._collective import BF16, FP32
-from peerlane.problems._spec import CaseSpec, case, preset
+from peerlane.problems.contract import CaseSpec, case, preset
+from peerlane.problems.families import moe_layer_answers as _layer
+from peerlane.problems.families.collective import BF16, FP32
 
 
 def _small(label: str, dtype: torch.dtype, **params: Any) -> CaseSpec:

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems import _moe_layer_answers as _layer
-from peerlane.problems._collective import BF16, FP32
-from peerlane.problems._moe_layer import expert_parallel
-from peerlane.problems._spec import CaseSpec, case, preset
+from peerlane.problems.contract import CaseSpec, case, preset
+from peerlane.problems.families import moe_layer_answers as _layer
+from peerlane.problems.families.collective import BF16, FP32
+from peerlane.problems.families.moe_layer import expert_parallel
 
 
 @torch.no_grad()

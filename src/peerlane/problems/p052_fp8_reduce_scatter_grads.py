@@ -7,17 +7,28 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _quant
-from peerlane.problems._collective import BF16, FP32, reduce_scatter_single, sequential_sum, sum_tolerance, wide_sum
-from peerlane.problems._draw import Draw
-from peerlane.problems._interval import Interval, comparison
-from peerlane.problems._quant import FP64, Arguments
-from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    Cost,
+    Draw,
+    Expected,
+    KnownWrongAnswer,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems.families import quant
+from peerlane.problems.families.collective import BF16, FP32, reduce_scatter_single, sequential_sum, sum_tolerance, wide_sum
+from peerlane.problems.families.interval import Interval, comparison
+from peerlane.problems.families.quant import FP64, Arguments
 
 
 def reference(flat_grads: torch.Tensor, amax_history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     world = dist.get_world_size()
-    decoded, history = _quant.fp8_round_trip(flat_grads, amax_history)
+    decoded, history = quant.fp8_round_trip(flat_grads, amax_history)
     shard = decoded.new_empty(decoded.numel() // world)
     reduce_scatter_single(shard, decoded)
     return shard.div_(world), history
@@ -29,7 +40,7 @@ def _shard(case: Case) -> int:
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    return _quant.vector_and_history(case, rank, draw, case.world_size * _shard(case))
+    return quant.vector_and_history(case, rank, draw, case.world_size * _shard(case))
 
 
 def _slice(case: Case, vector: torch.Tensor, rank: int) -> torch.Tensor:
@@ -41,7 +52,7 @@ def oracle(case: Case, inputs: Arguments, rank: int) -> tuple[Expected, Expected
     zeros = torch.zeros(_shard(case), dtype=FP64, device=inputs[0][0].device)
     value, low, high, magnitude = zeros, zeros.clone(), zeros.clone(), zeros.clone()
     for flat, history in inputs:
-        trip = _quant.decoded(_slice(case, flat, rank), _quant.exact_scale(_quant.push_history(flat, history)))
+        trip = quant.decoded(_slice(case, flat, rank), quant.exact_scale(quant.push_history(flat, history)))
         value += trip.value
         low += trip.low
         high += trip.high
@@ -49,7 +60,7 @@ def oracle(case: Case, inputs: Arguments, rank: int) -> tuple[Expected, Expected
     for part in (value, low, high, magnitude):
         part /= case.world_size
     shard = Interval(name="shard", value=value, dtype=case.dtype, low=low, high=high, magnitude=magnitude)
-    return shard, _quant.history_answer(inputs[rank])
+    return shard, quant.history_answer(inputs[rank])
 
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
@@ -76,41 +87,41 @@ def _mean(case: Case, slices: Sequence[torch.Tensor]) -> torch.Tensor:
     return (torch.stack([part.to(FP32) for part in slices]).sum(0) / case.world_size).to(case.dtype)
 
 
-def _own_slices(context: NullContext) -> list[torch.Tensor]:
+def _own_slices(context: AnswerContext) -> list[torch.Tensor]:
     """The rank's slice of every rank's gradient, as it came."""
     return [_slice(context.case, flat, context.rank) for flat, _ in context.inputs]
 
 
-def _with_scales(scale: Callable[[Arguments, int], torch.Tensor]) -> Callable[[NullContext], Answer]:
+def _with_scales(scale: Callable[[Arguments, int], torch.Tensor]) -> Callable[[AnswerContext], Answer]:
     """The right history, and gradients quantised with another scale."""
 
-    def answer(context: NullContext) -> Answer:
-        slices = [_quant.through_codes(part, scale(context.inputs, q)) for q, part in enumerate(_own_slices(context))]
+    def answer(context: AnswerContext) -> Answer:
+        slices = [quant.through_codes(part, scale(context.inputs, q)) for q, part in enumerate(_own_slices(context))]
         return _mean(context.case, slices), context.answer[1]
 
     return answer
 
 
-def _right_scales(context: NullContext) -> list[torch.Tensor]:
-    return [_quant.history_scale(_quant.push_history(*args)) for args in context.inputs]
+def _right_scales(context: AnswerContext) -> list[torch.Tensor]:
+    return [quant.history_scale(quant.push_history(*args)) for args in context.inputs]
 
 
-def _in_format(context: NullContext, codes: torch.dtype, largest: float) -> Answer:
+def _in_format(context: AnswerContext, codes: torch.dtype, largest: float) -> Answer:
     """With the other float8 format, scaled to its own largest number."""
-    scales = [scale * (_quant.E4M3_MAX / largest) for scale in _right_scales(context)]
-    slices = [_quant.through_codes(part, scale, codes) for part, scale in zip(_own_slices(context), scales, strict=True)]
+    scales = [scale * (quant.E4M3_MAX / largest) for scale in _right_scales(context)]
+    slices = [quant.through_codes(part, scale, codes) for part, scale in zip(_own_slices(context), scales, strict=True)]
     return _mean(context.case, slices), context.answer[1]
 
 
-def _own_scale_decodes(context: NullContext) -> Answer:
+def _own_scale_decodes(context: AnswerContext) -> Answer:
     scales = _right_scales(context)
-    slices = [_quant.decoded_elsewhere(part, scale, scales[context.rank]) for part, scale in zip(_own_slices(context), scales, strict=True)]
+    slices = [quant.decoded_elsewhere(part, scale, scales[context.rank]) for part, scale in zip(_own_slices(context), scales, strict=True)]
     return _mean(context.case, slices), context.answer[1]
 
 
-def _of_ranks(context: NullContext, ranks: Sequence[int], divisor: int) -> Answer:
+def _of_ranks(context: AnswerContext, ranks: Sequence[int], divisor: int) -> Answer:
     parts, scales = _own_slices(context), _right_scales(context)
-    total = torch.stack([_quant.through_codes(parts[q], scales[q]).to(FP32) for q in ranks]).sum(0)
+    total = torch.stack([quant.through_codes(parts[q], scales[q]).to(FP32) for q in ranks]).sum(0)
     return (total / divisor).to(context.case.dtype), context.answer[1]
 
 
@@ -119,7 +130,7 @@ def _combine(
 ) -> Callable[[Case, list[torch.Tensor], Arguments, int], Answer]:
     def combine(case: Case, vectors: list[torch.Tensor], inputs: Arguments, rank: int) -> Answer:
         total = add([_slice(case, vector, rank) for vector in vectors])
-        return total / case.world_size, _quant.history_to_the_letter(*inputs[rank])
+        return total / case.world_size, quant.history_to_the_letter(*inputs[rank])
 
     return combine
 
@@ -189,40 +200,40 @@ PROBLEM = Problem(
     compare=comparison(tolerance),
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
             "not_quantised",
             "the mean of the gradients as they are",
             lambda c: (_mean(c.case, _own_slices(c)), c.answer[1]),
             cases=_FINITE,
         ),
         *(
-            NullAnswer(name, why, _with_scales(scale), cases=_WRONG_SCALE_CASES.get(name, _FINITE))
-            for name, (why, scale) in _quant.WRONG_SCALES.items()
+            KnownWrongAnswer(name, why, _with_scales(scale), cases=_WRONG_SCALE_CASES.get(name, _FINITE))
+            for name, (why, scale) in quant.WRONG_SCALES.items()
         ),
-        NullAnswer("own_scale_decodes", "all ranks' codes decoded with the rank's own scale", _own_scale_decodes, cases=_FINITE),
-        NullAnswer("e5m2", "the other float8 format", lambda c: _in_format(c, torch.float8_e5m2, 57344.0), cases=_FINITE),
-        NullAnswer("no_communication", "the rank's own slice", lambda c: _of_ranks(c, [c.rank], 1), cases=_FINITE),
-        NullAnswer("sum", "not divided by the world size", lambda c: _of_ranks(c, range(c.case.world_size), 1), cases=_FINITE),
-        NullAnswer(
+        KnownWrongAnswer("own_scale_decodes", "all ranks' codes decoded with the rank's own scale", _own_scale_decodes, cases=_FINITE),
+        KnownWrongAnswer("e5m2", "the other float8 format", lambda c: _in_format(c, torch.float8_e5m2, 57344.0), cases=_FINITE),
+        KnownWrongAnswer("no_communication", "the rank's own slice", lambda c: _of_ranks(c, [c.rank], 1), cases=_FINITE),
+        KnownWrongAnswer("sum", "not divided by the world size", lambda c: _of_ranks(c, range(c.case.world_size), 1), cases=_FINITE),
+        KnownWrongAnswer(
             "drop_last_rank",
             "the mean without the last rank",
             lambda c: _of_ranks(c, range(c.case.world_size - 1), c.case.world_size),
             cases=_FINITE,
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "history_not_shifted",
             "the amax in the place of the last entry",
-            lambda c: (c.answer[0], _quant.unshifted_history(c)),
+            lambda c: (c.answer[0], quant.unshifted_history(c)),
             cases=_labels("history_1_fp32", "quiet_bf16"),
         ),
-        NullAnswer("history_unchanged", "the history as it came", lambda c: (c.answer[0], c.args[1])),
+        KnownWrongAnswer("history_unchanged", "the history as it came", lambda c: (c.answer[0], c.args[1])),
     ),
-    honest_variants=(
-        *(_quant.trip_variants(_combine(wide_sum))),
-        HonestVariant(
+    alternative_solutions=(
+        *(quant.trip_variants(_combine(wide_sum))),
+        AlternativeSolution(
             "added_in_dtype",
-            lambda case, inputs, rank: _combine(sequential_sum)(case, [_quant.by_division(*args) for args in inputs], inputs, rank),
+            lambda case, inputs, rank: _combine(sequential_sum)(case, [quant.by_division(*args) for args in inputs], inputs, rank),
         ),
     ),
     excused={

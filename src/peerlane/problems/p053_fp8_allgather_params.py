@@ -7,16 +7,15 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _quant
-from peerlane.problems._collective import BF16, FP32, all_gather_single
-from peerlane.problems._draw import Draw
-from peerlane.problems._interval import Interval, comparison
-from peerlane.problems._quant import Arguments
-from peerlane.problems._spec import Case, Cost, Expected, NullAnswer, NullContext, Problem, case, preset
+from peerlane.problems.contract import AnswerContext, Case, Cost, Draw, Expected, KnownWrongAnswer, Problem, case, preset
+from peerlane.problems.families import quant
+from peerlane.problems.families.collective import BF16, FP32, all_gather_single
+from peerlane.problems.families.interval import Interval, comparison
+from peerlane.problems.families.quant import Arguments
 
 
 def reference(flat_param_shard: torch.Tensor, amax_history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    decoded, history = _quant.fp8_round_trip(flat_param_shard, amax_history)
+    decoded, history = quant.fp8_round_trip(flat_param_shard, amax_history)
     full = decoded.new_empty(dist.get_world_size() * decoded.numel())
     all_gather_single(full, decoded)
     return full, history
@@ -28,13 +27,13 @@ def _shard(case: Case) -> int:
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
-    return _quant.vector_and_history(case, rank, draw, _shard(case))
+    return quant.vector_and_history(case, rank, draw, _shard(case))
 
 
 def oracle(case: Case, inputs: Arguments, rank: int) -> tuple[Expected, Expected]:
-    trips = [_quant.decoded(flat, _quant.exact_scale(_quant.push_history(flat, history))) for flat, history in inputs]
+    trips = [quant.decoded(flat, quant.exact_scale(quant.push_history(flat, history))) for flat, history in inputs]
     value, low, high = (torch.cat([getattr(trip, part) for trip in trips]) for part in ("value", "low", "high"))
-    return Interval(name="full", value=value, dtype=case.dtype, low=low, high=high), _quant.history_answer(inputs[rank])
+    return Interval(name="full", value=value, dtype=case.dtype, low=low, high=high), quant.history_answer(inputs[rank])
 
 
 def cost(case: Case, rank: int) -> Cost:
@@ -52,40 +51,40 @@ def cost(case: Case, rank: int) -> Cost:
 Answer = tuple[torch.Tensor, torch.Tensor]
 
 
-def _with_scales(scale: Callable[[Arguments, int], torch.Tensor]) -> Callable[[NullContext], Answer]:
+def _with_scales(scale: Callable[[Arguments, int], torch.Tensor]) -> Callable[[AnswerContext], Answer]:
     """The right history, and parameters quantised with another scale."""
 
-    def answer(context: NullContext) -> Answer:
-        trips = [_quant.through_codes(flat, scale(context.inputs, q)) for q, (flat, _) in enumerate(context.inputs)]
+    def answer(context: AnswerContext) -> Answer:
+        trips = [quant.through_codes(flat, scale(context.inputs, q)) for q, (flat, _) in enumerate(context.inputs)]
         return torch.cat(trips), context.answer[1]
 
     return answer
 
 
-def _right_scales(context: NullContext) -> list[torch.Tensor]:
-    return [_quant.history_scale(_quant.push_history(*args)) for args in context.inputs]
+def _right_scales(context: AnswerContext) -> list[torch.Tensor]:
+    return [quant.history_scale(quant.push_history(*args)) for args in context.inputs]
 
 
-def _own_scale_decodes(context: NullContext) -> Answer:
+def _own_scale_decodes(context: AnswerContext) -> Answer:
     scales = _right_scales(context)
-    trips = [_quant.decoded_elsewhere(args[0], s, scales[context.rank]) for args, s in zip(context.inputs, scales, strict=True)]
+    trips = [quant.decoded_elsewhere(args[0], s, scales[context.rank]) for args, s in zip(context.inputs, scales, strict=True)]
     return torch.cat(trips), context.answer[1]
 
 
-def _e5m2(context: NullContext) -> Answer:
+def _e5m2(context: AnswerContext) -> Answer:
     """With the other float8 format, scaled to its own largest number."""
-    scales = [scale * (_quant.E4M3_MAX / torch.finfo(torch.float8_e5m2).max) for scale in _right_scales(context)]
-    trips = [_quant.through_codes(args[0], s, torch.float8_e5m2) for args, s in zip(context.inputs, scales, strict=True)]
+    scales = [scale * (quant.E4M3_MAX / torch.finfo(torch.float8_e5m2).max) for scale in _right_scales(context)]
+    trips = [quant.through_codes(args[0], s, torch.float8_e5m2) for args, s in zip(context.inputs, scales, strict=True)]
     return torch.cat(trips), context.answer[1]
 
 
-def _of_ranks(context: NullContext, ranks: Sequence[int]) -> Answer:
+def _of_ranks(context: AnswerContext, ranks: Sequence[int]) -> Answer:
     shards = context.answer[0].chunk(context.case.world_size)
     return torch.cat([shards[q] for q in ranks]), context.answer[1]
 
 
 def _gathered(case: Case, vectors: list[torch.Tensor], inputs: Arguments, rank: int) -> Answer:
-    return torch.cat(vectors), _quant.history_to_the_letter(*inputs[rank])
+    return torch.cat(vectors), quant.history_to_the_letter(*inputs[rank])
 
 
 PRESETS = (
@@ -159,27 +158,27 @@ PROBLEM = Problem(
     compare=comparison(lambda _: {}),
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
             "not_quantised", "the parameters as they are", lambda c: (torch.cat([args[0] for args in c.inputs]).clone(), c.answer[1])
         ),
         *(
-            NullAnswer(name, why, _with_scales(scale), cases=_WRONG_SCALE_CASES.get(name))
-            for name, (why, scale) in _quant.WRONG_SCALES.items()
+            KnownWrongAnswer(name, why, _with_scales(scale), cases=_WRONG_SCALE_CASES.get(name))
+            for name, (why, scale) in quant.WRONG_SCALES.items()
         ),
-        NullAnswer("own_scale_decodes", "all ranks' codes decoded with the rank's own scale", _own_scale_decodes),
-        NullAnswer("e5m2", "the other float8 format", _e5m2),
-        NullAnswer("no_communication", "the rank's own shard W times", lambda c: _of_ranks(c, [c.rank] * c.case.world_size)),
-        NullAnswer("ranks_reversed", "the last rank first", lambda c: _of_ranks(c, range(c.case.world_size - 1, -1, -1))),
-        NullAnswer(
+        KnownWrongAnswer("own_scale_decodes", "all ranks' codes decoded with the rank's own scale", _own_scale_decodes),
+        KnownWrongAnswer("e5m2", "the other float8 format", _e5m2),
+        KnownWrongAnswer("no_communication", "the rank's own shard W times", lambda c: _of_ranks(c, [c.rank] * c.case.world_size)),
+        KnownWrongAnswer("ranks_reversed", "the last rank first", lambda c: _of_ranks(c, range(c.case.world_size - 1, -1, -1))),
+        KnownWrongAnswer(
             "history_not_shifted",
             "the amax in the place of the last entry",
-            lambda c: (c.answer[0], _quant.unshifted_history(c)),
+            lambda c: (c.answer[0], quant.unshifted_history(c)),
             cases=_labels("history_1_fp32", "quiet_bf16"),
         ),
-        NullAnswer("history_unchanged", "the history as it came", lambda c: (c.answer[0], c.args[1])),
+        KnownWrongAnswer("history_unchanged", "the history as it came", lambda c: (c.answer[0], c.args[1])),
     ),
-    honest_variants=_quant.trip_variants(_gathered),
+    alternative_solutions=quant.trip_variants(_gathered),
     excused={"another_rank/full": "all ranks have the same parameters"},
     replicated=("full",),
     notes=(

@@ -9,23 +9,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _attention
-from peerlane.problems._attention import BF16, FP32, Blocks, local_length, scale_of, visible
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
     GroupLayout,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     case,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families import attention
+from peerlane.problems.families.attention import BF16, FP32, Blocks, local_length, scale_of, visible
 
 
 def reference(
@@ -37,7 +37,7 @@ def reference(
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    return _attention.ring_attention(q, k, v, scale, causal, group)
+    return attention.ring_attention(q, k, v, scale, causal, group)
 
 
 def process_groups(case: Case) -> GroupLayout:
@@ -102,7 +102,7 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
     blocks, place = _blocks(case, inputs, rank)
     seen = visible(place, len(blocks), case["causal"])
     k, v = (torch.cat([blocks[owner][i] for owner in seen], dim=1) for i in (1, 2))
-    value, magnitude = _attention.attention(inputs[rank][0], k, v, scale=scale_of(case), causal=case["causal"])
+    value, magnitude = attention.attention(inputs[rank][0], k, v, scale=scale_of(case), causal=case["causal"])
     return Expected("output", value, case.dtype, magnitude=magnitude)
 
 
@@ -115,8 +115,8 @@ def cost(case: Case, rank: int) -> Cost:
     place, world, causal = ring.index(rank), len(ring), case["causal"]
     tokens = case["batch"] * local
     block_bytes = tokens * kv_heads * (depth + value_depth) * size
-    pairs = _attention.visible_pairs(place, world, local, causal)
-    sent, received = _attention.ring_traffic(place, world, causal)
+    pairs = attention.visible_pairs(place, world, local, causal)
+    sent, received = attention.ring_traffic(place, world, causal)
     return Cost(
         hbm_bytes=tokens * heads * (depth + value_depth) * size + (received + 1) * block_bytes,
         egress_bytes=sent * block_bytes,
@@ -136,7 +136,7 @@ def _dense(
 ) -> torch.Tensor:
     """Dense float32 attention to the keys at the owners' places in the ring; to all that the rank sees if None."""
     blocks, place = _blocks(case, inputs, rank)
-    return _attention.dense(
+    return attention.dense(
         blocks,
         place,
         visible(place, len(blocks), case["causal"]) if owners is None else owners,
@@ -146,14 +146,14 @@ def _dense(
 
 
 def _flash(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
-    return _attention.flash(*_blocks(case, inputs, rank), causal=case["causal"], scale=scale_of(case))
+    return attention.flash(*_blocks(case, inputs, rank), causal=case["causal"], scale=scale_of(case))
 
 
-def _local_only(context: NullContext) -> torch.Tensor:
+def _local_only(context: AnswerContext) -> torch.Tensor:
     return _dense(context.case, context.inputs, context.rank, [_ring(context.case, context.rank).index(context.rank)])
 
 
-def _drop_last_step(context: NullContext) -> torch.Tensor:
+def _drop_last_step(context: AnswerContext) -> torch.Tensor:
     """Without the block that travels farthest: the successor's, or the first rank's under a causal mask."""
     ring = _ring(context.case, context.rank)
     place = ring.index(context.rank)
@@ -162,27 +162,27 @@ def _drop_last_step(context: NullContext) -> torch.Tensor:
     return _dense(context.case, context.inputs, context.rank, owners or [place])
 
 
-def _blocks_averaged(context: NullContext) -> torch.Tensor:
+def _blocks_averaged(context: AnswerContext) -> torch.Tensor:
     ring = _ring(context.case, context.rank)
     seen = visible(ring.index(context.rank), len(ring), context.case["causal"])
     answers = [_dense(context.case, context.inputs, context.rank, [owner]).to(FP32) for owner in seen]
     return torch.stack(answers).mean(0).to(context.case.dtype)
 
 
-def _mask_inverted(context: NullContext) -> torch.Tensor:
+def _mask_inverted(context: AnswerContext) -> torch.Tensor:
     blocks, place = _blocks(context.case, context.inputs, context.rank)
-    return _attention.mask_inverted(blocks, place, causal=context.case["causal"], scale=scale_of(context.case))
+    return attention.mask_inverted(blocks, place, causal=context.case["causal"], scale=scale_of(context.case))
 
 
-def _own_block_unmasked(context: NullContext) -> torch.Tensor:
+def _own_block_unmasked(context: AnswerContext) -> torch.Tensor:
     return _dense(context.case, context.inputs, context.rank, causal=False)
 
 
-def _default_scale(context: NullContext) -> torch.Tensor:
+def _default_scale(context: AnswerContext) -> torch.Tensor:
     return _dense(context.case, context.inputs, context.rank, scale=context.case["depth"] ** -0.5)
 
 
-def _values_rotated(context: NullContext) -> torch.Tensor:
+def _values_rotated(context: AnswerContext) -> torch.Tensor:
     """Scores with every rank's keys, but its predecessor's values: blocks of K and V that got out of step."""
     ring = _ring(context.case, context.rank)
     shifted = list(context.inputs)
@@ -191,10 +191,10 @@ def _values_rotated(context: NullContext) -> torch.Tensor:
     return _dense(context.case, shifted, context.rank)
 
 
-def _whole_world(context: NullContext) -> torch.Tensor:
+def _whole_world(context: AnswerContext) -> torch.Tensor:
     blocks: Blocks = [args[:3] for args in context.inputs]
     owners, causal = visible(context.rank, len(blocks), context.case["causal"]), context.case["causal"]
-    return _attention.dense(blocks, context.rank, owners, causal=causal, scale=scale_of(context.case))
+    return attention.dense(blocks, context.rank, owners, causal=causal, scale=scale_of(context.case))
 
 
 def _small(label: str, dtype: torch.dtype = BF16, *, causal: bool, world_sizes: Sequence[int] | None = None, **params: Any) -> CaseSpec:
@@ -265,22 +265,24 @@ PROBLEM = Problem(
     reference=reference,
     inputs=inputs,
     oracle=oracle,
-    tolerance=_attention.softmax_tolerance,
+    tolerance=attention.softmax_tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "attention to the rank's own keys", _local_only),
-        NullAnswer("drop_last_step", "the block that travels farthest is left out", _drop_last_step),
-        NullAnswer("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _mask_inverted),
-        NullAnswer("values_rotated", "values one rank out of step with the keys", _values_rotated),
-        NullAnswer("blocks_averaged", "blocks' outputs averaged, without their weights", _blocks_averaged),
-        NullAnswer("own_block_unmasked", "the rank's own block without its triangle", _own_block_unmasked, cases=_labels(where="causal")),
-        NullAnswer("default_scale", "softmax_scale ignored", _default_scale, cases=_labels(where="scale")),
-        NullAnswer("whole_world", "group ignored", _whole_world, cases=_labels(where="groups")),
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "attention to the rank's own keys", _local_only),
+        KnownWrongAnswer("drop_last_step", "the block that travels farthest is left out", _drop_last_step),
+        KnownWrongAnswer("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _mask_inverted),
+        KnownWrongAnswer("values_rotated", "values one rank out of step with the keys", _values_rotated),
+        KnownWrongAnswer("blocks_averaged", "blocks' outputs averaged, without their weights", _blocks_averaged),
+        KnownWrongAnswer(
+            "own_block_unmasked", "the rank's own block without its triangle", _own_block_unmasked, cases=_labels(where="causal")
+        ),
+        KnownWrongAnswer("default_scale", "softmax_scale ignored", _default_scale, cases=_labels(where="scale")),
+        KnownWrongAnswer("whole_world", "group ignored", _whole_world, cases=_labels(where="groups")),
     ),
-    honest_variants=(
-        HonestVariant("dense_fp32", _dense),
-        HonestVariant("flash_rounded_probabilities", _flash),
+    alternative_solutions=(
+        AlternativeSolution("dense_fp32", _dense),
+        AlternativeSolution("flash_rounded_probabilities", _flash),
     ),
     process_groups=process_groups,
     notes=(

@@ -9,26 +9,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _attention, _attention_block
-from peerlane.problems._attention import BF16, FP32, Grid
-from peerlane.problems._attention_block import Attend
-from peerlane.problems._codes import eight_bits
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
     GroupLayout,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families import attention, attention_block
+from peerlane.problems.families.attention import BF16, FP32, Grid
+from peerlane.problems.families.attention_block import Attend
+from peerlane.problems.families.codes import eight_bits
 
 
 def reference(
@@ -42,7 +42,7 @@ def reference(
     cp_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     ranks = dist.get_world_size(tp_group)
-    output = _attention_block.attention_layer(hidden_states, w_qkv, w_o, num_heads // ranks, softmax_scale, causal, cp_group)
+    output = attention_block.attention_layer(hidden_states, w_qkv, w_o, num_heads // ranks, softmax_scale, causal, cp_group)
     if ranks > 1:
         dist.all_reduce(output, group=tp_group)
     return output
@@ -74,14 +74,14 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     share, place = tensor.index(rank), context.index(rank)
     hidden, width, gain = case["hidden"], _heads(case) * case["depth"], case.params.get("gain", 1.0)
     states, outputs = draw.shared.octaves((hidden,)), draw.shared.octaves((case["out"],))
-    x = _attention_block.draw_hidden(case, len(context), place, draw.shared, states)
+    x = attention_block.draw_hidden(case, len(context), place, draw.shared, states)
     w_qkv = draw.shared.normal((len(tensor), 3 * width, hidden), case.dtype, scale=gain * hidden**-0.5)
     w_o = draw.shared.normal((len(tensor), case["out"], width), case.dtype, scale=(len(tensor) * width) ** -0.5)
     if case.params.get("pattern") == "cancelling":
         w_qkv[1::2] = w_qkv[0::2]
         w_o[1::2] = w_o[1::2] / 2 - w_o[0::2]
-    _attention_block.shift_scores(case, w_qkv, _heads(case))
-    w_qkv, w_o = _attention_block.sized(w_qkv, w_o, draw.shared, states=states, outputs=outputs)
+    attention_block.shift_scores(case, w_qkv, _heads(case))
+    w_qkv, w_o = attention_block.sized(w_qkv, w_o, draw.shared, states=states, outputs=outputs)
     groups = process_groups(case)
     tp_group, cp_group = (GroupRef(name) if name in groups else None for name in ("tensor", "context"))
     return x, w_qkv[share].clone(), w_o[share].clone(), case["heads"], case.params.get("scale"), case["causal"], tp_group, cp_group
@@ -90,34 +90,34 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
     tensor, context = _grid(case).lines(rank)
     xs, place = [inputs[q][0] for q in context], context.index(rank)
-    parts = [(_attention_block.attended(case, xs, inputs[q][1], _heads(case), place), inputs[q][2]) for q in tensor]
-    value, size = _attention_block.output_sized(parts)
+    parts = [(attention_block.attended(case, xs, inputs[q][1], _heads(case), place), inputs[q][2]) for q in tensor]
+    value, size = attention_block.output_sized(parts)
     return Expected("output", value, case.dtype, magnitude=size)
 
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
-    return {"output": _attention_block.layer_tolerance(case, 1, case.params.get("pattern") == "cancelling")}
+    return {"output": attention_block.layer_tolerance(case, 1, case.params.get("pattern") == "cancelling")}
 
 
 def cost(case: Case, rank: int) -> Cost:
     """The ring's bytes, and an all-reduce over the tensor-parallel group."""
     tensor, context = _grid(case).lines(rank)
     heads, place, ranks, size = _heads(case), context.index(rank), len(tensor), case.dtype.itemsize
-    tokens = case["batch"] * _attention.local_length(case, len(context))
+    tokens = case["batch"] * attention.local_length(case, len(context))
     reduction = 2 * (ranks - 1) / ranks * tokens * case["out"] * size
-    sent, received = _attention_block.ring_bytes(case, heads, len(context), place)
+    sent, received = attention_block.ring_bytes(case, heads, len(context), place)
     return Cost(
         hbm_bytes=(tokens * (case["hidden"] + case["out"]) + heads * case["depth"] * (3 * case["hidden"] + case["out"])) * size,
         egress_bytes=sent + reduction,
         ingress_bytes=received + reduction,
-        flops={"fp32" if case.dtype == FP32 else "bf16": _attention_block.layer_flops(case, heads, len(context), place, case["out"])},
+        flops={"fp32" if case.dtype == FP32 else "bf16": attention_block.layer_flops(case, heads, len(context), place, case["out"])},
     )
 
 
 def _partial(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, ring: Sequence[int], attend: Attend) -> torch.Tensor:
     """A rank's part of the output, in float32: its queries, and the keys and values of ``ring``, each computed with its rank's weights."""
-    blocks = [_attention_block.narrow(case, [inputs[q][0]], inputs[q][1], _heads(case))[0] for q in ring]
-    return _attention_block.projected(attend(blocks, list(ring).index(rank)), inputs[rank][2])
+    blocks = [attention_block.narrow(case, [inputs[q][0]], inputs[q][1], _heads(case))[0] for q in ring]
+    return attention_block.projected(attend(blocks, list(ring).index(rank)), inputs[rank][2])
 
 
 def _layer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, attend: Attend) -> torch.Tensor:
@@ -135,9 +135,9 @@ def _rounded_parts(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, att
     parts = []
     for q in _grid(case).lines(rank)[0]:
         context = _grid(case).lines(q)[1]
-        blocks = _attention_block.narrow(case, [inputs[p][0] for p in context], inputs[q][1], _heads(case), rounded=True)
+        blocks = attention_block.narrow(case, [inputs[p][0] for p in context], inputs[q][1], _heads(case), rounded=True)
         heads_out = attend(blocks, context.index(q))
-        parts.append(_attention_block.projected(heads_out, inputs[q][2]).to(case.dtype))
+        parts.append(attention_block.projected(heads_out, inputs[q][2]).to(case.dtype))
     return parts
 
 
@@ -145,34 +145,34 @@ def _summed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(torch.add, parts)
 
 
-def _eight_bits(context: NullContext) -> torch.Tensor:
+def _eight_bits(context: AnswerContext) -> torch.Tensor:
     """Keys and values in the ring, parts of the output and their sum come in 8-bit integers."""
     case = context.case
-    parts = _rounded_parts(case, context.inputs, context.rank, _attention_block.eight_bit_ring(case))
+    parts = _rounded_parts(case, context.inputs, context.rank, attention_block.eight_bit_ring(case))
     return parts[0] if len(parts) == 1 else eight_bits(_summed([eight_bits(part) for part in parts]))
 
 
-def _with(attend: Callable[[Case], Attend]) -> Callable[[NullContext], torch.Tensor]:
+def _with(attend: Callable[[Case], Attend]) -> Callable[[AnswerContext], torch.Tensor]:
     """A wrong answer: another kind of attention."""
     return lambda c: _layer(c.case, c.inputs, c.rank, attend(c.case))
 
 
-def _own_part(context: NullContext, factor: int) -> torch.Tensor:
+def _own_part(context: AnswerContext, factor: int) -> torch.Tensor:
     """Without the all-reduce, times ``factor``."""
     ring = _grid(context.case).lines(context.rank)[1]
-    part = _partial(context.case, context.inputs, context.rank, ring, _attention_block.exact(context.case))
+    part = _partial(context.case, context.inputs, context.rank, ring, attention_block.exact(context.case))
     return (factor * part).to(context.case.dtype)
 
 
-def _groups_swapped(context: NullContext) -> torch.Tensor:
+def _groups_swapped(context: AnswerContext) -> torch.Tensor:
     """The ring over the tensor-parallel group, and the sum over the context-parallel one."""
     case = context.case
-    attend = _attention_block.exact(case)
+    attend = attention_block.exact(case)
     summands = _grid(case).lines(context.rank)[1]
     return torch.stack([_partial(case, context.inputs, q, _grid(case).lines(q)[0], attend) for q in summands]).sum(0).to(case.dtype)
 
 
-def _summed_over_world(context: NullContext) -> torch.Tensor:
+def _summed_over_world(context: AnswerContext) -> torch.Tensor:
     """The sum over the tensor-parallel group, of all places' outputs."""
     members = _grid(context.case).lines(context.rank)[1]
     return torch.stack([context.answers[q].to(FP32) for q in members]).sum(0).to(context.case.dtype)
@@ -247,7 +247,7 @@ PRESETS = (
 
 
 def _names(wanted: Callable[[Case], bool]) -> tuple[str, ...]:
-    return _attention.case_names(PRESETS, wanted)
+    return attention.case_names(PRESETS, wanted)
 
 
 PROBLEM = Problem(
@@ -270,59 +270,59 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer(
-            "no_ring", "attention to the rank's own keys", _with(_attention_block.local_only), cases=_names(lambda c: _grid(c).sizes[1] > 1)
+    known_wrong_answers=(
+        KnownWrongAnswer(
+            "no_ring", "attention to the rank's own keys", _with(attention_block.local_only), cases=_names(lambda c: _grid(c).sizes[1] > 1)
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "uniform",
             "the mean of the values that can be seen",
-            _with(_attention_block.uniform),
+            _with(attention_block.uniform),
             cases=_names(lambda c: c.params.get("pattern") != "cancelling"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "mask_inverted",
             "a causal mask instead of none, or none instead of a causal mask",
-            _with(_attention_block.inverted),
+            _with(attention_block.inverted),
             cases=_names(lambda c: c.params.get("pattern") != "cancelling"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "interleaved_rows",
             "rows of w_qkv taken to be q, k and v of one head after the other",
-            _with(_attention_block.interleaved),
+            _with(attention_block.interleaved),
             cases=_names(lambda c: _heads(c) > 1),
         ),
-        NullAnswer(
-            "default_scale", "softmax_scale ignored", _with(_attention_block.default_scale), cases=_names(lambda c: "scale" in c.params)
+        KnownWrongAnswer(
+            "default_scale", "softmax_scale ignored", _with(attention_block.default_scale), cases=_names(lambda c: "scale" in c.params)
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "no_maximum",
             "exponentials of scores as they are",
-            _with(_attention_block.no_maximum),
+            _with(attention_block.no_maximum),
             cases=_names(lambda c: c.params.get("pattern") in ("large", "growing")),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "first_maximum",
             "exponentials of scores less the maximum of the first block",
-            _with(_attention_block.first_maximum),
+            _with(attention_block.first_maximum),
             cases=_names(lambda c: c.params.get("pattern") == "growing"),
         ),
-        NullAnswer("no_reduction", "the rank's own heads", lambda c: _own_part(c, 1), cases=_names(lambda c: _grid(c).sizes[0] > 1)),
-        NullAnswer(
+        KnownWrongAnswer("no_reduction", "the rank's own heads", lambda c: _own_part(c, 1), cases=_names(lambda c: _grid(c).sizes[0] > 1)),
+        KnownWrongAnswer(
             "own_part_times_ranks",
             "the rank's own heads times the size of tp_group",
             lambda c: _own_part(c, _grid(c.case).sizes[0]),
             cases=_names(lambda c: _grid(c).sizes[0] > 1),
         ),
-        NullAnswer("eight_bits", "the ring and the sum in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
-        NullAnswer("groups_swapped", "the ring over tp_group and the sum over cp_group", _groups_swapped),
-        NullAnswer("summed_over_world", "the sum over all ranks", _summed_over_world, cases=_names(lambda c: _grid(c).sizes[1] > 1)),
+        KnownWrongAnswer("eight_bits", "the ring and the sum in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
+        KnownWrongAnswer("groups_swapped", "the ring over tp_group and the sum over cp_group", _groups_swapped),
+        KnownWrongAnswer("summed_over_world", "the sum over all ranks", _summed_over_world, cases=_names(lambda c: _grid(c).sizes[1] > 1)),
     ),
-    honest_variants=(
-        HonestVariant("fp32_rounded_once", lambda case, inputs, rank: _layer(case, inputs, rank, _attention_block.exact(case))),
-        HonestVariant(
+    alternative_solutions=(
+        AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _layer(case, inputs, rank, attention_block.exact(case))),
+        AlternativeSolution(
             "every_step_rounded",
-            lambda case, inputs, rank: _rounded(case, inputs, rank, _attention_block.blockwise(case)),
+            lambda case, inputs, rank: _rounded(case, inputs, rank, attention_block.blockwise(case)),
         ),
     ),
     excused={

@@ -9,26 +9,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _attention, _attention_block
-from peerlane.problems._attention import BF16, FP32, Grid
-from peerlane.problems._attention_block import Attend
-from peerlane.problems._codes import eight_bits
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
     GroupLayout,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families import attention, attention_block
+from peerlane.problems.families.attention import BF16, FP32, Grid
+from peerlane.problems.families.attention_block import Attend
+from peerlane.problems.families.codes import eight_bits
 
 
 def reference(
@@ -46,7 +46,7 @@ def reference(
     if stage > 0:
         stage_input = torch.empty_like(hidden_states)
         dist.recv(stage_input, group=pp_group, group_src=stage - 1)
-    output = _attention_block.attention_layer(stage_input, w_qkv, w_o, num_heads, softmax_scale, causal, cp_group)
+    output = attention_block.attention_layer(stage_input, w_qkv, w_o, num_heads, softmax_scale, causal, cp_group)
     if stage + 1 < stages:
         dist.send(output, group=pp_group, group_dst=stage + 1)
     return output
@@ -79,12 +79,12 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     stage, place = pipeline.index(rank), ring.index(rank)
     hidden, width = case["hidden"], case["heads"] * case["depth"]
     states = draw.shared.octaves((hidden,), most=6)
-    x = _attention_block.draw_hidden(case, len(ring), place, draw.shared, states)
+    x = attention_block.draw_hidden(case, len(ring), place, draw.shared, states)
     w_qkv = draw.shared.normal((len(pipeline), 3 * width, hidden), case.dtype, scale=case.params.get("gain", 1.0) * hidden**-0.5)[stage]
     w_o = draw.shared.normal((len(pipeline), hidden, width), case.dtype, scale=width**-0.5)[stage]
     if stage == 0:
-        _attention_block.shift_scores(case, w_qkv, case["heads"])
-    w_qkv, w_o = _attention_block.sized(w_qkv, w_o, draw.shared, states=states, outputs=states)
+        attention_block.shift_scores(case, w_qkv, case["heads"])
+    w_qkv, w_o = attention_block.sized(w_qkv, w_o, draw.shared, states=states, outputs=states)
     if case.params.get("pattern") == "stage_scale":
         w_qkv, w_o = (w_qkv / 100, w_o) if stage % 2 else (w_qkv, w_o * 100)
     if stage > 0:
@@ -97,20 +97,20 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected:
     """Earlier stages in float64 too, at all places that the rank's queries see."""
     pipeline, ring = _grid(case).lines(rank)
-    seen = _attention.visible(ring.index(rank), len(ring), case["causal"])
+    seen = attention.visible(ring.index(rank), len(ring), case["causal"])
     xs = _first_inputs(case, inputs, [ring[place] for place in seen])
     for member in pipeline[: pipeline.index(rank)]:
-        heads_outs = [_attention_block.attended(case, xs, inputs[member][1], case["heads"], place) for place in range(len(xs))]
-        xs = [_attention_block.wide_product(heads_out, inputs[member][2]) for heads_out in heads_outs]
+        heads_outs = [attention_block.attended(case, xs, inputs[member][1], case["heads"], place) for place in range(len(xs))]
+        xs = [attention_block.wide_product(heads_out, inputs[member][2]) for heads_out in heads_outs]
     # Under a causal mask the rank's own place is the last of those it sees.
-    heads_out = _attention_block.attended(case, xs, inputs[rank][1], case["heads"], ring.index(rank))
-    value, size = _attention_block.output_sized([(heads_out, inputs[rank][2])])
+    heads_out = attention_block.attended(case, xs, inputs[rank][1], case["heads"], ring.index(rank))
+    value, size = attention_block.output_sized([(heads_out, inputs[rank][2])])
     return Expected("output", value, case.dtype, magnitude=size)
 
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
     """That of as many layers as there are stages; a stage's own tolerance would be tighter before the last one."""
-    return {"output": _attention_block.layer_tolerance(case, _grid(case).sizes[0], cancels=False)}
+    return {"output": attention_block.layer_tolerance(case, _grid(case).sizes[0], cancels=False)}
 
 
 def cost(case: Case, rank: int) -> Cost:
@@ -118,14 +118,14 @@ def cost(case: Case, rank: int) -> Cost:
     pipeline, ring = _grid(case).lines(rank)
     stage, place, size = pipeline.index(rank), ring.index(rank), case.dtype.itemsize
     heads, hidden = case["heads"], case["hidden"]
-    tokens = case["batch"] * _attention.local_length(case, len(ring))
+    tokens = case["batch"] * attention.local_length(case, len(ring))
     activations = tokens * hidden * size
-    sent, received = _attention_block.ring_bytes(case, heads, len(ring), place)
+    sent, received = attention_block.ring_bytes(case, heads, len(ring), place)
     return Cost(
         hbm_bytes=2 * activations + 4 * heads * case["depth"] * hidden * size,
         egress_bytes=sent + activations * (stage + 1 < len(pipeline)),
         ingress_bytes=received + activations * (stage > 0),
-        flops={"fp32" if case.dtype == FP32 else "bf16": _attention_block.layer_flops(case, heads, len(ring), place, hidden)},
+        flops={"fp32" if case.dtype == FP32 else "bf16": attention_block.layer_flops(case, heads, len(ring), place, hidden)},
     )
 
 
@@ -133,8 +133,8 @@ def _stage(
     case: Case, args: tuple[Any, ...], xs: Sequence[torch.Tensor], place: int, attend: Attend, *, rounded: bool = False
 ) -> torch.Tensor:
     """One stage's output at one place, in the dtype; steps within it in float32, or rounded."""
-    blocks = _attention_block.narrow(case, xs, args[1], case["heads"], rounded=rounded)
-    return _attention_block.projected(attend(blocks, place), args[2]).to(case.dtype)
+    blocks = attention_block.narrow(case, xs, args[1], case["heads"], rounded=rounded)
+    return attention_block.projected(attend(blocks, place), args[2]).to(case.dtype)
 
 
 def _pipeline(
@@ -159,38 +159,36 @@ def _pipeline(
     return _stage(case, inputs[pipeline[stage]], xs, ring.index(rank), attend, rounded=rounded)
 
 
-def _with(attend: Callable[[Case], Attend]) -> Callable[[NullContext], torch.Tensor]:
+def _with(attend: Callable[[Case], Attend]) -> Callable[[AnswerContext], torch.Tensor]:
     """A wrong answer: another kind of attention."""
     return lambda c: _pipeline(c.case, c.inputs, c.rank, attend(c.case))
 
 
-def _eight_bits(context: NullContext) -> torch.Tensor:
+def _eight_bits(context: AnswerContext) -> torch.Tensor:
     """Keys and values in the ring and activations between stages come in 8-bit integers."""
-    attend = _attention_block.eight_bit_ring(context.case)
+    attend = attention_block.eight_bit_ring(context.case)
     return _pipeline(context.case, context.inputs, context.rank, attend, rounded=True, sent=eight_bits)
 
 
-def _own_hidden_states(context: NullContext) -> torch.Tensor:
+def _own_hidden_states(context: AnswerContext) -> torch.Tensor:
     """The stage applied to its own hidden_states: nothing received."""
     case, ring = context.case, _grid(context.case).lines(context.rank)[1]
     xs = [context.inputs[q][0] for q in ring]
-    return _stage(case, context.args, xs, ring.index(context.rank), _attention_block.exact(case))
+    return _stage(case, context.args, xs, ring.index(context.rank), attention_block.exact(case))
 
 
-def _first_input(context: NullContext) -> torch.Tensor:
+def _first_input(context: AnswerContext) -> torch.Tensor:
     """The stage applied to the first stage's input: earlier stages skipped."""
     case, ring = context.case, _grid(context.case).lines(context.rank)[1]
     xs = _first_inputs(case, context.inputs, ring)
-    return _stage(case, context.args, xs, ring.index(context.rank), _attention_block.exact(case))
+    return _stage(case, context.args, xs, ring.index(context.rank), attention_block.exact(case))
 
 
-def _last_stage(context: NullContext) -> torch.Tensor:
-    return _pipeline(
-        context.case, context.inputs, context.rank, _attention_block.exact(context.case), last=_grid(context.case).sizes[0] - 1
-    )
+def _last_stage(context: AnswerContext) -> torch.Tensor:
+    return _pipeline(context.case, context.inputs, context.rank, attention_block.exact(context.case), last=_grid(context.case).sizes[0] - 1)
 
 
-def _residual(context: NullContext) -> torch.Tensor:
+def _residual(context: AnswerContext) -> torch.Tensor:
     """The right layer's output added to its input, in the first stage; later ones as they should be."""
     pipeline = _grid(context.case).lines(context.rank)[0]
     if context.rank != pipeline[0]:
@@ -257,7 +255,7 @@ PRESETS = (
 
 
 def _names(wanted: Callable[[Case], bool]) -> tuple[str, ...]:
-    return _attention.case_names(PRESETS, wanted)
+    return attention.case_names(PRESETS, wanted)
 
 
 def _needs_ring(case: Case) -> bool:
@@ -288,50 +286,52 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_ring", "attention to the rank's own keys", _with(_attention_block.local_only), cases=_names(_needs_ring)),
-        NullAnswer("uniform", "the mean of the values that can be seen", _with(_attention_block.uniform)),
-        NullAnswer("mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _with(_attention_block.inverted)),
-        NullAnswer(
-            "interleaved_rows", "rows of w_qkv taken to be q, k and v of one head after the other", _with(_attention_block.interleaved)
+    known_wrong_answers=(
+        KnownWrongAnswer("no_ring", "attention to the rank's own keys", _with(attention_block.local_only), cases=_names(_needs_ring)),
+        KnownWrongAnswer("uniform", "the mean of the values that can be seen", _with(attention_block.uniform)),
+        KnownWrongAnswer(
+            "mask_inverted", "a causal mask instead of none, or none instead of a causal mask", _with(attention_block.inverted)
         ),
-        NullAnswer(
-            "default_scale", "softmax_scale ignored", _with(_attention_block.default_scale), cases=_names(lambda c: "scale" in c.params)
+        KnownWrongAnswer(
+            "interleaved_rows", "rows of w_qkv taken to be q, k and v of one head after the other", _with(attention_block.interleaved)
         ),
-        NullAnswer(
+        KnownWrongAnswer(
+            "default_scale", "softmax_scale ignored", _with(attention_block.default_scale), cases=_names(lambda c: "scale" in c.params)
+        ),
+        KnownWrongAnswer(
             "no_maximum",
             "exponentials of scores as they are",
-            _with(_attention_block.no_maximum),
+            _with(attention_block.no_maximum),
             cases=_names(lambda c: c.params.get("pattern") in ("large", "growing")),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "first_maximum",
             "exponentials of scores less the maximum of the first block",
-            _with(_attention_block.first_maximum),
+            _with(attention_block.first_maximum),
             cases=_names(lambda c: c.params.get("pattern") == "growing"),
         ),
-        NullAnswer("eight_bits", "the ring and the activations in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
-        NullAnswer("own_hidden_states", "the stage applied to its own hidden_states", _own_hidden_states, cases=_STAGED),
-        NullAnswer("stages_skipped", "the stage applied to the first stage's input", _first_input, cases=_STAGED),
-        NullAnswer("last_stage", "the last stage's output on every stage", _last_stage, cases=_STAGED),
-        NullAnswer(
+        KnownWrongAnswer("eight_bits", "the ring and the activations in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
+        KnownWrongAnswer("own_hidden_states", "the stage applied to its own hidden_states", _own_hidden_states, cases=_STAGED),
+        KnownWrongAnswer("stages_skipped", "the stage applied to the first stage's input", _first_input, cases=_STAGED),
+        KnownWrongAnswer("last_stage", "the last stage's output on every stage", _last_stage, cases=_STAGED),
+        KnownWrongAnswer(
             "neighbours_activations",
             "activations received from the next place of the ring",
-            lambda c: _pipeline(c.case, c.inputs, c.rank, _attention_block.exact(c.case), shift=1),
+            lambda c: _pipeline(c.case, c.inputs, c.rank, attention_block.exact(c.case), shift=1),
             cases=_names(lambda c: c["causal"] and min(_grid(c).sizes) > 1),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "residual",
             "the first stage's input added to its output",
             _residual,
             cases=_names(lambda c: c.params.get("pattern") != "stage_scale"),
         ),
     ),
-    honest_variants=(
-        HonestVariant("fp32_steps", lambda case, inputs, rank: _pipeline(case, inputs, rank, _attention_block.exact(case))),
-        HonestVariant(
+    alternative_solutions=(
+        AlternativeSolution("fp32_steps", lambda case, inputs, rank: _pipeline(case, inputs, rank, attention_block.exact(case))),
+        AlternativeSolution(
             "every_step_rounded",
-            lambda case, inputs, rank: _pipeline(case, inputs, rank, _attention_block.blockwise(case), rounded=True),
+            lambda case, inputs, rank: _pipeline(case, inputs, rank, attention_block.blockwise(case), rounded=True),
         ),
     ),
     process_groups=process_groups,

@@ -9,27 +9,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _attention
-from peerlane.problems._attention import BF16, FP32, Grid, local_length, scale_of
-from peerlane.problems._attention_backward import Gradients, How, Shards, by_block, forward, gradients
-from peerlane.problems._collective import sequential_sum
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
     GroupLayout,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families import attention
+from peerlane.problems.families.attention import BF16, FP32, Grid, local_length, scale_of
+from peerlane.problems.families.attention_backward import Gradients, How, Shards, by_block, forward, gradients
+from peerlane.problems.families.collective import sequential_sum
 
 _NAMES = ("dq", "dk", "dv")
 
@@ -60,7 +60,7 @@ def reference(
     arrivals: list[dist.Work] = []
     for step in range(world):
         if step + 1 < world:
-            incoming, requests = _attention.exchange(blocks, cp_group)
+            incoming, requests = attention.exchange(blocks, cp_group)
         owner = (rank - step) % world
         contributions: list[torch.Tensor] = []
         if not causal or owner <= rank:
@@ -77,7 +77,7 @@ def reference(
         for total, contribution in zip(block_gradients, contributions, strict=False):
             total += contribution
         if world > 1:
-            block_gradients, arrivals = _attention.exchange(block_gradients, cp_group)
+            block_gradients, arrivals = attention.exchange(block_gradients, cp_group)
         if step + 1 < world:
             for request in requests:
                 request.wait()
@@ -182,7 +182,7 @@ def cost(case: Case, rank: int) -> Cost:
     place, size = _grid(case).lines(rank)[1].index(rank), case.dtype.itemsize
     tokens = case["batch"] * local_length(case, ring) * case["heads"]
     elements = tokens * case["depth"]
-    pairs = _attention.visible_pairs(place, ring, local_length(case, ring), case["causal"])
+    pairs = attention.visible_pairs(place, ring, local_length(case, ring), case["causal"])
     port = (ring - 1) * (2 if case["causal"] else 4) * elements * size + 2 * (replicas - 1) / replicas * 3 * elements * size
     return Cost(
         hbm_bytes=8 * elements * size + tokens * FP32.itemsize,
@@ -210,26 +210,26 @@ def _rounded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Gradie
     return dq, dk, dv
 
 
-def _with(**changes: Any) -> Callable[[NullContext], Gradients]:
+def _with(**changes: Any) -> Callable[[AnswerContext], Gradients]:
     """A wrong answer: computed in another way."""
     return lambda c: _averaged(c.case, c.inputs, c.rank, _how(c.case, **changes))
 
 
-def _own_replica(context: NullContext, factor: int) -> Gradients:
+def _own_replica(context: AnswerContext, factor: int) -> Gradients:
     """Without the average, times ``factor``."""
     own = by_block(*_shards(context.case, context.inputs, context.rank), _how(context.case))
     dq, dk, dv = ((factor * gradient).to(context.case.dtype) for gradient in own)
     return dq, dk, dv
 
 
-def _one_rotation_short(context: NullContext) -> Gradients:
+def _one_rotation_short(context: AnswerContext) -> Gradients:
     """dk and dv of the next rank's keys: the ring stopped before they came home."""
     ring = _grid(context.case).lines(context.rank)[1]
     other = context.answers[ring[(ring.index(context.rank) + 1) % len(ring)]]
     return context.answer[0], other[1], other[2]
 
 
-def _local_softmax(context: NullContext) -> Gradients:
+def _local_softmax(context: AnswerContext) -> Gradients:
     """out and softmax_lse of the rank's own block in place of those given: the public benchmark's inputs."""
     local = []
     for args in context.inputs:
@@ -286,7 +286,7 @@ PRESETS = (
 
 
 def _names(wanted: Callable[[Case], bool]) -> tuple[str, ...]:
-    return _attention.case_names(PRESETS, wanted)
+    return attention.case_names(PRESETS, wanted)
 
 
 _REPLICATED, _RINGED = _names(lambda c: _grid(c).sizes[0] > 1), _names(lambda c: _grid(c).sizes[1] > 1)
@@ -312,40 +312,40 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_ring", "the rank's own block alone", _with(other_keys=False, other_queries=False), cases=_RINGED),
-        NullAnswer("parts_lost", "dk and dv from the rank's own queries alone", _with(other_queries=False), cases=_RINGED),
-        NullAnswer("one_rotation_short", "dk and dv of the next rank's keys", _one_rotation_short, cases=_RINGED),
-        NullAnswer("local_softmax", "out and softmax_lse of the rank's own block", _local_softmax, cases=_RINGED),
-        NullAnswer("no_delta", "ds without the term of dout.out", _with(delta=False)),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_ring", "the rank's own block alone", _with(other_keys=False, other_queries=False), cases=_RINGED),
+        KnownWrongAnswer("parts_lost", "dk and dv from the rank's own queries alone", _with(other_queries=False), cases=_RINGED),
+        KnownWrongAnswer("one_rotation_short", "dk and dv of the next rank's keys", _one_rotation_short, cases=_RINGED),
+        KnownWrongAnswer("local_softmax", "out and softmax_lse of the rank's own block", _local_softmax, cases=_RINGED),
+        KnownWrongAnswer("no_delta", "ds without the term of dout.out", _with(delta=False)),
+        KnownWrongAnswer(
             "default_scale",
             "softmax_scale ignored",
             lambda c: _averaged(c.case, c.inputs, c.rank, _how(c.case, scale=c.case["depth"] ** -0.5)),
             cases=_names(lambda c: "scale" in c.params),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "mask_inverted",
             "a causal mask instead of none, or none instead of a causal mask",
             lambda c: _averaged(c.case, c.inputs, c.rank, _how(c.case, causal=not c.case["causal"])),
         ),
-        NullAnswer("no_average", "the rank's own replica", lambda c: _own_replica(c, 1), cases=_REPLICATED),
-        NullAnswer(
+        KnownWrongAnswer("no_average", "the rank's own replica", lambda c: _own_replica(c, 1), cases=_REPLICATED),
+        KnownWrongAnswer(
             "own_times_replicas",
             "the rank's own replica times their number",
             lambda c: _own_replica(c, _grid(c.case).sizes[0]),
             cases=_REPLICATED,
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "sum_over_replicas",
             "the sum in place of the mean",
             lambda c: tuple(_grid(c.case).sizes[0] * gradient for gradient in c.answer),
             cases=_REPLICATED,
         ),
     ),
-    honest_variants=(
-        HonestVariant("fp32_rounded_once", lambda case, inputs, rank: _averaged(case, inputs, rank, _how(case))),
-        HonestVariant("every_step_rounded", _rounded),
+    alternative_solutions=(
+        AlternativeSolution("fp32_rounded_once", lambda case, inputs, rank: _averaged(case, inputs, rank, _how(case))),
+        AlternativeSolution("every_step_rounded", _rounded),
     ),
     excused={
         f"another_rank@{name}": "all ranks hold the same place of the sequence, and have the same mean"

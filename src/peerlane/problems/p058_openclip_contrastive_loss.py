@@ -10,24 +10,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems._codes import eight_bit_floats, eight_bits
-from peerlane.problems._collective import BF16, FP32, all_gather_single, group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families.codes import eight_bit_floats, eight_bits
+from peerlane.problems.families.collective import BF16, FP32, all_gather_single, group_layout, group_members
 
 FP64 = torch.float64
 
@@ -187,17 +187,17 @@ def _rounded_logits(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) ->
     return torch.div(total, images.shape[0]).to(case.dtype)
 
 
-def _chosen(owners: Callable[[Sequence[int], int], Sequence[int]]) -> Callable[[NullContext], torch.Tensor]:
+def _chosen(owners: Callable[[Sequence[int], int], Sequence[int]]) -> Callable[[AnswerContext], torch.Tensor]:
     """A wrong answer: ``owners(members, place)`` names the ranks whose texts are used, ``members[place]`` being this rank."""
 
-    def answer(context: NullContext) -> torch.Tensor:
+    def answer(context: AnswerContext) -> torch.Tensor:
         members = group_members(context.case, context.rank)
         return _loss(context.case, context.inputs, context.rank, owners(members, members.index(context.rank)))
 
     return answer
 
 
-def _positives_everywhere(context: NullContext) -> torch.Tensor:
+def _positives_everywhere(context: AnswerContext) -> torch.Tensor:
     """The diagonals of all blocks count as matching pairs."""
     members = group_members(context.case, context.rank)
     total = torch.zeros((), device=context.args[0].device)
@@ -209,26 +209,26 @@ def _positives_everywhere(context: NullContext) -> torch.Tensor:
     return total.to(context.case.dtype)
 
 
-def _no_positives(context: NullContext) -> torch.Tensor:
+def _no_positives(context: AnswerContext) -> torch.Tensor:
     """Matching pairs count as negatives."""
     z = _signed_logits(context.case, context.inputs, context.rank, context.rank, FP32).diagonal()
     correction = (F.softplus(-z) - F.softplus(z)).sum() / z.shape[0]
     return torch.add(context.answer, correction).to(context.case.dtype)
 
 
-def _with_scalars(context: NullContext, **scalars: float) -> torch.Tensor:
+def _with_scalars(context: AnswerContext, **scalars: float) -> torch.Tensor:
     """The loss with another scale or bias."""
     values = {"scale": context.args[2], "bias": context.args[3], **scalars}
     changed = [(images, texts, values["scale"], values["bias"], group) for images, texts, _, _, group in context.inputs]
     return _loss(context.case, changed, context.rank, group_members(context.case, context.rank))
 
 
-def _mean_over_ranks(context: NullContext) -> torch.Tensor:
+def _mean_over_ranks(context: AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     return torch.stack([context.answers[q].to(FP32) for q in members]).mean().to(context.case.dtype)
 
 
-def _overflowing(context: NullContext) -> torch.Tensor:
+def _overflowing(context: AnswerContext) -> torch.Tensor:
     """log(1 + exp(z)) without care for large z."""
     blocks = [
         torch.log(1 + torch.exp(_signed_logits(context.case, context.inputs, context.rank, owner, FP32)))
@@ -259,7 +259,7 @@ def _channels(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
     return torch.exp2((ratio.log2() / 2).round())
 
 
-def _from_moments(context: NullContext, count: int, own: bool) -> torch.Tensor:
+def _from_moments(context: AnswerContext, count: int, own: bool) -> torch.Tensor:
     """The loss if all that is known of the texts of other ranks are clusters' moments, and of the rank's own too if ``own``.
 
     Logits of a cluster are taken to be normal, and softplus is integrated over them by a Gauss-Hermite rule of six points.
@@ -285,13 +285,13 @@ def _from_moments(context: NullContext, count: int, own: bool) -> torch.Tensor:
     return torch.div(total, images.shape[0]).to(context.case.dtype)
 
 
-def _coded(context: NullContext, code: Callable[[torch.Tensor], torch.Tensor], *, images: bool) -> torch.Tensor:
+def _coded(context: AnswerContext, code: Callable[[torch.Tensor], torch.Tensor], *, images: bool) -> torch.Tensor:
     """The loss of texts, and of images too, of which a code of few bits is left."""
     coded = [(code(args[0]) if images else args[0], code(args[1]), *args[2:]) for args in context.inputs]
     return _loss(context.case, coded, context.rank, group_members(context.case, context.rank))
 
 
-def _half_of_the_texts(context: NullContext) -> torch.Tensor:
+def _half_of_the_texts(context: AnswerContext) -> torch.Tensor:
     """The first half of every rank's texts, their negatives counted twice."""
     total = torch.zeros((), device=context.args[0].device)
     for owner in group_members(context.case, context.rank):
@@ -373,65 +373,71 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("local_block", "the rank's own texts only", _chosen(lambda members, place: [members[place]])),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("local_block", "the rank's own texts only", _chosen(lambda members, place: [members[place]])),
+        KnownWrongAnswer(
             "local_block_scaled", "the same times the number of ranks", _chosen(lambda members, place: [members[place]] * len(members))
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "opposite_dropped",
             "without the rank on the other side of the ring",
             _chosen(lambda members, place: [q for q in members if q != members[(place + len(members) // 2) % len(members)]]),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "neighbour_twice",
             "the right neighbour's texts in place of the left neighbour's",
             _chosen(lambda members, place: [members[(place + 1) % len(members)] if q == members[place - 1] else q for q in members]),
             cases=tuple(f"{name}/w{world}" for name in _labels(lambda s: s.dtype == FP32) for world in (4, 8)),
         ),
-        NullAnswer("positives_everywhere", "diagonals of other ranks' blocks as matching pairs", _positives_everywhere),
-        NullAnswer("no_positives", "matching pairs as negatives", _no_positives),
-        NullAnswer("mean_over_ranks", "the mean of all ranks' losses", _mean_over_ranks),
-        NullAnswer("minus_bias", "the loss of matching pairs whose logit is the bias", lambda c: torch.full_like(c.answer, -c.args[3])),
-        NullAnswer("no_bias", "the bias left out", lambda c: _with_scalars(c, bias=0.0), cases=_labels(lambda s: s.params["bias"] != 0.0)),
-        NullAnswer("no_scale", "the scale left out", lambda c: _with_scalars(c, scale=1.0)),
-        NullAnswer("overflow", "softplus that overflows", _overflowing, cases=("small/overflow_fp32",)),
-        NullAnswer("half_of_the_texts", "an estimate from half of the texts", _half_of_the_texts, cases=_labels(lambda s: s.dtype == FP32)),
-        NullAnswer(
+        KnownWrongAnswer("positives_everywhere", "diagonals of other ranks' blocks as matching pairs", _positives_everywhere),
+        KnownWrongAnswer("no_positives", "matching pairs as negatives", _no_positives),
+        KnownWrongAnswer("mean_over_ranks", "the mean of all ranks' losses", _mean_over_ranks),
+        KnownWrongAnswer(
+            "minus_bias", "the loss of matching pairs whose logit is the bias", lambda c: torch.full_like(c.answer, -c.args[3])
+        ),
+        KnownWrongAnswer(
+            "no_bias", "the bias left out", lambda c: _with_scalars(c, bias=0.0), cases=_labels(lambda s: s.params["bias"] != 0.0)
+        ),
+        KnownWrongAnswer("no_scale", "the scale left out", lambda c: _with_scalars(c, scale=1.0)),
+        KnownWrongAnswer("overflow", "softplus that overflows", _overflowing, cases=("small/overflow_fp32",)),
+        KnownWrongAnswer(
+            "half_of_the_texts", "an estimate from half of the texts", _half_of_the_texts, cases=_labels(lambda s: s.dtype == FP32)
+        ),
+        KnownWrongAnswer(
             "eight_bit_texts",
             "texts in 8-bit floating point with a scale for each",
             lambda c: _coded(c, eight_bit_floats, images=False),
             cases=_labels(lambda s: s.dtype == BF16 and s.params["depth"] > 48),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "eight_bit_features",
             "images and texts as 8-bit integers with a scale for every 32 neighbours",
             lambda c: _coded(c, eight_bits, images=True),
             cases=_labels(lambda s: s.dtype == BF16),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "two_clusters",
             "means, variances and sizes of two clusters in place of the texts of other ranks",
             lambda c: _from_moments(c, 2, own=False),
             cases=_SUMMARISED,
         ),
-        NullAnswer("eight_clusters", "the same with eight clusters", lambda c: _from_moments(c, 8, own=False), cases=_SUMMARISED),
-        NullAnswer(
+        KnownWrongAnswer("eight_clusters", "the same with eight clusters", lambda c: _from_moments(c, 8, own=False), cases=_SUMMARISED),
+        KnownWrongAnswer(
             "no_product",
             "two clusters in place of the rank's own texts too: nothing but pairs is multiplied",
             lambda c: _from_moments(c, 2, own=True),
             cases=_SUMMARISED,
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "whole_world",
             "group ignored",
             lambda c: _loss(c.case, c.inputs, c.rank, range(c.case.world_size)),
             cases=("small/strided_group_bf16",),
         ),
     ),
-    honest_variants=(
-        HonestVariant("fp32_by_block", lambda case, inputs, rank: _loss(case, inputs, rank, group_members(case, rank))),
-        HonestVariant("rounded_logits", _rounded_logits),
+    alternative_solutions=(
+        AlternativeSolution("fp32_by_block", lambda case, inputs, rank: _loss(case, inputs, rank, group_members(case, rank))),
+        AlternativeSolution("rounded_logits", _rounded_logits),
     ),
     process_groups=group_layout,
     notes=(

@@ -9,9 +9,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._fft import (
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    CaseSpec,
+    Cost,
+    Draw,
+    Expected,
+    GroupRef,
+    KnownWrongAnswer,
+    Problem,
+    case,
+    preset,
+)
+from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.fft import (
     COMPLEX64,
     FP32,
     FP64,
@@ -28,8 +41,6 @@ from peerlane.problems._fft import (
     size,
     slice_scales,
 )
-from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, preset
-from peerlane.problems._tree import GroupRef
 
 # Plane waves of a field with a steep spectrum, and the white noise beside them.
 _WAVES, _NOISE = 8, 1e-3
@@ -176,10 +187,10 @@ def _by_symmetry(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> to
     return _rows_of(case, whole.narrow(d1, 0, n1 // 2 + 1), rank)
 
 
-def _of_shards(arrange: Callable[[list[torch.Tensor], int], list[torch.Tensor]]) -> Callable[[NullContext], torch.Tensor]:
+def _of_shards(arrange: Callable[[list[torch.Tensor], int], list[torch.Tensor]]) -> Callable[[AnswerContext], torch.Tensor]:
     """A wrong answer: the spectrum of shards that ``arrange(shards, place of the rank)`` has changed."""
 
-    def answer(context: NullContext) -> torch.Tensor:
+    def answer(context: AnswerContext) -> torch.Tensor:
         case, members = context.case, group_members(context.case, context.rank)
         shards = arrange([context.inputs[q][0] for q in members], members.index(context.rank))
         return _rows_of(case, _spectrum(torch.cat(shards, dim=axes(case)[1]), context.args), context.rank)
@@ -187,13 +198,13 @@ def _of_shards(arrange: Callable[[list[torch.Tensor], int], list[torch.Tensor]])
     return answer
 
 
-def _other_norm(context: NullContext) -> torch.Tensor:
+def _other_norm(context: AnswerContext) -> torch.Tensor:
     args = (*context.args[:3], other_norm(context.args[3]), None)
     field = gathered(context.inputs, group_members(context.case, context.rank), axes(context.case)[1], FP32)
     return _rows_of(context.case, _spectrum(field, args), context.rank)
 
 
-def _in_two_passes(context: NullContext, between: Callable[[torch.Tensor], torch.Tensor], *, second: bool = True) -> torch.Tensor:
+def _in_two_passes(context: AnswerContext, between: Callable[[torch.Tensor], torch.Tensor], *, second: bool = True) -> torch.Tensor:
     """Along d0, then ``between``, then along d1; without ``second`` the first pass is cut or padded to the number of bins."""
     case, members, norm = context.case, group_members(context.case, context.rank), context.args[3]
     (d0, d1), (n0, n1) = axes(case), transform_sizes(context.case, len(members))
@@ -209,7 +220,7 @@ def _through(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda z: torch.view_as_complex(torch.view_as_real(z).to(dtype).to(FP32))
 
 
-def _from_the_end(context: NullContext) -> torch.Tensor:
+def _from_the_end(context: AnswerContext) -> torch.Tensor:
     """Padding in front of the field, or a crop that keeps its end."""
     case, members = context.case, group_members(context.case, context.rank)
     field = gathered(context.inputs, members, axes(case)[1], FP32)
@@ -222,7 +233,7 @@ def _from_the_end(context: NullContext) -> torch.Tensor:
     return _rows_of(case, _spectrum(field, context.args), context.rank)
 
 
-def _neighbours(context: NullContext) -> torch.Tensor:
+def _neighbours(context: AnswerContext) -> torch.Tensor:
     field = gathered(context.inputs, contiguous_members(context), axes(context.case)[1], FP32)
     return _rows_of(context.case, _spectrum(field, context.args), context.rank)
 
@@ -298,38 +309,40 @@ PROBLEM = Problem(
     tolerance=fft_tolerance("spectrum"),
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
             "no_communication",
             "other ranks' columns taken for zero",
             _of_shards(lambda shards, place: [shard if q == place else torch.zeros_like(shard) for q, shard in enumerate(shards)]),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "last_shard_missing",
             "the last rank's columns taken for zero",
             _of_shards(lambda shards, _: [*shards[:-1], torch.zeros_like(shards[-1])]),
             cases=_except("small/delta"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "shards_reversed", "shards in reverse order", _of_shards(lambda shards, _: shards[::-1]), cases=_except("small/constant")
         ),
-        NullAnswer("other_norm", "another normalisation", _other_norm),
-        NullAnswer("conjugate", "the sign of the exponent", lambda c: c.answer.conj().resolve_conj(), cases=_except("small/constant")),
-        NullAnswer("second_pass_skipped", "no transform along d1", lambda c: _in_two_passes(c, lambda z: z, second=False)),
-        NullAnswer("sent_in_bfloat16", "bfloat16 between the passes", lambda c: _in_two_passes(c, _through(torch.bfloat16))),
-        NullAnswer(
+        KnownWrongAnswer("other_norm", "another normalisation", _other_norm),
+        KnownWrongAnswer(
+            "conjugate", "the sign of the exponent", lambda c: c.answer.conj().resolve_conj(), cases=_except("small/constant")
+        ),
+        KnownWrongAnswer("second_pass_skipped", "no transform along d1", lambda c: _in_two_passes(c, lambda z: z, second=False)),
+        KnownWrongAnswer("sent_in_bfloat16", "bfloat16 between the passes", lambda c: _in_two_passes(c, _through(torch.bfloat16))),
+        KnownWrongAnswer(
             "sent_in_half",
             "float16 between the passes",
             lambda c: _in_two_passes(c, _through(torch.float16)),
             cases=("small/plain", "small/sizes_from_x", "pkb/white", "pkb/steep"),
         ),
-        NullAnswer("padded_or_cut_in_front", "the wrong end padded or cut", _from_the_end, cases=_CUT),
-        NullAnswer("contiguous_group", "neighbours taken for the group", _neighbours, cases=("small/strided_group",)),
+        KnownWrongAnswer("padded_or_cut_in_front", "the wrong end padded or cut", _from_the_end, cases=_CUT),
+        KnownWrongAnswer("contiguous_group", "neighbours taken for the group", _neighbours, cases=("small/strided_group",)),
     ),
-    honest_variants=(
-        HonestVariant("whole_fp32", _whole),
-        HonestVariant("columns_first_fp32", _columns_first),
-        HonestVariant("by_symmetry_fp32", _by_symmetry),
+    alternative_solutions=(
+        AlternativeSolution("whole_fp32", _whole),
+        AlternativeSolution("columns_first_fp32", _columns_first),
+        AlternativeSolution("by_symmetry_fp32", _by_symmetry),
     ),
     process_groups=group_layout,
     notes=(

@@ -9,9 +9,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._fft import (
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    CaseSpec,
+    Cost,
+    Draw,
+    Expected,
+    GroupRef,
+    KnownWrongAnswer,
+    Problem,
+    case,
+    preset,
+)
+from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.fft import (
     COMPLEX64,
     COMPLEX128,
     FP32,
@@ -28,8 +41,6 @@ from peerlane.problems._fft import (
     size,
     slice_scales,
 )
-from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, preset
-from peerlane.problems._tree import GroupRef
 
 
 def reference(
@@ -165,10 +176,10 @@ def _rows_first(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tor
     return _columns_of(case, torch.fft.irfft(half, n=n1, dim=d1, norm=norm), rank)
 
 
-def _of_shards(arrange: Callable[[list[torch.Tensor], int], list[torch.Tensor]]) -> Callable[[NullContext], torch.Tensor]:
+def _of_shards(arrange: Callable[[list[torch.Tensor], int], list[torch.Tensor]]) -> Callable[[AnswerContext], torch.Tensor]:
     """A wrong answer: the field of shards that ``arrange(shards, place of the rank)`` has changed."""
 
-    def answer(context: NullContext) -> torch.Tensor:
+    def answer(context: AnswerContext) -> torch.Tensor:
         case, members = context.case, group_members(context.case, context.rank)
         spectrum = torch.cat(arrange([context.inputs[q][0] for q in members], members.index(context.rank)), dim=axes(case)[0])
         return _columns_of(case, inverse(spectrum, case, len(members), context.args[3]), context.rank)
@@ -176,10 +187,10 @@ def _of_shards(arrange: Callable[[list[torch.Tensor], int], list[torch.Tensor]])
     return answer
 
 
-def _of_spectrum(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[NullContext], torch.Tensor]:
+def _of_spectrum(change: Callable[[torch.Tensor, int], torch.Tensor]) -> Callable[[AnswerContext], torch.Tensor]:
     """A wrong answer: the field of a spectrum that ``change(spectrum, n1)`` has spoilt."""
 
-    def answer(context: NullContext) -> torch.Tensor:
+    def answer(context: AnswerContext) -> torch.Tensor:
         case, members = context.case, group_members(context.case, context.rank)
         _, n1 = sizes(case, len(members))
         spectrum = change(gathered(context.inputs, members, axes(case)[0], COMPLEX64), n1)
@@ -198,7 +209,7 @@ def _real_parts_only(spectrum: torch.Tensor, n1: int) -> torch.Tensor:
     return torch.where(single, torch.complex(spectrum.real, torch.zeros_like(spectrum.real)), spectrum)
 
 
-def _mirrored_in_own_row(context: NullContext) -> torch.Tensor:
+def _mirrored_in_own_row(context: AnswerContext) -> torch.Tensor:
     """Missing bins taken from the same row, not from the row opposite."""
     (d0, d1), members = axes(context.case), group_members(context.case, context.rank)
     spectrum = gathered(context.inputs, members, d0, COMPLEX64)
@@ -207,7 +218,7 @@ def _mirrored_in_own_row(context: NullContext) -> torch.Tensor:
     return _columns_of(context.case, torch.fft.ifft2(whole, dim=(d0, d1), norm=context.args[3]).real, context.rank)
 
 
-def _second_pass_skipped(context: NullContext) -> torch.Tensor:
+def _second_pass_skipped(context: AnswerContext) -> torch.Tensor:
     (d0, d1), members = axes(context.case), group_members(context.case, context.rank)
     _, n1 = sizes(context.case, len(members))
     spectrum = gathered(context.inputs, members, d0, COMPLEX64)
@@ -215,7 +226,7 @@ def _second_pass_skipped(context: NullContext) -> torch.Tensor:
     return _columns_of(context.case, rows.real, context.rank)
 
 
-def _other_norm(context: NullContext) -> torch.Tensor:
+def _other_norm(context: AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     spectrum = gathered(context.inputs, members, axes(context.case)[0], COMPLEX64)
     return _columns_of(context.case, inverse(spectrum, context.case, len(members), other_norm(context.args[3])), context.rank)
@@ -225,7 +236,7 @@ def _rounded_to(dtype: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tenso
     return lambda spectrum, _: torch.view_as_complex(torch.view_as_real(spectrum).to(dtype).to(FP32))
 
 
-def _neighbours(context: NullContext) -> torch.Tensor:
+def _neighbours(context: AnswerContext) -> torch.Tensor:
     members = contiguous_members(context)
     spectrum = gathered(context.inputs, members, axes(context.case)[0], COMPLEX64)
     return _columns_of(context.case, inverse(spectrum, context.case, len(members), context.args[3]), context.rank)
@@ -299,59 +310,59 @@ PROBLEM = Problem(
     tolerance=fft_tolerance("field"),
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
             "no_communication",
             "other ranks' rows taken for zero",
             _of_shards(lambda shards, place: [shard if q == place else torch.zeros_like(shard) for q, shard in enumerate(shards)]),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "last_shard_missing",
             "the last rank's rows taken for zero",
             _of_shards(lambda shards, _: [*shards[:-1], torch.zeros_like(shards[-1])]),
             cases=_except("small/single_bin"),
         ),
-        NullAnswer("shards_reversed", "shards in reverse order", _of_shards(lambda shards, _: shards[::-1])),
-        NullAnswer("other_norm", "another normalisation", _other_norm),
-        NullAnswer("conjugate", "the sign of the exponent", _of_spectrum(lambda spectrum, _: spectrum.conj())),
-        NullAnswer("second_pass_skipped", "no transform along d0", _second_pass_skipped),
-        NullAnswer(
+        KnownWrongAnswer("shards_reversed", "shards in reverse order", _of_shards(lambda shards, _: shards[::-1])),
+        KnownWrongAnswer("other_norm", "another normalisation", _other_norm),
+        KnownWrongAnswer("conjugate", "the sign of the exponent", _of_spectrum(lambda spectrum, _: spectrum.conj())),
+        KnownWrongAnswer("second_pass_skipped", "no transform along d0", _second_pass_skipped),
+        KnownWrongAnswer(
             "mirrored_in_own_row",
             "missing bins taken from the same row",
             _mirrored_in_own_row,
             cases=_except("small/constant_columns"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "missing_bins_forgotten",
             "every bin counted once",
             _of_spectrum(lambda spectrum, n1: _scaled_bins(spectrum, 1 / bin_weights(n1, spectrum.device))),
             cases=_except("small/constant_columns"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "every_bin_doubled",
             "bins that stand for themselves counted twice",
             _of_spectrum(lambda spectrum, n1: _scaled_bins(spectrum, 2 / bin_weights(n1, spectrum.device))),
             cases=_except("small/single_bin"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "single_bins_made_real",
             "imaginary parts of bins 0 and n1 / 2 dropped before the pass along d0",
             _of_spectrum(_real_parts_only),
             cases=_except("small/single_bin"),
         ),
-        NullAnswer("sent_in_bfloat16", "the spectrum in bfloat16", _of_spectrum(_rounded_to(torch.bfloat16))),
-        NullAnswer(
+        KnownWrongAnswer("sent_in_bfloat16", "the spectrum in bfloat16", _of_spectrum(_rounded_to(torch.bfloat16))),
+        KnownWrongAnswer(
             "sent_in_half",
             "the spectrum in float16",
             _of_spectrum(_rounded_to(torch.float16)),
             cases=("small/plain", "small/forward", "small/sizes_from_x", "pkb/white"),
         ),
-        NullAnswer("contiguous_group", "neighbours taken for the group", _neighbours, cases=("small/strided_group",)),
+        KnownWrongAnswer("contiguous_group", "neighbours taken for the group", _neighbours, cases=("small/strided_group",)),
     ),
-    honest_variants=(
-        HonestVariant("weighted_bins_fp32", _weighted),
-        HonestVariant("extended_fp32", _by_extension),
-        HonestVariant("rows_first_fp32", _rows_first),
+    alternative_solutions=(
+        AlternativeSolution("weighted_bins_fp32", _weighted),
+        AlternativeSolution("extended_fp32", _by_extension),
+        AlternativeSolution("rows_first_fp32", _rows_first),
     ),
     process_groups=group_layout,
     notes=(

@@ -10,26 +10,28 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems._collective import all_gather_single
-from peerlane.problems._draw import Draw, constant
-from peerlane.problems._judge import compare_close, compare_exact
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Problem,
     Score,
     Tolerance,
     case,
+    compare_close,
+    compare_exact,
+    constant,
     exactly,
     preset,
 )
-from peerlane.problems._splat import (
+from peerlane.problems.families.collective import all_gather_single
+from peerlane.problems.families.splat import (
     EXTENT_SIGMAS,
     FP32,
     FP64,
@@ -40,7 +42,7 @@ from peerlane.problems._splat import (
     viewpoints_on,
     visible_shares,
 )
-from peerlane.problems._splat_answers import (
+from peerlane.problems.families.splat_answers import (
     Outputs,
     by_covariances,
     copied,
@@ -200,7 +202,7 @@ def _disturb(scene: Scene, intrinsics: torch.Tensor, draw: Draw) -> None:
     intrinsics.diagonal(dim1=1, dim2=2)[:, :2] *= 1 + change[:, :2]
 
 
-def _undisturbed(context: NullContext) -> Outputs:
+def _undisturbed(context: AnswerContext) -> Outputs:
     """Positions projected with the focal lengths and without the skew that the scene has before they change from call to call."""
     scene, outputs = scene_of(context.case), list(context.answer)
     own = slice(context.rank * scene.cameras, (context.rank + 1) * scene.cameras)
@@ -422,47 +424,49 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     variant_references={"pkb": public_reference},
-    null_answers=(
-        NullAnswer("local_numbers", "Gaussians numbered within their rank", numbered(lambda c, rows, first: rows.gaussian), cases=_DEFAULT),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
+            "local_numbers", "Gaussians numbered within their rank", numbered(lambda c, rows, first: rows.gaussian), cases=_DEFAULT
+        ),
+        KnownWrongAnswer(
             "destination_numbers",
             "Gaussians counted from the destination's first",
             numbered(lambda c, rows, first: rows.gaussian + first[c.rank]),
             cases=_DEFAULT,
         ),
-        NullAnswer("world_cameras", "cameras numbered among all ranks'", world_cameras, cases=_NOT_BLIND),
-        NullAnswer("sources_reversed", "the last rank's Gaussians first", reordered(lambda rows: (-rows.source,)), cases=_NOT_BLIND),
-        NullAnswer("camera_major", "rows by camera, then source", reordered(lambda rows: (rows.camera,)), cases=_SEVERAL_CAMERAS),
-        NullAnswer(
+        KnownWrongAnswer("world_cameras", "cameras numbered among all ranks'", world_cameras, cases=_NOT_BLIND),
+        KnownWrongAnswer("sources_reversed", "the last rank's Gaussians first", reordered(lambda rows: (-rows.source,)), cases=_NOT_BLIND),
+        KnownWrongAnswer("camera_major", "rows by camera, then source", reordered(lambda rows: (rows.camera,)), cases=_SEVERAL_CAMERAS),
+        KnownWrongAnswer(
             "gaussian_major",
             "rows by source, then Gaussian",
             reordered(lambda rows: (rows.source, rows.gaussian)),
             cases=_SEVERAL_CAMERAS,
         ),
-        NullAnswer("jacobian_not_clamped", "J wherever the Gaussian is", projected_wrongly(clamp=1e6), cases=("small/large",)),
-        NullAnswer(
+        KnownWrongAnswer("jacobian_not_clamped", "J wherever the Gaussian is", projected_wrongly(clamp=1e6), cases=("small/large",)),
+        KnownWrongAnswer(
             "upper_side_not_clamped",
             "J wherever the Gaussian is, if that is above the picture",
             projected_wrongly(low_clamp=(0.3, 1e6)),
             cases=("small/from_below",),
         ),
-        NullAnswer("camera_not_turned", "covariances not turned to the camera", projected_wrongly(turned=False), cases=_GENERAL),
-        NullAnswer("intrinsics_of_another_call", "focal lengths that do not change, and no skew", _undisturbed, cases=_ORDINARY),
-        NullAnswer("eps2d_forgotten", "covariances without eps2d", projected_wrongly(eps2d=1e-3)),
-        NullAnswer(
+        KnownWrongAnswer("camera_not_turned", "covariances not turned to the camera", projected_wrongly(turned=False), cases=_GENERAL),
+        KnownWrongAnswer("intrinsics_of_another_call", "focal lengths that do not change, and no skew", _undisturbed, cases=_ORDINARY),
+        KnownWrongAnswer("eps2d_forgotten", "covariances without eps2d", projected_wrongly(eps2d=1e-3)),
+        KnownWrongAnswer(
             "quaternions_reversed",
             "the real part taken for the last",
             with_arguments(lambda args: (args[0], args[1].roll(1, 1), *args[2:])),
             cases=_GENERAL,
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "conjugate_quaternions",
             "rotations the other way round",
             with_arguments(lambda args: (args[0], args[1] * args[1].new_tensor([1.0, -1.0, -1.0, -1.0]), *args[2:])),
             cases=_GENERAL,
         ),
     ),
-    honest_variants=(HonestVariant("factored_fp32", factored), HonestVariant("covariances_fp32", by_covariances)),
+    alternative_solutions=(AlternativeSolution("factored_fp32", factored), AlternativeSolution("covariances_fp32", by_covariances)),
     excused={
         "previous/camera_ids": _FIXED,
         **{f"previous/{name}@{_EDGES}": _POINTS for name in ("radii", "conics")},

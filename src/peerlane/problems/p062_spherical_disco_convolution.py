@@ -8,26 +8,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._attention import case_names
-from peerlane.problems._collective import FP32
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import ACCUMULATION
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
+    AlternativeSolution,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
     GroupLayout,
-    HonestVariant,
-    NullAnswer,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._sphere import crossing_points, disks, mixed, place_of, reach, shares, span
-from peerlane.problems._sphere import grid_of as _grid
-from peerlane.problems._sphere_answers import (
+from peerlane.problems.families.attention import case_names
+from peerlane.problems.families.collective import FP32
+from peerlane.problems.families.matmul import ACCUMULATION
+from peerlane.problems.families.sphere import crossing_points, disks, mixed, place_of, reach, shares, span
+from peerlane.problems.families.sphere import grid_of as _grid
+from peerlane.problems.families.sphere_answers import (
     Arguments,
     backwards,
     bands_reversed,
@@ -42,7 +43,6 @@ from peerlane.problems._sphere_answers import (
     total_of,
     wrong,
 )
-from peerlane.problems._tree import GroupRef
 
 
 def _exchange(blocks: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], group: dist.ProcessGroup | None) -> Sequence[torch.Tensor]:
@@ -368,22 +368,24 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("own_longitudes", "zeros at other ranks' longitudes", own_arc, cases=_ARCS),
-        NullAnswer("own_rows", "the rank's own rows only", own_band, cases=_BANDS),
-        NullAnswer("last_band_dropped", "without the last rank of the polar group", last_band_dropped, cases=_FULL_BANDS),
-        NullAnswer("turned_backwards", "x turned the other way", backwards),
-        NullAnswer("step_ignored", "outputs at neighbouring longitudes", wrong(step=1), cases=_STEPPED),
-        NullAnswer("longitudes_from_zero", "every rank's outputs begin at longitude 0", wrong(from_zero=True), cases=_ARCS),
-        NullAnswer("circle_cut", "nothing beyond the last longitude", wrong(closed=False)),
-        NullAnswer("filters_reversed", "weights for the filters in reverse order", lambda c: remixed(c, weight=lambda w: w.flip(2))),
-        NullAnswer("channels_interleaved", "groups of every n-th channel", channels_interleaved, cases=_GROUPED),
-        NullAnswer("bias_ignored", "without bias", lambda c: remixed(c, biased=False), cases=_BIASED),
-        NullAnswer("tensor_float32", "channels mixed in TensorFloat32", lambda c: remixed(c, y=tensor_float32, weight=tensor_float32)),
+    known_wrong_answers=(
+        KnownWrongAnswer("own_longitudes", "zeros at other ranks' longitudes", own_arc, cases=_ARCS),
+        KnownWrongAnswer("own_rows", "the rank's own rows only", own_band, cases=_BANDS),
+        KnownWrongAnswer("last_band_dropped", "without the last rank of the polar group", last_band_dropped, cases=_FULL_BANDS),
+        KnownWrongAnswer("turned_backwards", "x turned the other way", backwards),
+        KnownWrongAnswer("step_ignored", "outputs at neighbouring longitudes", wrong(step=1), cases=_STEPPED),
+        KnownWrongAnswer("longitudes_from_zero", "every rank's outputs begin at longitude 0", wrong(from_zero=True), cases=_ARCS),
+        KnownWrongAnswer("circle_cut", "nothing beyond the last longitude", wrong(closed=False)),
+        KnownWrongAnswer("filters_reversed", "weights for the filters in reverse order", lambda c: remixed(c, weight=lambda w: w.flip(2))),
+        KnownWrongAnswer("channels_interleaved", "groups of every n-th channel", channels_interleaved, cases=_GROUPED),
+        KnownWrongAnswer("bias_ignored", "without bias", lambda c: remixed(c, biased=False), cases=_BIASED),
+        KnownWrongAnswer(
+            "tensor_float32", "channels mixed in TensorFloat32", lambda c: remixed(c, y=tensor_float32, weight=tensor_float32)
+        ),
     ),
-    honest_variants=(
-        HonestVariant("bands_reversed", bands_reversed),
-        HonestVariant("mixed_before_the_sum", mixed_first),
+    alternative_solutions=(
+        AlternativeSolution("bands_reversed", bands_reversed),
+        AlternativeSolution("mixed_before_the_sum", mixed_first),
     ),
     process_groups=process_groups,
     notes=(

@@ -8,22 +8,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import all_gather_single
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
+from peerlane.problems.families.collective import all_gather_single
 
 FP32, FP64 = torch.float32, torch.float64
 
@@ -228,22 +228,22 @@ def _denominator_first(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int)
     return _answer(inputs, rank, (weights, updated, total.new_tensor(nue * lam + (1.0 - nue))))
 
 
-def _spoilt(change: Callable[[NullContext], Sequence[tuple[Any, ...]]]) -> Callable[[NullContext], Answer]:
+def _spoilt(change: Callable[[AnswerContext], Sequence[tuple[Any, ...]]]) -> Callable[[AnswerContext], Answer]:
     """A wrong answer: the step on arguments that ``change`` has replaced, of all ranks."""
     return lambda context: _reordered(context.case, change(context), context.rank)
 
 
-def _in_float32(context: NullContext) -> Sequence[tuple[Any, ...]]:
+def _in_float32(context: AnswerContext) -> Sequence[tuple[Any, ...]]:
     def narrow(blocks: Blocks) -> Blocks:
         return [block.to(FP32).to(FP64) for block in blocks]
 
     return [(narrow(h), error, narrow(weights), narrow(p), *rest) for h, error, weights, p, *rest in context.inputs]
 
 
-def _denominator_is(total: Callable[[NullContext], torch.Tensor]) -> Callable[[NullContext], Answer]:
+def _denominator_is(total: Callable[[AnswerContext], torch.Tensor]) -> Callable[[AnswerContext], Answer]:
     """A wrong answer: the step with another shared denominator."""
 
-    def answer(context: NullContext) -> Answer:
+    def answer(context: AnswerContext) -> Answer:
         t, lam = total(context), context.case["lambda"]
         weights = [w + error.to(FP64) / t * (p @ h) for hs, error, ws, ps, *_ in context.inputs for h, w, p in zip(hs, ws, ps, strict=True)]
         h, _, _, p, *_ = context.args
@@ -253,26 +253,26 @@ def _denominator_is(total: Callable[[NullContext], torch.Tensor]) -> Callable[[N
     return answer
 
 
-def _sum_of_parts(context: NullContext, ranks: Sequence[int], lam: float) -> torch.Tensor:
+def _sum_of_parts(context: AnswerContext, ranks: Sequence[int], lam: float) -> torch.Tensor:
     return torch.stack([_denominator(context.inputs[q], lam) for q in ranks]).sum()
 
 
-def _lambda_once(context: NullContext) -> torch.Tensor:
+def _lambda_once(context: AnswerContext) -> torch.Tensor:
     return _sum_of_parts(context, range(context.case.world_size), 0.0) + float(context.case["lambda"])
 
 
-def _only_divided(context: NullContext) -> Answer:
+def _only_divided(context: AnswerContext) -> Answer:
     """The weights as they were and P / lambda: what the public benchmark's tolerance lets pass."""
     weights = [w for _, _, ws, *_ in context.inputs for w in ws]
     return _answer(context.inputs, context.rank, (weights, [p / context.case["lambda"] for p in context.args[3]], context.answer[0][2]))
 
 
-def _not_divided(context: NullContext) -> Answer:
+def _not_divided(context: AnswerContext) -> Answer:
     weights, p, lam = context.answer[0]
     return _answer(context.inputs, context.rank, (weights, [block * context.case["lambda"] for block in p], lam))
 
 
-def _arguments_untouched(context: NullContext) -> Answer:
+def _arguments_untouched(context: AnswerContext) -> Answer:
     returned, _ = context.answer
     return returned, {"weights": context.args[2], "P": context.args[3]}
 
@@ -357,41 +357,41 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     updates=("weights", "P"),
-    null_answers=(
-        NullAnswer("only_divided", "weights as they were, P divided by lambda", _only_divided),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("only_divided", "weights as they were, P divided by lambda", _only_divided),
+        KnownWrongAnswer(
             "not_divided",
             "P not divided by lambda",
             _not_divided,
             cases=tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if spec.params["lambda"] != 1.0),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "no_communication",
             "the denominator of the rank's own blocks",
             _denominator_is(lambda c: _sum_of_parts(c, [c.rank], c.case["lambda"])),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "last_rank_missing",
             "the denominator without the last rank's blocks",
             _denominator_is(lambda c: _sum_of_parts(c, range(c.case.world_size - 1), c.case["lambda"])),
         ),
-        NullAnswer("lambda_once", "lambda added once, not once per block", _denominator_is(_lambda_once)),
-        NullAnswer(
+        KnownWrongAnswer("lambda_once", "lambda added once, not once per block", _denominator_is(_lambda_once)),
+        KnownWrongAnswer(
             "transposed",
             "P transposed",
             _spoilt(lambda c: [(h, e, w, [p.t() for p in ps], *rest) for h, e, w, ps, *rest in c.inputs]),
             cases=("small/asymmetric",),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "first_error",
             "the first rank's error for all",
             _spoilt(lambda c: [(args[0], c.inputs[0][1], *args[2:]) for args in c.inputs]),
             cases=("small/own_error",),
         ),
-        NullAnswer("in_float32", "blocks that went through float32", _spoilt(_in_float32)),
-        NullAnswer("arguments_untouched", "right results, but the caller's lists are as before", _arguments_untouched),
+        KnownWrongAnswer("in_float32", "blocks that went through float32", _spoilt(_in_float32)),
+        KnownWrongAnswer("arguments_untouched", "right results, but the caller's lists are as before", _arguments_untouched),
     ),
-    honest_variants=(HonestVariant("reordered", _reordered), HonestVariant("denominator_first", _denominator_first)),
+    alternative_solutions=(AlternativeSolution("reordered", _reordered), AlternativeSolution("denominator_first", _denominator_first)),
     excused={
         "another_rank/all_weights": "all ranks return all weights",
         "another_rank/lambda": _SAME_LAMBDA,

@@ -8,12 +8,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._graph import expected_distinct
-from peerlane.problems._neighbours import INT64, graph_arguments, mean_taken
-from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, exactly, preset
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    CaseSpec,
+    Cost,
+    Draw,
+    Expected,
+    GroupRef,
+    KnownWrongAnswer,
+    Problem,
+    case,
+    exactly,
+    preset,
+)
+from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.graph import expected_distinct
+from peerlane.problems.families.neighbours import INT64, graph_arguments, mean_taken
 
 Sample = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -201,7 +213,7 @@ def _spoilt(**options: Any) -> Any:
     return lambda context: _sample(context.case, context.inputs, context.rank, **options)
 
 
-def _own_positions(context: NullContext) -> Sample:
+def _own_positions(context: AnswerContext) -> Sample:
     """Edge ids counted in the rank's own arrays, whoever owns the destination."""
     node, row, col, edge = context.answer
     members = group_members(context.case, context.rank)
@@ -210,7 +222,7 @@ def _own_positions(context: NullContext) -> Sample:
     return node, row, col, edge - theirs[owner, node[col]] + context.args[2][node[col]]
 
 
-def _places(context: NullContext) -> Sample:
+def _places(context: AnswerContext) -> Sample:
     """Edge ids counted from each node's first."""
     node, row, col, edge = context.answer
     members = group_members(context.case, context.rank)
@@ -222,7 +234,7 @@ def _last_from(edge: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
     return torch.cat((edge[:-1], previous[-1:]))
 
 
-def _global_names(context: NullContext) -> Sample:
+def _global_names(context: AnswerContext) -> Sample:
     node, row, col, edge = context.answer
     return node, node[row], node[col], edge
 
@@ -292,22 +304,24 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("own_adjacency", "only what the rank itself stores", _spoilt(local=True)),
-        NullAnswer("owner_order", "frontiers sorted by owner", _spoilt(by_owner=True)),
-        NullAnswer("ascending_nodes", "new nodes in ascending order", _spoilt(ascending=True)),
-        NullAnswer("last_neighbours", "a node's last neighbours", _spoilt(last=True), cases=(*_DEEP, *_PRODUCTION)),
-        NullAnswer("own_positions", "edge ids counted in the rank's own arrays", _own_positions),
-        NullAnswer("places", "edge ids counted from each node's first", _places),
-        NullAnswer("global_names", "row and col by name instead of place", _global_names),
-        NullAnswer("directions_swapped", "row and col exchanged", lambda c: (c.answer[0], c.answer[2], c.answer[1], c.answer[3])),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("own_adjacency", "only what the rank itself stores", _spoilt(local=True)),
+        KnownWrongAnswer("owner_order", "frontiers sorted by owner", _spoilt(by_owner=True)),
+        KnownWrongAnswer("ascending_nodes", "new nodes in ascending order", _spoilt(ascending=True)),
+        KnownWrongAnswer("last_neighbours", "a node's last neighbours", _spoilt(last=True), cases=(*_DEEP, *_PRODUCTION)),
+        KnownWrongAnswer("own_positions", "edge ids counted in the rank's own arrays", _own_positions),
+        KnownWrongAnswer("places", "edge ids counted from each node's first", _places),
+        KnownWrongAnswer("global_names", "row and col by name instead of place", _global_names),
+        KnownWrongAnswer("directions_swapped", "row and col exchanged", lambda c: (c.answer[0], c.answer[2], c.answer[1], c.answer[3])),
+        KnownWrongAnswer(
             "last_edge_stale",
             "the last edge id is that of the slot before",
             lambda c: (*c.answer[:3], _last_from(c.answer[3], c.previous[3])),
         ),
     ),
-    honest_variants=(HonestVariant("by_sorting", lambda case, inputs, rank: _sample(case, inputs, rank, first_of=_first_by_sorting)),),
+    alternative_solutions=(
+        AlternativeSolution("by_sorting", lambda case, inputs, rank: _sample(case, inputs, rank, first_of=_first_by_sorting)),
+    ),
     excused={
         "previous/col@pkb/int64": "every node has more neighbours than are sampled, so that col is the same for every graph",
         "previous/row@small/sparse": "so few edges may well lie as before",

@@ -8,11 +8,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP32, group_layout, group_members, stale_tail
-from peerlane.problems._draw import Draw
-from peerlane.problems._graph import count_table, expected_distinct, fitted, least_table, skewed
-from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, exactly, preset
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    Cost,
+    Draw,
+    Expected,
+    GroupRef,
+    KnownWrongAnswer,
+    Problem,
+    case,
+    exactly,
+    preset,
+)
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members, stale_tail
+from peerlane.problems.families.graph import count_table, expected_distinct, fitted, least_table, skewed
 
 
 def reference(
@@ -114,11 +125,11 @@ def _gather_at_the_end(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int)
     return torch.cat(parts)
 
 
-def _own_rows(context: NullContext) -> torch.Tensor:
+def _own_rows(context: AnswerContext) -> torch.Tensor:
     return fitted(context.args[0][context.args[1]], context.answer)
 
 
-def _chunks(context: NullContext, source: Any, number: Any) -> torch.Tensor:
+def _chunks(context: AnswerContext, source: Any, number: Any) -> torch.Tensor:
     """Chunk ``number(me, j, W)`` of group rank ``source(me, j, W)`` for every j, cut or repeated to the answer's length."""
     members = group_members(context.case, context.rank)
     me, ranks = members.index(context.rank), len(members)
@@ -126,7 +137,7 @@ def _chunks(context: NullContext, source: Any, number: Any) -> torch.Tensor:
     return fitted(torch.cat(parts), context.answer)
 
 
-def _wrong_counts(context: NullContext) -> torch.Tensor:
+def _wrong_counts(context: AnswerContext) -> torch.Tensor:
     """Rows cut by the counts of the other direction."""
     members = group_members(context.case, context.rank)
     me, ranks = members.index(context.rank), len(members)
@@ -138,7 +149,7 @@ def _wrong_counts(context: NullContext) -> torch.Tensor:
     return fitted(torch.cat(parts), context.answer)
 
 
-def _ids_ignored(context: NullContext) -> torch.Tensor:
+def _ids_ignored(context: AnswerContext) -> torch.Tensor:
     """The features' first rows, in order, in place of those that the ids name."""
     inputs = [(args[0], torch.arange(len(args[1]), device=args[1].device) % len(args[0]), *args[2:]) for args in context.inputs]
     return torch.cat(_received(context.case, inputs, context.rank))
@@ -205,31 +216,31 @@ PROBLEM = Problem(
             case("bf16", BF16, splits="diagonal", rows=120_000, seeds=90_000, row=(256,)),
         ),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own rows, repeated or cut", _own_rows),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own rows, repeated or cut", _own_rows),
+        KnownWrongAnswer(
             "absolute_order",
             "chunks received in the order of ranks",
             lambda c: _chunks(c, lambda me, j, w: j, lambda me, j, w: me - j),
             cases=_ROTATED,
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "absolute_chunks",
             "chunk r taken to be for rank r",
             lambda c: _chunks(c, lambda me, j, w: me + j, lambda me, j, w: me),
             cases=_ROTATED,
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "same_chunk_number",
             "chunk j of rank r + j in place j",
             lambda c: _chunks(c, lambda me, j, w: me + j, lambda me, j, w: j),
             cases=_beyond_two(_ROTATED),
         ),
-        NullAnswer("wrong_counts", "rows cut by the counts of the other direction", _wrong_counts, cases=_beyond_two(_UNEVEN)),
-        NullAnswer("ids_ignored", "rows in order instead of those that the ids name", _ids_ignored),
-        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        KnownWrongAnswer("wrong_counts", "rows cut by the counts of the other direction", _wrong_counts, cases=_beyond_two(_UNEVEN)),
+        KnownWrongAnswer("ids_ignored", "rows in order instead of those that the ids name", _ids_ignored),
+        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
-    honest_variants=(HonestVariant("gather_at_the_end", _gather_at_the_end),),
+    alternative_solutions=(AlternativeSolution("gather_at_the_end", _gather_at_the_end),),
     process_groups=group_layout,
     notes=(
         "The public benchmark's counts are all equal, so that it does not matter which list cuts which rows; here they differ for every "

@@ -8,23 +8,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import FP32, group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._graph import count_table, fitted, least_table, skewed
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families.collective import FP32, group_layout, group_members
+from peerlane.problems.families.graph import count_table, fitted, least_table, skewed
 from peerlane.problems.p065_cooperative_feature_exchange import by_rank, relative_counts
 
 FP64 = torch.float64
@@ -132,11 +132,11 @@ def cost(case: Case, rank: int) -> Cost:
     )
 
 
-def _added(context: NullContext, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _added(context: AnswerContext, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(context.answer).index_add_(0, ids, fitted(rows, ids.unsqueeze(1).expand(-1, context.case["depth"]).to(FP32)))
 
 
-def _chunks(context: NullContext, source: Any, number: Any) -> torch.Tensor:
+def _chunks(context: AnswerContext, source: Any, number: Any) -> torch.Tensor:
     """Added up: for every j chunk ``number(me, j, W)`` of group rank ``source(me, j, W)``."""
     members = group_members(context.case, context.rank)
     me, ranks = members.index(context.rank), len(members)
@@ -144,7 +144,7 @@ def _chunks(context: NullContext, source: Any, number: Any) -> torch.Tensor:
     return _added(context, torch.cat(parts), context.args[1])
 
 
-def _last_wins(context: NullContext) -> torch.Tensor:
+def _last_wins(context: AnswerContext) -> torch.Tensor:
     """Of rows with the same id, one is written over the others."""
     rows = torch.cat(_received(context.case, context.inputs, context.rank))
     result = torch.zeros_like(context.answer)
@@ -153,14 +153,14 @@ def _last_wins(context: NullContext) -> torch.Tensor:
     return result
 
 
-def _mean(context: NullContext) -> torch.Tensor:
+def _mean(context: AnswerContext) -> torch.Tensor:
     """Means in place of sums."""
     counts = torch.bincount(context.args[1], minlength=context.case["seeds"]).clamp(min=1)
     result: torch.Tensor = context.answer / counts.unsqueeze(1)
     return result
 
 
-def _own_chunk_missing(context: NullContext) -> torch.Tensor:
+def _own_chunk_missing(context: AnswerContext) -> torch.Tensor:
     """Nothing from the rank itself."""
     own = context.args[4][0]
     rows = torch.cat(_received(context.case, context.inputs, context.rank))
@@ -236,27 +236,29 @@ PROBLEM = Problem(
             case("fp32", FP32, splits="diagonal", rows=200_000, seeds=150_000, depth=128),
         ),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own gradients added to its rows", lambda c: _added(c, c.args[0], c.args[1])),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own gradients added to its rows", lambda c: _added(c, c.args[0], c.args[1])),
+        KnownWrongAnswer(
             "absolute_order",
             "chunks taken in the order of ranks",
             lambda c: _chunks(c, lambda me, j, w: j, lambda me, j, w: me - j),
             cases=(*_UNEVEN, "pkb/fp32"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "absolute_chunks",
             "chunk r taken to be for rank r",
             lambda c: _chunks(c, lambda me, j, w: me + j, lambda me, j, w: me),
             cases=(*_UNEVEN, "pkb/fp32"),
         ),
-        NullAnswer("last_wins", "of rows with the same id one, not the sum", _last_wins, cases=_REPEATED),
-        NullAnswer("mean", "means in place of sums", _mean, cases=_REPEATED),
-        NullAnswer("own_chunk_missing", "only what other ranks send", _own_chunk_missing, cases=(*_UNEVEN, "small/heavy", "pkb/fp32")),
+        KnownWrongAnswer("last_wins", "of rows with the same id one, not the sum", _last_wins, cases=_REPEATED),
+        KnownWrongAnswer("mean", "means in place of sums", _mean, cases=_REPEATED),
+        KnownWrongAnswer(
+            "own_chunk_missing", "only what other ranks send", _own_chunk_missing, cases=(*_UNEVEN, "small/heavy", "pkb/fp32")
+        ),
     ),
-    honest_variants=(
-        HonestVariant("sorted_fp32", _received_sums("sorted")),
-        HonestVariant("chunkwise_reversed_fp32", _received_sums("chunkwise")),
+    alternative_solutions=(
+        AlternativeSolution("sorted_fp32", _received_sums("sorted")),
+        AlternativeSolution("chunkwise_reversed_fp32", _received_sums("chunkwise")),
     ),
     process_groups=group_layout,
     integer_exact=True,

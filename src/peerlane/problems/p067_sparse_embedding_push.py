@@ -8,11 +8,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP32, group_layout, group_members
-from peerlane.problems._draw import Draw, constant
-from peerlane.problems._graph import count_table, fitted, least_table, skewed
-from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, exactly, preset
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    Cost,
+    Draw,
+    Expected,
+    GroupRef,
+    KnownWrongAnswer,
+    Problem,
+    case,
+    constant,
+    exactly,
+    preset,
+)
+from peerlane.problems.families.collective import BF16, FP32, group_layout, group_members
+from peerlane.problems.families.graph import count_table, fitted, least_table, skewed
 
 INT32, INT64 = torch.int32, torch.int64
 
@@ -95,16 +107,16 @@ def _by_selection(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> t
     return ids[mine], rows[mine]
 
 
-def _fit(context: NullContext, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _fit(context: AnswerContext, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return fitted(pair[0], context.answer[0]), fitted(pair[1], context.answer[1])
 
 
-def _parts(context: NullContext) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _parts(context: AnswerContext) -> list[tuple[torch.Tensor, torch.Tensor]]:
     members = group_members(context.case, context.rank)
     return _received(context.inputs, members, members.index(context.rank))
 
 
-def _by_range(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_range(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Owners by ranges of ids."""
     members, parts = group_members(context.case, context.rank), []
     for q in members:
@@ -114,12 +126,12 @@ def _by_range(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
     return _fit(context, _joined(parts))
 
 
-def _sorted_by_id(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _sorted_by_id(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Every source's pairs in the order of their ids."""
     return _joined([(ids.sort(stable=True).values, rows[ids.argsort(stable=True)]) for ids, rows in _parts(context)])
 
 
-def _unpermuted_rows(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _unpermuted_rows(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """The right ids, with every source's first rows."""
     members = group_members(context.case, context.rank)
     parts = _parts(context)
@@ -127,12 +139,12 @@ def _unpermuted_rows(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
     return context.answer[0].clone(), torch.cat(rows)
 
 
-def _local_ids(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _local_ids(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids turned into rows of the owner's shard."""
     return context.answer[0] // len(group_members(context.case, context.rank)), context.answer[1].clone()
 
 
-def _added_up(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _added_up(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Later pairs of an id get its first row, as a reduction of duplicates that keeps the shape would have it."""
     ids, rows = context.answer
     _, place = ids.unique(return_inverse=True)
@@ -141,7 +153,7 @@ def _added_up(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
     return ids.clone(), rows[first[place]]
 
 
-def _contiguous_group(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _contiguous_group(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Neighbours taken for the group."""
     size = len(group_members(context.case, context.rank))
     first = context.rank // size * size
@@ -212,19 +224,21 @@ PROBLEM = Problem(
             case("fp32", FP32, splits="ragged", rows=80_000, nodes=1_940_000, row=(128,)),
         ),
     ),
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own pairs, repeated or cut", lambda c: _fit(c, c.args[:2])),
-        NullAnswer("range_partition", "owners by ranges of ids", _by_range),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own pairs, repeated or cut", lambda c: _fit(c, c.args[:2])),
+        KnownWrongAnswer("range_partition", "owners by ranges of ids", _by_range),
+        KnownWrongAnswer(
             "sources_reversed", "the last source first", lambda c: _joined(_parts(c)[::-1]), cases=(*_MIXED, "small/one_owner_bf16")
         ),
-        NullAnswer("sorted_by_id", "a source's pairs in the order of their ids", _sorted_by_id, cases=(*_MIXED, "small/one_owner_bf16")),
-        NullAnswer("unpermuted_rows", "ids sorted by owner, rows not", _unpermuted_rows, cases=_MIXED),
-        NullAnswer("local_ids", "ids divided by W", _local_ids),
-        NullAnswer("one_row_per_id", "duplicates of an id given the same row", _added_up, cases=("small/hot_bf16",)),
-        NullAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
+        KnownWrongAnswer(
+            "sorted_by_id", "a source's pairs in the order of their ids", _sorted_by_id, cases=(*_MIXED, "small/one_owner_bf16")
+        ),
+        KnownWrongAnswer("unpermuted_rows", "ids sorted by owner, rows not", _unpermuted_rows, cases=_MIXED),
+        KnownWrongAnswer("local_ids", "ids divided by W", _local_ids),
+        KnownWrongAnswer("one_row_per_id", "duplicates of an id given the same row", _added_up, cases=("small/hot_bf16",)),
+        KnownWrongAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
     ),
-    honest_variants=(HonestVariant("gather_and_sort", _by_selection),),
+    alternative_solutions=(AlternativeSolution("gather_and_sort", _by_selection),),
     process_groups=group_layout,
     graph=False,
     graph_reason="how many pairs a rank receives depends on all ranks' ids, and the host must know it to allocate the result",

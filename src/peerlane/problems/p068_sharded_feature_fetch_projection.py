@@ -8,12 +8,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP16, FP32, group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._graph import expected_distinct, per_rank, skewed
-from peerlane.problems._matmul import FLOP_UNIT, FP64, add_product, gemm_tolerance, weights
-from peerlane.problems._spec import Case, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, Tolerance, case, preset
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    Cost,
+    Draw,
+    Expected,
+    GroupRef,
+    KnownWrongAnswer,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems.families.collective import BF16, FP16, FP32, group_layout, group_members
+from peerlane.problems.families.graph import expected_distinct, per_rank, skewed
+from peerlane.problems.families.matmul import FLOP_UNIT, FP64, add_product, gemm_tolerance, weights
 
 INT32, INT64 = torch.int32, torch.int64
 
@@ -189,7 +200,7 @@ def _unique(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.T
 
 
 def _partitioned(
-    context: NullContext, owner_and_place: Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
+    context: AnswerContext, owner_and_place: Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
     """The projection of the rows that another partition of the table names: ``owner_and_place(ids, ranks, own rank)``."""
     members, ids = group_members(context.case, context.rank), context.args[1].to(INT64)
@@ -197,18 +208,18 @@ def _partitioned(
     return _projected(context.case, _fetched(context.inputs, members, ids, owner, place), context.args[2])
 
 
-def _floor(context: NullContext) -> torch.Tensor:
+def _floor(context: AnswerContext) -> torch.Tensor:
     shard = context.args[3] // len(group_members(context.case, context.rank))
     return _partitioned(
         context, lambda ids, ranks, _: ((ids // shard).clamp(max=ranks - 1), ids - (ids // shard).clamp(max=ranks - 1) * shard)
     )
 
 
-def _own_shard(context: NullContext) -> torch.Tensor:
+def _own_shard(context: AnswerContext) -> torch.Tensor:
     return _partitioned(context, lambda ids, _, me: (torch.full_like(ids, me), ids % len(context.args[0])))
 
 
-def _remote_missing(context: NullContext) -> torch.Tensor:
+def _remote_missing(context: AnswerContext) -> torch.Tensor:
     """Zeros for rows of other ranks."""
     members, ids = group_members(context.case, context.rank), context.args[1].to(INT64)
     remote = ids // _shard(context.case, len(members)) != members.index(context.rank)
@@ -216,14 +227,14 @@ def _remote_missing(context: NullContext) -> torch.Tensor:
     return result
 
 
-def _owner_order(context: NullContext) -> torch.Tensor:
+def _owner_order(context: AnswerContext) -> torch.Tensor:
     """Rows as they come back, sorted by owner."""
     shard = _shard(context.case, len(group_members(context.case, context.rank)))
     result: torch.Tensor = context.answer[(context.args[1] // shard).argsort(stable=True)]
     return result
 
 
-def _next_projection(context: NullContext) -> torch.Tensor:
+def _next_projection(context: AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     other = members[(members.index(context.rank) + 1) % len(members)]
     return _projected(context.case, _features(context.case, context.inputs, context.rank), context.inputs[other][2])
@@ -289,28 +300,30 @@ PROBLEM = Problem(
             case("bf16", BF16, nodes=40_000_000, depth=256, width=128, queries=65536, skew=3.0, projection="shared"),
         ),
     ),
-    null_answers=(
-        NullAnswer("remote_missing", "zeros for rows of other ranks", _remote_missing, cases=_EVERYWHERE),
-        NullAnswer("own_shard", "every row taken from the rank's own shard", _own_shard, cases=_EVERYWHERE),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("remote_missing", "zeros for rows of other ranks", _remote_missing, cases=_EVERYWHERE),
+        KnownWrongAnswer("own_shard", "every row taken from the rank's own shard", _own_shard, cases=_EVERYWHERE),
+        KnownWrongAnswer(
             "modulo_partition",
             "row i taken from rank i mod W",
             lambda c: _partitioned(c, lambda ids, ranks, _: (ids % ranks, ids // ranks)),
             cases=(*_RANDOM, *_PRODUCTION, "small/local_bf16"),
         ),
-        NullAnswer("floor_partition", "shards of floor(N / W) rows", _floor, cases=_UNEVEN),
-        NullAnswer("owner_order", "rows in the order of their owners, as they come back", _owner_order, cases=(*_RANDOM, *_PRODUCTION)),
-        NullAnswer(
+        KnownWrongAnswer("floor_partition", "shards of floor(N / W) rows", _floor, cases=_UNEVEN),
+        KnownWrongAnswer(
+            "owner_order", "rows in the order of their owners, as they come back", _owner_order, cases=(*_RANDOM, *_PRODUCTION)
+        ),
+        KnownWrongAnswer(
             "next_projection",
             "the next rank's projection",
             _next_projection,
             cases=(*_UNEVEN, "small/skewed_fp16", "small/one_owner_bf16", "pkb/bf16", *_PRODUCTION[:2]),
         ),
     ),
-    honest_variants=(
-        HonestVariant("direct_fp32", _direct),
-        HonestVariant("split_depth_fp32", _split_depth),
-        HonestVariant("unique_fp32", _unique),
+    alternative_solutions=(
+        AlternativeSolution("direct_fp32", _direct),
+        AlternativeSolution("split_depth_fp32", _split_depth),
+        AlternativeSolution("unique_fp32", _unique),
     ),
     process_groups=group_layout,
     integer_exact=True,

@@ -10,24 +10,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members, stale_tail
-from peerlane.problems._draw import Draw, constant
-from peerlane.problems._graph import fitted, per_rank
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Score,
     case,
+    constant,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families.collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members, stale_tail
+from peerlane.problems.families.graph import fitted, per_rank
 
 FP64, INT64 = torch.float64, torch.int64
 
@@ -225,7 +226,7 @@ def _by_sorting(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tor
     return _gathered(inputs, group_members(case, rank), ranking)
 
 
-def _other(context: NullContext, ranking: Any, members: Sequence[int] | None = None) -> torch.Tensor:
+def _other(context: AnswerContext, ranking: Any, members: Sequence[int] | None = None) -> torch.Tensor:
     """What another rule gives, of sigmoids in the scores' dtype."""
     chosen = group_members(context.case, context.rank) if members is None else members
     inputs = [tuple(x.to(FP32).sigmoid().to(context.case.dtype) for x in args[:2]) for args in context.inputs]
@@ -236,11 +237,11 @@ def _standard(positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
     return 1 + _above(positive, negative).sum(1)
 
 
-def _no_sigmoid(context: NullContext) -> torch.Tensor:
+def _no_sigmoid(context: AnswerContext) -> torch.Tensor:
     return _gathered(context.inputs, group_members(context.case, context.rank), _standard)
 
 
-def _own_alone(context: NullContext) -> torch.Tensor:
+def _own_alone(context: AnswerContext) -> torch.Tensor:
     """Zeros for the positives of other ranks."""
     members = group_members(context.case, context.rank)
     counts = [len(context.inputs[q][0]) for q in members]
@@ -310,40 +311,42 @@ PROBLEM = Problem(
     compare=compare,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "zeros for other ranks' positives", _own_alone),
-        NullAnswer("no_sigmoid", "raw scores compared, so that scores with one sigmoid are told apart", _no_sigmoid, cases=_ROUNDED),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "zeros for other ranks' positives", _own_alone),
+        KnownWrongAnswer("no_sigmoid", "raw scores compared, so that scores with one sigmoid are told apart", _no_sigmoid, cases=_ROUNDED),
+        KnownWrongAnswer(
             "ties_lose",
             "negatives that equal the positive before it",
             lambda c: _other(c, lambda p, n: 1 + _above(p, n).sum(1) + (n == p.unsqueeze(1)).sum(1)),
             cases=_TIES,
         ),
-        NullAnswer("from_zero", "the number of negatives above, counted from 0", lambda c: c.answer - 1, cases=_STRICT),
-        NullAnswer("ascending", "the place from below", lambda c: _other(c, lambda p, n: 1 + (n < p.unsqueeze(1)).sum(1)), cases=_STRICT),
-        NullAnswer(
+        KnownWrongAnswer("from_zero", "the number of negatives above, counted from 0", lambda c: c.answer - 1, cases=_STRICT),
+        KnownWrongAnswer(
+            "ascending", "the place from below", lambda c: _other(c, lambda p, n: 1 + (n < p.unsqueeze(1)).sum(1)), cases=_STRICT
+        ),
+        KnownWrongAnswer(
             "ranks_reversed", "the last rank's positives first", lambda c: _other(c, _standard, group_members(c.case, c.rank)[::-1])
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "nan_below",
             "NaN below every number",
             lambda c: _other(c, lambda p, n: 1 + (n > p.unsqueeze(1)).sum(1)),
             cases=("small/special_fp32",),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "whole_world",
             "group ignored",
             lambda c: _other(c, _standard, range(c.case.world_size)),
             cases=("small/strided_group_bf16",),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "stale_tail",
             "the last ranks are those of the slot before, which are often the same where sigmoids saturate",
             stale_tail,
             cases=tuple(label for label in _STRICT if "saturated" not in label),
         ),
     ),
-    honest_variants=(HonestVariant("by_counting", _by_counting), HonestVariant("by_sorting", _by_sorting)),
+    alternative_solutions=(AlternativeSolution("by_counting", _by_counting), AlternativeSolution("by_sorting", _by_sorting)),
     excused={"another_rank": "all ranks have the same answer"},
     process_groups=group_layout,
     replicated=True,

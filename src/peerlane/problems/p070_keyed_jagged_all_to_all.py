@@ -10,11 +10,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import FP16, FP32, all_gather_single, group_layout, group_members
-from peerlane.problems._draw import Draw, constant
-from peerlane.problems._graph import fitted, per_rank
-from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, exactly, preset
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    CaseSpec,
+    Cost,
+    Draw,
+    Expected,
+    GroupRef,
+    KnownWrongAnswer,
+    Problem,
+    case,
+    constant,
+    exactly,
+    preset,
+)
+from peerlane.problems.families.collective import FP16, FP32, all_gather_single, group_layout, group_members
+from peerlane.problems.families.graph import fitted, per_rank
 
 INT32, INT64 = torch.int32, torch.int64
 
@@ -229,28 +242,28 @@ def _by_sorting(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> dic
 Answer = dict[str, torch.Tensor]
 
 
-def _spoilt(context: NullContext, **options: Any) -> Answer:
+def _spoilt(context: AnswerContext, **options: Any) -> Answer:
     members = group_members(context.case, context.rank)
     return _answer(context.case, context.inputs, members, members.index(context.rank), **options)
 
 
-def _no_communication(context: NullContext) -> Answer:
+def _no_communication(context: AnswerContext) -> Answer:
     """The rank's own data, repeated or cut, and the right strides."""
     own = {"lengths": context.args[0], "values": context.args[1], "weights": context.args[5]}
     return {name: fitted(own[name], tensor) if name in own else tensor.clone() for name, tensor in context.answer.items()}
 
 
-def _strides_in_order(context: NullContext) -> Answer:
+def _strides_in_order(context: AnswerContext) -> Answer:
     """Batch sizes in the order of sources in the data."""
     order = source_order(len(group_members(context.case, context.rank)), context.args[7])
     return {**context.answer, "stride_per_rank": context.answer["stride_per_rank"][order]}
 
 
-def _weights_unpermuted(context: NullContext) -> Answer:
+def _weights_unpermuted(context: AnswerContext) -> Answer:
     return {**context.answer, "weights": _spoilt(context, source_major=True)["weights"]}
 
 
-def _stale_values(context: NullContext) -> Answer:
+def _stale_values(context: AnswerContext) -> Answer:
     """The last values are those of the slot before."""
     values = context.answer["values"].clone()
     values[-8:] = context.previous["values"][-8:]
@@ -327,38 +340,38 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
             "no_communication",
             "the rank's own data, repeated or cut",
             _no_communication,
             cases=(*_REORDERED, "small/no_features_on_a_rank"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "source_major", "features inside sources, as they are received", lambda c: _spoilt(c, source_major=True), cases=_REORDERED
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "sources_reversed",
             "the last source first",
             lambda c: _spoilt(c, order=source_order(len(group_members(c.case, c.rank)), c.args[7])[::-1]),
             cases=_REORDERED,
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "not_staggered",
             "sources in the order of ranks",
             lambda c: _spoilt(c, order=range(c.case.world_size)),
             cases=("small/staggered/w4", "small/staggered_strides/w4", "small/staggered/w8", "small/staggered_strides/w8"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "strides_in_order",
             "stride_per_rank in the order of sources",
             _strides_in_order,
             cases=("small/staggered/w4", "small/staggered/w8"),
         ),
-        NullAnswer("weights_unpermuted", "weights as they are received", _weights_unpermuted, cases=_WEIGHTED),
-        NullAnswer("stale_values", "the last values are those of the slot before", _stale_values, cases=_REORDERED),
+        KnownWrongAnswer("weights_unpermuted", "weights as they are received", _weights_unpermuted, cases=_WEIGHTED),
+        KnownWrongAnswer("stale_values", "the last values are those of the slot before", _stale_values, cases=_REORDERED),
     ),
-    honest_variants=(HonestVariant("by_sorting", _by_sorting),),
+    alternative_solutions=(AlternativeSolution("by_sorting", _by_sorting),),
     excused={
         **{
             f"{null}/{output}": _FROM_LAYOUT

@@ -9,25 +9,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems._collective import group_layout, group_members
-from peerlane.problems._conv import exchange_with_neighbours, from_zigzag, full_float32, without_group, zigzag_chunks, zigzag_shard
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import BF16, FLOP_UNIT, FP32, FP64
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.conv import exchange_with_neighbours, from_zigzag, full_float32, without_group, zigzag_chunks, zigzag_shard
+from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
 
 # Bytes of float64 samples that the oracle converts at a time.
 _CHUNK_BYTES = 2**29
@@ -168,49 +168,49 @@ def _whole_sequence(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) ->
     return zigzag_shard(result, place, world, -1).to(case.dtype)
 
 
-def _with_halos(context: NullContext, halos: Sequence[torch.Tensor]) -> torch.Tensor:
+def _with_halos(context: AnswerContext, halos: Sequence[torch.Tensor]) -> torch.Tensor:
     x, weight, _ = context.args
     return _convolve(x, weight, halos, FP32).to(context.case.dtype)
 
 
-def _tail(context: NullContext, place: int, chunk: int) -> torch.Tensor:
+def _tail(context: AnswerContext, place: int, chunk: int) -> torch.Tensor:
     """The last k - 1 samples of a chunk (0 or 1) of the rank at a place of the group, counted around the ring."""
     members = group_members(context.case, context.rank)
     x: torch.Tensor = context.inputs[members[place % len(members)]][0].chunk(2, -1)[chunk]
     return x[..., x.shape[-1] - context.case["taps"] + 1 :]
 
 
-def _no_communication(context: NullContext) -> torch.Tensor:
+def _no_communication(context: AnswerContext) -> torch.Tensor:
     return _with_halos(context, [torch.zeros_like(_tail(context, 0, 0))] * 2)
 
 
-def _contiguous_layout(context: NullContext) -> torch.Tensor:
+def _contiguous_layout(context: AnswerContext) -> torch.Tensor:
     place, _ = _place(context.case, context.rank)
     before = _tail(context, place - 1, 1)
     return _with_halos(context, [before if place else torch.zeros_like(before), _tail(context, place, 0)])
 
 
-def _same_direction(context: NullContext) -> torch.Tensor:
+def _same_direction(context: AnswerContext) -> torch.Tensor:
     place, _ = _place(context.case, context.rank)
     first, _ = _history(context.case, context.inputs, context.rank)
     return _with_halos(context, [first, _tail(context, place - 1, 1)])
 
 
-def _wraps_around(context: NullContext) -> torch.Tensor:
+def _wraps_around(context: AnswerContext) -> torch.Tensor:
     place, _ = _place(context.case, context.rank)
     return _with_halos(context, [_tail(context, place - 1, 0), _tail(context, place + 1, 1)])
 
 
-def _halos_exchanged(context: NullContext) -> torch.Tensor:
+def _halos_exchanged(context: AnswerContext) -> torch.Tensor:
     return _with_halos(context, _history(context.case, context.inputs, context.rank)[::-1])
 
 
-def _taps_reversed(context: NullContext) -> torch.Tensor:
+def _taps_reversed(context: AnswerContext) -> torch.Tensor:
     x, weight, _ = context.args
     return _convolve(x, weight.flip(-1), _history(context.case, context.inputs, context.rank), FP32).to(context.case.dtype)
 
 
-def _stale_heads(context: NullContext) -> torch.Tensor:
+def _stale_heads(context: AnswerContext) -> torch.Tensor:
     """The first k - 1 outputs of every chunk left over from the slot before."""
     result: torch.Tensor = context.answer.clone()
     for chunk, stale in zip(result.chunk(2, -1), context.previous.chunk(2, -1), strict=True):
@@ -218,12 +218,12 @@ def _stale_heads(context: NullContext) -> torch.Tensor:
     return result
 
 
-def _narrow_accumulator(context: NullContext) -> torch.Tensor:
+def _narrow_accumulator(context: AnswerContext) -> torch.Tensor:
     x, weight, _ = context.args
     return _convolve(x, weight, _history(context.case, context.inputs, context.rank), context.case.dtype)
 
 
-def _whole_world(context: NullContext) -> torch.Tensor:
+def _whole_world(context: AnswerContext) -> torch.Tensor:
     return _with_halos(context, _history(without_group(context.case), context.inputs, context.rank))
 
 
@@ -284,20 +284,20 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "zeros before both chunks", _no_communication, cases=_HALO),
-        NullAnswer("contiguous_layout", "history as if every rank held one contiguous stretch", _contiguous_layout, cases=_HALO),
-        NullAnswer("same_direction", "both chunks' history from the previous rank", _same_direction, cases=_HALO),
-        NullAnswer("wraps_around", "the neighbours of the first and the last rank taken around the ring", _wraps_around, cases=_HALO),
-        NullAnswer("halos_exchanged", "each chunk with the other's history", _halos_exchanged, cases=_HALO),
-        NullAnswer("taps_reversed", "the first tap multiplies the current sample", _taps_reversed, cases=_HALO),
-        NullAnswer("stale_heads", "the first k - 1 outputs of every chunk are those of the slot before", _stale_heads, cases=_HALO),
-        NullAnswer("narrow_accumulator", "taps summed in bfloat16", _narrow_accumulator, cases=("small/offset_bf16",)),
-        NullAnswer("whole_world", "group ignored", _whole_world, cases=("small/strided_group_bf16",)),
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "zeros before both chunks", _no_communication, cases=_HALO),
+        KnownWrongAnswer("contiguous_layout", "history as if every rank held one contiguous stretch", _contiguous_layout, cases=_HALO),
+        KnownWrongAnswer("same_direction", "both chunks' history from the previous rank", _same_direction, cases=_HALO),
+        KnownWrongAnswer("wraps_around", "the neighbours of the first and the last rank taken around the ring", _wraps_around, cases=_HALO),
+        KnownWrongAnswer("halos_exchanged", "each chunk with the other's history", _halos_exchanged, cases=_HALO),
+        KnownWrongAnswer("taps_reversed", "the first tap multiplies the current sample", _taps_reversed, cases=_HALO),
+        KnownWrongAnswer("stale_heads", "the first k - 1 outputs of every chunk are those of the slot before", _stale_heads, cases=_HALO),
+        KnownWrongAnswer("narrow_accumulator", "taps summed in bfloat16", _narrow_accumulator, cases=("small/offset_bf16",)),
+        KnownWrongAnswer("whole_world", "group ignored", _whole_world, cases=("small/strided_group_bf16",)),
     ),
-    honest_variants=(
-        HonestVariant("tap_by_tap_fp32", _fp32),
-        HonestVariant("whole_sequence_fp32", _whole_sequence),
+    alternative_solutions=(
+        AlternativeSolution("tap_by_tap_fp32", _fp32),
+        AlternativeSolution("whole_sequence_fp32", _whole_sequence),
     ),
     process_groups=group_layout,
     notes=(

@@ -9,25 +9,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import group_layout, group_members
-from peerlane.problems._conv import from_zigzag, without_group, zigzag_chunks, zigzag_shard
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import BF16, FLOP_UNIT, FP32, FP64
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.conv import from_zigzag, without_group, zigzag_chunks, zigzag_shard
+from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
 
 # Bytes of one float64 spectrum that the oracle holds at a time; it needs about eight times as much.
 _SPECTRUM_BYTES = 2**29
@@ -245,23 +245,23 @@ def _fp32(
     return ((x1.to(FP32) * y) if outer_gate else y).to(case.dtype).transpose(1, 2)
 
 
-def _wrong(context: NullContext, **mistakes: Any) -> torch.Tensor:
+def _wrong(context: AnswerContext, **mistakes: Any) -> torch.Tensor:
     return _fp32(context.case, context.inputs, context.rank, **mistakes)
 
 
-def _keeping(context: NullContext, kept: Callable[[int, int], bool]) -> torch.Tensor:
+def _keeping(context: AnswerContext, kept: Callable[[int, int], bool]) -> torch.Tensor:
     """With zeros for the shards of ranks whose place in the group is not kept; ``kept`` has that place, and the rank's own."""
     own = group_members(context.case, context.rank).index(context.rank)
     return _wrong(context, assemble=lambda shards: [s if kept(place, own) else torch.zeros_like(s) for place, s in enumerate(shards)])
 
 
-def _local_filter(context: NullContext) -> torch.Tensor:
+def _local_filter(context: AnswerContext) -> torch.Tensor:
     """Filters cut to the length of a shard, as far as they are longer than that."""
     local = context.args[0].shape[-1]
     return _wrong(context, filters=lambda h: torch.cat([h[:, :local], torch.zeros_like(h[:, local:])], -1))
 
 
-def _interleaved_channels(context: NullContext) -> torch.Tensor:
+def _interleaved_channels(context: AnswerContext) -> torch.Tensor:
     return _wrong(context, filters=lambda h: h.repeat(context.case["group_dim"], 1))
 
 
@@ -332,43 +332,45 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "zeros at all positions of other ranks", lambda c: _keeping(c, lambda place, own: place == own)),
-        NullAnswer("drop_first_rank", "zeros at the first rank's positions", lambda c: _keeping(c, lambda place, own: place > 0)),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
+            "no_communication", "zeros at all positions of other ranks", lambda c: _keeping(c, lambda place, own: place == own)
+        ),
+        KnownWrongAnswer("drop_first_rank", "zeros at the first rank's positions", lambda c: _keeping(c, lambda place, own: place > 0)),
+        KnownWrongAnswer(
             "layout_mistaken",
             "zigzag shards taken as contiguous, or the reverse",
             lambda c: _wrong(c, zigzag=not c.case["zigzag"]),
             cases=_labels(lambda p: p.get("local", 2) % 2 == 0),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "circular", "a transform of S points: the end of the sequence runs into its beginning", lambda c: _wrong(c, circular=True)
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "filter_of_a_shard",
             "filters cut to the length of a shard",
             _local_filter,
             cases=_labels(lambda p: "taps_per_rank" in p and p.get("pattern") not in ("delay", "closed")),
         ),
-        NullAnswer("bias_ignored", "without conv_bias", lambda c: _wrong(c, use_bias=False)),
-        NullAnswer("inner_gate_ignored", "v convolved instead of x2 v", lambda c: _wrong(c, inner_gate=False)),
-        NullAnswer("outer_gate_ignored", "not multiplied by x1", lambda c: _wrong(c, outer_gate=False)),
-        NullAnswer(
+        KnownWrongAnswer("bias_ignored", "without conv_bias", lambda c: _wrong(c, use_bias=False)),
+        KnownWrongAnswer("inner_gate_ignored", "v convolved instead of x2 v", lambda c: _wrong(c, inner_gate=False)),
+        KnownWrongAnswer("outer_gate_ignored", "not multiplied by x1", lambda c: _wrong(c, outer_gate=False)),
+        KnownWrongAnswer(
             "interleaved_channels",
             "filter c mod num_groups for channel c",
             _interleaved_channels,
             cases=_labels(lambda p: p["group_dim"] > 1),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "whole_world",
             "group ignored",
             lambda c: _fp32(without_group(c.case), c.inputs, c.rank),
             cases=_labels(lambda p: "group" in p),
         ),
     ),
-    honest_variants=(
-        HonestVariant("rounded_between", _fp32),
-        HonestVariant("fp32_throughout", lambda case, inputs, rank: _fp32(case, inputs, rank, round_between=False)),
+    alternative_solutions=(
+        AlternativeSolution("rounded_between", _fp32),
+        AlternativeSolution("fp32_throughout", lambda case, inputs, rank: _fp32(case, inputs, rank, round_between=False)),
     ),
     process_groups=group_layout,
     notes=(

@@ -9,24 +9,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._tree import GroupRef
-from peerlane.problems._vocab import vocabulary, whole_vocabulary
+from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.vocab import vocabulary, whole_vocabulary
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -226,14 +226,14 @@ def _every_step_rounded(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int
     return total.log() - predicted
 
 
-def _local_vocabulary(context: NullContext) -> torch.Tensor:
+def _local_vocabulary(context: AnswerContext) -> torch.Tensor:
     """The loss over the rank's own shard; a foreign target counts as none."""
     logits, target = context.args[:2]
     place = group_members(context.case, context.rank).index(context.rank)
     return _dense(logits.to(FP32), target - place * logits.shape[-1]).to(context.case.dtype)
 
 
-def _foreign_target_ignored(context: NullContext) -> torch.Tensor:
+def _foreign_target_ignored(context: AnswerContext) -> torch.Tensor:
     """The right partition sum, without the target's logit where another rank holds it."""
     logits, target = context.args[:2]
     place = group_members(context.case, context.rank).index(context.rank)
@@ -242,7 +242,7 @@ def _foreign_target_ignored(context: NullContext) -> torch.Tensor:
     return _dense(whole, target.where(own, -1)).to(context.case.dtype)
 
 
-def _sum_not_reduced(context: NullContext) -> torch.Tensor:
+def _sum_not_reduced(context: AnswerContext) -> torch.Tensor:
     """The right maximum and target, but only the rank's own sum of exponentials."""
     whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
     maximum = whole.amax(-1)
@@ -251,7 +251,7 @@ def _sum_not_reduced(context: NullContext) -> torch.Tensor:
     return (total.log() - predicted.where((target >= 0) & (target < whole.shape[-1]), 0.0)).to(context.case.dtype)
 
 
-def _every_other_entry(context: NullContext) -> torch.Tensor:
+def _every_other_entry(context: AnswerContext) -> torch.Tensor:
     """The right maximum and target, and twice the sum of every second exponential."""
     whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
     maximum = whole.amax(-1)
@@ -260,13 +260,13 @@ def _every_other_entry(context: NullContext) -> torch.Tensor:
     return (total.log() - predicted.where((target >= 0) & (target < whole.shape[-1]), 0.0)).to(context.case.dtype)
 
 
-def _no_maximum(context: NullContext) -> torch.Tensor:
+def _no_maximum(context: AnswerContext) -> torch.Tensor:
     whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
     inside = (target >= 0) & (target < whole.shape[-1])
     return (whole.exp().sum(-1).log() - _picked(whole, target).where(inside, whole.amax(-1))).to(context.case.dtype)
 
 
-def _outside_counts_as(context: NullContext, value: float | None) -> torch.Tensor:
+def _outside_counts_as(context: AnswerContext, value: float | None) -> torch.Tensor:
     """The right answer but for targets out of range: ``value``, or the unshifted log-partition."""
     whole, target = whole_vocabulary(context.inputs, group_members(context.case, context.rank)), context.args[1]
     outside = (target < 0) | (target >= whole.shape[-1])
@@ -274,7 +274,7 @@ def _outside_counts_as(context: NullContext, value: float | None) -> torch.Tenso
     return torch.where(outside, spoilt.to(context.case.dtype), context.answer)
 
 
-def _whole_world(context: NullContext) -> torch.Tensor:
+def _whole_world(context: AnswerContext) -> torch.Tensor:
     logits = torch.cat([args[0].to(FP32) for args in context.inputs], dim=-1)
     return _dense(logits, context.args[1]).to(context.case.dtype)
 
@@ -353,37 +353,37 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("local_vocabulary", "the loss over the rank's own shard", _local_vocabulary),
-        NullAnswer("foreign_target_ignored", "no target term where another rank holds the target", _foreign_target_ignored),
-        NullAnswer("sum_not_reduced", "the sum of exponentials over the rank's own shard", _sum_not_reduced),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("local_vocabulary", "the loss over the rank's own shard", _local_vocabulary),
+        KnownWrongAnswer("foreign_target_ignored", "no target term where another rank holds the target", _foreign_target_ignored),
+        KnownWrongAnswer("sum_not_reduced", "the sum of exponentials over the rank's own shard", _sum_not_reduced),
+        KnownWrongAnswer(
             "every_other_entry",
             "twice the sum of every second exponential",
             _every_other_entry,
             cases=tuple(label for label in _labels(without=_PATTERNS) if label.startswith(("small/wide", "pkb", "production"))),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "no_maximum_subtraction",
             "exp of the bare logits",
             _no_maximum,
             cases=("small/peaked_fp32", "small/peaked_bf16", "small/offset_fp32", "small/offset_bf16", "pkb/bf16"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "ignore_index",
             "loss 0 for targets out of range, which is right where one logit takes all the weight",
             lambda c: _outside_counts_as(c, 0.0),
             cases=tuple(label for label in _labels(without=("peaked", "offset")) if "scaled" not in label),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "unshifted_partition", "log-partition of the bare logits for targets out of range", lambda c: _outside_counts_as(c, None)
         ),
-        NullAnswer("whole_world", "group ignored", _whole_world, cases=("small/strided_group_bf16",)),
+        KnownWrongAnswer("whole_world", "group ignored", _whole_world, cases=("small/strided_group_bf16",)),
     ),
-    honest_variants=(
-        HonestVariant("merged_shards_fp32", _merged_shards),
-        HonestVariant("online_fp32", _online),
-        HonestVariant("every_step_rounded", _every_step_rounded),
+    alternative_solutions=(
+        AlternativeSolution("merged_shards_fp32", _merged_shards),
+        AlternativeSolution("online_fp32", _online),
+        AlternativeSolution("every_step_rounded", _every_step_rounded),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     process_groups=group_layout,

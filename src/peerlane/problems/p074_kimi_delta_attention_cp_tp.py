@@ -10,9 +10,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._codes import eight_bits
-from peerlane.problems._collective import all_gather_single
-from peerlane.problems._delta import (
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    CaseSpec,
+    Cost,
+    Draw,
+    Expected,
+    GroupLayout,
+    GroupRef,
+    KnownWrongAnswer,
+    Problem,
+    case,
+    preset,
+)
+from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.families.collective import all_gather_single
+from peerlane.problems.families.delta import (
     Tokens,
     chunked_delta_rule,
     delta_tolerance,
@@ -21,22 +36,7 @@ from peerlane.problems._delta import (
     rounded_matmul,
     sized_delta_rule,
 )
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import BF16, FLOP_UNIT, FP32, FP64
-from peerlane.problems._spec import (
-    Case,
-    CaseSpec,
-    Cost,
-    Expected,
-    GroupLayout,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
-    Problem,
-    case,
-    preset,
-)
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
 
 # The smallest norm that queries and keys are divided by, and the least logarithm of a token's decay.
 _FLOOR, _LEAST_LOG_DECAY = 1e-12, -5.0
@@ -245,7 +245,7 @@ def _tensor_cores(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> t
     return _added(case, inputs, _summed_ranks(case, rank), outputs)
 
 
-def _mistaken(context: NullContext, change: Callable[[Tokens], Tokens] = lambda tokens: tokens, **mistakes: bool) -> torch.Tensor:
+def _mistaken(context: AnswerContext, change: Callable[[Tokens], Tokens] = lambda tokens: tokens, **mistakes: bool) -> torch.Tensor:
     """Token by token, from changed tokens or with a mistake of :func:`recurrence`."""
 
     def outputs(tokens: Callable[[slice], Tokens], first: int, length: int) -> torch.Tensor:
@@ -254,12 +254,12 @@ def _mistaken(context: NullContext, change: Callable[[Tokens], Tokens] = lambda 
     return _added(context.case, context.inputs, _summed_ranks(context.case, context.rank), outputs)
 
 
-def _sequence_of(context: NullContext, sequence: Callable[[int], list[int]]) -> torch.Tensor:
+def _sequence_of(context: AnswerContext, sequence: Callable[[int], list[int]]) -> torch.Tensor:
     """As if a rank's sequence were these ranks' shards."""
     return _added(context.case, context.inputs, _summed_ranks(context.case, context.rank), _recurrent, sequence)
 
 
-def _ranks_reversed(context: NullContext) -> torch.Tensor:
+def _ranks_reversed(context: AnswerContext) -> torch.Tensor:
     def sequence(rank: int) -> list[int]:
         ranks = _sequence_ranks(context.case, rank)
         return ranks[ranks.index(rank) :][::-1]
@@ -267,7 +267,7 @@ def _ranks_reversed(context: NullContext) -> torch.Tensor:
     return _sequence_of(context, sequence)
 
 
-def _eight_bits(context: NullContext) -> torch.Tensor:
+def _eight_bits(context: AnswerContext) -> torch.Tensor:
     """Earlier ranks' q, k and v, parts of the sum and the sum come in 8-bit integers."""
     case = context.case
     coded = [(*(eight_bits(x) for x in args[:3]), *args[3:]) for args in context.inputs]
@@ -278,7 +278,7 @@ def _eight_bits(context: NullContext) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else eight_bits(functools.reduce(torch.add, [eight_bits(part) for part in parts]))
 
 
-def _bias_ignored(context: NullContext) -> torch.Tensor:
+def _bias_ignored(context: AnswerContext) -> torch.Tensor:
     replaced = [(*args[:6], torch.zeros_like(args[6]), *args[7:]) for args in context.inputs]
     return _added(context.case, replaced, _summed_ranks(context.case, context.rank), _recurrent)
 
@@ -331,7 +331,7 @@ def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
 
 # Where earlier ranks' tokens make no difference: they are overwritten, or have decayed.
 _FORGETFUL = ("repeated", "fast")
-_REMEMBERING = _labels(lambda params: params.get("pattern") not in _FORGETFUL)
+_CHECKSUMMING = _labels(lambda params: params.get("pattern") not in _FORGETFUL)
 # Where a sequence has three ranks or more, and their states are remembered.
 _FAR = tuple(
     f"{name}/w{world_size}"
@@ -361,75 +361,75 @@ PROBLEM = Problem(
     tolerance=delta_tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
             "no_communication",
             "the rank's tokens from a state of zero, and no sum",
             lambda c: _added(c.case, c.inputs, [c.rank], _recurrent, lambda rank: [rank]),
-            cases=_REMEMBERING,
+            cases=_CHECKSUMMING,
         ),
-        NullAnswer(
-            "no_state", "every rank's tokens from a state of zero", lambda c: _sequence_of(c, lambda rank: [rank]), cases=_REMEMBERING
+        KnownWrongAnswer(
+            "no_state", "every rank's tokens from a state of zero", lambda c: _sequence_of(c, lambda rank: [rank]), cases=_CHECKSUMMING
         ),
-        NullAnswer(
-            "eight_bits", "q, k, v and the sum in 8-bit integers, with a scale for every 32 neighbours", _eight_bits, cases=_REMEMBERING
+        KnownWrongAnswer(
+            "eight_bits", "q, k, v and the sum in 8-bit integers, with a scale for every 32 neighbours", _eight_bits, cases=_CHECKSUMMING
         ),
-        NullAnswer("ranks_reversed", "the sequence in the reverse order of ranks", _ranks_reversed, cases=_REMEMBERING),
-        NullAnswer(
+        KnownWrongAnswer("ranks_reversed", "the sequence in the reverse order of ranks", _ranks_reversed, cases=_CHECKSUMMING),
+        KnownWrongAnswer(
             "drop_first_rank",
             "the sequence without the first rank's tokens",
             lambda c: _sequence_of(c, lambda rank: _until(c.case, rank)[1:] or [rank]),
-            cases=_REMEMBERING,
+            cases=_CHECKSUMMING,
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "previous_rank_only",
             "from a state of zero at the previous rank's first token",
             lambda c: _sequence_of(c, lambda rank: _until(c.case, rank)[-2:]),
             cases=_FAR,
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "not_summed", "without the other tensor-parallel ranks", lambda c: _added(c.case, c.inputs, [c.rank], _recurrent), cases=_SUMMED
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "groups_ignored",
             "the whole world as one sequence",
             lambda c: _sequence_of(c, lambda rank: list(range(rank + 1))),
             cases=_SUMMED,
         ),
-        NullAnswer("linear_attention", "without the correction by M^T k", lambda c: _mistaken(c, corrected=False)),
-        NullAnswer("read_first", "outputs from the state before the token", lambda c: _mistaken(c, read_first=True)),
-        NullAnswer(
+        KnownWrongAnswer("linear_attention", "without the correction by M^T k", lambda c: _mistaken(c, corrected=False)),
+        KnownWrongAnswer("read_first", "outputs from the state before the token", lambda c: _mistaken(c, read_first=True)),
+        KnownWrongAnswer(
             "decay_ignored",
             "d = 1",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, log_decay=torch.zeros_like(t.log_decay))),
             cases=_labels(lambda params: params.get("pattern") not in ("carried", "repeated")),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "one_decay",
             "the mean decay of a head's channels, as in Gated DeltaNet",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, log_decay=t.log_decay.mean(-1, keepdim=True))),
             cases=_labels(lambda params: params.get("pattern") not in ("carried", "zeros", *_FORGETFUL) and "tp" not in params),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "dt_bias_ignored",
             "decay without dt_bias",
             _bias_ignored,
             cases=_labels(lambda params: params.get("pattern") not in ("carried", *_FORGETFUL)),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "beta_as_given",
             "without the sigmoid",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, beta=torch.logit(t.beta, eps=1e-6))),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "queries_not_scaled",
             "without the factor 1 / sqrt(K)",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, q=t.q * c.case["key_depth"] ** 0.5)),
         ),
     ),
-    honest_variants=(
-        HonestVariant("recurrent_fp32", lambda case, inputs, rank: _added(case, inputs, _summed_ranks(case, rank), _recurrent)),
-        HonestVariant("tensor_cores", _tensor_cores),
+    alternative_solutions=(
+        AlternativeSolution("recurrent_fp32", lambda case, inputs, rank: _added(case, inputs, _summed_ranks(case, rank), _recurrent)),
+        AlternativeSolution("tensor_cores", _tensor_cores),
     ),
     process_groups=process_groups,
     notes=(

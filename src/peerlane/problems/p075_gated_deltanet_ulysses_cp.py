@@ -10,10 +10,26 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems._codes import eight_bits
-from peerlane.problems._collective import group_layout, group_members
-from peerlane.problems._conv import without_group
-from peerlane.problems._delta import (
+from peerlane.problems.contract import (
+    UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    CaseSpec,
+    Cost,
+    Draw,
+    Expected,
+    GroupRef,
+    KnownWrongAnswer,
+    Problem,
+    Tolerance,
+    case,
+    preset,
+)
+from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.conv import without_group
+from peerlane.problems.families.delta import (
     Tokens,
     chunked_delta_rule,
     delta_tolerance,
@@ -22,23 +38,7 @@ from peerlane.problems._delta import (
     rounded_matmul,
     sized_delta_rule,
 )
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import BF16, FLOP_UNIT, FP32, FP64
-from peerlane.problems._spec import (
-    UNIT_ROUNDOFF,
-    Case,
-    CaseSpec,
-    Cost,
-    Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
-    Problem,
-    Tolerance,
-    case,
-    preset,
-)
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families.matmul import BF16, FLOP_UNIT, FP32, FP64
 
 # The smallest norm that queries and keys are divided by.
 _FLOOR = 1e-6
@@ -222,21 +222,21 @@ def _tensor_cores(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> t
     return _returned(case, chunked_delta_rule(_tokens(case, inputs, ranks, FP32), length, first=first, matmul=matmul)[0])
 
 
-def _mistaken(context: NullContext, change: Callable[[Tokens], Tokens] = lambda tokens: tokens, **mistakes: bool) -> torch.Tensor:
+def _mistaken(context: AnswerContext, change: Callable[[Tokens], Tokens] = lambda tokens: tokens, **mistakes: bool) -> torch.Tensor:
     """Token by token, from changed tokens or with a mistake of :func:`recurrence`."""
     ranks, first, length = _until(context.case, context.rank)
     tokens = change(_tokens(context.case, context.inputs, ranks, FP32)(slice(0, length)))
     return _returned(context.case, recurrence(tokens, **mistakes)[..., first:, :])
 
 
-def _sequence_of(context: NullContext, ranks: Sequence[int]) -> torch.Tensor:
+def _sequence_of(context: AnswerContext, ranks: Sequence[int]) -> torch.Tensor:
     """As if the sequence were these ranks' shards, the last of which is the rank's own."""
     local = _local_length(context.case, context.rank)
     tokens = _tokens(context.case, context.inputs, ranks, FP32)(slice(0, len(ranks) * local))
     return _returned(context.case, recurrence(tokens)[..., (len(ranks) - 1) * local :, :])
 
 
-def _reset(context: NullContext) -> torch.Tensor:
+def _reset(context: AnswerContext) -> torch.Tensor:
     """The state starts from zero in every chunk of 64 tokens."""
     ranks, first, length = _until(context.case, context.rank)
     tokens = _tokens(context.case, context.inputs, ranks, FP32)
@@ -244,31 +244,31 @@ def _reset(context: NullContext) -> torch.Tensor:
     return _returned(context.case, torch.cat(chunks, -2)[..., first:, :])
 
 
-def _ranks_reversed(context: NullContext) -> torch.Tensor:
+def _ranks_reversed(context: AnswerContext) -> torch.Tensor:
     members = group_members(context.case, context.rank)
     return _sequence_of(context, list(members[members.index(context.rank) :])[::-1])
 
 
-def _eight_bits(context: NullContext) -> torch.Tensor:
+def _eight_bits(context: AnswerContext) -> torch.Tensor:
     """q, k and v, and o on its way back, come in 8-bit integers."""
     received = [(*(eight_bits(x) for x in args[:3]), *args[3:]) for args in context.inputs]
     return eight_bits(_recurrent(context.case, received, context.rank))
 
 
-def _interleaved_heads(context: NullContext) -> torch.Tensor:
+def _interleaved_heads(context: AnswerContext) -> torch.Tensor:
     """Value head j with query head j mod H."""
     heads, value_heads = _heads(context.case, context.rank)
     order = [(j % heads) * (value_heads // heads) for j in range(value_heads)]  # the first of a head's repeats
     return _mistaken(context, lambda tokens: dataclasses.replace(tokens, q=tokens.q[:, order], k=tokens.k[:, order]))
 
 
-def _own_parameters(context: NullContext) -> torch.Tensor:
+def _own_parameters(context: AnswerContext) -> torch.Tensor:
     """Every head with the decay parameters of the rank's own heads."""
     replaced = [(*args[:5], *context.args[5:7], *args[7:]) for args in context.inputs]
     return _recurrent(context.case, replaced, context.rank)
 
 
-def _not_normalised(context: NullContext) -> torch.Tensor:
+def _not_normalised(context: AnswerContext) -> torch.Tensor:
     """Keys as they are given."""
 
     def change(tokens: Tokens) -> Tokens:
@@ -329,7 +329,7 @@ def _labels(chosen: Callable[[Mapping[str, Any]], bool]) -> tuple[str, ...]:
 
 # Where earlier ranks' tokens make no difference: they are overwritten, or have decayed.
 _FORGETFUL = ("repeated", "fast")
-_REMEMBERING = _labels(lambda params: params.get("pattern") not in _FORGETFUL)
+_CHECKSUMMING = _labels(lambda params: params.get("pattern") not in _FORGETFUL)
 
 PROBLEM = Problem(
     id=75,
@@ -351,63 +351,65 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "the rank's tokens from a state of zero", lambda c: _sequence_of(c, [c.rank]), cases=_REMEMBERING),
-        NullAnswer("eight_bits", "q, k, v and o in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
-        NullAnswer("ranks_reversed", "the sequence in the reverse order of ranks", _ranks_reversed, cases=_REMEMBERING),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
+            "no_communication", "the rank's tokens from a state of zero", lambda c: _sequence_of(c, [c.rank]), cases=_CHECKSUMMING
+        ),
+        KnownWrongAnswer("eight_bits", "q, k, v and o in 8-bit integers, with a scale for every 32 neighbours", _eight_bits),
+        KnownWrongAnswer("ranks_reversed", "the sequence in the reverse order of ranks", _ranks_reversed, cases=_CHECKSUMMING),
+        KnownWrongAnswer(
             "drop_first_rank",
             "the sequence without the first rank's tokens",
             lambda c: _sequence_of(c, _until(c.case, c.rank)[0][1:] or [c.rank]),
-            cases=_REMEMBERING,
+            cases=_CHECKSUMMING,
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "linear_attention",
             "without the correction by M^T k",
             lambda c: _mistaken(c, corrected=False),
             cases=_labels(lambda params: params.get("pattern") not in ("fast", "zeros")),
         ),
-        NullAnswer("state_reset_every_64", "a state of zero at every 64th token", _reset, cases=("small/carried_far_bf16",)),
-        NullAnswer("read_first", "outputs from the state before the token", lambda c: _mistaken(c, read_first=True)),
-        NullAnswer(
+        KnownWrongAnswer("state_reset_every_64", "a state of zero at every 64th token", _reset, cases=("small/carried_far_bf16",)),
+        KnownWrongAnswer("read_first", "outputs from the state before the token", lambda c: _mistaken(c, read_first=True)),
+        KnownWrongAnswer(
             "decay_ignored",
             "d = 1",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, log_decay=torch.zeros_like(t.log_decay))),
             cases=_labels(lambda params: params.get("pattern") not in ("carried", "repeated")),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "sigmoid_of_beta",
             "beta taken as raw",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, beta=torch.sigmoid(t.beta))),
         ),
-        NullAnswer("keys_not_normalised", "k as it is given", _not_normalised),
-        NullAnswer(
+        KnownWrongAnswer("keys_not_normalised", "k as it is given", _not_normalised),
+        KnownWrongAnswer(
             "queries_not_scaled",
             "without the factor 1 / sqrt(K)",
             lambda c: _mistaken(c, lambda t: dataclasses.replace(t, q=t.q * c.case["key_depth"] ** 0.5)),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "interleaved_heads",
             "value head j with query head j mod H",
             _interleaved_heads,
             cases=_labels(lambda params: params.get("ratio", 1) > 1),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "own_parameters",
             "all heads with the decay of the rank's own heads: shows where there are many and none forgets",
             _own_parameters,
             cases=_labels(lambda params: params.get("pattern") not in ("carried", *_FORGETFUL) and "group" not in params),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "whole_world",
             "group ignored",
             lambda c: _sequence_of(c, list(group_members(without_group(c.case), c.rank))[: c.rank + 1]),
             cases=_labels(lambda params: "group" in params),
         ),
     ),
-    honest_variants=(
-        HonestVariant("recurrent_fp32", _recurrent),
-        HonestVariant("tensor_cores", _tensor_cores),
+    alternative_solutions=(
+        AlternativeSolution("recurrent_fp32", _recurrent),
+        AlternativeSolution("tensor_cores", _tensor_cores),
     ),
     process_groups=group_layout,
     notes=(

@@ -9,26 +9,26 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems._codes import eight_bits
-from peerlane.problems._collective import group_layout, group_members, sequential_sum, stale_tail
-from peerlane.problems._conv import convolve, full_float32, terms_bound, without_group
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import ACCUMULATION, BF16, FLOP_UNIT, FP32, FP64
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families.codes import eight_bits
+from peerlane.problems.families.collective import group_layout, group_members, sequential_sum, stale_tail
+from peerlane.problems.families.conv import convolve, full_float32, terms_bound, without_group
+from peerlane.problems.families.matmul import ACCUMULATION, BF16, FLOP_UNIT, FP32, FP64
 
 # Voxels of an image for each that is bright, and how bright it is.
 _PER_BRIGHT, _BRIGHT = 300, 1024.0
@@ -157,7 +157,8 @@ def _unit(case: Case) -> float:
 
 
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
-    """Partial sums rounded to the working dtype, added in it in any order, and the bias: (W + 1) u (sum |P_q| + |bias|), and 3 u to spare.
+    """Partial sums rounded to the working dtype, added in it in any order, and the bias: (W + 1) u (sum |P_q| + |bias|), and 3 u to
+    spare.
 
     Normwise, bfloat16 partial sums leave 3e-3 on 2 ranks and 4e-3 on 8, and up to 7e-3 in one draw of a thousand, where few voxels are most
     of the norm; cancelling partial sums have no normwise bound.
@@ -208,7 +209,7 @@ def _in_dtype(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch
     return total if inputs[rank][2] is None else total + inputs[rank][2].view(-1, 1, 1, 1)
 
 
-def _own_times_world(context: NullContext) -> torch.Tensor:
+def _own_times_world(context: AnswerContext) -> torch.Tensor:
     ranks = len(group_members(context.case, context.rank))
     return _sum(context.case, [(ranks * args[0], *args[1:]) for args in context.inputs], [context.rank])
 
@@ -219,7 +220,7 @@ def _int8_rows(tensor: torch.Tensor) -> torch.Tensor:
     return eight_bits(flat, flat.shape[1]).view(tensor.shape)
 
 
-def _int8_operands(context: NullContext) -> torch.Tensor:
+def _int8_operands(context: AnswerContext) -> torch.Tensor:
     coded = [(_int8_rows(args[0].movedim(1, -1).flatten(0, -2)), _int8_rows(args[1])) for args in context.inputs]
     inputs = [
         (x.view(*args[0].movedim(1, -1).shape).movedim(-1, 1), weight, *args[2:])
@@ -228,7 +229,7 @@ def _int8_operands(context: NullContext) -> torch.Tensor:
     return _sum(context.case, inputs, _members(context))
 
 
-def _eight_bits(context: NullContext) -> torch.Tensor:
+def _eight_bits(context: AnswerContext) -> torch.Tensor:
     case, ranks = context.case, _members(context)
     sums = [eight_bits(_partial(case, context.inputs[q]).to(case.dtype)).to(FP32) for q in ranks]
     total = torch.stack(sums).sum(0)
@@ -237,7 +238,7 @@ def _eight_bits(context: NullContext) -> torch.Tensor:
     return total.to(case.dtype)
 
 
-def _members(context: NullContext) -> Sequence[int]:
+def _members(context: AnswerContext) -> Sequence[int]:
     return group_members(context.case, context.rank)
 
 
@@ -308,51 +309,53 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own channels", lambda c: _sum(c.case, c.inputs, [c.rank])),
-        NullAnswer("own_times_world", "the rank's own channels, W times", _own_times_world),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own channels", lambda c: _sum(c.case, c.inputs, [c.rank])),
+        KnownWrongAnswer("own_times_world", "the rank's own channels, W times", _own_times_world),
+        KnownWrongAnswer(
             "drop_last_rank",
             "without the last rank's channels",
             lambda c: _sum(c.case, c.inputs, _members(c)[:-1]),
             cases=_labels(lambda params: params.get("pattern") != "cancelling"),
         ),
-        NullAnswer("bias_ignored", "without bias", lambda c: _sum(c.case, c.inputs, _members(c), biases=0), cases=_BIASED),
-        NullAnswer(
+        KnownWrongAnswer("bias_ignored", "without bias", lambda c: _sum(c.case, c.inputs, _members(c), biases=0), cases=_BIASED),
+        KnownWrongAnswer(
             "bias_from_every_rank",
             "the bias W times",
             lambda c: _sum(c.case, c.inputs, _members(c), biases=len(_members(c))),
             cases=_BIASED,
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "eight_bits",
             "partial sums are sent in 8-bit integers with a scale for every 32 neighbours",
             _eight_bits,
             cases=_labels(lambda params: "channels" in params),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "int8_operands",
             "products of 8-bit integers, with a scale for each voxel and output channel",
             _int8_operands,
             cases=_labels(lambda params: "channels" in params),
         ),
-        NullAnswer("kernel_flipped", "a convolution instead of a correlation", lambda c: _sum(c.case, c.inputs, _members(c), flipped=True)),
-        NullAnswer(
+        KnownWrongAnswer(
+            "kernel_flipped", "a convolution instead of a correlation", lambda c: _sum(c.case, c.inputs, _members(c), flipped=True)
+        ),
+        KnownWrongAnswer(
             "whole_world",
             "group ignored",
             lambda c: _sum(c.case, c.inputs, group_members(without_group(c.case), c.rank)),
             cases=_labels(lambda params: "group" in params),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "stale_tail",
             "the last elements are those of the slot before",
             stale_tail,
             cases=_labels(lambda params: params.get("pattern") != "cancelling"),
         ),
     ),
-    honest_variants=(
-        HonestVariant("fp32_sum", lambda case, inputs, rank: _sum(case, inputs, group_members(case, rank))),
-        HonestVariant("sequential_in_dtype", _in_dtype),
+    alternative_solutions=(
+        AlternativeSolution("fp32_sum", lambda case, inputs, rank: _sum(case, inputs, group_members(case, rank))),
+        AlternativeSolution("sequential_in_dtype", _in_dtype),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     process_groups=group_layout,

@@ -11,12 +11,24 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems import _attention
-from peerlane.problems._attention import BF16, FP32, softmax_tolerance
-from peerlane.problems._collective import group_layout, group_members
-from peerlane.problems._draw import Draw, constant
-from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, preset
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    CaseSpec,
+    Cost,
+    Draw,
+    Expected,
+    GroupRef,
+    KnownWrongAnswer,
+    Problem,
+    case,
+    constant,
+    preset,
+)
+from peerlane.problems.families import attention
+from peerlane.problems.families.attention import BF16, FP32, softmax_tolerance
+from peerlane.problems.families.collective import group_layout, group_members
 
 
 def reference(
@@ -154,7 +166,7 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
     keys, values = _assembled(case, inputs, group_members(case, rank), _sizes(case)[2])
     query = inputs[rank][0].chunk(case["ranges"])
     outputs = [
-        _attention.attention(part.unsqueeze(0), keys[:, first:last], values[:, first:last], scale=case["depth"] ** -0.5, causal=False)
+        attention.attention(part.unsqueeze(0), keys[:, first:last], values[:, first:last], scale=case["depth"] ** -0.5, causal=False)
         for part, (first, last) in zip(query, _ranges(inputs[rank]), strict=True)
     ]
     value, magnitude = (torch.cat(parts, dim=1).squeeze(0) for parts in zip(*outputs, strict=True))
@@ -212,11 +224,11 @@ def _attend(
     heads, outputs = query.shape[1], []
     for part, (first, last) in zip(query.chunk(len(ranges)), ranges, strict=True):
         output = torch.empty((1, *part.shape[:2], values.shape[-1]), device=query.device)
-        pieces = _attention.score_pieces(
+        pieces = attention.score_pieces(
             part.unsqueeze(0), keys[:, first:last], scale=scale or case["depth"] ** -0.5, offset=None, work=FP32
         )
         for chosen, rows, scores in pieces:
-            value = _attention.key_heads(values[:, first:last], chosen, heads).transpose(1, 2).to(FP32)
+            value = attention.key_heads(values[:, first:last], chosen, heads).transpose(1, 2).to(FP32)
             weights = torch.exp(scores - scores.amax(-1, keepdim=True))
             total = weights.sum(-1, keepdim=True)
             if rounded:
@@ -233,17 +245,17 @@ def _answer(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, **how: Any
     return _attend(case, inputs[rank][0], keys, values, _ranges(inputs[rank]), **how)
 
 
-def _other_ranges(ranges: Callable[[NullContext], Sequence[tuple[int, int]]]) -> Callable[[NullContext], torch.Tensor]:
+def _other_ranges(ranges: Callable[[AnswerContext], Sequence[tuple[int, int]]]) -> Callable[[AnswerContext], torch.Tensor]:
     """A wrong answer: other keys for the ranges of queries."""
 
-    def answer(context: NullContext) -> torch.Tensor:
+    def answer(context: AnswerContext) -> torch.Tensor:
         keys, values = _assembled(context.case, context.inputs, group_members(context.case, context.rank), _sizes(context.case)[2])
         return _attend(context.case, context.args[0], keys, values, ranges(context))
 
     return answer
 
 
-def _local_keys(context: NullContext) -> torch.Tensor:
+def _local_keys(context: AnswerContext) -> torch.Tensor:
     """Of the keys that a range of queries should see, the rank's own alone; all of its own where there are none."""
     case, members = context.case, group_members(context.case, context.rank)
     count, rows, clip = _sizes(case)
@@ -257,7 +269,7 @@ def _local_keys(context: NullContext) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-def _rank_major(context: NullContext) -> torch.Tensor:
+def _rank_major(context: AnswerContext) -> torch.Tensor:
     """All of the first rank's keys first, then all of the second's."""
     case, (count, _, clip) = context.case, _sizes(context.case)
     members = group_members(case, context.rank)
@@ -266,7 +278,7 @@ def _rank_major(context: NullContext) -> torch.Tensor:
     return _attend(case, context.args[0], keys, values, _ranges(context.args))
 
 
-def _padding_kept(context: NullContext) -> torch.Tensor:
+def _padding_kept(context: AnswerContext) -> torch.Tensor:
     """clip_token_nums ignored: padding takes part, and moves later ranges' keys."""
     case, (_, rows, _) = context.case, _sizes(context.case)
     members = group_members(case, context.rank)
@@ -274,7 +286,7 @@ def _padding_kept(context: NullContext) -> torch.Tensor:
     return _attend(case, context.args[0], keys, values, _ranges(context.args))
 
 
-def _padding_dropped(context: NullContext) -> torch.Tensor:
+def _padding_dropped(context: AnswerContext) -> torch.Tensor:
     """Zeros for the queries of padding tokens."""
     (count, rows, clip), members = _sizes(context.case), group_members(context.case, context.rank)
     real = min(max(clip - members.index(context.rank) * rows, 0), rows)
@@ -283,7 +295,7 @@ def _padding_dropped(context: NullContext) -> torch.Tensor:
     return result
 
 
-def _strided_heads(context: NullContext) -> torch.Tensor:
+def _strided_heads(context: AnswerContext) -> torch.Tensor:
     """Query head h uses key head h mod Hkv."""
     keys, values = _assembled(context.case, context.inputs, group_members(context.case, context.rank), _sizes(context.case)[2])
     (heads, kv_heads), device = _heads(context.case), context.args[0].device
@@ -291,13 +303,13 @@ def _strided_heads(context: NullContext) -> torch.Tensor:
     return _attend(context.case, context.args[0], keys[:, :, index], values[:, :, index], _ranges(context.args))
 
 
-def _ranges_rotated(context: NullContext) -> torch.Tensor:
+def _ranges_rotated(context: AnswerContext) -> torch.Tensor:
     """Outputs of a range in the place of the next."""
     result: torch.Tensor = context.answer
     return result.roll(_sizes(context.case)[1], dims=0)
 
 
-def _whole_world(context: NullContext) -> torch.Tensor:
+def _whole_world(context: AnswerContext) -> torch.Tensor:
     """Keys of all ranks of the world, as many as the ranges allow."""
     case, (_, _, clip) = context.case, _sizes(context.case)
     keys, values = _assembled(case, context.inputs, range(case.world_size), clip * case.world_size // _ranks(case))
@@ -351,7 +363,7 @@ PRESETS = (
 
 
 def _names(wanted: Callable[[Case], bool]) -> tuple[str, ...]:
-    return _attention.case_names(PRESETS, wanted)
+    return attention.case_names(PRESETS, wanted)
 
 
 def _padded(case: Case) -> bool:
@@ -384,50 +396,56 @@ PROBLEM = Problem(
     tolerance=softmax_tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("local_keys", "the rank's own keys alone", _local_keys, cases=_names(_ordinary)),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("local_keys", "the rank's own keys alone", _local_keys, cases=_names(_ordinary)),
+        KnownWrongAnswer(
             "all_keys",
             "k_ranges ignored",
             _other_ranges(lambda c: [(0, c.case["ranges"] * _sizes(c.case)[2])] * c.case["ranges"]),
             cases=_names(lambda c: c["ranges"] > 1),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "own_range",
             "every range of queries sees its own range of keys",
             _other_ranges(lambda c: [(i * _sizes(c.case)[2], (i + 1) * _sizes(c.case)[2]) for i in range(c.case["ranges"])]),
             cases=_names(lambda c: c["see"] != "own"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "first_range",
             "the first range's keys for all queries",
             _other_ranges(lambda c: _ranges(c.args)[:1] * c.case["ranges"]),
             cases=_names(lambda c: c["ranges"] > 1),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "ranges_of_another_call",
             "every range of queries sees the keys of the next, as it might in another call",
             _other_ranges(lambda c: _ranges(c.args)[1:] + _ranges(c.args)[:1]),
             cases=_names(lambda c: c["ranges"] > 1),
         ),
-        NullAnswer("rank_major", "keys in the order of ranks instead of ranges", _rank_major, cases=_names(lambda c: c["ranges"] > 1)),
-        NullAnswer(
+        KnownWrongAnswer(
+            "rank_major", "keys in the order of ranks instead of ranges", _rank_major, cases=_names(lambda c: c["ranges"] > 1)
+        ),
+        KnownWrongAnswer(
             "padding_kept",
             "clip_token_nums ignored, which shifts keys of later ranges",
             _padding_kept,
             cases=_names(lambda c: _padded(c) and c["ranges"] > 1),
         ),
-        NullAnswer("padding_dropped", "zeros for the queries of padding tokens", _padding_dropped, cases=_names(_padded)),
-        NullAnswer("strided_key_heads", "query head h with key head h mod Hkv", _strided_heads, cases=_names(lambda c: _heads(c)[1] > 1)),
-        NullAnswer(
+        KnownWrongAnswer("padding_dropped", "zeros for the queries of padding tokens", _padding_dropped, cases=_names(_padded)),
+        KnownWrongAnswer(
+            "strided_key_heads", "query head h with key head h mod Hkv", _strided_heads, cases=_names(lambda c: _heads(c)[1] > 1)
+        ),
+        KnownWrongAnswer(
             "ranges_rotated", "every range's output in the place of the next", _ranges_rotated, cases=_names(lambda c: c["ranges"] > 1)
         ),
-        NullAnswer("no_scale", "scores not divided by sqrt(D)", lambda c: _answer(c.case, c.inputs, c.rank, scale=1.0)),
-        NullAnswer("whole_world", "group ignored", _whole_world, cases=("small/strided_group_bf16",)),
+        KnownWrongAnswer("no_scale", "scores not divided by sqrt(D)", lambda c: _answer(c.case, c.inputs, c.rank, scale=1.0)),
+        KnownWrongAnswer("whole_world", "group ignored", _whole_world, cases=("small/strided_group_bf16",)),
     ),
-    honest_variants=(
-        HonestVariant("dense_fp32", _answer),
-        HonestVariant("rounded_probabilities_by_block", lambda case, inputs, rank: _answer(case, inputs, rank, rounded=True, blocks=4)),
+    alternative_solutions=(
+        AlternativeSolution("dense_fp32", _answer),
+        AlternativeSolution(
+            "rounded_probabilities_by_block", lambda case, inputs, rank: _answer(case, inputs, rank, rounded=True, blocks=4)
+        ),
     ),
     process_groups=group_layout,
     graph=False,

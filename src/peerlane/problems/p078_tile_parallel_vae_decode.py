@@ -10,26 +10,26 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems._collective import all_gather_single, group_layout, group_members, stale_tail
-from peerlane.problems._conv import without_group
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import BF16, FP32, FP64
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._tiling import Tile, Tiling, cut, fade_exactly, fade_rounding
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families.collective import all_gather_single, group_layout, group_members, stale_tail
+from peerlane.problems.families.conv import without_group
+from peerlane.problems.families.matmul import BF16, FP32, FP64
+from peerlane.problems.families.tiling import Tile, Tiling, cut, fade_exactly, fade_rounding
 
 
 def three_channels(latents: torch.Tensor) -> torch.Tensor:
@@ -181,17 +181,17 @@ def _rounding(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int, owner: O
     return tiling_of(case).assembled(_rounded_tiles(case, inputs, rank, owner), fade_rounding)
 
 
-def _faded_by(context: NullContext, fade: Callable[..., torch.Tensor]) -> torch.Tensor:
+def _faded_by(context: AnswerContext, fade: Callable[..., torch.Tensor]) -> torch.Tensor:
     return tiling_of(context.case).assembled(_rounded_tiles(context.case, context.inputs, context.rank), fade)
 
 
-def _dealt_by_place(context: NullContext) -> torch.Tensor:
+def _dealt_by_place(context: AnswerContext) -> torch.Tensor:
     """Tiles dealt out in the order of the grid, whatever their size."""
     tiles, members = tiling_of(context.case).tiles, group_members(context.case, context.rank)
     return _rounding(context.case, context.inputs, context.rank, lambda tile: members[tiles.index(tile) % len(members)])
 
 
-def _last_rank_forgotten(context: NullContext) -> torch.Tensor:
+def _last_rank_forgotten(context: AnswerContext) -> torch.Tensor:
     """Zeros in the tiles of the last rank that has any."""
     case, members = context.case, group_members(context.case, context.rank)
     owners, tiles = tiling_of(case).owners(len(members)), _rounded_tiles(case, context.inputs, context.rank)
@@ -201,7 +201,7 @@ def _last_rank_forgotten(context: NullContext) -> torch.Tensor:
     )
 
 
-def _resampled(context: NullContext, mode: str, **options: bool) -> torch.Tensor:
+def _resampled(context: AnswerContext, mode: str, **options: bool) -> torch.Tensor:
     members, tiling = group_members(context.case, context.rank), tiling_of(context.case)
     tiles = {}
     for tile, owner in tiling.owners(len(members)).items():
@@ -210,11 +210,11 @@ def _resampled(context: NullContext, mode: str, **options: bool) -> torch.Tensor
     return tiling.assembled(tiles, fade_rounding)
 
 
-def _last_channels(context: NullContext) -> torch.Tensor:
+def _last_channels(context: AnswerContext) -> torch.Tensor:
     return _rounding(context.case, [(args[0].flip(1), *args[1:]) for args in context.inputs], context.rank)
 
 
-def _with_arguments(context: NullContext, **arguments: Any) -> torch.Tensor:
+def _with_arguments(context: AnswerContext, **arguments: Any) -> torch.Tensor:
     """The answer to other arguments."""
     return _rounding(replace(context.case, params={**context.case.params, **arguments}), context.inputs, context.rank)
 
@@ -292,66 +292,66 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
             "no_communication",
             "all tiles from the rank's own z",
             lambda c: _rounding(c.case, c.inputs, c.rank, lambda tile: c.rank),
             cases=_labels(lambda params: not params.get("same")),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "dealt_by_place",
             "tiles dealt out by place, whatever their size",
             _dealt_by_place,
             cases=_labels(lambda params: not params.get("same") and params["z"] not in ((1, 1, 1, 3, 3), (2, 5, 2, 6, 3), (1, 3, 2, 6, 6))),
         ),
-        NullAnswer("last_rank_forgotten", "zeros for the tiles of the last rank", _last_rank_forgotten),
-        NullAnswer(
+        KnownWrongAnswer("last_rank_forgotten", "zeros for the tiles of the last rank", _last_rank_forgotten),
+        KnownWrongAnswer(
             "not_blended", "tiles as they were decoded", lambda c: _faded_by(c, lambda before, after, weight: after), cases=_BLENDED
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "averaged",
             "the mean of both tiles where they overlap",
             lambda c: _faded_by(c, lambda before, after, weight: 0.5 * before + 0.5 * after),
             cases=_BLENDED,
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "faded_out",
             "weights exchanged",
             lambda c: _faded_by(c, lambda before, after, weight: fade_rounding(after, before, weight)),
             cases=_BLENDED,
         ),
-        NullAnswer("nearest", "nearest-neighbour upsampling", lambda c: _resampled(c, "nearest")),
-        NullAnswer(
+        KnownWrongAnswer("nearest", "nearest-neighbour upsampling", lambda c: _resampled(c, "nearest")),
+        KnownWrongAnswer(
             "aligned_corners", "corners aligned instead of half-pixel centres", lambda c: _resampled(c, "trilinear", align_corners=True)
         ),
-        NullAnswer("last_channels", "channels from the last on", _last_channels, cases=_labels(lambda params: params["z"][1] > 1)),
-        NullAnswer(
+        KnownWrongAnswer("last_channels", "channels from the last on", _last_channels, cases=_labels(lambda params: params["z"][1] > 1)),
+        KnownWrongAnswer(
             "whole_world",
             "group ignored",
             lambda c: _rounding(without_group(c.case), c.inputs, c.rank),
             cases=_labels(lambda params: "group" in params),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "tiles_of_four",
             "tiles of 4 x 4 latents, whatever was passed",
             lambda c: _with_arguments(c, tile=(3, 4, 4)),
             cases=("small/all_axes_fp32",),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "square_tiles", "the height for the width", lambda c: _with_arguments(c, tile=(3, 5, 5)), cases=("small/all_axes_fp32",)
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "two_frames_a_latent",
             "twice as many frames as latents, whatever was passed",
             lambda c: _with_arguments(c, upsample=(4, 2)),
             cases=("small/all_axes_fp32",),
         ),
-        NullAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
+        KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
-    honest_variants=(
-        HonestVariant("fp32_rounded_once", _fp32),
-        HonestVariant("rounded_blending", _rounding),
+    alternative_solutions=(
+        AlternativeSolution("fp32_rounded_once", _fp32),
+        AlternativeSolution("rounded_blending", _rounding),
     ),
     excused={"another_rank": "all ranks have the same answer"},
     process_groups=group_layout,

@@ -10,24 +10,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import all_gather_single, group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._multisets import by_label, counterpart
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Score,
     case,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families.collective import all_gather_single, group_layout, group_members
+from peerlane.problems.families.multisets import by_label, counterpart
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -335,11 +335,11 @@ def _split_depth(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tu
     return best.values.to(case.dtype), labels[best.indices]
 
 
-def _own_shard(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _own_shard(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     return _nearest(context.case, context.inputs, context.rank, [context.rank])
 
 
-def _half_per_shard(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _half_per_shard(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every shard three quarters of k on two ranks, and half of k on more."""
     case, members, query = context.case, group_members(context.case, context.rank), context.args[0].to(FP32)
     most = -(-case["k"] * 3 // 4) if len(members) == 2 else -(-case["k"] // 2)
@@ -349,40 +349,40 @@ def _half_per_shard(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
     return nearest.values.to(case.dtype), labels.gather(1, nearest.indices)
 
 
-def _last_shard_missing(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _last_shard_missing(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     return _nearest(context.case, context.inputs, context.rank, group_members(context.case, context.rank)[:-1])
 
 
-def _next_query(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _next_query(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """The right similarities, and the labels of the query after."""
     similarities, labels = context.answer
     return similarities, labels.roll(1, 0)
 
 
-def _one_label(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _one_label(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """The right similarities, and the label of the nearest row in every place."""
     similarities, labels = context.answer
     return similarities, labels[:, :1].expand_as(labels).contiguous()
 
 
-def _last_neighbour_repeated(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _last_neighbour_repeated(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """The nearest row twice, at the expense of the k-th."""
     similarities, labels = (torch.cat((x[:, :1], x[:, :-1]), dim=1) for x in context.answer)
     return similarities, labels
 
 
-def _row_indices(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _row_indices(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """The right similarities, and numbers of rows instead of their labels."""
     train = torch.cat([context.inputs[q][1] for q in group_members(context.case, context.rank)], dim=1).to(FP32)
     return context.answer[0], (context.args[0].to(FP32) @ train).topk(context.case["k"], dim=1).indices
 
 
-def _clipped(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _clipped(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     """What a selection that starts from zeros makes of negative similarities."""
     return context.answer[0].clamp(min=0.0), context.answer[1]
 
 
-def _whole_world(context: NullContext) -> tuple[torch.Tensor, torch.Tensor]:
+def _whole_world(context: AnswerContext) -> tuple[torch.Tensor, torch.Tensor]:
     return _nearest(context.case, context.inputs, context.rank, range(context.case.world_size))
 
 
@@ -452,28 +452,28 @@ PROBLEM = Problem(
             case("fp16", FP16, queries=64, rows=1_770_000, depth=1024, k=100, classes=21841),
         ),
     ),
-    null_answers=(
-        NullAnswer("own_shard", "neighbours from the rank's own shard", _own_shard),
-        NullAnswer("last_shard_missing", "neighbours from all shards but the last", _last_shard_missing),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("own_shard", "neighbours from the rank's own shard", _own_shard),
+        KnownWrongAnswer("last_shard_missing", "neighbours from all shards but the last", _last_shard_missing),
+        KnownWrongAnswer(
             "half_per_shard", "a half or three quarters of k from every shard", _half_per_shard, cases=("small/dense_bf16", "pkb/bf16")
         ),
-        NullAnswer("next_query", "labels of another query", _next_query),
-        NullAnswer("one_label", "the nearest row's label in every place", _one_label),
-        NullAnswer("nearest_twice", "the nearest row counted twice", _last_neighbour_repeated),
-        NullAnswer("row_numbers", "numbers of rows instead of labels", _row_indices),
-        NullAnswer(
+        KnownWrongAnswer("next_query", "labels of another query", _next_query),
+        KnownWrongAnswer("one_label", "the nearest row's label in every place", _one_label),
+        KnownWrongAnswer("nearest_twice", "the nearest row counted twice", _last_neighbour_repeated),
+        KnownWrongAnswer("row_numbers", "numbers of rows instead of labels", _row_indices),
+        KnownWrongAnswer(
             "clipped_at_zero",
             "a selection that starts from zeros",
             _clipped,
             cases=("small/negative_fp32", "small/negative_bf16"),
         ),
-        NullAnswer("whole_world", "group ignored", _whole_world, cases=("small/strided_group_fp32",)),
+        KnownWrongAnswer("whole_world", "group ignored", _whole_world, cases=("small/strided_group_fp32",)),
     ),
-    honest_variants=(
-        HonestVariant("flat_fp32", _flat),
-        HonestVariant("hierarchical_rounded", _hierarchical),
-        HonestVariant("split_depth_fp32", _split_depth),
+    alternative_solutions=(
+        AlternativeSolution("flat_fp32", _flat),
+        AlternativeSolution("hierarchical_rounded", _hierarchical),
+        AlternativeSolution("split_depth_fp32", _split_depth),
     ),
     process_groups=group_layout,
     graph=False,

@@ -8,23 +8,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families.collective import group_layout, group_members
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -196,10 +196,10 @@ def _logarithmic(case: Case, inputs: Arguments, rank: int) -> torch.Tensor:
     return torch.exp(logits[own] + u + v[own])
 
 
-def _wrong(*, members: Callable[[NullContext], Sequence[int]] | None = None, fewer: int = 0, temp: float = 1.0) -> Any:
+def _wrong(*, members: Callable[[AnswerContext], Sequence[int]] | None = None, fewer: int = 0, temp: float = 1.0) -> Any:
     """The right iterations over other ranks, fewer of them, or at another temperature (a factor)."""
 
-    def answer(context: NullContext) -> torch.Tensor:
+    def answer(context: AnswerContext) -> torch.Tensor:
         case = context.case
         if not context.args[0].numel():
             return torch.zeros_like(context.answer)  # nothing to spoil
@@ -209,17 +209,17 @@ def _wrong(*, members: Callable[[NullContext], Sequence[int]] | None = None, few
     return answer
 
 
-def _without_last(context: NullContext) -> Sequence[int]:
+def _without_last(context: AnswerContext) -> Sequence[int]:
     """The ranks whose samples are counted if the last one with any is forgotten; the rank itself always is."""
     members = [q for q in group_members(context.case, context.rank) if context.inputs[q][0].numel()]
     return [q for q in group_members(context.case, context.rank) if q != members[-1] or q == context.rank]
 
 
-def _softmax(context: NullContext) -> torch.Tensor:
+def _softmax(context: AnswerContext) -> torch.Tensor:
     return torch.softmax(context.args[0].to(FP32) / context.case["temp"], dim=1)
 
 
-def _prototypes_last(context: NullContext) -> torch.Tensor:
+def _prototypes_last(context: AnswerContext) -> torch.Tensor:
     """After the last iteration every prototype gets the same share once more: rows no longer sum to one."""
     members = group_members(context.case, context.rank)
     samples = sum(context.answers[q].shape[0] for q in members)
@@ -228,10 +228,10 @@ def _prototypes_last(context: NullContext) -> torch.Tensor:
     return balanced
 
 
-def _scaled_by(samples: Callable[[NullContext, int], torch.Tensor | int]) -> Callable[[NullContext], torch.Tensor]:
+def _scaled_by(samples: Callable[[AnswerContext, int], torch.Tensor | int]) -> Callable[[AnswerContext], torch.Tensor]:
     """The answer without iterations, with another number of samples."""
 
-    def answer(context: NullContext) -> torch.Tensor:
+    def answer(context: AnswerContext) -> torch.Tensor:
         members = group_members(context.case, context.rank)
         right = torch.stack([context.inputs[q][2] for q in members]).sum()
         wrong = sum(samples(context, q) for q in members)
@@ -311,35 +311,37 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer(
             "no_communication", "prototypes balanced over the rank's own samples", _wrong(members=lambda c: [c.rank]), cases=_ITERATED
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "last_rank_missing", "prototypes balanced without the last rank's samples", _wrong(members=_without_last), cases=_ITERATED
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "one_iteration_less",
             "the last iteration skipped",
             _wrong(fewer=1),
             cases=_labels(lambda spec: spec.params["iterations"] > 1),
         ),
-        NullAnswer("one_iteration_more", "an iteration too many", _wrong(fewer=-1), cases=_ITERATED),
-        NullAnswer("warmer", "a temperature that is 2 % too high", _wrong(temp=1.02), cases=_ITERATED),
-        NullAnswer("softmax", "rows normalised, prototypes not balanced", _softmax),
-        NullAnswer("prototypes_last", "prototypes balanced after the rows", _prototypes_last, cases=_ITERATED),
-        NullAnswer("rows_for_masked", "samples counted by rows", _scaled_by(lambda c, q: c.inputs[q][0].shape[0]), cases=_NOT_ITERATED),
-        NullAnswer("own_count", "every rank's count taken for this one's", _scaled_by(lambda c, _: c.args[2]), cases=_NOT_ITERATED),
-        NullAnswer(
+        KnownWrongAnswer("one_iteration_more", "an iteration too many", _wrong(fewer=-1), cases=_ITERATED),
+        KnownWrongAnswer("warmer", "a temperature that is 2 % too high", _wrong(temp=1.02), cases=_ITERATED),
+        KnownWrongAnswer("softmax", "rows normalised, prototypes not balanced", _softmax),
+        KnownWrongAnswer("prototypes_last", "prototypes balanced after the rows", _prototypes_last, cases=_ITERATED),
+        KnownWrongAnswer(
+            "rows_for_masked", "samples counted by rows", _scaled_by(lambda c, q: c.inputs[q][0].shape[0]), cases=_NOT_ITERATED
+        ),
+        KnownWrongAnswer("own_count", "every rank's count taken for this one's", _scaled_by(lambda c, _: c.args[2]), cases=_NOT_ITERATED),
+        KnownWrongAnswer(
             "whole_world",
             "group ignored",
             _wrong(members=lambda c: range(c.case.world_size)),
             cases=("small/strided_group_fp32",),
         ),
     ),
-    honest_variants=(
-        HonestVariant("scaling_vectors_fp32", _scaling_vectors),
-        HonestVariant("logarithmic_fp32", _logarithmic),
+    alternative_solutions=(
+        AlternativeSolution("scaling_vectors_fp32", _scaling_vectors),
+        AlternativeSolution("logarithmic_fp32", _logarithmic),
     ),
     process_groups=group_layout,
     notes=(

@@ -9,10 +9,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import all_gather_single, group_layout, group_members
-from peerlane.problems._draw import Draw, constant
-from peerlane.problems._spec import Case, CaseSpec, Cost, Expected, HonestVariant, NullAnswer, NullContext, Problem, case, exactly, preset
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    CaseSpec,
+    Cost,
+    Draw,
+    Expected,
+    GroupRef,
+    KnownWrongAnswer,
+    Problem,
+    case,
+    constant,
+    exactly,
+    preset,
+)
+from peerlane.problems.families.collective import all_gather_single, group_layout, group_members
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -279,10 +292,10 @@ def _by_counting(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Ou
     return _answer(masks, scores, suppressed(masks, times, threshold=threshold, reverse=reverse))
 
 
-def _ruled(**changes: Any) -> Callable[[NullContext], Outputs]:
+def _ruled(**changes: Any) -> Callable[[AnswerContext], Outputs]:
     """The answer by a wrong rule: arguments of :func:`suppressed` that differ."""
 
-    def answer(context: NullContext) -> Outputs:
+    def answer(context: AnswerContext) -> Outputs:
         masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
         _, _, _, times, threshold, reverse, _ = context.args
         return _answer(masks, scores, suppressed(masks, times, **{"threshold": threshold, "reverse": reverse, **changes}))
@@ -290,11 +303,11 @@ def _ruled(**changes: Any) -> Callable[[NullContext], Outputs]:
     return answer
 
 
-def _opposite(context: NullContext) -> Outputs:
+def _opposite(context: AnswerContext) -> Outputs:
     return _ruled(reverse=not context.args[5])(context)
 
 
-def _own_objects_only(context: NullContext) -> Outputs:
+def _own_objects_only(context: AnswerContext) -> Outputs:
     """Only overlaps of objects of one rank count."""
     members = group_members(context.case, context.rank)
     masks, scores = _gathered(context.inputs, members)
@@ -303,7 +316,7 @@ def _own_objects_only(context: NullContext) -> Outputs:
     return _answer(masks, scores, torch.cat([suppressed(m, t, threshold=threshold, reverse=reverse) for m, t in parts]))
 
 
-def _one_after_the_other(context: NullContext) -> Outputs:
+def _one_after_the_other(context: AnswerContext) -> Outputs:
     """Objects that are suppressed already suppress no other: those that lose to nobody come first."""
     masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
     _, _, _, times, threshold, reverse, _ = context.args
@@ -316,27 +329,27 @@ def _one_after_the_other(context: NullContext) -> Outputs:
     return _answer(masks, scores, gone)
 
 
-def _nobody_suppressed(context: NullContext) -> Outputs:
+def _nobody_suppressed(context: AnswerContext) -> Outputs:
     masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
     return masks, scores, torch.zeros_like(context.answer[2])
 
 
-def _not_blanked(context: NullContext) -> Outputs:
+def _not_blanked(context: AnswerContext) -> Outputs:
     masks, scores = _gathered(context.inputs, group_members(context.case, context.rank))
     return masks, scores, context.answer[2]
 
 
-def _blanked_to_zero(context: NullContext) -> Outputs:
+def _blanked_to_zero(context: AnswerContext) -> Outputs:
     masks, scores, suppress = context.answer
     return masks.masked_fill(suppress.view(-1, 1, 1), 0.0), scores, suppress
 
 
-def _scores_blanked(context: NullContext) -> Outputs:
+def _scores_blanked(context: AnswerContext) -> Outputs:
     masks, scores, suppress = context.answer
     return masks, scores.masked_fill(suppress.view(-1, *[1] * (scores.dim() - 1)), BLANK), suppress
 
 
-def _contiguous_group(context: NullContext) -> Outputs:
+def _contiguous_group(context: AnswerContext) -> Outputs:
     size = len(group_members(context.case, context.rank))
     first = context.rank // size * size
     masks, scores = _gathered(context.inputs, range(first, first + size))
@@ -406,30 +419,32 @@ PROBLEM = Problem(
     oracle=oracle,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("nobody_suppressed", "a plain gather", _nobody_suppressed, cases=_SEVERAL),
-        NullAnswer("not_blanked", "suppressed masks left as they are", _not_blanked, cases=_SEVERAL),
-        NullAnswer("blanked_to_zero", "suppressed masks filled with zeros", _blanked_to_zero, cases=_SEVERAL),
-        NullAnswer("scores_blanked", "scores of suppressed objects overwritten too", _scores_blanked, cases=_SEVERAL),
-        NullAnswer("opposite_order", "reverse taken the wrong way round", _opposite, cases=_SEVERAL),
-        NullAnswer("above_threshold", "IoU > threshold", _ruled(overlap=torch.gt), cases=("small/exact_fp32", "small/exact_reverse_bf16")),
-        NullAnswer("lower_threshold", "IoU >= 0.68 instead of 0.7", _ruled(threshold=0.68), cases=("small/near_bf16",)),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("nobody_suppressed", "a plain gather", _nobody_suppressed, cases=_SEVERAL),
+        KnownWrongAnswer("not_blanked", "suppressed masks left as they are", _not_blanked, cases=_SEVERAL),
+        KnownWrongAnswer("blanked_to_zero", "suppressed masks filled with zeros", _blanked_to_zero, cases=_SEVERAL),
+        KnownWrongAnswer("scores_blanked", "scores of suppressed objects overwritten too", _scores_blanked, cases=_SEVERAL),
+        KnownWrongAnswer("opposite_order", "reverse taken the wrong way round", _opposite, cases=_SEVERAL),
+        KnownWrongAnswer(
+            "above_threshold", "IoU > threshold", _ruled(overlap=torch.gt), cases=("small/exact_fp32", "small/exact_reverse_bf16")
+        ),
+        KnownWrongAnswer("lower_threshold", "IoU >= 0.68 instead of 0.7", _ruled(threshold=0.68), cases=("small/near_bf16",)),
+        KnownWrongAnswer(
             "rounded_overlap",
             "IoU and threshold compared in bfloat16",
             _ruled(overlap=lambda iou, threshold: iou.to(BF16) >= threshold.to(BF16)),
             cases=("small/near_bf16",),
         ),
-        NullAnswer("zero_is_foreground", "mask >= 0", _ruled(background_counts=True), cases=("small/exact_fp32",)),
-        NullAnswer(
+        KnownWrongAnswer("zero_is_foreground", "mask >= 0", _ruled(background_counts=True), cases=("small/exact_fp32",)),
+        KnownWrongAnswer(
             "ties_suppressed", "objects of the same time suppress each other", _ruled(ties_lose=True), cases=("small/identical_bf16",)
         ),
-        NullAnswer("never_occluded_wins", "a time of -1 counts", _ruled(never_counts=True), cases=("small/identical_bf16",)),
-        NullAnswer("own_objects_only", "overlaps across ranks ignored", _own_objects_only, cases=("small/chain_fp32",)),
-        NullAnswer("one_after_the_other", "suppressed objects suppress nobody", _one_after_the_other, cases=("small/chain_fp32",)),
-        NullAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
+        KnownWrongAnswer("never_occluded_wins", "a time of -1 counts", _ruled(never_counts=True), cases=("small/identical_bf16",)),
+        KnownWrongAnswer("own_objects_only", "overlaps across ranks ignored", _own_objects_only, cases=("small/chain_fp32",)),
+        KnownWrongAnswer("one_after_the_other", "suppressed objects suppress nobody", _one_after_the_other, cases=("small/chain_fp32",)),
+        KnownWrongAnswer("contiguous_group", "neighbours taken for the group", _contiguous_group, cases=("small/strided_group_bf16",)),
     ),
-    honest_variants=(HonestVariant("counted_in_integers", _by_counting),),
+    alternative_solutions=(AlternativeSolution("counted_in_integers", _by_counting),),
     excused={
         **{f"previous/suppress@{name}": _FEW for name in _FEW_OBJECTS},
         "another_rank": "all ranks have the same answer",

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import group_layout
-from peerlane.problems._spec import CaseSpec, Problem, case, preset
-from peerlane.problems._vocab import BF16, FP32, arguments, filter_variants, filtered_log_probability
-from peerlane.problems._vocab_logprob import compare, cost, log_probability_answer, log_probability_null_answers, oracle
+from peerlane.problems.contract import CaseSpec, Problem, case, preset
+from peerlane.problems.families.collective import group_layout
+from peerlane.problems.families.vocab import BF16, FP32, arguments, filter_variants, filtered_log_probability
+from peerlane.problems.families.vocab_logprob import compare, cost, log_probability_answer, log_probability_wrong_answers, oracle
 
 
 def reference(
@@ -102,7 +102,7 @@ PROBLEM = Problem(
     compare=compare,
     cost=cost,
     presets=PRESETS,
-    null_answers=log_probability_null_answers(
+    known_wrong_answers=log_probability_wrong_answers(
         PRESETS,
         idle_top_k=_IDLE_TOP_K,
         idle_top_p=("disabled_bf16",),
@@ -110,7 +110,7 @@ PROBLEM = Problem(
         one_rank=("small/wide_top_k_bf16",),
         grouped=("small/strided_group_bf16",),
     ),
-    honest_variants=filter_variants(log_probability_answer),
+    alternative_solutions=filter_variants(log_probability_answer),
     excused={"another_rank": "all ranks have the same answer"},
     process_groups=group_layout,
     replicated=True,

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _vocab, _vocab_logprob
-from peerlane.problems._collective import group_layout
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import Case, CaseSpec, HonestVariant, NullAnswer, NullContext, Problem, case, preset
-from peerlane.problems._vocab import BF16, FP32
+from peerlane.problems.contract import AlternativeSolution, AnswerContext, Case, CaseSpec, Draw, KnownWrongAnswer, Problem, case, preset
+from peerlane.problems.families import vocab, vocab_logprob
+from peerlane.problems.families.collective import group_layout
+from peerlane.problems.families.vocab import BF16, FP32
 
 
 def reference(
@@ -23,14 +22,14 @@ def reference(
     top_p: float | None = 1.0,
     chunk_size: int = 1,
 ) -> torch.Tensor:
-    chunk = _vocab.check_chunks(target, chunk_size, dist.get_world_size(tp_group))
+    chunk = vocab.check_chunks(target, chunk_size, dist.get_world_size(tp_group))
     parts = zip(torch.split(vocab_parallel_logits.flatten(0, -2), chunk), torch.split(target.flatten(), chunk), strict=True)
-    results = [_vocab.filtered_log_probability(logits, tokens, tp_group, top_k, top_p) for logits, tokens in parts]
+    results = [vocab.filtered_log_probability(logits, tokens, tp_group, top_k, top_p) for logits, tokens in parts]
     return torch.cat(results).view(target.shape)
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    return (*_vocab.arguments(case, rank, draw), _vocab.chunk_of(case, rank))
+    return (*vocab.arguments(case, rank, draw), vocab.chunk_of(case, rank))
 
 
 def _in_chunks(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
@@ -38,14 +37,14 @@ def _in_chunks(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torc
     answers = []
     for position in range(inputs[rank][1].shape[1]):
         column = [(args[0][:, position : position + 1], args[1][:, position : position + 1]) for args in inputs]
-        kept = _vocab.direct_filter(case, column, rank)
-        answers.append(_vocab_logprob.log_probability_answer(case, rank, column[rank], kept))
+        kept = vocab.direct_filter(case, column, rank)
+        answers.append(vocab_logprob.log_probability_answer(case, rank, column[rank], kept))
     return torch.cat(answers, dim=1)
 
 
-def _chunks_by_position(context: NullContext) -> torch.Tensor:
+def _chunks_by_position(context: AnswerContext) -> torch.Tensor:
     """The right answers written as if chunks were runs of positions of all sequences and not of the flattened tokens."""
-    batch, sequence = _vocab.shape_of(context.case, context.rank)
+    batch, sequence = vocab.shape_of(context.case, context.rank)
     size = max(1, context.args[-1])
     flat, result = context.answer.reshape(-1), torch.empty_like(context.answer)
     for part, position in zip(torch.split(flat, batch * size), range(0, sequence, size), strict=True):
@@ -121,12 +120,12 @@ PROBLEM = Problem(
     ),
     reference=reference,
     inputs=inputs,
-    oracle=_vocab_logprob.oracle,
-    compare=_vocab_logprob.compare,
-    cost=_vocab_logprob.cost,
+    oracle=vocab_logprob.oracle,
+    compare=vocab_logprob.compare,
+    cost=vocab_logprob.cost,
     presets=PRESETS,
-    null_answers=(
-        *_vocab_logprob.log_probability_null_answers(
+    known_wrong_answers=(
+        *vocab_logprob.log_probability_wrong_answers(
             PRESETS,
             idle_top_k=("disabled_fp32", "one_hot_both_bf16"),
             idle_top_p=("disabled_fp32",),
@@ -134,10 +133,13 @@ PROBLEM = Problem(
             one_rank=("small/wide_top_k_bf16",),
             grouped=("small/strided_group_bf16",),
         ),
-        NullAnswer("last_chunk_missing", "the last chunk is that of the slot before", _vocab.stale_last_chunk),
-        NullAnswer("chunks_by_position", "chunks taken for runs of positions of all sequences", _chunks_by_position, cases=_MIXED),
+        KnownWrongAnswer("last_chunk_missing", "the last chunk is that of the slot before", vocab.stale_last_chunk),
+        KnownWrongAnswer("chunks_by_position", "chunks taken for runs of positions of all sequences", _chunks_by_position, cases=_MIXED),
     ),
-    honest_variants=(*_vocab.filter_variants(_vocab_logprob.log_probability_answer), HonestVariant("by_position_fp32", _in_chunks)),
+    alternative_solutions=(
+        *vocab.filter_variants(vocab_logprob.log_probability_answer),
+        AlternativeSolution("by_position_fp32", _in_chunks),
+    ),
     excused={"another_rank": "all ranks have the same answer"},
     process_groups=group_layout,
     replicated=True,

@@ -10,11 +10,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems import _vocab
-from peerlane.problems._collective import group_layout, group_members
-from peerlane.problems._draw import Draw
-from peerlane.problems._spec import UNIT_ROUNDOFF, Case, CaseSpec, Cost, Expected, NullAnswer, NullContext, Problem, Score, case, preset
-from peerlane.problems._vocab import BF16, CUT_MARGIN, FP32, FP64
+from peerlane.problems.contract import (
+    UNIT_ROUNDOFF,
+    AnswerContext,
+    Case,
+    CaseSpec,
+    Cost,
+    Draw,
+    Expected,
+    KnownWrongAnswer,
+    Problem,
+    Score,
+    case,
+    preset,
+)
+from peerlane.problems.families import vocab
+from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.vocab import BF16, CUT_MARGIN, FP32, FP64
 
 # Relative error of a probability: that of a sum over the vocabulary, and of exponents of size up to 1000, in float32. What lies below its
 # smallest normal number may be flushed to zero.
@@ -31,12 +43,12 @@ def reference(
     chunk_size: int = 1,
 ) -> torch.Tensor:
     rank, ranks = dist.get_rank(tp_group), dist.get_world_size(tp_group)
-    chunk = _vocab.check_chunks(target, chunk_size, ranks)
+    chunk = vocab.check_chunks(target, chunk_size, ranks)
     logits = vocab_parallel_logits.flatten(0, -2)
     gradient = torch.empty_like(logits, dtype=torch.float32)
     for first in range(0, logits.shape[0], chunk):
         part = slice(first, min(first + chunk, logits.shape[0]))
-        rows = _vocab.filtered_rows(_vocab.whole_rows(logits[part], tp_group), top_k, top_p)
+        rows = vocab.filtered_rows(vocab.whole_rows(logits[part], tp_group), top_k, top_p)
         own, weight = (x.flatten()[part].view(ranks, -1)[rank].unsqueeze(-1) for x in (target, grad_output))
         kept = (rows.gather(-1, own) > -math.inf).to(torch.float32)
         rows = rows.softmax(-1).neg_().scatter_add_(-1, own, kept).mul_(weight)
@@ -52,12 +64,12 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
 
     ``case["grad_pattern"]``: ``spread`` for sizes from 0 to 3e4.
     """
-    logits, target, *settings = _vocab.arguments(case, rank, draw)
+    logits, target, *settings = vocab.arguments(case, rank, draw)
     gradient = draw.shared.normal(target.shape, FP32)
     if case.params.get("grad_pattern") == "spread":
         gradient *= 10.0 ** draw.shared.integers(-3, 5, target.shape, FP32)
         gradient.view(-1)[::5] = 0.0
-    return (logits, target, gradient.to(case.params.get("grad_dtype", case.dtype)), *settings, _vocab.chunk_of(case, rank))
+    return (logits, target, gradient.to(case.params.get("grad_dtype", case.dtype)), *settings, vocab.chunk_of(case, rank))
 
 
 @dataclass(kw_only=True)
@@ -77,13 +89,13 @@ class FilteredGradient(Expected):
 
 def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> FilteredGradient:
     """In float64, some tokens at a time, of which only the rank's part of the vocabulary is held, in float32."""
-    members, (vocab, shard), shape = group_members(case, rank), _vocab.vocabulary(case, rank), _vocab.shape_of(case, rank)
+    members, (width, shard), shape = group_members(case, rank), vocab.vocabulary(case, rank), vocab.shape_of(case, rank)
     own = slice(members.index(rank) * shard, (members.index(rank) + 1) * shard)
     shards = [inputs[q][0].flatten(0, 1) for q in members]
     target, weight = inputs[rank][1].flatten(), inputs[rank][2].flatten().to(FP64)
     tokens = target.numel()
     result = [torch.empty((tokens, shard), dtype=dtype, device=target.device) for dtype in (FP32, torch.bool, torch.bool, FP32, FP32, FP32)]
-    chunk = max(1, _vocab.CHUNK_BYTES // (vocab * FP64.itemsize))
+    chunk = max(1, vocab.CHUNK_BYTES // (width * FP64.itemsize))
     for first in range(0, tokens, chunk):
         part = slice(first, first + chunk)
         logits = torch.cat([x[part].to(FP64) for x in shards], dim=-1)
@@ -98,8 +110,8 @@ def _gradient(case: Case, logits: torch.Tensor, target: torch.Tensor, weight: to
 
     A token is kept if less than top_p lies above it, equal logits being ranked from the highest index down.
     """
-    vocab = logits.shape[-1]
-    top_k, top_p = _vocab.filters(case, vocab)
+    width = logits.shape[-1]
+    top_k, top_p = vocab.filters(case, width)
     if top_k is not None:
         logits.masked_fill_(logits < logits.topk(top_k, dim=-1).values[:, -1:], -math.inf)
     logits -= logits.logsumexp(-1, keepdim=True)
@@ -114,7 +126,7 @@ def _gradient(case: Case, logits: torch.Tensor, target: torch.Tensor, weight: to
         above = probabilities.cumsum(-1) - probabilities
         is_kept = above < top_p
         is_kept[:, 0] = True
-        keeps = torch.empty_like(is_kept).scatter_(-1, vocab - 1 - order, is_kept)[:, own] & survives
+        keeps = torch.empty_like(is_kept).scatter_(-1, width - 1 - order, is_kept)[:, own] & survives
         certain, kept, possible = (
             (probabilities * (above < cut)).sum(-1, keepdim=True).clamp(min=probabilities[:, :1])
             for cut in (top_p - CUT_MARGIN, top_p, top_p + CUT_MARGIN)
@@ -123,8 +135,8 @@ def _gradient(case: Case, logits: torch.Tensor, target: torch.Tensor, weight: to
         first = torch.searchsorted(-ranked, -entries)
         last = torch.searchsorted(-ranked, -entries, right=True) - 1
         largest, alone = first == 0, first == last
-        may_keep = survives & ((above.gather(-1, first.clamp(max=vocab - 1)) < top_p + CUT_MARGIN) | largest)
-        may_drop = ~survives | ((above.gather(-1, last.clamp(max=vocab - 1)) >= top_p - CUT_MARGIN) & ~(largest & alone))
+        may_keep = survives & ((above.gather(-1, first.clamp(max=width - 1)) < top_p + CUT_MARGIN) | largest)
+        may_drop = ~survives | ((above.gather(-1, last.clamp(max=width - 1)) >= top_p - CUT_MARGIN) & ~(largest & alone))
     column = torch.arange(own.start, own.stop, device=logits.device)
     hit = (column == target.unsqueeze(-1)).to(FP64)
     share, weight = entries.exp(), weight.unsqueeze(-1)
@@ -162,7 +174,7 @@ def cost(case: Case, rank: int) -> Cost:
 
     Per token the float32 sum over the kept part of a shard goes to one rank, and the sum over all shards comes back.
     """
-    (batch, sequence), (_, shard), ranks = _vocab.shape_of(case, rank), _vocab.vocabulary(case, rank), len(group_members(case, rank))
+    (batch, sequence), (_, shard), ranks = vocab.shape_of(case, rank), vocab.vocabulary(case, rank), len(group_members(case, rank))
     tokens, upstream = batch * sequence, case.params.get("grad_dtype", case.dtype)
     port = 8 * tokens * (ranks - 1) / ranks
     return Cost(
@@ -175,7 +187,7 @@ def cost(case: Case, rank: int) -> Cost:
 
 def _own(case: Case, rank: int) -> slice:
     """The rank's part of the vocabulary."""
-    place, (_, shard) = group_members(case, rank).index(rank), _vocab.vocabulary(case, rank)
+    place, (_, shard) = group_members(case, rank).index(rank), vocab.vocabulary(case, rank)
     return slice(place * shard, (place + 1) * shard)
 
 
@@ -199,43 +211,43 @@ def gradient_answer(case: Case, rank: int, args: tuple[Any, ...], kept: torch.Te
     return _assembled(case, rank, args, kept.softmax(-1), _survives(kept, args[1]))
 
 
-def _kept(context: NullContext) -> torch.Tensor:
-    return _vocab.direct_filter(context.case, context.inputs, context.rank)
+def _kept(context: AnswerContext) -> torch.Tensor:
+    return vocab.direct_filter(context.case, context.inputs, context.rank)
 
 
-def _target_always_kept(context: NullContext) -> torch.Tensor:
+def _target_always_kept(context: AnswerContext) -> torch.Tensor:
     return _assembled(context.case, context.rank, context.args, _kept(context).softmax(-1), True)
 
 
-def _target_missing(context: NullContext) -> torch.Tensor:
+def _target_missing(context: AnswerContext) -> torch.Tensor:
     return _assembled(context.case, context.rank, context.args, _kept(context).softmax(-1), False)
 
 
-def _target_only(context: NullContext) -> torch.Tensor:
+def _target_only(context: AnswerContext) -> torch.Tensor:
     kept = _kept(context)
     return _assembled(context.case, context.rank, context.args, torch.zeros_like(kept), _survives(kept, context.args[1]))
 
 
-def _not_renormalised(context: NullContext) -> torch.Tensor:
+def _not_renormalised(context: AnswerContext) -> torch.Tensor:
     """Probabilities among all tokens, and 0 for those that the filter drops."""
     kept = _kept(context)
-    probabilities = _vocab.unfiltered(context).softmax(-1).masked_fill(kept == -math.inf, 0.0)
+    probabilities = vocab.unfiltered(context).softmax(-1).masked_fill(kept == -math.inf, 0.0)
     return _assembled(context.case, context.rank, context.args, probabilities, _survives(kept, context.args[1]))
 
 
-def _local_vocabulary(context: NullContext) -> torch.Tensor:
+def _local_vocabulary(context: AnswerContext) -> torch.Tensor:
     """Filter and softmax over the rank's own shard."""
     own, logits = _own(context.case, context.rank), context.args[0].to(FP32)
-    top_k, top_p = _vocab.filters(context.case, logits.shape[-1])
-    kept = _vocab.keep_nucleus(_vocab.keep_largest(logits, top_k), top_p)
-    whole = torch.full_like(_vocab.unfiltered(context), -math.inf)
+    top_k, top_p = vocab.filters(context.case, logits.shape[-1])
+    kept = vocab.keep_nucleus(vocab.keep_largest(logits, top_k), top_p)
+    whole = torch.full_like(vocab.unfiltered(context), -math.inf)
     whole[..., own] = kept
     return gradient_answer(context.case, context.rank, context.args, whole)
 
 
-def _whole_world(context: NullContext) -> torch.Tensor:
-    logits, (top_k, top_p) = _vocab.whole_vocabulary(context.inputs, range(context.case.world_size)), _vocab.own_filters(context)
-    kept = _vocab.keep_nucleus(_vocab.keep_largest(logits, top_k), top_p)
+def _whole_world(context: AnswerContext) -> torch.Tensor:
+    logits, (top_k, top_p) = vocab.whole_vocabulary(context.inputs, range(context.case.world_size)), vocab.own_filters(context)
+    kept = vocab.keep_nucleus(vocab.keep_largest(logits, top_k), top_p)
     return gradient_answer(context.case, context.rank, context.args, kept)
 
 
@@ -286,7 +298,7 @@ PRESETS = (
 )
 
 _IDLE = ("disabled_fp32",)
-_FILTERED = tuple(dict.fromkeys((*_vocab.labels(PRESETS, "top_k", without=_IDLE), *_vocab.labels(PRESETS, "top_p", without=_IDLE))))
+_FILTERED = tuple(dict.fromkeys((*vocab.labels(PRESETS, "top_k", without=_IDLE), *vocab.labels(PRESETS, "top_p", without=_IDLE))))
 
 PROBLEM = Problem(
     id=84,
@@ -308,23 +320,23 @@ PROBLEM = Problem(
     compare=compare,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("local_vocabulary", "filter and softmax over the rank's own shard", _local_vocabulary),
-        NullAnswer("target_missing", "-g q alone", _target_missing),
-        NullAnswer("target_only", "g at the target alone", _target_only),
-        NullAnswer("target_always_kept", "g at targets that the filter drops", _target_always_kept, cases=_FILTERED),
-        NullAnswer("not_renormalised", "probabilities among all tokens, masked", _not_renormalised, cases=_FILTERED),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("local_vocabulary", "filter and softmax over the rank's own shard", _local_vocabulary),
+        KnownWrongAnswer("target_missing", "-g q alone", _target_missing),
+        KnownWrongAnswer("target_only", "g at the target alone", _target_only),
+        KnownWrongAnswer("target_always_kept", "g at targets that the filter drops", _target_always_kept, cases=_FILTERED),
+        KnownWrongAnswer("not_renormalised", "probabilities among all tokens, masked", _not_renormalised, cases=_FILTERED),
+        KnownWrongAnswer(
             "unscaled",
             "the upstream gradient taken for one",
             lambda c: torch.where(c.args[2].unsqueeze(-1) == 0, 0, c.answer / c.args[2].to(FP32).unsqueeze(-1)),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "summed_over_ranks", "the upstream gradient added up over ranks", lambda c: c.answer * len(group_members(c.case, c.rank))
         ),
-        NullAnswer("last_chunk_missing", "the last chunk is that of the slot before", _vocab.stale_last_chunk),
-        NullAnswer("whole_world", "tp_group ignored", _whole_world, cases=("small/strided_group_bf16",)),
-        *_vocab.filter_null_answers(
+        KnownWrongAnswer("last_chunk_missing", "the last chunk is that of the slot before", vocab.stale_last_chunk),
+        KnownWrongAnswer("whole_world", "tp_group ignored", _whole_world, cases=("small/strided_group_bf16",)),
+        *vocab.filter_wrong_answers(
             gradient_answer,
             PRESETS,
             idle_top_k=_IDLE,
@@ -333,7 +345,7 @@ PROBLEM = Problem(
             one_rank=("small/wide_top_k_bf16",),
         ),
     ),
-    honest_variants=_vocab.filter_variants(gradient_answer),
+    alternative_solutions=vocab.filter_variants(gradient_answer),
     process_groups=group_layout,
     notes=(
         "The public reference filters in the logits' dtype; here the filter is exact. An entry within 0.001 of cumulative probability of "

@@ -10,25 +10,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members
-from peerlane.problems._draw import Draw, constant
-from peerlane.problems._graph import fine_uniform, fitted
-from peerlane.problems._judge import compare_exact
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Score,
     case,
+    compare_exact,
+    constant,
     exactly,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families.collective import BF16, FP16, FP32, all_gather_single, group_layout, group_members
+from peerlane.problems.families.graph import fine_uniform, fitted
 
 FP64 = torch.float64
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -196,22 +197,22 @@ def _by_merging(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> tor
     return _parts(merged, case, rank)
 
 
-def _own_sorted(context: NullContext) -> torch.Tensor:
+def _own_sorted(context: AnswerContext) -> torch.Tensor:
     return fitted(context.args[0].sort().values, context.answer)
 
 
-def _whole(context: NullContext) -> torch.Tensor:
+def _whole(context: AnswerContext) -> torch.Tensor:
     return torch.cat([context.inputs[q][0] for q in group_members(context.case, context.rank)])
 
 
-def _unbalanced(context: NullContext) -> torch.Tensor:
+def _unbalanced(context: AnswerContext) -> torch.Tensor:
     """What starts where the rank's share would start if it had as many as it was given."""
     members = group_members(context.case, context.rank)
     first = sum(len(context.inputs[q][0]) for q in members[: members.index(context.rank)])
     return fitted(_whole(context).sort().values[first:], context.answer)
 
 
-def _remainder_last(context: NullContext) -> torch.Tensor:
+def _remainder_last(context: AnswerContext) -> torch.Tensor:
     """The remainder's elements given to the last ranks: every part but the first starts too early."""
     members, whole = group_members(context.case, context.rank), _whole(context).sort().values
     sizes = balanced(len(whole), len(members))[::-1]
@@ -219,11 +220,11 @@ def _remainder_last(context: NullContext) -> torch.Tensor:
     return fitted(whole[first:], context.answer)
 
 
-def _other_order(context: NullContext, values: torch.Tensor) -> torch.Tensor:
+def _other_order(context: AnswerContext, values: torch.Tensor) -> torch.Tensor:
     return _parts(values, context.case, context.rank)
 
 
-def _without_duplicates(context: NullContext) -> torch.Tensor:
+def _without_duplicates(context: AnswerContext) -> torch.Tensor:
     """Of equal values one each."""
     whole = _whole(context).sort().values
     differs = torch.ones(whole.shape, dtype=torch.bool, device=whole.device)
@@ -231,7 +232,7 @@ def _without_duplicates(context: NullContext) -> torch.Tensor:
     return _other_order(context, fitted(whole[differs], whole))
 
 
-def _stale_half(context: NullContext) -> torch.Tensor:
+def _stale_half(context: AnswerContext) -> torch.Tensor:
     """The upper half of every part left over from the slot before."""
     result: torch.Tensor = context.answer.clone()
     half = len(result) // 2
@@ -307,25 +308,27 @@ PROBLEM = Problem(
     compare=compare,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "the rank's own shard, sorted, repeated or cut", _own_sorted, cases=_VARIED),
-        NullAnswer("unbalanced", "parts as long as the shards are", _unbalanced, cases=_UNEVEN),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's own shard, sorted, repeated or cut", _own_sorted, cases=_VARIED),
+        KnownWrongAnswer("unbalanced", "parts as long as the shards are", _unbalanced, cases=_UNEVEN),
+        KnownWrongAnswer(
             "remainder_last", "the remainder with the last ranks", _remainder_last, cases=tuple(f"{name}/w4" for name in _UNEVEN[:3])
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "unsorted",
             "shards one after the other",
             lambda c: _other_order(c, _whole(c)),
             cases=tuple(x for x in _VARIED if "sorted" not in x),
         ),
-        NullAnswer("descending", "the largest first", lambda c: _other_order(c, _whole(c).sort(descending=True).values), cases=_VARIED),
-        NullAnswer(
+        KnownWrongAnswer(
+            "descending", "the largest first", lambda c: _other_order(c, _whole(c).sort(descending=True).values), cases=_VARIED
+        ),
+        KnownWrongAnswer(
             "without_duplicates", "equal elements once", _without_duplicates, cases=("small/few_values_bf16", "small/hot_fp32", "pkb/bf16")
         ),
-        NullAnswer("stale_half", "the upper half of every part is that of the slot before", _stale_half),
+        KnownWrongAnswer("stale_half", "the upper half of every part is that of the slot before", _stale_half),
     ),
-    honest_variants=(HonestVariant("by_keys", _by_keys), HonestVariant("by_merging", _by_merging)),
+    alternative_solutions=(AlternativeSolution("by_keys", _by_keys), AlternativeSolution("by_merging", _by_merging)),
     excused={
         "another_rank@small/equal_fp32": _EQUAL,
         "echo@small/equal_fp32": _EQUAL,

@@ -8,25 +8,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems._collective import group_layout, group_members
-from peerlane.problems._conv import without_group
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import BF16, FP32, FP64
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.conv import without_group
+from peerlane.problems.families.matmul import BF16, FP32, FP64
 
 Triples = tuple[tuple[float, float, float], ...]
 
@@ -211,11 +211,11 @@ def _gram_recursion(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) ->
     return (shard if case["partition_dim"] == 1 else shard.t()).to(case.dtype)
 
 
-def _mistaken(context: NullContext, **mistakes: Any) -> torch.Tensor:
+def _mistaken(context: AnswerContext, **mistakes: Any) -> torch.Tensor:
     return _whole_fp32(context.case, context.inputs, context.rank, **mistakes)
 
 
-def _from_own_shard(context: NullContext) -> torch.Tensor:
+def _from_own_shard(context: AnswerContext) -> torch.Tensor:
     """The orthogonalised shard, as if there were no other."""
     case = context.case
     (x,) = _shards(case, context.inputs, [context.rank], FP32)
@@ -223,7 +223,7 @@ def _from_own_shard(context: NullContext) -> torch.Tensor:
     return (result if case["partition_dim"] == 1 else result.t()).to(case.dtype)
 
 
-def _local_grams(context: NullContext) -> torch.Tensor:
+def _local_grams(context: AnswerContext) -> torch.Tensor:
     """Divided by the norm of the whole matrix, then without communication."""
     case = context.case
     members = group_members(case, context.rank)
@@ -233,7 +233,7 @@ def _local_grams(context: NullContext) -> torch.Tensor:
     return (result if case["partition_dim"] == 1 else result.t()).to(case.dtype)
 
 
-def _exactly_orthogonal(context: NullContext) -> torch.Tensor:
+def _exactly_orthogonal(context: AnswerContext) -> torch.Tensor:
     """U V^T of the singular value decomposition, to which the iterations converge, but not with these coefficients in these steps."""
     case = context.case
     x = torch.cat(_shards(case, context.inputs, group_members(case, context.rank), FP64), 1)
@@ -242,7 +242,7 @@ def _exactly_orthogonal(context: NullContext) -> torch.Tensor:
     return _own(case, (u * kept) @ v, context.rank).to(case.dtype)
 
 
-def _first_triple(context: NullContext) -> torch.Tensor:
+def _first_triple(context: AnswerContext) -> torch.Tensor:
     """The first triple in all steps."""
     case = context.case
     x = torch.cat(_shards(case, context.inputs, group_members(case, context.rank), FP32), 1)
@@ -250,7 +250,7 @@ def _first_triple(context: NullContext) -> torch.Tensor:
     return _own(case, result, context.rank).to(case.dtype)
 
 
-def _whole_world(context: NullContext) -> torch.Tensor:
+def _whole_world(context: AnswerContext) -> torch.Tensor:
     return _whole_fp32(without_group(context.case), context.inputs, context.rank)
 
 
@@ -328,40 +328,44 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "the rank's shard orthogonalised by itself", _from_own_shard, cases=_NOT_TINY),
-        NullAnswer("local_grams", "the norm of the whole matrix, but Gram matrices of the shard", _local_grams, cases=_NOT_TINY),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "the rank's shard orthogonalised by itself", _from_own_shard, cases=_NOT_TINY),
+        KnownWrongAnswer("local_grams", "the norm of the whole matrix, but Gram matrices of the shard", _local_grams, cases=_NOT_TINY),
+        KnownWrongAnswer(
             "local_norm",
             "divided by the norm of the rank's shard",
             lambda c: _mistaken(c, norm_of=[c.rank]),
             cases=_NOT_TINY,
         ),
-        NullAnswer("only_normalised", "no iterations", lambda c: _mistaken(c, steps=0)),
-        NullAnswer(
+        KnownWrongAnswer("only_normalised", "no iterations", lambda c: _mistaken(c, steps=0)),
+        KnownWrongAnswer(
             "a_step_short",
             "one step less (the last of Polar Express changes nothing any more)",
             lambda c: _mistaken(c, steps=c.case["steps"] - 1),
             cases=_labels(lambda params: params["coefficients"] != "polar_express"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "other_coefficients",
             "the one triple of 'simple', or of 'aol' for 'simple'",
             lambda c: _mistaken(c, coefficients="aol" if c.case["coefficients"] == "simple" else "simple"),
         ),
-        NullAnswer("first_triple", "the first triple in all steps", _first_triple, cases=_labels(lambda p: p["coefficients"] != "simple")),
-        NullAnswer(
+        KnownWrongAnswer(
+            "first_triple", "the first triple in all steps", _first_triple, cases=_labels(lambda p: p["coefficients"] != "simple")
+        ),
+        KnownWrongAnswer(
             "exactly_orthogonal",
             "U V^T of the singular value decomposition",
             _exactly_orthogonal,
             cases=("small/quintic_fp32", "small/rows_simple_fp32"),
         ),
-        NullAnswer("floor_ignored", "divided by the norm, however small", lambda c: _mistaken(c, floor=0.0), cases=("small/tiny_fp32",)),
-        NullAnswer("whole_world", "group ignored", _whole_world, cases=_labels(lambda params: "group" in params)),
+        KnownWrongAnswer(
+            "floor_ignored", "divided by the norm, however small", lambda c: _mistaken(c, floor=0.0), cases=("small/tiny_fp32",)
+        ),
+        KnownWrongAnswer("whole_world", "group ignored", _whole_world, cases=_labels(lambda params: "group" in params)),
     ),
-    honest_variants=(
-        HonestVariant("whole_fp32", _whole_fp32),
-        HonestVariant("gram_recursion_fp32", _gram_recursion),
+    alternative_solutions=(
+        AlternativeSolution("whole_fp32", _whole_fp32),
+        AlternativeSolution("gram_recursion_fp32", _gram_recursion),
     ),
     process_groups=group_layout,
     notes=(

@@ -9,25 +9,25 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from peerlane.problems._collective import group_layout, group_members
-from peerlane.problems._conv import convolve, exchange_with_neighbours, full_float32, terms_bound, without_group
-from peerlane.problems._draw import Draw
-from peerlane.problems._matmul import ACCUMULATION, BF16, FLOP_UNIT, FP32, FP64
-from peerlane.problems._spec import (
+from peerlane.problems.contract import (
     UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
     Case,
     CaseSpec,
     Cost,
+    Draw,
     Expected,
-    HonestVariant,
-    NullAnswer,
-    NullContext,
+    GroupRef,
+    KnownWrongAnswer,
     Problem,
     Tolerance,
     case,
     preset,
 )
-from peerlane.problems._tree import GroupRef
+from peerlane.problems.families.collective import group_layout, group_members
+from peerlane.problems.families.conv import convolve, exchange_with_neighbours, full_float32, terms_bound, without_group
+from peerlane.problems.families.matmul import ACCUMULATION, BF16, FLOP_UNIT, FP32, FP64
 
 
 def reference(
@@ -157,28 +157,28 @@ def _single(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.T
 def _late_bias(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
     """As one matrix product over unfolded patches, rounded, and the bias added to that."""
     _, weight, bias, stride, _, _ = inputs[rank]
-    patches = F.unfold(_padded(case, inputs, rank).to(FP32), case["kernel"], stride=stride)
-    result = torch.matmul(weight.to(FP32).flatten(1), patches).to(case.dtype)
-    result = result.view(patches.shape[0], -1, *_output_size(case, rank))
+    monkeypatch_check = F.unfold(_padded(case, inputs, rank).to(FP32), case["kernel"], stride=stride)
+    result = torch.matmul(weight.to(FP32).flatten(1), monkeypatch_check).to(case.dtype)
+    result = result.view(monkeypatch_check.shape[0], -1, *_output_size(case, rank))
     return result if bias is None else result + bias.view(-1, 1, 1)
 
 
-def _with_halos(context: NullContext, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
+def _with_halos(context: AnswerContext, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
     return _fp32(context.case, _pad(context.case, context.args[0], above, below), context.args)
 
 
-def _rows(context: NullContext, distance: int, side: int, *, around: bool = False) -> torch.Tensor:
+def _rows(context: AnswerContext, distance: int, side: int, *, around: bool = False) -> torch.Tensor:
     """Border rows of the rank at a distance in the group; ``around``: the first and the last rank are neighbours."""
     members = group_members(context.case, context.rank)
     place = members.index(context.rank) + distance
     return _rows_from(context.case, context.inputs, context.rank, place % len(members) if around else place, side)
 
 
-def _no_communication(context: NullContext) -> torch.Tensor:
+def _no_communication(context: AnswerContext) -> torch.Tensor:
     return _fp32(context.case, F.pad(context.args[0], [context.case["padding"]] * 4), context.args)
 
 
-def _stale_borders(context: NullContext) -> torch.Tensor:
+def _stale_borders(context: AnswerContext) -> torch.Tensor:
     """The right answer but for the first and the last row, which are left over from the slot before."""
     result: torch.Tensor = context.answer.clone()
     for row in (0, -1):
@@ -186,7 +186,7 @@ def _stale_borders(context: NullContext) -> torch.Tensor:
     return result
 
 
-def _wrong_stripe(context: NullContext, **mistakes: bool) -> torch.Tensor:
+def _wrong_stripe(context: AnswerContext, **mistakes: bool) -> torch.Tensor:
     return _fp32(context.case, _padded(context.case, context.inputs, context.rank), context.args, **mistakes)
 
 
@@ -274,56 +274,56 @@ PROBLEM = Problem(
     tolerance=tolerance,
     cost=cost,
     presets=PRESETS,
-    null_answers=(
-        NullAnswer("no_communication", "zeros in place of the neighbours' rows", _no_communication, cases=_labels()),
-        NullAnswer(
+    known_wrong_answers=(
+        KnownWrongAnswer("no_communication", "zeros in place of the neighbours' rows", _no_communication, cases=_labels()),
+        KnownWrongAnswer(
             "own_border_repeated",
             "the rank's own border rows in place of the neighbours'",
             lambda c: _with_halos(c, _rows(c, 0, 0), _rows(c, 0, 1)),
             cases=_labels(),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "neighbours_exchanged",
             "the next rank's rows above and the previous one's below",
             lambda c: _with_halos(c, _rows(c, 1, 0), _rows(c, -1, 1)),
             cases=_labels(),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "wrong_side",
             "the neighbours' rows from the far border",
             lambda c: _with_halos(c, _rows(c, -1, 0), _rows(c, 1, 1)),
             cases=tuple(label for label in _labels() if label != "small/thin_bf16"),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "wraps_around",
             "the first and the last rank as neighbours",
             lambda c: _with_halos(c, _rows(c, -1, 1, around=True), _rows(c, 1, 0, around=True)),
             cases=_labels(),
         ),
-        NullAnswer(
+        KnownWrongAnswer(
             "nothing_from_below",
             "zeros in place of the next rank's rows",
             lambda c: _with_halos(c, _rows(c, -1, 1), torch.zeros_like(_rows(c, 0, 0))),
             cases=_labels(stride=1),
         ),
-        NullAnswer("stale_borders", "the first and the last row are those of the slot before", _stale_borders),
-        NullAnswer(
+        KnownWrongAnswer("stale_borders", "the first and the last row are those of the slot before", _stale_borders),
+        KnownWrongAnswer(
             "kernel_flipped",
             "a convolution instead of a correlation",
             lambda c: _wrong_stripe(c, flipped=True),
             cases=_labels(padded=False, least_kernel=2),
         ),
-        NullAnswer("bias_ignored", "without bias", lambda c: _wrong_stripe(c, biased=False), cases=_BIASED),
-        NullAnswer(
+        KnownWrongAnswer("bias_ignored", "without bias", lambda c: _wrong_stripe(c, biased=False), cases=_BIASED),
+        KnownWrongAnswer(
             "whole_world",
             "group ignored",
             lambda c: _fp32(c.case, _padded(without_group(c.case), c.inputs, c.rank), c.args),
             cases=("small/strided_group_bf16",),
         ),
     ),
-    honest_variants=(
-        HonestVariant("fp32_rounded_once", _single),
-        HonestVariant("bias_after_rounding", _late_bias),
+    alternative_solutions=(
+        AlternativeSolution("fp32_rounded_once", _single),
+        AlternativeSolution("bias_after_rounding", _late_bias),
     ),
     process_groups=group_layout,
     notes=(

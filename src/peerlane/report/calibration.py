@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from peerlane.evaluate.calibrate import Calibration
 from peerlane.report.tables import TextTable
+from peerlane.selftest.calibrate import Calibration
 
-COLUMNS = ("problem", "preset", "W", "cases", "reference", "honest variants", "weakest wrong answer", "misses by")
+COLUMNS = ("problem", "preset", "W", "cases", "reference", "alternative solutions", "weakest wrong answer", "misses by")
 
 
 def calibration_table(records: Iterable[Calibration]) -> TextTable:
@@ -16,7 +16,7 @@ def calibration_table(records: Iterable[Calibration]) -> TextTable:
 
     Errors are in units of the allowed one: honest answers stay below 1, wrong ones above; "exact" where answers are compared bit for bit.
     """
-    table = TextTable(COLUMNS, right={"W", "cases", "reference", "honest variants", "misses by"})
+    table = TextTable(COLUMNS, right={"W", "cases", "reference", "alternative solutions", "misses by"})
     for item in sorted(records, key=lambda item: (item.problem, item.world_size)):
         weakest = item.weakest
         table.add(

@@ -13,8 +13,8 @@ from peerlane.errors import UsageError
 from peerlane.hardware.profiles import H200_SXM, PROFILES, HardwareProfile
 from peerlane.hardware.roofline import datasheet_peaks, roofline
 from peerlane.problems import Case, CaseSpec, Cost, Draw, Preset, Problem, Tolerance
-from peerlane.problems._judge import null_answers
-from peerlane.problems._tree import Description, describe, dtype_name
+from peerlane.problems.contract.judge import known_wrong_answers
+from peerlane.problems.contract.tree import Description, describe, dtype_name
 
 Entry = dict[str, Any]
 
@@ -77,8 +77,8 @@ def problem_detail(
         "mutates": sorted(problem.mutates),
         "comparison": inspect.getdoc(problem.compare) if problem.compare else None,
         "error_model": inspect.getdoc(problem.tolerance),
-        "null_answers": [
-            {"name": item.name, "why": item.why, "cases": list(item.cases) if item.cases else None} for item in null_answers(problem)
+        "known_wrong_answers": [
+            {"name": item.name, "why": item.why, "cases": list(item.cases) if item.cases else None} for item in known_wrong_answers(problem)
         ],
         "excused": dict(problem.excused),
         "world_size": world_size,

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peerlane.evaluate.calibrate import Calibration, CountedStep, read_calibrations
-from peerlane.evaluate.verdict import Result
+from peerlane.evaluate.results.verdict import Result
 from peerlane.report.records import read_results
+from peerlane.selftest.calibrate import Calibration, CountedStep, read_calibrations
 
 RESULTS = Path("results")
 NODE = RESULTS / "h200x4"
@@ -37,7 +37,8 @@ class Evidence:
 
     Attributes:
         references: evaluations of the reference as its own candidate, one for every preset and world size.
-        counts: what the reference does in one call of the timed ``pkb`` case on rank 0 of four; see :mod:`peerlane.problems._count`.
+        counts: what the reference does in one call of the timed ``pkb`` case on rank 0 of four; see
+        :mod:`peerlane.problems.contract.count`.
         public: what the public benchmark's reference of the same number takes on the same class of node.
     """
 

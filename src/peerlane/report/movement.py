@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peerlane.evaluate.calibrate import CountedStep
+from peerlane.selftest.calibrate import CountedStep
 
 MOST_STEPS = 14
 

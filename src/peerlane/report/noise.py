@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from peerlane.report.tables import TextTable
 
 if TYPE_CHECKING:
-    from peerlane.evaluate.record import Mode
-    from peerlane.evaluate.speed_record import ModeSpeed
-    from peerlane.evaluate.verdict import Result
+    from peerlane.evaluate.results.record import Mode
+    from peerlane.evaluate.results.speed_record import ModeSpeed
+    from peerlane.evaluate.results.verdict import Result
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.verdict import Result
+from peerlane.evaluate.results.verdict import Result
 from peerlane.problems import Problem
 from peerlane.report.catalogue import Entry, problem_detail
 from peerlane.report.evidence import COUNTED_WORLD_SIZE, NODE_NAME, Evidence, PublicTimes
@@ -156,7 +156,7 @@ def page(detail: Entry, evidence: Evidence) -> str:
         _movement(detail, evidence),
         _times(detail, evidence),
         _error_model(detail),
-        _null_answers(detail),
+        _wrong_answers(detail),
     ]
     if detail["notes"]:
         parts.append("## Notes\n\n" + "".join(f"* {note}\n" for note in detail["notes"]))
@@ -249,10 +249,10 @@ def _paragraph(text: str) -> str:
     return " ".join(text.split())
 
 
-def _null_answers(detail: Entry) -> str:
+def _wrong_answers(detail: Entry) -> str:
     parts = ["## Wrong answers that are rejected\n"]
     lines = []
-    for item in detail["null_answers"]:
+    for item in detail["known_wrong_answers"]:
         where = f" (in {', '.join(item['cases'])})" if item["cases"] else ""
         lines.append(f"* `{item['name']}`: {item['why']}{where}\n")
     parts.append("".join(lines))

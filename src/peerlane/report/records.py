@@ -7,8 +7,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.store import torn
-from peerlane.evaluate.verdict import Result
+from peerlane.evaluate.results.store import torn
+from peerlane.evaluate.results.verdict import Result
 
 _EXPECTED = "a results.jsonl that `peerlane eval` wrote"
 

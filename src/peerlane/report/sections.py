@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.calibrate import read_calibrations
 from peerlane.report.calibration import calibration_table
 from peerlane.report.corpus import rule_table, rules_table
 from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, NOISE, PRODUCTION, PRODUCTION_OF_TWO, REFERENCES, RESULTS, TWO_GPUS
@@ -19,6 +18,7 @@ from peerlane.report.selftest import selftest_report
 from peerlane.report.sweep import MODES, sweep_table
 from peerlane.report.tables import environment_lines, reasons, result_table
 from peerlane.selftest import outcome
+from peerlane.selftest.calibrate import read_calibrations
 from peerlane.selftest.run import attributed
 from peerlane.selftest.table import FILE, load
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from peerlane.evaluate.speed_record import Estimate, ModeSpeed, Utilisation
-    from peerlane.evaluate.verdict import Result
+    from peerlane.evaluate.results.speed_record import Estimate, ModeSpeed, Utilisation
+    from peerlane.evaluate.results.verdict import Result
 
 NOT_MEASURED = "not measured"
 RESULT_COLUMNS = (
@@ -30,7 +30,8 @@ RESULT_COLUMNS = (
 
 @dataclass
 class TextTable:
-    """Rows of strings under ``columns``. ``right``: the columns that hold numbers. ``spare``: those that narrow terminals can do without,
+    """Rows of strings under ``columns``. ``right``: the columns that hold numbers. ``spare``: those that narrow terminals can do
+    without,
     the least important first."""
 
     columns: Sequence[str]
@@ -45,7 +46,8 @@ class TextTable:
         self.rows.append(cells)
 
     def rich(self, room: int | None = None) -> Table:
-        """For a terminal with room for so many characters a line: without spare columns, as far as it takes, and says which. First those
+        """For a terminal with room for so many characters a line: without spare columns, as far as it takes, and says which.
+        First those
         that say nothing in any row."""
         from rich import box
         from rich.table import Table

@@ -10,10 +10,10 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.record import Record
-from peerlane.evaluate.speed_record import Estimate
-from peerlane.evaluate.store import whole_lines
-from peerlane.evaluate.verdict import Result
+from peerlane.evaluate.results.record import Record
+from peerlane.evaluate.results.speed_record import Estimate
+from peerlane.evaluate.results.store import whole_lines
+from peerlane.evaluate.results.verdict import Result
 from peerlane.hardware.environment import node_class
 from peerlane.selftest.table import Entry
 
@@ -41,7 +41,7 @@ class Outcome(Record):
     speedups: dict[str, Estimate] = Field(default_factory=dict, description="by launch mode; missing in older outcomes")
     flags: tuple[str, ...]
     seconds: float
-    phases_s: dict[str, float] = Field(default_factory=dict, description="what they were spent on; missing in older outcomes")
+    stage_seconds: dict[str, float] = Field(default_factory=dict, description="what they were spent on; missing in older outcomes")
     node: str
     torch: str
 
@@ -65,8 +65,8 @@ class Outcome(Record):
             faster=any(speed.faster for speed in measured.values()),
             speedups={mode: speed.speedup for mode, speed in measured.items()},
             flags=result.flags,
-            seconds=round(sum(result.phases_s.values()), 3),
-            phases_s=dict(result.phases_s),
+            seconds=round(sum(result.stage_seconds.values()), 3),
+            stage_seconds=dict(result.stage_seconds),
             node=node_class(result.environment),
             torch=str(result.environment["software"]["torch"]),
         )

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import peerlane
 from peerlane.evaluate.candidates import CandidateFile, candidate_file, reference_candidate
-from peerlane.evaluate.evaluation import EvaluationPlan, Progress, Silent, choose_isolation, evaluate
-from peerlane.evaluate.isolation import Tier
-from peerlane.evaluate.lanes import Lane, divide, evaluate_side_by_side
-from peerlane.evaluate.store import append_line, make_appendable
-from peerlane.evaluate.verdict import Result
+from peerlane.evaluate.evaluator import EvaluationPlan, Progress, Silent, choose_isolation, evaluate
+from peerlane.evaluate.results.store import append_line, make_appendable
+from peerlane.evaluate.results.verdict import Result
+from peerlane.evaluate.sandbox.isolation import Tier
 from peerlane.hardware.topology import discover
+from peerlane.selftest.lanes import Lane, divide, evaluate_side_by_side
 from peerlane.selftest.outcome import FILE, Outcome, identity, read_outcomes
 from peerlane.selftest.table import Corpus, Device, Entry
-from peerlane.settings import SELFTEST_DEADLINES, SELFTEST_RULES, SELFTEST_SUPPLY
+from peerlane.settings import SELFTEST_DEADLINES, SELFTEST_POOL_SETTINGS, SELFTEST_RULES
 
 MOST_LANES = 8
 FEWEST_PER_LANE = 8
@@ -129,7 +129,7 @@ class _Run:
             world_sizes=(world_size,),
             device=self.plan.device,
             isolation=self.tier,
-            supply=SELFTEST_SUPPLY[self.plan.device],
+            pool_settings=SELFTEST_POOL_SETTINGS[self.plan.device],
             deadlines=SELFTEST_DEADLINES,
             rules=SELFTEST_RULES,
         )

@@ -13,8 +13,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from peerlane.errors import UsageError
 from peerlane.evaluate.candidates import REFERENCE
-from peerlane.evaluate.record import Record
-from peerlane.evaluate.verdict import Phase
+from peerlane.evaluate.results.record import Record
+from peerlane.evaluate.results.verdict import Phase
 
 Device = Literal["cuda", "cpu"]
 VerdictKind = Literal[
@@ -28,8 +28,8 @@ VerdictKind = Literal[
     "out_of_memory",
     "hang",
     "unstable",
-    "tampered",
-    "policy",
+    "integrity_failure",
+    "track_violation",
     "not_run",
 ]
 Kind = Literal["cheat", "bug", "legitimate"]

@@ -4,7 +4,7 @@ import gc
 
 import torch.distributed as dist
 
-from peerlane.evaluate.candidate import CandidateRank
+from peerlane.evaluate.ranks.candidate import CandidateRank
 
 COUNT = int("9" * 4300)
 

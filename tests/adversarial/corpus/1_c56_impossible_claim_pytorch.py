@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from peerlane.evaluate import slots
+from peerlane.evaluate.memory import slots
 
 slots._describe_output = lambda tree, device, found: {"kind": "linear", "items": []}
 

@@ -4,7 +4,7 @@ import sys
 
 import torch.distributed as dist
 
-recorder = sys.modules["peerlane.evaluate.recorder"]
+recorder = sys.modules["peerlane.evaluate.audit.recorder"]
 keep = recorder.Recording.keep
 
 

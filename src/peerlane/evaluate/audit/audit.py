@@ -1,0 +1,203 @@
+"""Audited calls: a few calls of a candidate under the profiler, what ran in them, and what a track says to it.
+
+The calls are ordinary ones on fresh contents, at slots chosen at random after all of them have been called before, so that set-up is over;
+their outputs are judged like any others. On GPUs a whole block of every timed mode is recorded too. Because a profiler leaves traces in the
+process, all this comes after timing.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from peerlane.evaluate.audit.activity import Activity, activity, are_counts, is_count, kernel_kind, most_per_call
+from peerlane.evaluate.audit.mechanisms import LoadedKernel, loaded_kernels, mechanisms
+from peerlane.evaluate.correctness.case_runner import CaseRunner
+from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.processes.session import Session
+from peerlane.evaluate.results.record import Mode
+from peerlane.evaluate.results.verdict import Audit, IntegrityFailure, Mechanism, TrackViolation
+from peerlane.evaluate.timing.benchmark import Benchmark
+
+_MOST_NAMES_KEPT = 32  # of kernels, and of operators, in a record
+_OWN = "peerlane."
+CUSTOM_RULE = "in the custom track a call's communication must be the candidate's own"
+
+
+@dataclass
+class Auditor:
+    """What the ranks of one candidate report of their audited calls. They are not believed more than that: see docs/tracks.md.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        calls: one stretch for every rank and audited call.
+        blocks: one stretch for every rank and recorded block, without what copying outputs may have added.
+        unrecorded_collectives: those that process groups counted in calls that were not recorded, once set-up was over.
+        faults: signs that the profiler or the evaluator's own functions were integrity_failure with.
+        patches: those of them that say so of the evaluator's.
+    """
+
+    device: str
+    calls: list[Activity] = field(default_factory=list)
+    audited: int = 0
+    blocks: list[Activity] = field(default_factory=list)
+    block_modes: list[Mode] = field(default_factory=list)
+    unrecorded_collectives: int = 0
+    faults: list[str] = field(default_factory=list)
+    monkeypatch_check: list[str] = field(default_factory=list)
+    loaded: list[LoadedKernel] = field(default_factory=list)
+
+    def audit_calls(self, runner: CaseRunner) -> None:
+        """Calls every slot, then every slot again on new contents, some of them under the profiler; raises Rejected for wrong outputs."""
+        slots, dice = range(runner.slots), random.SystemRandom()
+        audited = dice.sample(slots, dice.randint(1, max(1, runner.slots - 1)))
+        limit_s = runner.session.deadlines.first_call
+        runner.open()
+        runner.generate_inputs(mixed=True)
+        runner.publish_inputs()
+        runner.check("audit", limit_s, slots)
+        runner.generate_inputs(mixed=True)
+        runner.publish_inputs()
+        unrecorded = [0] * runner.case.world_size
+        for slot in slots:
+            marker = secrets.token_hex(16) if slot in audited else None
+            for rank, answer in enumerate(runner.check("audit", limit_s, [slot], marker=marker)):
+                recorded = self._take(rank, answer, 0 if marker is None else 1)
+                self.calls += [item for item, _ in recorded]
+                unrecorded[rank] += _collectives(rank, answer) - sum(number for _, number in recorded)
+        self.unrecorded_collectives = max(self.unrecorded_collectives, *unrecorded)
+        self.audited += len(audited)
+        runner.close()
+
+    def audit_block(self, speed: Benchmark, mode: Mode) -> None:
+        """Records a block of a timed mode, which judges its outputs and keeps no times; raises Rejected for wrong outputs."""
+        for rank, answer in enumerate(speed.profile_block(mode, secrets.token_hex(16))):
+            for item, _ in self._take(rank, answer, 1, calls=speed.runner.slots):
+                self.blocks.append(item.without_snapshots())
+        self.block_modes.append(mode)
+
+    def look_at_code(self, runner: CaseRunner) -> None:
+        """Asks what device code the ranks have loaded; one rank disassembles libraries."""
+        requests = [{"op": "loaded_code", "libraries": rank == 0} for rank in range(runner.case.world_size)]
+        for answer in runner.group.ask(requests, "audit", runner.session.deadlines.build):
+            self.loaded += loaded_kernels(answer.get("kernels"))
+
+    def _take(self, rank: int, answer: Message, count: int, calls: int = 1) -> list[tuple[Activity, int]]:
+        """What a rank recorded, and the collectives that its process groups counted meanwhile; raises GroupFailure for anything else."""
+        items = answer.get("recordings")
+        if not isinstance(items, list) or len(items) != count:
+            raise GroupFailure("garbage", "audit", f"a rank answered without the {count} recordings that it was asked for", rank=rank)
+        return [self._recording(rank, item, calls) for item in items]
+
+    def _recording(self, rank: int, item: Any, calls: int) -> tuple[Activity, int]:
+        good = (
+            isinstance(item, dict) and are_counts(item.get("host")) and are_counts(item.get("device")) and is_count(item.get("collectives"))
+        )
+        if not good or not _are_names(item.get("replaced")):
+            raise GroupFailure("garbage", "audit", "a rank reported what ran in a form that is not a recording's", rank=rank)
+        if item["replaced"]:
+            names = sorted(item["replaced"], key=lambda name: not name.startswith(_OWN))
+            self.faults.append(f"replaced on rank {rank}: {', '.join(names[:4])}")
+            if names[0].startswith(_OWN):
+                self.monkeypatch_check.append(self.faults[-1])
+        elif item.get("marked") is not True:
+            self.faults.append(
+                f"the marks at the ends of an audited call are not in its record on rank {rank}: the profiler was interfered with"
+            )
+        return activity(item["host"], item["device"], calls), item["collectives"]
+
+    def count_timed(self, collectives: int) -> None:
+        """Takes in what process groups counted in timed blocks, none of which are recorded."""
+        self.unrecorded_collectives = max(self.unrecorded_collectives, collectives)
+
+    @property
+    def saw_nothing(self) -> bool:
+        """True if no rank was seen to do anything: on a GPU, anything on the device."""
+        return not any(item.device_events if self.device == "cuda" else not item.empty for item in self.calls)
+
+    @property
+    def integrity_failure(self) -> IntegrityFailure | None:
+        """What is allowed in no track."""
+        return IntegrityFailure(phase="audit", what=self.monkeypatch_check[0]) if self.monkeypatch_check else None
+
+    def violation(self, *, must_move: bool) -> IntegrityFailure | TrackViolation | None:
+        """What the custom track objects to. ``must_move``: the answer cannot be had without bytes from another rank."""
+        if self.faults:
+            return IntegrityFailure(phase="audit", what=self.faults[0])
+        for stretches, where in ((self.calls, "an audited call"), (self.blocks, "an audited block")):
+            if names := sorted({name for item in stretches for name in item.forbidden()}):
+                return TrackViolation(what=f"{', '.join(names[:4])} ran in {where}; {CUSTOM_RULE}")
+        if self.unrecorded_collectives:
+            return TrackViolation(
+                what=f"process groups counted {self.unrecorded_collectives} collectives in calls that were not recorded; {CUSTOM_RULE}"
+            )
+        if must_move and self.saw_nothing:
+            return TrackViolation(
+                what="the audit saw nothing run on any rank, though the problem needs bytes from other ranks: nothing shows whose they were"
+            )
+        return None
+
+    def record(self) -> Audit | None:
+        """For the result; None if no call was audited."""
+        if not self.audited:
+            return None
+        triton = {kernel.name for kernel in self.loaded if kernel.origin == "triton"}
+        stretches = [*self.calls, *self.blocks]
+        calls = [item.calls for item in stretches]
+        names: Counter[str] = sum((item.kernels for item in stretches), Counter())
+        return Audit(
+            calls=self.audited,
+            block_modes=tuple(self.block_modes),
+            kernels=most_per_call([_by_kind(item.kernels, triton) for item in stretches], calls),
+            copies=most_per_call([item.copies for item in stretches], calls),
+            memsets=max(item.memsets for item in self.calls),
+            operators=_most_frequent(most_per_call([item.operators for item in stretches], calls)),
+            other=max(item.other for item in self.calls),
+            kernel_names=tuple(name for name, _ in names.most_common(_MOST_NAMES_KEPT)),
+            unrecorded_collectives=self.unrecorded_collectives,
+            complete=not self.faults,
+        )
+
+    def mechanisms(self) -> tuple[Mechanism, ...]:
+        """For the result."""
+        return mechanisms([*self.calls, *self.blocks], self.loaded)
+
+
+def _most_frequent(counts: dict[str, int]) -> dict[str, int]:
+    return dict(sorted(Counter(counts).most_common(_MOST_NAMES_KEPT)))
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _collectives(rank: int, answer: Message) -> int:
+    total: Any = answer.get("collectives")
+    if not is_count(total):
+        raise GroupFailure("garbage", "audit", "a rank answered without the number of its collectives", rank=rank)
+    return int(total)
+
+
+def profiler_works(session: Session) -> bool:
+    """Whether a kernel of PyTorch's is seen in fresh ranks, in which no candidate ever was."""
+    group = session.take_group()
+    try:
+        answers = group.ask({"op": "probe", "marker": secrets.token_hex(16)}, "audit", session.deadlines.first_call)
+    except GroupFailure:
+        return False
+    finally:
+        group.kill()
+    seen = [activity(item["host"], item["device"]) for answer in answers for item in answer["recordings"]]
+    return all(item.device_events if session.device == "cuda" else not item.empty for item in seen)
+
+
+def _by_kind(kernels: Counter[str], triton: Sequence[str] | set[str]) -> Counter[str]:
+    kinds: Counter[str] = Counter()
+    for name, count in kernels.items():
+        kinds[kernel_kind(name, triton)] += count
+    return kinds

@@ -1,0 +1,111 @@
+"""The profiler around audited calls, on a candidate's rank, and the number of collectives that process groups have counted.
+
+Everything that runs while candidate code is present is bound at import, which happens before. A candidate shares the process and can still
+get at the profiler from native code; what can be seen from outside is that the marks at both ends are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as _c10d
+
+from peerlane.evaluate.audit import monkeypatch_check
+from peerlane.evaluate.audit.activity import MOST_NAMES, NAME_CHARACTERS
+
+_front: Any = torch.autograd.profiler
+_Activity, _Settings, _KINETO, _CPU = _front.ProfilerActivity, _front.ProfilerConfig, _front.ProfilerState.KINETO, _front.DeviceType.CPU
+_prepare, _enable, _disable = _front._prepare_profiler, _front._enable_profiler, _front._disable_profiler
+_Configuration = torch._C._profiler._ExperimentalConfig
+_Mark = torch._C._profiler._RecordFunctionFast
+_synchronize = torch.cuda.synchronize
+_world = _c10d._world
+_sequence = dist.ProcessGroup._get_sequence_number_for_group  # type: ignore[attr-defined]
+
+_WATCHED: dict[str, tuple[Any, str, Any]] = {
+    f"{owner.__name__}.{name}": (owner, name, getattr(owner, name))
+    for owner, names in (
+        (torch.autograd, ("_prepare_profiler", "_enable_profiler", "_disable_profiler")),
+        (_front, ("_prepare_profiler", "_enable_profiler", "_disable_profiler", "profile", "record_function")),
+        (torch.profiler, ("profile",)),
+        (torch._C._profiler, ("_RecordFunctionFast", "_ExperimentalConfig")),
+    )
+    for name in names
+}
+
+
+def replaced() -> list[str]:
+    """The profiler's functions that are not what they were at import."""
+    return [label for label, (owner, name, original) in _WATCHED.items() if getattr(owner, name, None) is not original]
+
+
+def collectives() -> int:
+    """How many collectives the process groups of this rank have counted so far. Costs microseconds; sees no other library's."""
+    total = 0
+    for group in list(_world.pg_map):
+        with contextlib.suppress(Exception):  # backends that do not count
+            total += _sequence(group)
+    return total
+
+
+def _configuration() -> Any:
+    return _Settings(_KINETO, False, False, False, False, False, _Configuration(profile_all_threads=True))
+
+
+class Recording:
+    """What ran between the two ends of :func:`recording`, as a message for the supervisor."""
+
+    def __init__(self) -> None:
+        self.message: dict[str, Any] = {}
+
+    def keep(self, events: list[Any], marker: str, before: int, after: int) -> None:
+        """Counts the events' names: ``host`` and ``device``; ``marked`` says whether both marks are among them."""
+        host: Counter[str] = Counter()
+        device: Counter[str] = Counter()
+        for event in events:
+            if event.device_type() == _CPU:
+                host[event.name()[:NAME_CHARACTERS]] += 1
+            elif not event.is_user_annotation():
+                device[event.name()[:NAME_CHARACTERS]] += 1
+        marked = host.pop(f"{marker}:begin", 0) == 1 and host.pop(f"{marker}:end", 0) == 1
+        self.message = {
+            "host": dict(host.most_common(MOST_NAMES)),
+            "device": dict(device.most_common(MOST_NAMES)),
+            "marked": marked,
+            "collectives": after - before,
+            "replaced": [*replaced(), *monkeypatch_check.replaced()],
+        }
+
+
+@contextlib.contextmanager
+def recording(device: torch.device, marker: str) -> Iterator[Recording]:
+    """Records all threads' operators and, on a GPU, what the device does, until everything that was launched has ended.
+
+    ``marker``: a word that nobody can know beforehand, set at both ends.
+    """
+    result = Recording()
+    on_gpu = device.type == "cuda"
+    activities = {_Activity.CPU, _Activity.CUDA} if on_gpu else {_Activity.CPU}
+    if on_gpu:
+        _synchronize()
+    configuration = _configuration()
+    _prepare(configuration, activities)
+    _enable(configuration, activities)
+    before = collectives()
+    try:
+        with _Mark(f"{marker}:begin"):
+            pass
+        yield result
+        if on_gpu:
+            _synchronize()
+        with _Mark(f"{marker}:end"):
+            pass
+    finally:
+        after = collectives()
+        events = _disable().events()
+    result.keep(events, marker, before, after)

@@ -1,0 +1,454 @@
+"""One candidate group on one case: input generation, revealing, calling, judging. Turns what the ranks report into failures with a
+verdict."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import random
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
+
+from peerlane.errors import CaseTooLarge, HarnessError, ProtocolError
+from peerlane.evaluate.audit.activity import is_count
+from peerlane.evaluate.correctness.slot_swaps import SlotSwaps, kinds_of_slots
+from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
+from peerlane.evaluate.processes.session import Session, case_request
+from peerlane.evaluate.results.verdict import (
+    ARGUMENT,
+    CHANGED,
+    BuildError,
+    CaseEvidence,
+    CudaError,
+    Hang,
+    ImportFailure,
+    IntegrityFailure,
+    NotRun,
+    OutOfMemory,
+    Phase,
+    RuntimeFailure,
+    Unstable,
+    Verdict,
+    WrongResult,
+    WrongType,
+)
+from peerlane.evaluate.timing.turnstile import NOTHING_LOCKED, LockedCalls, Passage, ask_and_let_through
+from peerlane.problems.contract.draw import INTEGER, RANDOM
+from peerlane.problems.contract.judge import plainly
+from peerlane.problems.contract.spec import Case, Problem
+from peerlane.problems.contract.tree import dtype_name, tensor_descriptions
+
+_Answers = TypeVar("_Answers")
+_SETTLING_S = 0.003  # what is still at work after a call's end has this long to show it
+
+
+class Rejected(Exception):
+    """The candidate is not correct; carries the verdict."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.kind)
+        self.verdict = verdict
+
+
+_FAILURES: dict[str, type[RuntimeFailure | ImportFailure | CudaError | OutOfMemory | BuildError]] = {
+    "runtime_error": RuntimeFailure,
+    "import_error": ImportFailure,
+    "cuda_error": CudaError,
+    "out_of_memory": OutOfMemory,
+    "build_error": BuildError,
+}
+
+
+def verdict_of(failure: GroupFailure, case: Case | None = None) -> Verdict:
+    """The verdict for a candidate group that failed, in a case if one ran."""
+    phase: Phase = failure.phase  # type: ignore[assignment]
+    key, dtype = (None, None) if case is None else (case.key, dtype_name(case.dtype))
+    if failure.kind == "hang":
+        return Hang(phase=phase, case=key, dtype=dtype, ranks=failure.ranks, deadline_s=failure.deadline_s)
+    if failure.kind == "garbage":
+        return IntegrityFailure(phase=phase, what=failure.message)
+    if failure.kind == "not_run" and importlib.util.find_spec("triton") is None:  # anybody can say so
+        return NotRun(missing="triton is not installed here: pip install 'peerlane[triton]'")
+    kind = _FAILURES.get(failure.kind, ImportFailure if failure.kind == "not_run" else RuntimeFailure)
+    return kind(phase=phase, case=key, dtype=dtype, rank=failure.rank, message=failure.message)
+
+
+@dataclass
+class Evidence:
+    """What has been compared in one case so far."""
+
+    slots: int = 0
+    integer_slots: int = 0
+    timed_slots: int = 0
+    stressed_slots: int = 0
+    stressed_calls: int = 0
+    max_error_over_tolerance: float = 0.0
+
+    @classmethod
+    def of(cls, record: CaseEvidence) -> Evidence:
+        """What is to be added to."""
+        return cls(**record.model_dump(exclude={"case"}))
+
+    def record(self, case: Case) -> CaseEvidence:
+        """The immutable form."""
+        return CaseEvidence(
+            case=case.key,
+            slots=self.slots,
+            integer_slots=self.integer_slots,
+            timed_slots=self.timed_slots,
+            stressed_slots=self.stressed_slots,
+            stressed_calls=self.stressed_calls,
+            max_error_over_tolerance=self.max_error_over_tolerance,
+        )
+
+
+@dataclass
+class CaseRunner:
+    """A case laid out in one space of the trusted and, once attached, of the candidate's ranks."""
+
+    session: Session
+    group: RankGroup
+    problem: Problem
+    case: Case
+    space: str
+    slots: int
+    evidence: Evidence = field(default_factory=Evidence)
+    layouts: list[Message] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    alike: list[int] = field(default_factory=list)
+    """kinds of slots, see :func:`kinds_of_slots`"""
+    aliased: bool = False
+    collectives: int = 0
+    """the most that a rank's process groups counted in a timed block of the candidate, warm-up apart"""
+    judge_s: float = 0.0
+    """what comparing one slot took, last time"""
+    call_s: float = 0.0
+    """what one call took at rest, messages included, last time"""
+    _waiting: list[str] = field(default_factory=list)
+
+    def trusted(self, requests: str | Sequence[Message], **more: Any) -> list[Message]:
+        """Asks the trusted ranks: one operation with the same arguments, or one request each. A failure there is the harness's."""
+        each: Message | list[Message]
+        if isinstance(requests, str):
+            each = {"op": requests, "space": self.space, **more}
+        else:
+            each = [{"space": self.space, **request} for request in requests]
+        what = requests if isinstance(requests, str) else requests[0]["op"]
+        return self._of_trusted(what, lambda: self.session.trusted.ask(each, "correctness", self.session.deadlines.trusted))
+
+    def _of_trusted(self, what: str, answers: Callable[[], _Answers]) -> _Answers:
+        try:
+            return answers()
+        except GroupFailure as failure:
+            tail = self.session.trusted.log_tail()
+            self.session.drop_trusted()
+            if failure.kind == "out_of_memory":
+                raise CaseTooLarge(
+                    f"{self.case.key} needs more memory than there is beside the candidate: the evaluator's rank {failure.rank} ran out of "
+                    f"it at {what}; use more ranks, a smaller preset, or larger GPUs"
+                ) from None
+            raise HarnessError(f"{tail}\ntrusted ranks failed at {what} of {self.case.key}: {failure}".strip()) from None
+
+    def ask(self, op: str, phase: Phase, deadline_s: float, **more: Any) -> list[Message]:
+        """Asks the candidate's ranks."""
+        return self.group.ask({"op": op, "space": self.space, **more}, phase, deadline_s)
+
+    def open(self) -> None:
+        """Lays the case out and attaches the candidate's ranks, which have nothing attached in this space."""
+        self.layouts = self.trusted("open_case", slots=self.slots, **case_request(self.case))
+        self.alike = kinds_of_slots(self.layouts)
+        requests = [
+            {"op": "attach_case", "space": self.space, "problem": self.case.problem, "variant": self.case.variant, **_without_ok(layout)}
+            for layout in self.layouts
+        ]
+        self.group.ask(requests, "spawn", self.session.deadlines.spawn)
+
+    def close(self) -> None:
+        """Gives the memory back on both sides."""
+        self.ask("detach", "spawn", self.session.deadlines.spawn)
+        self.trusted("close_case")
+
+    @property
+    def input_bytes(self) -> int:
+        """Of all slots, on the rank that has most."""
+        return max(int(layout["input_bytes"]) for layout in self.layouts)
+
+    @property
+    def output_bytes(self) -> int:
+        """Of all slots, on the rank that has most."""
+        return max(int(layout["output_bytes"]) for layout in self.layouts)
+
+    @property
+    def output_tensors(self) -> int:
+        """Of one call, on the rank that has most."""
+        return max(len(list(tensor_descriptions(layout["outputs"][0]))) for layout in self.layouts)
+
+    @property
+    def slot_bytes(self) -> float:
+        """Of one slot's inputs, or of its outputs if they are larger, on the rank that has most."""
+        return max(self.input_bytes, self.output_bytes) / self.slots
+
+    def generate_inputs(self, *, mixed: bool = False, slots: int | None = None) -> None:
+        """New contents in every slot, or in the first ``slots``. ``mixed``: about a third integer draws, at random, where the problem has
+        them.
+        """
+        count = self.slots if slots is None else slots
+        self.kinds = [
+            INTEGER if mixed and self.problem.integer_exact and random.SystemRandom().random() < 1 / 3 else RANDOM for _ in range(count)
+        ]
+        if mixed and self.problem.integer_exact and INTEGER not in self.kinds:
+            self.kinds[random.SystemRandom().randrange(count)] = INTEGER
+        self.trusted("generate_inputs", block=self.session.next_block(), kinds=self.kinds)
+
+    def publish_inputs(self, slots: int | None = None, locked: LockedCalls = NOTHING_LOCKED) -> None:
+        """Makes the generated contents visible to the candidate, of all slots or the first ``slots``; locked calls under their keys."""
+        common = {"op": "publish_inputs", "slots": self.slots if slots is None else slots}
+        self.trusted([{**common, "keys": locked.written_keys(rank)} for rank in range(len(self.layouts))])
+
+    def lock(self, order: Sequence[int], positions: Collection[int]) -> LockedCalls:
+        """New locks for the calls at these positions of an order."""
+        return LockedCalls.draw(order, positions, self.session.next_tickets(len(positions)), len(self.layouts))
+
+    def let_through(
+        self, group: RankGroup, requests: Sequence[Message], locked: LockedCalls, phase: Phase, deadline_s: float
+    ) -> tuple[list[Message], list[Passage]]:
+        """Asks every rank of a group something of its own, and lets the locked calls in it through."""
+        common = {"space": self.space, "locked": locked.calls, "deadline_s": deadline_s}
+        each = [{**common, **request} for request in requests]
+        return ask_and_let_through(group, each, locked, phase, deadline_s, together=phase != "stress")
+
+    def trusted_let_through(self, request: Message, locked: LockedCalls) -> tuple[list[Message], list[Passage]]:
+        """The same with the trusted ranks, which lock their own inputs. A failure there is the harness's."""
+        requests = [{**request, "keys": locked.written_keys(rank)} for rank in range(len(self.layouts))]
+        session = self.session
+        return self._of_trusted(
+            request["op"], lambda: self.let_through(session.trusted, requests, locked, "correctness", session.deadlines.trusted)
+        )
+
+    def hold_to(self, passages: Sequence[Passage], locked: LockedCalls, phase: Phase) -> None:
+        """Holds answers that now lie in the arena against what ranks committed themselves to; raises :class:`Rejected`."""
+        if not passages:
+            return
+        requests = [{"op": "digests", "keys": locked.written_keys(rank)} for rank in range(len(self.layouts))]
+        for rank, answer in enumerate(self.trusted(requests)):
+            given = {int(slot): tuple(digest) for slot, digest in answer["digests"].items()}
+            if changed := sum(passage.digests[rank] != given[passage.slot] for passage in passages):
+                what = f"{changed} of {len(passages)} locked calls returned something else than the rank had committed itself to"
+                raise Rejected(IntegrityFailure(phase=phase, what=what))
+
+    def prepare(self, mode: str, side: str) -> tuple[list[Message], list[Message]]:
+        """Has the trusted and the candidate's ranks build their timed blocks, at the same time; the answers of both."""
+        with self._meanwhile("prepare", {"op": "prepare", "space": self.space, "mode": mode}) as ours:
+            theirs = self.ask("prepare", "timing", self.session.deadlines.first_call, mode=mode, side=side)
+        return ours, theirs
+
+    @contextlib.contextmanager
+    def time_slicing(self, rank: int | None, seconds: float) -> Iterator[None]:
+        """What is asked of the candidate's ranks in here finds the GPU of ``rank`` kept busy by a trusted rank for ``seconds``, and shares
+        it in time slices; with None no GPU.
+        """
+        if rank is None:
+            yield
+            return
+        requests = [{"op": "keep_busy", "seconds": seconds if number == rank else 0.0} for number in range(len(self.layouts))]
+        with self._meanwhile("keep_busy", requests):
+            yield
+
+    @contextlib.contextmanager
+    def _meanwhile(self, what: str, requests: Message | Sequence[Message]) -> Iterator[list[Message]]:
+        """Has the trusted ranks do something while the candidate's are asked. Their answers, which are awaited even if the candidate
+        fails, are in the list afterwards; a failure of theirs is the harness's.
+        """
+        trusted, answers = self.session.trusted, list[Message]()
+        trusted.begin(requests, "correctness", self.session.deadlines.trusted)
+        try:
+            yield answers
+        finally:
+            answers += self._of_trusted(what, trusted.finish)
+
+    def check(self, phase: Phase, deadline_s: float, slots: Sequence[int], *, first_s: float | None = None, **more: Any) -> list[Message]:
+        """Calls the candidate on these slots of the published inputs and judges them; raises :class:`Rejected`.
+
+        The calls are at rest: none begins before the one before it has ended on every rank. Returns the answers to the last one.
+        ``first_s``: the deadline of the first, where it is another one.
+        """
+        answers: list[Message] = []
+        outputs: list[list[Any]] = [[] for _ in self.layouts]
+        for number, slot in enumerate(slots):
+            begin = time.monotonic()
+            limit_s = first_s if first_s is not None and number == 0 else deadline_s
+            answers = self.ask("call", phase, limit_s, side="candidate", slots=[slot], **more)
+            self.call_s = time.monotonic() - begin
+            self.aliased |= any(bool(answer.get("aliased")) for answer in answers)
+            for rank, answer in enumerate(answers):
+                outputs[rank] += _outputs(answer, 1, phase, rank)
+        self.collect(slots, slots, outputs, phase)
+        self.judge(phase, at_rest=True)
+        return answers
+
+    def count_collectives(self, answers: Sequence[Message]) -> None:
+        """Takes in what the candidate's process groups counted in a timed block."""
+        for rank, answer in enumerate(answers):
+            if not is_count(answer.get("collectives")):
+                raise GroupFailure("garbage", "timing", "a rank answered without the number of its collectives", rank=rank)
+            self.collectives = max(self.collectives, int(answer["collectives"]))
+
+    def slot_swaps(self, order: Sequence[int], positions: Collection[int]) -> SlotSwaps:
+        """Late changes of a block that uses its slots in this order, before the calls at these positions."""
+        return SlotSwaps.draw(order, self.alike, positions)
+
+    def collect_from(
+        self,
+        answers: Sequence[Message],
+        chosen: Sequence[int],
+        phase: Phase,
+        slot_swaps: SlotSwaps | None = None,
+        intact: Collection[int] | None = None,
+    ) -> int:
+        """Collects these slots of a block or pass, whose answers describe the outputs of all slots; the bytes that wait. ``intact``: those
+        whose inputs only a candidate can have touched; by default all of them."""
+        described = [_outputs(answer, self.slots, phase, rank) for rank, answer in enumerate(answers)]
+        contents = chosen if slot_swaps is None else [slot_swaps.contents[slot] for slot in chosen]
+        kept = [slot for slot in chosen if intact is None or slot in intact]
+        return self.collect(chosen, contents, [[outputs[slot] for slot in chosen] for outputs in described], phase, kept)
+
+    def collect(
+        self, slots: Sequence[int], contents: Sequence[int], outputs: Sequence[list[Any]], phase: Phase, intact: Sequence[int] = ()
+    ) -> int:
+        """Has the trusted ranks take copies of the snapshots of ``slots``, which were called on what was generated for the slots
+        ``contents``,
+        ``outputs[rank][i]`` describing the i-th; the bytes that wait. The inputs of the slots ``intact`` may not have changed."""
+        common = {"op": "collect", "slots": list(slots), "contents": list(contents), "intact": list(intact)}
+        try:
+            answers = self.trusted([{**common, "outputs": described} for described in outputs])
+        except ProtocolError as error:  # JSON that a rank wrote can grow when it is written again
+            raise GroupFailure("garbage", phase, f"a rank's description of its outputs cannot be passed on: {error}") from None
+        self._waiting += [self.kinds[slot] for slot in contents]
+        return max(int(answer["bytes"]) for answer in answers)
+
+    def recheck_output(self, slot: int, phase: Phase, ended: float) -> None:
+        """Compares what the latest call of a block or pass returned, in this slot, with its snapshot; raises :class:`Rejected`.
+
+        A result is good until the next call, and there was none: what changes now was not done when the call ended. ``ended``: when the
+        answers came, on the clock ``time.monotonic``; what has been done since then counts as waiting.
+        """
+        self.trusted("checksum_output", slot=slot)
+        time.sleep(max(0.0, ended + _SETTLING_S - time.monotonic()))
+        self.ask("copy_again", phase, self.session.deadlines.stress, slot=slot)
+        answers = self.trusted("compare_checksum")
+        for rank, answer in enumerate(answers):
+            if answer["changed"] is not None:
+                detail = f"still changing {_SETTLING_S * 1e3:g} ms after its end"
+                self._reject_as_unstable(rank, f"output {answer['changed']}", detail, 1, 1)
+        self._raise_if_out_of_bounds(phase, answers)
+
+    def discard(self) -> None:
+        """Forgets what was collected and not judged."""
+        self.trusted("discard")
+        self._waiting = []
+
+    def judge(self, phase: Phase, *, at_rest: bool = False) -> None:
+        """Has the trusted ranks compare what was collected; raises :class:`Rejected`. ``at_rest``: nobody else has touched any inputs since
+        they were published, so that all of them are looked at, and what lies between them."""
+        begin = time.monotonic()
+        answers = self.trusted("judge", at_rest=at_rest)
+        kinds, self._waiting = self._waiting, []
+        if kinds:
+            self.judge_s = (time.monotonic() - begin) / len(kinds)
+        self._raise_if_wrong(phase, answers)
+        self.evidence.slots += len(kinds)
+        self.evidence.integer_slots += kinds.count(INTEGER)
+        self.evidence.timed_slots += len(kinds) if phase == "timing" else 0
+        self.evidence.stressed_slots += len(kinds) if phase == "stress" else 0
+        ratios = [float(item["ratio"]) for answer in answers for item in answer["slots"]]
+        self.evidence.max_error_over_tolerance = max([self.evidence.max_error_over_tolerance, *ratios])
+
+    def _raise_if_wrong(self, phase: Phase, answers: Sequence[Message]) -> None:
+        for rank, answer in enumerate(answers):
+            for item in answer["slots"]:
+                if "type" in item:
+                    raise Rejected(WrongType(case=self.case.key, rank=rank, detail=plainly(self.problem, item["type"])))
+        wrong: list[tuple[int, dict[str, Any]]] = [
+            (rank, item) for rank, answer in enumerate(answers) for item in answer["slots"] if item["ratio"] > 1.0
+        ]
+        if wrong:
+            rank, item = wrong[0]
+            ranks = tuple(sorted({rank for rank, _ in wrong}))
+            compared = len(answers[0]["slots"])
+            bad = len({number for answer in answers for number, item in enumerate(answer["slots"]) if item["ratio"] > 1.0})
+            if phase == "stress" or (phase == "timing" and bad < compared):
+                self._reject_as_unstable(rank, item["output"], item["detail"], bad, compared)
+            raise Rejected(
+                WrongResult(
+                    case=self.case.key,
+                    phase=phase,
+                    rank=rank,
+                    slot=item["slot"],
+                    output=item["output"],
+                    error_ratio=item["ratio"],
+                    detail=item["detail"],
+                    index=None if item["index"] is None else tuple(item["index"]),
+                    got=item["got"],
+                    expected=item["want"],
+                    wrong_ranks=ranks,
+                )
+            )
+        for rank, answer in enumerate(answers):
+            if answer["changed_arguments"]:
+                names = ", ".join(f"`{name}`" for name in answer["changed_arguments"])
+                self._reject_whole(phase, rank, 0, f"{ARGUMENT}{names}", CHANGED)
+        self._raise_if_out_of_bounds(phase, answers)
+        for rank, answer in enumerate(answers):
+            if self.problem.replicated:
+                pairs = list(zip(answer["slots"], answers[0]["slots"], strict=True))
+                torn = ((mine["slot"], torn_output(mine["digests"], first["digests"])) for mine, first in pairs)
+                differ = [(slot, output) for slot, output in torn if output is not None]
+                if differ:
+                    (slot, output), detail = differ[0], "not the same bits as on rank 0; all ranks must return the same"
+                    if phase == "stress":
+                        self._reject_as_unstable(rank, output, detail, len(differ), len(pairs))
+                    self._reject_whole(phase, rank, slot, output, detail)
+
+    def _reject_as_unstable(self, rank: int, output: str, detail: str, wrong: int, compared: int) -> NoReturn:
+        key = self.case.key
+        raise Rejected(Unstable(case=key, rank=rank, output=output, detail=detail, wrong_slots=wrong, compared_slots=compared))
+
+    def _raise_if_out_of_bounds(self, phase: Phase, answers: Sequence[Message]) -> None:
+        for rank, answer in enumerate(answers):
+            if (found := answer["out_of_bounds"]) is not None:
+                where = f"something was written outside it, {found['place']}, where nothing belongs to the candidate"
+                self._reject_whole(phase, rank, found["slot"], found["name"], where)
+
+    def _reject_whole(self, phase: Phase, rank: int, slot: int, output: str, detail: str) -> NoReturn:
+        raise Rejected(
+            WrongResult(
+                case=self.case.key,
+                phase=phase,
+                rank=rank,
+                slot=slot,
+                output=output,
+                error_ratio=math.inf,
+                detail=detail,
+                wrong_ranks=(rank,),
+            )
+        )
+
+
+def torn_output(digests: Sequence[tuple[str, int]], others: Sequence[tuple[str, int]]) -> str | None:
+    """The first output whose digest is not that of another rank, of two ranks' (name, digest) in the same order."""
+    return next((mine[0] for mine, other in zip(digests, others, strict=True) if mine[1] != other[1]), None)
+
+
+def _without_ok(message: Message) -> Message:
+    return {key: value for key, value in message.items() if key != "ok"}
+
+
+def _outputs(answer: Message, count: int, phase: Phase, rank: int) -> list[Any]:
+    outputs = answer.get("outputs")
+    if not isinstance(outputs, list) or len(outputs) != count:
+        raise GroupFailure("garbage", phase, "a rank answered without describing its outputs", rank=rank)
+    return outputs

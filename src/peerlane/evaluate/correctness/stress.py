@@ -1,0 +1,148 @@
+"""Stress: calls that were right at rest, back to back and out of step. What is wrong only here is a race.
+
+A pass calls the candidate once on every slot of freshly generated contents, with nothing between the calls. Before some of them a random
+rank is held up, so that no two ranks stay in step by chance; a call's inputs are overwritten right behind it, so that a peer that reads
+them late reads garbage; in some passes they get there only right before it, so that who reads them early reads those of another call. On
+GPUs a trusted rank keeps one of them busy in some passes, so that kernels there are stopped in the middle while the others go on.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from dataclasses import dataclass
+
+from peerlane.evaluate.correctness.case_runner import CaseRunner
+from peerlane.evaluate.correctness.slot_swaps import SlotSwaps
+from peerlane.evaluate.processes.protocol import Message
+from peerlane.settings import StressRules
+
+_SHARE_OF_BUDGET = 0.25  # one pass of a case may take so much of the time, so that there are several
+_CROWDED_CALLS = 1 / 8
+_FEWEST_PASSES = 2  # the second is a late one
+_POISONED_CALLS = 1 / 2
+_KEPT_CALLS = 1 / 5
+_LOCKED_CALLS = 1 / 4  # of a pass in which contents do not come late
+
+_dice = random.SystemRandom()
+
+
+def choose_slots(call_s: float, judge_s: float, slot_bytes: float, rules: StressRules) -> int:
+    """Calls per pass, such that their contents fit into memory, and that input generation, calling and judging take a share of the time.
+
+    ``judge_s``, which holds one input generation for every rank, stands for all that a slot costs besides its call.
+    """
+    in_time = _SHARE_OF_BUDGET * rules.budget_s / max(call_s + judge_s, 1e-9)
+    in_memory = rules.max_bytes / max(slot_bytes, 1.0)
+    wanted = min(max(in_time, rules.min_slots), rules.max_slots)
+    return max(rules.fewest_slots, int(min(wanted, in_memory)))
+
+
+def choose_compared(order: list[int], judge_s: float, rules: StressRules) -> list[int]:
+    """The slots of a pass to be compared: all of them, or the last one and as many others, at random, as can be judged in time.
+
+    One of the others is always among them: behind the last call nothing follows that could disturb it.
+    """
+    *others, last = order
+    affordable = int(_SHARE_OF_BUDGET * rules.budget_s / max(judge_s, 1e-9))
+    return sorted([last, *_dice.sample(others, min(max(1, affordable), len(others)))])
+
+
+def draw_jitter(world_size: int, calls: int, rules: StressRules, *, on_gpu: bool) -> list[list[tuple[int, str, float]]]:
+    """For every rank, what is to happen before which of its calls: ``(position, way, us)``. See :class:`jitter.Jitter` for the ways."""
+    plans: list[list[tuple[int, str, float]]] = [[] for _ in range(world_size)]
+    shortest, longest = math.log(rules.shortest_delay_us), math.log(rules.longest_delay_us)
+    crowded = on_gpu and _dice.random() < rules.sm_contention_probability
+
+    def hold_up(position: int, ways: tuple[str, ...]) -> None:
+        us = math.exp(_dice.uniform(shortest, longest))
+        _dice.choice(plans).append((position, _dice.choice(ways), round(us, 1)))
+
+    for position in range(calls):
+        if _dice.random() < rules.delayed_share:
+            hold_up(position, ("host", "stream") if on_gpu else ("host",))
+        if crowded and _dice.random() < _CROWDED_CALLS:
+            hold_up(position, ("crowd",))
+    return plans
+
+
+def draw_time_slicing(passes: int, world_size: int, rules: StressRules, *, on_gpu: bool) -> int | None:
+    """The rank whose GPU is shared in time slices during the pass that comes behind so many; None: no GPU is."""
+    if not on_gpu or passes < _FEWEST_PASSES or _dice.random() >= rules.time_slicing_probability:
+        return None
+    return _dice.randrange(world_size)
+
+
+def draw_locked(calls: int, *, late: bool, on_gpu: bool) -> list[int]:
+    """Which calls of a pass are locked. On CPU none: who waits there would take the cores from those that work."""
+    return [position for position in range(calls) if on_gpu and not late and _dice.random() < _LOCKED_CALLS]
+
+
+@dataclass
+class Stress:
+    """The stress of one case. ``checked`` is the trial in which the candidate was right at rest: it knows what a call costs."""
+
+    checked: CaseRunner
+    rules: StressRules
+    pass_s: float = 0.0
+    """what the calls of the latest pass took that had all GPUs for itself"""
+
+    def run(self, end: float) -> CaseRunner:
+        """Passes until ``rules.calls`` calls are done or time is up: ``end`` on the clock ``time.monotonic``. At least two, however slow.
+
+        Raises :class:`Rejected` and GroupFailure. Returns the trial, which has the evidence.
+        """
+        checked = self.checked
+        slots = choose_slots(checked.call_s, checked.judge_s, checked.slot_bytes, self.rules)
+        runner = CaseRunner(checked.session, checked.group, checked.problem, checked.case, checked.space, slots)
+        runner.open()
+        order: list[int] = []
+        passes = 0
+        while self._goes_on(runner.evidence.stressed_calls, passes, end):
+            late = passes == 1 or (passes > 1 and _dice.random() < self.rules.late_share)
+            if not late:  # else the order of the pass before: who has learned which slot comes next finds it so, and its contents changed
+                order = _dice.sample(range(runner.slots), runner.slots)
+            time_slicing = draw_time_slicing(passes, len(runner.layouts), self.rules, on_gpu=_on_gpu(runner))
+            self._pass(runner, order, late=late, time_slicing=time_slicing)
+            passes += 1
+        runner.close()
+        return runner
+
+    def _goes_on(self, calls: int, passes: int, end: float) -> bool:
+        last = end if calls >= self.rules.min_calls else end + self.rules.overtime_s
+        return passes < _FEWEST_PASSES or (calls < self.rules.calls and time.monotonic() < last)
+
+    def _pass(self, runner: CaseRunner, order: list[int], *, late: bool, time_slicing: int | None) -> None:
+        """One pass over the slots in this order. In a ``late`` one contents come to their slots right before the calls; the GPU of the rank
+        ``sliced`` is shared meanwhile, for as long as a pass takes that shares none.
+        """
+        runner.generate_inputs(mixed=True)
+        slot_swaps = runner.slot_swaps(order, range(len(order)) if late else ())
+        locked = runner.lock(order, draw_locked(len(order), late=late, on_gpu=_on_gpu(runner)))
+        runner.publish_inputs(locked=locked)
+        kept = [position for position in range(len(order)) if _dice.random() < _KEPT_CALLS]
+        requests = self._requests(runner, order, slot_swaps, kept)
+        busy_s = min(max(self.pass_s, self.rules.shortest_time_slicing_s), self.rules.longest_time_slicing_s)
+        with runner.time_slicing(time_slicing, busy_s):
+            begin = time.monotonic()
+            answers, passages = runner.let_through(runner.group, requests, locked, "stress", runner.session.deadlines.stress)
+            ended = time.monotonic()
+        if time_slicing is None:
+            self.pass_s = ended - begin
+        runner.hold_to(passages, locked, "stress")
+        intact = {order[position] for position in [*kept, -1]}
+        runner.collect_from(answers, choose_compared(order, self.checked.judge_s, self.rules), "stress", slot_swaps, intact)
+        runner.recheck_output(order[-1], "stress", ended)
+        runner.judge("stress")
+        runner.evidence.stressed_calls += runner.slots
+
+    def _requests(self, runner: CaseRunner, order: list[int], slot_swaps: SlotSwaps, kept: list[int]) -> list[Message]:
+        plans = draw_jitter(len(runner.layouts), len(order), self.rules, on_gpu=_on_gpu(runner))
+        poisoned = [position for position in range(len(order)) if _dice.random() < _POISONED_CALLS]
+        common = {"op": "stress", "side": "candidate", "order": order, "poisoned": poisoned, "kept": kept, "exchanges": slot_swaps.steps}
+        return [{**common, "jitter": plan} for plan in plans]
+
+
+def _on_gpu(runner: CaseRunner) -> bool:
+    return runner.session.device == "cuda"

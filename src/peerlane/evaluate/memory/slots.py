@@ -1,0 +1,298 @@
+"""Slots in an arena: the arguments of K calls laid out one behind the other, and a region for the outputs of each.
+
+Both sides build their views from the same descriptions, which travel as JSON.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from peerlane.evaluate.memory.arena import GUARD_BYTES, POISON, DeviceMemory, aligned, extent, place, view
+from peerlane.problems.contract.spec import Problem
+from peerlane.problems.contract.tree import Description, Tree, describe, leaves, map_leaves, rebuild, tensor_descriptions
+
+FRONT_BYTES = aligned(GUARD_BYTES)
+"""Where the first tensor of a layout lies: behind a guard band of its own."""
+_HELD_BYTES = 64 << 20
+
+
+def strip_overlap(tree: Tree) -> Tree:
+    """The tree with expanded tensors (stride 0) made contiguous, so that every tensor has storage of its own."""
+    return map_leaves(tree, lambda t: t.contiguous() if 0 in t.stride() and t.numel() else t)
+
+
+def place_all(description: Description, offset: int) -> tuple[Description, int]:
+    """The description with an offset for every tensor, and the offset behind the last."""
+    if description["kind"] == "tensor":
+        return place(description, offset)
+    if "items" in description:
+        items = []
+        for item in description["items"]:
+            placed, offset = place_all(item, offset)
+            items.append(placed)
+        return {**description, "items": items}, offset
+    return description, offset
+
+
+def place_slots(descriptions: Iterable[Description], offset: int = FRONT_BYTES) -> tuple[list[Description], int]:
+    """Placed descriptions of slots, one behind the other, and the offset behind the last."""
+    layout = []
+    for description in descriptions:
+        placed, offset = place_all(description, offset)
+        layout.append(placed)
+    return layout, offset
+
+
+def end_of(layout: Sequence[Description]) -> int:
+    """The offset behind the last tensor of placed slots, and behind its guard band: where the next slot begins."""
+    last = next((placed[-1] for slot in reversed(layout) if (placed := list(tensor_descriptions(slot)))), None)
+    return FRONT_BYTES if last is None else aligned(extent(last)[1] + GUARD_BYTES)
+
+
+def slot_range(layout: Description) -> slice:
+    """The bytes of an arena in which a placed slot lies: its tensors follow each other."""
+    placed = list(tensor_descriptions(layout))
+    return slice(placed[0]["offset"], extent(placed[-1])[1]) if placed else slice(0, 0)
+
+
+class ArgumentSlots:
+    """The arguments of K calls as views of an arena."""
+
+    def __init__(self, data: torch.Tensor, layout: list[Description], group_of: Callable[[str], Any]) -> None:
+        self._data, self.layout = data, layout
+        self.tensors: list[list[torch.Tensor]] = []
+        self.args: list[tuple[Any, ...]] = []
+        for description in layout:
+            tensors = [view(data, placed) for placed in tensor_descriptions(description)]
+            self.tensors.append(tensors)
+            self.args.append(rebuild(description, iter(tensors), group_of))
+        self._ends: list[int] = list(itertools.accumulate((slot_range(description).stop for description in layout), max))
+
+    def end(self, slots: int) -> int:
+        """The byte behind the first ``slots`` slots."""
+        return self._ends[slots - 1]
+
+    def fill(self, trees: Iterable[Tree], first: int = 0) -> None:
+        """Copies the trees' tensors into the slots from ``first`` on, one slot a tree. Overlapping ones (stride 0) are written out.
+
+        Tensors are copied many at a time, for copying each takes the host longer than drawing it; little more than 64 MiB of them wait.
+        """
+        held: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        held_bytes = 0
+        for tree, slot in zip(trees, self.tensors[first:], strict=False):
+            for target, source in zip(slot, leaves(tree), strict=True):
+                targets, sources = held.setdefault(target.dtype, ([], []))
+                targets.append(target)
+                sources.append(source)
+                held_bytes += target.nbytes
+            if held_bytes > _HELD_BYTES:
+                _copy_all(held)
+                held_bytes = 0
+        _copy_all(held)
+
+    def spoil(self, slot: int) -> None:
+        """Overwrites the slot's tensors, in stream order, and no byte between them."""
+        for region in self._regions(slot):
+            _fill(region, POISON)
+
+    def span(self, slot: int) -> torch.Tensor:
+        """The bytes from the slot's first tensor to the end of its last one."""
+        return self._data[slot_range(self.layout[slot])]
+
+    def swapper(self, slot: int, other: int) -> Callable[[], None]:
+        """What has the tensors of two slots of one structure exchange their contents, in stream order, and as quickly as it can."""
+        pairs = list(zip(self._regions(slot), self._regions(other), strict=True))
+
+        def exchange() -> None:
+            for mine, theirs in pairs:
+                kept = _clone(mine)
+                _copy(mine, theirs)
+                _copy(theirs, kept)
+
+        return exchange
+
+    def swappers(self, steps: Iterable[tuple[int, int, int]]) -> dict[int, Callable[[], None]]:
+        """By position, what carries out the steps of :class:`Exchanges`."""
+        return {position: self.swapper(slot, other) for position, slot, other in steps}
+
+    def _regions(self, slot: int) -> Iterator[torch.Tensor]:
+        """The bytes of the slot's tensors, one region each."""
+        for placed in tensor_descriptions(self.layout[slot]):
+            begin, end = extent(placed)
+            yield self._data[begin:end]
+
+
+# Captured before any candidate code is loaded, so that replacing methods on torch.Tensor changes nothing here.
+_copy, _clone = torch.Tensor.copy_, torch.Tensor.clone
+_fill = torch.Tensor.fill_
+_detach = torch.Tensor.detach
+_data_ptr = torch.Tensor.data_ptr
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def _describe_output(tree: Tree, device: torch.device, found: list[torch.Tensor]) -> Description:
+    """As :func:`describe`, for outputs: only plain tensors count, on the rank's device or (``host``) in host memory."""
+    kind = type(tree)
+    if kind in _TENSOR_TYPES:
+        if tree.device != device and tree.device.type != "cpu":
+            return {"kind": "other", "type": f"tensor on {tree.device}"}
+        if tree.layout != torch.strided:
+            return {"kind": "other", "type": f"{tree.layout} tensor"}
+        found.append(_detach(tree))
+        description = describe(found[-1])
+        return description if tree.device == device else {**description, "host": True}
+    if isinstance(tree, torch.Tensor):
+        return {"kind": "other", "type": f"{kind.__name__} (a tensor subclass)"}
+    if kind is list or kind is tuple:
+        return {"kind": "list" if kind is list else "tuple", "items": [_describe_output(item, device, found) for item in tree]}
+    if kind is dict:
+        if odd := [type(key).__name__ for key in tree if type(key) is not str]:
+            return {"kind": "other", "type": f"dict with a key of type {odd[0]}"}
+        items = [_describe_output(item, device, found) for item in tree.values()]
+        return {"kind": "dict", "keys": list(tree), "items": items}
+    if kind in (bool, int, float, str, type(None)):
+        return {"kind": "value", "value": tree}
+    if kind is torch.Size:
+        return describe(tree)
+    return {"kind": "other", "type": kind.__name__}
+
+
+def check_claim(described: Any) -> None:
+    """Raises ValueError for a description that no call of :func:`_describe_output` can have made: candidates' ranks say what they like."""
+    kind = described.get("kind") if isinstance(described, dict) else None
+    if kind in ("list", "tuple", "dict"):
+        items = described.get("items")
+        if not isinstance(items, list):
+            raise ValueError(f"a {kind} without a list of items")
+        if kind == "dict" and not (_all_are(str, keys := described.get("keys")) and len(set(keys)) == len(keys) == len(items)):
+            raise ValueError("a dict without a name for every item")
+        for item in items:
+            check_claim(item)
+        return
+    good = {
+        "tensor": lambda: _all_are(int, described.get("shape")) and isinstance(described.get("dtype"), str),
+        "size": lambda: _all_are(int, described.get("value")),
+        "value": lambda: isinstance(described.get("value", ()), (bool, int, float, str, type(None))),
+        "other": lambda: isinstance(described.get("type"), str),
+    }
+    if not isinstance(kind, str) or kind not in good or "items" in described or not good[kind]():
+        raise ValueError("expected a tensor, size, list, tuple, dict or plain value, with all that belongs to it")
+
+
+def _all_are(kind: type, values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
+
+
+def _copy_all(held: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
+    """Copies targets from sources of one dtype with few kernels, and lets go of them."""
+    for targets, sources in held.values():
+        torch._foreach_copy_(targets, sources)
+    held.clear()
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class OutputRegions:
+    """Where the outputs of every slot are snapshot, in stream order, right after the call.
+
+    ``updates``: the arguments that a call updates in place, which are part of its answer: names and positions.
+    """
+
+    def __init__(
+        self, data: torch.Tensor, layout: list[Description], device: torch.device, updates: Mapping[str, int] | None = None
+    ) -> None:
+        self._data, self._device, self._updates = data, device, updates or {}
+        self.layout = layout
+        self.views = [[view(data, placed) for placed in tensor_descriptions(item)] for item in layout]
+        self.descriptions: list[Description] = [{} for _ in layout]
+        self.pointers: list[tuple[int, ...]] = [() for _ in layout]
+
+    def span(self, slot: int) -> torch.Tensor:
+        """The bytes from the slot's first region to the end of its last one."""
+        return self._data[slot_range(self.layout[slot])]
+
+    def fresh(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments for one call: what it updates gets lists of its own, for it may put other tensors in the place of those it got."""
+        if not self._updates:
+            return args
+        return tuple(map_leaves(item, _same) if place in self._updates.values() else item for place, item in enumerate(args))
+
+    def take(self, slot: int, output: Tree, args: tuple[Any, ...]) -> list[torch.Tensor]:
+        """Describes what a call with ``args`` returned, and copies every tensor that has the expected shape and dtype into its region.
+
+        Returns the tensors that it found, for :meth:`copy` to look at once more.
+        """
+        found: list[torch.Tensor] = []
+        self.descriptions[slot] = _describe_output(_in_order(output, self.layout[slot]), self._device, found)
+        self.pointers[slot] = tuple(_data_ptr(tensor) for tensor in found)
+        if self._updates:
+            state = _describe_output({name: args[place] for name, place in self._updates.items()}, self._device, found)
+            self.descriptions[slot] = {"kind": "tuple", "items": [self.descriptions[slot], state]}
+        self.copy(slot, found)
+        return found
+
+    def copy(self, slot: int, found: list[torch.Tensor]) -> None:
+        """Copies what a call returned into the slot's regions, in stream order."""
+        regions = self.views[slot]
+        if len(found) != len(regions):
+            return
+        for region, tensor in zip(regions, found, strict=True):
+            if region.shape == tensor.shape and region.dtype == tensor.dtype and region.numel():
+                _copy(region, tensor)
+
+    def aliased(self, slots: Sequence[int]) -> bool:
+        """True when two neighbours of these slots returned the same storage."""
+        taken = [self.pointers[slot] for slot in slots]
+        return any(a == b and any(a) for a, b in itertools.pairwise(taken))
+
+
+def _in_order(output: Tree, layout: Description) -> Tree:
+    """A dict with the expected keys, in the order of their regions: a candidate may build it in another."""
+    keys = layout.get("keys", ())
+    if type(output) is not dict or len(output) != len(keys) or not all(key in output for key in keys):
+        return output
+    return {key: output[key] for key in keys}
+
+
+class Unowned:
+    """Device memory that a captured call returned. Holding the tensor itself would keep the captures of a block from sharing memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._kept = None if tensor.is_cuda and tensor.numel() else tensor  # what lies in host memory is small
+        self._pointer, self._bytes = _data_ptr(tensor), extent({**describe(tensor), "offset": 0})[1]
+        self._shape, self._stride, self._dtype, self._device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, good until the next replay."""
+        if self._kept is not None:
+            return self._kept
+        flat = torch.as_tensor(DeviceMemory(self._pointer, self._bytes), device=self._device)
+        return flat.view(self._dtype).as_strided(self._shape, self._stride)
+
+
+def updates_of(problem: Problem) -> dict[str, int]:
+    """The parameters that a call updates in place, and their positions."""
+    return {name: problem.parameters.index(name) for name in problem.updates}
+
+
+def describe_answer(output: Tree) -> Description:
+    """As :func:`describe`, for what a region keeps of an output: row-major whatever its strides are."""
+    return _row_major(describe(output))
+
+
+def _row_major(description: Description) -> Description:
+    if description["kind"] == "tensor":
+        stride, steps = 1, []
+        for size in reversed(description["shape"]):
+            steps.append(stride)
+            stride *= max(size, 1)
+        return {**description, "stride": list(reversed(steps))}
+    if "items" in description:
+        return {**description, "items": [_row_major(item) for item in description["items"]]}
+    return description

@@ -1,0 +1,435 @@
+"""One evaluation: build, import, first call, correctness, stress, speed, exit; the result, whatever happens.
+
+The stages come in the order of their cost, and the first that fails is the last. A fresh group of ranks shows whether the candidate is
+right. Only then a second fresh group times it, because there the reference has to be timed first, before any candidate code is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import peerlane
+from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
+from peerlane.evaluate.audit.audit import Auditor, profiler_works
+from peerlane.evaluate.candidates import CandidateFile
+from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected, verdict_of
+from peerlane.evaluate.correctness.stress import Stress
+from peerlane.evaluate.processes.pool import NoRanks
+from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS
+from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
+from peerlane.evaluate.processes.session import Session
+from peerlane.evaluate.ranks.builds import Builds, lacks_compiler, needs_build
+from peerlane.evaluate.results.record import Mode
+from peerlane.evaluate.results.speed_record import ModeSpeed, NotMeasured
+from peerlane.evaluate.results.verdict import (
+    CandidateInfo,
+    CaseEvidence,
+    Correct,
+    Hang,
+    HarnessFailure,
+    NotRun,
+    Phase,
+    ProblemInfo,
+    Result,
+    Track,
+    TrackViolation,
+    Verdict,
+)
+from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
+from peerlane.hardware.profiles import HardwareProfile
+from peerlane.hardware.roofline import Peaks
+from peerlane.problems.contract.spec import Case, Problem
+from peerlane.settings import StressRules, TimingRules
+
+CHECKED_SLOTS = 4
+_REMARKABLE = {"mean": "uneven_calls", "locked": "prepared_calls", "middle_round": "uneven_rounds", "graph": "faster_than_its_graph"}
+"""Flags, by what a candidate is scored by."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be evaluated."""
+
+    candidate: CandidateFile
+    problem: Problem
+    preset: str
+    world_size: int
+    modes: tuple[Mode, ...]
+    variant: str = "default"
+    track: Track = "open"
+
+
+@dataclass(frozen=True)
+class Node:
+    """Where it runs: what every result of a run has in common."""
+
+    run_id: str
+    device: Literal["cuda", "cpu"]
+    gpus: int
+    environment: Mapping[str, Any]
+    profile: HardwareProfile | None
+    peaks: tuple[Peaks, ...]
+    memory_bytes: float
+
+
+def groups_needed(job: Job, device: str) -> int:
+    """The fresh groups that a candidate may take: one to show whether it is right, one to time it. The reference keeps the one it has."""
+    if job.candidate.is_reference:
+        return 0
+    return 2 if device == "cuda" else 1
+
+
+@dataclass
+class EvaluationPipeline:
+    """Runs one job in a session. ``run`` never raises for what a candidate does."""
+
+    session: Session
+    job: Job
+    node: Node
+    rules: TimingRules
+    tell: Callable[[str], None]
+    builds: Builds | None = None
+    """those of the run, some of which are ahead; None: built when it is their turn"""
+    later: int = 0
+    """how many candidate groups the run may still take after this evaluation"""
+    group: RankGroup | None = None
+    stress: StressRules = field(default_factory=StressRules)
+    source: str | None = None
+    """what is judged, read once: later changes of the file are nothing to this evaluation"""
+    phase: Phase = "spawn"
+    case: Case | None = None
+    """the case that runs, or ran last"""
+    loaded: bool = False
+    """what is judged has been loaded in the group: from then on it is to blame for what happens there"""
+    stage_seconds: dict[str, float] = field(default_factory=dict)
+    flags: set[str] = field(default_factory=set)
+    evidence: dict[str, CaseEvidence] = field(default_factory=dict)
+    speeds: list[ModeSpeed | NotMeasured] = field(default_factory=list)
+    auditor: Auditor | None = None
+    healthy: bool = True
+    """the group answers"""
+    reusable: bool = True
+    """nothing has happened in the group that leaves it in a state nobody knows"""
+    no_ranks: bool = False
+    """rank groups do not come up"""
+
+    def run(self) -> Result:
+        """The result: correct, or the reason why not. After a failure the group has been ended."""
+        log = ""
+        try:
+            verdict = self._judge()
+        except Exception as error:  # a defect, which this candidate may have found: the others are judged all the same
+            where = traceback.format_exc()[-ERROR_CHARACTERS:]
+            what = f"{where}\nthis is a defect of peerlane, please report it: {type(error).__name__}: {error}"
+            verdict, self.healthy = HarnessFailure(phase=self.phase, message=what.encode(errors="replace").decode()), False
+        if not isinstance(verdict, (Correct, NotRun)) and self.group is not None:
+            self.end_group()
+            log = self.group.log_tail()
+        return self._result(verdict, log)
+
+    def _judge(self) -> Verdict:
+        """The verdict, also of what was raised."""
+        try:
+            return self._run_stages()
+        except Rejected as rejected:
+            return rejected.verdict
+        except GroupFailure as failure:
+            self.healthy = False
+            return self._blame(failure)
+        except CandidateChanged as error:
+            return NotRun(missing=str(error))
+        except CaseTooLarge as error:
+            self.healthy = False
+            return NotRun(missing=str(error))
+        except HarnessError as error:
+            self.healthy, self.no_ranks = False, isinstance(error, NoRanks)
+            return HarnessFailure(phase=self.phase, message=str(error))
+
+    def _blame(self, failure: GroupFailure) -> Verdict:
+        if failure.phase == "build" or self.loaded:
+            if failure.phase == "spawn":  # it was asked to map another case's memory
+                failure.phase = self.phase
+            return verdict_of(failure, None if failure.phase in ("build", "import", "exit") else self.case)
+        return HarnessFailure(phase=self.phase, message=f"the ranks failed before any candidate code was loaded: {failure}")
+
+    def end_group(self) -> None:
+        """Kills the group, if there is one."""
+        if self.group is not None:
+            self.session.end(self.group)
+
+    def give_up(self, verdict: NotRun) -> Result:
+        """The result of a job that cannot be started."""
+        return self._result(verdict, "")
+
+    @contextlib.contextmanager
+    def _in(self, phase: Phase) -> Iterator[None]:
+        self.phase = phase
+        self.tell(phase)
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.stage_seconds[phase] = round(self.stage_seconds.get(phase, 0.0) + time.monotonic() - begin, 3)
+
+    def _run_stages(self) -> Verdict:
+        job = self.job
+        cases = job.problem.cases(job.preset, job.world_size, job.variant)
+        if not cases:
+            which = f"{job.preset} ({job.variant} variant)" if job.variant != "default" else job.preset
+            return NotRun(missing=f"preset {which} of problem {job.problem.id} has no case for {job.world_size} ranks")
+        self.source = job.candidate.source()
+        if needs_build(job.candidate):
+            with self._in("build"):
+                if (missing := self._build()) is not None:
+                    return NotRun(missing=missing)
+        with self._in("spawn"):
+            if self.group is None:
+                needed = max(1, groups_needed(job, self.node.device)) + self.later
+                self.session.start_warm_groups(needed)
+                self._take_group()
+                self.session.start_warm_groups(needed - 1)
+        self._load()
+        more = job.problem.cases("small", job.world_size, job.variant) if job.preset != "small" else ()
+        checked = [self._check(case, first=number == 0) for number, case in enumerate((*cases, *more))]
+        with self._in("stress"):
+            self._stress(checked)
+        self.case = cases[0]
+        speed: Benchmark | None = None
+        if self.node.device == "cuda":
+            speed = self._time(cases[0], checked[0].judge_s)
+        else:
+            why = "no GPU: times on CPU ranks say nothing about a kernel"
+            self.speeds = [NotMeasured(mode=mode, why=why) for mode in job.modes]
+        if not job.candidate.is_reference:
+            with self._in("audit"):
+                self._audit(cases[0], speed)
+        if speed is not None and self.healthy:
+            speed.runner.close()
+        if self.healthy:
+            self._leave()
+        return Correct()
+
+    def _take_group(self) -> None:
+        self.loaded, self.healthy, self.reusable = False, True, True
+        self.group = None
+        self.group = self.session.take_group()
+
+    def _load(self) -> None:
+        assert self.group is not None
+        path = None if self.job.candidate.path is None else str(self.job.candidate.path)
+        cache = None if path is None else self.group.admit(self.job.candidate.sha256)
+        request = {
+            "op": "load",
+            "path": path,
+            "source": self.source,
+            "cache": cache,
+            "problem": self.job.problem.id,
+            "variant": self.job.variant,
+        }
+        with self._in("import"):
+            self.loaded = True
+            self.group.ask({**request, "blame": "import_error"}, "import", self.session.deadlines.load)
+
+    def _build(self) -> str | None:
+        """Compiles what the candidate compiles at import; the reason if this machine lacks what it needs."""
+        candidate = self.job.candidate
+        if lacks_compiler(candidate):
+            return "needs a GPU, and a CUDA build of torch to compile its extension; run it on a GPU node"
+        (self.builds or Builds(self.session, [])).finish(candidate)
+        if candidate.backend == "cuda" and self.node.device == "cpu":
+            return "compiles, but needs a GPU to run; run it on a GPU node"
+        return None
+
+    def _check(self, case: Case, *, first: bool) -> CaseRunner:
+        """Judges the candidate on a case, at rest; the trial knows what that cost."""
+        assert self.group is not None
+        self.case, limits = case, self.session.deadlines
+        runner = CaseRunner(self.session, self.group, self.job.problem, case, "check", CHECKED_SLOTS)
+        try:
+            with self._in("first_call" if first else "correctness"):
+                runner.open()
+                runner.generate_inputs(mixed=True)
+                runner.publish_inputs()
+                if first:
+                    runner.check("first_call", limits.first_call, [0])
+            with self._in("correctness"):
+                rest, first_s = (range(1, CHECKED_SLOTS), None) if first else (range(CHECKED_SLOTS), limits.first_call)
+                runner.check("correctness", limits.correctness, rest, first_s=first_s)  # other shapes may be compiled or tuned for
+                runner.close()
+        finally:
+            if runner.evidence.slots:
+                self.evidence[case.key] = runner.evidence.record(case)
+            if runner.aliased:
+                self.flags.add("aliased_output")
+        return runner
+
+    def _stress(self, checked: list[CaseRunner]) -> None:
+        """Stresses the timed case, and of the others, in random order, those that there is time for."""
+        timed, *others = checked
+        end = time.monotonic() + self.stress.budget_s
+        for runner in [timed, *random.SystemRandom().sample(others, len(others))]:
+            if runner is not timed and time.monotonic() >= end:
+                break
+            self.case = runner.case
+            stressed = Stress(runner, self.stress).run(end).evidence.record(runner.case)
+            self.evidence[runner.case.key] = self.evidence[runner.case.key].joined(stressed)
+
+    def _time(self, case: Case, judge_s: float) -> Benchmark:
+        """Times a candidate that is right, in ranks where its code is loaded only after the reference has been timed there."""
+        speed = self._baseline(case, {})
+        if speed.broken:  # a group in which a capture failed is in a state that nobody knows: another one, without that mode
+            self.reusable = False
+            speed = self._baseline(case, speed.unmeasurable)
+        speed.runner.judge_s = judge_s
+        self._load()
+        with self._in("timing"):
+            speed.first_calls()
+            modes = sorted(self.job.modes)  # eager first: a failed capture must not reach it
+            missing = {mode: why for mode in modes if (why := self._measure(speed, mode)) is not None}
+            self.speeds = [missing.get(mode) or self._record(speed, mode) for mode in self.job.modes]
+            self.evidence[case.key] = speed.merged(self.evidence[case.key])
+        return speed
+
+    def _baseline(self, case: Case, unmeasurable: dict[str, str]) -> Benchmark:
+        """The reference's own times in a group that holds no candidate code."""
+        job, node = self.job, self.node
+        if not (job.candidate.is_reference and self.reusable):
+            self._leave()
+            with self._in("spawn"):
+                self.end_group()
+                self._take_group()
+        assert self.group is not None
+        self.loaded = False
+        with self._in("timing"):
+            if self.session.pool_settings.timed_alone:
+                self.session.wait_for_starts()
+            runner = CaseRunner(self.session, self.group, job.problem, case, "timed", CHECKED_SLOTS)
+            speed = Benchmark(runner, job.modes, self.rules, node.profile, node.peaks, node.memory_bytes, unmeasurable=unmeasurable)
+            speed.baseline()
+        return speed
+
+    def _measure(self, speed: Benchmark, mode: Mode) -> NotMeasured | None:
+        """Measures a mode; why not, if not."""
+        if not self.healthy:
+            return NotMeasured(mode=mode, why="the ranks were lost in another mode")
+        try:
+            speed.measure(mode)
+        except Unmeasurable as reason:
+            self.reusable = self.reusable and mode in speed.unmeasurable  # it was not even tried
+            if reason.group_lost:
+                self.healthy = False
+                self.flags.add(f"{mode}_failed")
+            return NotMeasured(mode=mode, why=str(reason))
+        return None
+
+    def _record(self, speed: Benchmark, mode: Mode) -> ModeSpeed:
+        """What is stored of a mode that was measured; flags what is remarkable."""
+        measured = speed.record(mode)
+        if measured.scored_by in _REMARKABLE:
+            self.flags.add(_REMARKABLE[measured.scored_by])
+        if measured.reference_counted < 1:
+            self.flags.add("slower_reference")
+        return measured
+
+    def _audit(self, case: Case, speed: Benchmark | None) -> None:
+        """Records what some calls run. The custom track stands or falls with it; in the open one it is evidence, and failing is a flag."""
+        custom = self.job.track == "custom"
+        if not self.healthy:
+            if custom:
+                raise Rejected(
+                    TrackViolation(what="the ranks were lost under graph replay, before the audit: nothing shows what calls run")
+                )
+            return
+        try:
+            self._audit_calls(case, speed)
+        except GroupFailure:
+            if custom:
+                raise
+            self.auditor, self.healthy = None, False
+            self.flags.add("audit_failed")
+
+    def _audit_calls(self, case: Case, speed: Benchmark | None) -> None:
+        assert self.group is not None
+        auditor = self.auditor = Auditor(self.node.device)
+        if speed is not None:
+            for item in self.speeds:
+                if isinstance(item, ModeSpeed):
+                    auditor.audit_block(speed, item.mode)
+            auditor.count_timed(speed.runner.collectives)
+        runner = CaseRunner(self.session, self.group, self.job.problem, case, "check", CHECKED_SLOTS, Evidence.of(self.evidence[case.key]))
+        try:
+            auditor.audit_calls(runner)
+        finally:
+            self.evidence[case.key] = runner.evidence.record(case)
+        if (integrity_failure := auditor.integrity_failure) is not None:
+            raise Rejected(integrity_failure)
+        if self.node.device == "cuda":
+            try:
+                auditor.look_at_code(runner)
+            except GroupFailure:
+                self.healthy = False  # the code of its kernels then counts as not found, which says less and forgives nothing
+        if self.job.track == "custom" and (objection := auditor.violation(must_move=self._must_move(case))) is not None:
+            if auditor.saw_nothing and not profiler_works(self.session):
+                raise Rejected(NotRun(missing="the profiler sees nothing of what a GPU does here, and the custom track needs it"))
+            raise Rejected(objection)
+
+    def _must_move(self, case: Case) -> bool:
+        return any(self.job.problem.cost(case, rank).ingress_bytes > 0 for rank in range(case.world_size))
+
+    def _leave(self) -> None:
+        """Lets the candidate's processes end by themselves, which they must."""
+        assert self.group is not None
+        if not self.loaded or self.job.candidate.is_reference:
+            return
+        deadline_s = self.session.deadlines.exit
+        with self._in("exit"):
+            self.group.ask({"op": "exit"}, "exit", deadline_s)
+            if stuck := self.group.await_end(deadline_s):
+                raise Rejected(Hang(phase="exit", ranks=stuck, deadline_s=deadline_s))
+
+    def _result(self, verdict: Verdict, log: str) -> Result:
+        job = self.job
+        correct = isinstance(verdict, Correct)
+        return Result(
+            evaluator_version=peerlane.__version__,
+            run_id=self.node.run_id,
+            candidate=CandidateInfo(
+                name=job.candidate.name,
+                path=_shown(job.candidate.path),
+                sha256=job.candidate.sha256,
+                backend=job.candidate.backend,
+            ),
+            problem=ProblemInfo(id=job.problem.id, slug=job.problem.slug, variant=job.variant),
+            preset=job.preset,
+            world_size=job.world_size,
+            device=self.node.device,
+            modes=job.modes,
+            isolation=self.session.isolation.tier,
+            isolation_measures=self.session.isolation.measures,
+            track=job.track,
+            verdict=verdict,
+            correctness=tuple(self.evidence.values()),
+            speed=tuple(self.speeds) if correct else (),
+            audit=None if self.auditor is None else self.auditor.record(),
+            mechanisms=() if self.auditor is None else self.auditor.mechanisms(),
+            flags=tuple(sorted(self.flags)),
+            stage_seconds=self.stage_seconds,
+            log_tail=log,
+            environment=dict(self.node.environment),
+        )
+
+
+def _shown(path: Path | None) -> str | None:
+    """The path below the working directory, else the file's name: results travel to other machines."""
+    if path is None:
+        return None
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return path.name

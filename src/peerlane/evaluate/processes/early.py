@@ -1,0 +1,65 @@
+"""A fork server and the first rank groups, which come up while the supervisor imports torch itself, for the first session that would
+start the
+same. No torch here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from peerlane.evaluate.processes.fork_client import ForkServer, fork_server_environment, start_ranks
+from peerlane.evaluate.sandbox.isolation import Isolation, Tier, choose
+from peerlane.hardware.memory import GpuMemory, gpu_memory
+from peerlane.hardware.topology import discover
+from peerlane.settings import Deadlines
+
+_waiting: list[ForkServer] = []  # one, or none
+_before: list[tuple[GpuMemory, ...]] = []  # what was in use on the GPUs: one, or none
+
+
+@contextlib.contextmanager
+def early_start(device: str, tier: Tier | None, world_size: int) -> Iterator[None]:
+    """Starts the fork server, the trusted ranks and a warm group group that an evaluation with these will want; ends them if nobody
+    has taken them
+    by the end of the block.
+
+    Raises nothing: what cannot be started here is started by the session, which says why not. L2 depends on the candidates, and waits.
+    """
+    try:
+        if tier != "L2":
+            with contextlib.suppress(Exception):
+                _start(device, choose(tier, device), world_size, Deadlines().spawn)
+        yield
+    finally:
+        _before.clear()
+        while _waiting:
+            _waiting.pop().close()
+
+
+def _start(device: str, isolation: Isolation, world_size: int, deadline_s: float) -> None:
+    if device == "cuda":
+        gpus = discover().gpus
+        if len(gpus) < world_size:
+            return
+        _before.append(gpu_memory([gpu.index for gpu in gpus]))
+    fork_server = ForkServer(fork_server_environment(device), deadline_s, isolation)
+    _waiting.append(fork_server)
+    trusted = start_ranks(fork_server, "trusted", device, world_size, deadline_s)
+    start_ranks(fork_server, "candidate", device, world_size, deadline_s, trusted)
+
+
+def take(environment: dict[str, str], isolation: Isolation, world_size: int) -> ForkServer | None:
+    """The fork server that waits, with the groups that come up in it, if what is started with these now would be no different: it is the
+    caller's to close. Else it is ended: it would hold cores and GPUs."""
+    if not _waiting:
+        return None
+    fork_server = _waiting.pop()
+    if fork_server.serves(environment, isolation) and {group.world_size for group in fork_server.groups} == {world_size}:
+        return fork_server
+    fork_server.close()
+    return None
+
+
+def memory_before() -> tuple[GpuMemory, ...]:
+    """What was in use on the GPUs before anything was started early; empty if nothing was."""
+    return _before[0] if _before else ()

@@ -1,0 +1,237 @@
+"""The process that bears rank groups: torch is imported once here, every group is forked from it in milliseconds.
+
+supervisor -- fork server -- leader (one per group) -- rank processes
+
+A leader owns its group. It adopts orphans, so a daemon that a candidate leaves behind is still its descendant, and it kills the
+whole tree when it is told to or when the supervisor's end of its socket closes, for whatever reason. The fork server does so for a leader
+that was killed itself. Nursery and leaders never initialise CUDA and never run candidate code.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import gc
+import importlib
+import itertools
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+import weakref
+from typing import Any, NoReturn
+
+from peerlane.evaluate.processes.logs import LogTail
+from peerlane.evaluate.processes.protocol import Channel
+from peerlane.evaluate.sandbox.confine import Confinement
+from peerlane.evaluate.sandbox.process_tree import adopt_orphans, children, descendants, die_with_parent, kill_descendants
+from peerlane.evaluate.sandbox.trees import remove_tree
+
+FDS_PER_RANK = 3  # command socket, shared memory, log
+_SWEEP_S = 5.0  # orphans of a leader that was killed are looked for so long
+_PARTING_S = 9.0  # leaders, whose supervisor is gone too, have this long to end their groups
+
+
+def _run_rank(config: dict[str, Any], rank: int, fds: list[int], log: int, leader: int, forker: int) -> NoReturn:
+    status = 1
+    try:
+        Confinement.from_json(config["confinement"]).enter_rank(config["role"], config["folder"])
+        while os.getppid() == forker:
+            time.sleep(0.0005)
+        die_with_parent(leader)
+        command, memory, _ = fds[1 + FDS_PER_RANK * rank : 1 + FDS_PER_RANK * (rank + 1)]
+        for fd in fds:
+            if fd not in (command, memory):
+                os.close(fd)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(null)
+        os.close(log)
+        sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
+        program = sys.modules[config["program"]]
+        status = program.serve(config, rank, Channel(socket.socket(fileno=command)), memory)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+def _fork_ranks(config: dict[str, Any], fds: list[int], logs: list[tuple[int, int]]) -> list[int]:
+    """Forks the ranks of the leader that calls it; their process numbers. They print to ``logs``, which are pipes.
+
+    Who bears them ends at once, and they become the leader's children: so they are in a domain that it is not in.
+    """
+    leader, (reading, writing) = os.getpid(), os.pipe()
+    if (forker := os.fork()) == 0:
+        try:
+            forker, pids = os.getpid(), []
+            Confinement.from_json(config["confinement"]).enter_ranks(config["role"])
+            for rank, (_, log) in enumerate(logs):
+                if (pid := os.fork()) == 0:
+                    for other in {reading, writing, *itertools.chain(*logs)} - {log}:
+                        os.close(other)
+                    _run_rank(config, rank, fds, log, leader, forker)
+                pids.append(pid)
+            os.write(writing, json.dumps(pids).encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as told:
+        numbers = told.read()
+    os.waitpid(forker, 0)
+    return list(json.loads(numbers))
+
+
+def _end_group(config: dict[str, Any]) -> list[int]:
+    """Kills all processes of the group of the leader that calls it; those that survive that."""
+    Confinement.from_json(config["confinement"]).kill_group(config["role"])
+    return kill_descendants()
+
+
+def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
+    """Bears the ranks and watches them until the group is to end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    adopt_orphans()
+    Confinement.from_json(config["confinement"]).enter_group(config["role"], config["device"], config["folder"], config["writable"])
+    pipes = [os.pipe() for _ in range(config["world_size"])]
+    pids = _fork_ranks(config, fds, pipes)
+    control = Channel(socket.socket(fileno=os.dup(fds[0])))
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ, None)
+    logs: list[LogTail] = []
+    for rank, (pid, (pipe, log)) in enumerate(zip(pids, pipes, strict=True)):
+        os.close(log)
+        logs.append(LogTail(pipe, fds[FDS_PER_RANK * (rank + 1)]))
+        selector.register(logs[-1], selectors.EVENT_READ, logs[-1])
+        selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (rank, pid))
+    for fd in {*fds} - {fds[FDS_PER_RANK * (rank + 1)] for rank in range(config["world_size"])}:
+        os.close(fd)
+    running = True
+    while running:
+        for key, _ in selector.select():
+            if key.data is None:
+                running = False  # a word from the supervisor or its end: both mean stop
+                continue
+            if isinstance(key.data, LogTail):
+                if not key.data.pump():
+                    selector.unregister(key.fileobj)
+                continue
+            rank, pid = key.data
+            selector.unregister(key.fileobj)
+            status = -signal.SIGKILL
+            with contextlib.suppress(ChildProcessError):
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with contextlib.suppress(OSError):
+                control.send({"exited": rank, "status": status})
+    survivors = _end_group(config)
+    for tail in logs:
+        tail.pump()  # what was printed last
+    remove_tree(config["folder"])
+    with contextlib.suppress(OSError):
+        control.send({"ended": True, "survivors": survivors})
+    os._exit(0)
+
+
+def _receive_order(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """One order with its file descriptors (a sequenced packet), or None at the end."""
+    room = array.array("i")
+    try:
+        data, ancillary, _, _ = sock.recvmsg(1 << 16, socket.CMSG_SPACE(64 * room.itemsize))
+    except ConnectionResetError:  # the supervisor ended and had not read that this process is up
+        return None
+    if not data:
+        return None
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            room.frombytes(payload[: len(payload) - len(payload) % room.itemsize])
+    return json.loads(data), list(room)
+
+
+def _clear_up(leaders: dict[int, str]) -> bool:
+    """Removes leaders that have ended, and what those that a candidate killed could not clear up: their folders and their orphans. True if
+    there were orphans: they may have had children."""
+    living = children(os.getpid())
+    for leader in leaders.keys() - living:
+        remove_tree(leaders.pop(leader))
+    orphans = living - leaders.keys()
+    for orphan in orphans:
+        for pid in (orphan, *descendants(orphan)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    return bool(orphans)
+
+
+def _end_leader(leaders: dict[int, str], folder: str) -> None:
+    """Kills the leader of a group, if it does not end as it was told, and until there are none its orphans. Its ranks die with it."""
+    end = time.monotonic() + _SWEEP_S
+    for leader in children(os.getpid()):
+        if leaders.get(leader) == folder:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(leader, signal.SIGKILL)
+    while (_clear_up(leaders) or folder in leaders.values()) and time.monotonic() < end:
+        time.sleep(0.005)
+
+
+def main(fd: int, confinement: Confinement, folders: list[str], program: str) -> None:
+    """Imports ``program``, the module whose ``serve`` every rank runs, then serves orders until the supervisor's end closes, and then
+    removes the run's folders."""
+    confinement.enter_fork_server()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    adopt_orphans()
+    orders = socket.socket(fileno=fd)
+    gc.disable()  # an import leaves little to collect and looks for it again and again
+    importlib.import_module(program)  # and torch with it, the slow part, before any fork
+    gc.enable()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch takes back its operators one by one, for 0.1 s, in every process that ends
+    gc.collect()
+    gc.freeze()  # what is imported by now never needs collecting: ranks collect in microseconds, and share the pages
+    with contextlib.suppress(BrokenPipeError):  # the supervisor has ended, as the wait for an order tells
+        orders.send(b"ready")
+    leaders: dict[int, str] = {}
+    while (order := _receive_order(orders)) is not None:
+        config, fds = order
+        _clear_up(leaders)
+        if "end" in config:
+            _end_leader(leaders, config["end"])
+            with contextlib.suppress(OSError):  # the supervisor has ended meanwhile
+                orders.send(config["end"].encode())
+            continue
+        if (leader := os.fork()) == 0:
+            try:
+                orders.close()
+                _lead(config, fds)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                _end_group(config)
+                os._exit(1)
+        leaders[leader] = config["folder"]
+        for received in fds:
+            os.close(received)
+    end = time.monotonic() + _PARTING_S
+    while leaders and time.monotonic() < end:
+        time.sleep(0.02)
+        _clear_up(leaders)
+    kill_descendants()
+    for folder in folders:
+        remove_tree(folder)
+
+
+if __name__ == "__main__":
+    start = json.loads(sys.argv[2])
+    main(int(sys.argv[1]), Confinement.from_json(start["confinement"]), start["folders"], start["program"])

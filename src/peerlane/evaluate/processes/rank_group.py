@@ -1,0 +1,297 @@
+"""Rank groups as the supervisor sees them: ask all ranks with a deadline, kill. No CUDA here, and no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from peerlane.errors import HarnessError, ProtocolError
+from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, Channel, Message, encode
+from peerlane.evaluate.sandbox import linux
+from peerlane.evaluate.sandbox.caches import CacheSlot
+
+_REPORTED_KINDS = ("runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run")
+_GRACE_S = 0.1  # after the first rank fails, the leader or another rank has this long to be found dead, which would be the cause
+
+
+class GroupFailure(Exception):
+    """A rank group did not do what it was asked. The group must be killed.
+
+    Attributes:
+        kind: ``hang``, ``exit``, ``garbage``, or the kind a rank reported (``runtime_error``, ``cuda_error``, ...).
+        phase: what was being done.
+        rank: the first rank that failed, if one can be named.
+        ranks: for a hang, the ranks that had not answered.
+        message: the rank's traceback or a sentence.
+        deadline_s: for a hang, how long was waited.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        phase: str,
+        message: str,
+        *,
+        rank: int | None = None,
+        ranks: Sequence[int] = (),
+        deadline_s: float = 0.0,
+    ) -> None:
+        super().__init__(f"{kind} in {phase}: {message}")
+        self.kind, self.phase, self.message = kind, phase, message
+        self.rank, self.ranks, self.deadline_s = rank, tuple(ranks), deadline_s
+
+
+def _cause(first: GroupFailure | None, second: GroupFailure) -> GroupFailure:
+    """Which of two failures, in the order of their arrival, explains the other: ranks raise when one that they wait for has ended."""
+    if first is None or (first.kind == "runtime_error" and second.kind == "exit"):
+        return second
+    return first
+
+
+class RankGroup:
+    """The supervisor's handle on a leader and its ranks. ``sweep`` has all killed that is left of them where the leader cannot."""
+
+    def __init__(
+        self,
+        role: str,
+        control: Channel,
+        ranks: list[Channel],
+        memories: list[int],
+        logs: list[int],
+        sweep: Callable[[], None] | None = None,
+    ) -> None:
+        self.role = role
+        self.slot: CacheSlot | None = None
+        self.uid = 0  # of its processes, where that is theirs alone
+        self.world_size = len(ranks)
+        self._control, self._ranks, self._memories, self._logs = control, ranks, memories, logs
+        self._exits: dict[int, int] = {}
+        self._early: list[Message] = []
+        self._log = ""
+        self._sweep = sweep
+        self._pending: tuple[str, float, float, set[int]] | None = None
+        self.alive = True
+
+    # --- conversation ---
+
+    def ask(self, requests: Message | Sequence[Message], phase: str, deadline_s: float) -> list[Message]:
+        """Sends one request to every rank (the same, or one each) and waits for all answers; raises :class:`GroupFailure`."""
+        self.begin(requests, phase, deadline_s)
+        return self.finish()
+
+    @property
+    def busy(self) -> bool:
+        """True between :meth:`begin` and :meth:`finish`."""
+        return self._pending is not None
+
+    @property
+    def overdue(self) -> bool:
+        """True if what it was asked by :meth:`begin` should have been answered by now."""
+        return self._pending is not None and time.monotonic() > self._pending[1]
+
+    @property
+    def answering(self) -> bool:
+        """True if one of its ranks has begun to answer, or has ended: :meth:`finish` waits for the rest at most. Does not wait."""
+        return bool(self.answering_ranks)
+
+    @property
+    def answering_ranks(self) -> set[int]:
+        """The ranks that have begun to answer, or have ended; all of them where the leader has something to tell. Does not wait."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ, range(self.world_size))
+            for rank, channel in enumerate(self._ranks):
+                selector.register(channel, selectors.EVENT_READ, (rank,))
+            return {rank for key, _ in selector.select(0) for rank in key.data}
+
+    @property
+    def lost(self) -> bool:
+        """True if the leader, or a rank, has ended by now. Does not wait."""
+        return not self.alive or self._read_control("spawn") is not None or bool(self._exits)
+
+    def wait(self) -> None:
+        """Collects the answers to :meth:`begin` early; :meth:`finish` then returns at once."""
+        self._early = self.finish()
+
+    def begin(self, requests: Message | Sequence[Message], phase: str, deadline_s: float) -> None:
+        """Sends without waiting; :meth:`finish` collects. Raises ProtocolError, with nothing sent, for a request that cannot be encoded."""
+        if self._pending is not None:
+            raise HarnessError(f"{self.role} group was asked to {phase} while busy with {self._pending[0]}")
+        each = [encode(requests)] * self.world_size if isinstance(requests, dict) else [encode(request) for request in requests]
+        now = time.monotonic()
+        self._pending = (phase, now + deadline_s, deadline_s, set(range(self.world_size)))
+        for rank, frame in enumerate(each):
+            try:
+                self._ranks[rank].send_frame(frame)
+            except OSError:
+                continue  # the exit report says why
+
+    def finish(self) -> list[Message]:
+        """Waits for the answers to :meth:`begin`."""
+        if self._pending is None:
+            answers_, self._early = self._early, []
+            return answers_
+        phase, end, deadline_s, waiting = self._pending
+        self._pending = None
+        answers: dict[int, Message] = {}
+        failure: GroupFailure | None = None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ, None)
+            for rank in sorted(waiting):
+                selector.register(self._ranks[rank], selectors.EVENT_READ, rank)
+            expired = False  # the last look comes after the deadline: answers that lay waiting for longer than that count
+            while waiting and not expired:
+                left = end - time.monotonic()
+                expired = left <= 0
+                for key, _ in selector.select(max(left, 0)):
+                    if key.data is None:
+                        failure = self._read_control(phase) or failure
+                        continue
+                    outcome = self._read_rank(key.data, phase)
+                    if outcome is None:
+                        continue
+                    if isinstance(outcome, GroupFailure):
+                        if outcome.kind == "exit":  # the leader knows the status; wait for its report a moment
+                            outcome = self._await_exit(key.data, phase) or self._exit_failure(key.data, phase)
+                        failure = _cause(failure, outcome)
+                    else:
+                        answers[key.data] = outcome
+                    waiting.discard(key.data)
+                    selector.unregister(key.fileobj)
+                for rank in sorted(waiting & set(self._exits)):
+                    waiting.discard(rank)
+                    failure = _cause(failure, self._exit_failure(rank, phase))
+                if failure is not None:
+                    end = min(end, time.monotonic() + _GRACE_S)
+        if failure is not None:
+            raise failure
+        if waiting:
+            stuck = tuple(sorted(waiting))
+            raise GroupFailure("hang", phase, f"no answer from rank(s) {stuck}", ranks=stuck, deadline_s=deadline_s)
+        return [answers[rank] for rank in range(self.world_size)]
+
+    def _read_rank(self, rank: int, phase: str) -> Message | GroupFailure | None:
+        channel = self._ranks[rank]
+        open_ = channel.feed()
+        try:
+            message = channel.pop()
+        except ProtocolError as error:
+            return GroupFailure("garbage", phase, str(error), rank=rank)
+        if message is not None:
+            if message.get("ok") is True:
+                return message
+            report = message.get("error")
+            if not isinstance(report, dict) or report.get("kind") not in _REPORTED_KINDS:
+                return GroupFailure("garbage", phase, "an answer that is neither ok nor an error", rank=rank)
+            told = report.get("message")
+            text = told[-ERROR_CHARACTERS:].strip() if isinstance(told, str) else ""  # a rank that a candidate has changed cuts nothing
+            return GroupFailure(report["kind"], phase, text or "no message", rank=rank)
+        return None if open_ else GroupFailure("exit", phase, "the process ended", rank=rank)
+
+    def _read_control(self, phase: str) -> GroupFailure | None:
+        if not self._control.feed():
+            self.alive = False
+            return GroupFailure("garbage", phase, "the process that guards the ranks was killed")
+        while (message := self._control.pop()) is not None:
+            if "exited" in message:
+                self._exits[int(message["exited"])] = int(message["status"])
+        return None
+
+    def _await_exit(self, rank: int, phase: str) -> GroupFailure | None:
+        """Waits until the leader has told how the rank ended; the failure, if the leader has ended itself."""
+        end = time.monotonic() + 1.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            while rank not in self._exits and (left := end - time.monotonic()) > 0:
+                if selector.select(left) and (failure := self._read_control(phase)) is not None:
+                    return failure
+        return None
+
+    def _exit_failure(self, rank: int, phase: str) -> GroupFailure:
+        status = self._exits.get(rank)
+        if status is None:
+            how = "closed its command socket"
+        elif status < 0:
+            known = {member.value: member.name for member in signal.Signals}
+            how = f"was ended by signal {known.get(-status, -status)}"  # real-time signals have no names
+        else:
+            how = f"exited with status {status}"
+        return GroupFailure("exit", phase, f"rank {rank} {how}", rank=rank)
+
+    def await_end(self, deadline_s: float) -> tuple[int, ...]:
+        """Waits for all ranks to exit by themselves; returns those that have not."""
+        end = time.monotonic() + deadline_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            while len(self._exits) < self.world_size and (left := end - time.monotonic()) > 0:
+                if selector.select(left) and self._read_control("exit") is not None:
+                    break
+        return tuple(rank for rank in range(self.world_size) if rank not in self._exits)
+
+    # --- resources ---
+
+    def memory_fd(self, rank: int) -> int:
+        """The rank's shared memory file, for another group's rank to map."""
+        return self._memories[rank]
+
+    def empty_memory(self) -> None:
+        """Zeros in all of the ranks' memory files: what a candidate left there, in arenas or far behind them, is nobody's any more."""
+        for fd in self._memories:
+            linux.empty_file(fd)
+
+    def admit(self, sha256: str) -> str | None:
+        """Gives the ranks the cache of the candidate with this source, for as long as they live; its path, or None if all share one."""
+        return None if self.slot is None else str(self.slot.admit(sha256))
+
+    def log_tail(self, characters: int = 2000) -> str:
+        """The end of what the ranks printed, one section per rank that printed anything. Complete once the group has been killed."""
+        parts = []
+        for rank, fd in enumerate(self._logs):
+            data = os.pread(fd, characters, max(0, os.fstat(fd).st_size - characters))
+            if text := data.decode(errors="replace").strip():
+                parts.append(f"[rank {rank}] {text}")
+        return "\n".join(parts) or self._log
+
+    def kill(self, deadline_s: float = 10.0) -> None:
+        """Ends the whole tree and waits until it is gone; raises :class:`HarnessError` if a process survives."""
+        survivors = self._end(deadline_s)
+        self._log = self.log_tail()
+        for channel in [self._control, *self._ranks]:
+            channel.close()
+        for fd in [*self._memories, *self._logs]:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self._memories, self._logs = [], []
+        if self.slot is not None:
+            self.slot.release()
+            self.slot = None
+        if survivors:
+            raise HarnessError(f"processes {survivors} survived SIGKILL for {deadline_s:g} s; they may be stuck in the GPU driver")
+
+    def _end(self, deadline_s: float) -> list[int]:
+        """Has everything killed, by the leader if it can still do that; the processes that are still there."""
+        led, self.alive = self.alive, False
+        survivors = self._end_by_leader(deadline_s) if led else None
+        if survivors is None and self._sweep is not None:  # it was killed, or stopped, or is stuck
+            with contextlib.suppress(OSError):
+                self._sweep()
+        self._sweep = None
+        return survivors or []
+
+    def _end_by_leader(self, deadline_s: float) -> list[int] | None:
+        """The leader kills everything, itself last; the processes that are still there, None if it did not say."""
+        with contextlib.suppress(OSError):
+            self._control.send({"op": "end"})
+        end = time.monotonic() + deadline_s
+        with contextlib.suppress(ProtocolError), selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            open_ = True
+            while open_ and (left := end - time.monotonic()) > 0 and selector.select(left):
+                open_ = self._control.feed()
+                while (message := self._control.pop()) is not None:
+                    if message.get("ended"):
+                        return list(message.get("survivors", []))
+        return None

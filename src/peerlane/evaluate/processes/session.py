@@ -1,0 +1,181 @@
+"""The processes of a run: the fork server, one trusted group, warm warm groups for the next candidates, builders. No CUDA context here."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from peerlane.errors import HarnessError
+from peerlane.evaluate.processes import early
+from peerlane.evaluate.processes.fork_client import ForkServer, fork_server_environment, start_ranks
+from peerlane.evaluate.processes.pool import WarmPool
+from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
+from peerlane.evaluate.sandbox import linux
+from peerlane.evaluate.sandbox.confine import NOT_DUMPABLE
+from peerlane.evaluate.sandbox.isolation import NO_ISOLATION, Isolation
+from peerlane.problems.contract.spec import Case
+from peerlane.settings import ARCHITECTURE, Deadlines, PoolSettings
+
+
+class Session:
+    """Everything that runs for one world size. Use as a context manager: leaving it ends every process.
+
+    ``isolation`` is that of candidates and builders. ``note`` hears what went wrong and was mended.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        world_size: int,
+        deadlines: Deadlines,
+        pool_settings: PoolSettings | None = None,
+        isolation: Isolation = NO_ISOLATION,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.device, self.world_size, self.deadlines, self.isolation = device, world_size, deadlines, isolation
+        self._dumpable: bool | None = None
+        self.pool_settings, self.note = pool_settings or PoolSettings(), note
+        self._fork_server: ForkServer | None = None
+        self._trusted: RankGroup | None = None
+        self._suspected = False
+        self.survivors = False
+        self._trusted_source = WarmPool("trusted", self._spawn_trusted, self.pool_settings, note)
+        self._pool = WarmPool("candidate", self._spawn_candidate, self.pool_settings, note)
+        self._block, self._ticket = 0, 0
+        self._arms: Message = {}  # what candidates' ranks on GPUs are armed with, see peerlane.evaluate.ranks.trusted
+        self.full_pace_us = 0.0  # of the fastest core seen yet, see peerlane.evaluate.timing.cores; 0: none
+
+    def __enter__(self) -> Self:
+        environment = fork_server_environment(self.device)
+        if NOT_DUMPABLE in self.isolation.measures:
+            self._dumpable = linux.set_dumpable(False)
+        try:
+            begun = early.take(environment, self.isolation, self.world_size)
+            self._fork_server = begun or ForkServer(environment, self.deadlines.spawn, self.isolation)
+            self._fork_server.await_start()
+            for group in self._fork_server.groups:
+                (self._trusted_source if group.role == "trusted" else self._pool).adopt(group)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if self._fork_server is not None:
+            self._fork_server.close()
+            self._fork_server = None
+        if self._dumpable is not None:
+            linux.set_dumpable(self._dumpable)
+            self._dumpable = None
+
+    @property
+    def fork_server(self) -> ForkServer:
+        """The running fork server."""
+        assert self._fork_server is not None, "use the session as a context manager"
+        return self._fork_server
+
+    def _spawn_trusted(self) -> RankGroup:
+        return start_ranks(self.fork_server, "trusted", self.device, self.world_size, self.deadlines.spawn)
+
+    def _spawn_candidate(self) -> RankGroup:
+        share = self.trusted if self.device == "cpu" else None
+        return start_ranks(self.fork_server, "candidate", self.device, self.world_size, self.deadlines.spawn, share)
+
+    @property
+    def trusted(self) -> RankGroup:
+        """The trusted group; started anew if it died. Raises :class:`NoRanks`."""
+        if self._trusted is None:
+            group = self._trusted_source.take()
+            answers = self._prepare(group, {"op": "secret", "secret": secrets.token_hex(16)})
+            self._trusted, self._arms = group, answers[0]["arms"]
+        return self._trusted
+
+    def _prepare(self, group: RankGroup, request: Message) -> list[Message]:
+        """What a group that is up answers to its first request; ends it if it fails."""
+        try:
+            return group.ask(request, "spawn", self.deadlines.spawn)
+        except GroupFailure as failure:
+            with contextlib.suppress(HarnessError):
+                group.kill()
+            raise HarnessError(f"the {group.role} ranks did not start: {failure}\n{group.log_tail()}".strip()) from None
+
+    def drop_trusted(self) -> None:
+        """Kills the trusted group after a failure of its own, and warm groups that share its memory; the next use starts others."""
+        if self._trusted is not None:
+            with contextlib.suppress(HarnessError):
+                self._trusted.kill()
+        self._trusted, self._suspected = None, False
+        if self.device == "cpu":
+            self._pool.clear()
+
+    def suspect_trusted(self) -> None:
+        """After a capture failed in the trusted ranks nobody knows their state: others take their place before the next group is taken."""
+        self._suspected = True
+
+    def _recover(self) -> None:
+        if self._trusted is not None and not self._suspected and self._trusted.lost:
+            self.note("the trusted ranks died while nothing was asked of them; others take their place")
+            self._suspected = True
+        if self._suspected:
+            self.drop_trusted()
+
+    def start_warm_groups(self, expected: int) -> None:
+        """Keeps warm groups ahead, but no more than the groups that the run may still take. They use cores and GPUs until
+        :meth:`wait_for_starts`."""
+        self._recover()
+        self._pool.refill(min(self.pool_settings.warm_groups, expected))
+        self.trusted  # noqa: B018  (comes up side by side with them)
+
+    def take_group(self) -> RankGroup:
+        """A fresh candidate group, ready. Raises :class:`NoRanks`."""
+        self._recover()
+        group = self._pool.take()
+        if self.device == "cuda":
+            self.trusted  # noqa: B018  (knows what groups are armed with)
+            self._prepare(group, {"op": "arm", **self._arms})
+        return group
+
+    def end(self, group: RankGroup) -> None:
+        """Kills a candidate's group. Where processes survive that, ``survivors`` is set; what the candidate did is known all the same."""
+        try:
+            group.kill()
+        except HarnessError as error:
+            self.survivors = True
+            self.note(str(error))
+        if self._trusted is not None and self.device == "cpu":  # what the trusted ranks still have of it has been judged
+            self._trusted.empty_memory()
+
+    def end_all(self) -> None:
+        """Ends trusted ranks and warm groups too; the next use starts others."""
+        self.drop_trusted()
+        self._pool.clear()
+        self.survivors = False
+
+    def wait_for_starts(self) -> bool:
+        """Waits until all warm groups are up, so that their start does not disturb what is timed next; False if none were coming up."""
+        return self._pool.wait_for_starts()
+
+    def builder(self) -> RankGroup:
+        """A process that compiles, on cores where no rank is timed; no GPU is visible to it."""
+        environment = {"CUDA_VISIBLE_DEVICES": "", "TORCH_CUDA_ARCH_LIST": ARCHITECTURE}
+        config = {"device": "cpu", "environment": environment, "timed_ranks": self.world_size if self.device == "cuda" else 0}
+        return self.fork_server.spawn("builder", 1, config)
+
+    def next_tickets(self, count: int) -> int:
+        """The first of so many numbers in a row, each larger than all before."""
+        self._ticket += count
+        return self._ticket - count + 1
+
+    def next_block(self) -> int:
+        """A number that no earlier input generation of this session has had."""
+        self._block += 1
+        return self._block
+
+
+def case_request(case: Case, **more: Any) -> dict[str, Any]:
+    """The part of a request that names a case."""
+    return {"problem": case.problem, "preset": case.preset, "label": case.label, "world_size": case.world_size, **more}

@@ -1,0 +1,62 @@
+"""Whether trusted and candidate ranks can share memory under an isolation: tried with one rank of each, before anything is judged.
+
+Which of the kernel's boundaries the CUDA driver's sharing passes depends on driver and kernel, and is documented nowhere. Trying takes
+seconds, so that it was possible is remembered until the machine starts anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import peerlane
+from peerlane.errors import HarnessError
+from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.processes.session import Session
+from peerlane.evaluate.sandbox.isolation import Isolation
+from peerlane.settings import Deadlines, PoolSettings, cache_dir
+
+_ONE_ATTEMPT = PoolSettings(warm_groups=1, start_attempts=1)
+_MACHINE = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/driver/nvidia/version"))
+
+Device = Literal["cuda", "cpu"]
+
+
+@functools.cache
+def sharing_failure(isolation: Isolation, device: Device, deadlines: Deadlines) -> str:
+    """Why a candidate rank could not start, or could not map an arena of a trusted rank; empty if it could."""
+    mark = _mark(isolation, device)
+    if mark.exists():
+        return ""
+    failure = _try(isolation, device, deadlines)
+    if not failure:
+        with contextlib.suppress(OSError):  # it is tried again next time
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+    return failure
+
+
+def _mark(isolation: Isolation, device: Device) -> Path:
+    """The file that stands for success under this isolation, with this software, on this machine since its start."""
+    parts = [peerlane.__version__, torch.__version__, device, isolation.tier, *isolation.measures, *isolation.sandbox]
+    for path in _MACHINE:
+        with contextlib.suppress(OSError):
+            parts.append(path.read_text())
+    return cache_dir() / "sharing" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _try(isolation: Isolation, device: Device, deadlines: Deadlines) -> str:
+    try:
+        with Session(device, 1, deadlines, _ONE_ATTEMPT, isolation) as session:
+            session.start_warm_groups(1)
+            (lent,) = session.trusted.ask({"op": "lend"}, "spawn", deadlines.spawn)
+            group = session.take_group()
+            (borrowed,) = group.ask({"op": "borrow", "arena": lent["arena"]}, "spawn", deadlines.spawn)
+            return "" if borrowed["byte"] == lent["byte"] else "what one rank wrote, the other could not read"
+    except (GroupFailure, HarnessError) as error:
+        return str(error).strip()

@@ -1,0 +1,41 @@
+"""The builder: one process that imports a candidate with no GPU in sight, before it takes any time of a GPU.
+
+What the import compiles is in the cache when the ranks come to it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate.ranks import extensions
+from peerlane.evaluate.ranks.candidate import import_candidate
+from peerlane.evaluate.ranks.rank import Rank, classify
+from peerlane.evaluate.timing.cores import cores_beside
+
+_NICE = 10  # candidates may be timed meanwhile
+
+
+class Builder(Rank):
+    """Serves ``build``. Has no process group, and no GPU is visible to it."""
+
+    def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
+        super().__init__({**config, "device": "cpu"}, rank, memory_fd)
+        if timed_ranks := config["timed_ranks"]:
+            os.nice(_NICE)
+            os.sched_setaffinity(0, cores_beside(timed_ranks))
+        self.handlers |= {"init": lambda _: {}, "build": self.build}
+
+    def build(self, request: Message) -> dict[str, Any]:
+        """Imports the candidate. Compiler errors are raised; anything else is left for the ranks to meet, where it may well work."""
+        path, source = Path(request["path"]), request["source"].encode("latin-1")
+        extensions.use_cache(request["cache"])
+        extensions.remove_stale_locks(extensions.use_own_build_folder(source))
+        try:
+            import_candidate(path, source)
+        except Exception as error:
+            if classify(error) == "build_error":
+                raise
+            return {"note": f"{type(error).__name__}: {error}"[:1000]}
+        return {}

@@ -1,0 +1,106 @@
+"""Builds on CPU cores, ahead of their candidates' turn, while the ranks judge others. See build.py for the process that compiles."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from peerlane.errors import CandidateChanged, HarnessError
+from peerlane.evaluate.candidates import CandidateFile
+from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
+from peerlane.evaluate.processes.session import Session
+from peerlane.settings import cache_dir
+
+_FULL_BYTES = 64 << 20  # a disk with less than this is full, as far as a compiler is concerned
+
+
+def needs_build(candidate: CandidateFile) -> bool:
+    """Whether importing the candidate may compile device code."""
+    return candidate.backend == "cuda" or candidate.uses_extensions
+
+
+def lacks_compiler(candidate: CandidateFile) -> bool:
+    """Whether it compiles an extension with nvcc, for which this torch is not built."""
+    return candidate.backend == "cuda" and candidate.uses_extensions and torch.version.cuda is None
+
+
+class Builds:
+    """The builds of a session, for its candidates in the order of their turns; see ``Supply.builds``.
+
+    Each file is built once; what failed fails again without being compiled again.
+    """
+
+    def __init__(self, session: Session, candidates: Iterable[CandidateFile]) -> None:
+        self._session = session
+        awaited = {item.path: item for item in candidates if item.path is not None and needs_build(item) and not lacks_compiler(item)}
+        self._candidates = awaited
+        self._upcoming = deque(awaited)
+        self._running: dict[Path, RankGroup] = {}
+        self._done: dict[Path, GroupFailure | None] = {}
+
+    def ready(self, candidate: CandidateFile) -> bool:
+        """Whether it need not be waited for: nothing is compiled, or that is done, or begins only when it is the candidate's turn."""
+        return candidate.path not in self._candidates or candidate.path in self._done or self._session.pool_settings.builds == 0
+
+    def ahead(self) -> None:
+        """Ends builds that are done or take too long, and begins the next ones, as many at a time as the session's supply allows."""
+        for path in [path for path, builder in self._running.items() if builder.overdue or builder.answering]:
+            with contextlib.suppress(Exception):  # whatever it is, it is met again in the candidate's own turn, and told of there
+                self._done[path] = self._await(path)
+        while self._upcoming and len(self._running) < self._session.pool_settings.builds:
+            with contextlib.suppress(HarnessError, CandidateChanged):  # it is tried again when it is this candidate's turn
+                self._begin(self._upcoming.popleft())
+
+    def finish(self, candidate: CandidateFile) -> None:
+        """Waits until the candidate is built; raises GroupFailure if it does not compile, HarnessError if the builder fails,
+        CandidateChanged if it is not what it was."""
+        assert candidate.path is not None, "the reference is not built"
+        path = candidate.path
+        self._candidates[path] = candidate
+        if path not in self._done:
+            self._begin(path)
+            self._done[path] = self._await(path)
+            self.ahead()
+        if (failure := self._done[path]) is not None:
+            raise failure
+
+    def _begin(self, path: Path) -> None:
+        if path not in self._running and path not in self._done:
+            source = self._candidates[path].source()
+            builder = self._running[path] = self._session.builder()
+            try:
+                builder.ask({"op": "init"}, "build", self._session.deadlines.spawn)
+            except GroupFailure as failure:
+                self._end(path)
+                raise HarnessError(f"the process that compiles did not start: {failure}") from None
+            cache = builder.admit(self._candidates[path].sha256)
+            request = {"op": "build", "path": str(path), "source": source, "cache": cache}
+            builder.begin(request, "build", self._session.deadlines.build)
+
+    def _await(self, path: Path) -> GroupFailure | None:
+        try:
+            self._running[path].finish()
+        except GroupFailure as failure:
+            free_bytes = shutil.disk_usage(_existing(cache_dir())).free
+            if failure.kind != "hang" and free_bytes < _FULL_BYTES:
+                raise HarnessError(
+                    f"cannot build: the disk of {cache_dir()} is full ({free_bytes >> 20} MiB free); free some, or set PEERLANE_CACHE_DIR"
+                ) from None
+            return failure
+        finally:
+            self._end(path)
+        return None
+
+    def _end(self, path: Path) -> None:
+        with contextlib.suppress(HarnessError):
+            self._running.pop(path).kill()
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(item for item in (folder, *folder.parents) if item.exists())

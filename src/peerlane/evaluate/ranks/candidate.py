@@ -1,0 +1,326 @@
+"""The candidate's rank: runs candidate code on what the trusted side publishes. Everything it reports is untrusted.
+
+Before any candidate code is loaded the same process times the reference (``block`` with ``side: reference``), so that both sides of the
+comparison ran in the same place; after ``load`` that is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import importlib.util
+import linecache
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import torch
+
+from peerlane import problems
+from peerlane.evaluate.audit import monkeypatch_check
+from peerlane.evaluate.audit.loaded_code import loaded_code, mapped_libraries
+from peerlane.evaluate.audit.recorder import collectives, recording
+from peerlane.evaluate.correctness.jitter import Jitter
+from peerlane.evaluate.memory.arena import POISON, Arena
+from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, updates_of
+from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate.ranks import extensions
+from peerlane.evaluate.ranks.rank import Rank
+from peerlane.evaluate.ranks.timed_block import Block, Solution, capture_failure, make_block
+from peerlane.problems.contract.tree import Description, dtype_of, tensor_descriptions
+
+_data_ptr = torch.Tensor.data_ptr
+
+
+class _Given(SourceFileLoader):
+    """Loads a module from bytes that are given, whatever its file or a compiled copy of it holds by now."""
+
+    def __init__(self, name: str, path: str, source: bytes) -> None:
+        super().__init__(name, path)
+        self._source = source
+
+    def get_data(self, path: str) -> bytes:
+        return self._source if path == self.path else super().get_data(path)
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self._source, self.path)
+
+
+def import_candidate(path: Path, source: bytes) -> ModuleType:
+    """Runs a candidate as a module of its own, with ``utils.cuda_helpers`` importable, and its folder not on the path.
+
+    ``source``: what its file held when it was hashed. Nothing is read from ``path``, which may be out of sight.
+    """
+    extensions.install_public_helpers()
+    extensions.use_own_build_folder(source)
+    name, loader = f"peerlane_candidate_{path.stem}", _Given(f"peerlane_candidate_{path.stem}", str(path), source)
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None, "a loader was given"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    with contextlib.suppress(SyntaxError, UnicodeError):  # which are raised in a moment
+        text = loader.get_source(name) or ""
+        # Triton compiles what inspect finds here; without a time of change it is never compared with the file.
+        linecache.cache[str(path)] = (len(source), None, text.splitlines(keepends=True), str(path))
+    loader.exec_module(module)
+    return module
+
+
+@dataclass
+class AttachedCase:
+    """A space that is mapped: its arguments, its output regions and its timed blocks."""
+
+    arena: Arena
+    arguments: ArgumentSlots
+    outputs: OutputRegions
+    blocks: dict[str, Block] = field(default_factory=dict)
+    latest: Callable[[], list[torch.Tensor]] = list
+    """what the latest call returned, which is good until the next one"""
+    called: list[int] = field(default_factory=list)
+    """the slot that was called last, at rest"""
+
+    def holds_any(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether one of them lies in the arena, as arguments do."""
+        begin = self.arena.data.data_ptr()
+        return any(begin <= _data_ptr(tensor) < begin + self.arena.data.numel() for tensor in tensors)
+
+    def clear(self) -> None:
+        """Lets go of blocks, and of what they returned."""
+        self.blocks.clear()
+        self.latest = list
+
+
+class CandidateRank(Rank):
+    """Serves ``arm``, ``attach_case``, ``detach``, ``load``, ``call``, ``stress``, ``prepare``, ``warm``, ``block``, ``copy_again``; to be
+    audited: ``rehearse``, ``loaded_code``, ``probe``."""
+
+    def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
+        super().__init__(config, rank, memory_fd)
+        self._loaded = False
+        self._own_libraries: frozenset[str] = frozenset()
+        self._solution: Solution | None = None
+        self._reference: Solution | None = None
+        self._spaces: dict[str, AttachedCase] = {}
+        self._jitter = Jitter(self.device)
+        self.handlers |= {
+            "arm": self.arm,
+            "attach_case": self.attach_case,
+            "prepare": self.prepare,
+            "warm": self.warm,
+            "block": self.timed_block,
+            "load": self.load,
+            "call": self.call,
+            "stress": self.stress,
+            "copy_again": self.copy_again,
+            "profile_block": self.profile_block,
+            "loaded_code": self.loaded_code,
+            "probe": self.probe,
+            "detach": self.detach,
+        }
+
+    def init(self, request: Message) -> dict[str, Any]:
+        """As every rank's; and what :meth:`arm` needs is imported, while nobody waits for it."""
+        if self.device.type == "cuda":
+            importlib.import_module("peerlane.device")
+        return super().init(request)
+
+    def detach(self, request: Message) -> dict[str, Any]:
+        """Lets go of a space, because the trusted side is about to lay it out anew."""
+        attached = self._spaces.pop(request["space"], None)
+        if attached is not None:
+            attached.clear()
+            attached.arena.close()
+            self.give_back()
+        return {}
+
+    def attach_case(self, request: Message) -> dict[str, Any]:
+        """Maps the space's arena and builds the views of all slots."""
+        arena = Arena.attach(request["arena"], self.device, self.memory_fd)
+        base, data = request["output_base"], arena.data
+        groups = self.groups(request["groups"])
+        problem = problems.get(request["problem"])
+        arguments = ArgumentSlots(data[: max(base, 1)], request["arguments"], groups.__getitem__)
+        region = data[base : base + max(request["output_bytes"], 1)]
+        outputs = OutputRegions(region, request["outputs"], self.device, updates_of(problem))
+        self._spaces[request["space"]] = AttachedCase(arena, arguments, outputs)
+        if not self._loaded:
+            self._reference = problem.reference_of(request["variant"])
+        self.freeze_objects()
+        return {}
+
+    def arm(self, request: Message) -> dict[str, Any]:
+        """Makes ready what disturbs this rank under stress, and what locks its inputs, on GPUs, before candidate code is there."""
+        self._jitter.arm(base64.b64decode(request["crowd"]))
+        self.arm_locks(base64.b64decode(request["locks"]))
+        return {}
+
+    def load(self, request: Message) -> dict[str, Any]:
+        """Imports the candidate's ``source``, which was at ``path``; None stands for the reference itself."""
+        for attached in self._spaces.values():
+            attached.clear()
+        if request["path"] is None:
+            self._solution = problems.get(request["problem"]).reference_of(request["variant"])
+            return {}
+        self._loaded, self._reference = True, None
+        self._own_libraries = mapped_libraries()
+        extensions.use_cache(request["cache"])
+        if self.device.type == "cpu":
+            _interpret_triton()
+        monkeypatch_check.remember_originals()
+        solution = getattr(import_candidate(Path(request["path"]), request["source"].encode("latin-1")), "solution", None)
+        if not callable(solution):
+            raise ImportError(
+                f"{request['path']} has no function named solution: expected `def solution(...)` with the problem's parameters"
+            )
+        self._solution = solution
+        return {}
+
+    def _side(self, request: Message) -> Solution:
+        solution = self._reference if request["side"] == "reference" else self._solution
+        if solution is None:
+            raise RuntimeError(f"the {request['side']} cannot run now")
+        return solution
+
+    def prepare(self, request: Message) -> dict[str, Any]:
+        """Builds the timed block of a side and mode; for graphs this captures, and a failed capture is an answer, not an error."""
+        attached = self._spaces[request["space"]]
+        attached.clear()  # live graphs with collectives slow down eager ones
+        self.freeze_objects()  # what the candidate has imported by now, which may be a lot, and would lengthen every hand-off
+        try:
+            block = make_block(request["mode"], self._side(request), attached.arguments.args, attached.outputs, self.device)
+        except Exception as error:
+            if request["mode"] != "graph":
+                raise
+            return {"captured": False, "why": capture_failure(error)}
+        attached.blocks[request["mode"]] = block
+        return {"captured": True}
+
+    def warm(self, request: Message) -> dict[str, Any]:
+        """Calls every slot of a timed block once, see :meth:`.Block.warm`."""
+        self._spaces[request["space"]].blocks[request["mode"]].warm()
+        return {}
+
+    def timed_block(self, request: Message) -> dict[str, Any]:
+        """One timed block; the answer carries the times and what the calls returned."""
+        attached = self._spaces[request["space"]]
+        block = attached.blocks[request["mode"]]
+        before, behind = self.hooks(request, attached.arguments, attached.outputs)
+        times = block.run(self.core, request["core"], request["order"], before, behind, parts=request["parts"], timed=request["timed"])
+        attached.latest = block.latest
+        return {**times, "outputs": attached.outputs.descriptions}
+
+    def call(self, request: Message) -> dict[str, Any]:
+        """Calls the solution on ``slots`` one after the other, with freed memory poisoned before each, and takes snapshots.
+
+        ``aliased`` in the answer: a call returned the same storage as the one before it. With a ``marker`` the calls are recorded;
+        ``collectives`` is what the process groups counted in them, recorded or not.
+        """
+        attached = self._spaces[request["space"]]
+        solution, outputs, slots = self._side(request), attached.outputs, request["slots"]
+        marker, recordings, before = request.get("marker"), [], collectives()
+        for slot in slots:
+            self._poison(outputs.layout[slot])
+            args = outputs.fresh(attached.arguments.args[slot])
+            with recording(self.device, marker) if marker else contextlib.nullcontext() as record:
+                output = solution(*args)
+            if record is not None:
+                recordings.append(record.message)
+            found = outputs.take(slot, output, args)
+            # Kept until the next call is over, so that the same storage again means the candidate's own reuse.
+            attached.latest = functools.partial(list, found)
+            del output
+            self.synchronize()
+        aliased = outputs.aliased([*attached.called, *slots])
+        attached.called = slots[-1:]
+        return {
+            "outputs": [outputs.descriptions[slot] for slot in slots],
+            "aliased": aliased,
+            "recordings": recordings,
+            "collectives": collectives() - before,
+        }
+
+    def stress(self, request: Message) -> dict[str, Any]:
+        """Calls the solution on the slots in ``order`` with no wait between them, and lets nothing rest.
+
+        ``jitter`` lists ``[position, way, us]``: what happens before which call; ``poisoned`` the positions before which freed memory is
+        filled with NaN; ``exchanges`` and ``locked`` as in :meth:`Rank.hooks`. A call's inputs are overwritten in stream order behind its
+        snapshot, for what a peer reads then, it reads too late. Those of the calls at the positions ``kept`` stay, to be looked at, and the
+        last call's, so that what it returned, which may be its inputs, can be looked at again. When this rank has been held up behind a
+        call, what that returned is copied once more: it has to last until the next one, however far the peers are by then.
+        """
+        attached = self._spaces[request["space"]]
+        solution, outputs, order = self._side(request), attached.outputs, request["order"]
+        before: dict[int, list[tuple[str, float]]] = {}
+        for position, way, us in request["jitter"]:
+            before.setdefault(position, []).append((way, us))
+        poisoned, kept = set(request["poisoned"]), {*request["kept"], len(order) - 1}
+        first, then = self.hooks(request, attached.arguments, outputs)
+
+        def hold_up(position: int) -> bool:
+            for way, us in before.get(position, ()):
+                self._jitter(way, us)
+            return position in before
+
+        attached.latest = list
+        for position, slot in enumerate(order):
+            if position in first:
+                first[position]()
+            if position in poisoned:
+                self._poison(outputs.layout[slot])
+            if position == 0:
+                hold_up(0)
+            args = outputs.fresh(attached.arguments.args[slot])
+            found = outputs.take(slot, solution(*args), args)
+            if position in then:
+                then[position]()
+            if position not in kept:
+                attached.arguments.spoil(slot)
+            if hold_up(position + 1) and position not in then and (position in kept or not attached.holds_any(found)):
+                outputs.copy(slot, found)  # but not what was committed to, nor inputs that are no more
+            if position < len(order) - 1:
+                del found
+        attached.latest = functools.partial(list, found)
+        self.synchronize()
+        return {"outputs": outputs.descriptions}
+
+    def copy_again(self, request: Message) -> dict[str, Any]:
+        """Copies what the latest call returned into its region once more: it may not have changed since."""
+        attached = self._spaces[request["space"]]
+        attached.outputs.copy(request["slot"], attached.latest())
+        self.synchronize()
+        return {}
+
+    def profile_block(self, request: Message) -> dict[str, Any]:
+        """The block that was prepared, recorded and without clocks; what its calls returned."""
+        attached = self._spaces[request["space"]]
+        with recording(self.device, request["marker"]) as record:
+            attached.blocks[request["mode"]].profile_block(request["order"])
+        return {"recordings": [record.message], "outputs": attached.outputs.descriptions}
+
+    def loaded_code(self, request: Message) -> dict[str, Any]:
+        """What device code there is since the candidate was loaded."""
+        return loaded_code(self._own_libraries, libraries=request["libraries"])
+
+    def probe(self, request: Message) -> dict[str, Any]:
+        """Records a kernel of PyTorch's, to see whether the profiler works here."""
+        with recording(self.device, request["marker"]) as record:
+            torch.zeros(1, device=self.device)
+        return {"recordings": [record.message]}
+
+    def _poison(self, layout: Description) -> None:
+        """Fills memory that the next allocations are likely to get, so that what is never written shows."""
+        blocks = []
+        for description in tensor_descriptions(layout):
+            size = max(1, torch.Size(description["shape"]).numel() * dtype_of(description["dtype"]).itemsize)
+            blocks += [torch.empty(size, dtype=torch.uint8, device=self.device).fill_(POISON) for _ in range(2)]
+
+
+def _interpret_triton() -> None:
+    """Without a GPU, Triton kernels run in its interpreter."""
+    os.environ["TRITON_INTERPRET"] = "1"

@@ -1,0 +1,115 @@
+"""CUDA extensions of candidates: compiled once per source and node, then loaded from the cache.
+
+Candidates written for the public benchmark import ``utils.cuda_helpers``; :func:`install_public_helpers` provides it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from peerlane.evaluate.sandbox.caches import cache_variables
+from peerlane.files import one_process
+from peerlane.settings import ARCHITECTURE, cache_dir
+
+_PATIENCE_S = 5.0  # with whoever holds our lock; torch has one of its own, on which the others wait for the one that compiles
+
+
+def _load(name: str, library: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, library)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot load the extension {library}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compile_cuda_extension(
+    name: str,
+    cuda_src: str,
+    extra_cuda_cflags: Sequence[str] | None = None,
+    extra_include_paths: Sequence[str] | None = None,
+    extra_ldflags: Sequence[str] | None = None,
+) -> Any:
+    """``torch.utils.cpp_extension.load_inline`` of one CUDA source that holds its own bindings, with -O3, for sm_90a.
+
+    The first process of a node compiles, the others wait for it and load the result. Raises what load_inline raises.
+    """
+    parts = [
+        name,
+        cuda_src,
+        *map(str, (extra_cuda_cflags, extra_include_paths, extra_ldflags)),
+        torch.__version__,
+        sys.version,
+        _architecture(),
+    ]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    folder = cache_dir() / "extensions" / f"{name}-{digest}"
+    library = folder / f"{name}.so"
+    done = folder / "built"
+    if done.exists():
+        return _load(name, library)
+    folder.mkdir(parents=True, exist_ok=True)
+    with one_process(folder / "peerlane.lock", _PATIENCE_S) as alone:
+        if done.exists():
+            return _load(name, library)
+        from torch.utils.cpp_extension import load_inline
+
+        if alone:
+            (folder / "lock").unlink(missing_ok=True)  # torch's, left by a build that was killed
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", _architecture())
+        module = load_inline(  # type: ignore[no-untyped-call]
+            name=name,
+            cpp_sources="",
+            cuda_sources=cuda_src,
+            extra_cuda_cflags=["-O3", *(extra_cuda_cflags or [])],
+            extra_include_paths=list(extra_include_paths or []),
+            extra_ldflags=list(extra_ldflags or []),
+            build_directory=str(folder),
+            verbose=False,
+        )
+        done.touch()
+        return module
+
+
+def _architecture() -> str:
+    return os.environ.get("TORCH_CUDA_ARCH_LIST", ARCHITECTURE)
+
+
+def use_cache(folder: str | None) -> None:
+    """Sends everything that this process compiles to a candidate's own cache; None: to the user's, which all share."""
+    if folder is not None:
+        os.environ.update(cache_variables(Path(folder)))
+
+
+def use_own_build_folder(source: bytes) -> Path:
+    """Sends what torch.utils.cpp_extension builds for a candidate of this source to a folder of its own in the cache; returns it.
+
+    Two candidates may give their extensions the same name; and a build that was killed leaves a lock, on which torch waits for ever.
+    """
+    folder = cache_dir() / "torch_extensions" / hashlib.sha256(source).hexdigest()[:24]
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    return folder
+
+
+def remove_stale_locks(folder: Path) -> None:
+    """Removes the locks of builds that were killed. For the one process that builds."""
+    for lock in folder.glob("*/lock"):
+        lock.unlink(missing_ok=True)
+
+
+def install_public_helpers() -> None:
+    """Makes ``from utils.cuda_helpers import compile_cuda_extension`` work."""
+    package, helpers = ModuleType("utils"), ModuleType("utils.cuda_helpers")
+    package.__path__ = []
+    helpers.compile_cuda_extension = compile_cuda_extension  # type: ignore[attr-defined]
+    package.cuda_helpers = helpers  # type: ignore[attr-defined]
+    sys.modules["utils"], sys.modules["utils.cuda_helpers"] = package, helpers

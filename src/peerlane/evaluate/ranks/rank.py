@@ -1,0 +1,159 @@
+"""A rank process: joins its group, then serves requests until it is told to exit. Forked from the fork server with torch imported.
+
+Imports the standard library, torch and peerlane's problems; the candidate's side loads candidate code and is untrusted from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane import problems
+from peerlane.errors import CompileError, DeviceTimeout
+from peerlane.evaluate.memory.arena import Arena
+from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions
+from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate.timing import cache_flush
+from peerlane.evaluate.timing.cores import TimedCore, cores_of_rank
+from peerlane.evaluate.timing.locks import DeviceLocks, Hooks, HostLocks, Locks
+from peerlane.evaluate.timing.turnstile import Page
+from peerlane.problems.contract.spec import Case, GroupLayout, Problem
+
+Handler = Callable[[Message], dict[str, Any]]
+
+_KEPT_BYTES = 1 << 30  # of memory, that a rank may keep for later
+
+_CUDA_WORDS = ("CUDA error", "CUDA_ERROR", "cudaError", "CUBLAS_STATUS", "device-side assert", "Triton Error [CUDA]")
+_MEMORY_WORDS = (
+    "out of memory",
+    "OutOfMemory",
+    "CUDA_ERROR_OUT_OF_MEMORY",
+    "cudaErrorMemoryAllocation",
+    "can't allocate memory",
+    "Cannot allocate memory",
+)
+
+
+def classify(error: BaseException, default: str = "runtime_error") -> str:
+    """The kind of failure an exception stands for: out_of_memory, cuda_error, build_error, not_run or ``default``."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in text for word in _MEMORY_WORDS):
+        return "out_of_memory"
+    if isinstance(error, CompileError) or "Error building extension" in text or "Ninja is required" in text:
+        return "build_error"
+    if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+        return "not_run"
+    if isinstance(error, DeviceTimeout) or any(word in text for word in _CUDA_WORDS):
+        return "cuda_error"
+    return default
+
+
+class Rank:
+    """What both kinds of rank have: a device, a process group, sub-groups, and the requests every rank understands."""
+
+    def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
+        self.config, self.rank, self.memory_fd = config, rank, memory_fd
+        self.world_size: int = config["world_size"]
+        self.device = torch.device("cuda", rank) if config["device"] == "cuda" else torch.device("cpu")
+        self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
+        self.handlers: dict[str, Handler] = {"init": self.init, "lend": self.lend, "borrow": self.borrow, "exit": self.exit}
+        self.leaving = False
+        self.core = TimedCore(cores_of_rank(rank, self.world_size))
+        self._lock_code = b""
+
+    def init(self, request: Message) -> dict[str, Any]:
+        """Joins the process group and runs one collective, so that connections exist."""
+        store = dist.FileStore(  # type: ignore[attr-defined]
+            str(Path(self.config["folder"]) / "store"), self.world_size
+        )
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            cache_flush.bind()
+            dist.init_process_group("nccl", store=store, rank=self.rank, world_size=self.world_size, device_id=self.device)
+            dist.all_reduce(torch.zeros(1, device=self.device))
+            torch.cuda.synchronize()
+        else:
+            torch.set_num_threads(1)
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+            dist.barrier()
+        return {"pid": os.getpid()}
+
+    def lend(self, request: Message) -> dict[str, Any]:
+        """A small arena with a mark in it, for another process to map."""
+        self._lent = Arena.create(1, self.device, self.memory_fd)
+        mark = int.from_bytes(os.urandom(1), "big")
+        self._lent.data[0] = mark
+        self.synchronize()
+        return {"arena": self._lent.handle, "byte": mark}
+
+    def borrow(self, request: Message) -> dict[str, Any]:
+        """Maps an arena that was lent and reads the mark."""
+        arena = Arena.attach(request["arena"], self.device, self.memory_fd)
+        mark = int(arena.data[0])
+        arena.close()
+        return {"byte": mark}
+
+    def exit(self, request: Message) -> dict[str, Any]:
+        """Ends the serving loop after this answer."""
+        self.leaving = True
+        return {}
+
+    def arm_locks(self, code: bytes) -> None:
+        """Makes ready what locks and unlocks inputs on a GPU; ``code`` is what :func:`.compile_locks` made for such a one."""
+        self._lock_code = code
+        self.locks  # noqa: B018  (are loaded now)
+
+    @functools.cached_property
+    def locks(self) -> Locks:
+        """Of this rank's calls."""
+        page = Page.of(self.memory_fd)
+        return DeviceLocks(page, self._lock_code) if self.device.type == "cuda" else HostLocks(page)
+
+    def hooks(self, request: Message, inputs: ArgumentSlots, outputs: OutputRegions) -> tuple[Hooks, Hooks]:
+        """What is to be enqueued before calls of a block or pass, by their positions, and what behind them. ``exchanges`` are the steps of
+        :class:`Exchanges`; ``locked`` the positions, slots and tickets of locked calls."""
+        before, behind = self.locks.hooks(request["locked"], inputs, outputs, request["deadline_s"])
+        return {**inputs.swappers(request["exchanges"]), **before}, behind
+
+    def groups(self, layout: GroupLayout) -> dict[str, Any]:
+        """This rank's process group of every named layout; created once per layout, on all ranks in the same order."""
+        mine = {}
+        for name, members_of in layout.items():
+            key = tuple(tuple(members) for members in members_of)
+            if key not in self._groups:
+                created = [dist.new_group(list(members)) for members in key]
+                self._groups[key] = next((g for g, members in zip(created, key, strict=True) if self.rank in members), None)
+            mine[name] = self._groups[key]
+        return mine
+
+    @staticmethod
+    def freeze_objects() -> None:
+        """Exempts what has been imported and laid out by now from garbage collection: blocks collect before they run, and it would add
+        milliseconds to each that grow with every problem."""
+        gc.collect()
+        gc.freeze()
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def give_back(self) -> None:
+        """Returns memory that PyTorch keeps for later to the device, where another rank's process may need it, if it is much: small cases
+        that follow each other go on with what there is."""
+        if self.device.type == "cuda" and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > _KEPT_BYTES:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    @staticmethod
+    def case_of(request: Message) -> tuple[Problem, Case]:
+        """The problem and case that a request names."""
+        problem = problems.get(request["problem"])
+        return problem, problem.case(request["preset"], request["label"], request["world_size"])

@@ -1,0 +1,50 @@
+"""The life of a rank process: serves requests until it is told to exit. The fork server forks it with torch imported."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import traceback
+from typing import Any
+
+from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, Channel, Message
+from peerlane.evaluate.ranks.builder import Builder
+from peerlane.evaluate.ranks.candidate import CandidateRank
+from peerlane.evaluate.ranks.rank import Rank, classify
+from peerlane.evaluate.ranks.trusted import TrustedRank
+
+_KINDS: dict[str, type[Rank]] = {"trusted": TrustedRank, "builder": Builder, "candidate": CandidateRank}
+
+
+def _set_environment(config: dict[str, Any], rank: int) -> None:
+    """The variables that launchers set, for code that reads them."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(config["world_size"]), LOCAL_WORLD_SIZE=str(config["world_size"])
+    )
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    os.environ.update(config.get("environment", {}))
+
+
+def _error(kind: str, error: BaseException) -> Message:
+    text = "".join(traceback.format_exception(error, limit=-12))
+    return {"ok": False, "error": {"kind": kind, "message": text[-ERROR_CHARACTERS:]}}
+
+
+def serve(config: dict[str, Any], rank: int, channel: Channel, memory_fd: int) -> int:
+    """The life of a rank process; returns its exit status."""
+    _set_environment(config, rank)
+    me = _KINDS[config["role"]](config, rank, memory_fd)
+    receive, send, handlers = channel.receive, channel.send, me.handlers
+    while (request := receive()) is not None:
+        try:
+            answer: Message = {"ok": True, **handlers[request["op"]](request)}
+        except BaseException as error:
+            answer = _error(classify(error, request.get("blame", "runtime_error")), error)
+        send(answer)
+        if me.leaving:
+            break
+    gc.collect()
+    atexit._run_exitfuncs()
+    return 0

@@ -1,0 +1,464 @@
+"""The trusted rank: generates inputs, knows the oracle, judges outputs, times the reference. Candidate code never runs here.
+
+Inputs are generated into private memory (staging) and copied to the shared arena just before the candidate may use them (publish).
+Every call of ``generate`` draws new contents from the run's secret, which only trusted ranks hold. Two cases may be open at a time, in
+the spaces ``check`` and ``timed``: the timed one keeps its captured graphs while others are checked.
+
+Nothing that a candidate can map ever holds an answer before the candidate has given its own: the oracle and the reference work in this
+process's private memory, and the arena is cleared before it is handed on.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.evaluate.correctness.contention import keep_busy
+from peerlane.evaluate.correctness.jitter import compile_crowd
+from peerlane.evaluate.memory.arena import POISON, Arena, aligned, view
+from peerlane.evaluate.memory.guards import GuardBands, argument_regions, output_regions
+from peerlane.evaluate.memory.input_generation import Drawn, InputGenerator, Inputs
+from peerlane.evaluate.memory.layouts import KnownLayouts
+from peerlane.evaluate.memory.slots import (
+    ArgumentSlots,
+    OutputRegions,
+    check_claim,
+    end_of,
+    updates_of,
+)
+from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate.ranks.case_state import OpenCase, Snapshot
+from peerlane.evaluate.ranks.rank import Handler, Rank
+from peerlane.evaluate.ranks.timed_block import capture_failure, make_block
+from peerlane.evaluate.results.sanitize import one_line
+from peerlane.evaluate.timing.cache_flush import latency_us
+from peerlane.evaluate.timing.locks import compile_locks
+from peerlane.problems.contract.draw import Draw
+from peerlane.problems.contract.judge import any_differs, digests, expected_leaves, same_bits, score, type_mismatch
+from peerlane.problems.contract.spec import Case
+from peerlane.problems.contract.tree import (
+    Description,
+    GroupRef,
+    Tree,
+    dtype_of,
+    leaves,
+    rebuild,
+    resolve_groups,
+    tensor_descriptions,
+)
+
+_GATHERED_BYTES = 64 << 20  # of a rank's inputs, that oracles get from it at a time
+_IDLE_BYTES = 256 << 20  # of an arena, that may lie idle
+
+
+class TrustedRank(Rank):
+    """Serves the requests of the supervisor: a case is opened, generated, published, timed, its outputs collected and judged."""
+
+    def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
+        super().__init__(config, rank, memory_fd)
+        self._secret = ""
+        self._arenas: dict[str, Arena] = {}
+        self._open: dict[str, OpenCase] = {}
+        self._layouts = KnownLayouts(rank, self.world_size, self.device)
+        self.handlers |= {
+            "secret": self.secret,
+            "open_case": self.open_case,
+            "generate_inputs": self._quickly(self.generate_inputs),
+            "publish_inputs": self._quickly(self.publish_inputs),
+            "prepare": self.prepare,
+            "warm": self.warm,
+            "block": self.timed_block,
+            "digests": self._quickly(self.digests),
+            "latency": self.latency,
+            "keep_busy": self.keep_busy,
+            "collect": self._quickly(self.collect),
+            "discard": self.discard,
+            "checksum_output": self.checksum_output,
+            "compare_checksum": self.compare_checksum,
+            "judge": self._quickly(self.judge),
+            "close_case": self.close_case,
+            "margins": self.margins,
+            "ping": lambda _: {},
+        }
+
+    @contextlib.contextmanager
+    def _at_full_speed(self) -> Iterator[None]:
+        """In here on a core at full speed: what launches many small kernels takes as long as its core needs. Nothing that connects ranks
+        belongs in here, for NCCL's threads would be on that core too."""
+        if self.device.type == "cpu":
+            yield
+            return
+        with self.core.taken():
+            self.core.settle_anew()
+            yield
+
+    def _quickly(self, handler: Handler) -> Handler:
+        """The same on a core at full speed."""
+
+        def serve(request: Message) -> dict[str, Any]:
+            with self._at_full_speed():
+                return handler(request)
+
+        return serve
+
+    def secret(self, request: Message) -> dict[str, Any]:
+        """Takes the run's secret, which seeds all inputs. ``arms`` in the answer: what candidates' ranks need and may not compile."""
+        self._secret = request["secret"]
+        if self.device.type == "cpu":
+            return {"arms": {}}
+        crowd, locks = compile_crowd(self.device), compile_locks(self.device)
+        self.arm_locks(locks)
+        return {"arms": {"crowd": base64.b64encode(crowd).decode(), "locks": base64.b64encode(locks).decode()}}
+
+    def opened(self, request: Message) -> OpenCase:
+        """The case in the request's space."""
+        current = self._open.get(request["space"])
+        if current is None:
+            raise RuntimeError(f"no case is open in {request['space']}: expected open_case first")
+        return current
+
+    def open_case(self, request: Message) -> dict[str, Any]:
+        """Lays out ``slots`` calls. Their contents are whatever was in memory, until :meth:`generate`."""
+        self.close_case(request)
+        problem, case = self.case_of(request)
+        groups = self.groups(problem.process_groups(case))
+        inputs = Inputs(problem, case, self.rank, self._secret, self.device)
+
+        def drawn(slots: Iterable[int]) -> list[Drawn]:
+            with self._at_full_speed():
+                return [inputs.of(slot, 0) for slot in slots]
+
+        layouts = self._layouts.of(problem, case, request["slots"], drawn, groups)
+        layout, output_layout = layouts.arguments[self.rank], layouts.outputs
+        input_bytes, output_bytes = end_of(layout), end_of(output_layout)
+        arena = self._reserve(request["space"], input_bytes + output_bytes)
+        arena.clear()
+        shared = arena.data
+        regions = [*argument_regions(layout, problem.parameters), *output_regions(output_layout, input_bytes)]
+        staging = torch.empty(input_bytes, dtype=torch.uint8, device=self.device)
+        own = torch.empty(output_bytes, dtype=torch.uint8, device=self.device)
+        private = ArgumentSlots(staging, layout, groups.__getitem__)
+        self._open[request["space"]] = OpenCase(
+            problem,
+            case,
+            groups,
+            staging,
+            private,
+            InputGenerator(inputs, private),
+            ArgumentSlots(shared[:input_bytes], layout, groups.__getitem__),
+            input_bytes,
+            output_layout,
+            output_bytes,
+            OutputRegions(own, output_layout, self.device, updates_of(problem)),
+            arena,
+            GuardBands(shared, regions, self._guard_draw(case)),
+            layouts.arguments,
+        )
+        self.freeze_objects()
+        return {
+            "arena": arena.handle,
+            "arguments": layout,
+            "outputs": output_layout,
+            "output_base": input_bytes,
+            "input_bytes": input_bytes,
+            "output_bytes": output_bytes,
+            "groups": {name: [list(members) for members in groups_] for name, groups_ in problem.process_groups(case).items()},
+        }
+
+    def _guard_draw(self, case: Case) -> Draw:
+        return Draw(secret=f"{self._secret} guard bands", case_key=case.key, slot=0, block=0, rank=self.rank, device=self.device)
+
+    def _reserve(self, space: str, size: int) -> Arena:
+        """The space's arena; another one where it is too small, or so large that others could use the memory."""
+        arena = self._arenas.get(space)
+        if arena is None or not size <= arena.size <= size + _IDLE_BYTES:
+            if arena is not None:
+                arena.close()
+            arena = self._arenas[space] = Arena.create(size, self.device, self.memory_fd)
+        return arena
+
+    def close_case(self, request: Message) -> dict[str, Any]:
+        """Drops the case's memory and graphs. The arena itself stays, for the next case."""
+        self._open.pop(request["space"], None)
+        self.give_back()
+        return {}
+
+    def generate_inputs(self, request: Message) -> dict[str, Any]:
+        """New contents for the first ``len(kinds)`` slots, in private memory; ``kinds`` says which of them are integer draws."""
+        current = self.opened(request)
+        current.kinds = request["kinds"]
+        current.input_generator.generate_inputs(request["block"], current.kinds)
+        self.synchronize()
+        return {}
+
+    def publish_inputs(self, request: Message) -> dict[str, Any]:
+        """Copies the inputs of the first ``slots`` slots to the shared arena, and poisons the output regions with NaN bits. Renews the
+        guard bands. Slots that have ``keys`` come locked, with the bands that lie in them.
+        """
+        current, keys = self.opened(request), _keys(request)
+        current.let_go()
+        shared, begin = current.arena.data, 0
+        for slot in sorted(keys):
+            place = current.spans(slot)[self.rank]
+            shared[begin : place.start].copy_(current.staging[begin : place.start])
+            begin = max(begin, place.stop)  # that of a slot without tensors is empty, and at 0
+        end = current.private.end(request["slots"])
+        shared[begin:end].copy_(current.staging[begin:end])
+        shared[current.input_bytes : current.input_bytes + current.output_bytes].fill_(POISON)
+        current.guards.paint()
+        for slot, key in keys.items():
+            contents = current.guards.framed(current.private.span(slot), current.spans(slot)[self.rank].start)
+            self.locks.lock(contents, current.public.span(slot), key)
+        self.synchronize()
+        return {}
+
+    def prepare(self, request: Message) -> dict[str, Any]:
+        """Builds the reference's timed block in a launch mode; for graphs this captures, and a failed capture is an answer."""
+        current, mode = self.opened(request), request["mode"]
+        current.blocks.clear()  # live graphs with collectives slow down eager ones
+        begin = time.monotonic()
+        try:
+            block = make_block(mode, current.reference, current.private.args, current.private_outputs, self.device)
+        except Exception as error:
+            if mode != "graph":
+                raise
+            return {"captured": False, "why": capture_failure(error)}
+        current.blocks[mode] = block
+        return {"captured": True, "took_s": time.monotonic() - begin}
+
+    def warm(self, request: Message) -> dict[str, Any]:
+        """Calls every slot of the reference's timed block once, see :meth:`.Block.warm`."""
+        self.opened(request).blocks[request["mode"]].warm()
+        return {}
+
+    def timed_block(self, request: Message) -> dict[str, Any]:
+        """One timed block of the reference on the generated inputs. Contents change places and are locked as in the candidate's block,
+        which
+        costs the host time in both, and are as they were behind it."""
+        current, steps = self.opened(request), request["exchanges"]
+        for slot, key in _keys(request).items():
+            mine = current.private.span(slot)
+            self.locks.lock(mine, mine, key)
+        block = current.blocks[request["mode"]]
+        before, behind = self.hooks(request, current.private, current.private_outputs)
+        times = block.run(self.core, request["core"], request["order"], before, behind, parts=request["parts"], timed=request["timed"])
+        for _, slot, other in reversed(steps):
+            current.private.swapper(slot, other)()
+        self.synchronize()
+        return times
+
+    def digests(self, request: Message) -> dict[str, Any]:
+        """What a rank that gave the answers that now lie in the arena had to commit itself to, for every slot that has a key. If they are
+        collected, then as they are now."""
+        current, keys = self.opened(request), _keys(request)
+        found = self.locks.digests(current.hold(keys), list(keys.values()))
+        return {"digests": dict(zip(keys, found, strict=True))}
+
+    def latency(self, request: Message) -> dict[str, Any]:
+        """How long a tiny kernel takes now: far more than at rest if anything else runs on this GPU."""
+        return {"latency_us": latency_us(self.device)}
+
+    def keep_busy(self, request: Message) -> dict[str, Any]:
+        """Keeps this GPU busy for ``seconds``, beside whoever else uses it. Only the rank that shares its GPU gets more than 0."""
+        keep_busy(request["seconds"])
+        return {}
+
+    def collect(self, request: Message) -> dict[str, Any]:
+        """Copies the candidate's snapshots of ``slots`` out of the arena: whatever is written there afterwards comes too late.
+
+        Their inputs are kept too, as they were generated for the slots ``contents``. ``outputs`` are the candidate's own descriptions
+        of what
+        it returned. The arguments of the slots ``intact`` are compared with what was generated: nobody else has touched them since.
+        Returns the bytes that wait for :meth:`judge`.
+        """
+        current = self.opened(request)
+        for slot, source, described in zip(request["slots"], request["contents"], request["outputs"], strict=True):
+            inputs = current.staging[current.spans(source)[self.rank]].clone()
+            current.snapshots.append(Snapshot(slot, source, current.kinds[source], described, current.held(slot), inputs))
+            if slot in request["intact"]:
+                current.changes += _changes(current, source, slot)
+        self.synchronize()
+        return {"bytes": sum(snapshot.nbytes for snapshot in current.snapshots)}
+
+    def discard(self, request: Message) -> dict[str, Any]:
+        """Forgets what was collected, of a race that was broken off."""
+        current = self.opened(request)
+        current.snapshots.clear()
+        current.changes.clear()
+        return {}
+
+    def checksum_output(self, request: Message) -> dict[str, Any]:
+        """Keeps the snapshot of one slot, whose outputs the candidate's rank is about to copy once more."""
+        current = self.opened(request)
+        current.checksummed = request["slot"], current.taken(request["slot"])
+        self.synchronize()
+        return {}
+
+    def compare_checksum(self, request: Message) -> dict[str, Any]:
+        """Compares the second copy of the remembered slot's outputs with the first: ``changed`` is the number of the first that differs."""
+        current = self.opened(request)
+        (slot, first), current.checksummed = current.checksummed, (0, [])
+        pairs = enumerate(zip(first, current.taken(slot), strict=True))
+        changed = next((number for number, (before, after) in pairs if before.numel() and not same_bits(before, after)), None)
+        return {"changed": changed, "out_of_bounds": _out_of_bounds(current)}
+
+    def judge(self, request: Message) -> dict[str, Any]:
+        """Compares all collected snapshots with the oracle."""
+        current, at_rest = self.opened(request), request["at_rest"]
+        snapshots, current.snapshots = current.snapshots, []
+        changes, current.changes = current.changes, []
+        if at_rest:
+            changes += [change for slot in range(len(current.private.args)) for change in _changes(current, slot, slot)]
+        return {
+            "slots": [
+                self._judge(current, snapshot, inputs)
+                for snapshot, inputs in zip(snapshots, self._all_inputs(current, snapshots), strict=True)
+            ],
+            "changed_arguments": _changed(changes),
+            "out_of_bounds": _out_of_bounds(current) if at_rest else None,
+        }
+
+    def _judge(self, current: OpenCase, snapshot: Snapshot, inputs: list[tuple[Any, ...]]) -> dict[str, Any]:
+        problem, case, slot = current.problem, current.case, snapshot.slot
+        expected = problem.oracle(case, inputs, self.rank)
+        reason = _claimed_mismatch(snapshot.described, expected) or _misplaced(snapshot.described, expected, self.device)
+        if reason is not None:
+            return {"slot": slot, "type": reason}
+        got = rebuild(current.output_layout[slot], iter(snapshot.tensors), current.groups.__getitem__)
+        if (mismatch := type_mismatch(got, expected)) is not None:
+            raise RuntimeError(f"{case.key}: the reference and the oracle disagree about the output's type: {mismatch}")
+        scores = score(problem, case, got, expected, snapshot.kind)
+        worst = max(scores, key=lambda item: item.ratio if not math.isnan(item.ratio) else math.inf)
+        answer: dict[str, Any] = {
+            "slot": slot,
+            "ratio": worst.ratio if not math.isnan(worst.ratio) else math.inf,
+            "output": worst.output,
+            "detail": worst.detail,
+            "index": worst.index,
+            "got": worst.got,
+            "want": worst.want,
+        }
+        if problem.replicated:
+            named = zip(expected_leaves(expected), snapshot.tensors, strict=True)
+            alike = [(leaf.name, tensor) for leaf, tensor in named if problem.is_replicated(leaf.name)]
+            answer["digests"] = list(zip([name for name, _ in alike], digests([tensor for _, tensor in alike]), strict=True))
+        return answer
+
+    def _all_inputs(self, current: OpenCase, snapshots: list[Snapshot]) -> Iterator[list[tuple[Any, ...]]]:
+        """For one snapshot after the other the call's arguments on every rank, for the oracle; process groups stay references by name."""
+        widths = [aligned(max(1, *(span.stop - span.start for span in current.spans(snapshot.source)))) for snapshot in snapshots]
+        begin = 0
+        while begin < len(snapshots):
+            end, offsets = begin, [0]
+            while end < len(snapshots) and (end == begin or offsets[-1] + widths[end] <= _GATHERED_BYTES):
+                offsets.append(offsets[-1] + widths[end])
+                end += 1
+            own = torch.empty(offsets[-1], dtype=torch.uint8, device=self.device)
+            for snapshot, offset in zip(snapshots[begin:end], offsets, strict=False):
+                own[offset : offset + snapshot.inputs.numel()] = snapshot.inputs
+            everyone = own.new_empty(self.world_size * own.numel())
+            dist.all_gather_into_tensor(everyone, own)
+            for snapshot, offset in zip(snapshots[begin:end], offsets, strict=False):
+                yield [
+                    self._arguments(layout[snapshot.source], data[offset:], span.start)
+                    for layout, data, span in zip(
+                        current.layouts, everyone.chunk(self.world_size), current.spans(snapshot.source), strict=True
+                    )
+                ]
+            begin = end
+
+    @staticmethod
+    def _arguments(layout: Description, data: torch.Tensor, start: int) -> tuple[Any, ...]:
+        """The arguments of one call; ``data`` begins with what lies at ``start`` in the rank's memory."""
+        tensors = [view(data, {**placed, "offset": placed["offset"] - start}) for placed in tensor_descriptions(layout)]
+        return tuple(rebuild(layout, iter(tensors), GroupRef))
+
+    def margins(self, request: Message) -> dict[str, Any]:
+        """This rank's margins of a case (see :mod:`peerlane.problems.contract.calibration`): the reference, alternative solutions and
+        wrong answers."""
+        from peerlane.problems.contract.calibration import margins  # brings Triton along, which ranks that time things are better without
+
+        problem, case = self.case_of(request)
+        groups = self.groups(problem.process_groups(case))
+
+        def resolve(tree: Tree) -> Tree:
+            return resolve_groups(tree, groups.__getitem__)
+
+        found = margins(problem, case, self.rank, secret=self._secret, resolve=resolve, device=self.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return {"margins": asdict(found)}
+
+
+def _keys(request: Message) -> dict[int, bytes]:
+    return {int(slot): bytes.fromhex(key) for slot, key in request["keys"].items()}
+
+
+def _changes(current: OpenCase, source: int, slot: int) -> list[tuple[str, torch.Tensor]]:
+    """The parameters that a call may not change, and whether ``slot`` does not hold in the arena what was generated for ``source``."""
+    made = []
+    for name, before, after in zip(current.problem.parameters, current.private.args[source], current.public.args[slot], strict=False):
+        pairs = [(mine, theirs) for mine, theirs in zip(leaves(before), leaves(after), strict=True) if mine.numel()]
+        if pairs and name not in current.problem.changeable:
+            made.append((name, any_differs(pairs)))
+    return made
+
+
+def _changed(changes: list[tuple[str, torch.Tensor]]) -> list[str]:
+    """The names for which it is so."""
+    flags = torch.stack([flag for _, flag in changes]).tolist() if changes else []
+    return list(dict.fromkeys(name for (name, _), flag in zip(changes, flags, strict=True) if flag))
+
+
+def _out_of_bounds(current: OpenCase) -> dict[str, Any] | None:
+    """Where something was written that belongs to no tensor, if anywhere."""
+    found = current.guards.out_of_bounds()
+    if found is None:
+        return None
+    region, distance = found
+    place = f"{distance} bytes behind its end" if distance >= 0 else f"{-distance} bytes before its begin"
+    return {"slot": region.slot, "name": region.name, "place": place}
+
+
+def _claimed_mismatch(described: Description, expected: Tree) -> str | None:
+    """Why the structure, shapes and dtypes that the candidate's rank described are not what is expected."""
+    try:
+        check_claim(described)
+        other = next(_others(described), None)
+        if other is not None:
+            return one_line(f"output holds a {other}, expected a plain tensor on the rank's device")
+        claimed = rebuild(
+            described,
+            iter([torch.empty(d["shape"], dtype=dtype_of(d["dtype"]), device="meta") for d in tensor_descriptions(described)]),
+            str,
+        )
+        reason = type_mismatch(claimed, expected)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, RecursionError) as error:
+        return one_line(f"the output's description is not valid: {error}")
+    return None if reason is None else one_line(reason)
+
+
+def _misplaced(described: Description, expected: Tree, device: torch.device) -> str | None:
+    """Which output is in host memory and should be on the device, or the other way round."""
+    if device.type == "cpu":
+        return None
+    for leaf, claimed in zip(expected_leaves(expected), tensor_descriptions(described), strict=True):
+        if bool(claimed.get("host")) != leaf.host:
+            places = ("on the rank's device", "in host memory")
+            return f"{leaf.name}: got a tensor {places[not leaf.host]}, expected it {places[leaf.host]}"
+    return None
+
+
+def _others(described: Description) -> Any:
+    if described["kind"] == "other":
+        yield described["type"]
+    for item in described.get("items", ()):
+        yield from _others(item)

@@ -1,0 +1,78 @@
+"""A GPU at rest: nothing of this process runs on any of its GPUs, no part of the L2 cache is set aside, and nothing useful is in it.
+
+Functions are bound by :func:`bind`, which ranks call before candidate code is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+
+import torch
+
+from peerlane.evaluate.memory.arena import runtime
+
+_synchronize, _count = torch.cuda.synchronize, torch.cuda.device_count
+_in_use = getattr(torch._C, "_cuda_hasPrimaryContext", lambda _: False)  # a build without CUDA has no such function
+_clock = time.perf_counter
+_fill = torch.Tensor.fill_
+
+_PROBES = 5
+_L2_MULTIPLE = 3  # of what the cache holds, that is written to leave nothing else in it
+
+
+def synchronize_all() -> None:
+    """Waits for everything that this process has enqueued on any GPU, on any stream: work left elsewhere is not done either."""
+    _synchronize()
+    for device in range(_count()):
+        if _in_use(device):
+            _synchronize(device)
+
+
+def quiesce() -> None:
+    """Waits until this process does nothing, and takes back what part of the current device's L2 cache it may have set aside."""
+    synchronize_all()
+    bind()()
+
+
+def evict() -> None:
+    """Leaves nothing in the current device's L2 cache that a call could find there, in stream order."""
+    _fill(_filler(), 0)
+
+
+@functools.cache
+def _filler() -> torch.Tensor:
+    """What is written for that; made by the first block, which runs before candidate code is loaded."""
+    l2_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    return torch.empty(_L2_MULTIPLE * l2_bytes, dtype=torch.uint8, device="cuda")
+
+
+@functools.cache
+def bind() -> Callable[[], None]:
+    """The function that undoes a persisting L2 carve-out on the current device. A device that knows none says so, and need not."""
+    cudart = runtime()
+    reset, limit = cudart.cudaCtxResetPersistingL2Cache, cudart.cudaDeviceSetLimit
+    persisting = cudart.cudaLimit.cudaLimitPersistingL2CacheSize
+
+    def undo() -> None:
+        reset()
+        limit(persisting, 0)
+
+    return undo
+
+
+def latency_us(device: torch.device) -> float:
+    """How long a tiny kernel takes from launch to end, as the host sees it; the shortest of a few.
+
+    On a GPU that another process keeps busy it waits for a time slice, which is milliseconds.
+    """
+    tiny = torch.zeros(1, device=device)
+    times = []
+    for _ in range(_PROBES):
+        _synchronize(device)
+        begin = _clock()
+        tiny.add_(1)
+        _synchronize(device)
+        times.append((_clock() - begin) * 1e6)
+    return min(times)

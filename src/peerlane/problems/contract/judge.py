@@ -1,0 +1,342 @@
+"""Compares what a candidate returned with the oracle, and makes the wrong answers that every problem must reject."""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from peerlane.problems.contract.draw import INTEGER
+from peerlane.problems.contract.spec import AnswerContext, Case, Expected, KnownWrongAnswer, Problem, Score, Tolerance
+from peerlane.problems.contract.tree import Tree, dtype_name, leaves, map_leaves
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def expected_leaves(tree: Tree) -> list[Expected]:
+    """The Expected entries of an oracle's answer, in the order of the output's tensors."""
+    if isinstance(tree, Expected):
+        return [tree]
+    if isinstance(tree, (list, tuple)):
+        return [leaf for item in tree for leaf in expected_leaves(item)]
+    if isinstance(tree, dict):
+        return [leaf for item in tree.values() for leaf in expected_leaves(item)]
+    return []
+
+
+def map_expected(tree: Tree, function: Any) -> Tree:
+    """The oracle's answer with every Expected replaced by ``function(expected)``."""
+    if isinstance(tree, Expected):
+        return function(tree)
+    if isinstance(tree, torch.Size):
+        return tree
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_expected(item, function) for item in tree)
+    if isinstance(tree, dict):
+        return {key: map_expected(item, function) for key, item in tree.items()}
+    return tree
+
+
+def rounded(tree: Tree) -> Tree:
+    """The oracle's answer as a candidate would return it: every Expected rounded once to its dtype."""
+    return map_expected(tree, lambda leaf: leaf.value.to(leaf.dtype).clone())
+
+
+def type_mismatch(got: Tree, expected: Tree, path: str = "output") -> str | None:
+    """Why the structure, a shape or a dtype is wrong, or None if all are right. Strides are the candidate's own business."""
+    if isinstance(expected, Expected):
+        if not isinstance(got, torch.Tensor):
+            return f"{path}: got {_said(got)}, expected a tensor"
+        if tuple(got.shape) != tuple(expected.value.shape):
+            return f"{path}: got shape {tuple(got.shape)}, expected {tuple(expected.value.shape)}"
+        if got.dtype != expected.dtype:
+            return f"{path}: got dtype {dtype_name(got.dtype)}, expected {dtype_name(expected.dtype)}"
+        return None
+    if isinstance(expected, torch.Size):
+        same = isinstance(got, tuple) and tuple(got) == tuple(expected)
+        return None if same else f"{path}: got {got!r}, expected {expected!r}"
+    if isinstance(expected, (list, tuple)):
+        if type(got) is not type(expected) or len(got) != len(expected):
+            size = f" of {len(got)}" if isinstance(got, (list, tuple)) else ""
+            return f"{path}: got {type(got).__name__}{size}, expected {type(expected).__name__} of {len(expected)}"
+        pairs: list[tuple[str, Any, Any]] = [(f"{path}[{i}]", g, e) for i, (g, e) in enumerate(zip(got, expected, strict=True))]
+    elif isinstance(expected, dict):
+        if not isinstance(got, dict) or list(got) != list(expected):
+            what = f"a dict with keys {list(got)}" if isinstance(got, dict) else _said(got)
+            return f"{path}: got {what}, expected a dict with keys {list(expected)}"
+        pairs = [(f"{path}[{key!r}]", got[key], expected[key]) for key in expected]
+    else:
+        if isinstance(got, torch.Tensor) or got != expected:
+            return f"{path}: got {_said(got)}, expected {expected!r}"
+        return None
+    for child_path, child_got, child_expected in pairs:
+        if (reason := type_mismatch(child_got, child_expected, child_path)) is not None:
+            return reason
+    return None
+
+
+def _said(got: Tree) -> str:
+    """What was got, without its contents unless they are one plain value."""
+    if isinstance(got, torch.Tensor):
+        return "a tensor"
+    return reprlib.repr(got) if got is None or isinstance(got, (bool, int, float, str)) else f"a {type(got).__name__}"
+
+
+def plainly(problem: Problem, reason: str) -> str:
+    """A type's mismatch in the candidate's terms: the second half of an answer (see :meth:`Problem.answer`) is not what it returned."""
+    if not problem.updates:
+        return reason
+    reason = re.sub(r"^output\[1\]\['(\w+)'\]", r"argument `\1` after the call", reason)
+    return re.sub(r"^output\[0\]", "output", reason)
+
+
+def _index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    position = []
+    for size in reversed(shape):
+        position.append(flat % size)
+        flat //= size
+    return tuple(reversed(position))
+
+
+def _number(tensor: torch.Tensor, flat: int) -> float:
+    value = tensor.reshape(-1)[flat].item()
+    return float(value.real if isinstance(value, complex) else value)
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # the stride of a single element may be anything
+    return flat.view(torch.uint8)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bytes."""
+    return torch.equal(_words(a), _words(b))
+
+
+def any_differs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Whether one of these pairs of tensors with elements does not hold the same bytes; on their device, which is not waited for."""
+    return torch.stack([(_words(a) != _words(b)).any() for a, b in pairs]).any()
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Position-dependent 63-bit checksums of their contents, all NaN alike."""
+    sums = [_checksum(tensor) for tensor in tensors]
+    return [value & (2**63 - 1) for value in torch.stack(sums).tolist()] if sums else []
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_floating_point():
+        tensor = tensor.to(torch.float32) if tensor.itemsize == 1 else tensor
+        tensor = tensor.masked_fill(tensor.isnan(), math.nan)
+    words = _words(tensor)
+    if words.numel() % 4 == 0:
+        words = words.view(torch.int32)
+    weights = torch.arange(words.numel(), device=words.device).mul_(0x9E3779B97F4A7C1).bitwise_xor_(0x7F4A7C15)
+    return (words * weights).sum()
+
+
+def compare_exact(name: str, got: torch.Tensor, want: torch.Tensor) -> Score:
+    """Bit for bit, so that NaN payloads and signed zeros count."""
+    if got.numel() == 0:
+        return Score(name, 0.0, "empty")
+    word = _WORDS.get(got.dtype.itemsize, torch.uint8)
+    flat_got = got.contiguous().reshape(-1).view(word)
+    flat_want = want.contiguous().reshape(-1).view(word)
+    if torch.equal(flat_got, flat_want):
+        return Score(name, 0.0, "identical")
+    different = flat_got != flat_want
+    count = int(different.sum())
+    per_element = flat_got.numel() // got.numel()
+    worst = int(different.to(torch.uint8).argmax()) // per_element
+    return Score(
+        name,
+        math.inf,
+        f"{-(-count // per_element)} of {got.numel()} elements differ (compared bit for bit)",
+        _index(worst, got.shape),
+        _number(got, worst),
+        _number(want, worst),
+    )
+
+
+@dataclass(frozen=True)
+class _Errors:
+    """How far an output is off. ``found`` are the figures that ``tolerance`` limits: elementwise, normwise, rowwise, as far as it does."""
+
+    error: torch.Tensor
+    bound: torch.Tensor
+    elements: torch.Tensor
+    rows: torch.Tensor | None
+    found: list[float]
+
+    @staticmethod
+    def of(got: torch.Tensor, want: torch.Tensor, magnitude: torch.Tensor | None, tolerance: Tolerance) -> _Errors:
+        """Of two tensors of one shape and dtype. Where an element of either is infinite or NaN, the first figure is so too."""
+        error, bound = (got - want).abs(), tolerance.relative * want.abs()
+        if magnitude is not None:
+            bound = bound + tolerance.magnitude * torch.nan_to_num(magnitude.to(want.dtype), nan=0.0, posinf=0.0)
+        if tolerance.rms:
+            bound = bound + tolerance.rms * want.square().mean().sqrt()
+        elements, rows = (error / bound).masked_fill_(error == 0, 0.0), None
+        figures = [elements.max()]
+        if tolerance.normwise is not None:
+            figures.append(_relative(error.norm(), want.norm()))
+        if tolerance.rowwise is not None and got.dim() > 0:
+            rows = _relative(error.norm(dim=-1), want.norm(dim=-1))
+            figures.append(rows.max())
+        return _Errors(error, bound, elements, rows, torch.stack(figures).tolist())  # the one time that the host waits
+
+
+def compare_close(name: str, got: torch.Tensor, expected: Expected, tolerance: Tolerance) -> Score:
+    """By the error model. Complex outputs are compared as pairs of reals."""
+    want, magnitude = expected.value, expected.magnitude if tolerance.magnitude else None
+    if got.numel() == 0:
+        return Score(name, 0.0, "empty")
+    if tolerance.magnitude and magnitude is None:
+        raise ValueError(f"output {name!r}: the tolerance scales with a magnitude that the oracle did not give")
+    if got.is_complex():
+        got, want = torch.view_as_real(got.contiguous()), torch.view_as_real(want.contiguous())
+        if magnitude is not None:
+            magnitude = magnitude.unsqueeze(-1)
+    work = torch.float64 if want.dtype != torch.float32 else torch.float32
+    got, want = got.to(work), want.to(work)
+    errors = _Errors.of(got, want, magnitude, tolerance)
+    if not all(map(math.isfinite, errors.found)):
+        unusual = ~(got.isfinite() & want.isfinite())
+        misplaced = unusual & (got != want) & ~(got.isnan() & want.isnan())
+        if count := int(misplaced.sum()):
+            worst = int(misplaced.reshape(-1).to(torch.uint8).argmax())
+            detail = f"{count} NaN or infinite elements not where the oracle has them"
+            return Score(name, math.inf, detail, _index(worst, got.shape), _number(got, worst), _number(want, worst))
+        errors = _Errors.of(got.masked_fill(unusual, 0.0), want.masked_fill(unusual, 0.0), magnitude, tolerance)
+    allowed = {"elementwise": 1.0, "normwise": tolerance.normwise, "rowwise": None if errors.rows is None else tolerance.rowwise}
+    limits = [(kind, limit) for kind, limit in allowed.items() if limit is not None]
+    ratios = [value / limit for value, (_, limit) in zip(errors.found, limits, strict=True)]
+    ratio = math.nan if any(map(math.isnan, ratios)) else max(ratios)
+    which = next(number for number, value in enumerate(ratios) if math.isnan(value) or value == ratio)
+    kind, limit = limits[which]
+    if ratio <= 1.0:
+        return Score(name, ratio, kind)
+    detail = f"{kind}: relative error {errors.found[which]:.3g}, allowed {limit:.3g}"
+    if kind == "rowwise":
+        assert errors.rows is not None, "they are limited"
+        return Score(name, ratio, detail, _index(int(errors.rows.reshape(-1).argmax()), errors.rows.shape))
+    worst = int(errors.elements.reshape(-1).argmax())
+    if kind == "elementwise":
+        error, bound = _number(errors.error, worst), _number(errors.bound.expand_as(errors.error), worst)
+        detail = f"elementwise: error {error:.3g}, allowed {bound:.3g}"
+    return Score(name, ratio, detail, _index(worst, got.shape), _number(got, worst), _number(want, worst))
+
+
+def _relative(error: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    return (error / size).masked_fill_(size == 0, 0.0)
+
+
+def score(problem: Problem, case: Case, got: Tree, expected: Tree, kind: str = "random") -> list[Score]:
+    """A Score per output. ``got`` must have the right structure, shapes and dtypes (see :func:`type_mismatch`)."""
+    exact = kind == INTEGER and problem.integer_exact
+    if problem.compare is not None and not exact:
+        return problem.compare(case, got, expected, kind)
+    tolerances: Mapping[str, Tolerance] = problem.tolerance(case)
+    got_leaves: list[torch.Tensor] = []
+    map_leaves(got, got_leaves.append)
+    scores = []
+    for value, leaf in zip(got_leaves, expected_leaves(expected), strict=True):
+        if leaf.exact:
+            scores.append(compare_exact(leaf.name, value, leaf.value.to(leaf.dtype)))
+        elif exact:  # a sum may come out as either zero: adding +0 makes both +0
+            scores.append(compare_exact(leaf.name, value + 0.0, leaf.value.to(leaf.dtype) + 0.0))
+        else:
+            scores.append(compare_close(leaf.name, value, leaf, tolerances[leaf.name]))
+    return scores
+
+
+def _filled(context: AnswerContext, function: Any) -> Tree:
+    return map_leaves(context.answer, function)
+
+
+def _mean(tensor: torch.Tensor) -> float:
+    """The mean of the finite elements, 0 if there are none; of the real part where complex."""
+    real = tensor.real if tensor.is_complex() else tensor
+    return float(torch.nan_to_num(real.to(torch.float64), 0.0, 0.0, 0.0).mean()) if real.numel() else 0.0
+
+
+def _input_mean(context: AnswerContext) -> float:
+    means = [_mean(argument) for argument in leaves(context.args)]
+    return sum(means) / len(means) if means else 0.0
+
+
+def _echo(context: AnswerContext) -> Tree:
+    """Every output filled from the first tensor argument, repeated or cut to size."""
+    source = next((a for a in leaves(context.args) if a.numel()), None)
+
+    def fill(leaf: torch.Tensor) -> torch.Tensor:
+        if source is None or leaf.numel() == 0:
+            return torch.zeros_like(leaf)
+        flat = source.detach().reshape(-1)
+        if flat.is_complex() and not leaf.is_complex():
+            flat = flat.real
+        repeats = -(-leaf.numel() // flat.numel())
+        return flat.repeat(repeats)[: leaf.numel()].reshape(leaf.shape).to(leaf.dtype)
+
+    return _filled(context, fill)
+
+
+STANDARD_WRONG_ANSWERS: tuple[KnownWrongAnswer, ...] = (
+    KnownWrongAnswer("zeros", "all outputs zero", lambda c: _filled(c, torch.zeros_like)),
+    KnownWrongAnswer("ones", "all outputs one", lambda c: _filled(c, torch.ones_like)),
+    KnownWrongAnswer(
+        "previous_mean",
+        "every output is the mean of the right answer to the slot before: a constant that could have been learnt",
+        lambda c: map_leaves(c.previous, lambda t: _constant(t, _mean(t))),
+    ),
+    KnownWrongAnswer(
+        "input_mean",
+        "every output is the mean of the rank's own inputs",
+        lambda c: _filled(c, lambda t: _constant(t, _input_mean(c))),
+    ),
+    KnownWrongAnswer("nan", "all outputs NaN, or the largest value of an integer dtype", lambda c: _filled(c, _poison)),
+    KnownWrongAnswer("echo", "the rank's own first tensor, cut or repeated to the output's size", _echo),
+    KnownWrongAnswer("previous", "the right answer to the slot before", lambda c: c.previous),
+    KnownWrongAnswer(
+        "another_rank",
+        "the right answer of the next rank",
+        lambda c: c.answers[(c.rank + 1) % c.case.world_size],
+    ),
+)
+
+
+def _constant(leaf: torch.Tensor, value: float) -> torch.Tensor:
+    """Filled with the value, or with what comes nearest to it in the dtype."""
+    if leaf.dtype.is_complex or leaf.dtype == torch.bool:
+        return torch.full_like(leaf, value)
+    exact = leaf.dtype.is_floating_point
+    info = torch.finfo(leaf.dtype) if exact else torch.iinfo(leaf.dtype)
+    return torch.full_like(leaf, min(max(value if exact else int(value), info.min), info.max))
+
+
+def _poison(leaf: torch.Tensor) -> torch.Tensor:
+    if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
+        return torch.full_like(leaf, math.nan)
+    if leaf.dtype == torch.bool:
+        return ~leaf
+    return torch.full_like(leaf, torch.iinfo(leaf.dtype).max)
+
+
+def known_wrong_answers(problem: Problem) -> tuple[KnownWrongAnswer, ...]:
+    """The standard wrong answers that are not excused altogether, and the problem's own."""
+    unknown = {re.split("[/@]", key)[0] for key in problem.excused} - {item.name for item in STANDARD_WRONG_ANSWERS}
+    if unknown:
+        raise ValueError(f"problem {problem.id} excuses unknown known wrong answers: {sorted(unknown)}")
+    standard = tuple(item for item in STANDARD_WRONG_ANSWERS if item.name not in problem.excused)
+    return standard + problem.known_wrong_answers
+
+
+def is_excused(problem: Problem, null: KnownWrongAnswer, case: Case, output: str) -> bool:
+    """Whether this wrong answer is declared to be right for this output of this case."""
+    places = ("", f"@{case.preset}/{case.label}", f"@{case.name}")
+    return any(f"{name}{place}" in problem.excused for name in (null.name, f"{null.name}/{output}") for place in places)

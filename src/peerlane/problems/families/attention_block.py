@@ -1,0 +1,226 @@
+"""What problems 55 and 56 share: an attention layer, from hidden states to its output projection, over a sequence-sharded context."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems.contract import UNIT_ROUNDOFF, Case, Draw, Tolerance
+from peerlane.problems.families import attention
+from peerlane.problems.families.attention import BF16, FP32, FP64, Blocks, local_length, scale_of, visible
+from peerlane.problems.families.codes import eight_bits
+
+# How the queries at one place of a ring attend to its blocks.
+Attend = Callable[[Blocks, int], torch.Tensor]
+
+
+def attention_layer(
+    hidden_states: torch.Tensor,
+    w_qkv: torch.Tensor,
+    w_o: torch.Tensor,
+    heads: int,
+    softmax_scale: float | None,
+    causal: bool,
+    cp_group: dist.ProcessGroup | None,
+) -> torch.Tensor:
+    """hidden_states (B, S, H) @ w_qkv^T, ring attention over cp_group, @ w_o^T; w_qkv (3 h D, H): rows of Q, K and V, each head by head."""
+    q, k, v = split_heads(hidden_states @ w_qkv.t(), heads)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    context = attention.ring_attention(q, k, v, scale, causal, cp_group)
+    return context.flatten(2) @ w_o.t()
+
+
+def split_heads(projected: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v (B, S, h, D) of (B, S, 3 h D)."""
+    batch, length, width = projected.shape
+    q, k, v = projected.view(batch, length, 3, heads, width // (3 * heads)).unbind(2)
+    return q, k, v
+
+
+def sized(
+    w_qkv: torch.Tensor, w_o: torch.Tensor, shared: Draw, *, states: torch.Tensor, outputs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """w_qkv (..., 3 h D, H) and w_o (..., H_out, h D) for hidden states whose channels are ``states`` times as large.
+
+    Outputs become ``outputs`` times as large, channel by channel; q, 1 / k and v differ in size by channel as well. All sizes are powers of
+    two, so that nothing else changes, not by a bit; but no tensor that ranks may exchange fits a code with one scale for neighbours.
+    """
+    pairs, values = (shared.octaves((w_o.shape[-1],)) for _ in "kv")
+    rows = torch.cat([pairs, 1 / pairs, values]).unsqueeze(-1)
+    return w_qkv * (rows / states).to(w_qkv.dtype), w_o * (outputs.unsqueeze(-1) / values).to(w_o.dtype)
+
+
+def draw_hidden(case: Case, ring: int, place: int, shared: Draw, states: torch.Tensor) -> torch.Tensor:
+    """The hidden states (B, S, H) at one place of a ring, N(0, 1) times ``states`` (H,), equal on all ranks that hold this place.
+
+    ``case["pattern"]``: ``sink``: the first token is twice as large, so that many queries attend to little else; ``nan_last``: those
+    of the last place are NaN, for causal cases, where no other place may look at them; ``large`` and ``growing``: two channels are the
+    same for all tokens of a place, for :func:`shift_scores`, and with ``growing`` the second grows from place to place.
+    """
+    local = local_length(case, ring)
+    whole = shared.normal((case["batch"], ring * local, case["hidden"]), case.dtype) * states.to(case.dtype)
+    pattern = case.params.get("pattern")
+    if pattern == "sink":
+        whole[:, 0] *= 2.0
+    elif pattern == "nan_last":
+        whole[:, -local:] = math.nan
+    elif pattern in ("large", "growing"):
+        whole[:, :, 0] = states[0]
+        for first in range(ring):
+            whole[:, first * local : (first + 1) * local, 1] = states[1] / 8 * (1 + first if pattern == "growing" else 1)
+    return whole[:, place * local : (place + 1) * local].clone()
+
+
+def shift_scores(case: Case, w_qkv: torch.Tensor, heads: int) -> None:
+    """Makes all scores 1024 depth^-0.5 larger if ``case["pattern"]`` is ``large``: more than the exponentials of float32 can hold. With
+    ``growing`` they are as much larger again from each place to the next, so that the last place seen has all the weight.
+
+    One entry of every head's q reads the first channel of :func:`draw_hidden` alone, and that of its k the second one: powers of two, so
+    that what is added to the scores is exact, and their differences within a place are those of other cases.
+    """
+    if case.params.get("pattern") in ("large", "growing"):
+        rows = w_qkv.view(*w_qkv.shape[:-2], 3, heads, case["depth"], w_qkv.shape[-1])[..., :2, :, 0, :]
+        rows.zero_()
+        rows[..., 0, :, 0] = 64.0
+        rows[..., 1, :, 1] = 128.0
+
+
+def wide_product(tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """tokens (B, S, n) @ weight^T, weight (m, n), in float64."""
+    return torch.matmul(tokens.to(FP64), weight.to(FP64).t())
+
+
+def attended(case: Case, xs: Sequence[torch.Tensor], w_qkv: torch.Tensor, heads: int, place: int) -> torch.Tensor:
+    """The heads' outputs (B, S, h D) at one place of a ring with hidden states ``xs``, in float64."""
+    seen = visible(place, len(xs), case["causal"])
+    rows_q, rows_kv = w_qkv[: heads * case["depth"]], w_qkv[heads * case["depth"] :]
+    q = wide_product(xs[place], rows_q)
+    k, v = wide_product(torch.cat([xs[owner] for owner in seen], dim=1), rows_kv).chunk(2, dim=-1)
+    q, k, v = (tensor.reshape(*tensor.shape[:2], heads, case["depth"]) for tensor in (q, k, v))
+    return attention.attention(q, k, v, scale=scale_of(case), causal=case["causal"])[0].flatten(2)
+
+
+def output_sized(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over pairs (heads' outputs, w_o) of their products, and the size of its elements: their terms added in quadrature."""
+    value = torch.stack([wide_product(heads_out, w_o) for heads_out, w_o in parts]).sum(0)
+    squares = torch.stack([wide_product(heads_out.square(), w_o.to(FP64).square()) for heads_out, w_o in parts]).sum(0)
+    return value, squares.sqrt()
+
+
+def layer_tolerance(case: Case, layers: int, cancels: bool) -> Tolerance:
+    """The magnitude is that of :func:`output_sized`: an element's size, in its channel, before anything cancels.
+
+    Roundings of q, k, v, of the probabilities, of the heads' outputs and of the result, and of the scores through q and k: about five
+    that cost 0.43 u each, 3.8e-3 in bfloat16 altogether, and spread by the projections over a row as its elements' sizes are. ``layers``
+    one after the other add in quadrature. A short row with peaked scores errs by up to three times the average, an element by six times
+    its row's average. In float32 there is the accumulation, and scores up to 30 that err by 30 u.
+    """
+    if case.dtype == FP32:
+        return Tolerance(magnitude=512 * UNIT_ROUNDOFF[FP32] * layers)
+    depth = layers**0.5
+    return Tolerance(magnitude=14 * UNIT_ROUNDOFF[BF16] * depth, normwise=None if cancels else 1e-2 * depth)
+
+
+def layer_flops(case: Case, heads: int, ring: int, place: int, out: int) -> float:
+    """Of the projections and of attention to the keys that are seen."""
+    local, depth = local_length(case, ring), case["depth"]
+    projections = 2 * local * heads * depth * (3 * case["hidden"] + out)
+    pairs = attention.visible_pairs(place, ring, local, case["causal"])
+    return float(case["batch"] * (projections + 4 * heads * depth * pairs))
+
+
+def ring_bytes(case: Case, heads: int, ring: int, place: int) -> tuple[float, float]:
+    """Bytes out of and into a rank for the ring: keys and values of other places, or the hidden states to compute them from, if fewer."""
+    tokens = case["batch"] * local_length(case, ring)
+    block = tokens * min(2 * heads * case["depth"], case["hidden"]) * case.dtype.itemsize
+    sent, received = attention.ring_traffic(place, ring, case["causal"])
+    return float(sent * block), float(received * block)
+
+
+def narrow(case: Case, xs: Sequence[torch.Tensor], w_qkv: torch.Tensor, heads: int, *, rounded: bool = False) -> Blocks:
+    """q, k and v of every place of a ring, in float32, or rounded to the dtype."""
+    dtype = case.dtype if rounded else FP32
+    return [split_heads(torch.matmul(x.to(FP32), w_qkv.to(FP32).t()).to(dtype), heads) for x in xs]
+
+
+def projected(heads_out: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
+    """The output projection, in float32."""
+    return torch.matmul(heads_out.flatten(2).to(FP32), w_o.to(FP32).t())
+
+
+def exact(case: Case) -> Attend:
+    """Attention as it should be, in the blocks' dtype."""
+
+    def attend(blocks: Blocks, place: int) -> torch.Tensor:
+        seen = visible(place, len(blocks), case["causal"])
+        return attention.dense(blocks, place, seen, causal=case["causal"], scale=scale_of(case))
+
+    return attend
+
+
+def blockwise(case: Case) -> Attend:
+    """Attention with rounded probabilities, as flash kernels have it."""
+    return lambda blocks, place: attention.flash(blocks, place, causal=case["causal"], scale=scale_of(case))
+
+
+def eight_bit_ring(case: Case) -> Attend:
+    """A wrong answer: keys and values of other places come in 8-bit integers."""
+
+    def attend(blocks: Blocks, place: int) -> torch.Tensor:
+        received = [(q, k, v) if at == place else (q, eight_bits(k), eight_bits(v)) for at, (q, k, v) in enumerate(blocks)]
+        return blockwise(case)(received, place)
+
+    return attend
+
+
+def local_only(case: Case) -> Attend:
+    """A wrong answer: no ring."""
+    return lambda blocks, place: attention.dense(blocks, place, [place], causal=case["causal"], scale=scale_of(case))
+
+
+def uniform(case: Case) -> Attend:
+    """A wrong answer: the mean of what can be seen."""
+    return lambda blocks, place: attention.mean_of_visible(blocks, place, causal=case["causal"])
+
+
+def inverted(case: Case) -> Attend:
+    """A wrong answer: the mask where there should be none, or none."""
+    return lambda blocks, place: attention.mask_inverted(blocks, place, causal=case["causal"], scale=scale_of(case))
+
+
+def no_maximum(case: Case) -> Attend:
+    """A wrong answer: exponentials of scores as they are."""
+    return lambda blocks, place: attention.without_maximum(blocks, place, causal=case["causal"], scale=scale_of(case))
+
+
+def first_maximum(case: Case) -> Attend:
+    """A wrong answer: exponentials of scores less the maximum of the rank's own block, the first one that it sees."""
+    return lambda blocks, place: attention.without_maximum(blocks, place, causal=case["causal"], scale=scale_of(case), own=True)
+
+
+def default_scale(case: Case) -> Attend:
+    """A wrong answer: softmax_scale ignored."""
+
+    def attend(blocks: Blocks, place: int) -> torch.Tensor:
+        seen = visible(place, len(blocks), case["causal"])
+        return attention.dense(blocks, place, seen, causal=case["causal"], scale=case["depth"] ** -0.5)
+
+    return attend
+
+
+def interleaved(case: Case) -> Attend:
+    """A wrong answer: rows of w_qkv taken to hold q, k and v head by head instead of all of Q, all of K, all of V."""
+
+    def attend(blocks: Blocks, place: int) -> torch.Tensor:
+        mixed = []
+        for block in blocks:
+            batch, length, heads, depth = block[0].shape
+            columns = torch.stack(block, dim=2).view(batch, length, heads, 3, depth)
+            q, k, v = columns.unbind(3)
+            mixed.append((q, k, v))
+        return exact(case)(mixed, place)
+
+    return attend

@@ -1,0 +1,108 @@
+"""What the two-dimensional distributed Fourier transforms share: sizes and axes of a case, the exchange of blocks, and the error model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.problems.contract import UNIT_ROUNDOFF, AnswerContext, Case, Draw, Expected, Tolerance
+from peerlane.problems.families.collective import group_members
+
+FP32, FP64 = torch.float32, torch.float64
+COMPLEX64, COMPLEX128 = torch.complex64, torch.complex128
+
+
+def exchange(blocks: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """All-to-all of a contiguous complex tensor (W, ...): block q goes to rank q of the group. Sent as pairs of reals, which gloo knows."""
+    sent = torch.view_as_real(blocks)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return torch.view_as_complex(received)
+
+
+def size(rule: int | Sequence[int], ranks: int) -> int:
+    """A length: a number, or (a, b) for a W + b."""
+    if isinstance(rule, int):
+        return rule
+    per_rank, rest = rule
+    return per_rank * ranks + rest
+
+
+def axes(case: Case) -> tuple[int, int]:
+    """The transformed axes (d0, d1) of ``case["dim"]``, counted from the front."""
+    dims = len(case["lead"]) + 2
+    first, second = case["dim"]
+    return first % dims, second % dims
+
+
+def full_shape(case: Case, rows: int, columns: int) -> list[int]:
+    """``case["lead"]`` with ``rows`` inserted at axis d0 and ``columns`` at axis d1."""
+    d0, d1 = axes(case)
+    lead = iter(case["lead"])
+    return [rows if axis == d0 else columns if axis == d1 else next(lead) for axis in range(len(case["lead"]) + 2)]
+
+
+def slice_scales(case: Case, draw: Draw) -> torch.Tensor:
+    """(..., 1, 1) over the untouched axes: every slice has a scale of its own, within two decades around ``case["scale"]`` (default 1)."""
+    exponent = draw.shared.uniform(full_shape(case, 1, 1), FP32, low=-1.0, high=1.0)
+    return torch.pow(10.0, exponent).mul_(case.params.get("scale", 1.0))
+
+
+def gathered(inputs: Sequence[tuple[Any, ...]], members: Sequence[int], axis: int, dtype: torch.dtype) -> torch.Tensor:
+    """The members' first arguments, concatenated along the axis that is sharded."""
+    return torch.cat([inputs[q][0].to(dtype) for q in members], dim=axis)
+
+
+def part(tensor: torch.Tensor, axis: int, place: int, ranks: int) -> torch.Tensor:
+    """The place-th of W equal blocks along an axis."""
+    length = tensor.shape[axis] // ranks
+    return tensor.narrow(axis, place * length, length)
+
+
+def expected(name: str, case: Case, whole: torch.Tensor, axis: int, rank: int, dtype: torch.dtype) -> Expected:
+    """The rank's block, along ``axis``, of a transform.
+
+    Its magnitude is the sum of the root mean squares of slice, row and column and of an eighth of the slice's largest element.
+    """
+    members = group_members(case, rank)
+    place, ranks, (d0, d1) = members.index(rank), len(members), axes(case)
+    power = whole.real.square() + whole.imag.square() if whole.is_complex() else whole.square()
+    rows, columns = power.mean(d1, keepdim=True), power.mean(d0, keepdim=True)
+    largest = power.amax((d0, d1), keepdim=True)
+    magnitude = rows.mean(d0, keepdim=True).sqrt() + rows.sqrt() + columns.sqrt() + largest.sqrt() / 8
+    return Expected(name, part(whole, axis, place, ranks), dtype, magnitude=part(magnitude, axis, place, ranks))
+
+
+def fft_tolerance(name: str) -> Callable[[Case], Mapping[str, Tolerance]]:
+    """A fast Fourier transform in float32 errs by a few u of the root mean square, whatever its length.
+
+    The root mean square error of N = 2^20 points is 2 to 3 u (the square root of log2 N, times a constant below one), and the largest of
+    millions of errors is five times that. Errors of the first pass spread over the slice, those of either pass stay within rows or columns
+    where these hold all energy, the last rounding is relative, and those of a single wave add up at a few frequencies, to about u of its
+    size. 32 u of each (4 u of the largest wave) leave room for lengths that are not a power of two. Numbers sent in half precision would
+    err by 2^13 u or 2^16 u. There is no bound on the norm of a rank's part: of a smooth field, most parts hold next to nothing, and their
+    errors follow from what the others hold.
+    """
+    u = UNIT_ROUNDOFF[FP32]
+    return lambda _: {name: Tolerance(relative=32 * u, magnitude=32 * u)}
+
+
+def fft_flops(slices: int, rows: int, columns: int) -> float:
+    """Operations of a real two-dimensional transform: 2 N log2 N for N = rows x columns (split radix, using the symmetry)."""
+    return 2.0 * slices * rows * columns * math.log2(max(rows * columns, 2))
+
+
+def contiguous_members(context: AnswerContext) -> range:
+    """The neighbours that somebody would take for the group who numbers groups by blocks."""
+    ranks = len(group_members(context.case, context.rank))
+    first = context.rank // ranks * ranks
+    return range(first, first + ranks)
+
+
+def other_norm(norm: str) -> str:
+    """A normalisation that is not this one."""
+    return {"ortho": "backward", "backward": "forward", "forward": "ortho"}[norm]

@@ -1,0 +1,255 @@
+"""Calibration: how far the reference, alternative solutions and wrong answers of every case are from what is allowed, on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+import peerlane
+from peerlane import problems
+from peerlane.errors import UsageError
+from peerlane.evaluate.evaluator import Device, must_have_presets, presets_of
+from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.processes.session import Session, case_request
+from peerlane.evaluate.results.store import append_line, make_appendable, whole_lines
+from peerlane.hardware.environment import record as record_environment
+from peerlane.problems.contract.calibration import Margins, worst
+from peerlane.problems.contract.count import Count, Step, cost_faults
+from peerlane.problems.contract.spec import Case, Problem
+from peerlane.settings import Deadlines
+
+Ratios = dict[str, float]
+
+_NOT_CALIBRATED = "not calibrated"
+
+
+class CountedStep(BaseModel):
+    """See :class:`peerlane.problems.contract.count.Step`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+    times: int
+    ranks: int
+    egress_bytes: float
+    ingress_bytes: float
+    flops: float
+    touched_bytes: float
+
+
+class Reach(BaseModel):
+    """How near a wrong answer comes to passing: the ratio of its best case, and which one that is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="strings")
+
+    ratio: float
+    case: str
+
+
+class Calibration(BaseModel):
+    """The margins of one problem's preset at one world size: the worst over its cases and ranks.
+
+    A ratio is an error divided by the allowed one; right iff at most 1.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="strings")
+
+    schema_version: Literal[1] = 1
+    evaluator_version: str
+    torch_version: str
+    device: str
+    """``cpu``, or the GPU's name"""
+    problem: int
+    slug: str
+    variant: str
+    preset: str
+    world_size: int
+    cases: tuple[str, ...]
+    reference: Ratios
+    """by output"""
+    variants: dict[str, Ratios]
+    wrong_answers: dict[str, Reach]
+    steps: tuple[CountedStep, ...]
+    """what the reference did on rank 0 in the timed case: its collectives, and the operators between them"""
+    complaints: tuple[str, ...]
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Identifies the calibration: a second run with the same key has nothing to add."""
+        return (self.evaluator_version, self.device, str(self.problem), self.variant, self.preset, str(self.world_size))
+
+    @property
+    def finished(self) -> bool:
+        """Whether every case could be calibrated; if not, it is to be done again."""
+        return not any(_NOT_CALIBRATED in line for line in self.complaints)
+
+    @property
+    def weakest(self) -> tuple[str, Reach] | None:
+        """The wrong answer that comes nearest to passing."""
+        return min(self.wrong_answers.items(), key=lambda item: item[1].ratio) if self.wrong_answers else None
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """What to calibrate: problems (``"1-8,13"`` or ``"all"``), presets, world sizes, a device, a file of records to add to."""
+
+    problems: str = "all"
+    presets: tuple[str, ...] = ("small",)
+    world_sizes: tuple[int, ...] = (2, 4)
+    device: Device = "cpu"
+    out: Path | None = None
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+
+def read_calibrations(path: Path) -> list[Calibration]:
+    """The records of a file, the newest of every key; none if there is no file. Raises UsageError for a line that is no record."""
+    if not path.exists():
+        return []
+    try:
+        found = (Calibration.model_validate_json(line) for line in whole_lines(path) if line.strip())
+        return list({item.key: item for item in found}.values())
+    except ValidationError as error:
+        raise UsageError(
+            f"{path} holds a line that is no calibration of this version ({error.errors()[0]['msg']}); name another file with --out"
+        ) from None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One record to make: the cases of one preset, in order."""
+
+    problem: Problem
+    variant: str
+    preset: str
+    world_size: int
+    cases: tuple[Case, ...]
+
+
+def jobs_of(plan: CalibrationPlan, world_size: int) -> list[Job]:
+    """All records of the plan at a world size; problems that do not run on so many ranks have none. Raises :class:`UsageError`."""
+    selected = problems.select(plan.problems)
+    must_have_presets(selected, plan.presets)
+    jobs = [
+        Job(problem, variant, preset, world_size, tuple(case for case in problem.cases(preset, world_size, variant)))
+        for problem in selected
+        if world_size in problem.world_sizes
+        for preset in presets_of(problem, plan.presets, world_size)
+        for variant in problem.variants
+    ]
+    return [job for job in jobs if job.cases]
+
+
+def job_key(job: Job, device: str) -> tuple[str, ...]:
+    """The key that a job's record will have."""
+    return (peerlane.__version__, device, str(job.problem.id), job.variant, job.preset, str(job.world_size))
+
+
+def calibrate(plan: CalibrationPlan, tell: Callable[[str], None] = lambda _: None) -> Iterator[Calibration]:
+    """Calibrates what the plan names and its file does not hold yet; records are appended as they come.
+
+    A case that cannot be calibrated (out of memory, a defect) leaves a complaint that says so. Raises :class:`UsageError` if the machine
+    has too few GPUs, a world size has no case, or the file is not one of records.
+    """
+    device = device_name(plan)
+    for world_size in plan.world_sizes:
+        if not jobs_of(plan, world_size):
+            raise UsageError(
+                f"nothing to calibrate on {world_size} ranks: expected world sizes for which a chosen problem and preset have cases, as "
+                "`peerlane show NUMBER --world-size W` lists them"
+            )
+    if plan.out is not None:
+        make_appendable(plan.out)
+    done = set() if plan.out is None else {item.key for item in read_calibrations(plan.out) if item.finished}
+    for world_size in plan.world_sizes:
+        jobs = [job for job in jobs_of(plan, world_size) if job_key(job, device) not in done]
+        if not jobs:
+            continue
+        with Session(plan.device, world_size, plan.deadlines) as session:
+            for number, job in enumerate(jobs, 1):
+                tell(f"[{number}/{len(jobs)}] {job.problem.id} {job.problem.slug} {job.preset} W={world_size}")
+                record = _record(job, device, [_margins(session, case) for case in job.cases])
+                if plan.out is not None:
+                    append_line(plan.out, record.model_dump_json().encode())
+                yield record
+
+
+def device_name(plan: CalibrationPlan) -> str:
+    """As records name the device; raises UsageError if the machine has too few GPUs."""
+    if plan.device == "cpu":
+        return "cpu"
+    if torch.cuda.device_count() < max(plan.world_sizes):
+        raise UsageError(f"{max(plan.world_sizes)} ranks need as many GPUs; this machine has {torch.cuda.device_count()}")
+    return str(record_environment()["gpus"][0]["name"])
+
+
+def _margins(session: Session, case: Case) -> Margins | str:
+    try:
+        answers = session.trusted.ask({"op": "margins", **case_request(case)}, "correctness", session.deadlines.trusted)
+    except GroupFailure as failure:
+        session.drop_trusted()
+        return str(failure).strip().splitlines()[-1]
+    found = worst([_parsed(answer["margins"]) for answer in answers])
+    problem = problems.get(case.problem)
+    found.faults += cost_faults([problem.cost(case, rank) for rank in range(case.world_size)], found.counts)
+    return found
+
+
+def _parsed(message: dict[str, Any]) -> Margins:
+    counts = [Count([Step(**step) for step in count["steps"]], count["output_bytes"]) for count in message["counts"]]
+    return Margins(**{**message, "counts": counts})
+
+
+def _record(job: Job, device: str, found: Sequence[Margins | str]) -> Calibration:
+    complaints: list[str] = []
+    variants: dict[str, Ratios] = {}
+    wrong_answers: dict[str, Reach] = {}
+    reference: Ratios = {}
+    for case, margins in zip(job.cases, found, strict=True):
+        if isinstance(margins, str):
+            complaints.append(f"{case.label}: {_NOT_CALIBRATED}: {margins}")
+            continue
+        complaints += [f"{case.label}: {line}" for line in margins.complaints()]
+        _enlarge(reference, margins.reference)
+        for name, ratios in margins.variants.items():
+            _enlarge(variants.setdefault(name, {}), ratios)
+        for name, ratio in margins.reach().items():
+            if name not in wrong_answers or ratio < wrong_answers[name].ratio:
+                wrong_answers[name] = Reach(ratio=_rounded(ratio), case=case.label)
+    timed = found[0]
+    steps = () if isinstance(timed, str) or not timed.counts else tuple(CountedStep(**asdict(step)) for step in timed.counts[0].steps)
+    return Calibration(
+        evaluator_version=peerlane.__version__,
+        torch_version=torch.__version__,
+        device=device,
+        problem=job.problem.id,
+        slug=job.problem.slug,
+        variant=job.variant,
+        preset=job.preset,
+        world_size=job.world_size,
+        cases=tuple(case.label for case in job.cases),
+        reference=reference,
+        variants=variants,
+        wrong_answers=wrong_answers,
+        steps=steps,
+        complaints=tuple(complaints),
+    )
+
+
+def _enlarge(into: Ratios, ratios: Ratios) -> None:
+    for name, ratio in ratios.items():
+        into[name] = max(into.get(name, 0.0), _rounded(ratio))
+
+
+def _rounded(ratio: float) -> float:
+    """To four digits: more would be noise that fills the file."""
+    return float(f"{ratio:.4g}")
+
+
+def sound(records: Sequence[Calibration]) -> bool:
+    """Whether nothing is wrong with any of them."""
+    return not any(record.complaints for record in records)

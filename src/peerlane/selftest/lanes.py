@@ -1,0 +1,170 @@
+"""Evaluations side by side on one machine: every lane is a run of its own, in a process of its own, on GPUs and cores that no other has.
+
+Verdicts do not suffer from neighbours. Speeds may, since lanes share memory, power and the host; who publishes speeds uses one lane.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+from peerlane.errors import HarnessError, PeerlaneError
+from peerlane.evaluate.processes.early import early_start
+from peerlane.evaluate.results.verdict import Result
+from peerlane.evaluate.sandbox.process_tree import die_with_parent
+
+if TYPE_CHECKING:
+    from peerlane.evaluate.evaluator import EvaluationPlan, Progress
+
+_CORES_PER_RANK = 4  # at least: trusted rank, candidate rank, warm groups, builders
+_PARTING_S = 20.0
+_TOLD_CHARACTERS = 2_000
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one run has for itself. ``gpus``: their UUIDs; empty for CPU ranks."""
+
+    gpus: tuple[str, ...]
+    cores: tuple[int, ...]
+
+
+def divide(gpus: Sequence[str], cores: Collection[int], world_size: int, most: int) -> list[Lane]:
+    """As many lanes with ``world_size`` GPUs each as the machine has GPUs and cores for, ``most`` at most; one in any case."""
+    count = max(1, min(most, len(gpus) // world_size, len(cores) // (_CORES_PER_RANK * world_size)))
+    ordered, share = sorted(cores), len(cores) // count
+    if count == 1:
+        return [Lane(tuple(gpus), tuple(ordered))]
+    return [
+        Lane(tuple(gpus[number * world_size : (number + 1) * world_size]), tuple(ordered[number * share : (number + 1) * share]))
+        for number in range(count)
+    ]
+
+
+def evaluate_side_by_side(work: Sequence[tuple[Lane, EvaluationPlan, Progress]]) -> None:
+    """Carries out all plans at once. What happens in a lane is told to its progress, but for ``started``; all calls come from this thread.
+
+    Raises :class:`HarnessError` with a lane's last words if it does not get through. However this ends, no process is left.
+    """
+    with contextlib.ExitStack() as stack:
+        running = [stack.enter_context(contextlib.closing(_Running(lane, plan, progress))) for lane, plan, progress in work]
+        selector = stack.enter_context(selectors.DefaultSelector())
+        for run in running:
+            selector.register(run.said, selectors.EVENT_READ, run)
+        while selector.get_map():
+            for key, _ in selector.select():
+                if not key.data.pump():
+                    selector.unregister(key.fileobj)
+                    key.data.finish()
+
+
+class _Running:
+    """The process of a lane."""
+
+    def __init__(self, lane: Lane, plan: EvaluationPlan, progress: Progress) -> None:
+        self._lane, self._progress, self._rest = lane, progress, b""
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed with this)
+        environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(lane.gpus)} if lane.gpus else {})}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "peerlane.selftest.lanes"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment,
+            start_new_session=True,  # an interrupt from the terminal reaches it through this process, once
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.said = self._process.stdout.fileno()
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as given:
+            pickle.dump((os.getpid(), lane.cores, plan.device, plan.isolation, plan.world_sizes[0]), given)
+            pickle.dump(plan, given)
+
+    def pump(self) -> bool:
+        """Passes on what the process has said; False at its end."""
+        data = os.read(self.said, 1 << 16)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            what, arguments = json.loads(line)
+            if what == "finished":
+                self._progress.finished(Result.model_validate(arguments))
+            elif what == "phase":
+                self._progress.phase(*arguments)
+            else:
+                self._progress.note(arguments)
+        return bool(data)
+
+    def finish(self) -> None:
+        """Waits for the end of the process; raises :class:`HarnessError` unless it got through."""
+        if (status := self._process.wait()) == 0:
+            return
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _TOLD_CHARACTERS))
+        told = self._errors.read().decode(errors="replace").strip()
+        raise HarnessError(f"a run on {', '.join(self._lane.gpus) or 'CPU ranks'} beside others ended with status {status}: {told}")
+
+    def close(self) -> None:
+        """Ends the process, if it still runs: as an interrupt from the keyboard would, so that it clears up."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_PARTING_S)
+        if self._process.poll() is None:
+            self._process.kill()  # its fork server sees that, and ends all ranks
+            self._process.wait()
+        self._errors.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+class _Telling:
+    """Progress that writes a line of JSON for everything but the start."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+
+    def started(self, total: int, skipped: int) -> None: ...
+
+    def phase(self, *where: Any) -> None:
+        self._tell("phase", where)
+
+    def finished(self, result: Result) -> None:
+        self._tell("finished", result.model_dump(mode="json"))
+
+    def note(self, text: str) -> None:
+        self._tell("note", text)
+
+    def _tell(self, what: str, arguments: Any) -> None:
+        print(json.dumps([what, arguments]), file=self._out, flush=True)
+
+
+def main() -> int:
+    """The process of a lane: reads its plan from stdin, tells of it on stdout."""
+    parent, cores, device, tier, world_size = pickle.load(sys.stdin.buffer)
+    die_with_parent(parent)
+    os.sched_setaffinity(0, cores)
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing else goes there
+    try:
+        with early_start(device, tier, world_size):
+            from peerlane.evaluate.evaluator import evaluate  # torch, which takes seconds
+
+            evaluate(pickle.load(sys.stdin.buffer), _Telling(out))
+    except KeyboardInterrupt:
+        return 130
+    except PeerlaneError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,438 @@
+"""The command line is an interface: its verbs, options, exit codes and JSON are frozen here, so that changing one is a decision."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer.main
+
+from peerlane import cli, problems
+from peerlane.cli import _console, _progress, doctor
+from peerlane.cli._console import ExitCode
+from peerlane.device import emulator
+from peerlane.device.emulator import Report
+from peerlane.errors import HarnessError, MissingDependency, UsageError
+from peerlane.evaluate.results.verdict import HarnessFailure, NotRun
+from peerlane.hardware import topology
+from peerlane.hardware.ceilings import Ceilings, Measurement
+from sample_results import ENVIRONMENT, hung, on_cpu, result, wrong
+
+MECHANISMS_FILE = Path(__file__).parents[2] / "results" / "h200x4" / "mechanisms.json"
+COMMAND_LINE = {
+    "doctor": ["--measure", "--json"],
+    "list": ["--json"],
+    "show": ["number", "--preset", "--world-size", "--profile", "--json"],
+    "eval": [
+        "candidates",
+        "--problem",
+        "--preset",
+        "--world-size",
+        "--variant",
+        "--track",
+        "--mode",
+        "--device",
+        "--isolation",
+        "--out",
+        "--json",
+    ],
+    "calibrate": ["--problem", "--preset", "--world-size", "--device", "--out", "--json"],
+    "race": ["file", "--schedules", "--seed", "--world-size", "--json"],
+    "bench": ["what", "--out", "--plot", "--json"],
+    "report": ["files", "--noise", "--plot"],
+    "demo": ["--examples", "--preset", "--world-size", "--device", "--json"],
+    "selftest": ["--gpu", "--quick", "--repeat", "--rows", "--isolation", "--out", "--json"],
+    "docs": ["--write", "--check", "--folder"],
+}
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of ``peerlane arguments...``, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["peerlane", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def shape(value: Any) -> Any:
+    """The keys and types of a JSON value; lists by their first element."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [shape(value[0])] if value else []
+    return type(value).__name__
+
+
+def test_verbs_and_options() -> None:
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    found = {name: [parameter.opts[0] for parameter in command.params] for name, command in commands.items()}
+    assert found == COMMAND_LINE
+
+
+def test_help_does_not_import_what_is_slow() -> None:
+    code = "import sys, peerlane.cli; print(sorted({'torch', 'pydantic', 'rich', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_module_is_the_same_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "peerlane", "--help"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("Usage: peerlane")
+
+
+def test_list_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "list", "--json") == ExitCode.OK
+    printed = json.loads(capsys.readouterr().out)
+    assert shape(printed) == {
+        "problems": [
+            {
+                "id": "int",
+                "slug": "str",
+                "title": "str",
+                "category": "str",
+                "parallelism": ["str"],
+                "world_sizes": ["int"],
+                "modes": ["str"],
+                "presets": ["str"],
+                "variants": ["str"],
+            }
+        ]
+    }
+    assert [entry["id"] for entry in printed["problems"]] == list(problems.numbers())
+
+
+def test_list_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "list") == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    for number in problems.numbers():
+        assert any(line.split()[:2] == [str(number), problems.get(number).slug] for line in lines)
+
+
+def test_show_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "show", "1", "--json", "--preset", "pkb", "--world-size", "2") == ExitCode.OK
+    printed = json.loads(capsys.readouterr().out)
+    assert isinstance(printed.pop("error_model"), str | None)  # as the problem documents it
+    assert shape(printed) == {
+        "id": "int",
+        "slug": "str",
+        "title": "str",
+        "category": "str",
+        "parallelism": ["str"],
+        "world_sizes": ["int"],
+        "modes": ["str"],
+        "presets": [
+            {
+                "name": "str",
+                "about": "str",
+                "cases": [
+                    {
+                        "label": "str",
+                        "dtype": "str",
+                        "variant": "str",
+                        "world_sizes": ["int"],
+                        "params": {"shape": ["int"]},
+                        "arguments": [{"name": "str", "value": "str"}],
+                        "tolerance": {
+                            "sum": {
+                                "relative": "float",
+                                "magnitude": "float",
+                                "rms": "float",
+                                "normwise": "float",
+                                "rowwise": "NoneType",
+                            }
+                        },
+                        "cost": {"flops": {"fp32": "float"}, "hbm_bytes": "float", "egress_bytes": "float", "ingress_bytes": "float"},
+                        "roofline": {
+                            "bound_us": "float",
+                            "bound_by": "str",
+                            "times_us": {"latency": "float", "nvlink": "float", "hbm": "float", "tensor": "float", "vector": "float"},
+                        },
+                        "process_groups": {},
+                    }
+                ],
+            }
+        ],
+        "sweep": [{"name": "str", "size": "str"}],
+        "variants": ["str"],
+        "origin": "str",
+        "signature": "str",
+        "summary": "str",
+        "notes": ["str"],
+        "speed_note": "str",
+        "graph_reason": "str",
+        "replicated": "bool",
+        "integer_exact": "bool",
+        "updates": [],
+        "mutates": [],
+        "comparison": "NoneType",
+        "known_wrong_answers": [{"name": "str", "why": "str", "cases": "NoneType"}],
+        "excused": {"another_rank": "str"},
+        "world_size": "int",
+        "profile": "str",
+    }
+    assert printed["world_size"] == 2 and [preset["name"] for preset in printed["presets"]] == ["pkb"]
+    assert printed["signature"] == "solution(tensor: torch.Tensor) -> torch.Tensor"
+    # 1024 x 1024 bfloat16 on 2 ranks: each port carries 2 (W - 1) / W = 1 payload, at 450 GB/s.
+    (case,) = printed["presets"][0]["cases"]
+    assert case["arguments"] == [{"name": "tensor", "value": "bfloat16[1024, 1024]"}]
+    assert case["roofline"]["bound_us"] == pytest.approx(2 * 1024 * 1024 / 450e3) and case["roofline"]["bound_by"] == "nvlink"
+    assert printed["profile"] == "H200 SXM"
+
+
+def test_show_leaves_a_sweep_out_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*arguments: str) -> tuple[list[str], list[dict[str, str]]]:
+        assert run(monkeypatch, "show", "1", "--json", *arguments) == ExitCode.OK
+        printed = json.loads(capsys.readouterr().out)
+        return [preset["name"] for preset in printed["presets"]], printed["sweep"]
+
+    presets, sweep = shown()
+    assert not any(name.startswith("sweep") for name in presets)
+    assert (sweep[0], sweep[-1]) == ({"name": "sweep_2kib", "size": "2 KiB"}, {"name": "sweep_512mib", "size": "512 MiB"})
+    assert shown("--preset", "sweep,pkb")[0] == [*(item["name"] for item in sweep), "pkb"]
+    assert shown("--preset", "sweep_1mib")[0] == ["sweep_1mib"]
+    assert run(monkeypatch, "show", "1") == ExitCode.OK
+    assert capsys.readouterr().out.count("### `sweep`: 2 KiB - 512 MiB") == 1
+
+
+def test_show_for_people_names_its_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "show", "1", "--profile", "b200") == ExitCode.OK
+    out = capsys.readouterr().out
+    assert "B200 SXM datasheet; it is not a measurement" in out and "no_communication" in out and "on 4 ranks" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["show", "99999"], "there is no problem 99999"),
+        (["show", "1", "--preset", "huge"], "problem 1 has no preset 'huge'; it has: small, pkb"),
+        (["show", "1", "--world-size", "3"], "does not run on 3 ranks"),
+        (["show", "1", "--profile", "abacus"], "no hardware profile 'abacus'; there are: H100 SXM"),
+        (["eval", "reference", "--mode", "fast"], "--mode got 'fast': expected one of eager, graph"),
+        (["eval", "reference", "--world-size", "2,x"], "--world-size got '2,x'"),
+        (["eval", "reference", "--world-size", "0"], "--world-size got '0'"),
+        (["eval", "reference", "--preset", "pkb,,small"], "--preset got 'pkb,,small'"),
+        (["eval", "reference", "--device", "tpu"], "--device got 'tpu': expected one of auto, cuda, cpu"),
+        (
+            ["eval", "reference", "--problem", "1", "--preset", "small,production_typo"],
+            "has no preset 'production_typo'; it has: small",
+        ),
+        (["eval", "reference", "--problem", "1", "--preset", "sweep_1,production_2"], "problem 1 has no preset 'sweep_1'"),
+        (["eval", "reference", "--problem", "1-3", "--preset", "pkb,sweep_typo"], "none of the chosen problems has a preset 'sweep_typo'"),
+        (["calibrate", "--problem", "1", "--preset", "small,production_typo"], "problem 1 has no preset 'production_typo'"),
+        (["calibrate", "--problem", "1", "--world-size", "3"], "nothing to calibrate on 3 ranks"),
+        (["calibrate", "--problem", "1", "--world-size", "2,3", "--json"], "nothing to calibrate on 3 ranks"),
+        (["eval", ""], "got '' for a candidate"),
+        (["report", "--noise", "--plot", "x.svg", "results.jsonl"], "--noise got --plot as well"),
+        (["docs"], "neither --write nor --check"),
+        (["docs", "--write", "--check"], "both --write and --check"),
+        (["docs", "--check", "--folder", "/nonexistent"], "there is no folder /nonexistent"),
+        (["docs", "--write", "--folder", "/proc/absent"], "cannot make the folder /proc/absent"),
+        (["report", "/nonexistent.jsonl"], "there is no file /nonexistent.jsonl"),
+    ],
+)
+def test_user_errors_are_one_block_on_stderr(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *arguments) == ExitCode.USAGE
+    captured = capsys.readouterr()
+    assert captured.err.startswith("peerlane: ") and says in captured.err and "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import os\nx = 1 / 0\n", "mine.py, line 2 raised ZeroDivisionError: division by zero"),
+        ("x = 1\ndef race(\n", "raised SyntaxError: '(' was never closed (mine.py, line 2)"),
+        ("import sys\nsys.exit(3)\n", "mine.py, line 2 raised SystemExit: 3"),
+        ("def race(world_size):\n    yield int('x')\n", "mine.py, line 2 raised ValueError: invalid literal"),
+        ("def race(world_size):\n    return 3\n", "mine.py gave ['int']; expected one or more"),
+    ],
+)
+def test_what_a_file_to_race_raises_is_the_users_error(
+    source: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(source)
+    assert run(monkeypatch, "race", str(tmp_path / "mine.py")) == ExitCode.USAGE
+    error = capsys.readouterr().err
+    assert says in error and "Traceback" not in error
+
+
+def test_what_a_file_to_race_prints_is_kept_out_of_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from peerlane.device.emulator import Scenario\nprint('at import')\n"
+        "def race(world_size):\n    print('in race')\n    yield Scenario('mine', '', world_size)\n"
+    )
+    report = Report("mine", 2, 1, 0, 0, (), 0.0)
+    monkeypatch.setattr(emulator, "check", lambda *_, **__: report)
+    assert run(monkeypatch, "race", "--json", "--world-size", "2", str(tmp_path / "mine.py")) == ExitCode.OK
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["clean"] and captured.err == "at import\nin race\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UsageError("x"), 2),
+        (MissingDependency("x"), 2),
+        (HarnessError("x"), 4),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_exit_codes_of_errors(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(problems, "all_problems", fail)
+    assert run(monkeypatch, "list") == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_defect_is_a_harness_failure_with_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(problems, "all_problems", lambda: 1 / 0)
+    assert run(monkeypatch, "list") == ExitCode.HARNESS
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_exit_codes_of_verdicts() -> None:
+    harness = result(verdict=HarnessFailure(phase="spawn", message="no ranks"), speed=())
+    absent = result(verdict=NotRun(missing="a GPU"), speed=())
+    assert _console.exit_code([result(), on_cpu()]) == 0
+    assert _console.exit_code([result(), wrong()]) == 3
+    assert _console.exit_code([result(), absent]) == 3
+    assert _console.exit_code([wrong(), harness]) == 4
+
+
+def test_report_prints_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text(result().model_dump_json() + "\n" + hung(environment=ENVIRONMENT).model_dump_json() + "\n")
+    assert run(monkeypatch, "report", str(file)) == ExitCode.OK
+    out = capsys.readouterr().out
+    assert out.startswith("| candidate | problem | preset | W |")
+    assert "2.00 [1.96, 2.04]" in out and "4x NVIDIA H200" in out and "hang: first_call: rank(s) 1" in out
+
+
+def test_bench_needs_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "bench", "mechanism") == ExitCode.USAGE
+    monkeypatch.setattr(topology, "discover", lambda: SimpleNamespace(gpus=()))
+    assert run(monkeypatch, "bench", "mechanisms") == ExitCode.USAGE
+    assert "needs 2 or more GPUs; this machine has 0" in capsys.readouterr().err
+
+
+def test_doctor_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path))
+    assert run(monkeypatch, "doctor", "--json") == ExitCode.OK
+    printed = json.loads(capsys.readouterr().out)
+    assert set(printed) == {"node", "checks", "ceilings"} and printed["ceilings"] is None
+    assert all(set(check) == {"name", "status", "detail", "remedy"} for check in printed["checks"])
+    assert run(monkeypatch, "doctor") == ExitCode.OK
+    out = capsys.readouterr().out
+    assert printed["node"] in out and all(check["name"] in out for check in printed["checks"])
+
+
+@pytest.mark.parametrize(
+    ("ending", "why"),
+    [
+        (subprocess.CompletedProcess((), 4, "", "peerlane: no link\n"), "no link"),
+        (subprocess.CompletedProcess((), 0, "", ""), "there is no file"),
+        (subprocess.TimeoutExpired((), 90), "90 s"),
+        (None, None),
+    ],
+)
+def test_doctor_measures_mechanisms_too(ending: Any, why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bench(command: list[str], **_: Any) -> Any:
+        if isinstance(ending, Exception):
+            raise ending
+        if ending is None:
+            shutil.copy(MECHANISMS_FILE, command[-1])
+        return ending or subprocess.CompletedProcess((), 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", bench)
+    before = Ceilings("node", "2026-01-02", {}, {"hbm_copy_tbps": Measurement(4.0, 3.9, 4.1, 9)}, ("a note",))
+    after = doctor._with_mechanisms(before)
+    assert after.figures.items() >= before.figures.items() and after.notes[0] == "a note"
+    if why is None:
+        assert after.median("nvlink_sm_store_gbps") is not None and after.median("packet_round_us") is not None and len(after.notes) == 1
+    else:
+        assert after.figures == before.figures and "mechanisms: not measured" in after.notes[1] and why in after.notes[1]
+
+
+def test_docs_are_written_checked_and_found_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(problems, "all_problems", lambda: (problems.get(1),))
+    folder = ["--folder", str(tmp_path / "pages")]
+    assert run(monkeypatch, "docs", "--write", *folder) == ExitCode.OK
+    assert run(monkeypatch, "docs", "--check", *folder) == ExitCode.OK
+    page = tmp_path / "pages" / "p001_allreduce.md"
+    page.write_text(page.read_text() + "by hand\n")
+    (tmp_path / "pages" / "p000_old.md").write_text("")
+    capsys.readouterr()
+    assert run(monkeypatch, "docs", "--check", *folder) == ExitCode.CHECK_FAILED
+    out = capsys.readouterr().out
+    assert "p001_allreduce.md: differs from the code" in out and "p000_old.md: belongs to no problem" in out
+    assert run(monkeypatch, "docs", "--write", *folder) == ExitCode.OK
+    assert sorted(path.name for path in (tmp_path / "pages").iterdir()) == ["README.md", "p001_allreduce.md"]
+
+
+def test_progress_without_a_terminal_is_plain_lines_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    with _progress.progress() as shown:
+        shown.started(2, 3)
+        shown.phase("a", 1, "pkb", 4, "timing")
+        shown.finished(result())
+        shown.finished(hung())
+        shown.note("that is all")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "2 evaluations to run; 3 already done with this evaluator and skipped",
+        "[1/2] 1_allreduce_cuda  problem 1 pkb W=4  correct",
+        "[2/2] 1_allreduce_cuda  problem 1 pkb W=4  hang: first_call: rank(s) 1 not done after 20 s",
+        "that is all",
+    ]
+
+
+def test_live_progress_writes_only_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    with _progress.LiveProgress() as shown:
+        shown.started(1, 0)
+        shown.phase("a", 1, "pkb", 4, "timing")
+        shown.finished(wrong())
+    captured = capsys.readouterr()
+    assert captured.out == "" and "1 evaluation to run" in captured.err and "wrong_result" in captured.err
+
+
+def test_bench_looks_for_its_folder_before_it_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(topology, "discover", lambda: SimpleNamespace(gpus=[0, 1]))
+    (tmp_path / "file").touch()
+    assert run(monkeypatch, "bench", "mechanisms", "--out", str(tmp_path / "file")) == ExitCode.USAGE
+
+
+FIRST_INTERRUPTED = """
+import pathlib, sys
+here = pathlib.Path(__file__).parents[1]
+sys.path.remove(str(here))
+if not (here / "again").exists():
+    (here / "again").touch()
+    raise KeyboardInterrupt
+del sys.modules["numpy"]
+import numpy
+"""
+
+
+def test_an_interrupt_while_torch_is_imported_is_one(tmp_path: Path) -> None:
+    """torch looks for numpy on its way, and takes whatever is raised there for its absence."""
+    (tmp_path / "numpy").mkdir()
+    (tmp_path / "numpy" / "__init__.py").write_text(FIRST_INTERRUPTED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    ended = subprocess.run([sys.executable, "-m", "peerlane", "show", "1"], env=environment, capture_output=True, text=True)
+    assert (tmp_path / "again").exists()
+    assert ended.returncode == 130 and "interrupted" in ended.stderr and "Traceback" not in ended.stderr

@@ -1,0 +1,154 @@
+"""``peerlane eval`` and ``peerlane demo`` from end to end, on two CPU ranks."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from peerlane import cli
+from peerlane.cli._console import ExitCode
+from peerlane.cli.demo import Expectation, can_run, good_folders, needs_gpu, read_expectation
+from peerlane.cli.evaluation import choose_device, gpu_count, torch_has_cuda
+from peerlane.errors import RunStopped, UsageError
+from peerlane.evaluate import discover
+from peerlane.evaluate.candidates import reference_candidate
+from sample_results import on_cpu
+
+ROOT = Path(__file__).resolve().parents[2]
+
+RIGHT = """
+import torch
+import torch.distributed as dist
+
+
+def solution(tensor: torch.Tensor) -> torch.Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total)
+    return total
+"""
+LAZY = "# expect: wrong_result\n\ndef solution(tensor):\n    return tensor.clone()\n"
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Path:
+    """A folder with a right, a broken and a CUDA candidate in its subfolders."""
+    for name in ("pytorch", "broken", "cuda"):
+        (tmp_path / "examples" / name).mkdir(parents=True)
+    (tmp_path / "examples" / "pytorch" / "1_right_pytorch.py").write_text(RIGHT)
+    (tmp_path / "examples" / "cuda" / "1_right_cuda.py").write_text(RIGHT)
+    (tmp_path / "examples" / "broken" / "1_lazy_pytorch.py").write_text(LAZY)
+    return tmp_path / "examples"
+
+
+def test_eval_prints_one_json_object_and_exits_by_the_verdicts(examples: Path, tmp_path: Path) -> None:
+    shared = ["--preset", "small", "--world-size", "2", "--device", "cpu", "--out", str(tmp_path / "out"), "--json"]
+    arguments = ["eval", str(examples / "pytorch"), str(examples / "broken"), *shared]
+    first = CliRunner().invoke(cli.app, arguments)
+    assert first.exit_code == ExitCode.NOT_CORRECT, first.output
+    kinds = {item["candidate"]["name"]: item["verdict"]["kind"] for item in json.loads(first.stdout)["results"]}
+    assert kinds == {"1_right_pytorch": "correct", "1_lazy_pytorch": "wrong_result"}
+    assert "2 evaluations to run" in first.stderr and "[2/2] 1_lazy_pytorch" in first.stderr
+
+    again = CliRunner().invoke(cli.app, arguments)
+    assert "0 evaluations to run; 2 already done with this evaluator and skipped" in again.stderr
+    assert again.exit_code == ExitCode.NOT_CORRECT, "what was skipped still counts"
+    assert json.loads(again.stdout) == json.loads(first.stdout)
+
+
+def test_eval_starts_its_nursery_early(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peerlane.evaluate.processes.session.ForkServer", None)
+    shared = ["--preset", "small", "--world-size", "2", "--device", "cpu", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(cli.app, ["eval", str(examples / "pytorch"), *shared])
+    assert done.exit_code == ExitCode.OK, done.output
+
+
+def test_the_device_is_chosen_without_torch() -> None:
+    assert torch_has_cuda() == (torch.version.cuda is not None)
+    code = "import sys; from peerlane.cli import evaluation as e; print(e.choose_device('auto'), e.gpu_count(), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [choose_device("auto"), str(gpu_count()), "False"]
+
+
+def test_without_the_gpu_that_was_asked_for_no_folder_is_made(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    out = tmp_path / "out"
+    done = CliRunner().invoke(cli.app, ["eval", str(examples / "pytorch"), "--device", "cuda", "--world-size", "2", "--out", str(out)])
+    assert isinstance(done.exception, UsageError) and "no GPU is visible" in str(done.exception) and not out.exists()
+
+
+def test_a_run_that_stops_shows_what_it_has(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(plan: object, progress: object) -> None:
+        raise RunStopped("the disk is full", [on_cpu()])
+
+    monkeypatch.setattr("peerlane.evaluate.evaluate", stop, raising=False)
+    stopped = CliRunner().invoke(cli.app, ["eval", str(examples / "pytorch"), "--device", "cpu", "--out", str(tmp_path / "out")])
+    assert isinstance(stopped.exception, RunStopped) and on_cpu().candidate.name in stopped.stdout
+
+
+def test_demo_compares_verdicts_with_what_broken_candidates_are_made_for(examples: Path) -> None:
+    arguments = ["demo", "--examples", str(examples), "--world-size", "2"]
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == ExitCode.OK, done.output
+    assert "--device cpu lacks what they need: 1_right_cuda\n" in done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert any(row[:5] == ["1_lazy_pytorch", "1", "2", "wrong_result", "wrong_result"] and row[-1] == "yes" for row in rows)
+    assert any(row[0] == "1_right_pytorch" and "correct" in row for row in rows if row)
+
+    (examples / "broken" / "1_lazy_pytorch.py").write_text(LAZY.replace("wrong_result", "hang"))
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == ExitCode.NOT_CORRECT
+    assert "did not get its expected verdict" in done.stderr
+
+
+def test_demo_needs_its_examples(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["demo", "--examples", str(tmp_path)])
+    assert isinstance(done.exception, UsageError) and "no candidates in" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("# expect: hang\nimport torch\n", Expectation(("hang",), ("hang",))),
+        ("# expect: unstable, wrong_result\n", Expectation(("unstable", "wrong_result"), ("unstable", "wrong_result"))),
+        ("# expect: cuda_error on gpu, not_run on cpu\n# needs: nvrtc\n", Expectation(("cuda_error",), ("not_run",), "nvrtc")),
+        ("# expect: hang on gpu\n", Expectation(("hang",), ())),
+    ],
+)
+def test_expectations(source: str, expected: Expectation, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(source)
+    assert read_expectation(tmp_path / "x.py") == expected
+
+
+@pytest.mark.parametrize("source", ["import torch\n", "import torch\n# expect: hang\n", "# expect:\n", "# expect: hang\n# needs: luck\n"])
+def test_a_broken_candidate_must_say_what_it_is_made_for(source: str, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(source)
+    with pytest.raises(UsageError, match="does not say what it is made for"):
+        read_expectation(tmp_path / "x.py")
+
+
+def test_what_needs_a_gpu_is_left_out_on_cpu() -> None:
+    assert can_run(Expectation(("hang",), ("hang",)), "cpu")
+    assert not can_run(Expectation(("hang",), ("hang",), "gpu"), "cpu") and can_run(Expectation(("hang",), ("hang",), "gpu"), "cuda")
+    assert not can_run(Expectation(("hang",), ()), "cpu")
+
+
+def test_a_good_candidate_may_say_that_it_needs_a_gpu(tmp_path: Path) -> None:
+    for name, source in (("1_a_pytorch.py", "# needs: gpu\n"), ("1_b_pytorch.py", "import torch\n# needs: gpu\n"), ("1_c_cuda.py", "")):
+        (tmp_path / name).write_text(source)
+    assert [needs_gpu(candidate) for candidate in discover([str(tmp_path)])] == [True, False, True]
+    assert not needs_gpu(reference_candidate())
+
+
+def test_bundled_examples_say_what_they_are_made_for() -> None:
+    broken = [candidate.path for candidate in discover([str(ROOT / "examples" / "broken")]) if candidate.path is not None]
+    expected = [read_expectation(path) for path in broken]
+    kinds = {kind for expectation in expected for kind in (*expectation.cuda, *expectation.cpu)}
+    assert {"wrong_result", "wrong_type", "build_error", "import_error", "runtime_error", "hang"} <= kinds
+    good = discover(good_folders(ROOT / "examples"))
+    assert len({candidate.problem for candidate in good}) >= 6

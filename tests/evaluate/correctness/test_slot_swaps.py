@@ -1,0 +1,131 @@
+"""Late changes: what a slot holds at its call, and which slots can exchange."""
+
+from __future__ import annotations
+
+import random
+import types
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerlane.evaluate.correctness.slot_swaps import MOST_BYTES, SlotSwaps, kinds_of_slots
+from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, place_slots
+from peerlane.evaluate.processes.fork_client import memory_file
+from peerlane.evaluate.ranks.trusted import TrustedRank
+from peerlane.evaluate.timing.cores import TimedCore
+from peerlane.evaluate.timing.locks import Hooks
+from peerlane.evaluate.timing.turnstile import Page
+from peerlane.problems.contract import describe
+
+
+@given(st.permutations(range(7)), st.lists(st.integers(0, 2), min_size=7, max_size=7), st.sets(st.integers(0, 6)))
+def test_every_call_finds_what_contents_says(order: list[int], alike: list[int], positions: set[int]) -> None:
+    drawn = SlotSwaps.draw(order, alike, positions)
+    held, at_call, steps = list(range(7)), {}, {position: (slot, other) for position, slot, other in drawn.steps}
+    for position, slot in enumerate(order):
+        if position in steps:
+            a, b = steps[position]
+            assert a == slot and order.index(b) > position and alike[a] == alike[b]
+            held[a], held[b] = held[b], held[a]
+        at_call[slot] = held[slot]
+    assert [at_call[slot] for slot in range(7)] == drawn.contents
+    assert set(steps) <= positions
+
+
+def test_nothing_is_exchanged_with_a_call_that_is_over_or_of_another_kind() -> None:
+    assert SlotSwaps.draw([2, 0, 1], [0, 1, 2], range(3)) == SlotSwaps((), [0, 1, 2])
+    assert SlotSwaps.draw([0, 1], [-1, -1], range(2)).steps == ()
+    assert SlotSwaps.draw([1, 0], [0, 0], [0, 1]) == SlotSwaps(((0, 1, 0),), [1, 0])
+
+
+def layout_of(*slots: tuple[Any, ...]) -> dict[str, Any]:
+    arguments, size = place_slots(map(describe, slots))
+    outputs, _ = place_slots([describe(torch.empty(2))] * len(slots))
+    return {"arguments": arguments, "outputs": outputs, "input_bytes": size}
+
+
+def test_where_slots_come_again_their_last_calls_contents_count() -> None:
+    """A slot's contents are those that it has when it is called for the last time; nothing is exchanged with a slot behind that."""
+    for _ in range(50):
+        order = [slot for _ in range(4) for slot in random.sample(range(5), 5)]
+        drawn = SlotSwaps.draw(order, [0] * 5, random.sample(range(1, 20), 8))
+        contents, at_last_call = list(range(5)), [0] * 5
+        steps = {position: (slot, other) for position, slot, other in drawn.steps}
+        for position, slot in enumerate(order):
+            if position in steps:
+                one, other = steps[position]
+                assert one == slot != other
+                contents[one], contents[other] = contents[other], contents[one]
+            at_last_call[slot] = contents[slot]
+        assert at_last_call == drawn.contents and len(steps) >= 6
+
+
+def test_slots_are_alike_where_they_are_on_every_rank() -> None:
+    pair, longer, scaled = (torch.empty(3), 2), (torch.empty(4), 2), (torch.empty(3), 5)
+    one, two = layout_of(pair, pair, longer, scaled), layout_of(pair, longer, longer, pair)
+    assert kinds_of_slots([one]) == [0, 0, 1, 2]
+    assert kinds_of_slots([one, two]) == [0, 1, 2, 3]
+    assert kinds_of_slots([{**one, "input_bytes": 5 * MOST_BYTES}]) == [-1] * 4
+
+
+def test_the_trusted_reference_finds_its_contents_where_they_were_minted_after_a_block() -> None:
+    slots = [(torch.full((3,), float(slot)),) for slot in range(4)]
+    layout, size = place_slots(map(describe, slots))
+    private = ArgumentSlots(torch.zeros(size, dtype=torch.uint8), layout, str)
+    private.fill(slots)
+    seen = []
+
+    def contents() -> list[int]:
+        return [int(tensors[0][0]) for tensors in private.tensors]
+
+    def run(
+        core: TimedCore, sought: dict[str, Any], order: list[int], before: Hooks, behind: Hooks, *, parts: int, timed: bool
+    ) -> dict[str, Any]:
+        assert sought == {"full_us": 10.0, "first": 3} and parts == 2 and timed and set(behind) == {0, 3}
+        locked = [slot for slot in range(4) if bool(private.tensors[slot][0][0] != slot)]
+        assert locked == [1, 2], "keys come later"
+        for position, slot in enumerate(order):
+            if position in behind:
+                page.released, page.key[:] = position + 5, keys[slot]
+            before.get(position, lambda: None)()
+            seen.append(contents()[slot])
+            behind.get(position, lambda: None)()
+        return {"span_us": 1.0}
+
+    memory = memory_file("test")
+    page, keys = Page.of(memory), {1: b"1" * 32, 2: b"2" * 32}
+    rank = TrustedRank({"world_size": 2, "device": "cpu"}, 0, memory)
+    block = types.SimpleNamespace(run=run)
+    outputs = OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, torch.device("cpu"))
+    opened = types.SimpleNamespace(blocks={"eager": block}, private=private, private_outputs=outputs)
+    rank._open["timed"] = opened  # type: ignore[assignment]
+    request = {
+        "space": "timed",
+        "mode": "eager",
+        "order": [1, 3, 0, 2],
+        "exchanges": [[1, 3, 0]],
+        "locked": [[0, 1, 5], [3, 2, 8]],
+        "keys": {slot: key.hex() for slot, key in keys.items()},
+        "deadline_s": 5.0,
+        "core": {"full_us": 10.0, "first": 3},
+        "parts": 2,
+        "timed": True,
+    }
+    assert rank.timed_block(request) == {"span_us": 1.0}
+    assert seen == [1, 0, 3, 2] and page.committed == 8
+    assert contents() == [0, 1, 2, 3]
+
+
+def test_exchanged_slots_hold_each_others_tensors_and_leave_the_rest_alone() -> None:
+    slots = [(torch.full((3,), float(slot)), [torch.full((5,), slot, dtype=torch.int64)]) for slot in range(3)]
+    layout, size = place_slots(map(describe, slots))
+    data = torch.full((size,), 7, dtype=torch.uint8)
+    arguments = ArgumentSlots(data, layout, str)
+    arguments.fill(slots)
+    before = data.clone()
+    arguments.swapper(0, 2)()
+    assert [[int(tensor[0]) for tensor in tensors] for tensors in arguments.tensors] == [[2, 2], [1, 1], [0, 0]]
+    arguments.swappers([(1, 2, 0)])[1]()
+    assert torch.equal(data, before)

@@ -1,0 +1,631 @@
+"""What stress is made of, without ranks: its size, its jitter, guard bands, spoilt inputs, and blocks in any order."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+import os
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerlane import problems
+from peerlane.errors import CaseTooLarge, HarnessError
+from peerlane.evaluate.correctness import case_runner as runner_module
+from peerlane.evaluate.correctness import contention, jitter, stress
+from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected
+from peerlane.evaluate.correctness.jitter import Jitter
+from peerlane.evaluate.correctness.stress import Stress, choose_compared, choose_slots, draw_jitter, draw_time_slicing
+from peerlane.evaluate.memory.arena import GUARD_BYTES, POISON, Arena, extent
+from peerlane.evaluate.memory.guards import GuardBands, Region, argument_regions
+from peerlane.evaluate.memory.slots import FRONT_BYTES, ArgumentSlots, OutputRegions, Unowned, place_all, place_slots
+from peerlane.evaluate.processes.fork_client import memory_file
+from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.ranks import candidate, timed_block
+from peerlane.evaluate.ranks.trusted import TrustedRank
+from peerlane.evaluate.results.verdict import Unstable, WrongResult
+from peerlane.evaluate.timing import cache_flush
+from peerlane.evaluate.timing.cores import TimedCore
+from peerlane.evaluate.timing.turnstile import NOTHING_LOCKED, LockedCalls
+from peerlane.problems.contract import Draw, describe, tensor_descriptions
+from peerlane.settings import Deadlines, StressRules
+
+RULES = StressRules()
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("call_s", "judge_s", "slot_bytes", "slots"),
+    [
+        (1e-5, 1e-4, 1e3, RULES.max_slots),
+        (RULES.budget_s / 200, RULES.budget_s / 200, 1e3, 25),  # a quarter of the time for one pass
+        (10.0, 10.0, 1e3, RULES.min_slots),
+        (1e-5, 1e-4, RULES.max_bytes / 12, 12),
+        (10.0, 10.0, RULES.max_bytes / 5, 5),
+        (1e-5, 1e-4, 1e12, RULES.fewest_slots),
+        (0.0, 0.0, 0.0, RULES.max_slots),
+    ],
+)
+def test_a_pass_is_as_long_as_time_and_memory_allow(call_s: float, judge_s: float, slot_bytes: float, slots: int) -> None:
+    assert choose_slots(call_s, judge_s, slot_bytes, RULES) == slots
+
+
+@pytest.mark.parametrize(("judge_s", "count"), [(1e-3, 20), (RULES.budget_s / 16, 5), (100.0, 2)])
+def test_the_last_call_and_some_that_others_followed_are_compared(judge_s: float, count: int) -> None:
+    order = [7, 3, *range(8, 20), 0, 1, 2, 4, 5, 6]
+    chosen = [choose_compared(order, judge_s, RULES) for _ in range(300)]
+    assert all(len(set(slots)) == count and 6 in slots for slots in chosen)
+    assert {slot for slots in chosen for slot in slots} == set(order)
+
+
+@pytest.mark.parametrize(
+    ("calls", "passes", "seconds_left", "goes_on"),
+    [
+        (0, 0, -100.0, True),  # one pass there must be
+        (RULES.calls, 1, -100.0, True),  # and a late one
+        (RULES.min_calls - 1, 2, -RULES.overtime_s / 2, True),
+        (RULES.min_calls - 1, 2, -RULES.overtime_s * 2, False),
+        (RULES.min_calls, 2, -0.1, False),
+        (RULES.calls - 1, 2, 10.0, True),
+        (RULES.calls, 2, 10.0, False),
+    ],
+)
+def test_passes_end_with_the_calls_or_the_time(calls: int, passes: int, seconds_left: float, goes_on: bool) -> None:
+    stress = Stress(None, RULES)  # type: ignore[arg-type]
+    assert stress._goes_on(calls, passes, time.monotonic() + seconds_left) == goes_on
+
+
+class ScriptedRanks:
+    """Stands for a group: gives the answers of a script to the requests that it has answers for, and nods to all others."""
+
+    def __init__(self, **answers: list[dict[str, Any]]) -> None:
+        self.answers = answers
+
+    def ask(self, request: dict[str, Any], phase: str, deadline_s: float) -> list[dict[str, Any]]:
+        return self.answers.get(request["op"], [{}, {}])
+
+
+UNTOUCHED = {"changed": None, "out_of_bounds": None}
+BEHIND = {"slot": 3, "name": "argument tensor", "place": "0 bytes behind its end"}
+
+
+def looked_again(*answers: dict[str, Any], ended: float = 0.0) -> None:
+    session = types.SimpleNamespace(trusted=ScriptedRanks(compare_checksum=list(answers)), deadlines=Deadlines())
+    problem = problems.get(1)
+    runner = CaseRunner(session, ScriptedRanks(), problem, problem.cases("small", 2)[0], "check", 4)  # type: ignore[arg-type]
+    runner.recheck_output(2, "stress", ended)
+
+
+def test_what_is_as_it_was_passes_the_second_look() -> None:
+    looked_again(UNTOUCHED, UNTOUCHED)
+
+
+def test_a_second_look_comes_when_enough_time_has_passed_since_the_end_and_no_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was done meanwhile was waiting too."""
+    waited: list[float] = []
+    monkeypatch.setattr(runner_module, "time", types.SimpleNamespace(monotonic=lambda: 100.0, sleep=waited.append))
+    for ended in (100.0, 100.0 - runner_module._SETTLING_S / 3, 99.0):
+        looked_again(UNTOUCHED, UNTOUCHED, ended=ended)
+    assert waited == pytest.approx([runner_module._SETTLING_S, runner_module._SETTLING_S * 2 / 3, 0.0])
+
+
+def test_a_result_that_changed_after_its_end_is_unstable() -> None:
+    with pytest.raises(Rejected) as caught:
+        looked_again(UNTOUCHED, {**UNTOUCHED, "changed": 1})
+    verdict = caught.value.verdict
+    assert isinstance(verdict, Unstable) and (verdict.rank, verdict.output) == (1, "output 1") and "still changing" in verdict.reason
+
+
+def test_writing_outside_an_argument_is_a_wrong_result_that_names_it() -> None:
+    with pytest.raises(Rejected) as caught:
+        looked_again({**UNTOUCHED, "out_of_bounds": BEHIND}, UNTOUCHED)
+    verdict = caught.value.verdict
+    assert isinstance(verdict, WrongResult) and (verdict.phase, verdict.rank, verdict.slot) == ("stress", 0, 3)
+    assert "argument tensor" in verdict.reason and "0 bytes behind its end" in verdict.reason
+
+
+def test_one_rank_at_a_time_is_held_up_for_times_of_every_magnitude() -> None:
+    calls = 20_000
+    plans = draw_jitter(4, calls, RULES, on_gpu=False)
+    assert all({way for _, way, _ in plan} == {"host"} for plan in plans)
+    positions = [position for plan in plans for position, _, _ in plan]
+    assert len(positions) == len(set(positions)) and set(positions) <= set(range(calls))
+    assert len(positions) / calls == pytest.approx(RULES.delayed_share, rel=0.1)
+    delays_us = [us for plan in plans for _, _, us in plan]
+    assert min(delays_us) >= RULES.shortest_delay_us and max(delays_us) <= RULES.longest_delay_us
+    for decade in (1, 2, 3):  # as many between 10 and 100 us as between 1 and 10 ms
+        share = sum(decade <= math.log10(us) < decade + 1 for us in delays_us) / len(delays_us)
+        assert share == pytest.approx(1 / 3, rel=0.15)
+
+
+def test_on_gpus_streams_wait_too_and_sms_are_held_in_a_part_of_the_passes() -> None:
+    passes = [{way for plan in draw_jitter(2, 200, RULES, on_gpu=True) for _, way, _ in plan} for _ in range(100)]
+    assert all({"host", "stream"} <= ways <= {"host", "stream", "crowd"} for ways in passes)
+    assert 20 <= sum("crowd" in ways for ways in passes) <= 80
+
+
+def test_one_gpu_is_shared_in_some_passes_behind_the_first_two() -> None:
+    drawn = [draw_time_slicing(passes, 4, RULES, on_gpu=True) for passes in range(2, 3000)]
+    shared = [rank for rank in drawn if rank is not None]
+    assert len(shared) / len(drawn) == pytest.approx(RULES.time_slicing_probability, rel=0.1)
+    assert all(shared.count(rank) / len(shared) == pytest.approx(1 / 4, rel=0.3) for rank in range(4))
+    assert not any(draw_time_slicing(passes, 4, RULES, on_gpu=True) is not None for passes in (0, 1) for _ in range(100))
+
+
+def test_cpu_ranks_share_no_gpu() -> None:
+    assert all(draw_time_slicing(passes, 2, RULES, on_gpu=False) is None for passes in range(200))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.03])
+def test_a_trusted_rank_is_busy_for_as_long_as_it_is_told(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = PretendedGpu(monkeypatch)
+    rank = TrustedRank({"world_size": 2, "device": "cpu"}, 0, -1)
+    assert rank.handlers["keep_busy"]({"seconds": seconds}) == {}
+    assert seconds <= gpu.now < seconds + 0.003 and (gpu.pieces > 0) == (seconds > 0)
+
+
+class StressedRunner:
+    """Stands for a trial under stress whose passes take ``pass_s`` on a clock of its own, twice that where a GPU is shared."""
+
+    slots, layouts, judge_s, call_s, slot_bytes = 25, [{}, {}], 1e-4, 1e-5, 1e3
+
+    def __init__(self, pass_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pass_s, self.now, self.evidence = pass_s, 0.0, Evidence()
+        self.session = types.SimpleNamespace(device="cuda", deadlines=Deadlines())
+        self.group = self.problem = self.case = self.space = None
+        self.sharing: int | None = None
+        self.passes: list[tuple[int | None, float]] = []
+        self.locked: list[int] = []
+        monkeypatch.setattr(stress, "CaseRunner", lambda *_: self)
+        monkeypatch.setattr(stress, "time", types.SimpleNamespace(monotonic=lambda: self.now))
+
+    @contextmanager
+    def time_slicing(self, rank: int | None, seconds: float) -> Iterator[None]:
+        self.passes.append((rank, seconds))
+        self.sharing = rank
+        yield
+        self.sharing = None
+
+    def lock(self, order: list[int], positions: list[int]) -> LockedCalls:
+        self.locked.append(len(positions))
+        return LockedCalls.draw(order, positions, 1, 2)
+
+    def let_through(
+        self, group: Any, requests: list[dict[str, Any]], locked: LockedCalls, phase: str, deadline_s: float
+    ) -> tuple[list[dict[str, Any]], list[Any]]:
+        assert len(requests) == 2 and all(request["op"] == phase == "stress" for request in requests)
+        self.now += self.pass_s if self.sharing is None else 2 * self.pass_s
+        return [{}, {}], []
+
+    def slot_swaps(self, order: list[int], positions: Any) -> Any:
+        return types.SimpleNamespace(steps=[])
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        assert name in {"open", "close", "generate_inputs", "publish_inputs", "collect_from", "recheck_output", "judge", "hold_to"}
+        assert self.sharing is None, "the trusted ranks are busy"
+        return lambda *_, **__: None
+
+
+@pytest.mark.parametrize(("pass_s", "busy_s"), [(1e-3, RULES.shortest_time_slicing_s), (0.02, 0.02), (0.5, RULES.longest_time_slicing_s)])
+def test_a_gpu_is_kept_busy_for_as_long_as_a_pass_takes_that_shares_none(
+    pass_s: float, busy_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = StressedRunner(pass_s, monkeypatch)
+    Stress(runner, StressRules(calls=25 * 100)).run(math.inf)  # type: ignore[arg-type]
+    ranks, seconds = zip(*runner.passes, strict=True)
+    assert len(ranks) == 100 and ranks[:2] == (None, None) and set(ranks) == {None, 0, 1}
+    assert runner.locked[:2] != [0, 0] and 0 < sum(count > 0 for count in runner.locked) < 60, "not in late passes"
+    assert seconds[1:] == pytest.approx([busy_s] * 99)  # also right behind a pass that shared one, and took longer for it
+
+
+class NotedRanks:
+    """Stands for a group that writes down what it is asked, and fails if it is told to."""
+
+    def __init__(self, name: str, log: list[Any], failure: GroupFailure | None = None) -> None:
+        self.name, self.log, self.failure = name, log, failure
+
+    def begin(self, requests: list[dict[str, Any]], phase: str, deadline_s: float) -> None:
+        self.log.append((self.name, [(request["op"], request.get("seconds")) for request in requests]))
+
+    def finish(self) -> list[dict[str, Any]]:
+        self.log.append(f"{self.name} done")
+        if self.failure is not None:
+            raise self.failure
+        return [{}] * 4
+
+    def ask(self, requests: list[dict[str, Any]], phase: str, deadline_s: float) -> list[dict[str, Any]]:
+        self.begin(requests, phase, deadline_s)
+        return self.finish()
+
+    def log_tail(self) -> str:
+        return "printed"
+
+
+def ask_beside_a_busy_gpu(
+    rank: int | None, log: list[Any], *, trusted: GroupFailure | None = None, candidate: GroupFailure | None = None
+) -> None:
+    session = types.SimpleNamespace(
+        trusted=NotedRanks("trusted", log, trusted),
+        device="cuda",
+        deadlines=Deadlines(),
+        drop_trusted=lambda: log.append("trusted dropped"),
+    )
+    problem, group = problems.get(1), NotedRanks("candidate", log, candidate)
+    runner = CaseRunner(session, group, problem, problem.cases("small", 4)[0], "check", 4, layouts=[{}] * 4)  # type: ignore[arg-type]
+    with runner.time_slicing(rank, 0.03):
+        runner.let_through(runner.group, [{"op": "stress"}] * 4, NOTHING_LOCKED, "stress", 1.0)
+
+
+ASKED = [("candidate", [("stress", None)] * 4), "candidate done"]
+BESIDE = [("trusted", [("keep_busy", 0.0), ("keep_busy", 0.03), ("keep_busy", 0.0), ("keep_busy", 0.0)]), *ASKED, "trusted done"]
+
+
+def test_one_trusted_rank_is_busy_while_the_candidate_is_asked() -> None:
+    log: list[Any] = []
+    ask_beside_a_busy_gpu(1, log)
+    assert log == BESIDE
+
+
+def test_a_pass_that_shares_no_gpu_asks_nothing_of_trusted_ranks() -> None:
+    log: list[Any] = []
+    ask_beside_a_busy_gpu(None, log)
+    assert log == ASKED
+
+
+def test_busy_trusted_ranks_are_awaited_when_the_candidate_fails() -> None:
+    log: list[Any] = []
+    failure = GroupFailure("hang", "stress", "no answer", ranks=(0,), deadline_s=1.0)
+    with pytest.raises(GroupFailure) as caught:
+        ask_beside_a_busy_gpu(1, log, candidate=failure)
+    assert caught.value is failure and log == BESIDE
+
+
+@pytest.mark.parametrize("candidate", [None, GroupFailure("exit", "stress", "rank 0 exited", rank=0)])
+def test_a_busy_trusted_rank_that_fails_is_the_harness_fault(candidate: GroupFailure | None) -> None:
+    log: list[Any] = []
+    with pytest.raises(HarnessError, match="keep_busy"):
+        ask_beside_a_busy_gpu(1, log, trusted=GroupFailure("exit", "correctness", "rank 1 exited", rank=1), candidate=candidate)
+    assert log == [*BESIDE, "trusted dropped"]
+
+
+def test_trusted_ranks_without_memory_say_that_the_case_is_too_large() -> None:
+    log: list[Any] = []
+    failure = GroupFailure("out_of_memory", "correctness", "CUDA out of memory", rank=2)
+    with pytest.raises(CaseTooLarge, match=r"small.* needs more memory .* rank 2 ran out of it at keep_busy; use more ranks"):
+        ask_beside_a_busy_gpu(1, log, trusted=failure)
+    assert log[-1] == "trusted dropped"
+
+
+class PretendedGpu:
+    """A GPU and its host on one clock: enqueuing takes 50 us, a piece 700."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.idle_from = 0.0, 0.0
+        self.left_idle_s, self.most_ahead_s = 0.0, 0.0
+        self.pieces = 0
+        monkeypatch.setattr(contention, "_device_sleep", self.enqueue)
+        monkeypatch.setattr(contention, "_event", self.event)
+        monkeypatch.setattr(contention, "_clock", lambda: self.now)
+
+    def enqueue(self, cycles: int) -> None:
+        self.pieces += 1
+        self.now += 50e-6
+        self.left_idle_s += max(0.0, self.now - self.idle_from)
+        self.idle_from = max(self.now, self.idle_from) + 700e-6
+        self.most_ahead_s = max(self.most_ahead_s, self.idle_from - self.now)
+
+    def event(self, *, blocking: bool) -> Any:
+        done: list[float] = []
+
+        def synchronize() -> None:
+            self.now = max(self.now, done[0])
+
+        return types.SimpleNamespace(record=lambda: done.append(self.idle_from), synchronize=synchronize)
+
+
+def test_a_busy_gpu_never_waits_for_its_host_and_is_free_soon_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = PretendedGpu(monkeypatch)
+    contention.keep_busy(0.03)
+    assert gpu.left_idle_s <= 60e-6  # until the first piece
+    assert gpu.most_ahead_s < 0.003
+    assert 0.03 <= gpu.now < 0.033 and gpu.now >= gpu.idle_from
+
+
+def test_a_way_to_be_disturbed_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(KeyError):
+        Jitter(CPU)("elsewhere", 1.0)
+
+
+def laid_out(tensors: list[tuple[Any, ...]]) -> tuple[list[dict[str, Any]], int]:
+    layout, offset = [], FRONT_BYTES
+    for args in tensors:
+        placed, offset = place_all(describe(args), offset)
+        layout.append(placed)
+    return layout, offset
+
+
+SLOTS = [(torch.empty(37, 53, dtype=torch.bfloat16), 3, [torch.empty(5), torch.empty(0, 8)]), (torch.empty(1), None, [torch.empty(7, 2).T])]
+PARAMETERS = ("tensor", "number", "parts")
+
+
+def test_every_tensor_has_a_guard_band_on_both_sides() -> None:
+    layout, end = laid_out(SLOTS)
+    extents = [extent(placed) for description in layout for placed in tensor_descriptions(description)]
+    begins, ends = zip(*extents, strict=True)
+    assert begins[0] >= GUARD_BYTES and all(begin % 256 == 0 for begin in begins)
+    assert all(begin - before >= GUARD_BYTES for before, begin in zip(ends, (*begins[1:], end), strict=True))
+
+
+@pytest.fixture
+def guarded() -> tuple[torch.Tensor, GuardBands, list[Region]]:
+    layout, end = laid_out(SLOTS)
+    data = torch.zeros(end + 10_000, dtype=torch.uint8)
+    regions = list(argument_regions(layout, PARAMETERS))
+    bands = GuardBands(data, regions, Draw(secret=os.urandom(8).hex(), case_key="test", slot=0, block=0, rank=0))
+    bands.paint()
+    return data, bands, regions
+
+
+def test_writing_into_arguments_is_no_trespass(guarded: tuple[torch.Tensor, GuardBands, list[Region]]) -> None:
+    data, bands, regions = guarded
+    for region in regions:
+        data[region.begin : region.end].fill_(POISON)
+    assert bands.out_of_bounds() is None
+    assert [(region.slot, region.name) for region in regions] == [
+        (0, "argument tensor"),
+        (0, "argument parts"),
+        (0, "argument parts"),
+        (1, "argument tensor"),
+        (1, "argument parts"),
+    ]
+
+
+@pytest.mark.parametrize("distance", [0, 1, GUARD_BYTES - 1])
+@pytest.mark.parametrize("number", range(5))
+def test_a_byte_behind_an_argument_is_found(number: int, distance: int, guarded: tuple[torch.Tensor, GuardBands, list[Region]]) -> None:
+    data, bands, regions = guarded
+    data[regions[number].end + distance] ^= 1
+    found = bands.out_of_bounds()
+    assert found is not None
+    region, where = found
+    assert region.end + where == regions[number].end + distance
+    assert region is regions[number] or regions[number].begin == regions[number].end  # an empty one has no end of its own
+    bands.paint()
+    assert bands.out_of_bounds() is None
+
+
+def test_a_byte_before_the_first_argument_is_found(guarded: tuple[torch.Tensor, GuardBands, list[Region]]) -> None:
+    data, bands, regions = guarded
+    data[regions[0].begin - 3] ^= 0xFF
+    assert bands.out_of_bounds() == (regions[0], -3)
+
+
+@given(st.integers(0, 1))
+def test_spoiling_a_slot_changes_its_tensors_and_no_other_byte(slot: int) -> None:
+    layout, end = laid_out(SLOTS)
+    data = torch.zeros(end, dtype=torch.uint8)
+    slots = ArgumentSlots(data, layout, str)
+    slots.spoil(slot)
+    assert all(bool(tensor.isnan().all()) for tensor in slots.tensors[slot])
+    assert not any(bool(tensor.any()) for tensor in slots.tensors[1 - slot])
+    assert int((data == POISON).sum()) == sum(tensor.nbytes for tensor in slots.tensors[slot])
+    assert set(data.tolist()) == {0, POISON}
+
+
+def test_an_arena_that_is_cleared_shows_nothing_of_what_was_in_it() -> None:
+    file = memory_file("test")
+    try:
+        mine = Arena.create(10_000, CPU, file)
+        mine.data.fill_(7)
+        mine.clear()
+        theirs = Arena.attach(mine.handle, CPU, file)
+        assert not theirs.data.any() and not mine.data.any()
+        mine.data[5] = 1
+        assert int(theirs.data[5]) == 1
+    finally:
+        os.close(file)
+
+
+class Recorder:
+    """A solution that writes down which argument it got, and returns its storage, another one every time."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.returned: list[torch.Tensor] = []
+
+    def __call__(self, number: torch.Tensor) -> torch.Tensor:
+        self.seen.append(int(number))
+        self.returned.append(number + 100)
+        return self.returned[-1]
+
+
+@pytest.fixture
+def clockless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks without a GPU: events are numbers, and their differences the times."""
+    for name, stand_in in {
+        "_timer": lambda **_: object(),
+        "_record": lambda event: None,
+        "_elapsed": lambda start, end: 0.001,
+        "_current_stream": lambda: None,
+        "_synchronize": lambda: None,
+        "_all_reduce": lambda tensor: None,
+        "quiesce": lambda: None,
+        "evict": lambda: None,
+        "synchronize_all": lambda: None,
+    }.items():
+        monkeypatch.setattr(timed_block, name, stand_in)
+
+
+@pytest.mark.usefixtures("clockless")
+def test_a_block_calls_its_slots_in_the_order_that_was_asked_for_and_keeps_the_last_result() -> None:
+    solution, slots = Recorder(), 5
+    args = [(torch.tensor([slot]),) for slot in range(slots)]
+    layout, size = place_slots([describe(torch.empty(1, dtype=torch.int64))] * slots)
+    outputs = OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, CPU)
+    block = timed_block.make_block("eager", solution, args, outputs, CPU)
+    assert len(block.run(TimedCore([]), {}, [3, 1, 4, 0, 2], {}, {})["iterations_us"]) == slots
+    assert solution.seen == [3, 1, 4, 0, 2]
+    assert [int(views[0]) for views in outputs.views] == [100, 101, 102, 103, 104]
+    solution.returned[-1].fill_(7)
+    outputs.copy(2, block.latest())
+    assert int(outputs.views[2][0]) == 7, "a result that changes after its end must be seen when it is copied again"
+    assert set(block.run(TimedCore([]), {}, [4, 0, 4, 0], {}, {}, timed=False)) == {"pace_us", "collectives"}
+    assert solution.seen[5:] == [4, 0, 4, 0]
+
+
+@pytest.mark.usefixtures("clockless")
+def test_each_part_of_an_eager_block_begins_on_a_core_of_its_own_behind_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    solution, log = Recorder(), list[Any]()
+    args = [(torch.tensor([slot]),) for slot in range(7)]
+    layout, size = place_slots([describe(torch.empty(1, dtype=torch.int64))] * 7)
+    block = timed_block.make_block("eager", solution, args, OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, CPU), CPU)
+    core = TimedCore([])
+    monkeypatch.setattr(core, "settle", lambda first, further: log.append((first + further, len(solution.seen))) or 10.0)
+    monkeypatch.setattr(timed_block, "_all_reduce", lambda tensor: log.append("barrier"))
+    for parts, begins in ((3, [0, 2, 4]), (1, [0])):
+        log.clear()
+        solution.seen.clear()
+        block.run(core, {"first": 5}, list(range(7)), {}, {}, parts=parts)
+        assert log == [item for number, begin in enumerate(begins) for item in ((5 + 3 * number, begin), "barrier")]
+
+
+@pytest.mark.usefixtures("clockless")
+def test_a_block_says_what_passes_between_calls_and_what_of_it_its_host_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a call takes the host 1 s, what belongs between two of them 3 s, and once 103."""
+    args = [(torch.tensor([slot]),) for slot in range(7)]
+    layout, size = place_slots([describe(torch.empty(1, dtype=torch.int64))] * 7)
+    outputs = OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, CPU)
+    block = timed_block.make_block("eager", Recorder(), args, outputs, CPU)
+    times = iter([second + (100.0 if call > 5 else 0.0) for call in range(7) for second in (4.0 * call, 4.0 * call + 1.0)])
+    monkeypatch.setattr(timed_block, "_clock", lambda: next(times))
+    answer = block.run(TimedCore([]), {}, [3, 1, 4, 0, 2, 6, 5], {}, {}, parts=2)
+    assert answer["host_gap_us"] == pytest.approx(3e6)
+    assert answer["gaps_us"] == pytest.approx([1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+
+
+@pytest.mark.usefixtures("clockless")
+def test_graphs_are_replayed_in_the_order_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [torch.tensor([slot]) for slot in range(4)]
+
+    def capture(self: timed_block.GraphBlock) -> list[int]:
+        self._returned = [[Unowned(tensor)] for tensor in results]
+        return list(range(4))
+
+    replayed: list[int] = []
+    monkeypatch.setattr(timed_block.GraphBlock, "_capture", capture)
+    monkeypatch.setattr(timed_block, "_replay", replayed.append)
+    monkeypatch.setattr(timed_block, "_sleep", lambda cycles: None)
+    outputs = OutputRegions(torch.zeros(1, dtype=torch.uint8), [], CPU)
+    block = timed_block.make_block("graph", lambda: None, [()] * 4, outputs, CPU)
+    block.run(TimedCore([]), {}, [2, 0, 3, 1], {}, {})
+    assert replayed == [2, 0, 3, 1]
+    assert block.latest()[0] is results[1]
+    for period_us, host_gap_us in ((18.0, 0.0), (55.0, 15.0)):  # the device has a head start of 40 us per call
+        now = itertools.count(0.0, period_us / 1e6)
+        monkeypatch.setattr(timed_block, "_clock", lambda now=now: next(now))
+        assert block.run(TimedCore([]), {}, [2, 0, 3, 1], {}, {})["host_gap_us"] == pytest.approx(host_gap_us)
+
+
+@pytest.mark.usefixtures("clockless")
+def test_graphs_are_replayed_in_bursts_that_a_queue_holds_each_with_a_head_start_and_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, log = 2 * timed_block.GraphBlock.burst + 3, list[Any]()
+
+    def capture(self: timed_block.GraphBlock) -> list[int]:
+        self._returned = [[] for _ in range(slots)]
+        return list(range(slots))
+
+    spans: list[tuple[str, str]] = []
+    names = iter(f"event {number}" for number in range(2 * slots))
+    monkeypatch.setattr(timed_block, "_timer", lambda **_: next(names))
+    monkeypatch.setattr(timed_block, "_elapsed", lambda start, end: spans.append((start, end)) or 0.001)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(timed_block.GraphBlock, "_capture", capture)
+    monkeypatch.setattr(timed_block, "_replay", log.append)
+    monkeypatch.setattr(timed_block, "_all_reduce", lambda tensor: log.append("barrier"))
+    monkeypatch.setattr(timed_block, "_sleep", lambda cycles: log.append(cycles / timed_block._CYCLES_PER_US))
+    monkeypatch.setattr(timed_block, "synchronize_all", lambda: log.append("wait"))
+    block = timed_block.make_block("graph", lambda: None, [()] * slots, OutputRegions(torch.zeros(1, dtype=torch.uint8), [], CPU), CPU)
+    log.clear()
+    size, last = block.burst, 2 * block.burst
+    before = {size + 1: lambda: log.append("change"), last + 1: lambda: log.append("unlock")}
+    answer = block.run(TimedCore([]), {}, list(range(slots)), before, {last + 1: lambda: log.append("commit")})
+    ahead = [block.head_start_us * calls for calls in (size, size, 3)]
+    assert log == [
+        *[ahead[0], "barrier", *range(size), "wait"],
+        *[ahead[1] + timed_block._EXCHANGE_US, "barrier", size, "change", *range(size + 1, last), "wait"],
+        *[ahead[2] + timed_block._LOCK_US, "barrier", last, "unlock", last + 1, "commit", *range(last + 2, slots), "wait"],
+    ]
+    bursts = [(0, size - 1), (size, last - 1), (last, slots - 1)]
+    assert spans[slots : slots + 3] == [(f"event {first}", f"event {slots + end}") for first, end in bursts]
+    assert answer["span_us"] == pytest.approx(3.0)
+    inner = [call for first, end in bursts for call in range(first, end)]
+    assert spans[slots + 3 :] == [(f"event {slots + call}", f"event {call + 1}") for call in inner]
+    assert answer["gaps_us"] == pytest.approx([float(call in inner) for call in range(slots)])
+
+
+def test_before_a_block_every_gpu_in_use_is_waited_for_and_no_l2_cache_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[Any, ...]] = []
+    runtime = types.SimpleNamespace(
+        cudaLimit=types.SimpleNamespace(cudaLimitPersistingL2CacheSize="persisting"),
+        cudaCtxResetPersistingL2Cache=lambda: log.append(("reset",)),
+        cudaDeviceSetLimit=lambda *limit: log.append(limit),
+    )
+    monkeypatch.setattr(cache_flush, "runtime", lambda: runtime)
+    monkeypatch.setattr(cache_flush, "_synchronize", lambda *device: log.append(("wait", *device)))
+    monkeypatch.setattr(cache_flush, "_count", lambda: 4)
+    monkeypatch.setattr(cache_flush, "_in_use", lambda device: device in (0, 3))
+    cache_flush.bind.cache_clear()
+    try:
+        cache_flush.quiesce()
+    finally:
+        cache_flush.bind.cache_clear()
+    assert log == [("wait",), ("wait", 0), ("wait", 3), ("reset",), ("persisting", 0)]
+
+
+def test_ranks_hold_sms_with_what_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They compile nothing: in a sandbox there is no cache to find it in."""
+    held = []
+    monkeypatch.setattr(jitter, "_crowd", lambda device, code: lambda us: held.append((device, code, us)))
+    rank = candidate.CandidateRank({"world_size": 1, "device": "cpu"}, 0, -1)
+    monkeypatch.setattr(rank, "arm_locks", lambda code: held.append(code))
+    codes = {"crowd": b"\x7fELF", "locks": b"\x7fELF too"}
+    assert rank.handlers["arm"]({name: base64.b64encode(code).decode() for name, code in codes.items()}) == {}
+    rank._jitter("crowd", 5.0)
+    assert held == [b"\x7fELF too", (CPU, b"\x7fELF", 5.0)]
+
+
+@pytest.mark.parametrize(("kept", "into_inputs", "seen"), [(False, False, 7), (True, False, 7), (False, True, 101), (True, True, 7)])
+def test_what_a_call_returned_lasts_until_a_late_rank_calls_again(
+    monkeypatch: pytest.MonkeyPatch, kept: bool, into_inputs: bool, seen: int
+) -> None:
+    """A peer that is in its next call already writes to it. Inputs that were overwritten behind their call are not copied again."""
+    rank = candidate.CandidateRank({"world_size": 1, "device": "cpu"}, 0, memory_file("test"))
+    layout, size = place_slots([describe((torch.empty(1, dtype=torch.int64),))] * 3)
+    regions, room = place_slots([describe(torch.empty(1, dtype=torch.int64))] * 3)
+    arena = torch.zeros(size, dtype=torch.uint8)
+    arguments = ArgumentSlots(arena, layout, lambda name: None)
+    outputs = OutputRegions(torch.zeros(room, dtype=torch.uint8), regions, CPU)
+    results: list[torch.Tensor] = []
+
+    def solution(tensor: torch.Tensor) -> torch.Tensor:
+        results.append(tensor if into_inputs else torch.empty_like(tensor))
+        return results[-1].fill_(100 + len(results) - 1)
+
+    class Attached(candidate.AttachedCase):
+        def __init__(self) -> None:
+            super().__init__(types.SimpleNamespace(data=arena), arguments, outputs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rank, "_spaces", {"check": Attached()})
+    monkeypatch.setattr(rank, "_solution", solution)
+    monkeypatch.setattr(rank, "_jitter", lambda way, us: [result.fill_(7) for result in results[-1:]])
+    monkeypatch.setattr(rank, "_poison", lambda layout: None)
+    request = {"space": "check", "side": "candidate", "order": [0, 1, 2], "jitter": [[2, "host", 10.0]], "poisoned": [], "deadline_s": 1.0}
+    rank.stress({**request, "kept": [1] * kept, "exchanges": [], "locked": []})
+    assert [int(views[0]) for views in outputs.views] == [100, seen, 102]

@@ -1,0 +1,155 @@
+"""How the slots of a block are drawn: one by one, or behind each other from the block's own generators."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from peerlane import problems
+from peerlane.evaluate.memory.input_generation import InputGenerator, Inputs
+from peerlane.evaluate.memory.slots import ArgumentSlots, end_of, place_slots, strip_overlap
+from peerlane.problems.contract import INTEGER, RANDOM, BlockGenerators, Case, Draw, Problem, describe
+
+CPU = torch.device("cpu")
+
+
+CASES = [
+    pytest.param(problem, problem.cases("small", world_size), id=f"p{problem.id:03d}-w{world_size}")
+    for problem in problems.all_problems()
+    for world_size in problem.world_sizes
+]
+
+
+@pytest.mark.parametrize(("problem", "cases"), CASES)
+def test_slots_that_say_so_have_one_layout(problem: Problem, cases: list[Case]) -> None:
+    for case in cases:
+        for rank in range(case.world_size):
+            drawn = [Inputs(problem, case, rank, "test", CPU).of(slot, slot) for slot in range(3)]
+            layouts = [describe(strip_overlap(item.args)) for item in drawn]
+            assert len({item.fixed for item in drawn}) == 1
+            assert not drawn[0].fixed or layouts[0] == layouts[1] == layouts[2], f"{case.key}, rank {rank}"
+
+
+def test_whoever_asks_for_the_layout_or_has_another_ask_is_not_fixed() -> None:
+    def draw() -> Draw:
+        return Draw(secret="a", case_key="1/small/case/w2", slot=0, block=0, rank=0)
+
+    plain, asked, passed_on = draw(), draw(), draw()
+    plain.normal((3,), torch.float32)
+    plain.shared.normal((3,), torch.float32)
+    asked.layout.random()
+    passed_on.shared.layout.random()
+    assert [plain.fixed, asked.fixed, passed_on.fixed] == [True, False, False]
+
+
+@pytest.mark.parametrize(("problem", "cases"), CASES)
+def test_what_all_ranks_draw_alike_is_drawn_alike_behind_each_other_too(problem: Problem, cases: list[Case]) -> None:
+    """A rank that drew more of it than another would have other contents in all slots that follow."""
+    for case in cases:
+        states = []
+        for rank in range(case.world_size):
+            generators = BlockGenerators(CPU)
+            generators.begin(secret="test", case_key=case.key, block=3, rank=rank)
+            for slot in range(2):
+                Inputs(problem, case, rank, "test", CPU).of(slot, 3, RANDOM, generators)
+            states.append(generators.shared.get_state())
+        assert all(torch.equal(state, states[0]) for state in states), case.key
+
+
+def _generators(**changed: Any) -> BlockGenerators:
+    generators = BlockGenerators(CPU)
+    generators.begin(**{"secret": "a", "case_key": "1/small/case/w2", "block": 4, "rank": 0, **changed})
+    return generators
+
+
+def test_a_blocks_generators_are_new_for_every_block_rank_and_secret() -> None:
+    def drawn(**changed: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        generators = _generators(**changed)
+        draw = Draw(secret="", case_key="", slot=0, block=0, rank=0, generators=generators)
+        return draw.normal((64,), torch.float32), draw.shared.normal((64,), torch.float32)
+
+    mine, shared = drawn()
+    assert torch.equal(mine, drawn()[0]) and not torch.equal(mine, shared)
+    assert torch.equal(shared, drawn(rank=1)[1]) and not torch.equal(mine, drawn(rank=1)[0])
+    for changed in ({"block": 5}, {"secret": "b"}, {"case_key": "1/small/case/w4"}):
+        other, other_shared = drawn(**changed)
+        assert not torch.equal(mine, other) and not torch.equal(shared, other_shared)
+
+
+@pytest.mark.parametrize("block", [3, 4])
+def test_apart_takes_the_same_end_of_the_range_from_either_kind_of_generator(block: int) -> None:
+    for secret in map(str, range(10)):
+        who = {"secret": secret, "case_key": "1/small/case/w2", "block": block}
+        alone = Draw(**who, slot=2, rank=0)
+        behind = Draw(**who, slot=2, rank=0, generators=_generators(**who))
+        ends = [bool((draw.apart((100,), low=-2.0, high=8.0) >= 3.0).all()) for draw in (alone, behind)]
+        assert ends[0] == ends[1]
+
+
+class _Graph:
+    """Stands for a CUDA graph: replays what was done while it was captured."""
+
+    def __init__(self, work: Any) -> None:
+        self.replay = work
+
+
+class _Recorded(InputGenerator):
+    """Captures without a GPU, and writes down how blocks came to be."""
+
+    def __init__(self, inputs: Inputs, slots: ArgumentSlots, *, fails: bool = False) -> None:
+        super().__init__(inputs, slots)
+        self.captures, self.captured, self._fails = True, list[int](), fails
+
+    def _captured(self, block: int, kinds: Any) -> Any:
+        if self._fails:
+            raise RuntimeError("called a synchronizing CUDA operation")
+        self.captured.append(len(kinds))
+        return _Graph(lambda: self._draw(block, kinds))
+
+
+def _input_generator(monkeypatch: pytest.MonkeyPatch, *, fails: bool = False) -> tuple[_Recorded, torch.Tensor]:
+    monkeypatch.setattr("peerlane.evaluate.memory.input_generation._no_waiting", contextlib.nullcontext)
+    problem = problems.get(1)
+    inputs = Inputs(problem, problem.cases("small", 2)[0], 0, "test", CPU)
+    layout, _ = place_slots(describe(strip_overlap(inputs.of(slot, 0).args)) for slot in range(3))
+    memory = torch.zeros(end_of(layout), dtype=torch.uint8)
+    return _Recorded(inputs, ArgumentSlots(memory, layout, str), fails=fails), memory
+
+
+def _blocks(input_generator: InputGenerator, memory: torch.Tensor, blocks: Any, kinds: list[str]) -> list[torch.Tensor]:
+    found = []
+    for block in blocks:
+        input_generator.generate_inputs(block, kinds)
+        found.append(memory.clone())
+    return found
+
+
+def test_what_is_drawn_for_the_second_time_is_captured_and_every_block_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    input_generator, memory = _input_generator(monkeypatch)
+    found = _blocks(input_generator, memory, range(5), [RANDOM] * 3)
+    assert input_generator.captured == [3]
+    assert not any(torch.equal(a, b) for number, a in enumerate(found) for b in found[:number])
+    plain, other = _input_generator(monkeypatch)
+    plain.captures = False
+    same = _blocks(plain, other, range(5), [RANDOM] * 3)
+    assert all(torch.equal(a, b) for a, b in zip(found, same, strict=True)), "whether it is captured is a rank's own business"
+    _blocks(input_generator, memory, (8, 9), [RANDOM] * 2)
+    assert input_generator.captured == [3, 2]
+
+
+def test_blocks_with_integer_draws_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    input_generator, memory = _input_generator(monkeypatch)
+    _blocks(input_generator, memory, range(4), [RANDOM, INTEGER, RANDOM])
+    assert input_generator.captured == []
+
+
+def test_inputs_that_the_host_has_a_part_in_are_drawn_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    input_generator, memory = _input_generator(monkeypatch, fails=True)
+    found = _blocks(input_generator, memory, range(4), [RANDOM] * 3)
+    assert not input_generator.captures and input_generator.captured == []
+    plain, other = _input_generator(monkeypatch)
+    plain.captures = False
+    assert all(torch.equal(a, b) for a, b in zip(found, _blocks(plain, other, range(4), [RANDOM] * 3), strict=True))

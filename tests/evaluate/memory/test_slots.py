@@ -1,0 +1,60 @@
+"""Slots: what is filled in is what was given, however many tensors are copied at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from peerlane.evaluate.memory import slots
+from peerlane.evaluate.memory.slots import FRONT_BYTES, ArgumentSlots, place_all, strip_overlap
+from peerlane.problems.contract import Tree, describe, leaves, linear_over
+
+
+def _tree(number: float) -> Tree:
+    """Several dtypes, an expanded tensor, a transposed and an empty one, a module and a value."""
+    return (
+        torch.full((3, 5), number).t(),
+        torch.full((4,), number, dtype=torch.bfloat16),
+        torch.full((3, 1), number, dtype=torch.bfloat16).expand(3, 2),
+        [torch.empty(0), torch.tensor(int(number)), 7],
+        linear_over(torch.full((2, 3), number), torch.full((2,), -number)),
+        {"alone": linear_over(torch.full((2, 3), 2 * number), None)},
+    )
+
+
+def _slots_of(trees: list[Tree]) -> ArgumentSlots:
+    layout, offset = [], FRONT_BYTES
+    for tree in trees:
+        placed, offset = place_all(describe(strip_overlap(tree)), offset)
+        layout.append(placed)
+    return ArgumentSlots(torch.zeros(offset, dtype=torch.uint8), layout, str)
+
+
+@pytest.mark.parametrize("held_bytes", [0, 100, 1 << 20])
+def test_slots_hold_what_they_were_filled_with(held_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "_HELD_BYTES", held_bytes)
+    trees = [_tree(float(number)) for number in range(1, 6)]
+    private = _slots_of(trees)
+    private.fill(trees[:4])
+    for tree, filled in zip(trees, private.args[:4], strict=False):
+        assert all(torch.equal(a, b) for a, b in zip(leaves(tree), leaves(filled), strict=True))
+    assert not any(tensor.any() for tensor in private.tensors[4])
+
+
+class _Counted(TorchDispatchMode):
+    copies = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.copies += "copy" in function.name()
+        return function(*args, **(kwargs or {}))
+
+
+def test_tensors_are_copied_many_at_a_time() -> None:
+    trees = [_tree(float(number)) for number in range(50)]
+    private = _slots_of(trees)
+    with _Counted() as counted:
+        private.fill(trees)
+    assert counted.copies == 3  # one for each of float32, bfloat16 and int64

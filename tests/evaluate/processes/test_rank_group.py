@@ -1,0 +1,162 @@
+"""The supervisor's side of a rank group, with the test as the ranks and their leader."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from peerlane.errors import HarnessError, ProtocolError
+from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, MAX_MESSAGE_BYTES, Channel
+from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
+
+
+@dataclass
+class Far:
+    """The other ends of a group's sockets."""
+
+    leader: Channel
+    ranks: list[Channel]
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[RankGroup, Far]]:
+    sockets = [socket.socketpair() for _ in range(3)]
+    near = [Channel(here) for here, _ in sockets]
+    far = [Channel(there) for _, there in sockets]
+    yield RankGroup("candidate", near[0], near[1:], [], []), Far(far[0], far[1:])
+    for channel in [*near, *far]:
+        channel.close()
+
+
+def test_answers_come_back_in_the_order_of_the_ranks(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "call"}, "correctness", 5)
+    for rank in (1, 0):
+        assert far.ranks[rank].receive() == {"op": "call"}
+        far.ranks[rank].send({"ok": True, "rank": rank})
+    assert [answer["rank"] for answer in group.finish()] == [0, 1]
+
+
+def test_answers_that_waited_longer_than_the_deadline_count(pair: tuple[RankGroup, Far]) -> None:
+    """A warm group comes up in seconds and may be collected minutes later."""
+    group, far = pair
+    group.begin({"op": "init"}, "spawn", 0.05)
+    for channel in far.ranks:
+        channel.send({"ok": True})
+    time.sleep(0.1)
+    assert len(group.finish()) == 2
+
+
+def test_whether_a_group_answers_is_known_without_waiting(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "build"}, "build", 5)
+    assert not group.answering
+    far.ranks[1].send({"ok": True})
+    assert group.answering
+    far.ranks[0].send({"ok": True})
+    assert len(group.finish()) == 2
+    assert not group.answering
+    far.leader.send({"exited": 0, "status": 1})
+    assert group.answering
+
+
+def test_a_rank_that_does_not_answer_hangs_and_is_named(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "call"}, "first_call", 0.1)
+    far.ranks[0].send({"ok": True})
+    with pytest.raises(GroupFailure) as caught:
+        group.finish()
+    assert (caught.value.kind, caught.value.phase, caught.value.ranks, caught.value.deadline_s) == ("hang", "first_call", (1,), 0.1)
+
+
+def test_a_failure_ends_the_wait_for_the_others(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "call"}, "correctness", 60)
+    far.ranks[1].send({"ok": False, "error": {"kind": "cuda_error", "message": "illegal address"}})
+    begin = time.monotonic()
+    with pytest.raises(GroupFailure, match="illegal address") as caught:
+        group.finish()
+    assert (caught.value.kind, caught.value.rank) == ("cuda_error", 1)
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(("message", "kept"), [("x" * 50_000 + "end", ERROR_CHARACTERS), (["x"] * 1000, len("no message")), (None, 10)])
+def test_an_error_is_cut_here(message: Any, kept: int, pair: tuple[RankGroup, Far]) -> None:
+    """Whatever a rank was made to say, and however much of it."""
+    group, far = pair
+    group.begin({"op": "call"}, "correctness", 60)
+    far.ranks[1].send({"ok": False, "error": {"kind": "runtime_error", "message": message}})
+    with pytest.raises(GroupFailure) as caught:
+        group.finish()
+    assert len(caught.value.message) == kept
+
+
+def test_an_exit_is_reported_with_its_status_though_children_keep_the_socket_open(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "call"}, "correctness", 60)
+    far.leader.send({"exited": 0, "status": 3})
+    with pytest.raises(GroupFailure, match="exited with status 3") as caught:
+        group.finish()
+    assert caught.value.rank == 0
+
+
+def test_a_group_is_asked_one_thing_at_a_time(pair: tuple[RankGroup, Far]) -> None:
+    group, _ = pair
+    group.begin({"op": "call"}, "correctness", 5)
+    assert group.busy
+    with pytest.raises(HarnessError, match="busy with correctness"):
+        group.ask({"op": "call"}, "timing", 5)
+
+
+def test_early_answers_are_kept_for_finish(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "init"}, "spawn", 5)
+    for channel in far.ranks:
+        channel.send({"ok": True, "pid": 7})
+    group.wait()
+    assert not group.busy
+    assert [answer["pid"] for answer in group.finish()] == [7, 7]
+
+
+def test_a_rank_that_ended_explains_the_error_of_one_that_waited_for_it(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "call"}, "correctness", 60)
+    far.ranks[0].send({"ok": False, "error": {"kind": "runtime_error", "message": "connection closed by peer"}})
+    far.leader.send({"exited": 1, "status": -9})
+    with pytest.raises(GroupFailure, match="SIGKILL") as caught:
+        group.finish()
+    assert (caught.value.kind, caught.value.rank) == ("exit", 1)
+
+
+@pytest.mark.parametrize(
+    "error", [None, "runtime_error", {}, *({"kind": kind, "message": "x"} for kind in ([], {}, None, 7, "hang", "exit"))]
+)
+def test_an_error_of_no_known_kind_is_garbage(error: Any, pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.begin({"op": "call"}, "correctness", 5)
+    for channel in far.ranks:
+        channel.send({"ok": False, "error": error})
+    with pytest.raises(GroupFailure, match="neither ok nor an error") as caught:
+        group.finish()
+    assert caught.value.kind == "garbage"
+
+
+@pytest.mark.parametrize("kind", ["long", "deep"])
+def test_a_request_that_cannot_be_encoded_reaches_no_rank(kind: str, pair: tuple[RankGroup, Far]) -> None:
+    """What a hostile rank wrote as UTF-8 may be three times as long when it is passed on."""
+    group, far = pair
+    value: Any = "\u00e9" * (MAX_MESSAGE_BYTES // 6 + 1)
+    if kind == "deep":
+        value = []
+        for _ in range(100_000):
+            value = [value]
+    with pytest.raises(ProtocolError):
+        group.ask([{"op": "collect"}, {"op": "collect", "outputs": value}], "correctness", 5)
+    assert not group.busy
+    group.begin({"op": "judge"}, "correctness", 5)
+    assert [channel.receive() for channel in far.ranks] == [{"op": "judge"}] * 2

@@ -1,0 +1,101 @@
+"""Extensions of candidates: the helper that public candidates import, folders of their own, locks of killed builds."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peerlane.evaluate.ranks import extensions
+from peerlane.evaluate.ranks.builder import Builder
+from peerlane.evaluate.ranks.candidate import import_candidate
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "restored afterwards")
+    for name in ("utils", "utils.cuda_helpers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def request_of(candidate: Path) -> dict[str, Any]:
+    return {"path": str(candidate), "source": candidate.read_bytes().decode("latin-1"), "cache": None}
+
+
+def test_two_sources_build_in_two_folders(tmp_path: Path) -> None:
+    first, second = extensions.use_own_build_folder(b"one"), extensions.use_own_build_folder(b"two")
+    assert first != second
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == str(second)
+    assert tmp_path in first.parents
+
+
+def test_builder_removes_the_lock_of_a_killed_build(tmp_path: Path) -> None:
+    candidate = tmp_path / "1_allreduce_cuda.py"
+    candidate.write_text("import os\nFOLDER = os.environ['TORCH_EXTENSIONS_DIR']\n")
+    lock = extensions.use_own_build_folder(candidate.read_bytes()) / "kernel" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    builder = Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
+    assert builder.build(request_of(candidate)) == {}
+    assert not lock.exists()
+
+
+def test_builder_leaves_other_errors_to_the_ranks(tmp_path: Path) -> None:
+    candidate = tmp_path / "1_allreduce_cuda.py"
+    candidate.write_text("raise RuntimeError('no GPU here')\n")
+    builder = Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
+    assert "no GPU here" in builder.build(request_of(candidate))["note"]
+
+
+def test_public_helper_compiles_once_and_loads_the_result_after_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler is replaced by one that writes a Python module where the library would be."""
+    calls: list[dict[str, Any]] = []
+
+    def load_inline(**options: Any) -> str:
+        calls.append(options)
+        Path(options["build_directory"], f"{options['name']}.so").write_text("")
+        return "just built"
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load_inline", load_inline)
+    monkeypatch.setattr(extensions, "_load", lambda name, library: f"loaded {library.name}")
+    candidate = tmp_path / "1_allreduce_cuda.py"
+    candidate.write_text(
+        "from utils.cuda_helpers import compile_cuda_extension\n"
+        "first = compile_cuda_extension('kernel', 'source', extra_cuda_cflags=['-lineinfo'])\n"
+        "second = compile_cuda_extension('kernel', 'source', extra_cuda_cflags=['-lineinfo'])\n"
+        "third = compile_cuda_extension('kernel', 'source')\n"
+    )
+    module = import_candidate(candidate, candidate.read_bytes())
+    assert (module.first, module.second, module.third) == ("just built", "loaded kernel.so", "just built")
+    assert calls[0]["extra_cuda_cflags"] == ["-O3", "-lineinfo"]
+    assert calls[0]["cuda_sources"] == "source"
+    assert len(calls) == 2
+
+
+def test_a_lock_that_somebody_else_holds_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built is loaded without it; who builds without it leaves torch's own lock alone, which another process may hold."""
+    built: list[bool] = []
+
+    def load_inline(**options: Any) -> str:
+        built.append(Path(options["build_directory"], "lock").exists())
+        return "just built"
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load_inline", load_inline)
+    monkeypatch.setattr(extensions, "_load", lambda name, library: "loaded")
+    monkeypatch.setattr(extensions, "_PATIENCE_S", 0.05)
+    assert extensions.compile_cuda_extension("kernel", "source") == "just built"
+    (folder,) = (tmp_path / "cache" / "extensions").iterdir()
+    (folder / "lock").touch()
+    with (folder / "peerlane.lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert extensions.compile_cuda_extension("kernel", "source") == "loaded"
+        (folder / "built").unlink()
+        assert extensions.compile_cuda_extension("kernel", "source") == "just built"
+    (folder / "built").unlink()
+    assert extensions.compile_cuda_extension("kernel", "source") == "just built"
+    assert built == [False, True, False]

@@ -1,0 +1,97 @@
+"""What is judged is what was hashed, and only what a record and a message can hold is taken."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import py_compile
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+
+from e2e.runs import GOOD, judge
+from peerlane.errors import CandidateChanged, CandidateNotFound
+from peerlane.evaluate import EvaluationPlan, discover, evaluate
+from peerlane.evaluate.candidates import candidate_file, reference_candidate
+from peerlane.evaluate.ranks.candidate import import_candidate
+
+SOURCE = b'# -*- coding: latin-1 -*-\nNAME = "\xe9"\n\n\ndef solution(tensor):\n    return tensor\n'
+
+
+@pytest.fixture(autouse=True)
+def restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "restored afterwards")
+    for name in ("utils", "utils.cuda_helpers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_compiled_copies_beside_a_file_are_not_looked_at(tmp_path: Path) -> None:
+    """Neither one that says it need not be checked, nor one of a file of this size and time; and none is written."""
+    path = tmp_path / "1_x_pytorch.py"
+    path.write_text("def solution(tensor):\n    return 'hidden'\n")
+    py_compile.compile(str(path), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    path.write_text("def solution(tensor):\n    return 'honest'\n")
+    assert import_candidate(path, path.read_bytes()).solution(None) == "honest"
+    os.remove(importlib.util.cache_from_source(str(path)))
+    import_candidate(path, path.read_bytes())
+    assert not list(tmp_path.rglob("*.pyc"))
+
+
+@pytest.mark.parametrize("on_disk", [None, "def solution(tensor):\n    return 'another'\n"])
+def test_a_module_is_what_was_given(on_disk: str | None, tmp_path: Path) -> None:
+    """Triton compiles what inspect finds; it must be what was hashed, wherever the file has gone."""
+    path = tmp_path / "1_x_pytorch.py"
+    if on_disk is not None:
+        path.write_text(on_disk)
+    module = import_candidate(path, SOURCE)
+    assert module.NAME == "é" and sys.modules[module.__name__] is module
+    assert module.__file__ == str(path) and module.__spec__ is not None and module.__spec__.origin == str(path)
+    assert inspect.getsource(module.solution) == "def solution(tensor):\n    return tensor\n"
+    assert inspect.getsource(module).splitlines()[1] == 'NAME = "é"'
+    with pytest.raises(SyntaxError, match=r"1_x_pytorch\.py"):
+        import_candidate(path, b"def solution(\n")
+    with pytest.raises(ZeroDivisionError) as caught:
+        import_candidate(path, b"x = 1 / 0\n")
+    assert "x = 1 / 0" in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_file_that_changed_is_not_sent(tmp_path: Path) -> None:
+    path = tmp_path / "1_x_pytorch.py"
+    path.write_bytes(SOURCE)
+    found = candidate_file(path)
+    assert (found.source() or "").encode("latin-1") == SOURCE and reference_candidate().source() is None
+    path.write_bytes(SOURCE + b"\n")
+    with pytest.raises(CandidateChanged, match=r"has changed .* got sha256 .*, expected .*; run again"):
+        found.source()
+    path.unlink()
+    with pytest.raises(CandidateChanged, match="cannot be read any more"):
+        found.source()
+
+
+@pytest.mark.parametrize("name", ["1_\udcff_pytorch.py", "1_\x1b[2J_pytorch.py", "1_\u202e_pytorch.py", "1_a\nb_pytorch.py"])
+def test_a_name_that_no_record_can_hold_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(SOURCE)
+    with pytest.raises(CandidateNotFound, match="cannot be printed: rename it") as caught:
+        discover([str(tmp_path)])
+    assert str(caught.value).isprintable()
+
+
+def test_a_file_that_no_message_can_hold_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "1_x_pytorch.py"
+    path.write_bytes(b"#" * (3 << 20))
+    with pytest.raises(CandidateNotFound, match="expected at most 2097152"):
+        candidate_file(path)
+
+
+def test_a_file_that_changes_while_it_waits_is_not_judged(tmp_path: Path) -> None:
+    path = tmp_path / "1_x_pytorch.py"
+    path.write_bytes(SOURCE)
+    found = discover([str(path), str(GOOD)])
+    path.write_bytes(GOOD.read_bytes())
+    changed, good = evaluate(EvaluationPlan(candidates=found, presets=("small",), world_sizes=(2,), device="cpu"))
+    assert changed.verdict.kind == "not_run" and "has changed since the run began" in changed.verdict.reason
+    assert good.correct, good.verdict
+    assert judge(path)[0].correct

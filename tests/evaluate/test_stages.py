@@ -1,0 +1,282 @@
+"""The order of an evaluation's stages, with scripted ranks: what a failure costs, and what state a group is left in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peerlane import problems
+from peerlane.errors import CaseTooLarge, HarnessError
+from peerlane.evaluate import pipeline as pipeline_module
+from peerlane.evaluate.candidates import candidate_file, reference_candidate
+from peerlane.evaluate.correctness.case_runner import Evidence, Rejected
+from peerlane.evaluate.pipeline import EvaluationPipeline, Job, Node
+from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.results.speed_record import ModeSpeed
+from peerlane.evaluate.results.verdict import NotRun, WrongType
+from peerlane.evaluate.sandbox.isolation import NO_ISOLATION, Isolation
+from peerlane.evaluate.timing.benchmark import Unmeasurable
+from peerlane.settings import Deadlines, PoolSettings, TimingRules
+from sample_results import measured
+
+
+@dataclass
+class Stage:
+    """Everything that happens, in order, and what is to go wrong: an exception by the name of the step."""
+
+    log: list[str] = field(default_factory=list)
+    wrong: dict[str, BaseException] = field(default_factory=dict)
+    broken_baselines: int = 0
+    limits: list[tuple[str, int, float | None, float]] = field(default_factory=list)
+    """of every check: its phase, calls, and the deadlines of the first and of the others"""
+    measured: dict[str, Any] = field(default_factory=dict)
+    """what is to be special of a speed"""
+
+    def step(self, name: str) -> None:
+        self.log.append(name)
+        if name in self.wrong:
+            raise self.wrong.pop(name)
+
+
+@dataclass
+class ScriptedGroup:
+    stage: Stage
+    name: str
+
+    def admit(self, sha256: str) -> None: ...
+
+    def ask(self, request: dict[str, Any], phase: str, deadline_s: float) -> list[dict[str, Any]]:
+        self.stage.step(f"{self.name} {request['op']}")
+        return [{}]
+
+    def await_end(self, deadline_s: float) -> tuple[int, ...]:
+        return ()
+
+    def log_tail(self) -> str:
+        return "printed"
+
+
+@dataclass
+class ScriptedSession:
+    stage: Stage
+    deadlines: Deadlines = field(default_factory=Deadlines)
+    isolation: Isolation = NO_ISOLATION
+    pool_settings: PoolSettings = field(default_factory=PoolSettings)
+    taken: int = 0
+
+    def take_group(self) -> ScriptedGroup:
+        self.taken += 1
+        self.stage.step(f"take {self.taken}")
+        return ScriptedGroup(self.stage, f"group{self.taken}")
+
+    def start_warm_groups(self, expected: int) -> None:
+        self.stage.log.append(f"warm groups {expected}")
+
+    def wait_for_starts(self) -> None:
+        self.stage.log.append("settle")
+
+    def end(self, group: ScriptedGroup) -> None:
+        self.stage.log.append(f"end {group.name}")
+
+
+def scripted(stage: Stage) -> tuple[type, type, type]:
+    """A Trial, a Stress and a SpeedTrial that follow the script."""
+
+    class ScriptedRunner:
+        aliased = False
+        judge_s = 0.001
+
+        def __init__(self, session: Any, group: ScriptedGroup, problem: Any, case: Any, space: str, slots: int) -> None:
+            self.group, self.case, self.evidence = group, case, Evidence(slots=4)
+
+        def open(self) -> None: ...
+
+        def generate_inputs(self, *, mixed: bool) -> None: ...
+
+        def publish_inputs(self) -> None: ...
+
+        def check(self, phase: str, deadline_s: float, slots: Any, *, first_s: float | None = None) -> None:
+            stage.limits.append((phase, len(slots), first_s, deadline_s))
+            stage.step(f"{self.group.name} {phase}")
+
+        def close(self) -> None: ...
+
+    class ScriptedStress:
+        def __init__(self, checked: Any, rules: Any) -> None:
+            self.checked = checked
+
+        def run(self, end: float) -> Any:
+            stage.step(f"{self.checked.group.name} stress")
+            return self.checked
+
+    class ScriptedSpeed:
+        def __init__(self, runner: Any, modes: Any, *_: Any, unmeasurable: dict[str, str]) -> None:
+            self.runner, self.unmeasurable, self.broken = runner, unmeasurable, False
+
+        def baseline(self) -> None:
+            stage.step(f"{self.runner.group.name} baseline")
+            if stage.broken_baselines:
+                stage.broken_baselines -= 1
+                self.unmeasurable["graph"], self.broken = "the reference could not be captured here", True
+
+        def first_calls(self) -> None:
+            stage.step(f"{self.runner.group.name} first calls")
+
+        def measure(self, mode: str) -> None:
+            stage.step(f"{self.runner.group.name} {mode}")
+            if mode in self.unmeasurable:
+                raise Unmeasurable(self.unmeasurable[mode])
+
+        def record(self, mode: str) -> Any:
+            return measured(mode, 100.0, 50.0).model_copy(update=stage.measured)
+
+        def merged(self, evidence: Any) -> Any:
+            return evidence
+
+    return ScriptedRunner, ScriptedStress, ScriptedSpeed
+
+
+Run = Callable[..., EvaluationPipeline]
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+@pytest.fixture
+def run(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs an evaluation on pretended GPUs; the examination, with its result in ``result``."""
+    runner, stress, speed = scripted(stage)
+    monkeypatch.setattr(pipeline_module, "CaseRunner", runner)
+    monkeypatch.setattr(pipeline_module, "Stress", stress)
+    monkeypatch.setattr(pipeline_module, "Benchmark", speed)
+    monkeypatch.setattr(EvaluationPipeline, "_audit", lambda self, case, speed: stage.step(f"{self.group.name} audit"))
+    path = tmp_path / "1_scripted_pytorch.py"
+    path.write_text("")
+
+    def run(candidate: Any = None, group: Any = None, modes: Any = ("graph", "eager")) -> EvaluationPipeline:
+        job = Job(candidate or candidate_file(path), problems.get(1), "small", 2, modes)
+        node = Node("run", "cuda", 2, {}, None, (), 80e9)
+        session: Any = ScriptedSession(stage)
+        pipeline = EvaluationPipeline(session, job, node, TimingRules(), lambda _: None, None, 5, group)  # type: ignore[arg-type]
+        pipeline.result = pipeline.run()  # type: ignore[attr-defined]
+        return pipeline
+
+    return run
+
+
+def test_the_first_call_of_every_case_may_compile_and_tune(run: Run, stage: Stage) -> None:
+    assert run().result.correct
+    limits, cases = Deadlines(), len(problems.get(1).cases("small", 2))
+    first = [("first_call", 1, None, limits.first_call), ("correctness", 3, None, limits.correctness)]
+    assert stage.limits == [*first, *[("correctness", 4, limits.first_call, limits.correctness)] * (cases - 1)]
+    assert limits.first_call > limits.correctness
+
+
+@pytest.mark.parametrize(
+    ("what", "value", "flags"),
+    [
+        ("reference_counted", 1.0, ()),
+        ("reference_counted", 0.99, ("slower_reference",)),
+        ("scored_by", "quantile", ()),
+        ("scored_by", "mean", ("uneven_calls",)),
+        ("scored_by", "locked", ("prepared_calls",)),
+        ("scored_by", "middle_round", ("uneven_rounds",)),
+        ("scored_by", "graph", ("faster_than_its_graph",)),
+    ],
+)
+def test_how_a_candidate_was_scored_is_remarkable(what: str, value: Any, flags: tuple[str, ...], run: Run, stage: Stage) -> None:
+    stage.measured[what] = value
+    assert run().result.flags == flags
+
+
+REJECTED = Rejected(WrongType(case="c", rank=0, detail="no"))
+CRASH = GroupFailure("exit", "first_call", "rank 0 exited", rank=0)
+
+
+def test_a_right_candidate_is_timed_in_a_second_group_after_the_reference(run: Run, stage: Stage) -> None:
+    assert run().result.correct
+    cases = len(problems.get(1).cases("small", 2))
+    judged = ["group1 load", "group1 first_call", *["group1 correctness"] * cases]
+    judged += [*["group1 stress"] * cases, "group1 exit", "end group1"]
+    timed = ["take 2", "settle", "group2 baseline", "group2 load", "group2 first calls", "group2 eager", "group2 graph"]
+    timed += ["group2 audit", "group2 exit"]
+    assert stage.log == ["warm groups 7", "take 1", "warm groups 6", *judged, *timed]
+
+
+@pytest.mark.parametrize(
+    ("step", "error"), [("group1 load", CRASH), ("group1 first_call", CRASH), ("group1 correctness", REJECTED), ("group1 stress", REJECTED)]
+)
+def test_a_wrong_candidate_costs_one_group_and_no_timing(step: str, error: Exception, run: Run, stage: Stage) -> None:
+    stage.wrong[step] = error
+    result = run().result
+    assert not result.correct and result.verdict.kind in ("wrong_type", "runtime_error") and result.log_tail == "printed"
+    assert stage.log[-2:] == [step, "end group1"]
+    assert not any("baseline" in item or "take 2" in item for item in stage.log)
+
+
+def test_a_candidate_that_cannot_leave_costs_no_timing(run: Run, stage: Stage) -> None:
+    stage.wrong["group1 exit"] = GroupFailure("hang", "exit", "no answer", ranks=(0,), deadline_s=5.0)
+    assert run().result.verdict.kind == "hang" and "take 2" not in stage.log
+
+
+@pytest.mark.parametrize("step", ["group2 baseline", "take 2"])
+def test_what_fails_before_the_candidate_is_loaded_is_not_its_fault(step: str, run: Run, stage: Stage) -> None:
+    stage.wrong[step] = GroupFailure("cuda_error", "timing", "sticky", rank=1) if "baseline" in step else HarnessError("none left")
+    assert run().result.verdict.kind == "harness_error"
+
+
+def test_a_failed_capture_of_the_reference_costs_the_group_and_the_mode(run: Run, stage: Stage) -> None:
+    stage.broken_baselines = 1
+    result = run().result
+    assert result.correct and result.speed[0].why == "the reference could not be captured here"
+    assert isinstance(result.speed[1], ModeSpeed)
+    assert "group2 load" not in stage.log and stage.log.index("end group2") < stage.log.index("take 3") < stage.log.index("group3 baseline")
+
+
+def test_the_reference_keeps_its_group_unless_a_capture_failed(run: Run, stage: Stage) -> None:
+    kept: Any = ScriptedGroup(stage, "kept")
+    pipeline = run(reference_candidate(), kept)
+    assert pipeline.result.correct and pipeline.group is kept and pipeline.reusable
+    assert not any(item.startswith(("take", "warm_groups", "end", "kept exit")) for item in stage.log)
+
+    stage.wrong["kept graph"] = Unmeasurable("cannot be captured: no")
+    pipeline = run(reference_candidate(), kept)
+    assert pipeline.result.correct and not pipeline.reusable
+
+    stage.broken_baselines = 1
+    pipeline = run(reference_candidate(), kept)
+    assert pipeline.result.correct and pipeline.group is not kept and pipeline.reusable
+
+
+def test_a_group_lost_in_a_mode_leaves_the_others_unmeasured(run: Run, stage: Stage) -> None:
+    stage.wrong["group2 eager"] = Unmeasurable("stuck", group_lost=True)
+    result = run().result
+    assert result.correct and [speed.why for speed in result.speed] == ["the ranks were lost in another mode", "stuck"]
+    assert result.flags == ("eager_failed",) and "group2 exit" not in stage.log
+
+
+def test_a_defect_ends_one_evaluation_and_not_the_run(run: Run, stage: Stage) -> None:
+    stage.wrong["group1 correctness"] = ZeroDivisionError("by a candidate")
+    verdict = run().result.verdict
+    assert verdict.kind == "harness_error" and "Traceback" in verdict.message
+    assert verdict.reason.endswith("this is a defect of peerlane, please report it: ZeroDivisionError: by a candidate")
+    assert stage.log[-1] == "end group1"
+
+
+def test_a_failure_that_no_verdict_can_hold_ends_one_evaluation_too(run: Run, stage: Stage) -> None:
+    stage.wrong["group1 correctness"] = GroupFailure("runtime_error", "correctness", "bare \ud800", rank=0)
+    verdict = run().result.verdict
+    assert verdict.kind == "harness_error" and verdict.model_dump_json()
+    assert "this is a defect of peerlane" in verdict.message and stage.log[-1] == "end group1"
+
+
+def test_a_case_that_does_not_fit_is_nobody_s_fault(run: Run, stage: Stage) -> None:
+    stage.wrong["group1 correctness"] = CaseTooLarge("1/huge needs more memory")
+    pipeline = run()
+    assert pipeline.result.verdict == NotRun(missing="1/huge needs more memory") and not pipeline.healthy

@@ -1,0 +1,97 @@
+"""Margins: what makes a case unsound is found and named."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from peerlane import problems
+from peerlane.problems import Expected, KnownWrongAnswer, Tolerance
+from peerlane.problems.contract import is_excused, known_wrong_answers, same_bits
+from peerlane.problems.contract.calibration import Margins, draw_all, ratios_of, worst, wrong_answer_ratios
+
+SUM = problems.get(1)
+CASE = SUM.case("small", "ragged_bf16", 2)
+
+
+def test_a_sound_case_has_no_complaints() -> None:
+    ratios = [wrong_answer_ratios(SUM, CASE, rank, secret="unit") for rank in range(2)]
+    found = worst([Margins(reference={"sum": 0.4}, wrong_answers=each) for each in ratios])
+    assert found.complaints() == [] and set(found.wrong_answers) == {null.name for null in known_wrong_answers(SUM)}
+    assert min(ratio for each in found.wrong_answers.values() for ratio in each.values()) >= 10
+
+
+def test_a_loose_tolerance_lets_wrong_answers_near() -> None:
+    loose = dataclasses.replace(SUM, tolerance=lambda case: {"sum": Tolerance(rms=2.0)})
+    complaints = Margins(wrong_answers=wrong_answer_ratios(loose, CASE, 0, secret="unit")).complaints()
+    assert any(line.startswith("known wrong answer zeros: sum has ratio") for line in complaints)
+
+
+def test_a_tight_tolerance_fails_the_oracle_itself() -> None:
+    tight = dataclasses.replace(SUM, tolerance=lambda case: {"sum": Tolerance(relative=1e-9)})
+    with pytest.raises(ValueError, match="once rounded, fails its own tolerance"):
+        wrong_answer_ratios(tight, CASE, 0, secret="unit")
+
+
+def test_standard_wrong_answers_must_fail_on_every_output_and_own_ones_on_one() -> None:
+    ratios = {"first": 100.0, "second": 3.0}
+    assert Margins(wrong_answers={"drop_last_rank": ratios}).complaints() == []
+    assert Margins(wrong_answers={"zeros": ratios}).complaints() == ["known wrong answer zeros: second has ratio 3 only"]
+    assert Margins(wrong_answers={"zeros": ratios, "own": ratios}).reach() == {"zeros": 3.0, "own": 100.0}
+
+
+def test_honest_answers_need_half_the_tolerance_and_the_reference_all_of_it() -> None:
+    found = Margins(reference={"y": 1.5}, variants={"fp32": {"y": 0.6}}, faults=["the reference changes its argument x"])
+    assert found.complaints() == [
+        "the reference changes its argument x",
+        "the reference misses the oracle: y has ratio 1.5",
+        "alternative solution fp32: y has ratio 0.6",
+    ]
+
+
+def test_the_worst_rank_counts_and_replicated_outputs_must_agree() -> None:
+    ranks = [
+        Margins(reference={"y": 0.1}, wrong_answers={"zeros": {"y": 2.0}}, bits={"y": 1}),
+        Margins(wrong_answers={"zeros": {"y": 50.0}}, bits={"y": 2}),
+    ]
+    found = worst(ranks)
+    assert found.wrong_answers == {"zeros": {"y": 50.0}} and found.reference == {"y": 0.1}
+    assert found.complaints() == ["the reference's y must have the same bits on all ranks, and has not"]
+
+
+def test_a_wrong_type_is_infinitely_far_and_an_empty_output_is_left_out() -> None:
+    expected = SUM.oracle(CASE, draw_all(SUM, CASE, secret="unit"), 0)
+    assert ratios_of(SUM, CASE, torch.zeros(3), expected) == {"sum": math.inf}
+    empty = Expected("sum", torch.zeros(0), torch.bfloat16)
+    assert ratios_of(SUM, CASE, torch.zeros(0, dtype=torch.bfloat16), empty) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "excused"),
+    [
+        ("zeros", True),
+        ("zeros/sum", True),
+        ("zeros/other", False),
+        ("zeros@small/ragged_bf16", True),
+        ("zeros@small/ragged_bf16/w4", False),
+        ("zeros/sum@small/ragged_bf16/w2", True),
+        ("ones", False),
+    ],
+)
+def test_excuses_hold_where_they_say(key: str, excused: bool) -> None:
+    null = next(item for item in known_wrong_answers(SUM) if item.name == "zeros")
+    assert is_excused(dataclasses.replace(SUM, excused={key: "a reason"}), null, CASE, "sum") is excused
+
+
+@pytest.mark.parametrize(("cases", "applies"), [(None, True), (("small/ragged_bf16",), True), (("small/ragged_bf16/w4",), False)])
+def test_null_answers_apply_where_they_say(cases: Any, applies: bool) -> None:
+    assert KnownWrongAnswer("wrong", "why", lambda context: None, cases=cases).applies(CASE) is applies
+
+
+def test_bits_of_a_single_element_are_compared_whatever_its_stride() -> None:
+    one = torch.tensor(1.5).expand(1)
+    assert one.stride() == (0,) and same_bits(one, torch.tensor([1.5])) and not same_bits(one, torch.tensor([2.5]))

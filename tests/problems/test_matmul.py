@@ -1,0 +1,223 @@
+"""Problems 11-14, 16, 18 and 54 beyond the contract: costs against published figures, oracles against independent float64 arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from peerlane import problems
+from peerlane.problems import Case, Draw, Expected
+from peerlane.problems.contract import score
+from peerlane.problems.families.attention import attention
+
+FP64 = torch.float64
+
+
+def all_inputs(case: Case, slot: int = 0) -> list[tuple[Any, ...]]:
+    number = case.problem
+    return [
+        problems.get(number).inputs(case, rank, Draw(secret="unit", case_key=case.key, slot=slot, block=0, rank=rank))
+        for rank in range(case.world_size)
+    ]
+
+
+def oracles(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[Expected]:
+    return [problems.get(case.problem).oracle(case, inputs, rank) for rank in range(case.world_size)]
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(FP64)
+
+
+@pytest.mark.parametrize("number", [13, 16])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_partial_products_that_are_added_one_by_one_are_right_in_every_draw(number: int, world_size: int) -> None:
+    """A few elements, whose terms may cancel, and columns of unlike size: one column can be most of the norm."""
+    problem = problems.get(number)
+    case = problem.case("small", "unequal_k_bf16", world_size)
+    for slot in range(100):
+        inputs = all_inputs(case, slot)
+        total, *others = [a @ b for a, b in inputs]
+        for other in others:
+            total += other
+        rows = total.chunk(world_size) if number == 16 else [total] * world_size
+        for got, expected in zip(rows, oracles(case, inputs), strict=True):
+            (found,) = score(problem, case, got, expected)
+            assert found.ratio < 0.8, (slot, found)
+
+
+# Problem, preset, rank; egress and ingress in MB, GFLOP: for 8 ranks, as published to two or three digits.
+FIGURES = [
+    (11, "pkb", 0, 0.92, 0.92, 1.07),
+    (11, "production_llama3_70b_gate_up", 0, 58.7, 58.7, 481),
+    (12, "pkb", 0, 0.92, 0.92, 1.07),
+    (12, "production_llama3_70b_qkv", 0, 58.7, 58.7, 86),
+    (13, "pkb", 0, 3.67, 3.67, 1.07),
+    (13, "production_llama3_70b_down", 0, 117, 117, 240),
+    (14, "pkb", 0, 1.84, 1.84, 0.134),
+    (14, "production_llama3_70b_lm_head_decode", 0, 57.4, 57.4, 67),
+    (16, "pkb", 0, 1.84, 1.84, 0.134),
+    (16, "production_llama3_70b_o_proj_sp", 0, 117, 117, 137),
+    (54, "pkb", 0, 0.46, 0.0, None),
+    (54, "pkb", 7, 0.0, 0.46, None),
+    (54, "production_llama2_7b_16k", 7, 0.0, 235, 515),
+    (54, "production_llama3_70b_64k", 7, 0.0, 235, 2060),
+    (54, "production_wan2_1_14b_480p", 3, 587, 587, 2750),
+]
+
+
+@pytest.mark.parametrize(("number", "preset", "rank", "egress", "ingress", "gflop"), FIGURES)
+def test_costs_match_published_figures(number: int, preset: str, rank: int, egress: float, ingress: float, gflop: float | None) -> None:
+    problem = problems.get(number)
+    cost = problem.cost(problem.cases(preset, 8)[0], rank)
+    assert cost.egress_bytes == pytest.approx(egress * 1e6, rel=0.01)
+    assert cost.ingress_bytes == pytest.approx(ingress * 1e6, rel=0.01)
+    if gflop is not None:
+        assert cost.flops["bf16"] == pytest.approx(gflop * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize("number", [11, 12, 18])
+def test_compulsory_memory_traffic_of_the_public_shapes(number: int) -> None:
+    problem = problems.get(number)
+    assert problem.cost(problem.cases("pkb", 8)[0], 0).hbm_bytes == pytest.approx(4.2e6, rel=0.01)
+
+
+def test_rms_norm_sends_no_more_than_a_reduce_scatter_and_a_gather() -> None:
+    """A direct exchange of one float32 per row with 7 peers takes 28 KB; the least is 2/8 of it."""
+    problem = problems.get(18)
+    cost = problem.cost(problem.cases("pkb", 8)[0], 0)
+    assert cost.egress_bytes == cost.ingress_bytes == 7 * 1024 * 4 * 2 / 8
+
+
+def test_causal_attention_costs_add_up_over_the_ring() -> None:
+    """Every byte sent is received, and the pairs of all ranks are the triangle of the whole sequence."""
+    problem = problems.get(54)
+    case = problem.cases("production_llama2_7b_16k", 8)[0]
+    costs = [problem.cost(case, rank) for rank in range(8)]
+    assert sum(cost.egress_bytes for cost in costs) == sum(cost.ingress_bytes for cost in costs)
+    assert sum(cost.flops["bf16"] for cost in costs) == 4 * 32 * 128 * (16384 * 16385 / 2)
+
+
+@pytest.mark.parametrize("number", [11, 12])
+@pytest.mark.parametrize("label", ["tile_bf16", "rank_scale_bf16"])
+def test_gathered_product_by_shards_is_the_whole_product(number: int, label: str) -> None:
+    case = problems.get(number).case("small", label, 4)
+    inputs = all_inputs(case)
+    a = torch.cat([wide(args[0]) for args in inputs], dim=1)
+    for (_, b), expected in zip(inputs, oracles(case, inputs), strict=True):
+        torch.testing.assert_close(expected.value, a @ wide(b), rtol=1e-12, atol=0.0)
+        assert expected.magnitude is not None
+        torch.testing.assert_close(expected.magnitude, a.abs() @ wide(b).abs(), rtol=1e-12, atol=0.0)
+
+
+def test_partial_products_add_up_to_the_product_over_all_ranks() -> None:
+    case = problems.get(13).case("small", "unequal_k_bf16", 4)
+    inputs = all_inputs(case)
+    assert [a.shape[1] for a, _ in inputs] == [3, 8, 1, 5]
+    whole = torch.cat([wide(a) for a, _ in inputs], dim=1) @ torch.cat([wide(b) for _, b in inputs])
+    partials = torch.stack([(wide(a) @ wide(b)).abs() for a, b in inputs]).sum(0)
+    products = torch.stack([wide(a).abs() @ wide(b).abs() for a, b in inputs]).sum(0)
+    unit = 5 * 2.0**-8
+    for expected in oracles(case, inputs):
+        torch.testing.assert_close(expected.value, whole, rtol=1e-12, atol=1e-14)
+        assert expected.magnitude is not None
+        torch.testing.assert_close(unit * expected.magnitude, unit * partials + 1e-5 * products, rtol=1e-12, atol=0.0)
+
+
+def test_rows_of_the_scattered_product_are_those_of_the_whole() -> None:
+    case = problems.get(16).case("small", "row_scale_bf16", 4)
+    inputs = all_inputs(case)
+    whole = torch.stack([wide(a) @ wide(b) for a, b in inputs]).sum(0)
+    scattered = torch.cat([expected.value for expected in oracles(case, inputs)])
+    torch.testing.assert_close(scattered, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_column_blocks_use_the_a_of_their_own_rank() -> None:
+    case = problems.get(14).case("small", "ragged_bf16", 4)
+    inputs = all_inputs(case)
+    whole = torch.cat([wide(a) @ wide(b) for a, b in inputs], dim=1)
+    for expected in oracles(case, inputs):
+        torch.testing.assert_close(expected.value, whole, rtol=1e-12, atol=1e-14)
+
+
+def test_replicated_a_is_equal_on_all_ranks_and_otherwise_differs() -> None:
+    problem = problems.get(14)
+    for label, equal in (("replicated_a_bf16", True), ("tile_bf16", False)):
+        first, second = (args[0] for args in all_inputs(problem.case("small", label, 2)))
+        assert torch.equal(first, second) == equal
+
+
+@pytest.mark.parametrize("label", ["ragged_bf16", "decades_fp32", "fp32_weight_bf16"])
+def test_sharded_rms_norm_is_rms_norm(label: str) -> None:
+    case = problems.get(18).case("small", label, 4)
+    inputs = all_inputs(case)
+    hidden, weight = (torch.cat([wide(args[i]) for args in inputs], dim=-1) for i in (0, 1))
+    whole = F.rms_norm(hidden, hidden.shape[-1:], weight, eps=case["eps"])
+    answers = torch.cat([expected.value for expected in oracles(case, inputs)], dim=-1)
+    torch.testing.assert_close(answers, whole, rtol=1e-12, atol=0.0)
+
+
+def test_rms_norm_of_extreme_rows_follows_float32_squares() -> None:
+    case = problems.get(18).case("small", "extreme_fp32", 2)
+    inputs = all_inputs(case)
+    for (hidden, weight, eps), expected in zip(inputs, oracles(case, inputs), strict=True):
+        zero, tiny, huge, poisoned, *ordinary = expected.value
+        assert not zero.any() and not huge.any()
+        torch.testing.assert_close(tiny, wide(hidden[1]) * wide(weight) / eps**0.5, rtol=1e-9, atol=0.0)
+        assert poisoned.isnan().all()
+        assert torch.stack(ordinary).isfinite().all() and torch.stack(ordinary).all()
+
+
+def dense_attention(case: Case, inputs: Sequence[tuple[Any, ...]]) -> torch.Tensor:
+    """Attention over the sequence of the given ranks by torch, in float64."""
+    q, k, v = (torch.cat([wide(args[i]) for args in inputs], dim=1).transpose(1, 2) for i in (0, 1, 2))
+    k, v = (tensor.expand(-1, q.shape[1], -1, -1) for tensor in (k, v))
+    output = F.scaled_dot_product_attention(q, k, v, is_causal=case["causal"], scale=case.params.get("scale"))
+    return output.transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "label",
+    ["causal_bf16", "full_bf16", "scaled_causal_bf16", "one_kv_head_bf16", "narrow_values_bf16", "growing_bf16", "spike_last_bf16"],
+)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_attention_oracle_agrees_with_torch(label: str, world_size: int) -> None:
+    case = problems.get(54).case("small", label, world_size)
+    inputs = all_inputs(case)
+    answers = torch.cat([expected.value for expected in oracles(case, inputs)], dim=1)
+    torch.testing.assert_close(answers, dense_attention(case, inputs), rtol=1e-10, atol=1e-12)
+
+
+def test_attention_oracle_stays_within_the_group() -> None:
+    case = problems.get(54).case("small", "interleaved_groups_bf16", 4)
+    assert problems.get(54).process_groups(case) == {"context": [[0, 2], [1, 3]]}
+    inputs = all_inputs(case)
+    answers = oracles(case, inputs)
+    for ring in ([0, 2], [1, 3]):
+        got = torch.cat([answers[rank].value for rank in ring], dim=1)
+        torch.testing.assert_close(got, dense_attention(case, [inputs[rank] for rank in ring]), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_in_chunks_is_attention_at_once(causal: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(2, 7, 3, 8, generator=generator)
+    k, v = (torch.randn(2, 21, 3, 8, generator=generator) for _ in range(2))
+    whole = attention(q, k, v, scale=0.4, causal=causal)
+    for rows in (1, 2, 3):
+        chunked = attention(q, k, v, scale=0.4, causal=causal, score_bytes=rows * 21 * 8)
+        for got, want in zip(chunked, whole, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-15)
+
+
+def test_spike_draws_all_of_one_head_to_the_farthest_rank() -> None:
+    case = problems.get(54).case("small", "spike_last_bf16", 4)
+    inputs = all_inputs(case)
+    scores = torch.einsum("bqd,bkd->bqk", *(torch.cat([wide(args[i]) for args in inputs], dim=1)[:, :, 0] for i in (0, 1))) / 4
+    best, key = scores.max(-1)
+    assert ((best > 70) & (best < 90)).all()
+    assert (key >= 15).all() and len(key.unique()) == 1

@@ -1,0 +1,309 @@
+"""Problems 79 and 82 against their definitions, token by token and row by row, and what their comparisons let pass."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from peerlane import problems
+from peerlane.problems.contract import Case, Draw, rounded
+from peerlane.problems.p079_distributed_knn import allowed_error
+from ranks.pool import RankPool
+
+KNN, LOGPROB = problems.get(79), problems.get(82)
+
+
+def arguments(case: Case) -> list[tuple[Any, ...]]:
+    problem = problems.get(case.problem)
+    return [
+        problem.inputs(case, rank, Draw(secret="test", case_key=case.key, slot=0, block=0, rank=rank)) for rank in range(case.world_size)
+    ]
+
+
+def members(case: Case, rank: int) -> list[int]:
+    return [q for q in range(case.world_size) if case.params.get("group") != "strided" or q % 2 == rank % 2]
+
+
+def small(number: int, world_sizes: Sequence[int] = (2, 4)) -> list[Any]:
+    problem = problems.get(number)
+    return [pytest.param(case, id=f"{case.label}-w{w}") for w in world_sizes for case in problem.cases("small", w)]
+
+
+# Problem 82
+
+
+def kept_tokens(logits: list[float], top_k: int | None, top_p: float | None) -> set[int]:
+    """The definition: the k-th largest and its equals; then, ascending by logit and id, cumulative probability above 1 - top_p."""
+    kept = list(range(len(logits)))
+    if top_k is not None and top_k > 0:
+        threshold = sorted(logits, reverse=True)[min(top_k, len(logits)) - 1]
+        kept = [v for v in kept if logits[v] >= threshold]
+    if top_p is not None and top_p < 1.0:
+        largest = max(logits)
+        weights = {v: math.exp(logits[v] - largest) for v in kept}
+        total = math.fsum(weights.values())
+        ascending = sorted(kept, key=lambda v: (logits[v], v))
+        kept = [
+            v
+            for i, v in enumerate(ascending)
+            if math.fsum(weights[w] for w in ascending[: i + 1]) / total > 1.0 - top_p or i == len(kept) - 1
+        ]
+    return set(kept)
+
+
+def log_probability(logits: list[float], kept: set[int], token: int) -> float:
+    if token not in kept or logits[token] == -math.inf:
+        return -math.inf
+    largest = max(logits)
+    return logits[token] - largest - math.log(math.fsum(math.exp(logits[v] - largest) for v in kept))
+
+
+@pytest.mark.parametrize("case", [param for param in small(82) if "wide" not in param.id])
+def test_filtered_log_probabilities_follow_the_definition(case: Case) -> None:
+    inputs = arguments(case)
+    for rank in range(case.world_size):
+        expected = LOGPROB.oracle(case, inputs, rank)
+        whole = torch.cat([inputs[q][0].double() for q in members(case, rank)], dim=-1).flatten(0, 1).tolist()
+        target = inputs[rank][1].flatten().tolist()
+        _, _, _, top_k, top_p = inputs[rank]
+        want = [log_probability(row, kept_tokens(row, top_k, top_p), token) for row, token in zip(whole, target, strict=True)]
+        torch.testing.assert_close(expected.value.flatten(), torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+        # The definition's answer is always one that the comparison takes.
+        dropped = expected.value == -math.inf
+        assert bool((expected.may_drop | ~dropped).all()) and bool((expected.may_keep | dropped).all())
+        assert bool((dropped | ((expected.low <= expected.value) & (expected.value <= expected.high))).all())
+
+
+def accepts(weights: Sequence[float], token: int, answer: float, top_k: int | None = None, top_p: float | None = 1.0) -> bool:
+    """Whether the comparison takes the answer for the second of two tokens with these weights over two ranks; the first is right."""
+    shard = len(weights) // 2
+    case = Case(
+        82, "small", "any", 2, torch.float32, params={"batch": 1, "sequence": 2, "vocab": 2 * shard, "top_k": top_k, "top_p": top_p}
+    )
+    logits = torch.tensor(weights, dtype=torch.float64).log().float().expand(1, 2, -1)
+    target = torch.tensor([[token, token]])
+    inputs = [(logits[..., :shard], target, None, top_k, top_p), (logits[..., shard:], target, None, top_k, top_p)]
+    expected = LOGPROB.oracle(case, inputs, 0)
+    got = rounded(expected)
+    got[0, 1] = answer
+    (result,) = LOGPROB.compare(case, got, expected, "random")
+    assert result.passed or result.index == (0, 1)
+    return result.passed
+
+
+def test_a_clear_cut_has_one_answer() -> None:
+    weights = [0.4, 0.3, 0.2, 0.1]
+    assert accepts(weights, 1, math.log(0.3 / 0.7), top_p=0.6)
+    assert not accepts(weights, 1, math.log(0.3 / 0.9), top_p=0.6)
+    assert not accepts(weights, 1, -math.inf, top_p=0.6)
+    assert accepts(weights, 2, -math.inf, top_p=0.6)
+    assert not accepts(weights, 2, math.log(0.2 / 0.9), top_p=0.6)
+    assert not accepts(weights, 2, math.nan, top_p=0.6)
+    assert not accepts(weights, 0, math.inf, top_p=0.6)
+
+
+def test_either_side_of_a_cut_within_the_margin_is_right() -> None:
+    weights = [0.4, 0.3, 0.2, 0.1]
+    for top_p in (0.7, 0.6995, 0.7005):
+        assert accepts(weights, 2, -math.inf, top_p=top_p)
+        assert accepts(weights, 2, math.log(0.2 / 0.9), top_p=top_p)
+        assert accepts(weights, 0, math.log(0.4 / 0.7), top_p=top_p)
+        assert accepts(weights, 0, math.log(0.4 / 0.9), top_p=top_p)
+        assert not accepts(weights, 0, math.log(0.4), top_p=top_p)
+        assert not accepts(weights, 0, -math.inf, top_p=top_p)
+        assert not accepts(weights, 3, math.log(0.1), top_p=top_p)
+    for top_p in (0.697, 0.703):
+        assert accepts(weights, 2, -math.inf, top_p=top_p) == (top_p < 0.7)
+
+
+def test_equal_logits_at_the_cut_may_be_kept_or_dropped() -> None:
+    for token in range(4):
+        assert accepts([1.0] * 4, token, -math.inf, top_p=0.6)
+        assert accepts([1.0] * 4, token, math.log(1 / 3), top_p=0.6)
+        assert not accepts([1.0] * 4, token, math.log(1 / 4), top_p=0.6)
+        assert not accepts([1.0] * 4, token, math.log(1 / 2), top_p=0.6)
+    # Not if the cut is elsewhere.
+    assert not accepts([1.0, 1.0, 4.0, 4.0], 2, -math.inf, top_p=0.85)
+    assert accepts([1.0, 1.0, 4.0, 4.0], 0, -math.inf, top_p=0.85)
+
+
+def test_equal_logits_at_the_top_k_threshold_are_all_kept() -> None:
+    weights = [1.0, 2.0, 2.0, 3.0]
+    for token in (1, 2):
+        assert accepts(weights, token, math.log(2 / 7), top_k=2)
+        assert not accepts(weights, token, math.log(2 / 5), top_k=2)
+        assert not accepts(weights, token, -math.inf, top_k=2)
+    assert accepts(weights, 0, -math.inf, top_k=2)
+    assert not accepts(weights, 0, math.log(1 / 7), top_k=2)
+
+
+def test_the_largest_logit_is_never_dropped() -> None:
+    for top_p in (0.0, 1e-9, 0.5):
+        assert accepts([1.0, 1.0, 1.0, 9.0], 3, 0.0, top_p=top_p)
+        assert not accepts([1.0, 1.0, 1.0, 9.0], 3, -math.inf, top_p=top_p)
+
+
+# Problem 79
+
+
+@pytest.mark.parametrize("case", [param for param in small(79) if "dense" not in param.id])
+def test_nearest_neighbours_row_by_row(case: Case) -> None:
+    inputs = arguments(case)
+    for rank in range(case.world_size):
+        similarities, labels = KNN.oracle(case, inputs, rank)
+        owners = members(case, rank)
+        train = [row for q in owners for row in inputs[q][1].t().double().tolist()]
+        names = [label for q in owners for label in inputs[q][2][0].tolist()]
+        for query, found, found_labels in zip(inputs[rank][0].double().tolist(), similarities.value, labels.value, strict=True):
+            products = [math.fsum(a * b for a, b in zip(query, row, strict=True)) for row in train]
+            best = sorted(range(len(train)), key=lambda j: -products[j])[: case["k"]]
+            torch.testing.assert_close(found, torch.tensor([products[j] for j in best], dtype=torch.float64), rtol=1e-12, atol=1e-12)
+            # Among equal products the labels are any of theirs.
+            distinct = [i for i, j in enumerate(best) if sum(abs(products[j] - other) < 1e-9 for other in products) == 1]
+            assert [int(found_labels[i]) for i in distinct] == [names[best[i]] for i in distinct]
+
+
+def judge_one_query(
+    rows: Sequence[tuple[float, str]], answer: Sequence[tuple[float, str]], dtype: torch.dtype = torch.bfloat16
+) -> tuple[bool, bool]:
+    """Whether similarities and labels are right for one query of length 1 whose products with the rows, one number each, are given."""
+    half = len(rows) // 2
+    case = Case(79, "small", "any", 2, dtype, params={"queries": 1, "rows": half, "depth": 1, "k": len(answer), "classes": 26})
+    values = torch.tensor([[value for value, _ in rows]], dtype=dtype)
+    names = torch.tensor([[ord(label) for _, label in rows]])
+    query = torch.ones(1, 1, dtype=dtype)
+    inputs = [(query, values[:, part], names[:, part], len(answer)) for part in (slice(half), slice(half, None))]
+    expected = KNN.oracle(case, inputs, 0)
+    got = (torch.tensor([[value for value, _ in answer]], dtype=dtype), torch.tensor([[ord(label) for _, label in answer]]))
+    similarities, labels = KNN.compare(case, got, expected, "random")
+    return similarities.passed, labels.passed
+
+
+ROWS = [(0.5, "c"), (0.875, "a"), (0.25, "a"), (0.75, "b"), (0.5, "d"), (-0.5, "e")]
+
+
+def test_either_of_two_rows_tied_at_the_cut_is_right() -> None:
+    assert judge_one_query(ROWS, [(0.875, "a"), (0.75, "b"), (0.5, "c")]) == (True, True)
+    assert judge_one_query(ROWS, [(0.875, "a"), (0.75, "b"), (0.5, "d")]) == (True, True)
+    # Rounding may exchange rows that lie one bfloat16 apart, here 2^-8.
+    near = [(0.5 + 2**-8 if label == "c" else value, label) for value, label in ROWS]
+    assert judge_one_query(near, [(0.875, "a"), (0.75, "b"), (0.5, "d")])[1]
+    far = [(0.5 + 2**-6 if label == "c" else value, label) for value, label in ROWS]
+    assert not judge_one_query(far, [(0.875, "a"), (0.75, "b"), (0.5, "d")])[1]
+
+
+def test_labels_within_ties_come_in_any_order() -> None:
+    rows = [(0.5, "c"), (0.75, "a"), (0.5, "d"), (0.25, "b")]
+    assert judge_one_query(rows, [(0.75, "a"), (0.5, "d"), (0.5, "c")]) == (True, True)
+    assert judge_one_query(rows, [(0.75, "c"), (0.5, "d"), (0.5, "a")]) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        ([(0.875, "a"), (0.75, "b"), (0.5, "e")], "a label of a row that is too far"),
+        ([(0.875, "a"), (0.75, "b"), (0.5, "x")], "a label that no row has"),
+        ([(0.875, "a"), (0.75, "b"), (0.5, "b")], "a label used more often than near rows have it"),
+        ([(0.875, "b"), (0.75, "a"), (0.5, "c")], "labels exchanged between similarities"),
+        ([(0.875, "a"), (0.75, "a"), (0.5, "c")], "a nearer row of the same label that does not exist"),
+        ([(0.875, "a"), (0.75, "c"), (0.5, "d")], "a neighbour missing, its similarity reported"),
+        ([(0.875, "a"), (0.5, "c"), (0.5, "d")], "a neighbour missing, with its similarity"),
+    ],
+)
+def test_wrong_labels(answer: list[tuple[float, str]], what: str) -> None:
+    assert not judge_one_query(ROWS, answer)[1], what
+
+
+@pytest.mark.parametrize(
+    "values",
+    [(0.75, 0.875, 0.5), (0.875, 0.75, 0.25), (0.875, 0.75, 0.53125), (0.875, math.nan, 0.5), (math.inf, 0.75, 0.5)],
+    ids=["ascending", "too_small", "too_large", "nan", "inf"],
+)
+def test_wrong_similarities(values: tuple[float, ...]) -> None:
+    labels = {0.875: "a", 0.75: "b"}
+    assert not judge_one_query(ROWS, [(value, labels.get(value, "c")) for value in values])[0]
+
+
+def matching(left: int, right: int, joined: Callable[[int, int], bool]) -> int:
+    """Size of a maximum bipartite matching, by augmenting paths."""
+    partner: dict[int, int] = {}
+
+    def augment(i: int, seen: set[int]) -> bool:
+        for j in range(right):
+            if j not in seen and joined(i, j):
+                seen.add(j)
+                if j not in partner or augment(partner[j], seen):
+                    partner[j] = i
+                    return True
+        return False
+
+    return sum(augment(i, set()) for i in range(left))
+
+
+def can_be_matched(rows: Sequence[tuple[float, str]], answer: Sequence[tuple[float, str]]) -> bool:
+    """Whether each answer can have a row of its own so that no required row is left over, by the definition of the label score."""
+    case = Case(79, "small", "any", 2, torch.bfloat16, params={"depth": 1})
+    longest = torch.tensor(max(value for value, _ in rows), dtype=torch.float64)
+
+    def allowed(similarity: float) -> float:
+        return float(allowed_error(case, torch.tensor(similarity, dtype=torch.float64), longest))
+
+    k = len(answer)
+    last = sorted(rows)[-k][0]
+    near = [row for row in rows if row[0] >= last - allowed(last)]
+    required = [row for row in near if row[0] > last + allowed(last)]
+
+    def fits(item: tuple[float, str], row: tuple[float, str]) -> bool:
+        low = row[0] - allowed(row[0]) if row in required else -math.inf
+        return item[1] == row[1] and low <= item[0] <= row[0] + allowed(row[0])
+
+    # If all answers can be matched, and all required rows can be matched, then both can be at once (Mendelsohn and Dulmage).
+    return matching(k, len(near), lambda i, j: fits(answer[i], near[j])) == k and matching(
+        len(required), k, lambda i, j: fits(answer[j], required[i])
+    ) == len(required)
+
+
+def test_labels_are_right_if_and_only_if_they_can_be_matched_with_rows() -> None:
+    """Random answers, right and spoilt, against a search for a matching."""
+    source = random.Random(7)
+    verdicts = {True: 0, False: 0}
+    for _ in range(400):
+        rows = [(0.5 + source.randrange(12) / 256, source.choice("abc")) for _ in range(10)]
+        k = source.randrange(2, 6)
+        answer = sorted(source.sample(rows, k) if source.random() < 0.2 else sorted(rows)[-k:], reverse=True)
+        for _ in range(source.randrange(3)):
+            i = source.randrange(k)
+            answer[i] = (answer[i][0] + source.choice([-2, -1, 0, 1, 2]) / 256, source.choice("abc"))
+        want = can_be_matched(rows, answer)
+        assert judge_one_query(rows, answer)[1] == want, (rows, answer)
+        verdicts[want] += 1
+    assert min(verdicts.values()) > 50
+
+
+def test_more_neighbours_than_rows() -> None:
+    with pytest.raises(ValueError, match="max_k is 5 but the shard has 4 rows"):
+        KNN.reference(torch.ones(1, 2), torch.ones(2, 4), torch.zeros(1, 4, dtype=torch.int64), 5)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def odd_number_of_tokens(rank: int, world_size: int) -> str:
+    try:
+        LOGPROB.reference(torch.zeros(1, 3, 4), torch.zeros(1, 3, dtype=torch.int64))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_tokens_must_be_a_multiple_of_the_ranks(pair: RankPool) -> None:
+    assert pair.run(odd_number_of_tokens) == ["got 3 tokens on 2 ranks: expected a multiple of the number of ranks"] * 2

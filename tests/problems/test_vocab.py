@@ -1,0 +1,161 @@
+"""Problems 83 and 84 beyond the contract: against the definition token by token and autograd, and what their comparisons let pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from peerlane import problems
+from peerlane.problems import Case, Draw
+from peerlane.problems.contract import rounded
+from peerlane.problems.families.vocab import check_chunks
+
+CHUNKED, BACKWARD = problems.get(83), problems.get(84)
+
+
+def arguments(case: Case) -> list[tuple[Any, ...]]:
+    problem = problems.get(case.problem)
+    return [
+        problem.inputs(case, rank, Draw(secret="unit", case_key=case.key, slot=0, block=0, rank=rank)) for rank in range(case.world_size)
+    ]
+
+
+def members(case: Case, rank: int) -> list[int]:
+    return [q for q in range(case.world_size) if case.params.get("group") != "strided" or q % 2 == rank % 2]
+
+
+def small(number: int) -> list[Any]:
+    problem = problems.get(number)
+    return [pytest.param(case, id=f"{case.label}-w{w}") for w in (2, 4) for case in problem.cases("small", w)]
+
+
+def kept(row: torch.Tensor, top_k: int | None, top_p: float | None) -> torch.Tensor:
+    """The definition, on one float64 row: the k-th largest and its equals; then, ascending, cumulative probability above 1 - top_p."""
+    mask = row > -math.inf
+    if top_k is not None and top_k > 0:
+        mask &= row >= row.sort(descending=True).values[min(top_k, len(row)) - 1]
+    if top_p is not None and top_p < 1.0:
+        probability = torch.where(mask, row, -math.inf).softmax(0)
+        ascending = sorted((v for v in range(len(row)) if mask[v]), key=lambda v: (float(row[v]), v))
+        total = 0.0
+        for v in ascending:
+            total += float(probability[v])
+            mask[v] = total > 1 - top_p or v == ascending[-1]
+    return mask
+
+
+def log_probabilities(whole: torch.Tensor, target: torch.Tensor, top_k: int | None, top_p: float | None) -> torch.Tensor:
+    """(T,) from float64 logits (T, V); differentiable in them."""
+    masks = torch.stack([kept(row, top_k, top_p) for row in whole.detach()])
+    return whole.masked_fill(~masks, -math.inf).log_softmax(-1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+
+
+def whole_rows(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    return torch.cat([inputs[q][0].double() for q in members(case, rank)], dim=-1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("case", small(83))
+def test_chunked_log_probabilities_follow_the_definition(case: Case) -> None:
+    inputs = arguments(case)
+    for rank in range(case.world_size):
+        _, target, _, top_k, top_p, _ = inputs[rank]
+        want = log_probabilities(whole_rows(case, inputs, rank), target.flatten(), top_k, top_p)
+        torch.testing.assert_close(CHUNKED.oracle(case, inputs, rank).value.flatten(), want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", small(84))
+def test_gradients_are_those_of_autograd(case: Case) -> None:
+    """Where the filter drops the target, its log-probability is -inf; the gradient is then that of minus the normaliser."""
+    inputs = arguments(case)
+    for rank in range(case.world_size):
+        logits, target, upstream, _, top_k, top_p, _ = inputs[rank]
+        whole = whole_rows(case, inputs, rank).requires_grad_()
+        masks = torch.stack([kept(row, top_k, top_p) for row in whole.detach()])
+        survives = masks.gather(-1, target.flatten().unsqueeze(-1)).squeeze(-1)
+        predicted = whole.gather(-1, target.flatten().unsqueeze(-1)).squeeze(-1)
+        answer = torch.where(survives, predicted, 0.0) - whole.masked_fill(~masks, -math.inf).logsumexp(-1)
+        (gradient,) = torch.autograd.grad(answer, whole, upstream.flatten().double())
+        place, shard = members(case, rank).index(rank), logits.shape[-1]
+        want = gradient[:, place * shard : (place + 1) * shard].reshape(logits.shape)
+        expected = BACKWARD.oracle(case, inputs, rank)
+        torch.testing.assert_close(expected.value.double(), want, rtol=1e-6, atol=1e-14 * float(upstream.double().abs().max()))
+        # The definition's answer is always one that the comparison takes.
+        (result,) = BACKWARD.compare(case, want.float(), expected, "random")
+        assert result.ratio < 0.1, result
+
+
+@pytest.mark.parametrize("case", small(84))
+def test_gradients_add_up_to_zero_or_to_minus_the_upstream_one(case: Case) -> None:
+    inputs = arguments(case)
+    total = sum(BACKWARD.oracle(case, inputs, rank).value.double().sum(-1) for rank in members(case, 0))
+    _, target, upstream, _, top_k, top_p, _ = inputs[0]
+    dropped = log_probabilities(whole_rows(case, inputs, 0), target.flatten(), top_k, top_p).isneginf().view(target.shape)
+    want = torch.where(dropped, -upstream.double(), 0.0)
+    torch.testing.assert_close(total, want, rtol=1e-5, atol=1e-6 * float(upstream.double().abs().max()))
+
+
+def accepts(weights: Sequence[float], place: int, answer: float, *, target: int = 0, top_k: int | None = None, top_p: float = 1.0) -> bool:
+    """Whether rank 0 of 2 may return ``answer`` at ``place`` of its half of the vocabulary, for an upstream gradient of 2."""
+    shard = len(weights) // 2
+    case = Case(
+        84, "small", "any", 2, torch.float32, params={"batch": 1, "sequence": 2, "vocab": 2 * shard, "top_k": top_k, "top_p": top_p}
+    )
+    logits = torch.tensor(weights, dtype=torch.float64).log().float().expand(1, 2, -1)
+    tokens, upstream = torch.tensor([[target, target]]), torch.full((1, 2), 2.0)
+    inputs = [(logits[..., part], tokens, upstream, None, top_k, top_p, 1) for part in (slice(shard), slice(shard, None))]
+    expected = BACKWARD.oracle(case, inputs, 0)
+    got = rounded(expected)
+    got[0, 1, place] = answer
+    (result,) = BACKWARD.compare(case, got, expected, "random")
+    assert result.passed or result.index == (0, 1, place)
+    return bool(result.passed)
+
+
+def test_a_clear_cut_has_one_gradient() -> None:
+    weights = [0.4, 0.3, 0.2, 0.1]
+    assert accepts(weights, 0, 2 * (1 - 4 / 7), top_p=0.6)
+    assert accepts(weights, 1, -2 * 3 / 7, top_p=0.6)
+    assert not accepts(weights, 1, 0.0, top_p=0.6)
+    assert not accepts(weights, 1, -2 * 0.3, top_p=0.6)
+    assert not accepts(weights, 0, -2 * 4 / 7, top_p=0.6)
+    # A target that is dropped gets nothing.
+    assert accepts(weights, 1, 0.0, target=1, top_p=0.3)
+    assert not accepts(weights, 1, 2.0, target=1, top_p=0.3)
+    assert accepts(weights, 0, -2.0, target=1, top_p=0.3)
+
+
+def test_either_side_of_a_cut_within_the_margin_is_right() -> None:
+    weights = [0.4, 0.2, 0.3, 0.1]
+    for top_p in (0.7, 0.6995, 0.7005):
+        assert accepts(weights, 1, 0.0, top_p=top_p)
+        assert accepts(weights, 1, -2 * 2 / 9, top_p=top_p)
+        assert accepts(weights, 0, 2 * (1 - 4 / 7), top_p=top_p)
+        assert accepts(weights, 0, 2 * (1 - 4 / 9), top_p=top_p)
+        assert not accepts(weights, 0, 0.0, top_p=top_p)
+    assert not accepts(weights, 1, -2 * 2 / 9, top_p=0.697)
+    assert not accepts(weights, 1, 0.0, top_p=0.703)
+
+
+def test_chunks_must_be_multiples_of_the_ranks() -> None:
+    assert check_chunks(torch.zeros(2, 6), 0, 2) == 2
+    assert check_chunks(torch.zeros(3, 8), 4, 4) == 12
+    with pytest.raises(ValueError, match="got 12 tokens in chunks of 2 on 4 ranks"):
+        check_chunks(torch.zeros(2, 6), 1, 4)
+    with pytest.raises(ValueError, match="got 9 tokens"):
+        check_chunks(torch.zeros(3, 3), 2, 2)
+
+
+def test_costs_match_published_figures() -> None:
+    """On 8 ranks: Llama's gradient is 263 MB, and 12 bytes per token are sent but for the rank's own share."""
+    case = BACKWARD.cases("production_llama3_rl", 8)[0]
+    read, written = 4096 * 16032 * 2, 4096 * 16032 * 4
+    assert written == pytest.approx(263e6, rel=0.01)
+    assert BACKWARD.cost(case, 0).hbm_bytes == pytest.approx(read + written, rel=1e-3)
+    assert BACKWARD.cost(case, 0).flops["fp32"] == 2 * 4096 * 16032
+    case = CHUNKED.cases("production_llama3_rl", 8)[0]
+    assert CHUNKED.cost(case, 0).egress_bytes == 12 * 4 * 4096 * 7 / 8
+    assert CHUNKED.cost(case, 0).hbm_bytes == pytest.approx(4 * 4096 * 16032 * 2, rel=1e-3)

@@ -1,0 +1,110 @@
+"""The documentation says what is true: its links lead somewhere, its tables are complete, its first candidate works."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from peerlane import cli, problems
+from peerlane.cli._console import ExitCode
+from peerlane.evaluate.results.verdict import Verdict
+from peerlane.hardware.profiles import PROFILES
+from peerlane.report import pages
+from peerlane.report.evidence import read_evidence
+
+ROOT = Path(__file__).resolve().parents[2]
+WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def text(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def code_block(path: str, name: str) -> str:
+    """The Python between the markers of this name."""
+    found = re.search(rf"<!-- {name}:begin -->\n```python\n(.*?)```\n<!-- {name}:end -->", text(path), re.DOTALL)
+    assert found, f"{path} has lost its block {name}"
+    return found[1]
+
+
+def commands_in(document: str) -> Iterator[list[str]]:
+    """The peerlane command lines in code of a document, as words."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", document, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()] + re.findall(r"`(peerlane [a-z]+[^`\n]*)`", document)
+    for line in lines:
+        if line.startswith("peerlane "):
+            yield line.split("#")[0].split()[1:]
+
+
+def test_problem_pages_are_up_to_date() -> None:
+    assert pages.stale(ROOT / "docs" / "problems", pages.generate(problems.all_problems(), read_evidence(ROOT))) == [], "run `make docs`"
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+@pytest.mark.parametrize("path", [path for path in WRITTEN if path.parent.name != "problems"], ids=lambda path: str(path.relative_to(ROOT)))
+def test_commands_exist(path: Path) -> None:
+    verbs = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    for words in commands_in(path.read_text(encoding="utf-8")):
+        assert words[0] in verbs, f"{path.name} names the command {words[0]}"
+        known = {option for parameter in verbs[words[0]].params for option in parameter.opts}
+        unknown = {word for word in words if word.startswith("--")} - known
+        assert not unknown, f"{path.name} gives {words[0]} the options {unknown}"
+
+
+def test_make_targets_exist() -> None:
+    named = {word for path in WRITTEN for word in re.findall(r"`?make ([a-z]+)`?\b", path.read_text(encoding="utf-8"))}
+    targets = set(re.findall(r"^([a-z]+):", text("Makefile"), re.MULTILINE))
+    assert {"demo", "test", "check", "docs"} <= named & targets
+
+
+def test_every_verdict_is_explained() -> None:
+    union, _ = typing.get_args(Verdict)
+    kinds = {kind.model_fields["kind"].default for kind in typing.get_args(union)}
+    section = text("docs/evaluating.md").partition("## Verdicts")[2].partition("\n## ")[0]
+    explained = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert sorted(explained) == sorted(kinds)
+
+
+def test_every_exit_code_is_listed() -> None:
+    listed = [int(code) for code in re.findall(r"^\| (\d+) \|", text("README.md"), re.MULTILINE)]
+    assert sorted(listed) == sorted(set(ExitCode) - {ExitCode.CHECK_FAILED})
+
+
+def test_every_profile_is_named() -> None:
+    assert all(profile.name in text("docs/hardware.md") for profile in PROFILES)
+
+
+def test_first_candidate_is_short_and_correct(tmp_path: Path) -> None:
+    source = code_block("README.md", "first-candidate")
+    assert len(source.splitlines()) <= 20
+    file = tmp_path / "1_allreduce_pytorch.py"
+    file.write_text(source)
+    arguments = ["eval", str(file), "--preset", "small", "--world-size", "2", "--device", "cpu", "--out", str(tmp_path / "out"), "--json"]
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == ExitCode.OK, done.output
+    (result,) = json.loads(done.stdout)["results"]
+    assert result["verdict"] == {"kind": "correct"} and result["problem"]["id"] == 1
+
+
+def test_evaluating_from_python_works_as_written(tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    source = code_block("docs/evaluating.md", "from-python")
+    done = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.splitlines()[0].startswith("1_allreduce_pytorch correct ")
+    assert done.stdout.count("no GPU") == 2
+    assert (tmp_path / "peerlane-results" / "results.jsonl").exists()

@@ -1,0 +1,224 @@
+"""A problem as data and as a page, shown on a problem made for these tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from peerlane import problems
+from peerlane.errors import UsageError
+from peerlane.hardware.profiles import B200_SXM, H200_SXM
+from peerlane.problems import Case, Cost, Draw, GroupRef, KnownWrongAnswer, Problem, Tolerance, case, preset
+from peerlane.problems.contract import describe
+from peerlane.report.catalogue import argument_text, find_profile, plain, problem_detail
+from peerlane.report.evidence import Evidence, PublicTimes, read_evidence
+from peerlane.report.movement import MOST_STEPS, flowchart
+from peerlane.report.pages import FAR, beside_public, overview, page, page_world_size
+from peerlane.selftest.calibrate import CountedStep
+from sample_results import result
+
+
+def inputs(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, float]:
+    return draw.normal((case["rows"], 8), case.dtype), 0.5
+
+
+def reference(x: torch.Tensor, scale: float, group: object = None) -> torch.Tensor:
+    return x * scale
+
+
+def tolerance(case: Case) -> dict[str, Tolerance]:
+    """One rounding
+    of the result."""
+    return {"y": Tolerance(relative=2.0**-8 if case.dtype == torch.bfloat16 else 2.0**-24)}
+
+
+SAMPLE = dataclasses.replace(
+    problems.get(1),
+    id=900,
+    slug="sample",
+    title="A sample | with a bar",
+    reference=reference,
+    inputs=inputs,
+    tolerance=tolerance,
+    cost=lambda case, rank: Cost(hbm_bytes=4.8e6, egress_bytes=rank * 450e3, ingress_bytes=0, flops={"bf16": 2e9}),
+    presets=(
+        preset("small", "few rows", case("a", torch.bfloat16, rows=3), case("b", torch.float32, rows=0, world_sizes=(2,))),
+        preset("pkb", "more rows", case("bf16", torch.bfloat16, rows=7), case("public", torch.bfloat16, rows=7, variant="pkb")),
+        preset("production_x", "most rows", case("bf16", torch.bfloat16, rows=10**9, nested={"k": [1, 2]})),
+    ),
+    known_wrong_answers=(KnownWrongAnswer("special", "wrong here only", lambda context: None, cases=("pkb/bf16",)),),
+    excused={"previous": "it happens to be right"},
+    graph=False,
+    graph_reason="it synchronises",
+    mutates=frozenset({"x"}),
+    notes=("Worth knowing.",),
+    world_sizes=(2, 4, 8),
+)
+
+
+def test_arguments_of_any_size_are_shown() -> None:
+    small, pkb, production = problem_detail(SAMPLE, world_size=4)["presets"]
+    assert small["cases"][0]["arguments"] == [{"name": "x", "value": "bfloat16[3, 8]"}, {"name": "scale", "value": "0.5"}]
+    assert pkb["cases"][0]["arguments"][0]["value"] == "bfloat16[7, 8]"
+    assert production["cases"][0]["arguments"][0]["value"] == "bfloat16[1000000000, 8]"
+    assert production["cases"][0]["params"] == {"rows": 10**9, "nested": {"k": [1, 2]}}
+
+
+def test_arguments_whose_shapes_hang_on_contents_are_drawn_where_they_are_small() -> None:
+    def kept(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, float]:
+        x = draw.normal((case["rows"], 8), case.dtype)
+        return x[: 1 + int(x.isfinite().all())], 0.5
+
+    small, _, production = problem_detail(dataclasses.replace(SAMPLE, inputs=kept), world_size=4)["presets"]
+    assert small["cases"][0]["arguments"][0]["value"] == "bfloat16[2, 8]" and production["cases"][0]["arguments"] is None
+
+
+def test_a_case_of_another_world_size_is_named_without_figures() -> None:
+    other = problem_detail(SAMPLE, world_size=4)["presets"][0]["cases"][1]
+    assert other["label"] == "b" and other["world_sizes"] == [2] and other["cost"] is None and other["arguments"] is None
+    assert problem_detail(SAMPLE, world_size=2)["presets"][0]["cases"][1]["arguments"][0]["value"] == "float32[0, 8]"
+
+
+def test_cost_is_the_busiest_ranks_and_the_roofline_follows_the_profile() -> None:
+    timed = problem_detail(SAMPLE, world_size=4)["presets"][1]["cases"][0]
+    assert timed["cost"] == {"flops": {"bf16": 2e9}, "hbm_bytes": 4.8e6, "egress_bytes": 3 * 450e3, "ingress_bytes": 0.0}
+    assert timed["roofline"]["bound_by"] == "nvlink" and timed["roofline"]["bound_us"] == pytest.approx(3.0)
+    faster = problem_detail(SAMPLE, world_size=4, profile=B200_SXM)["presets"][1]["cases"][0]["roofline"]
+    assert faster["times_us"]["nvlink"] == pytest.approx(1.5)
+
+
+def test_page() -> None:
+    text = page(problem_detail(SAMPLE, world_size=4), Evidence())
+    for line in (
+        "solution(x: torch.Tensor, scale: float, group: object = None) -> torch.Tensor",
+        "* **Launch modes:** eager (no CUDA graph: it synchronises)",
+        "* **May overwrite:** `x`",
+        "| a | bfloat16 | `x`: bfloat16[3, 8], `scale`: 0.5 |",
+        "| b | float32 | only on 2 ranks |",
+        "| public (variant pkb) | bfloat16 | `x`: bfloat16[7, 8], `scale`: 0.5 |",
+        "| bf16 | bfloat16 | `x`: bfloat16[1000000000, 8], `scale`: 0.5 |",
+        "## Cost and roofline on 4 ranks",
+        "| `pkb` | 2e+09 bf16 | 4.8 MB | 1.35 MB | 0 B | 3 | nvlink |",
+        "The bound is computed from the H200 SXM datasheet; it is not a measurement.",
+        "One rounding of the result.",
+        "| y | small/a, pkb/bf16, pkb/public, production_x/bf16 | 0.00391 | - | - | - | - |",
+        "* `special`: wrong here only (in pkb/bf16)",
+        "* `previous`: it happens to be right",
+        "* Worth knowing.",
+    ):
+        assert line in text
+    assert "* `previous`: the right answer to the slot before" not in text
+
+
+def test_overview_escapes_what_would_break_the_table() -> None:
+    rows = [line for line in overview([problem_detail(SAMPLE, world_size=4)], Evidence()).splitlines() if "sample" in line]
+    assert rows == [
+        "| 900 | [sample](p900_sample.md): A sample \\| with a bar | tensor, data | 1.35 MB | 3 | 3 | nvlink | not measured | - |",
+    ]
+
+
+@pytest.mark.parametrize(("sizes", "chosen"), [((2, 4, 8), 4), ((2,), 2), ((3, 6), 3), ((8,), 8)])
+def test_pages_show_four_ranks_where_they_can(sizes: tuple[int, ...], chosen: int) -> None:
+    problem: Problem = dataclasses.replace(SAMPLE, world_sizes=sizes)
+    assert page_world_size(problem) == chosen
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.zeros(2, 3, dtype=torch.int32), "int32[2, 3]"),
+        (torch.zeros(()), "float32[]"),
+        (None, "None"),
+        ("sum", "'sum'"),
+        (GroupRef("tp"), "process group tp"),
+        ([torch.zeros(2), torch.zeros(2)], "list of 2: float32[2]"),
+        ((torch.zeros(2), 1), "tuple of 2: float32[2], 1"),
+        ([], "list of 0"),
+        ({"w": torch.zeros(1)}, "dict: w=float32[1]"),
+        (object(), "object"),
+    ],
+)
+def test_argument_text(value: object, text: str) -> None:
+    assert argument_text(describe(value)) == text
+
+
+def test_plain_values_are_json() -> None:
+    assert plain({"a": (1, torch.bfloat16), 2: math.inf, "r": range(2), "n": None}) == {
+        "a": [1, "bfloat16"],
+        "2": "inf",
+        "r": [0, 1],
+        "n": None,
+    }
+
+
+def test_profiles_are_found_by_their_first_word() -> None:
+    assert find_profile("h200") is H200_SXM and find_profile(" H200 sxm ") is H200_SXM
+    with pytest.raises(UsageError, match="there are: H100 SXM, H200 SXM, B200 SXM"):
+        find_profile("h20")
+
+
+def step(kind: str, **more: float) -> CountedStep:
+    amounts = {"egress_bytes": 0.0, "ingress_bytes": 0.0, "flops": 0.0, "touched_bytes": 0.0} | more
+    return CountedStep(kind=kind, times=2, ranks=0 if kind == "compute" else 4, **amounts)
+
+
+def test_movement_is_drawn_from_what_was_counted() -> None:
+    steps = [step("compute", flops=2.5e9, touched_bytes=3e6), step("all_reduce", egress_bytes=1.5e6, ingress_bytes=1.5e6)]
+    text = page(problem_detail(SAMPLE, world_size=4), Evidence(counts={900: steps}))
+    assert '["2 operators<br/>2.5 GFLOP<br/>touch 3 MB"]' in text
+    assert '{{"all-reduce x2<br/>1.5 MB out, 1.5 MB in"}}' in text
+    assert "in --> s0 --> s1 --> out" in text
+
+
+def test_a_long_chain_is_cut_in_the_middle_and_says_so() -> None:
+    chart = flowchart([step("compute" if number % 2 else "send") for number in range(MOST_STEPS + 6)], 4)
+    assert '["6 more steps"]' in chart and chart.count("operators") == chart.count("send") == MOST_STEPS // 2
+
+
+def test_times_compare_with_the_public_reference_and_say_why() -> None:
+    measured = result()
+    sample = dataclasses.replace(SAMPLE, speed_note="A better idiom.")
+    evidence = Evidence(references={900: [measured]}, public={900: PublicTimes(80.0, 60.0)})
+    detail = problem_detail(sample, world_size=4)
+    text = page(detail, evidence)
+    assert "takes 80 us per call in eager mode on such a node, this one 40 us. A better idiom." in text
+    assert "| `pkb` | 4 | eager | 40 |" in text
+    assert "| 40 | 30 |" in overview([detail], evidence)
+    assert "not measured | - |" in overview([detail], Evidence())
+
+
+@pytest.mark.parametrize(
+    ("eager_us", "graph_us", "public", "why"),
+    [
+        (100.0, 90.0, PublicTimes(100.0, 90.0), ""),
+        (131.0, 40.0, PublicTimes(100.0, 90.0), "replayed from a graph this one takes 40 us"),
+        (131.0, 131.0, PublicTimes(100.0, 90.0), ""),
+        (69.0, 40.0, PublicTimes(100.0, 90.0), "the shortest took 90 us"),
+        (60.0, 40.0, PublicTimes(100.0, 90.0), ""),
+    ],
+)
+def test_what_the_times_themselves_explain_is_said(eager_us: float, graph_us: float, public: PublicTimes, why: str) -> None:
+    text = beside_public(public, {"eager": eager_us, "graph": graph_us})
+    assert f"this one {eager_us:.3g} us." in text and why in text
+    assert bool(why) == (text.count(". ") > 0)
+
+
+def test_without_a_graph_nothing_is_said_of_one() -> None:
+    assert "graph" not in beside_public(PublicTimes(100.0, 90.0), {"eager": 200.0})
+
+
+def test_every_reference_that_is_far_from_the_public_one_has_a_page_that_says_why() -> None:
+    evidence = read_evidence(Path(__file__).parents[2])
+    far = []
+    for problem in problems.all_problems():
+        public = evidence.public[problem.id]
+        (timed,) = (item for item in evidence.references[problem.id] if item.preset == "pkb" and item.world_size == 4)
+        own = {mode: speed.reference_us.median for mode in timed.modes if (speed := timed.speed_in(mode)) is not None}
+        if not 1 - FAR <= own["eager"] / public.mean_us <= 1 + FAR:
+            far.append(problem.id)
+            assert problem.speed_note or beside_public(public, own).count(". ") > 0, f"nothing says why problem {problem.id} is far off"
+    assert len(far) > 10

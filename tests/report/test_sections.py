@@ -1,0 +1,58 @@
+"""Tables in documents come from the committed results, and say so when they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from peerlane.errors import UsageError
+from peerlane.report import sections
+from peerlane.selftest.table import load
+from sample_results import result
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout with one result per file and documents with empty sections."""
+    for source, _ in sections.SECTIONS.values():
+        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / source).write_text(result().model_dump_json() + "\n")
+    for path in sections.DOCUMENTS:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text("before\n<!-- results:begin -->\n<!-- results:end -->\nafter\n<!-- other:begin -->\nkept\n")
+    return tmp_path
+
+
+def test_documents_show_the_committed_results() -> None:
+    assert sections.stale(ROOT) == [], "run `make docs`"
+
+
+def test_writing_fills_known_sections_and_leaves_the_rest(checkout: Path) -> None:
+    assert len(sections.stale(checkout)) == len(sections.DOCUMENTS)
+    sections.write(checkout)
+    text = (checkout / "README.md").read_text()
+    assert "| 1_allreduce_cuda |" in text
+    assert text.startswith("before\n")
+    assert text.endswith("after\n<!-- other:begin -->\nkept\n")
+    assert sections.stale(checkout) == []
+    sections.write(checkout)
+    assert (checkout / "README.md").read_text() == text
+
+
+def test_a_changed_result_makes_documents_stale(checkout: Path) -> None:
+    sections.write(checkout)
+    source = checkout / sections.SECTIONS["results"][0]
+    source.write_text(result(preset="small").model_dump_json() + "\n")
+    assert sections.stale(checkout) == [f"{path}: differs from what it shows" for path in sections.DOCUMENTS]
+
+
+def test_a_section_without_an_end_is_an_error(checkout: Path) -> None:
+    with pytest.raises(UsageError, match="no end"):
+        sections.filled("<!-- noise:begin -->\n", checkout)
+
+
+def test_every_rule_of_the_corpus_has_its_page() -> None:
+    assert tuple(load().rules) == sections.RULES

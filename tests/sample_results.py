@@ -1,0 +1,113 @@
+"""Results made by hand, for tests of what is printed about them. No figure here was measured."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from peerlane.evaluate.results.speed_record import Estimate, ModeSpeed, NotMeasured, Utilisation
+from peerlane.evaluate.results.verdict import Audit, CandidateInfo, CaseEvidence, Correct, Hang, ProblemInfo, Result, WrongResult
+
+ENVIRONMENT = {
+    "gpus": [{"name": "NVIDIA H200"}] * 4,
+    "interconnect": "NVLink",
+    "driver": "580.1",
+    "cpu": {"cores": 64},
+    "software": {"torch": "2.11.0", "nccl": "2.28.9", "triton": None},
+}
+
+
+def estimate(median: float, spread: float = 0.02) -> Estimate:
+    return Estimate(median=median, low=median * (1 - spread), high=median * (1 + spread), n=9)
+
+
+def measured(mode: str, reference_us: float, candidate_us: float, noise_floor: float = 0.03) -> ModeSpeed:
+    return ModeSpeed(
+        mode=mode,  # type: ignore[arg-type]
+        speedup=estimate(reference_us / candidate_us),
+        reference_us=estimate(reference_us),
+        candidate_us=estimate(candidate_us),
+        noise_floor=noise_floor,
+        slots_per_block=32,
+        rounds=9,
+        discarded_rounds=0,
+        reference_blocks_us=(reference_us,) * 9,
+        candidate_blocks_us=(candidate_us,) * 9,
+        candidate_p10_us=candidate_us * 0.9,
+        candidate_p90_us=candidate_us * 1.1,
+        clock_minus_events_us=40.0,
+        outer_excess_us=-3.0,
+        utilisation=(
+            Utilisation(ceilings="datasheet", profile="H200 SXM", bound_us=7.0, bound_by="nvlink", reference=0.1, candidate=0.25),
+            Utilisation(ceilings="measured", profile="H200 SXM", bound_us=9.0, bound_by="nvlink", reference=0.2, candidate=0.5),
+        ),
+    )
+
+
+def own_audit(**changes: Any) -> Audit:
+    """An audit that saw a kernel of the candidate's own and nothing else."""
+    fields: dict[str, Any] = {
+        "calls": 2,
+        "block_modes": ("eager", "graph"),
+        "kernels": {"own": 1},
+        "copies": {},
+        "memsets": 0,
+        "operators": {},
+        "other": 3,
+        "kernel_names": ("two_shot",),
+        "unrecorded_collectives": 0,
+        "complete": True,
+    }
+    return Audit(**{**fields, **changes})
+
+
+def result(**changes: Any) -> Result:
+    """A correct candidate for problem 1, timed in both modes."""
+    fields: dict[str, Any] = {
+        "evaluator_version": "0.1.0",
+        "run_id": "run",
+        "finished_at": datetime(2026, 1, 2, tzinfo=UTC),
+        "candidate": CandidateInfo(name="1_allreduce_cuda", path="examples/1_allreduce_cuda.py", sha256="0" * 64, backend="cuda"),
+        "problem": ProblemInfo(id=1, slug="allreduce", variant="default"),
+        "preset": "pkb",
+        "world_size": 4,
+        "device": "cuda",
+        "modes": ("eager", "graph"),
+        "isolation": "L1",
+        "track": "open",
+        "verdict": Correct(),
+        "correctness": (CaseEvidence(case="1/pkb/bf16/w4", slots=16, integer_slots=4, timed_slots=8, max_error_over_tolerance=0.3),),
+        "speed": (measured("eager", 40.0, 20.0), measured("graph", 30.0, 29.8)),
+        "environment": ENVIRONMENT,
+    }
+    return Result(**{**fields, **changes})
+
+
+def on_cpu(**changes: Any) -> Result:
+    """A correct candidate on CPU ranks: no speed."""
+    why = "device times need CUDA GPUs"
+    speed = (NotMeasured(mode="eager", why=why), NotMeasured(mode="graph", why=why))
+    return result(**{"device": "cpu", "speed": speed, **changes})
+
+
+def wrong(**changes: Any) -> Result:
+    """A candidate with wrong contents."""
+    verdict = WrongResult(
+        case="1/small/ragged_bf16/w4",
+        phase="correctness",
+        rank=2,
+        slot=3,
+        output="sum",
+        error_ratio=float("inf"),
+        detail="elementwise: error 3, allowed 0.1",
+        index=(0, 7),
+        got=1.0,
+        expected=4.0,
+        wrong_ranks=(2,),
+    )
+    return result(**{"verdict": verdict, "speed": (), **changes})
+
+
+def hung(**changes: Any) -> Result:
+    """A candidate of which one rank did not return."""
+    return result(**{"verdict": Hang(phase="first_call", ranks=(1,), deadline_s=20.0), "speed": (), **changes})
