@@ -12,12 +12,13 @@ STAMP := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs clean
+.PHONY: help setup demo test test-all check docs clean
 
 help:
 	@echo "make demo    evaluate the bundled candidates, good and broken, on CPU ranks and print the table"
-	@echo "make test    run the tests"
-	@echo "make check   the gate: lint, format, types, generated docs, tests"
+	@echo "make test    run the quick tests, in about five minutes: something of everything"
+	@echo "make test-all run every test"
+	@echo "make check   the gate: lint, format, types, generated docs, all tests"
 	@echo "make docs    regenerate docs/problems from the problems"
 	@echo "make clean   remove the virtual environment and everything generated"
 
@@ -42,12 +43,16 @@ demo: $(STAMP)
 	$(BIN)/peerlane demo
 
 test: $(STAMP)
+	$(PYTEST) -m "not slow"
+
+test-all: $(STAMP)
 	$(PYTEST)
 
 check: $(STAMP)
 	$(BIN)/ruff check src tests examples
 	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/peerlane docs --check
 	$(PYTEST)
 

@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from peerlane.evaluate.processes.protocol import is_count
+
 MOST_NAMES, NAME_CHARACTERS = 4_000, 300
 """different names that one rank may report of one stretch, and what is kept of each"""
-_LARGEST_COUNT = 2**53  # what any JSON reader takes as it is; sums of many counts have few more digits
 
 # What the CUDA libraries and PyTorch call their kernels. Names of candidates' own kernels are theirs to choose: one called ncclDevKernel_x
 # speaks against its owner only.
@@ -124,11 +125,6 @@ def most_per_call(stretches: Iterable[Mapping[str, int]], calls: Iterable[int]) 
         for key, count in counts.items():
             largest[key] = max(largest.get(key, 0), math.ceil(count / number))
     return dict(sorted(largest.items()))
-
-
-def is_count(value: Any) -> bool:
-    """True for an integer of at least 0 and below 2**53, as a rank's message must hold."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST_COUNT
 
 
 def are_counts(value: Any) -> bool:

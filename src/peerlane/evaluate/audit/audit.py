@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from peerlane.evaluate.audit.activity import Activity, activity, are_counts, is_count, kernel_kind, most_per_call
+from peerlane.evaluate.audit.activity import Activity, activity, are_counts, kernel_kind, most_per_call
 from peerlane.evaluate.audit.mechanisms import LoadedKernel, loaded_kernels, mechanisms
 from peerlane.evaluate.correctness.case_runner import CaseRunner
-from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate.processes.protocol import Message, is_count
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.results.record import Mode

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from peerlane.errors import CaseTooLarge, HarnessError, ProtocolError
-from peerlane.evaluate.audit.activity import is_count
 from peerlane.evaluate.correctness.slot_swaps import SlotSwaps, kinds_of_slots
-from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate.processes.protocol import Message, is_count
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session, case_request
 from peerlane.evaluate.results.verdict import (

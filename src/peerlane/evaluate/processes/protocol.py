@@ -20,6 +20,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 ERROR_CHARACTERS = 8_000
 """of a rank's error, its end"""
 _HEADER = struct.Struct("<I")
+_LARGEST_COUNT = 2**53  # what any JSON reader takes as it is; sums of many counts have few more digits
 _SURROGATE = re.compile(rb"\\ud", re.IGNORECASE)
 
 
@@ -32,6 +33,11 @@ def encode(message: Message) -> bytes:
     if len(body) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"message of {len(body)} bytes: expected at most {MAX_MESSAGE_BYTES}")
     return _HEADER.pack(len(body)) + body
+
+
+def is_count(value: Any) -> bool:
+    """True for an integer of at least 0 and below 2**53, as a rank's message must hold."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST_COUNT
 
 
 class Channel:
