@@ -12,7 +12,7 @@ STAMP := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check docs clean
+.PHONY: help setup demo test test-slow test-all check docs clean
 
 help:
 	@echo "make demo    evaluate the bundled candidates, good and broken, on CPU ranks and print the table"
@@ -45,8 +45,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) -m "not slow"
 
-test-all: $(STAMP)
-	$(PYTEST)
+test-slow: $(STAMP)
+	$(PYTEST) -m slow
+
+test-all: test test-slow
 
 check: $(STAMP)
 	$(BIN)/ruff check src tests examples
