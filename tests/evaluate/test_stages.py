@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from peerlane import problems
+from peerlane.cli._console import ExitCode, exit_code
 from peerlane.errors import CaseTooLarge, HarnessError
 from peerlane.evaluate import pipeline as pipeline_module
 from peerlane.evaluate.candidates import candidate_file, reference_candidate
 from peerlane.evaluate.correctness.case_runner import Evidence, Rejected
 from peerlane.evaluate.pipeline import EvaluationPipeline, Job, Node
 from peerlane.evaluate.processes.rank_group import GroupFailure
-from peerlane.evaluate.results.speed_record import ModeSpeed
+from peerlane.evaluate.results.speed_record import Failed, ModeSpeed
 from peerlane.evaluate.results.verdict import NotRun, WrongType
 from peerlane.evaluate.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.timing.benchmark import Unmeasurable
@@ -178,21 +179,9 @@ def test_the_first_call_of_every_case_may_compile_and_tune(run: Run, stage: Stag
     assert limits.first_call > limits.correctness
 
 
-@pytest.mark.parametrize(
-    ("what", "value", "flags"),
-    [
-        ("reference_counted", 1.0, ()),
-        ("reference_counted", 0.99, ("slower_reference",)),
-        ("scored_by", "quantile", ()),
-        ("scored_by", "mean", ("uneven_calls",)),
-        ("scored_by", "locked", ("prepared_calls",)),
-        ("scored_by", "middle_round", ("uneven_rounds",)),
-        ("scored_by", "graph", ("faster_than_its_graph",)),
-    ],
-)
-def test_how_a_candidate_was_scored_is_remarkable(what: str, value: Any, flags: tuple[str, ...], run: Run, stage: Stage) -> None:
-    stage.measured[what] = value
-    assert run().result.flags == flags
+def test_flags_of_a_mode_are_flags_of_the_result(run: Run, stage: Stage) -> None:
+    stage.measured["flags"] = ("slower_reference",)
+    assert run().result.flags == ("slower_reference",)
 
 
 REJECTED = Rejected(WrongType(case="c", rank=0, detail="no"))
@@ -255,10 +244,12 @@ def test_the_reference_keeps_its_group_unless_a_capture_failed(run: Run, stage: 
 
 
 def test_a_group_lost_in_a_mode_leaves_the_others_unmeasured(run: Run, stage: Stage) -> None:
-    stage.wrong["group2 eager"] = Unmeasurable("stuck", group_lost=True)
+    stage.wrong["group2 eager"] = Unmeasurable("rank 1 stuck", kind="hang", group_lost=True)
     result = run().result
-    assert result.correct and [speed.why for speed in result.speed] == ["the ranks were lost in another mode", "stuck"]
-    assert result.flags == ("eager_failed",) and "group2 exit" not in stage.log
+    assert result.correct and {speed.mode: speed.status for speed in result.speed} == {"eager": "failed", "graph": "not_measured"}
+    failed = next(speed for speed in result.speed if isinstance(speed, Failed))
+    assert (failed.kind, failed.reason) == ("hang", "rank 1 stuck") and "group2 exit" not in stage.log
+    assert exit_code([result]) == ExitCode.NOT_CORRECT
 
 
 def test_a_defect_ends_one_evaluation_and_not_the_run(run: Run, stage: Stage) -> None:

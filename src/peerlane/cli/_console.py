@@ -28,7 +28,7 @@ class ExitCode(enum.IntEnum):
     USAGE = 2
     """The request cannot be carried out; nothing was run."""
     NOT_CORRECT = 3
-    """A candidate was not shown to be correct. ``not_run`` counts: what this machine could not run was not shown to be right."""
+    """A candidate was not shown to be correct, or failed in a launch mode that was asked for. ``not_run`` counts, too."""
     HARNESS = 4
     """peerlane itself failed; says nothing about any candidate."""
     INTERRUPTED = 130
@@ -38,7 +38,8 @@ def exit_code(results: Sequence[Result]) -> ExitCode:
     """Of an evaluation: a harness failure outweighs a candidate's."""
     if any(result.verdict.kind == "harness_error" for result in results):
         return ExitCode.HARNESS
-    return ExitCode.OK if all(result.correct for result in results) else ExitCode.NOT_CORRECT
+    good = all(result.correct and not any(speed.status == "failed" for speed in result.speed) for result in results)
+    return ExitCode.OK if good else ExitCode.NOT_CORRECT
 
 
 def console(*, stderr: bool = False) -> Console:

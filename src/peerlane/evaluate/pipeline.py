@@ -27,7 +27,7 @@ from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.ranks.builds import Builds, lacks_compiler, needs_build
 from peerlane.evaluate.results.record import Mode
-from peerlane.evaluate.results.speed_record import ModeSpeed, NotMeasured
+from peerlane.evaluate.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
 from peerlane.evaluate.results.verdict import (
     CandidateInfo,
     CaseEvidence,
@@ -49,8 +49,6 @@ from peerlane.problems.contract.spec import Case, Problem
 from peerlane.settings import StressRules, TimingRules
 
 CHECKED_SLOTS = 4
-_REMARKABLE = {"mean": "uneven_calls", "locked": "prepared_calls", "middle_round": "uneven_rounds", "graph": "faster_than_its_graph"}
-"""Flags, by what a candidate is scored by."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class EvaluationPipeline:
     stage_seconds: dict[str, float] = field(default_factory=dict)
     flags: set[str] = field(default_factory=set)
     evidence: dict[str, CaseEvidence] = field(default_factory=dict)
-    speeds: list[ModeSpeed | NotMeasured] = field(default_factory=list)
+    speeds: list[Speed] = field(default_factory=list)
     auditor: Auditor | None = None
     healthy: bool = True
     """the group answers"""
@@ -315,7 +313,7 @@ class EvaluationPipeline:
             speed.baseline()
         return speed
 
-    def _measure(self, speed: Benchmark, mode: Mode) -> NotMeasured | None:
+    def _measure(self, speed: Benchmark, mode: Mode) -> Failed | NotMeasured | None:
         """Measures a mode; why not, if not."""
         if not self.healthy:
             return NotMeasured(mode=mode, why="the ranks were lost in another mode")
@@ -325,17 +323,15 @@ class EvaluationPipeline:
             self.reusable = self.reusable and mode in speed.unmeasurable  # it was not even tried
             if reason.group_lost:
                 self.healthy = False
-                self.flags.add(f"{mode}_failed")
+            if reason.kind:
+                return Failed(mode=mode, kind=reason.kind, reason=str(reason))
             return NotMeasured(mode=mode, why=str(reason))
         return None
 
     def _record(self, speed: Benchmark, mode: Mode) -> ModeSpeed:
         """What is stored of a mode that was measured; flags what is remarkable."""
         measured = speed.record(mode)
-        if measured.scored_by in _REMARKABLE:
-            self.flags.add(_REMARKABLE[measured.scored_by])
-        if measured.reference_counted < 1:
-            self.flags.add("slower_reference")
+        self.flags |= set(measured.flags)
         return measured
 
     def _audit(self, case: Case, speed: Benchmark | None) -> None:

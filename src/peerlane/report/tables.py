@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from peerlane.evaluate.results.verdict import Result
 
 NOT_MEASURED = "not measured"
+FAILED = "failed"
 RESULT_COLUMNS = (
     "candidate",
     "problem",
@@ -91,6 +92,9 @@ def result_table(results: Iterable[Result]) -> TextTable:
         unmeasured = tuple(item.mode for item in result.speed if item.status == "not_measured")
         for speed in measured:
             table.add(*head, *_speed_cells(speed))
+        for item in result.speed:
+            if item.status == "failed":
+                table.add(*head, item.mode, *([FAILED] * 5))
         if unmeasured:
             table.add(*head, ", ".join(unmeasured), *([NOT_MEASURED] * 5))
         if not result.speed:
@@ -106,6 +110,8 @@ def reasons(results: Iterable[Result]) -> list[str]:
         if not result.correct:
             lines[f"{where}: {result.verdict.kind}: {result.verdict.reason}"] = None
         for speed in result.speed:
+            if speed.status == "failed":
+                lines[f"{where}: {speed.mode} failed: {speed.kind}: {speed.reason}"] = None
             if speed.status == "not_measured":
                 lines[f"{speed.mode} not measured: {speed.why}"] = None
     return list(lines)

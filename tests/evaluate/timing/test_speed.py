@@ -1340,39 +1340,6 @@ def test_a_failed_capture_is_told_of_the_side_that_failed(trusted: list[bool], o
     assert captures.suspected == bool(trusted)
 
 
-@pytest.mark.parametrize(("graph_us", "eager_us", "scored_by"), [(90.0, 72.0, "graph"), (12.0, 10.0, "quantile"), (None, 10.0, "quantile")])
-def test_no_eager_call_is_much_shorter_than_its_graph(graph_us: float | None, eager_us: float, scored_by: str) -> None:
-    """It claims 10 us. A fifth is left to what replays differ by; where there is no graph nothing is known of it."""
-    speed = Benchmark(steady(100.0, 10.0), ("eager", "graph"), RULES, None, (), 0.0)  # type: ignore[arg-type]
-    for mode in speed.modes:
-        speed.slots[mode], speed.baselines[mode] = SLOTS, race(steady(100.0, 100.0), side="reference", mode=mode)
-        speed.baselines[mode].run(budget_s=10)
-    assert measured(speed, "eager").candidate_us.median == pytest.approx(10.0)
-    if graph_us is not None:
-        speed.runner.other_us = itertools.repeat(graph_us)  # type: ignore[attr-defined]
-        assert measured(speed, "graph").candidate_us.median == pytest.approx(graph_us)
-    final = speed.record("eager")
-    assert speed.races["eager"].usual_stretch_us == speed.baselines["eager"].usual_stretch_us < math.inf
-    assert final.candidate_us.median == pytest.approx(eager_us) and final.speedup.median == pytest.approx(100.0 / eager_us)
-    assert final.scored_by == scored_by
-
-
-@pytest.mark.parametrize(
-    ("mode", "beside_us", "speedup"), [("eager", 120.0, 1.2), ("eager", 170.0, 1.25), ("graph", 103.0, 1.03), ("graph", 170.0, 1.033)]
-)
-def test_a_reference_that_is_slower_beside_the_candidate_counts_as_little_slower_than_before(
-    mode: Mode, beside_us: float, speedup: float
-) -> None:
-    baseline = race(steady(100.0, 100.0), side="reference", mode=mode)
-    baseline.run(budget_s=10)
-    speed = Benchmark(steady(beside_us, 100.0), (mode,), RULES, None, (), 0.0)  # type: ignore[arg-type]
-    speed.slots[mode], speed.baselines[mode] = SLOTS, baseline
-    found = measured(speed, mode)
-    assert found.reference_slowdown == pytest.approx(beside_us / 100)
-    assert found.reference_counted == pytest.approx(100 * speedup / beside_us)
-    assert found.speedup.median == pytest.approx(speedup) and found.speedup.low < speedup < found.speedup.high
-
-
 def test_a_few_slow_calls_of_the_reference_win_nothing_for_unequal_ones() -> None:
     """Which are scored by means: so are the reference's before."""
     baseline = race(steady(100.0, 100.0), side="reference")

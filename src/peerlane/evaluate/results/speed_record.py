@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -36,71 +36,56 @@ class Utilisation(Record):
 
 
 class ModeSpeed(Record):
-    """Speed in one launch mode. Times are device times in microseconds, the slowest rank's."""
+    """Speed in one launch mode. Times are microseconds of the slowest rank; docs/evaluating.md has the protocol in ten steps."""
 
     status: Literal["measured"] = "measured"
     mode: Mode
-    speedup: Estimate
-    reference_us: Estimate
-    candidate_us: Estimate
-    noise_floor: float = Field(
-        ge=0,
-        description="relative half-width of what is known of the reference's speed in the candidate's own ranks; in earlier records of "
-        "what was timed of it alone",
+    speedup: Estimate = Field(description="median over rounds of reference time over candidate time, corrected for the group offset")
+    reference_us: Estimate = Field(description="per call: the candidate's time times the speedup, so the quotient of both is the speedup")
+    candidate_us: Estimate = Field(description="per call: median over blocks")
+    noise_floor: float = Field(ge=0, description="a speedup below 1 plus this may be noise: how well the group offset is known")
+    group_offset: float = Field(
+        default=1.0, gt=0, description="trusted ranks' time over that of the candidate's ranks, both running the reference, before loading"
     )
-    group_offset: float | None = Field(
-        default=None,
-        gt=0,
-        description="the reference's speed in the candidate's own ranks over that in the trusted ones, which the speedup takes into "
-        "account as far as it is certain; missing in older records",
+    group_offset_applied: bool = Field(default=False, description="the speedup was divided by the group offset")
+    reference_slowdown: float = Field(
+        default=1.0, gt=0, description="the reference's time beside the candidate over its time before the candidate was loaded"
     )
-    reference_slowdown: float | None = Field(
-        default=None, gt=0, description="the trusted reference's time next to the candidate, over that before; missing in older records"
-    )
-    reference_counted: float = Field(
-        default=1.0,
-        gt=0,
-        le=1,
-        description="the share of that time that counts: less than 1 where it took longer than before by more than what varies anyway",
-    )
-    slots_per_block: int = Field(ge=1)
+    calls_per_block: int = Field(ge=1)
     rounds: int = Field(ge=1)
-    discarded_rounds: int = Field(ge=0, description="rounds in which the outer clock and the events disagreed")
-    reference_blocks_us: tuple[float, ...]
+    hand_off_us: float = Field(default=0.0, description="taken off every clock time: 90th percentile of the reference's clock minus events")
+    copies_us: float = Field(default=0.0, ge=0, description="taken off every block: slot swaps and output copies, timed alone")
+    reference_blocks_us: tuple[float, ...] = Field(description="every block's event time")
     candidate_blocks_us: tuple[float, ...]
-    scored_by: Literal["quantile", "mean", "locked", "middle_round", "graph", "median"] = Field(
-        default="median",
-        description="what is scored: the calls between two quantiles (the mean of all eager ones between the first and the third decile, "
-        "of each block's replayed ones between the quartiles), or the mean of all, where the candidate's are more unequal than the "
-        "reference's; or, where that is more, what locked calls take at least, or calls in the middle round, with what passes between "
-        "them, or, of eager calls, four fifths of what graphs of them take. median: by an earlier evaluator",
-    )
-    candidate_p10_us: float = Field(gt=0)
-    candidate_p90_us: float = Field(gt=0)
-    clock_minus_events_us: float = Field(description="largest accepted excess of the outer clock over the events, per block")
-    outer_excess_us: float | None = Field(
-        default=None, description="how much larger it was than next to the reference, median of all rounds; missing in older records"
-    )
-    stretch_excess_us: tuple[float, ...] = Field(
-        default=(),
-        description="by how much a call of each longer stretch, which the outer clock alone timed, exceeded what the events say, next to "
-        "the reference's; of candidates that claim to be faster",
-    )
-    locked_excess_us: float | None = Field(
-        default=None,
-        description="by how much more than the reference's locked calls exceeded their events, by the outer clock",
-    )
-    gaps_us: tuple[float, float] | None = Field(
-        default=None,
-        description="what usually passes between two calls, of the trusted reference and of the candidate, on the rank where it is most; "
-        "missing in older records",
-    )
+    reference_clock_us: tuple[float, ...] = Field(default=(), description="the same blocks by the supervisor's clock")
+    candidate_clock_us: tuple[float, ...] = ()
     utilisation: tuple[Utilisation, ...]
+    flags: tuple[str, ...] = Field(default=(), description="slower_reference: the reference's time before loading counts instead")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_protocol(cls, data: Any) -> Any:
+        """Reads what earlier evaluators wrote: their blocks' times are per call, and the rest has no successor."""
+        if isinstance(data, dict) and "slots_per_block" in data:
+            calls = data["slots_per_block"]
+            kept = {name: value for name, value in data.items() if name in cls.model_fields and value is not None}
+            blocks = {name: tuple(us * calls for us in data[name]) for name in ("reference_blocks_us", "candidate_blocks_us")}
+            return {**kept, **blocks, "calls_per_block": calls}
+        return data
 
     @property
     def faster(self) -> bool:
         """True when the interval's lower end is above 1 plus the noise floor."""
         return self.speedup.low > 1.0 + self.noise_floor
+
+
+class Failed(Record):
+    """A candidate that is correct when it is called went wrong in this launch mode."""
+
+    status: Literal["failed"] = "failed"
+    mode: Mode
+    kind: str = Field(min_length=1, description="the verdict that the same failure has outside of this mode, such as hang")
+    reason: str = Field(min_length=1, description="what went wrong, and where: rank, output, slot, case")
 
 
 class NotMeasured(Record):
@@ -111,4 +96,4 @@ class NotMeasured(Record):
     why: str = Field(min_length=1)
 
 
-Speed = Annotated[ModeSpeed | NotMeasured, Field(discriminator="status")]
+Speed = Annotated[ModeSpeed | Failed | NotMeasured, Field(discriminator="status")]

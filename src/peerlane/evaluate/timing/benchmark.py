@@ -14,7 +14,7 @@ from peerlane.evaluate.processes.session import case_request
 from peerlane.evaluate.results.record import Mode
 from peerlane.evaluate.results.speed_record import Estimate, ModeSpeed, Utilisation
 from peerlane.evaluate.results.verdict import CaseEvidence, IntegrityFailure
-from peerlane.evaluate.timing.block_times import choose_slots, locked_excess
+from peerlane.evaluate.timing.block_times import choose_slots
 from peerlane.evaluate.timing.speed import CaptureFailed, Disturbed, Race, not_captured
 from peerlane.evaluate.timing.statistics import Interval
 from peerlane.hardware.profiles import HardwareProfile
@@ -26,11 +26,12 @@ _PROBE_S = 0.1  # a block that takes longer is enough
 
 
 class Unmeasurable(Exception):
-    """There is no speed in this mode; the message says why. ``group_lost``: the candidate's ranks are gone or in an unknown state."""
+    """There is no speed in this mode; the message says why. ``group_lost``: the candidate's ranks are gone or in an unknown state.
+    ``kind``: the verdict of a candidate that went wrong in this mode; empty where it could not be tried."""
 
-    def __init__(self, why: str, *, group_lost: bool = False) -> None:
+    def __init__(self, why: str, *, kind: str = "", group_lost: bool = False) -> None:
         super().__init__(why)
-        self.group_lost = group_lost
+        self.kind, self.group_lost = kind, group_lost
 
 
 @dataclass
@@ -121,8 +122,7 @@ class Benchmark:
     def measure(self, mode: Mode) -> None:
         """Races the candidate, for :meth:`record`; raises :class:`Unmeasurable`, :class:`Rejected`, or GroupFailure.
 
-        Failures that show only under graph replay do not make a kernel wrong that is right when it is called: they leave it without
-        a speed in that mode.
+        Failures that show only under graph replay do not make a kernel wrong that is right when it is called: the mode has failed.
         """
         if mode in self.unmeasurable:
             raise Unmeasurable(self.unmeasurable[mode])
@@ -131,11 +131,12 @@ class Benchmark:
         except GroupFailure as failure:
             if mode == "eager" or failure.kind == "garbage":
                 raise
-            raise Unmeasurable(f"fails under graph replay: {verdict_of(failure).reason}", group_lost=True) from None
+            verdict = verdict_of(failure, self.runner.case)
+            raise Unmeasurable(verdict.reason, kind=verdict.kind, group_lost=True) from None
         except Rejected as rejected:
             if mode == "eager" or isinstance(rejected.verdict, IntegrityFailure):
                 raise
-            raise Unmeasurable(f"wrong under graph replay: {rejected.verdict.reason}") from None
+            raise Unmeasurable(rejected.verdict.reason, kind=rejected.verdict.kind) from None
 
     def profile_block(self, mode: Mode, marker: str) -> list[Message]:
         """A block of a mode that was measured, under the profiler; what the ranks answered. Raises :class:`Rejected` or GroupFailure."""
@@ -195,29 +196,22 @@ class Benchmark:
         group_offset = (known.ratio * baseline.graphs_apart()).shrunk(self.rules.group_offset_spread)
         speedup = score.ratio * race.graphs_apart() * between_races * _inverse(group_offset)
         reference_us, candidate_us = known.times_us, score.times_us
-        locked = locked_excess(race.references, race.others)
         return ModeSpeed(
             mode=mode,
             speedup=_estimate(speedup),
-            reference_us=_estimate(reference_us),
+            reference_us=_estimate(candidate_us.scaled(speedup.median)),
             candidate_us=_estimate(candidate_us),
             noise_floor=group_offset.half_width,
             group_offset=known.ratio.median,
+            group_offset_applied=True,
             reference_slowdown=race.drift,
-            reference_counted=race.counted,
-            slots_per_block=race.slots,
+            calls_per_block=race.slots,
             rounds=len(race.others),
-            discarded_rounds=race.discarded,
-            reference_blocks_us=tuple(round(block.usual_us, 3) for block in race.references),
-            candidate_blocks_us=tuple(round(us, 3) for us in score.blocks_us),
-            scored_by=score.by,
-            candidate_p10_us=race.quantile_us(0.1),
-            candidate_p90_us=race.quantile_us(0.9),
-            clock_minus_events_us=race.slack_us,
-            outer_excess_us=race.excess_us().median,
-            stretch_excess_us=tuple(round(us, 3) for us in race.stretches_us),
-            locked_excess_us=None if locked is None else round(locked.median, 3),
-            gaps_us=race.gaps_us(),
+            reference_blocks_us=tuple(round(block.span_us, 3) for block in race.references),
+            candidate_blocks_us=tuple(round(block.span_us, 3) for block in race.others),
+            reference_clock_us=tuple(round(block.outer_us, 3) for block in race.references),
+            candidate_clock_us=tuple(round(block.outer_us, 3) for block in race.others),
+            flags=("slower_reference",) if race.counted < 1 else (),
             utilisation=tuple(self._utilisation(peaks, reference_us, candidate_us) for peaks in self.peaks),
         )
 
