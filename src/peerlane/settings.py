@@ -39,6 +39,21 @@ def passes_to_ranks(name: str) -> bool:
     return _NEEDED_BY_RANKS.fullmatch(name) is not None and _SECRET.search(name) is None
 
 
+def shared_gpu_environment(label: str, *, one_host: bool = True) -> dict[str, str]:
+    """What a rank that shares its GPU with other ranks needs in its environment, before CUDA, NCCL and symmetric memory start.
+
+    NCCL refuses two ranks of one host on one GPU, so every rank gets a host name of its own: ``label``. NCCL then uses sockets.
+    """
+    local = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"} if one_host else {}
+    return {
+        "NCCL_HOSTID": label,
+        **local,
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
+
+
 @dataclass(frozen=True)
 class Deadlines:
     """How long each phase of an evaluation may take, in seconds, before the whole rank group is killed."""

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 
-def _serve(rank: int, world_size: int, store: str, pipe: Any) -> None:
+def _serve(rank: int, world_size: int, backend: str, store: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what was imported before the fork never needs collecting
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
     while (job := pipe.recv()) is not None:
         function, args = job
         try:
@@ -28,16 +28,19 @@ def _serve(rank: int, world_size: int, store: str, pipe: Any) -> None:
 
 
 class RankPool:
-    """``world_size`` forked processes in one gloo group. ``run(function, *args)`` calls function(rank, world_size, *args) on all."""
+    """``world_size`` forked processes in one group of ``backend``.
 
-    def __init__(self, world_size: int) -> None:
+    ``run(function, *args)`` calls function(rank, world_size, *args) on all.
+    """
+
+    def __init__(self, world_size: int, backend: str = "gloo") -> None:
         context = mp.get_context("fork")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
         self._pipes, self._processes = [], []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, store, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world_size, backend, store, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

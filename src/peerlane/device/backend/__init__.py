@@ -1,0 +1,25 @@
+"""The torch.distributed backend ``peerlane``: the kit's collectives in unchanged PyTorch programs.
+
+    import peerlane.device.backend
+    torch.distributed.init_process_group("peerlane")
+    ...
+    print(peerlane.device.backend.report())         which calls ran where, and why
+
+A CUDA tensor whose operation, dtype and group the kit supports is served by one kernel of the kit. Every other call goes to NCCL (CUDA
+tensors) or gloo (CPU tensors). Importing this module registers the backend; nothing is compiled.
+
+Rules for programs:
+
+* Ranks issue the collectives of a group in one order. The collectives of one process run one after the other, whatever their groups.
+* Each collective of each shape runs once before a CUDA graph is captured.
+* Split sizes of ``all_to_all_single`` are given on all ranks of a call, or on none.
+"""
+
+import torch.distributed as dist
+
+from peerlane.device.backend.process_group import PeerlaneGroup, create_group
+from peerlane.device.backend.tally import Count, counts, report, reset_counts
+
+__all__ = ["Count", "PeerlaneGroup", "counts", "report", "reset_counts"]
+
+dist.Backend.register_backend("peerlane", create_group, extended_api=True, devices=["cpu", "cuda"])

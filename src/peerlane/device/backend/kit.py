@@ -1,0 +1,144 @@
+"""The kit's collectives as torch.distributed's operations: what they serve, and lists of tensors as the single tensors that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup, ReduceOp
+
+from peerlane.device.arena import MAX_RANKS
+from peerlane.device.backend.ordering import CudaLane, Lane
+from peerlane.device.collectives import Communicator
+from peerlane.device.kernels import ELEMENT_TYPES
+from peerlane.errors import UsageError
+
+
+class Collectives(Protocol):
+    """What the backend calls; ``Communicator`` says what each method does."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None: ...
+
+    def reduce(self, tensor: torch.Tensor, dst: int) -> None: ...
+
+    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None: ...
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None: ...
+
+    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None: ...
+
+    def gather(self, tensor: torch.Tensor, output: torch.Tensor | None, dst: int) -> None: ...
+
+    def scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> None: ...
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+    ) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Provider(Protocol):
+    """Where a process gets collectives and their order from."""
+
+    device_type: str
+    """Tensors of this type of device are offered to the kit."""
+    sum_dtypes: Collection[torch.dtype]
+
+    def open(self, group: ProcessGroup, device: torch.device) -> Collectives:
+        """The collectives of ``group``, for tensors on ``device``. All ranks of the group call it."""
+        ...
+
+    def lane(self, device: torch.device) -> Lane:
+        """The one lane of ``device`` in this process."""
+        ...
+
+
+class KitProvider:
+    """Communicators on CUDA devices."""
+
+    device_type = "cuda"
+    sum_dtypes: Collection[torch.dtype] = frozenset(ELEMENT_TYPES)
+
+    def __init__(self) -> None:
+        self._lanes: dict[torch.device, CudaLane] = {}
+
+    def open(self, group: ProcessGroup, device: torch.device) -> Collectives:
+        with torch.cuda.device(device):
+            return Communicator(group)
+
+    def lane(self, device: torch.device) -> Lane:
+        if device not in self._lanes:
+            self._lanes[device] = CudaLane(device)
+        return self._lanes[device]
+
+
+def refused_group(world_size: int, hosts: Collection[str]) -> str:
+    """Why the kit does not serve a group at all; empty if it does."""
+    if not 2 <= world_size <= MAX_RANKS:
+        return f"the group has {world_size} ranks; the kit serves 2 to {MAX_RANKS}"
+    if len(set(hosts)) > 1:
+        return f"the group spans {len(set(hosts))} hosts; the kit serves groups of one host"
+    return ""
+
+
+def refused_sum(op: Any, dtype: torch.dtype, sum_dtypes: Collection[torch.dtype]) -> str:
+    """Why the kit does not reduce with ``op`` in ``dtype``; empty if it does."""
+    if op != ReduceOp.SUM:
+        name = next((name for name, kind in ReduceOp.RedOpType.__members__.items() if op == kind), str(op))
+        return f"ReduceOp.{name}; the kit reduces with ReduceOp.SUM"
+    if dtype not in sum_dtypes:
+        return f"a sum of {dtype}; the kit sums {', '.join(sorted(str(known).removeprefix('torch.') for known in sum_dtypes))}"
+    return ""
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as contiguous memory, for operations that treat all elements alike. Raises UsageError if it has gaps."""
+    if tensor.is_contiguous():
+        return tensor
+    if any(
+        tensor.dim() == dims and tensor.is_contiguous(memory_format=layout)
+        for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d))
+    ):
+        return tensor.as_strided((tensor.numel(),), (1,))
+    raise UsageError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; pass .contiguous()")
+
+
+def same_sizes(tensors: Sequence[torch.Tensor]) -> bool:
+    """True if all have the same number of elements."""
+    return len({tensor.numel() for tensor in tensors}) == 1
+
+
+def adjoining(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """One flat tensor over memory that ``tensors`` fill back to back, in order; None if they do not."""
+    first = tensors[0]
+    storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != storage or tensor.storage_offset() != place:
+            return None
+        place += tensor.numel()
+    return first.as_strided((place - first.storage_offset(),), (1,))
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The elements of all tensors, one after the other: their own memory if they adjoin, else a copy."""
+    own = adjoining(tensors)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if own is None else own
+
+
+def fill_parts(outputs: Sequence[torch.Tensor], fill: Callable[[torch.Tensor], None]) -> None:
+    """Let ``fill`` write one flat tensor, of which every output gets its part."""
+    own = adjoining(outputs)
+    if own is not None:
+        fill(own)
+        return
+    sizes = [output.numel() for output in outputs]
+    whole = outputs[0].new_empty(sum(sizes))
+    fill(whole)
+    for output, part in zip(outputs, torch.split(whole, sizes), strict=True):
+        output.copy_(part.view(output.shape))

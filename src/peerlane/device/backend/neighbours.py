@@ -1,0 +1,63 @@
+"""Which ranks of a group live on one host, and whether some of them share a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from peerlane.settings import shared_gpu_environment
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank runs: its host, and the identifiers of the GPUs that it can see."""
+
+    host: str
+    gpus: tuple[str, ...]
+
+    @classmethod
+    def own(cls) -> Seat:
+        """This process's. Containers of one machine can have one name, so the boot identifier is a part of the host's."""
+        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpus = tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(count))
+        return cls(f"{socket.gethostname()}/{boot}", gpus)
+
+
+def exchange_seats(store: Store, rank: int, world_size: int) -> list[Seat]:
+    """The seats of all ranks of a group, through its store. Waits for every rank, within the store's timeout."""
+    store.set(f"seat/{rank}", json.dumps(asdict(Seat.own())))
+    read = (json.loads(store.get(f"seat/{other}")) for other in range(world_size))
+    return [Seat(seat["host"], tuple(seat["gpus"])) for seat in read]
+
+
+def share_gpus(seats: Sequence[Seat]) -> bool:
+    """True if some host has more ranks than GPUs that these ranks can see, so that at least two of them use one GPU."""
+    for host in {seat.host for seat in seats}:
+        here = [seat for seat in seats if seat.host == host]
+        gpus = {gpu for seat in here for gpu in seat.gpus}
+        if gpus and len(here) > len(gpus):
+            return True
+    return False
+
+
+def prepare_shared_gpus(seats: Sequence[Seat], label: str) -> Mapping[str, str]:
+    """Set what NCCL and torch's symmetric memory need where ranks share a GPU; returns the variables that were not set before.
+
+    ``label`` is another one for every rank of the node. Must come before the first NCCL communicator of the process.
+    """
+    if not share_gpus(seats):
+        return {}
+    one_host = len({seat.host for seat in seats}) == 1
+    missing = {name: value for name, value in shared_gpu_environment(label, one_host=one_host).items() if name not in os.environ}
+    os.environ.update(missing)
+    return missing

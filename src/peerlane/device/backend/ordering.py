@@ -1,0 +1,206 @@
+"""In which order the collectives of a process run on its GPU, and what their callers wait for.
+
+Kernels of the kit wait for other ranks while they hold their SMs. Two such kernels side by side can each hold what the other one needs, so
+all collectives of a process form one chain, in the order of their calls. Like in PyTorch's NCCL backend, a blocking call runs on the
+caller's stream and an asynchronous one on a stream of the backend's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from peerlane.device import _cuda
+
+NO_TIMEOUT = timedelta(0)
+
+
+class Lane(Protocol):
+    """Runs the kit's collectives of one device one after the other."""
+
+    def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> Work:
+        """Start ``call``, which reads and writes ``tensors``, behind everything that ran here before."""
+        ...
+
+    def before_child(self) -> None:
+        """A collective of another library follows, ordered by the caller's stream."""
+        ...
+
+    def after_child(self, child: object, work: Work | None) -> None:
+        """``child`` started it, and ``work`` stands for its end; None if it runs on the caller's stream."""
+        ...
+
+    def capturing(self) -> bool:
+        """True while the caller's stream is captured into a graph."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when everything that ran here and on the caller's stream has ended."""
+        ...
+
+
+class FinishedWork(Work):
+    """A call that is already ordered before whatever its caller does next."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        devices: list[Any] = sorted({tensor.device for tensor in self._tensors if tensor.is_cuda}, key=str)
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+        future.set_result(self._tensors)
+        return future
+
+
+class StreamWork(FinishedWork):
+    """A call that runs on ``stream`` until ``end``. ``wait`` makes the caller's stream wait, not the host."""
+
+    def __init__(self, stream: torch.cuda.Stream, end: torch.cuda.Event, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._stream, self._end = stream, end
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        torch.cuda.current_stream(self._stream.device).wait_event(self._end)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self._end.query())  # type: ignore[no-untyped-call]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with torch.cuda.stream(self._stream):
+            return super().get_future()
+
+
+class JointWork(FinishedWork):
+    """Several calls; waiting for it is waiting for all of them."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self.works = list(works)
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        for work in self.works:
+            work.wait(timeout)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self.works)
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor for work in self.works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        every = torch.futures.collect_all([work.get_future() for work in self.works])
+        return every.then(lambda futures: [tensor for future in futures.value() for tensor in future.value()])
+
+
+class CudaLane:
+    """The order of the collectives of this process on one GPU.
+
+    A graph that is being captured is an order of its own: nothing in it waits for what was called outside, which has ended by then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._side: torch.cuda.Stream | None = None
+        self._last: tuple[torch.cuda.Stream, int] | None = None
+        self._children: dict[int, tuple[Work, int]] = {}
+        """The last call of each other library's group; its calls are ordered among themselves."""
+
+    def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> Work:
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            capture = _capture(current)
+            self._follow_children(capture)
+            if not asynchronous:
+                self._follow(current, capture)
+                call()
+                self._last = current, capture
+                return FinishedWork(tensors)
+            if self._side is None:
+                self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side = self._side
+            side.wait_stream(current)
+            self._follow(side, capture)
+            with torch.cuda.stream(side):
+                call()
+                end = side.record_event()
+            for tensor in tensors:
+                tensor.record_stream(side)
+            self._last = side, capture
+            return StreamWork(side, end, tensors)
+
+    def before_child(self) -> None:
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            self._follow(current, _capture(current))
+
+    def after_child(self, child: object, work: Work | None) -> None:
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            if work is None:
+                self._last = current, _capture(current)
+            else:
+                self._children[id(child)] = work, _capture(current)
+
+    def capturing(self) -> bool:
+        with torch.cuda.device(self.device):
+            return bool(torch.cuda.is_current_stream_capturing())
+
+    def synchronize(self) -> None:
+        with torch.cuda.device(self.device):
+            current = torch.cuda.current_stream()
+            self._follow_children(0)
+            self._follow(current, 0)
+            current.synchronize()
+
+    def _follow(self, stream: torch.cuda.Stream, capture: int) -> None:
+        """Let ``stream`` wait for the kit's last collective, if that ran on another stream."""
+        if self._last is not None and self._last[1] == capture and self._last[0] != stream:
+            stream.wait_stream(self._last[0])
+
+    def _follow_children(self, capture: int) -> None:
+        """Let the current stream wait for the collectives of other libraries.
+
+        It is the caller's: these works release their tensors once a stream has waited, and the caller's stream is where they are reused.
+        """
+        for work, known in self._children.values():
+            if known == capture:
+                work.wait()
+        self._children.clear()
+
+
+def _capture(stream: torch.cuda.Stream) -> int:
+    """Which capture the current stream is in; 0 outside of captures."""
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    status, _, capture, *_ = _cuda.driver().cuStreamGetCaptureInfo(stream.cuda_stream)
+    return 0 if status else int(capture)

@@ -1,0 +1,245 @@
+"""The process group of the backend: torch.distributed's operations in terms of the kit's and of NCCL's and gloo's."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Work
+
+from peerlane.device.backend import kit
+from peerlane.device.backend.kit import Collectives
+from peerlane.device.backend.ordering import JointWork
+from peerlane.device.backend.routing import LIBRARIES, RoutedGroup, c10d
+from peerlane.device.backend.tally import count
+from peerlane.errors import UsageError
+
+NO_POINT_TO_POINT = "the kit has no point-to-point operations"
+
+
+@dataclass
+class _Batch:
+    """The calls of one ``batch_isend_irecv``, which NCCL gets as one group."""
+
+    operations: Sequence[Any]
+    child: Any
+    device: torch.device
+    issued: int = 0
+    joint: JointWork = field(default_factory=lambda: JointWork([]))
+
+
+class PeerlaneGroup(RoutedGroup):
+    """A group whose collectives run on the kit where it serves them. Its children are ordinary gloo and NCCL groups."""
+
+    _batch: _Batch | None = None
+
+    # ---- sums ------------------------------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        opts = opts or c10d.AllreduceOptions()
+        (tensor,) = _one(tensors, "all_reduce")
+        if (served := self._served("all_reduce", tensor, opts.reduceOp)) is not None:
+            return self._on_kit(lambda: served.all_reduce(kit.flat(tensor)), tensors, opts)
+        return self._on_child(tensor, lambda child: child.allreduce(tensors, opts))
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        return JointWork([self.allreduce([tensor], _like(c10d.AllreduceOptions(), opts)) for tensor in tensors])
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        opts = opts or c10d.ReduceOptions()
+        (tensor,) = _one(tensors, "reduce")
+        if (served := self._served("reduce", tensor, opts.reduceOp)) is not None:
+            return self._on_kit(lambda: served.reduce(kit.flat(tensor), opts.rootRank), tensors, opts)
+        return self._on_child(tensor, lambda child: child.reduce(tensors, opts))
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        opts = opts or c10d.ReduceScatterOptions()
+        if (served := self._served("reduce_scatter_single", input, opts.reduceOp)) is not None:
+            return self._on_kit(lambda: served.reduce_scatter_tensor(output, input), [output, input], opts)
+        return self._on_child(input, lambda child: child._reduce_scatter_base(output, input, opts))
+
+    def reduce_scatter_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        return JointWork([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
+        opts = opts or c10d.ReduceScatterOptions()
+        (output,), (parts,) = _one(outputs, "reduce_scatter"), _one(inputs, "reduce_scatter")
+        refusal = "" if kit.same_sizes([*parts, output]) else "parts of different sizes; the kit reduces and scatters equal ones"
+        if (served := self._served("reduce_scatter", output, opts.reduceOp, refusal)) is not None:
+            return self._on_kit(lambda: served.reduce_scatter_tensor(output, kit.joined(parts)), [output, *parts], opts)
+        return self._on_child(output, lambda child: child.reduce_scatter(outputs, inputs, opts))
+
+    # ---- moves -----------------------------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        opts = opts or c10d.BroadcastOptions()
+        (tensor,) = _one(tensors, "broadcast")
+        if (served := self._served("broadcast", tensor)) is not None:
+            return self._on_kit(lambda: served.broadcast(kit.flat(tensor), opts.rootRank), tensors, opts)
+        return self._on_child(tensor, lambda child: child.broadcast(tensors, opts))
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+        opts = opts or c10d.AllgatherOptions()
+        if (served := self._served("all_gather_single", input)) is not None:
+            return self._on_kit(lambda: served.all_gather_into_tensor(output, input), [output, input], opts)
+        return self._on_child(input, lambda child: child._allgather_base(output, input, opts))
+
+    def all_gather_single_coalesced(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        return JointWork([self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        opts = opts or c10d.AllgatherOptions()
+        (input,), (parts,) = _one(inputs, "all_gather"), _one(outputs, "all_gather")
+        refusal = "" if kit.same_sizes(parts) else "parts of different sizes; the kit gathers equal ones"
+        if (served := self._served("all_gather", input, refusal=refusal)) is not None:
+            fill = lambda whole: served.all_gather_into_tensor(whole, input.contiguous())  # noqa: E731
+            return self._on_kit(lambda: kit.fill_parts(parts, fill), [input, *parts], opts)
+        return self._on_child(input, lambda child: child.allgather(outputs, inputs, opts))
+
+    def allgather_coalesced(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        return JointWork(
+            [self.allgather([list(parts)], [input], opts) for parts, input in zip(zip(*outputs, strict=True), inputs, strict=True)]
+        )
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        opts = opts or c10d.GatherOptions()
+        (input,) = _one(inputs, "gather")
+        if (served := self._served("gather", input)) is not None:
+            return self._on_kit(lambda: _gather(served, outputs, input, opts.rootRank), [input, *itertools.chain(*outputs)], opts)
+        return self._on_child(input, lambda child: child.gather(outputs, inputs, opts))
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Work:
+        opts = opts or c10d.ScatterOptions()
+        (output,) = _one(outputs, "scatter")
+        if (served := self._served("scatter", output)) is not None:
+            return self._on_kit(lambda: _scatter(served, output, inputs, opts.rootRank), [output, *itertools.chain(*inputs)], opts)
+        return self._on_child(output, lambda child: child.scatter(outputs, inputs, opts))
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+        opts: Any = None,
+    ) -> Work:
+        opts = opts or c10d.AllToAllOptions()
+        if (served := self._served("all_to_all_single", input)) is not None:
+            splits = (list(output_splits) or None, list(input_splits) or None)
+            return self._on_kit(lambda: served.all_to_all_single(output, input, *splits), [output, input], opts)
+        return self._on_child(input, lambda child: child.alltoall_base(output, input, list(output_splits), list(input_splits), opts))
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> Work:
+        opts = opts or c10d.AllToAllOptions()
+        if (served := self._served("all_to_all", inputs[0])) is not None:
+            splits = [tensor.numel() for tensor in outputs], [tensor.numel() for tensor in inputs]
+            fill = lambda whole: served.all_to_all_single(whole, kit.joined(inputs), *splits)  # noqa: E731
+            return self._on_kit(lambda: kit.fill_parts(outputs, fill), [*inputs, *outputs], opts)
+        return self._on_child(inputs[0], lambda child: child.alltoall(outputs, inputs, opts))
+
+    # The names of PyTorch before 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # ---- point to point --------------------------------------------------------------------------------------------------------------
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
+        return self._point_to_point("send", tensors, lambda child: child.send(tensors, dst, tag))
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
+        return self._point_to_point("recv", tensors, lambda child: child.recv(tensors, src, tag))
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
+        return self._point_to_point("recv", tensors, lambda child: child.recv_anysource(tensors, tag))
+
+    def _point_to_point(self, operation: str, tensors: list[torch.Tensor], issue: Callable[[Any], Work]) -> Work:
+        """Messages are not part of the chain of collectives: one may wait for a peer that has collectives to do first."""
+        (tensor,) = _one(tensors, operation)
+        child = self._child(tensor.device)
+        offered = tensor.device.type == self._provider.device_type
+        count(operation, tensor.device.type, LIBRARIES[tensor.device.type], NO_POINT_TO_POINT if offered else "")
+        operations = _calling_batch() if child.supports_coalescing and self._coalescing is None else None
+        if operations is None:
+            return self._noted(issue(child))
+        if self._batch is None or self._batch.operations is not operations:
+            self._batch = _Batch(operations, child, tensor.device)
+            child._start_coalescing()
+        batch = self._batch
+        try:
+            issue(child)
+        except BaseException:
+            self._batch = None
+            with contextlib.suppress(Exception):
+                child._end_coalescing()
+            raise
+        batch.issued += 1
+        if batch.issued == len(operations):
+            self._batch = None
+            batch.joint.works.append(child._end_coalescing())
+        return batch.joint
+
+
+def create_group(options: Any, backend_options: Any = None) -> PeerlaneGroup:
+    """What torch.distributed calls on every rank of a new group."""
+    return PeerlaneGroup(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.timeout,
+        name=options.group_id,
+        ranks=list(options.global_ranks_in_group),
+    )
+
+
+def _one(items: Sequence[Any], operation: str) -> Sequence[Any]:
+    """``items``, of which there is one: a process has one GPU of a group."""
+    if len(items) != 1:
+        raise UsageError(f"{operation} of {len(items)} tensors at once; pass one, or use a coalesced operation")
+    return items
+
+
+def _like(options: Any, other: Any) -> Any:
+    """``options`` with the reduction, the timeout and the kind of call of ``other``."""
+    for name in ("reduceOp", "timeout", "asyncOp"):
+        setattr(options, name, getattr(other, name))
+    return options
+
+
+def _gather(served: Collectives, outputs: Sequence[Sequence[torch.Tensor]], input: torch.Tensor, dst: int) -> None:
+    if outputs:
+        kit.fill_parts(outputs[0], lambda whole: served.gather(input.contiguous(), whole, dst))
+    else:
+        served.gather(input.contiguous(), None, dst)
+
+
+def _scatter(served: Collectives, output: torch.Tensor, inputs: Sequence[Sequence[torch.Tensor]], src: int) -> None:
+    kit.fill_parts([output], lambda whole: served.scatter(whole, kit.joined(inputs[0]) if inputs else None, src))
+
+
+def _calling_batch() -> Sequence[Any] | None:
+    """The operations of the ``batch_isend_irecv`` that this call comes from, or None.
+
+    PyTorch tells a group written in Python nothing about batches, and NCCL deadlocks if it gets their messages one by one.
+    """
+    frame = inspect.currentframe()
+    for _ in range(8):
+        if frame is None:
+            return None
+        if frame.f_code is _BATCH_CODE:
+            operations: Sequence[Any] = frame.f_locals["p2p_op_list"]
+            return operations
+        frame = frame.f_back
+    return None
+
+
+_BATCH_CODE = inspect.unwrap(dist.batch_isend_irecv).__code__

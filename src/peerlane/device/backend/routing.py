@@ -1,0 +1,235 @@
+"""A process group that sends every call to the kit, to NCCL or to gloo, by its device, operation, dtype and group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ReduceOp, Store, Work
+from torch.distributed import distributed_c10d
+
+from peerlane.device.backend import kit
+from peerlane.device.backend.kit import Collectives, KitProvider, Provider
+from peerlane.device.backend.neighbours import exchange_seats, prepare_shared_gpus
+from peerlane.device.backend.ordering import FinishedWork, JointWork
+from peerlane.device.backend.tally import count
+from peerlane.errors import PeerlaneError, UsageError
+
+c10d: Any = distributed_c10d
+CLOSE_LIMIT = timedelta(seconds=10)
+"""How long a rank waits for the others before it frees memory that they can write to."""
+LIBRARIES = {"cpu": "gloo", "cuda": "nccl"}
+"""The library that serves a device's tensors where the kit does not."""
+
+_provider: Provider = KitProvider()
+
+
+def use_provider(provider: Provider) -> Provider:
+    """Let groups that are created from now on use ``provider`` in the kit's place; returns the one before. For tests."""
+    global _provider
+    before, _provider = _provider, provider
+    return before
+
+
+@dataclass
+class _Coalescing:
+    """What was called since ``_start_coalescing``."""
+
+    works: list[Work] = field(default_factory=list)
+    collectives: bool = False
+    """True if a child has collectives among its calls, not only messages."""
+
+
+_Untyped: Any = ProcessGroup  # its overloads are those of every PyTorch before this one
+
+
+class RoutedGroup(_Untyped):  # type: ignore[misc]
+    """The part that knows no operation: children, the kit, routes, coalescing and the end."""
+
+    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta, *, name: str, ranks: Sequence[int]) -> None:
+        super().__init__(rank, world_size)
+        self._provider, self._timeout = _provider, timeout
+        self._kit: Collectives | None = None
+        self._kit_device: torch.device | None = None
+        self._coalescing: _Coalescing | None = None
+        self._opening = False
+        self._store = PrefixStore("peerlane", store)
+        seats = exchange_seats(self._store, rank, world_size)
+        self._refusal = kit.refused_group(world_size, [seat.host for seat in seats])
+        self._children: dict[str, Any] = {"cpu": c10d.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, timeout=timeout)}
+        kind = ProcessGroup.BackendType
+        self._register_backend(torch.device("cpu"), kind.GLOO, self._children["cpu"])
+        self._set_default_backend(kind.GLOO)
+        if torch.cuda.is_available() and distributed_c10d.is_nccl_available():
+            prepare_shared_gpus(seats, f"rank{ranks[rank] if ranks else rank}")
+            self._children["cuda"] = _nccl(PrefixStore("nccl", store), rank, world_size, timeout, name, ranks)
+            self._register_backend(torch.device("cuda"), kind.NCCL, self._children["cuda"])
+            self._set_default_backend(kind.NCCL)
+        _tell_symmetric_memory(name, rank, world_size, PrefixStore("symmetric_memory", store))
+
+    def _served(self, operation: str, tensor: torch.Tensor, op: ReduceOp | None = None, refusal: str = "") -> Collectives | None:
+        """The kit, if it serves this call; counts where the call goes. All ranks of a call decide alike."""
+        device = tensor.device
+        if self._opening:  # what the kit itself exchanges
+            return None
+        if device.type != self._provider.device_type:
+            count(operation, device.type, LIBRARIES.get(device.type, "nothing"))
+            return None
+        refusal = refusal or self._refusal or ("" if op is None else kit.refused_sum(op, tensor.dtype, self._provider.sum_dtypes))
+        if not refusal and self._kit is None:
+            self._open_kit(device)
+            refusal = self._refusal
+        if not refusal and device != self._kit_device:
+            refusal = f"a tensor on {device}; the group's kit works on {self._kit_device}, where its first call was"
+        count(operation, device.type, LIBRARIES[device.type] if refusal else "kit", refusal)
+        return None if refusal else self._kit
+
+    def _open_kit(self, device: torch.device) -> None:
+        """Open the kit on all ranks, or on none. NCCL connects too: messages between some of the ranks may follow, which can not do it."""
+        if self._provider.lane(device).capturing():
+            raise UsageError("the group's first collective came while a graph was captured; call it once before, on every rank")
+        opened, problem, self._opening = None, "", True
+        try:
+            opened = self._provider.open(self, device)
+        except (PeerlaneError, ImportError, RuntimeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        finally:
+            self._opening = False
+        self._store.set(f"opened/{self.rank()}", problem or "yes")
+        answers = [self._store.get(f"opened/{rank}").decode() for rank in range(self.size())]
+        failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer != "yes"]
+        if failed:
+            self._refusal = f"the kit could not be opened on {'; '.join(failed)}"
+            if opened is not None:
+                opened.close()
+            return
+        self._kit, self._kit_device = opened, device
+        if device.type == "cuda":
+            self._child(device).eager_connect_single_device(device)
+
+    def _on_kit(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], opts: Any) -> Work:
+        assert self._kit_device is not None
+        return self._noted(self._provider.lane(self._kit_device).run(call, tensors, asynchronous=opts.asyncOp))
+
+    def _on_child(self, tensor: torch.Tensor, issue: Callable[[Any], Work | None]) -> Work:
+        child = self._child(tensor.device)
+        if tensor.device.type != self._provider.device_type or self._opening:
+            return self._noted(issue(child))
+        lane = self._provider.lane(tensor.device)
+        lane.before_child()
+        work = issue(child)
+        if self._coalescing is None:
+            lane.after_child(child, work)
+        else:
+            self._coalescing.collectives = True
+        return self._noted(work)
+
+    def _noted(self, work: Work | None) -> Work:
+        """The work of a call, also where PyTorch gives none because the call runs on the caller's stream."""
+        work = FinishedWork() if work is None else work
+        if self._coalescing is not None:
+            self._coalescing.works.append(work)
+        return work
+
+    def _child(self, device: torch.device) -> Any:
+        if device.type in self._children:
+            return self._children[device.type]
+        raise UsageError(
+            f"a tensor on {device}: this process group serves {' and '.join(self._children)} tensors; "
+            "CUDA tensors need a GPU and a PyTorch with NCCL"
+        )
+
+    def barrier(self, opts: Any = None) -> Work:
+        """All ranks have come, and what they had launched on their current streams has ended. A captured one orders the device only."""
+        opts = opts or c10d.BarrierOptions()
+        device = self._barrier_device(opts)
+        if device is not None:
+            lane = self._provider.lane(device)
+            if lane.capturing():
+                work: Work = self.allreduce([torch.zeros(1, dtype=torch.int32, device=device)])
+                return work
+            lane.synchronize()
+        count("barrier", "cpu", "gloo")
+        waiting = c10d.BarrierOptions()
+        waiting.timeout = opts.timeout
+        return self._noted(self._children["cpu"].barrier(waiting))
+
+    def _barrier_device(self, opts: Any) -> torch.device | None:
+        """The GPU whose work has to end too; None if this process has not used one."""
+        if "cuda" not in self._children or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return self._kit_device
+        if opts.device_ids:
+            return torch.device("cuda", opts.device_ids[0])
+        return self._kit_device or torch.device("cuda", torch.cuda.current_device())
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        self._children["cpu"].monitored_barrier(timeout or self._timeout, wait_all_ranks)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = _Coalescing()
+        if (child := self._child(device)).supports_coalescing:
+            child._start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        coalesced, self._coalescing = self._coalescing or _Coalescing(), None
+        child = self._child(device)
+        if not child.supports_coalescing:
+            return JointWork(coalesced.works)
+        work = child._end_coalescing()
+        if coalesced.collectives:
+            self._provider.lane(device).after_child(child, work)
+        own = [known for known in coalesced.works if isinstance(known, FinishedWork)]
+        return JointWork(own if work is None else [*own, work])
+
+    def get_group_store(self) -> Store:
+        """Where the ranks of this group can leave each other messages; the C++ class holds none for a group written in Python."""
+        return self._store
+
+    def getBackendName(self) -> str:
+        return "peerlane"
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        for child in self._children.values():
+            child.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        self._close_kit(waits=True)
+        for child in self._children.values():
+            child.shutdown()
+
+    def abort(self) -> None:
+        self._close_kit(waits=False)
+        for child in self._children.values():
+            child.abort()
+
+    def _close_kit(self, *, waits: bool) -> None:
+        """Free the kit's memory once no rank can write to it; where that can not be known, the end of the process frees it."""
+        opened, self._kit = self._kit, None
+        if opened is None or not waits or self._kit_device is None:
+            return
+        opts = c10d.BarrierOptions()
+        opts.timeout = CLOSE_LIMIT
+        with contextlib.suppress(RuntimeError):
+            self._provider.lane(self._kit_device).synchronize()
+            self._children["cpu"].barrier(opts).wait(CLOSE_LIMIT)
+            opened.close()
+
+
+def _nccl(store: Store, rank: int, world_size: int, timeout: timedelta, name: str, ranks: Sequence[int]) -> Any:
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.global_ranks_in_group = list(ranks)
+    options.group_name = name
+    return c10d.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+def _tell_symmetric_memory(name: str, rank: int, world_size: int, store: Store) -> None:
+    """torch's symmetric memory asks a group for its store, which a group written in Python can not hold."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    with contextlib.suppress(RuntimeError):  # a group of this name, destroyed since, has told it already
+        _SymmetricMemory.set_group_info(name, rank, world_size, store)

@@ -1,0 +1,226 @@
+"""The backend's order on a GPU, with stand-ins for streams; which ranks share GPUs; what the report says."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from peerlane.device.backend import kit, ordering, tally
+from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus, share_gpus
+
+
+class Stream:
+    """A stream that knows which calls are ordered before its next one. ``capture`` is the graph that it is captured into, or 0."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine, self.before, self.device, self.cuda_stream = machine, set[str](), torch.device("cpu"), self
+        self.capture = 0
+
+    def wait_stream(self, other: Stream) -> None:
+        if self.capture != other.capture and self.capture == 0:
+            raise RuntimeError("an eager stream waits for a captured one")
+        if other.capture == 0 and self.capture:
+            raise RuntimeError("a captured stream waits for an eager one")
+        self.before |= other.before
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(before=set(self.before), capture=self.capture, query=lambda: True)
+
+    def wait_event(self, event: Any) -> None:
+        assert event.capture == self.capture or self.capture == 0, "an event of another capture"
+        self.before |= event.before
+
+
+class Machine:
+    """torch.cuda as far as a lane uses it."""
+
+    def __init__(self) -> None:
+        self.current = Stream(self)
+        self.side: Stream | None = None
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def new_stream(self) -> Stream:
+        self.side = Stream(self)
+        return self.side
+
+    def call(self, name: str, seen: dict[str, set[str]]) -> Callable[[], None]:
+        def run() -> None:
+            seen[name] = set(self.current.before)
+            self.current.before.add(name)
+
+        return run
+
+
+class Tensor:
+    def __init__(self) -> None:
+        self.kept_for: list[Any] = []
+
+    def record_stream(self, stream: Any) -> None:
+        self.kept_for.append(stream)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    cuda = SimpleNamespace(
+        device=lambda device: contextlib.nullcontext(),
+        current_stream=lambda device=None: machine.current,
+        Stream=machine.new_stream,
+        stream=machine.on,
+        is_current_stream_capturing=lambda: machine.current.capture != 0,
+    )
+    monkeypatch.setattr(ordering.torch, "cuda", cuda)
+    monkeypatch.setattr(ordering._cuda, "driver", lambda: SimpleNamespace(cuStreamGetCaptureInfo=lambda stream: (0, 1, stream.capture)))
+    return machine
+
+
+def test_collectives_of_a_process_form_one_chain_whatever_their_streams(machine: Machine) -> None:
+    lane, seen, tensor = ordering.CudaLane(torch.device("cpu")), dict[str, set[str]](), Tensor()
+    streams = [machine.current, Stream(machine), Stream(machine)]
+    plan = [(0, False), (1, False), (1, True), (2, True), (2, False), (0, True), (0, False)]
+    for number, (stream, asynchronous) in enumerate(plan):
+        with machine.on(streams[stream]):
+            machine.current.before.add(f"producer {number}")
+            work = lane.run(machine.call(f"call {number}", seen), [tensor], asynchronous=asynchronous)  # type: ignore[list-item]
+            if asynchronous:
+                assert f"call {number}" not in machine.current.before, "an asynchronous call holds its caller up"
+            work.wait()
+            assert f"call {number}" in machine.current.before
+    for number in range(len(plan)):
+        assert seen[f"call {number}"] >= {f"producer {number}", *(f"call {earlier}" for earlier in range(number))}
+    assert tensor.kept_for == [machine.side] * 3  # memory of asynchronous calls is not reused too early
+
+
+def test_the_kit_waits_for_nccl_and_nccl_for_the_kit(machine: Machine) -> None:
+    lane, seen = ordering.CudaLane(torch.device("cpu")), dict[str, set[str]]()
+    nccl, child = Stream(machine), object()
+
+    class Work(dist.Work):
+        def wait(self, timeout: Any = None) -> bool:
+            machine.current.wait_stream(nccl)
+            return True
+
+    def nccl_call(name: str) -> Work:
+        lane.before_child()
+        nccl.wait_stream(machine.current)
+        with machine.on(nccl):
+            machine.call(name, seen)()
+        work = Work()
+        lane.after_child(child, work)
+        return work
+
+    lane.run(machine.call("kit 1", seen), [], asynchronous=True)
+    nccl_call("nccl 1")
+    nccl_call("nccl 2")
+    lane.run(machine.call("kit 2", seen), [], asynchronous=True)
+    lane.before_child()
+    with machine.on(Stream(machine)):  # a blocking NCCL call has no work, and runs on its caller's stream
+        lane.before_child()
+        machine.call("nccl 3", seen)()
+        lane.after_child(child, None)
+    lane.run(machine.call("kit 3", seen), [], asynchronous=False)
+    order = ["kit 1", "nccl 1", "nccl 2", "kit 2", "nccl 3", "kit 3"]
+    for number, name in enumerate(order):
+        assert seen[name] >= set(order[:number]), name
+
+
+def test_a_captured_graph_waits_for_nothing_outside_and_nothing_for_it(machine: Machine) -> None:
+    lane, seen = ordering.CudaLane(torch.device("cpu")), dict[str, set[str]]()
+    lane.run(machine.call("eager 1", seen), [], asynchronous=True)
+    for capture in (1, 2):
+        captured = Stream(machine)
+        captured.capture = capture
+        assert machine.side is not None
+        with machine.on(captured):
+            assert lane.capturing()
+            machine.side.capture = capture  # it joins when it waits for the captured stream
+            machine.side.before.clear()
+            lane.run(machine.call(f"captured {capture}", seen), [], asynchronous=True).wait()
+            lane.run(machine.call(f"captured {capture} again", seen), [], asynchronous=False)
+        captured.capture = machine.side.capture = 0
+        assert seen[f"captured {capture} again"] == {f"captured {capture}"}
+    lane.run(machine.call("eager 2", seen), [], asynchronous=False)
+    assert "captured 2" not in seen["eager 2"]
+
+
+def seats(*hosts: list[list[str]]) -> list[Seat]:
+    """Seats by host: for each rank of a host, the GPUs that it sees."""
+    return [Seat(f"host{number}", tuple(gpus)) for number, ranks in enumerate(hosts) for gpus in ranks]
+
+
+@pytest.mark.parametrize(
+    ("members", "shared"),
+    [
+        (seats([["a", "b"]] * 2), False),
+        (seats([["a"], ["b"]]), False),  # a mask for each rank
+        (seats([["a"]] * 2), True),
+        (seats([["a", "b"]] * 3), True),
+        (seats([["a"]], [["a"]]), False),  # the same name on two hosts
+        (seats([["a", "b"]] * 2, [["c"]] * 2), True),
+        (seats([[]] * 4), False),  # no GPU at all
+    ],
+)
+def test_ranks_share_gpus_where_a_host_has_fewer_than_ranks(members: list[Seat], shared: bool) -> None:
+    assert share_gpus(members) is shared
+
+
+def test_ranks_that_share_a_gpu_get_what_nccl_needs_and_users_keep_what_they_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"NCCL_IB_DISABLE": "0"})
+    assert prepare_shared_gpus(seats([["a", "b"]] * 2), "rank1") == {}
+    assert "NCCL_HOSTID" not in os.environ
+    one_host = prepare_shared_gpus(seats([["a"]] * 2), "rank1")
+    assert one_host["NCCL_HOSTID"] == os.environ["NCCL_HOSTID"] == "rank1" and one_host["NCCL_SOCKET_IFNAME"] == "lo"
+    assert os.environ["NCCL_IB_DISABLE"] == "0"
+    monkeypatch.setattr(os, "environ", {})
+    several = prepare_shared_gpus(seats([["a"]] * 2, [["b"]] * 2), "rank1")
+    assert several["NCCL_HOSTID"] == "rank1" and "NCCL_SOCKET_IFNAME" not in several  # the hosts need their network
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "reason"),
+    [
+        (1, ["a"], "the group has 1 ranks; the kit serves 2 to 8"),
+        (9, ["a"] * 9, "the group has 9 ranks; the kit serves 2 to 8"),
+        (4, ["a", "a", "b", "b"], "the group spans 2 hosts; the kit serves groups of one host"),
+        (8, ["a"] * 8, ""),
+    ],
+)
+def test_groups_that_the_kit_does_not_serve(ranks: int, hosts: list[str], reason: str) -> None:
+    assert kit.refused_group(ranks, hosts) == reason
+
+
+def test_sums_that_the_kit_does_not_serve() -> None:
+    provider = kit.KitProvider()
+    assert kit.refused_sum(dist.ReduceOp.SUM, torch.bfloat16, provider.sum_dtypes) == ""
+    assert kit.refused_sum(dist.ReduceOp.AVG, torch.bfloat16, provider.sum_dtypes).startswith("ReduceOp.AVG; ")
+    assert "float8_e4m3fn" in kit.refused_sum(dist.ReduceOp.SUM, torch.int64, provider.sum_dtypes)
+
+
+def test_calls_are_counted_and_reasons_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    tally.reset_counts()
+    assert tally.report() == "no collective has been called"
+    with caplog.at_level(logging.WARNING, "peerlane.device.backend"):
+        for operation, reason in itertools.product(("all_reduce", "reduce"), ("", "a reason", "a reason")):
+            tally.count(operation, "cuda", "nccl" if reason else "kit", reason)
+    assert [record.message for record in caplog.records] == ["all_reduce runs on nccl: a reason", "reduce runs on nccl: a reason"]
+    assert tally.counts()[1] == tally.Count("all_reduce", "cuda", "nccl", "a reason", 2)
+    assert tally.report().splitlines()[:3] == [
+        "operation   tensors  ran on  calls  reason",
+        "all_reduce  cuda     kit     1",
+        "all_reduce  cuda     nccl    2      a reason",
+    ]
+    tally.reset_counts()

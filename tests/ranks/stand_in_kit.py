@@ -1,0 +1,195 @@
+"""The kit's collectives on CPU tensors, through shared memory: what the backend is tested with where there is no GPU.
+
+Every call says what it is, and every rank compares what the others said: ranks that disagree about the next call get an error at once.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from peerlane.device.backend.ordering import NO_TIMEOUT, FinishedWork
+from peerlane.errors import DeviceError, DeviceTimeout
+
+WAIT_S = 10.0
+SLOT_BYTES, TITLE_BYTES = 1 << 18, 128
+
+
+class SharedMemoryKit:
+    """What ``Communicator`` does, for CPU tensors of at most 256 KiB a rank. ``calls`` holds the names of the calls so far."""
+
+    def __init__(self, path: Path, rank: int, world_size: int) -> None:
+        size = world_size * (8 + TITLE_BYTES + SLOT_BYTES)
+        with path.open("a+b") as file:
+            file.truncate(size)
+            self._memory = mmap.mmap(file.fileno(), size)
+        whole = np.frombuffer(self._memory, dtype=np.uint8)
+        self._progress = whole[: 8 * world_size].view(np.int64)
+        self._titles = whole[8 * world_size :][: TITLE_BYTES * world_size].reshape(world_size, TITLE_BYTES)
+        self._slots = whole[(8 + TITLE_BYTES) * world_size :].reshape(world_size, SLOT_BYTES)
+        self._rank, self._world_size, self._step = rank, world_size, 0
+        self.calls: list[str] = []
+        self.closed = False
+
+    def _exchange(self, title: str, own: torch.Tensor | None) -> list[torch.Tensor]:
+        """Every rank's bytes; ``own`` may be shorter than other ranks'."""
+        self.calls.append(title.split()[0])
+        text = title.encode().ljust(TITLE_BYTES)
+        self._reach(2 * self._step)
+        if own is not None and own.nbytes:
+            self._slots[self._rank, : own.nbytes] = own.contiguous().view(-1).view(torch.uint8).numpy()
+        self._titles[self._rank] = np.frombuffer(text, dtype=np.uint8)
+        self._progress[self._rank] = 2 * self._step + 1
+        self._reach(2 * self._step + 1)
+        titles = {bytes(title).decode().strip() for title in self._titles}
+        if len(titles) > 1:
+            raise DeviceError(f"the ranks disagree about the next call: {sorted(titles)}")
+        copies = [torch.from_numpy(slot.copy()) for slot in self._slots]
+        self._step += 1
+        self._progress[self._rank] = 2 * self._step
+        return copies
+
+    def _reach(self, progress: int) -> None:
+        end = time.monotonic() + WAIT_S
+        while int(self._progress.min()) < progress:
+            if time.monotonic() > end:
+                raise DeviceTimeout(f"rank {self._rank} waited {WAIT_S} s for step {progress}; seen {self._progress.tolist()}")
+            time.sleep(0.0002)
+
+    def _sums(self, title: str, tensor: torch.Tensor) -> torch.Tensor:
+        parts = [copy[: tensor.nbytes].view(tensor.dtype) for copy in self._exchange(title, tensor)]
+        wide = torch.int32 if tensor.dtype == torch.int32 else torch.float32
+        return torch.stack([part.to(wide) for part in parts]).sum(0, dtype=wide).to(tensor.dtype)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        tensor.view(-1).copy_(self._sums(f"all_reduce {tensor.nbytes} {tensor.dtype}", tensor))
+
+    def reduce(self, tensor: torch.Tensor, dst: int) -> None:
+        total = self._sums(f"reduce {tensor.nbytes} {tensor.dtype} {dst}", tensor)
+        if self._rank == dst:
+            tensor.view(-1).copy_(total)
+
+    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        total = self._sums(f"reduce_scatter {input.nbytes} {input.dtype}", input)
+        output.view(-1).copy_(total.view(self._world_size, -1)[self._rank])
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> None:
+        seen = self._exchange(f"broadcast {tensor.nbytes} {src}", tensor if self._rank == src else None)
+        tensor.view(-1).copy_(seen[src][: tensor.nbytes].view(tensor.dtype))
+
+    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        seen = self._exchange(f"all_gather {input.nbytes}", input)
+        output.view(-1).copy_(torch.cat([copy[: input.nbytes].view(input.dtype) for copy in seen]))
+
+    def gather(self, tensor: torch.Tensor, output: torch.Tensor | None, dst: int) -> None:
+        seen = self._exchange(f"gather {tensor.nbytes} {dst}", tensor)
+        if output is not None:
+            output.view(-1).copy_(torch.cat([copy[: tensor.nbytes].view(tensor.dtype) for copy in seen]))
+
+    def scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> None:
+        seen = self._exchange(f"scatter {output.nbytes} {src}", input)
+        output.view(-1).copy_(seen[src][self._rank * output.nbytes :][: output.nbytes].view(output.dtype))
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+    ) -> None:
+        even = output_split_sizes is None and input_split_sizes is None
+        rows = list(input_split_sizes or [len(input) // self._world_size] * self._world_size)
+        lengths = torch.tensor(rows, dtype=torch.int64) * (input.nbytes // max(1, len(input)))
+        packed = torch.cat([lengths.view(torch.uint8), input.contiguous().view(-1).view(torch.uint8)])
+        seen = self._exchange(f"all_to_all {input.nbytes}" if even else "uneven_all_to_all", packed)
+        parts = []
+        for copy in seen:
+            sizes = copy[: 8 * self._world_size].view(torch.int64)
+            begin = 8 * self._world_size + int(sizes[: self._rank].sum())
+            parts.append(copy[begin : begin + int(sizes[self._rank])])
+        output.view(-1).copy_(torch.cat(parts).view(output.dtype))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ThreadWork(FinishedWork):
+    """A call in the lane's thread."""
+
+    def __init__(self, future: Future[None], tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._future = future
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        self._future.result(2 * WAIT_S)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        self.wait()
+        return super().get_future()
+
+
+class ThreadLane:
+    """One thread in the place of a GPU's streams."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self._last: list[Any] = []
+
+    def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> dist.Work:
+        self.synchronize() if not asynchronous else None
+        work = ThreadWork(self._thread.submit(call), tensors)
+        if not asynchronous:
+            work.wait()
+        self._last.append(work)
+        return work
+
+    def before_child(self) -> None:
+        self.synchronize()
+
+    def after_child(self, child: object, work: dist.Work | None) -> None:
+        if work is not None:
+            work.wait()
+
+    def capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        last, self._last = self._last, []
+        for work in last:
+            work.wait()
+
+
+class StandInProvider:
+    """Serves CPU tensors. ``broken_ranks`` can not open the kit."""
+
+    device_type = "cpu"
+    sum_dtypes = frozenset({torch.float32, torch.bfloat16, torch.int32})
+
+    def __init__(self, folder: Path, broken_ranks: Sequence[int] = ()) -> None:
+        self._folder, self._broken_ranks = folder, broken_ranks
+        self._lane: ThreadLane | None = None
+        self.opened: dict[str, SharedMemoryKit] = {}
+
+    def open(self, group: dist.ProcessGroup, device: torch.device) -> SharedMemoryKit:
+        if group.rank() in self._broken_ranks:
+            raise DeviceError("no such memory")
+        kit = SharedMemoryKit(self._folder / f"group-{group.group_name}", group.rank(), group.size())
+        self.opened[group.group_name] = kit
+        return kit
+
+    def lane(self, device: torch.device) -> ThreadLane:
+        self._lane = self._lane or ThreadLane()  # not before the fork
+        return self._lane
