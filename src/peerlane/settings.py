@@ -27,6 +27,11 @@ def candidate_caches() -> Path:
     return cache_dir() / "candidates"
 
 
+def has_sm_partition() -> bool:
+    """True where MPS gives this process a fixed share of the SMs (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE): the device then reports its share."""
+    return os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100") not in ("", "100")
+
+
 _NEEDED_BY_RANKS = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TERM|TMPDIR|CC|CXX|CFLAGS|CXXFLAGS|CPATH|LIBRARY_PATH|MAX_JOBS|VIRTUAL_ENV|XDG_CACHE_HOME|"
     r"(LD|PYTHON|CUDA|CUBLAS|CUDNN|NVCC|NVRTC|NVIDIA|NVSHMEM|NCCL|GLOO|TORCH|PYTORCH|TRITON|OMP|MKL|OPENBLAS|PEERLANE)_?\w*"

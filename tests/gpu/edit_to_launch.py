@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 
 from peerlane.device import Kernel, compile_cubin, gemm
+from peerlane.device.local import LocalRanks
 from peerlane.hardware.environment import record
 
 SCALE = """
@@ -58,7 +59,7 @@ def matrix_product(factor: int) -> None:
     a, b = (torch.randint(-1, 2, (128, 128), device="cuda").bfloat16() for _ in range(2))
     out = torch.empty_like(a)
     with mock.patch.object(gemm, "SOURCE", f"{gemm.SOURCE}\n{SCALE % factor}"):
-        gemm.bind(a, b, out, gemm.TILINGS[0])()
+        gemm.bind(LocalRanks(1).groups[0], a, b, out, gemm.TILINGS[0])()
     torch.cuda.synchronize()
     if not torch.equal(out, a @ b):
         raise SystemExit("the edited matrix product is wrong")

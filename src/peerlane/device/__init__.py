@@ -11,7 +11,20 @@ Device headers lie in ``include/peerlane`` and are included as ``<peerlane/comm.
 
 from peerlane.device.arena import Arena, ArenaView
 from peerlane.device.collectives import Communicator, communicator
+from peerlane.device.group import Group, group_of, per_group
 from peerlane.device.jit import Cubin, compile_cubin
 from peerlane.device.launch import Kernel, Launch
 
-__all__ = ["Arena", "ArenaView", "Communicator", "Cubin", "Kernel", "Launch", "communicator", "compile_cubin"]
+__all__ = [
+    "Arena",
+    "ArenaView",
+    "Communicator",
+    "Cubin",
+    "Group",
+    "Kernel",
+    "Launch",
+    "communicator",
+    "compile_cubin",
+    "group_of",
+    "per_group",
+]

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from peerlane.device import gemm
 from peerlane.device.arena import Arena
 from peerlane.device.gemm import ELEMENT_BYTES, GroupedTiles, Tiling
-from peerlane.device.jit import compile_cubin
-from peerlane.device.launch import Kernel, Launch
+from peerlane.device.group import DeviceLaunch, Group, group_of, per_group
 from peerlane.device.layout import LINE_BYTES
 from peerlane.device.roles import BlockNeeds, require_resident
 from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
@@ -209,28 +208,29 @@ class AllGatherGemm:
         m: int,
         local_k: int,
         dtype: torch.dtype,
-        group: dist.ProcessGroup | None = None,
+        group: Group | dist.ProcessGroup | None = None,
         *,
         timeout_s: float = 10.0,
         communicator_blocks: int = 0,
     ) -> None:
-        world_size = dist.get_world_size(group)
+        self.group = group_of(group)
+        world_size = self.group.world_size
         if dtype not in gemm.ELEMENT_TYPES or not m * local_k:
             raise UsageError(
                 f"all-gather of ({m}, {local_k}) in {dtype} and GEMM: expected elements, and bfloat16 or float16; convert the operands"
             )
         self.communicator_blocks = communicator_blocks
         self.workspace = Workspace(choose_pieces(m, local_k, world_size, communicator_blocks), dtype, world_size)
-        self.arena = Arena(self.workspace.nbytes, group, timeout_s=timeout_s)
+        self.arena = Arena(self.workspace.nbytes, self.group, timeout_s=timeout_s)
         self.gathered = self.arena.take(self.workspace.gathered_bytes, align=1024)
         self.flags = self.arena.take(self.workspace.flags_bytes)
         self.epochs = self.arena.take(4 * MAX_EPOCH_BLOCKS)
         self.arena.seal()
-        self._launches: dict[tuple[int, int, int, int], Launch] = {}
+        self._launches: dict[tuple[int, int, int, int], DeviceLaunch] = {}
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = gemm.empty_aligned(a.shape[0], b.shape[1], a)
-        key = (a.data_ptr(), b.data_ptr(), out.data_ptr(), b.shape[1])
+        key = self.group.address(a), self.group.address(b), self.group.address(out), b.shape[1]
         launch = self._launches.get(key)
         if launch is None:
             if len(self._launches) == _KEPT_LAUNCHES:
@@ -239,7 +239,7 @@ class AllGatherGemm:
         launch()
         return out
 
-    def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Launch:
+    def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> DeviceLaunch:
         """The launch for these tensors. It holds their addresses, not them."""
         space = self.workspace
         if (
@@ -253,12 +253,19 @@ class AllGatherGemm:
             )
         chosen = plan(space.pieces, b.shape[1], b.shape[0], self.arena.sm_count, self.communicator_blocks)
         tiling = chosen.tiling
-        cubin = compile_cubin(SOURCE, defines={**tiling.defines(a.dtype, "k", "mn"), "WORLD_SIZE": space.world_size})
-        kernel = Kernel(cubin, "all_gather_gemm", on_failure=self.arena.raise_fault)
+        defines = {**tiling.defines(a.dtype, "k", "mn"), "WORLD_SIZE": space.world_size}
+        kernel = self.group.kernel(SOURCE, "all_gather_gemm", defines=defines, on_failure=self.arena.raise_fault)
         needs = BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes)
         require_resident("all_gather_gemm", chosen.grid, needs, self.arena.sm_count)
         gathered = self.arena.view.base[self.arena.rank] + self.gathered
-        specs = space.specs(TensorPlace.of(a), TensorPlace.of(b), TensorPlace.of(out), gathered, tiling)
-        maps = {name: spec.encode() for name, spec in specs.items()}
-        parameters = space.parameters(maps, chosen, a.data_ptr(), self.gathered, self.flags, self.epochs)
-        return kernel.bind(chosen.grid, tiling.threads, (parameters, self.arena.view), shared_bytes=tiling.shared_bytes)
+        a_place, b_place, out_place = (TensorPlace.of(tensor, self.group) for tensor in (a, b, out))
+        maps = {name: self.group.encode(spec) for name, spec in space.specs(a_place, b_place, out_place, gathered, tiling).items()}
+        parameters = space.parameters(maps, chosen, self.group.address(a), self.gathered, self.flags, self.epochs)
+        arguments = parameters, self.arena.view
+        return kernel.bind(chosen.grid, tiling.threads, arguments, shared_bytes=tiling.shared_bytes, cluster=tiling.blocks)
+
+
+@per_group
+def all_gather_gemm(group: Group, m: int, local_k: int, dtype: torch.dtype) -> AllGatherGemm:
+    """The group's one :class:`AllGatherGemm` of this size; the first call is collective."""
+    return AllGatherGemm(m, local_k, dtype, group)

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from peerlane.device import messages as message_tables
 from peerlane.device import plans
 from peerlane.device.arena import Arena
-from peerlane.device.kernels import compile_kernel
-from peerlane.device.launch import Kernel, Launch
+from peerlane.device.group import DeviceLaunch, Group, group_of, per_group
+from peerlane.device.kernels import kernel_source
 from peerlane.device.messages import Member
 from peerlane.device.plans import Machine, Plan
 from peerlane.device.workspace import RINGS, Messages, Rings, Workspace, workspace_bytes
@@ -38,14 +38,14 @@ class Communicator:
     A wait of more than ``timeout_s`` ends in DeviceTimeout, which says who waited for whom. ``rings`` is for tuning, the same on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = 10.0, rings: Rings = RINGS) -> None:
-        group = _group(group)
-        self.arena = Arena(workspace_bytes(max(group.size(), 2), rings), group, timeout_s=timeout_s)
-        self.workspace = Workspace.take(self.arena, group.size(), rings)
+    def __init__(self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0, rings: Rings = RINGS) -> None:
+        self.group = group_of(group)
+        self.arena = Arena(workspace_bytes(self.group.world_size, rings), self.group, timeout_s=timeout_s)
+        self.workspace = Workspace.take(self.arena, self.group.world_size, rings)
         self.arena.seal()
         self.member = Member(self.arena.rank, self.arena.world_size)
         self.machine = Machine(self.arena.world_size, self.arena.sm_count, rings)
-        self._launches: dict[Hashable, Launch] = {}
+        self._launches: dict[Hashable, DeviceLaunch] = {}
 
     def close(self) -> None:
         """Give the memory back, once all ranks have finished all calls."""
@@ -184,26 +184,25 @@ class Communicator:
             return
         self._start(self._launch(key, shape, make), source, target)
 
-    def _launch(self, key: Hashable, tensor: torch.Tensor, make: Callable[[], tuple[Plan, Messages, int]]) -> Launch:
+    def _launch(self, key: Hashable, tensor: torch.Tensor, make: Callable[[], tuple[Plan, Messages, int]]) -> DeviceLaunch:
         launch = self._launches.get(key)
         if launch is None:
             plan, messages, root = make()
-            major, minor = torch.cuda.get_device_capability(self.arena.device)
-            cubin = compile_kernel(plan.kernel, self.machine.world_size, tensor.dtype, f"sm_{major}{minor}a", self.machine.rings)
-            kernel = Kernel(cubin, plan.kernel, on_failure=self.arena.raise_fault)
+            source, defines = kernel_source(plan.kernel, self.machine.world_size, tensor.dtype, self.machine.rings)
+            kernel = self.group.kernel(source, plan.kernel, defines=defines, on_failure=self.arena.raise_fault)
             pointers = (ctypes.c_void_p(), ctypes.c_void_p())
             args = (self.arena.view, self.workspace, messages, *pointers, ctypes.c_uint64(tensor.nbytes), ctypes.c_int(root))
             launch = kernel.bind(plan.grid, plan.block, args, shared_bytes=plan.shared_bytes)
             self._launches[key] = launch
         return launch
 
-    def _start(self, launch: Launch, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+    def _start(self, launch: DeviceLaunch, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
         for place, tensor in ((_IN, source), (_OUT, target)):
             if tensor is not None and not tensor.is_contiguous():
                 raise UsageError(
                     f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; pass .contiguous()"
                 )
-            launch.args[place].value = None if tensor is None else tensor.data_ptr()
+            launch.args[place].value = None if tensor is None else self.group.address(tensor)
         launch()
 
     # ---- checks ----------------------------------------------------------------------------------------------------------------------
@@ -237,19 +236,11 @@ class Communicator:
         return [count * row_bytes for count in rows]
 
 
-_communicators: dict[dist.ProcessGroup, Communicator] = {}
-
-
-def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
+def communicator(group: Group | dist.ProcessGroup | None = None) -> Communicator:
     """The one communicator of ``group`` (default: all ranks) in this process, made by the first call, which is collective."""
-    group = _group(group)
-    if group not in _communicators:
-        _communicators[group] = Communicator(group)
-    return _communicators[group]
+    return _communicator(group_of(group))
 
 
-def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    chosen = group if group is not None else dist.group.WORLD
-    if chosen is None:
-        raise UsageError("there is no process group; call torch.distributed.init_process_group first")
-    return chosen
+@per_group
+def _communicator(group: Group) -> Communicator:
+    return Communicator(group)

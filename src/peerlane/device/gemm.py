@@ -10,8 +10,7 @@ from typing import Literal
 
 import torch
 
-from peerlane.device.jit import compile_cubin
-from peerlane.device.launch import Kernel, Launch
+from peerlane.device.group import DeviceLaunch, Group
 from peerlane.device.roles import GROUP_THREADS, BlockNeeds, require_resident
 from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
 from peerlane.errors import UsageError
@@ -177,18 +176,20 @@ extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_boun
 """
 
 
-def bind(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiling: Tiling | None = None) -> Launch:
-    """The launch of ``out = a @ b``: a (m, k), b (k, n), all ``aligned``. It holds addresses, not tensors."""
+def bind(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiling: Tiling | None = None) -> DeviceLaunch:
+    """The launch of ``out = a @ b`` on a rank of ``group``: a (m, k), b (k, n), all ``aligned``. It holds addresses, not tensors."""
     check_operands(a, b)
     (m, k), n = a.shape, b.shape[1]
-    sm_count = torch.cuda.get_device_properties(a.device).multi_processor_count
+    sm_count = group.sm_count
     tiling = tiling or choose_tiling(m, n, k, sm_count)
-    kernel = Kernel(compile_cubin(SOURCE, defines=tiling.defines(a.dtype, "k", "mn")), "gemm")
+    kernel = group.kernel(SOURCE, "gemm", defines=tiling.defines(a.dtype, "k", "mn"))
     rows, columns = tiling.grid(m, n)
     grid = tiling.whole(min(rows * columns * tiling.blocks, sm_count))
     require_resident("gemm", grid, BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes), sm_count)
-    maps = {name: spec.encode() for name, spec in specs(TensorPlace.of(a), TensorPlace.of(b), TensorPlace.of(out), tiling).items()}
-    return kernel.bind(grid, tiling.threads, (parameters(maps, m, n, k, tiling),), shared_bytes=tiling.shared_bytes)
+    a_place, b_place, out_place = (TensorPlace.of(tensor, group) for tensor in (a, b, out))
+    maps = {name: group.encode(spec) for name, spec in specs(a_place, b_place, out_place, tiling).items()}
+    arguments = (parameters(maps, m, n, k, tiling),)
+    return kernel.bind(grid, tiling.threads, arguments, shared_bytes=tiling.shared_bytes, cluster=tiling.blocks)
 
 
 def specs(

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import gemm
-from peerlane.device.arena import MAX_RANKS, Arena
+from peerlane.device.arena import Arena
 from peerlane.device.gemm import ELEMENT_BYTES, GroupedTiles, Tiling
-from peerlane.device.jit import compile_cubin
-from peerlane.device.launch import Kernel, Launch
+from peerlane.device.group import MAX_RANKS, DeviceLaunch, Group, group_of, per_group
 from peerlane.device.layout import LINE_BYTES
 from peerlane.device.roles import BlockNeeds, require_resident
 from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
@@ -122,8 +121,11 @@ class GemmReduceScatter:
     all ranks, k as it comes, but not 0. The result is laid out in the same way. Creating one is collective. Calls in one stream need no
     barrier between them and can be captured in a graph."""
 
-    def __init__(self, m: int, n: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None, *, timeout_s: float = 10.0) -> None:
-        world_size = dist.get_world_size(group)
+    def __init__(
+        self, m: int, n: int, dtype: torch.dtype, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0
+    ) -> None:
+        self.group = group_of(group)
+        world_size = self.group.world_size
         if m % world_size or dtype not in gemm.ELEMENT_TYPES:
             raise UsageError(
                 f"GEMM and reduce-scatter of ({m}, {n}) in {dtype} over {world_size} ranks: expected m divisible by the ranks, and "
@@ -131,22 +133,22 @@ class GemmReduceScatter:
             )
         tiling = gemm.choose_tiling(m // world_size, n, _TYPICAL_DEPTH, gemm.TYPICAL_SM_COUNT, parts=world_size)
         self.workspace = Workspace(m // world_size, n, dtype, world_size, tiling)
-        self.arena = Arena(self.workspace.nbytes, group, timeout_s=timeout_s)
+        self.arena = Arena(self.workspace.nbytes, self.group, timeout_s=timeout_s)
         self.slots = self.arena.take(self.workspace.slots_bytes, align=1024)
         self.flags = self.arena.take(self.workspace.flags_bytes)
         self.epochs = self.arena.take(4 * MAX_EPOCH_BLOCKS)
         self.arena.seal()
-        cubin = compile_cubin(SOURCE, defines={**tiling.defines(dtype, "k", "mn"), "WORLD_SIZE": world_size})
-        self.kernel = Kernel(cubin, "gemm_reduce_scatter", on_failure=self.arena.raise_fault)
+        defines = {**tiling.defines(dtype, "k", "mn"), "WORLD_SIZE": world_size}
+        self.kernel = self.group.kernel(SOURCE, "gemm_reduce_scatter", defines=defines, on_failure=self.arena.raise_fault)
         rows, columns = tiling.grid(m // world_size, n)
         self.grid = tiling.whole(min(world_size * rows * columns * tiling.blocks, self.arena.sm_count))
         needs = BlockNeeds(tiling.threads, self.kernel.attributes()["registers"], tiling.shared_bytes)
         require_resident("gemm_reduce_scatter", self.grid, needs, self.arena.sm_count)
-        self._launches: dict[tuple[int, int, int, int], Launch] = {}
+        self._launches: dict[tuple[int, int, int, int], DeviceLaunch] = {}
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         out = gemm.empty_aligned(self.workspace.local_rows, self.workspace.n, a)
-        key = (a.data_ptr(), b.data_ptr(), out.data_ptr(), a.shape[1])
+        key = self.group.address(a), self.group.address(b), self.group.address(out), a.shape[1]
         launch = self._launches.get(key)
         if launch is None:
             if len(self._launches) == _KEPT_LAUNCHES:
@@ -155,7 +157,7 @@ class GemmReduceScatter:
         launch()
         return out
 
-    def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> Launch:
+    def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> DeviceLaunch:
         """The launch for these tensors. It holds their addresses, not them."""
         gemm.check_operands(a, b)
         space = self.workspace
@@ -165,7 +167,14 @@ class GemmReduceScatter:
                 f"{space.n} columns, {space.dtype}; create a GemmReduceScatter for each size"
             )
         bases = [self.arena.view.base[rank] + self.slots for rank in range(space.world_size)]
-        specs = space.specs(TensorPlace.of(a), TensorPlace.of(b), TensorPlace.of(out), bases, self.arena.rank)
-        parameters = space.parameters({name: spec.encode() for name, spec in specs.items()}, a.shape[1], self.flags, self.epochs)
+        a_place, b_place, out_place = (TensorPlace.of(tensor, self.group) for tensor in (a, b, out))
+        maps = {name: self.group.encode(spec) for name, spec in space.specs(a_place, b_place, out_place, bases, self.arena.rank).items()}
+        arguments = space.parameters(maps, a.shape[1], self.flags, self.epochs), self.arena.view
         tiling = space.tiling
-        return self.kernel.bind(self.grid, tiling.threads, (parameters, self.arena.view), shared_bytes=tiling.shared_bytes)
+        return self.kernel.bind(self.grid, tiling.threads, arguments, shared_bytes=tiling.shared_bytes, cluster=tiling.blocks)
+
+
+@per_group
+def gemm_reduce_scatter(group: Group, m: int, n: int, dtype: torch.dtype) -> GemmReduceScatter:
+    """The group's one :class:`GemmReduceScatter` of this size; the first call is collective."""
+    return GemmReduceScatter(m, n, dtype, group)

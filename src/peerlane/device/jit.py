@@ -15,12 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from peerlane import settings
 from peerlane.device import _cuda
 from peerlane.errors import CompileError, UsageError
 from peerlane.files import one_process, write_atomically
 
 DEFAULT_ARCH = "sm_90a"
+"""What is compiled for where there is no GPU to ask."""
 INCLUDE_DIR = Path(__file__).parent / "include"
 
 # Part of every key: raise it when the meaning of a cached file changes.
@@ -47,17 +50,18 @@ class Cubin:
 def compile_cubin(
     source: str | Path,
     *,
-    arch: str = DEFAULT_ARCH,
+    arch: str | None = None,
     defines: Mapping[str, str | int] | None = None,
     flags: Sequence[str] = (),
     include_dirs: Sequence[Path] = (),
 ) -> Cubin:
-    """Compile ``source`` (text, or the Path of a file) as C++20 for ``arch``.
+    """Compile ``source`` (text, or the Path of a file) as C++20 for ``arch``: by default the current device's, else sm_90a.
 
     ``defines`` become macros. Headers are looked for beside a source file, in ``include_dirs``, in peerlane's own (``<peerlane/...>``) and
     in the CUDA wheels. Kernels that are to be found by name are declared ``extern "C"``. Raises CompileError with NVRTC's log, which quotes
     the source line.
     """
+    arch = arch or device_arch()
     name, text, own_dir = _read(source)
     search = [*own_dir, *include_dirs, INCLUDE_DIR, *_toolkit_dirs()]
     options = [*_options(arch, defines or {}), *flags]
@@ -77,6 +81,14 @@ def compile_cubin(
         write_atomically(path.with_suffix(".ptx"), compiled.ptx)
         write_atomically(path, compiled.cubin)  # last: where there is a cubin, there is its PTX
     return Cubin(path, arch, compiled_here=True)
+
+
+def device_arch() -> str:
+    """The architecture of the current device, with the instructions that only it has: ``sm_90a``, ``sm_120a``, but ``sm_89``."""
+    if not torch.cuda.is_available():
+        return DEFAULT_ARCH
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
 def compiler_report(source: str | Path, *, arch: str = DEFAULT_ARCH, defines: Mapping[str, str | int] | None = None) -> str:

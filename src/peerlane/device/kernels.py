@@ -89,13 +89,19 @@ KERNELS = {
 """Every kernel of the collectives, by name."""
 
 
-def compile_kernel(name: str, world_size: int, dtype: torch.dtype, arch: str, rings: Rings = RINGS) -> Cubin:
+def compile_kernel(name: str, world_size: int, dtype: torch.dtype, arch: str | None = None, rings: Rings = RINGS) -> Cubin:
     """The cubin of a kernel for a world size; ``dtype`` matters where it sums."""
+    source, defines = kernel_source(name, world_size, dtype, rings)
+    return compile_cubin(source, arch=arch, defines=defines)
+
+
+def kernel_source(name: str, world_size: int, dtype: torch.dtype, rings: Rings = RINGS) -> tuple[str, dict[str, str | int]]:
+    """The source and the macros of a kernel."""
     kernel = KERNELS[name]
     defines: dict[str, str | int] = {"WORLD_SIZE": world_size, **rings.defines()}
     if kernel.sums:
         defines["ELEMENT"] = element_type(dtype)
-    return compile_cubin(kernel.text(name), arch=arch, defines=defines)
+    return kernel.text(name), defines
 
 
 def element_type(dtype: torch.dtype) -> str:

@@ -48,11 +48,13 @@ class Kernel:
         args: Sequence[Argument],
         *,
         shared_bytes: int = 0,
+        cluster: int = 1,
         cooperative: bool = False,
     ) -> Launch:
         """A launch with these arguments. Change ``launch.args[i].value`` between calls; what was launched keeps the old value.
 
-        ``cooperative`` makes the driver refuse a grid whose blocks can not all be resident.
+        ``cluster`` is what the source's ``__cluster_dims__`` says; only the emulator needs it. ``cooperative`` makes the driver refuse a
+        grid whose blocks can not all be resident.
         """
         if shared_bytes > self._granted_shared_bytes:
             self._grant_shared(shared_bytes)

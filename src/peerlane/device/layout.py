@@ -12,13 +12,22 @@ LINE_BYTES = 128
 
 
 class Layout:
-    """Offsets in ``nbytes`` of memory, the first ``reserved`` of which are taken already."""
+    """Offsets in ``nbytes`` of memory, the first ``reserved`` of which are taken already.
 
-    def __init__(self, nbytes: int, *, reserved: int = 0) -> None:
+    With ``guard_bytes`` every part begins at a multiple of that, and as many bytes behind it belong to nobody. A guarded layout is longer
+    than ``nbytes``, but is full when an ordinary one would be."""
+
+    def __init__(self, nbytes: int, *, reserved: int = 0, guard_bytes: int = 0) -> None:
         self.nbytes = nbytes
         self.taken = reserved
-        self.takes = 0
+        self.parts: list[tuple[int, int]] = [(0, reserved)] if reserved else []
+        """offset and length of everything that is taken"""
+        self._guard_bytes = guard_bytes
         self._digest = hashlib.sha256()
+
+    @property
+    def takes(self) -> int:
+        return len(self.parts)
 
     def take(self, nbytes: int, *, align: int = LINE_BYTES) -> int:
         """Offset of ``nbytes`` that nobody else has taken."""
@@ -30,8 +39,12 @@ class Layout:
                 f"the arena is full: {nbytes} bytes asked for, {max(self.nbytes - offset, 0)} left of {self.nbytes}; create a larger one"
             )
         self.taken = offset + nbytes
-        self.takes += 1
         self._digest.update(f"{nbytes}/{align};".encode())
+        if self._guard_bytes:
+            align = max(align, self._guard_bytes)
+            end = sum(self.parts[-1]) if self.parts else 0
+            offset = -(-(end + self._guard_bytes) // align) * align
+        self.parts.append((offset, nbytes))
         return offset
 
     def record(self) -> LayoutRecord:

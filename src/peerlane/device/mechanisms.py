@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from peerlane.device import _cuda
-from peerlane.device.arena import MAX_RANKS, ArenaView
+from peerlane.device.arena import ArenaView
+from peerlane.device.group import MAX_RANKS
 from peerlane.device.jit import Cubin, compile_cubin
 from peerlane.device.launch import Kernel, Launch
 from peerlane.device.layout import LINE_BYTES, Layout

@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 
 from peerlane.device import _cuda
+from peerlane.device.group import Group
 from peerlane.errors import DeviceError, UsageError
 
 SWIZZLED_ROW_BYTES = 128
@@ -106,8 +107,9 @@ class TensorPlace:
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorPlace:
-        return cls(tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    def of(cls, tensor: torch.Tensor, group: Group) -> TensorPlace:
+        """The tensor as kernels of this group's ranks address it."""
+        return cls(group.address(tensor), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
     def split(self, parts: int) -> TensorPlace:
         """The outermost dimension as ``parts`` equal ones; one part gives a tensor of two dimensions a third."""

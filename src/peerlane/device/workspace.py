@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Protocol
 
-from peerlane.device.arena import MAX_RANKS
+from peerlane.device.group import MAX_RANKS
 from peerlane.device.layout import LINE_BYTES
 from peerlane.errors import UsageError
 

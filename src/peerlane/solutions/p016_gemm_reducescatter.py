@@ -8,21 +8,15 @@ more launch."""
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from peerlane.device import communicator, gemm
-from peerlane.device.gemm_reduce_scatter import GemmReduceScatter
-
-_by_size: dict[tuple[int, int, torch.dtype], GemmReduceScatter] = {}
+from peerlane.device import communicator, gemm, group_of
+from peerlane.device.gemm_reduce_scatter import gemm_reduce_scatter
 
 
 def solution(A_local: torch.Tensor, B_local: torch.Tensor) -> torch.Tensor:
-    (m, k), n = A_local.shape, B_local.shape[1]
+    group, (m, k), n = group_of(), A_local.shape, B_local.shape[1]
     if A_local.dtype not in gemm.ELEMENT_TYPES or not (m and n and k):
-        rows = A_local.new_empty((m // dist.get_world_size(), n))
+        rows = A_local.new_empty((m // group.world_size, n))
         communicator().reduce_scatter_tensor(rows, torch.mm(A_local, B_local))
         return rows
-    key = (m, n, A_local.dtype)
-    if key not in _by_size:
-        _by_size[key] = GemmReduceScatter(*key)
-    return _by_size[key](gemm.aligned(A_local), gemm.aligned(B_local)).contiguous()
+    return gemm_reduce_scatter(group, m, n, A_local.dtype)(gemm.aligned(A_local), gemm.aligned(B_local)).contiguous()

@@ -9,7 +9,8 @@ print(check(scenario, schedules=300))
 
 from peerlane.device.emulator.build import Program, compile_program
 from peerlane.device.emulator.check import Finding, Frame, Report, Side, check
-from peerlane.device.emulator.scenario import Buffer, EmulatedArena, Launch, Scenario
+from peerlane.device.emulator.job import Launch
+from peerlane.device.emulator.scenario import Buffer, EmulatedArena, Scenario
 
 __all__ = [
     "Buffer",

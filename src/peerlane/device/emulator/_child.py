@@ -1,6 +1,7 @@
 """Runs one job in a process of its own: a crash of device code ends this process only. Standard library alone, so that it starts fast.
 
-python _child.py JOB      JOB is a JSON file beside the bytes it names; prints the findings as JSON
+python _child.py JOB      JOB is a JSON file beside the bytes it names; prints the findings as JSON, and writes the pages that the last
+                          schedule has written to the file that the job names for them
 """
 
 import ctypes
@@ -9,15 +10,15 @@ import mmap
 import sys
 from pathlib import Path
 
+PAGE_BYTES = 4096
 
-class _Buffer(ctypes.Structure):
-    _fields_ = (
-        ("begin", ctypes.c_uint64),
-        ("end", ctypes.c_uint64),
-        ("rank", ctypes.c_int64),
-        ("initial", ctypes.c_void_p),
-        ("expected", ctypes.c_void_p),
-    )
+
+class _Region(ctypes.Structure):
+    _fields_ = (("begin", ctypes.c_uint64), ("end", ctypes.c_uint64), ("rank", ctypes.c_int64), ("expected", ctypes.c_void_p))
+
+
+class _Content(ctypes.Structure):
+    _fields_ = (("begin", ctypes.c_uint64), ("bytes", ctypes.c_uint64), ("data", ctypes.c_void_p))
 
 
 class _Launch(ctypes.Structure):
@@ -38,10 +39,12 @@ class _Run(ctypes.Structure):
     _fields_ = (
         ("base", ctypes.c_uint64),
         ("seed", ctypes.c_uint64),
-        ("buffers", ctypes.POINTER(_Buffer)),
+        ("regions", ctypes.POINTER(_Region)),
+        ("contents", ctypes.POINTER(_Content)),
         ("launches", ctypes.POINTER(_Launch)),
-        ("fault_buffers", ctypes.POINTER(ctypes.c_int32)),
-        ("buffer_count", ctypes.c_uint32),
+        ("faults", ctypes.POINTER(ctypes.c_int32)),
+        ("region_count", ctypes.c_uint32),
+        ("content_count", ctypes.c_uint32),
         ("launch_count", ctypes.c_uint32),
         ("fault_count", ctypes.c_uint32),
         ("first_schedule", ctypes.c_uint32),
@@ -61,42 +64,45 @@ def main() -> None:
         return None if place is None else start + place
 
     program = ctypes.CDLL(job["program"])
-    buffers = (_Buffer * len(job["buffers"]))(
-        *(_Buffer(b["begin"], b["end"], b["rank"], address(b["initial"]), address(b["expected"])) for b in job["buffers"])
-    )
+    regions = [_Region(r["begin"], r["end"], r["rank"], address(r["expected"])) for r in job["regions"]]
+    contents = [_Content(c["begin"], c["bytes"], address(c["data"])) for c in job["contents"]]
     pointers = [(ctypes.c_void_p * max(len(item["arguments"]), 1))(*map(address, item["arguments"])) for item in job["launches"]]
-    launches = (_Launch * len(job["launches"]))(
-        *(
-            _Launch(
-                ctypes.cast(getattr(program, "peerlane_launch_" + item["kernel"]), ctypes.c_void_p).value,
-                ctypes.addressof(arguments),
-                len(item["arguments"]),
-                item["rank"],
-                item["stream"],
-                item["shared_bytes"],
-                item["cluster"],
-                (ctypes.c_uint32 * 3)(*item["grid"]),
-                (ctypes.c_uint32 * 3)(*item["block"]),
-            )
-            for item, arguments in zip(job["launches"], pointers, strict=True)
+    launches = [
+        _Launch(
+            ctypes.cast(getattr(program, "peerlane_launch_" + item["kernel"]), ctypes.c_void_p).value,
+            ctypes.addressof(arguments),
+            len(item["arguments"]),
+            item["rank"],
+            item["stream"],
+            item["shared_bytes"],
+            item["cluster"],
+            (ctypes.c_uint32 * 3)(*item["grid"]),
+            (ctypes.c_uint32 * 3)(*item["block"]),
         )
-    )
-    faults = (ctypes.c_int32 * max(len(job["fault_buffers"]), 1))(*job["fault_buffers"])
+        for item, arguments in zip(job["launches"], pointers, strict=True)
+    ]
     run = _Run(
         job["base"],
         job["seed"],
-        buffers,
-        launches,
-        faults,
-        len(buffers),
+        (_Region * max(len(regions), 1))(*regions),
+        (_Content * max(len(contents), 1))(*contents),
+        (_Launch * len(launches))(*launches),
+        (ctypes.c_int32 * max(len(job["faults"]), 1))(*job["faults"]),
+        len(regions),
+        len(contents),
         len(launches),
-        len(job["fault_buffers"]),
+        len(job["faults"]),
         job["first_schedule"],
         job["schedules"],
         job["resident_blocks"],
     )
     program.peerlane_emulator_run.restype = ctypes.c_char_p
-    sys.stdout.write(program.peerlane_emulator_run(ctypes.byref(run)).decode())
+    said = program.peerlane_emulator_run(ctypes.byref(run)).decode()
+    if job["memory"] is not None:
+        with open(job["memory"], "wb") as pages:
+            for page in json.loads(said)["dirty"]:
+                pages.write(ctypes.string_at(job["base"] + page * PAGE_BYTES, PAGE_BYTES))
+    sys.stdout.write(said)
 
 
 main()

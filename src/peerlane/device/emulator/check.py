@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,10 +12,10 @@ from typing import Any
 
 from peerlane.device.arena import describe_fault
 from peerlane.device.emulator import build
-from peerlane.device.emulator.scenario import BASE, TIMEOUT_NS, Scenario
-from peerlane.errors import DeviceError, UsageError
+from peerlane.device.emulator.job import TIMEOUT_NS, Answer, Job, Launch, run_job
+from peerlane.device.emulator.scenario import Scenario
+from peerlane.errors import UsageError
 
-_CHILD = Path(__file__).with_name("_child.py")
 _OWN_CODE = (str(build.STAND_INS), str(build.RUNTIME.parent))
 
 MEANINGS = {
@@ -115,96 +112,38 @@ def check(scenario: Scenario, *, schedules: int = 300, seed: int = 0, first_sche
     emulator itself dies or does not end in time.
     """
     program = build.compile_program(scenario.source, defines=scenario.defines, include_dirs=scenario.include_dirs)
-    if schedules < 1 or not scenario.launches:
+    if not scenario.launches or schedules < 1:
         raise UsageError(
             f"scenario {scenario.name!r}: {schedules} schedules of {len(scenario.launches)} launches; expected one or more of each"
         )
-    unknown = {launch.kernel for launch in scenario.launches} - set(program.kernels)
-    if unknown:
-        raise UsageError(f"scenario {scenario.name!r} launches {', '.join(sorted(unknown))}; the source has {', '.join(program.kernels)}")
+    check_kernels(scenario.name, scenario.launches, program)
+    job = scenario.job()
     started = time.monotonic()
-    answer = _run(scenario, program, schedules, seed, first_schedule, timeout_s)
-    seconds = time.monotonic() - started
-    frames = _frames(program.path, sorted({side["site"] for finding in answer["findings"] for side in finding["sides"]}))
-    findings = tuple(_finding(scenario, finding, frames) for finding in answer["findings"])
-    return Report(scenario.name, scenario.world_size, schedules, seed, answer["caught"], findings, seconds)
+    answer = run_job(job, program, schedules=schedules, seed=seed, first_schedule=first_schedule, timeout_s=timeout_s)
+    return report(job, program, answer, schedules=schedules, seed=seed, seconds=time.monotonic() - started)
 
 
-def _run(scenario: Scenario, program: build.Program, schedules: int, seed: int, first_schedule: int, timeout_s: float) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        data, job = Path(folder) / "data", Path(folder) / "job.json"
-        with data.open("wb") as file:
-
-            def put(content: bytes | None) -> int | None:
-                if content is None:
-                    return None
-                file.write(bytes(-file.tell() % 16))
-                place = file.tell()
-                file.write(content)
-                return place
-
-            put(bytes(16))
-            buffers = [
-                {
-                    "begin": address - BASE,
-                    "end": address - BASE + buffer.nbytes,
-                    "rank": -1 if buffer.symmetric else rank,
-                    "initial": put(buffer.initial[rank] if buffer.initial else None),
-                    "expected": put(buffer.expected[rank] if buffer.expected else None),
-                }
-                for buffer in scenario.buffers
-                for rank, address in enumerate(buffer.addresses)
-            ]
-            launches = [
-                {
-                    "kernel": launch.kernel,
-                    "rank": launch.rank,
-                    "stream": launch.stream,
-                    "grid": launch.grid,
-                    "block": launch.block,
-                    "shared_bytes": launch.shared_bytes,
-                    "cluster": launch.cluster,
-                    "arguments": [put(argument) for argument in launch.arguments],
-                }
-                for launch in scenario.launches
-            ]
-        faults = [scenario.buffers.index(arena.faults) * scenario.world_size + 1 for arena in scenario.arenas[:1]]
-        job.write_text(
-            json.dumps(
-                {
-                    "program": str(program.path),
-                    "data": str(data),
-                    "base": BASE,
-                    "seed": seed,
-                    "first_schedule": first_schedule,
-                    "schedules": schedules,
-                    "resident_blocks": scenario.resident_blocks,
-                    "buffers": buffers,
-                    "launches": launches,
-                    "fault_buffers": [first + rank for first in faults for rank in range(scenario.world_size)],
-                }
-            )
-        )
-        try:
-            done = subprocess.run([sys.executable, "-I", "-S", str(_CHILD), str(job)], capture_output=True, text=True, timeout=timeout_s)
-        except subprocess.TimeoutExpired as error:
-            raise DeviceError(
-                f"scenario {scenario.name!r} did not end in {timeout_s:g} s; expected less: use fewer schedules or a smaller case, and see "
-                "whether a loop waits on memory that it reads without ptx:: loads or volatile"
-            ) from error
-    if done.returncode:
-        raise DeviceError(f"the emulator ended with status {done.returncode} in scenario {scenario.name!r}: {done.stderr.strip()[-2000:]}")
-    return json.loads(done.stdout)
+def check_kernels(name: str, launches: Sequence[Launch], program: build.Program) -> None:
+    """Raise UsageError where a launch is of a kernel that the program does not have."""
+    if unknown := {launch.kernel for launch in launches} - set(program.kernels):
+        raise UsageError(f"scenario {name!r} launches {', '.join(sorted(unknown))}; the source has {', '.join(program.kernels)}")
 
 
-def _finding(scenario: Scenario, raw: Any, frames: dict[int, tuple[Frame, ...]]) -> Finding:
+def report(job: Job, program: build.Program, answer: Answer, *, schedules: int, seed: int, seconds: float) -> Report:
+    """The answer in words, with the source lines of the program."""
+    frames = _frames(program.path, sorted({side["site"] for finding in answer.findings for side in finding["sides"]}))
+    findings = tuple(_finding(job, finding, frames) for finding in answer.findings)
+    return Report(job.name, job.world_size, schedules, seed, answer.caught, findings, seconds)
+
+
+def _finding(job: Job, raw: Any, frames: dict[int, tuple[Frame, ...]]) -> Finding:
     fault = describe_fault(raw["fault"], TIMEOUT_NS) if raw["fault"] else ""
     detail = "; ".join(part for part in (raw["detail"], fault) if part)
     if raw["kind"] == "wrong_result":
-        buffer, rank = scenario.place(raw["buffer"])
+        region = job.regions[raw["buffer"] - 1]
         start = raw["offset"] // 8 * 8
-        expected = (buffer.expected or [])[rank][start : start + 8].hex()
-        detail = f"bytes {start} to {start + 8}: expected {expected}, got {detail[: len(expected)]} ({buffer.dtype})"
+        expected = (region.expected or b"")[start : start + 8].hex()
+        detail = f"bytes {start} to {start + 8}: expected {expected}, got {detail[: len(expected)]} ({region.dtype})"
     sides = tuple(
         Side(
             rank=side["rank"],
@@ -213,21 +152,21 @@ def _finding(scenario: Scenario, raw: Any, frames: dict[int, tuple[Frame, ...]])
             thread=tuple(side["thread"]),
             action=side["action"],
             frames=frames.get(side["site"], ()),
-            at=_memory(scenario, side["buffer"], side["offset"]),
+            at=_memory(job, side["buffer"], side["offset"]),
         )
         for side in raw["sides"]
     )
-    return Finding(raw["kind"], detail, _memory(scenario, raw["buffer"], raw["offset"]), sides, raw["schedule"], raw["schedules"])
+    return Finding(raw["kind"], detail, _memory(job, raw["buffer"], raw["offset"]), sides, raw["schedule"], raw["schedules"])
 
 
-def _memory(scenario: Scenario, number: int, offset: int) -> str:
+def _memory(job: Job, number: int, offset: int) -> str:
     if number < 0:
         return ""
     if number == 0:
         return "outside all buffers"
-    if number > len(scenario.buffers) * scenario.world_size:
+    if number > len(job.regions):
         return f"shared memory+{offset}"
-    return scenario.describe(number, offset)
+    return job.describe(number, offset)
 
 
 def _frames(program: Path, sites: Sequence[int]) -> dict[int, tuple[Frame, ...]]:

@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 
-from peerlane.device.arena import FAULT_WORDS, MAX_RANKS, ArenaView
+from peerlane.device.arena import FAULT_WORDS, ArenaView
+from peerlane.device.emulator.job import BASE, DEFAULT_RESIDENT_BLOCKS, PAGE_BYTES, TIMEOUT_NS, Job, Launch, Region, check_threads
+from peerlane.device.group import MAX_RANKS
 from peerlane.device.layout import LINE_BYTES, Layout
 from peerlane.errors import UsageError
-
-BASE = 0x2000_0000_0000
-"""Where the ranks' memory begins. Fixed, so that arguments can be made before there is a process to hold it."""
-_PAGE_BYTES = 4096
-TIMEOUT_NS = 2_000_000_000
-_MAX_THREADS = 1 << 15
 
 
 @dataclass(eq=False)
@@ -35,6 +31,10 @@ class Buffer:
     expected: list[bytes] | None = None
 
 
+GUARDED_TAKES = 256
+"""Parts that an emulated arena can be cut into: it is longer than it says, for around each part there are pages that belong to nobody."""
+
+
 class EmulatedArena:
     """Stands for :class:`peerlane.device.Arena` where there is no GPU: zeroed memory that all ranks can address, given out by counting."""
 
@@ -43,13 +43,13 @@ class EmulatedArena:
         self.faults = faults
         self.nbytes = memory.nbytes
         self.world_size = len(memory.addresses)
-        self.taken: list[tuple[int, int]] = []
-        self._layout = Layout(memory.nbytes, reserved=LINE_BYTES)
+        self.layout = Layout(memory.nbytes - GUARDED_TAKES * 2 * PAGE_BYTES, reserved=LINE_BYTES, guard_bytes=PAGE_BYTES)
 
     def take(self, nbytes: int, *, align: int = LINE_BYTES) -> int:
-        """Offset of ``nbytes`` that nobody else has taken."""
-        offset = self._layout.take(nbytes, align=align)
-        self.taken.append((offset, nbytes))
+        """Offset of ``nbytes`` that nobody else has taken. Around each part lies memory that nobody may touch."""
+        offset = self.layout.take(nbytes, align=align)
+        if offset + nbytes > self.nbytes:
+            raise UsageError(f"an emulated arena has more than {GUARDED_TAKES} parts; take fewer and larger ones")
         return offset
 
     def view(self, rank: int) -> ArenaView:
@@ -68,20 +68,6 @@ Argument = Any
 """A ctypes value, a Buffer (its address on each rank), an EmulatedArena (its view), or a function from the rank to one of these."""
 
 
-@dataclass(frozen=True)
-class Launch:
-    """One kernel launch of one rank."""
-
-    kernel: str
-    rank: int
-    stream: int
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_bytes: int
-    cluster: int
-    arguments: tuple[bytes, ...]
-
-
 @dataclass
 class Scenario:
     """Some launches on ``world_size`` ranks, to be run under many schedules.
@@ -95,12 +81,12 @@ class Scenario:
     world_size: int
     defines: Mapping[str, str | int] = field(default_factory=dict)
     include_dirs: Sequence[Path] = ()
-    resident_blocks: int = 132
+    resident_blocks: int = DEFAULT_RESIDENT_BLOCKS
     """how many blocks of a rank can run at a time; more are started as others end"""
     buffers: list[Buffer] = field(default_factory=list, init=False)
     arenas: list[EmulatedArena] = field(default_factory=list, init=False)
     launches: list[Launch] = field(default_factory=list, init=False)
-    _end: int = field(default=_PAGE_BYTES, init=False)
+    _end: int = field(default=PAGE_BYTES, init=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.world_size <= MAX_RANKS:
@@ -108,8 +94,9 @@ class Scenario:
 
     def arena(self, nbytes: int) -> EmulatedArena:
         """A symmetric arena of ``nbytes`` on every rank."""
+        name, size = f"arena {len(self.arenas)}" if self.arenas else "arena", nbytes + LINE_BYTES + GUARDED_TAKES * 2 * PAGE_BYTES
         arena = EmulatedArena(
-            self._place(f"arena {len(self.arenas)}" if self.arenas else "arena", nbytes + LINE_BYTES, torch.uint8, symmetric=True),
+            self._place(name, size, torch.uint8, symmetric=True),
             self._place("fault record", 4 * FAULT_WORDS, torch.int32, symmetric=False),
         )
         self.arenas.append(arena)
@@ -150,33 +137,32 @@ class Scenario:
                 )
             arguments = tuple(self._argument(i, value, rank) for i, value in enumerate(args))
             self.launches.append(Launch(kernel, rank, stream, *sizes, shared_bytes, cluster, arguments))
-        threads = sum(_product(launch.grid) * _product(launch.block) for launch in self.launches[-self.world_size :])
-        if threads > _MAX_THREADS:
-            raise UsageError(
-                f"scenario {self.name!r} launches {threads} threads at a time; expected at most {_MAX_THREADS}: "
-                "use fewer or smaller blocks, a protocol shows its faults with two of each"
-            )
+        check_threads(self.name, self.launches[-self.world_size :])
 
-    def describe(self, number: int, offset: int) -> str:
-        """A byte of buffer ``number`` (as the job counts them, from 1) in words."""
-        buffer, rank = self.place(number)
-        arena = next((arena for arena in self.arenas if arena.memory is buffer), None)
-        if arena is None:
-            return f"{buffer.name}+{offset} of rank {rank}"
-        taken = next(((i, start) for i, (start, nbytes) in enumerate(arena.taken) if start <= offset < start + nbytes), None)
-        part = "" if taken is None else f" (allocation {taken[0]}+{offset - taken[1]})"
-        return f"{buffer.name}+{offset}{part} of rank {rank}"
+    def job(self) -> Job:
+        """The scenario as the emulator runs it: every part of an arena is a region of its own."""
+        regions: list[Region] = []
+        for buffer in self.buffers:
+            arena = next((arena for arena in self.arenas if arena.memory is buffer), None)
+            taken = [] if arena is None else arena.layout.parts[1:]
+            parts = [(f"{buffer.name} allocation {i}", start, nbytes) for i, (start, nbytes) in enumerate(taken)]
+            if parts:
+                parts.insert(0, (f"{buffer.name} first line", 0, LINE_BYTES))
+            regions += [
+                _region(buffer, rank, *part) for rank in range(self.world_size) for part in parts or [(buffer.name, 0, buffer.nbytes)]
+            ]
+        faults = [next(region for region in regions if region.address == address) for address in self._fault_addresses()]
+        return Job(self.name, self.world_size, regions, self.launches, faults, self.resident_blocks)
 
-    def place(self, number: int) -> tuple[Buffer, int]:
-        """The buffer and the rank of number ``number``."""
-        return self.buffers[(number - 1) // self.world_size], (number - 1) % self.world_size
+    def _fault_addresses(self) -> list[int]:
+        return self.arenas[0].faults.addresses if self.arenas else []
 
     def _place(self, name: str, nbytes: int, dtype: torch.dtype, *, symmetric: bool) -> Buffer:
         addresses = []
         for _ in range(self.world_size):
             addresses.append(BASE + self._end)
             # A page that belongs to nobody between any two buffers.
-            self._end += (-(-nbytes // _PAGE_BYTES) + 1) * _PAGE_BYTES
+            self._end += (-(-nbytes // PAGE_BYTES) + 1) * PAGE_BYTES
         buffer = Buffer(name, addresses, nbytes, dtype, symmetric)
         self.buffers.append(buffer)
         return buffer
@@ -194,6 +180,14 @@ class Scenario:
                 "expected a buffer or arena of the scenario, or a ctypes value, which says its width"
             )
         return bytes(value)
+
+
+def _region(buffer: Buffer, rank: int, name: str, start: int, nbytes: int) -> Region:
+    """A part of a buffer."""
+    initial = None if buffer.initial is None else buffer.initial[rank][start : start + nbytes]
+    expected = None if buffer.expected is None else buffer.expected[rank][start : start + nbytes]
+    contents = [(0, initial)] if initial else []
+    return Region(name, rank, buffer.addresses[rank] + start, nbytes, buffer.symmetric, buffer.dtype, contents, expected)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

@@ -42,7 +42,7 @@ class Machine {
     std::uint64_t max_idle_switches = 4'000'000;  // during which nobody writes anything
     std::vector<int> fault_buffers;  // by rank
 
-    void prepare(std::uint64_t base, std::vector<Buffer> buffers, std::uint64_t static_shared_bytes);
+    void prepare(std::uint64_t base, std::vector<Buffer> buffers, const std::vector<Content>& contents, std::uint64_t static_shared_bytes);
     void run(int schedule, std::uint64_t seed);
     // Ends a schedule whose current thread has crashed; the caller is on the scheduler's stack.
     void abandon(const char* what);

@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -14,19 +15,24 @@ namespace peerlane::emulator {
 constexpr std::uint64_t page_bytes = 4096;
 constexpr std::uint64_t cell_bytes = 16;
 
-// Some bytes and who may use them. Offsets count from the start of the memory.
+// Bytes that lie at `begin` before a schedule; whole pages, or the end of a buffer.
+struct Content {
+    std::uint64_t begin = 0, bytes = 0;
+    const char* data = nullptr;
+};
+
+// Some bytes and who may use them. Offsets count from the start of the memory. A buffer begins at a page of its own.
 struct Buffer {
     std::uint64_t begin = 0, end = 0;
     int rank = -1;   // only this rank's threads, or -1
     int block = -1;  // only this block's threads (shared memory), or -1
-    const char* initial = nullptr;   // zeros where there is none
     const char* expected = nullptr;  // what must lie here after a schedule
 };
 
 class Memory {
   public:
-    // Maps everything. `shared` holds the buffers that the machine adds behind the host's.
-    void map(std::uint64_t base, std::vector<Buffer> buffers) {
+    // Maps everything. Where there is no content there are zeros.
+    void map(std::uint64_t base, std::vector<Buffer> buffers, const std::vector<Content>& contents) {
         buffers_ = std::move(buffers);
         for (const Buffer& buffer : buffers_) bytes_ = std::max(bytes_, buffer.end);
         bytes_ = (bytes_ + 2 * page_bytes) / page_bytes * page_bytes;
@@ -37,9 +43,16 @@ class Memory {
         if (reserve(base_, bytes_, MAP_FIXED_NOREPLACE) != base_) fail("the address range of the ranks' memory is taken");
         owner_.assign(bytes_ / page_bytes, 0);
         dirty_.assign(bytes_ / page_bytes, 0);
+        initial_.assign(bytes_ / page_bytes, {});
+        for (const Content& content : contents) {
+            for (std::uint64_t done = 0; done < content.bytes; done += page_bytes) {
+                const std::uint64_t begin = content.begin + done;
+                initial_[begin / page_bytes] = {begin, std::min(page_bytes, content.bytes - done), content.data + done};
+                restore(begin / page_bytes);
+            }
+        }
         for (std::size_t i = 1; i < buffers_.size(); ++i) {
             for (std::uint64_t page = buffers_[i].begin / page_bytes; page * page_bytes < buffers_[i].end; ++page) owner_[page] = i;
-            if (buffers_[i].initial) restore(buffers_[i], buffers_[i].begin, buffers_[i].end);
         }
     }
 
@@ -70,11 +83,13 @@ class Memory {
     void restore() {
         for (const std::uint64_t page : dirty_pages_) {
             dirty_[page] = 0;
-            const Buffer& buffer = buffers_[owner_[page]];
-            restore(buffer, std::max(buffer.begin, page * page_bytes), std::min(buffer.end, (page + 1) * page_bytes));
+            restore(page);
         }
         dirty_pages_.clear();
     }
+
+    // Pages that the last schedule has written.
+    const std::vector<std::uint64_t>& dirty_pages() const { return dirty_pages_; }
 
     // Offset of the first byte of a buffer that differs from what was expected; its end if none does.
     std::uint64_t first_difference(const Buffer& buffer) const {
@@ -85,13 +100,10 @@ class Memory {
     }
 
   private:
-    void restore(const Buffer& buffer, std::uint64_t from, std::uint64_t to) {
-        if (from >= to) return;
-        if (buffer.initial) {
-            std::memcpy(base_ + from, buffer.initial + (from - buffer.begin), to - from);
-        } else {
-            std::memset(base_ + from, 0, to - from);
-        }
+    void restore(std::uint64_t page) {
+        const Content& content = initial_[page];
+        if (content.bytes < page_bytes) std::memset(base_ + page * page_bytes, 0, page_bytes);
+        if (content.bytes) std::memcpy(base_ + content.begin, content.data, content.bytes);
     }
     [[noreturn]] static void fail(const char* what) {
         std::fprintf(stderr, "peerlane emulator: %s: ", what);
@@ -104,6 +116,7 @@ class Memory {
     std::vector<Buffer> buffers_;
     std::vector<std::uint16_t> owner_;  // by page
     std::vector<std::uint8_t> dirty_;   // by page
+    std::vector<Content> initial_;      // by page
     std::vector<std::uint64_t> dirty_pages_;
 };
 

@@ -13,7 +13,8 @@ namespace peerlane::emulator {
 inline std::uint64_t whole_pages(std::uint64_t bytes) { return (bytes + page_bytes - 1) / page_bytes * page_bytes; }
 
 // Threads have a number for the whole run, by stream, block and place in the block; blocks of one place use the same shared memory.
-inline void Machine::prepare(std::uint64_t base, std::vector<Buffer> buffers, std::uint64_t static_shared_bytes) {
+inline void Machine::prepare(
+    std::uint64_t base, std::vector<Buffer> buffers, const std::vector<Content>& contents, std::uint64_t static_shared_bytes) {
     static_shared_bytes_ = static_shared_bytes;
     std::map<std::pair<std::uint32_t, std::uint32_t>, std::size_t> index;
     std::uint32_t ranks = 1;
@@ -46,7 +47,7 @@ inline void Machine::prepare(std::uint64_t base, std::vector<Buffer> buffers, st
         end = stream.shared + stream.max_blocks * stream.shared_stride;
         threads += std::size_t(stream.max_blocks) * stream.max_threads;
     }
-    memory.map(base, std::move(buffers));
+    memory.map(base, std::move(buffers), contents);
     shadow_.map(memory.bytes());
     handover_of_ = reinterpret_cast<std::uint32_t*>(Memory::reserve(nullptr, memory.bytes(), 0));
     stacks_ = std::make_unique<Stacks>(threads);

@@ -185,7 +185,11 @@ void peerlane_async_wait(unsigned queue, unsigned pending, bool sources_only) { 
 struct HostBuffer {
     std::uint64_t begin, end;
     std::int64_t rank;
-    const char *initial, *expected;
+    const char* expected;
+};
+struct HostContent {
+    std::uint64_t begin, bytes;
+    const char* data;
 };
 struct HostLaunch {
     void (*kernel)(void**);
@@ -196,9 +200,10 @@ struct HostLaunch {
 struct HostRun {
     std::uint64_t base, seed;
     const HostBuffer* buffers;
+    const HostContent* contents;
     const HostLaunch* launches;
     const std::int32_t* fault_buffers;
-    std::uint32_t buffer_count, launch_count, fault_count, first_schedule, schedules, resident_blocks;
+    std::uint32_t buffer_count, content_count, launch_count, fault_count, first_schedule, schedules, resident_blocks;
 };
 
 // Runs all schedules and returns what was found as JSON, which the caller does not free.
@@ -209,7 +214,11 @@ const char* peerlane_emulator_run(const HostRun* run) {
     std::vector<Buffer> buffers(1);
     for (std::uint32_t i = 0; i < run->buffer_count; ++i) {
         const HostBuffer& from = run->buffers[i];
-        buffers.push_back({from.begin, from.end, static_cast<int>(from.rank), -1, from.initial, from.expected});
+        buffers.push_back({from.begin, from.end, static_cast<int>(from.rank), -1, from.expected});
+    }
+    std::vector<Content> contents;
+    for (std::uint32_t i = 0; i < run->content_count; ++i) {
+        contents.push_back({run->contents[i].begin, run->contents[i].bytes, run->contents[i].data});
     }
     for (std::uint32_t i = 0; i < run->launch_count; ++i) {
         const HostLaunch& from = run->launches[i];
@@ -218,7 +227,7 @@ const char* peerlane_emulator_run(const HostRun* run) {
     }
     machine->fault_buffers.assign(run->fault_buffers, run->fault_buffers + run->fault_count);
     machine->resident_blocks = run->resident_blocks;
-    machine->prepare(run->base, std::move(buffers), program.static_shared_bytes);
+    machine->prepare(run->base, std::move(buffers), contents, program.static_shared_bytes);
 
     static char signal_stack[64 << 10];
     const stack_t alternate{signal_stack, 0, sizeof signal_stack};
@@ -231,7 +240,9 @@ const char* peerlane_emulator_run(const HostRun* run) {
     for (std::uint32_t i = 0; i < run->schedules; ++i) run_or_crash(static_cast<int>(run->first_schedule + i), run->seed);
     static std::string text;
     text = "{\"findings\":" + machine->findings.json() + ",\"caught\":" + std::to_string(machine->findings.schedules()) + ",\"switches\":" +
-           std::to_string(machine->switches) + "}";
+           std::to_string(machine->switches) + ",\"dirty\":[";
+    for (const std::uint64_t page : machine->memory.dirty_pages()) text += (text.back() == '[' ? "" : ",") + std::to_string(page);
+    text += "]}";
     return text.c_str();
 }
 

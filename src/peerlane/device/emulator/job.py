@@ -1,0 +1,190 @@
+"""One run of the emulator in a process of its own: memory and launches go in, findings and memory come out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peerlane.device.emulator.build import Program
+from peerlane.errors import DeviceError, UsageError
+
+BASE = 0x2000_0000_0000
+"""Where the ranks' memory begins. Fixed, so that arguments can be made before there is a process to hold it."""
+PAGE_BYTES = 4096
+TIMEOUT_NS = 2_000_000_000
+DEFAULT_RESIDENT_BLOCKS = 132
+_MAX_THREADS = 1 << 15
+_CHILD = Path(__file__).with_name("_child.py")
+
+
+@dataclass(eq=False)
+class Region:
+    """Some memory at ``address``, a multiple of PAGE_BYTES, which belongs to ``rank``; others may use it where it is ``symmetric``."""
+
+    name: str
+    rank: int
+    address: int
+    nbytes: int
+    symmetric: bool
+    dtype: torch.dtype = torch.uint8
+    contents: Sequence[tuple[int, bytes]] = ()
+    """offset, a multiple of PAGE_BYTES, and what lies there at first; elsewhere there are zeros"""
+    expected: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch of one rank."""
+
+    kernel: str
+    rank: int
+    stream: int
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    cluster: int
+    arguments: tuple[bytes, ...]
+
+
+@dataclass
+class Job:
+    """Launches of one program on the ranks' memory."""
+
+    name: str
+    world_size: int
+    regions: list[Region]
+    launches: list[Launch]
+    faults: Sequence[Region] = ()
+    """the regions of the ranks' fault records"""
+    resident_blocks: int = DEFAULT_RESIDENT_BLOCKS
+
+    def describe(self, number: int, offset: int) -> str:
+        """A byte of region ``number`` (as the answer counts them, from 1) in words."""
+        region = self.regions[number - 1]
+        return f"{region.name}+{offset} of rank {region.rank}"
+
+
+@dataclass
+class Answer:
+    """What a job's process said."""
+
+    findings: list[dict[str, Any]]
+    caught: int
+    written: dict[Region, list[tuple[int, bytes]]] = field(default_factory=dict)
+    """the pages that the last schedule has written, by region: offset and content"""
+
+
+def check_threads(name: str, launches: Sequence[Launch]) -> None:
+    """Raise UsageError where launches that run at a time have more threads than the emulator can hold."""
+    threads = sum(_product(launch.grid) * _product(launch.block) for launch in launches)
+    if threads > _MAX_THREADS:
+        raise UsageError(
+            f"{name!r} launches {threads} threads at a time; expected at most {_MAX_THREADS}: "
+            "use fewer or smaller blocks, a protocol shows its faults with two of each"
+        )
+
+
+def run_job(
+    job: Job, program: Program, *, schedules: int, seed: int = 0, first_schedule: int = 0, timeout_s: float = 300.0, keep: bool = False
+) -> Answer:
+    """Run a job under ``schedules`` schedules; with ``keep`` the answer holds the memory that the last one left."""
+    with tempfile.TemporaryDirectory() as folder:
+        description, data, memory = (Path(folder) / name for name in ("job.json", "data", "memory"))
+        with data.open("wb") as file:
+            described = _described(job, file)
+        described |= {
+            "program": str(program.path),
+            "data": str(data),
+            "memory": str(memory) if keep else None,
+            "seed": seed,
+            "first_schedule": first_schedule,
+            "schedules": schedules,
+        }
+        description.write_text(json.dumps(described))
+        command = [sys.executable, "-I", "-S", str(_CHILD), str(description)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise DeviceError(
+                f"scenario {job.name!r} did not end in {timeout_s:g} s; expected less: use fewer schedules or a smaller case, and see "
+                "whether a loop waits on memory that it reads without ptx:: loads or volatile"
+            ) from error
+        if done.returncode:
+            raise DeviceError(f"the emulator ended with status {done.returncode} in scenario {job.name!r}: {done.stderr.strip()[-2000:]}")
+        said = json.loads(done.stdout)
+        return Answer(said["findings"], said["caught"], _written(job, said["dirty"], memory.read_bytes()) if keep else {})
+
+
+def _described(job: Job, file: Any) -> dict[str, Any]:
+    """The job as its process reads it; bytes go to ``file``."""
+
+    def put(content: bytes) -> int:
+        file.write(bytes(-file.tell() % 16))
+        place: int = file.tell()
+        file.write(content)
+        return place
+
+    put(bytes(16))
+    regions = [
+        {
+            "begin": region.address - BASE,
+            "end": region.address - BASE + region.nbytes,
+            "rank": -1 if region.symmetric else region.rank,
+            "expected": None if region.expected is None else put(region.expected),
+        }
+        for region in job.regions
+    ]
+    contents = [
+        {"begin": region.address - BASE + offset, "bytes": len(content), "data": put(content)}
+        for region in job.regions
+        for offset, content in region.contents
+    ]
+    launches: list[Mapping[str, Any]] = [
+        {
+            "kernel": launch.kernel,
+            "rank": launch.rank,
+            "stream": launch.stream,
+            "grid": launch.grid,
+            "block": launch.block,
+            "shared_bytes": launch.shared_bytes,
+            "cluster": launch.cluster,
+            "arguments": [put(argument) for argument in launch.arguments],
+        }
+        for launch in job.launches
+    ]
+    return {
+        "base": BASE,
+        "resident_blocks": job.resident_blocks,
+        "regions": regions,
+        "contents": contents,
+        "launches": launches,
+        "faults": [job.regions.index(region) + 1 for region in job.faults],
+    }
+
+
+def _written(job: Job, dirty: Sequence[int], memory: bytes) -> dict[Region, list[tuple[int, bytes]]]:
+    """The pages in ``memory``, one behind the other, by region."""
+    owners = {
+        page: region
+        for region in job.regions
+        for page in range((region.address - BASE) // PAGE_BYTES, -(-(region.address - BASE + region.nbytes) // PAGE_BYTES))
+    }
+    found: dict[Region, list[tuple[int, bytes]]] = {}
+    for index, page in enumerate(dirty):
+        if (region := owners.get(page)) is not None:
+            offset = BASE + page * PAGE_BYTES - region.address
+            start = index * PAGE_BYTES
+            found.setdefault(region, []).append((offset, memory[start : start + min(PAGE_BYTES, region.nbytes - offset)]))
+    return found
+
+
+def _product(size: tuple[int, int, int]) -> int:
+    return size[0] * size[1] * size[2]

@@ -1,0 +1,130 @@
+"""Groups of processes, each with a GPU or a share of one; they reach each other's memory by CUDA IPC, which never uses NVLink multicast."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane import settings
+from peerlane.device import _cuda
+from peerlane.device.cuda_group import GRANULARITY_BYTES, CudaGroup, DeviceMemory, checked, pinned_fault
+from peerlane.device.group import Small
+from peerlane.device.layout import LINE_BYTES, Layout
+from peerlane.errors import UsageError
+
+_PATIENCE = timedelta(seconds=300)
+_groups: dict[dist.ProcessGroup, ProcessGroupRanks] = {}
+
+
+def process_group(group: dist.ProcessGroup | None) -> ProcessGroupRanks:
+    """The ranks of ``group`` (default: all). The first call for a process group is collective."""
+    chosen = group if group is not None else dist.group.WORLD
+    if chosen is None:
+        raise UsageError("there is no process group; call torch.distributed.init_process_group first")
+    if chosen not in _groups:
+        _groups[chosen] = ProcessGroupRanks(chosen)
+    return _groups[chosen]
+
+
+class ProcessGroupRanks(CudaGroup):
+    """The ranks of a torch.distributed process group, one process each, on the current CUDA device."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group.rank(), group.size(), torch.device("cuda", torch.cuda.current_device()))
+        self._store: Any = group.get_group_store()
+        self._exchanges = 0
+        properties = torch.cuda.get_device_properties(self.device)
+        seen = self.exchange([socket.gethostname(), str(properties.uuid), properties.multi_processor_count])
+        self.ranks_per_device, self.sm_count = shares(
+            [(host, device, count) for host, device, count in seen], partitioned=settings.has_sm_partition()
+        )
+
+    def exchange(self, value: Small) -> list[Small]:
+        """Through the process group's store. Keys of the last round but one are deleted: every rank has read them."""
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        self._store.set(f"peerlane/{number}/{self.rank}", json.dumps(value))
+        keys = [f"peerlane/{number}/{rank}" for rank in range(self.world_size)]
+        self._store.wait(keys, _PATIENCE)
+        found = [json.loads(self._store.get(key)) for key in keys]
+        if number >= 2:
+            self._store.delete_key(f"peerlane/{number - 2}/{self.rank}")
+        return found
+
+    def allocate(self, nbytes: int) -> IpcMemory:
+        return IpcMemory(self, nbytes)
+
+
+def shares(members: Sequence[tuple[str, str, int]], *, partitioned: bool) -> tuple[int, int]:
+    """Ranks of the fullest device and SMs of the smallest share, from every rank's host, device and the SMs that it says it has.
+
+    Where devices are partitioned (``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE``), what a device says is a rank's share already. Raises UsageError
+    unless all ranks are on one host."""
+    hosts = [host for host, _, _ in members]
+    if len(set(hosts)) != 1:
+        elsewhere = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
+        raise UsageError(f"ranks {elsewhere} are on another host than rank 0; a group spans one node: pass a group of one host's ranks")
+    devices = [device for _, device, _ in members]
+    on = {device: devices.count(device) for device in devices}
+    return max(on.values()), min(max(1, count // (1 if partitioned else on[device])) for _, device, count in members)
+
+
+class IpcMemory:
+    """One allocation per rank, mapped by all others."""
+
+    def __init__(self, group: ProcessGroupRanks, nbytes: int) -> None:
+        self.group, self.nbytes = group, -(-(nbytes + LINE_BYTES) // GRANULARITY_BYTES) * GRANULARITY_BYTES
+        self.layout = Layout(self.nbytes, reserved=LINE_BYTES)
+        self._opened: dict[int, Any] = {}
+        driver = _cuda.driver()
+        self._own = checked(driver.cuMemAlloc(self.nbytes), f"allocating {self.nbytes} bytes for an arena")
+        self._memory: torch.Tensor | None = torch.as_tensor(DeviceMemory(int(self._own), self.nbytes), device=group.device)
+        self._memory.zero_()
+        torch.cuda.synchronize(group.device)  # before any peer gets the handle and may write
+        self._fault = pinned_fault()
+        self.fault = self._fault.data_ptr()
+        self.bases = self._open_peers()
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        if self._memory is None:
+            raise UsageError("the arena is closed; create a new one")
+        return self._memory[offset : offset + nbytes]
+
+    def fault_words(self) -> list[int]:
+        return [value & 0xFFFFFFFF for value in self._fault.tolist()]
+
+    def close(self) -> None:
+        if self._memory is None:
+            return
+        self._memory = None
+        torch.cuda.synchronize(self.group.device)
+        driver = _cuda.driver()
+        for rank, pointer in self._opened.items():
+            checked(driver.cuIpcCloseMemHandle(pointer), f"unmapping the arena of rank {rank}")
+        self._opened.clear()
+        checked(driver.cuMemFree(self._own), "freeing the arena")
+
+    def _open_peers(self) -> list[int]:
+        """Where every rank's memory is mapped here."""
+        driver = _cuda.driver()
+        handle = checked(driver.cuIpcGetMemHandle(self._own), "exporting the arena")
+        flags = int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        bases = []
+        for rank, text in enumerate(self.group.exchange(bytes(handle.reserved).hex())):
+            if rank == self.group.rank:
+                bases.append(int(self._own))
+                continue
+            peer = driver.CUipcMemHandle()
+            peer.reserved = bytes.fromhex(text)
+            self._opened[rank] = checked(
+                driver.cuIpcOpenMemHandle(peer, flags),
+                f"mapping the arena of rank {rank} (do all ranks see each other's GPUs in CUDA_VISIBLE_DEVICES, and does "
+                "`nvidia-smi topo -p2p rw` say that they can address each other?)",
+            )
+            bases.append(int(self._opened[rank]))
+        return bases
