@@ -123,7 +123,9 @@ def collective_workloads(
         return out
 
     def transposed(inputs: Tensors) -> list[torch.Tensor | None]:
-        return [joined([tensor[rank * part : (rank + 1) * part] for tensor in inputs]).to(ranks.groups[rank].device) for rank in range(count)]
+        return [
+            joined([tensor[rank * part : (rank + 1) * part] for tensor in inputs]).to(ranks.groups[rank].device) for rank in range(count)
+        ]
 
     def parts(tensor: torch.Tensor) -> list[torch.Tensor | None]:
         return [tensor[rank * part : (rank + 1) * part].to(ranks.groups[rank].device) for rank in range(count)]
@@ -299,7 +301,9 @@ def main() -> None:
                 begin = time.time()
                 note("soak", work.name, launches, soak(ranks, work, launches), begin)
     if options.out is not None:
-        options.out.write_text(json.dumps({"environment": record(), "ranks": len(ranks.groups), "gpus": ranks.gpus, "rows": rows}, indent=1))
+        options.out.write_text(
+            json.dumps({"environment": record(), "ranks": len(ranks.groups), "gpus": ranks.gpus, "rows": rows}, indent=1)
+        )
     sys.exit(any(row["wrong_words"] for row in rows))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ class Communicator:
 
     def __init__(self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0, rings: Rings = RINGS) -> None:
         self.group = group_of(group)
+        rings = replace(rings, blocks=min(rings.blocks, self.group.sm_count))  # no grid is larger
         self.arena = Arena(workspace_bytes(self.group.world_size, rings), self.group, timeout_s=timeout_s)
         self.workspace = Workspace.take(self.arena, self.group.world_size, rings)
         self.arena.seal()

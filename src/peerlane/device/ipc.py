@@ -16,7 +16,7 @@ from peerlane.device import _cuda
 from peerlane.device.cuda_group import GRANULARITY_BYTES, CudaGroup, DeviceMemory, checked, pinned_fault
 from peerlane.device.group import Small
 from peerlane.device.layout import LINE_BYTES, Layout
-from peerlane.errors import UsageError
+from peerlane.errors import DeviceTimeout, UsageError
 
 _PATIENCE = timedelta(seconds=300)
 _groups: dict[dist.ProcessGroup, ProcessGroupRanks] = {}
@@ -37,8 +37,7 @@ class ProcessGroupRanks(CudaGroup):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size(), torch.device("cuda", torch.cuda.current_device()))
-        self._store: Any = group.get_group_store()
-        self._exchanges = 0
+        self._exchange = StoreExchange(group.get_group_store(), self.rank, self.world_size)
         properties = torch.cuda.get_device_properties(self.device)
         seen = self.exchange([socket.gethostname(), str(properties.uuid), properties.multi_processor_count])
         self.ranks_per_device, self.sm_count = shares(
@@ -46,18 +45,35 @@ class ProcessGroupRanks(CudaGroup):
         )
 
     def exchange(self, value: Small) -> list[Small]:
-        """Through the process group's store. Keys of the last round but one are deleted: every rank has read them."""
-        number, self._exchanges = self._exchanges, self._exchanges + 1
-        self._store.set(f"peerlane/{number}/{self.rank}", json.dumps(value))
-        keys = [f"peerlane/{number}/{rank}" for rank in range(self.world_size)]
-        self._store.wait(keys, _PATIENCE)
-        found = [json.loads(self._store.get(key)) for key in keys]
-        if number >= 2:
-            self._store.delete_key(f"peerlane/{number - 2}/{self.rank}")
-        return found
+        return self._exchange(value)
 
     def allocate(self, nbytes: int) -> IpcMemory:
         return IpcMemory(self, nbytes)
+
+
+class StoreExchange:
+    """Exchange of small values through the store of a process group: no device takes part."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._rounds = 0
+
+    def __call__(self, value: Small) -> list[Small]:
+        number, self._rounds = self._rounds, self._rounds + 1
+        self._store.set(f"peerlane/{number}/{self._rank}", json.dumps(value))
+        keys = [f"peerlane/{number}/{rank}" for rank in range(self._world_size)]
+        try:
+            self._store.wait(keys, _PATIENCE)
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise DeviceTimeout(
+                f"ranks {missing} did not come to exchange number {number} within {_PATIENCE.total_seconds():g} s; "
+                "all ranks of a group must create the same arenas and communicators in the same order"
+            ) from error
+        found = [json.loads(self._store.get(key)) for key in keys]
+        if number >= 2:  # every rank has read that round, or it would not have come to the last one
+            self._store.delete_key(f"peerlane/{number - 2}/{self._rank}")
+        return found
 
 
 def shares(members: Sequence[tuple[str, str, int]], *, partitioned: bool) -> tuple[int, int]:

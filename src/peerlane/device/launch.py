@@ -59,7 +59,7 @@ class Kernel:
         if shared_bytes > self._granted_shared_bytes:
             self._grant_shared(shared_bytes)
         return Launch(
-            self, (_three(grid), _three(block), shared_bytes), tuple(_argument(i, value) for i, value in enumerate(args)), cooperative
+            self, (three(grid), three(block), shared_bytes), tuple(argument(i, value) for i, value in enumerate(args)), cooperative
         )
 
     def launch(
@@ -157,12 +157,14 @@ def _module(cubin: Cubin, device: int) -> Any:
     return _modules[key]
 
 
-def _three(size: int | Sequence[int]) -> tuple[int, int, int]:
+def three(size: int | Sequence[int]) -> tuple[int, int, int]:
+    """A grid or block of one to three dimensions as one of three."""
     x, y, z = (*((size,) if isinstance(size, int) else size), 1, 1)[:3]
     return x, y, z
 
 
-def _argument(index: int, value: Argument) -> Any:
+def argument(index: int, value: Argument) -> Any:
+    """A kernel argument as a ctypes value; raises UsageError where it can not be one."""
     if isinstance(value, torch.Tensor):
         return ctypes.c_void_p(value.data_ptr())
     if isinstance(value, ctypes._SimpleCData | ctypes.Structure | ctypes.Array):

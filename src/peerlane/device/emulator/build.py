@@ -45,7 +45,19 @@ _LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs")
 _KERNEL = re.compile(r'extern "C"\s+__attribute__\(\(__flatten__, noinline\)\)\s+void\s+(\w+)\s*\(')
 # nvcc takes a standard attribute after __shared__, the language does not after thread_local.
 _MISPLACED = re.compile(r"\bthread_local\s+(alignas\s*\((?:[^()]|\([^()]*\))*\))")
+HOST_READ = "peerlane_host_read"
+"""A kernel of every program: one thread reads (address, bytes), as the host does between two launches."""
 _CALLER = """
+extern "C" __attribute__((noinline)) void peerlane_host_read(const unsigned char* at, unsigned long long bytes) {
+    for (; bytes >= 8; at += 8, bytes -= 8) {
+        const unsigned long long word = *reinterpret_cast<const unsigned long long*>(at);
+        asm volatile("" ::"r"(word));
+    }
+    for (; bytes; ++at, --bytes) {
+        const unsigned char byte = *at;
+        asm volatile("" ::"r"(byte));
+    }
+}
 namespace peerlane::emulator {
 template <unsigned... i> struct Indices {};
 template <unsigned n, unsigned... i> struct Count : Count<n - 1, n - 1, i...> {};
@@ -132,7 +144,7 @@ def _kernels(unit: str) -> tuple[str, tuple[str, ...]]:
     names = tuple(dict.fromkeys(_KERNEL.findall(unit)))
     callers = "".join(
         f'extern "C" void peerlane_launch_{name}(void** arguments) {{ peerlane::emulator::call(&::{name}, arguments); }}\n'
-        for name in names
+        for name in (*names, HOST_READ)
     )
     return _MISPLACED.sub(r"\1 thread_local", unit) + _CALLER + callers, names
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import subprocess
 import sys
@@ -172,17 +173,15 @@ def _described(job: Job, file: Any) -> dict[str, Any]:
 
 def _written(job: Job, dirty: Sequence[int], memory: bytes) -> dict[Region, list[tuple[int, bytes]]]:
     """The pages in ``memory``, one behind the other, by region."""
-    owners = {
-        page: region
-        for region in job.regions
-        for page in range((region.address - BASE) // PAGE_BYTES, -(-(region.address - BASE + region.nbytes) // PAGE_BYTES))
-    }
+    regions = sorted((region for region in job.regions if region.nbytes), key=lambda region: region.address)
     found: dict[Region, list[tuple[int, bytes]]] = {}
     for index, page in enumerate(dirty):
-        if (region := owners.get(page)) is not None:
-            offset = BASE + page * PAGE_BYTES - region.address
-            start = index * PAGE_BYTES
-            found.setdefault(region, []).append((offset, memory[start : start + min(PAGE_BYTES, region.nbytes - offset)]))
+        address = BASE + page * PAGE_BYTES
+        owner = bisect.bisect_right(regions, address, key=lambda region: region.address) - 1
+        offset = address - regions[owner].address
+        if owner >= 0 and offset < regions[owner].nbytes:
+            content = memory[index * PAGE_BYTES : index * PAGE_BYTES + min(PAGE_BYTES, regions[owner].nbytes - offset)]
+            found.setdefault(regions[owner], []).append((offset, content))
     return found
 
 

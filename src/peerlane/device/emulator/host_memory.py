@@ -1,0 +1,91 @@
+"""What emulated ranks keep in memory: parts of arenas and ordinary tensors, at the addresses that their kernels use."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from peerlane.device.emulator.job import BASE, PAGE_BYTES, Region
+
+
+class Part:
+    """Some host memory that kernels of emulated ranks find at ``address``."""
+
+    def __init__(self, name: str, rank: int, address: int, memory: torch.Tensor, *, symmetric: bool = False) -> None:
+        self.name, self.rank, self.address, self.symmetric = name, rank, address, symmetric
+        self.memory = memory
+        self._bytes = memory.numpy()
+        self.shown = not symmetric
+        """whether the host can see it, hence change it"""
+        self._pages: set[int] | None = None if self.shown else set()
+
+    @property
+    def nbytes(self) -> int:
+        return self._bytes.nbytes
+
+    def show(self) -> None:
+        """From now on the host may read and write it."""
+        self.shown, self._pages = True, None
+
+    def contents(self) -> list[tuple[int, bytes]]:
+        """All pages that are not zero: offset and content."""
+        pages: Sequence[int] = range(-(-self.nbytes // PAGE_BYTES)) if self._pages is None else sorted(self._pages)
+        found = ((page * PAGE_BYTES, self._bytes[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]) for page in pages)
+        return [(offset, page.tobytes()) for offset, page in found if page.any()]
+
+    def update(self, pages: Sequence[tuple[int, bytes]]) -> None:
+        """What a kernel has written."""
+        for offset, content in pages:
+            self._bytes[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
+        if self._pages is not None:
+            self._pages |= {offset // PAGE_BYTES for offset, _ in pages}
+
+    def region(self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None) -> Region:
+        """The part as a job has it, where its rank has number ``rank``."""
+        return Region(self.name, rank, self.address, self.nbytes, self.symmetric, torch.uint8, contents, expected)
+
+
+class AddressSpace:
+    """Addresses of all emulated ranks. None is given twice, and tensors that have one are kept."""
+
+    def __init__(self) -> None:
+        self._end = PAGE_BYTES
+        self._by_storage: dict[int, Part] = {}
+        self._placed: list[Part] = []
+        """by address"""
+
+    def reserve(self, nbytes: int) -> int:
+        """The address of ``nbytes`` that nobody else has, with a page that is nobody's behind them."""
+        address = BASE + self._end
+        self._end += (-(-nbytes // PAGE_BYTES) + 1) * PAGE_BYTES
+        return address
+
+    def place(self, part: Part) -> None:
+        """The part lies at its address from now on."""
+        self._by_storage[part.memory.untyped_storage().data_ptr()] = part
+        bisect.insort(self._placed, part, key=lambda placed: placed.address)
+
+    def address(self, tensor: torch.Tensor, rank: int) -> int:
+        """Where a rank's kernels find the tensor's first element; 0 for an empty one."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            return 0
+        part = self._by_storage.get(storage.data_ptr())
+        if part is None:
+            memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+            name = f"a tensor {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+            part = Part(name, rank, self.reserve(storage.nbytes()), memory)
+            self.place(part)
+        return part.address + tensor.data_ptr() - storage.data_ptr()
+
+    def pointed(self, arguments: Sequence[bytes]) -> Iterator[Part]:
+        """The parts into which a word of the arguments points."""
+        for argument in arguments:
+            words = np.frombuffer(argument[: len(argument) // 8 * 8], dtype=np.uint64)
+            for word in words[(words >= BASE) & (words < BASE + self._end)]:
+                index = bisect.bisect_right(self._placed, int(word), key=lambda placed: placed.address)
+                if index and int(word) < self._placed[index - 1].address + self._placed[index - 1].nbytes:
+                    yield self._placed[index - 1]

@@ -1,0 +1,319 @@
+"""A solution's own host code on emulated ranks: threads of this process, whose kernels run in the emulator. No GPU is needed.
+
+    outcome = run(Path("18_mine_cuda.py"), calls)        calls[i][rank]: the arguments of a rank's call number i
+    outcome.outputs[i][rank]                             what it returned
+    outcome.findings                                     races, deadlocks and what else the emulator saw
+
+Every rank imports the file for itself, so module variables are a rank's own. The host code asks ``peerlane.device.group_of`` for its group;
+torch.distributed is not there. Each launch is run once, for its result, then up to three in a row are run under ``schedules`` schedules.
+Behind each call every rank reads the arena memory that host code has asked for, as a caller does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peerlane.device.arena import FAULT_WORDS
+from peerlane.device.emulator.check import Finding, Report
+from peerlane.device.emulator.host_memory import AddressSpace, Part
+from peerlane.device.emulator.job import PAGE_BYTES, Launch
+from peerlane.device.emulator.scenario import GUARDED_TAKES
+from peerlane.device.emulator.sequence import Code, LaunchSequence, Step, findings
+from peerlane.device.emulator.turns import Meeting, Turns
+from peerlane.device.group import Group, Small, entered
+from peerlane.device.launch import argument, three
+from peerlane.device.layout import LINE_BYTES, Layout
+from peerlane.device.roles import BlockNeeds
+from peerlane.device.tensor_map import TensorMap, TensorMapSpec
+from peerlane.errors import UsageError
+
+Arguments = tuple[Any, ...]
+SM_COUNT = 2
+
+
+@dataclass
+class Outcome:
+    """What came of a run."""
+
+    outputs: list[list[Any]]
+    """by call, then by rank; None where a rank did not come so far"""
+    reports: list[Report]
+    """of every sequence of launches, and of launches that went wrong by themselves"""
+    failure: tuple[int, BaseException] | None
+    """the first rank that failed, and its error"""
+
+    @property
+    def findings(self) -> list[Finding]:
+        return findings(self.reports)
+
+
+@dataclass
+class World:
+    """The emulated ranks of one run."""
+
+    size: int
+    schedules: int
+    seed: int
+    sm_count: int
+    turns: Turns = field(init=False)
+    space: AddressSpace = field(default_factory=AddressSpace)
+    teams: list[Team] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.turns = Turns(self.size)
+
+    def end_of_call(self, _: object) -> None:
+        """All ranks have returned from a call."""
+        for team in self.teams:
+            team.end_of_call()
+
+    def team(self, members: Sequence[int]) -> Team:
+        """A group of these ranks."""
+        self.teams.append(Team(self, members))
+        return self.teams[-1]
+
+
+class Team:
+    """What the ranks of one group have in common."""
+
+    def __init__(self, world: World, members: Sequence[int]) -> None:
+        self.world, self.members = world, tuple(members)
+        self.meeting = Meeting(world.turns, members)
+        self.sequence = LaunchSequence(self.members, world.schedules, world.seed)
+        self.parts: list[Part] = []
+        """of all arenas of the group, on all its ranks"""
+        self.faults: list[Part] = []
+
+    def allocate(self, sizes: Sequence[int]) -> tuple[list[int], list[Part]]:
+        """Addresses of an arena on every rank, and the fault records that belong to it."""
+        length = sizes[0] + LINE_BYTES + 2 * PAGE_BYTES * GUARDED_TAKES
+        bases = [self.world.space.reserve(length) for _ in self.members]
+        faults = []
+        for rank in self.members:
+            memory = torch.zeros(4 * FAULT_WORDS, dtype=torch.uint8)
+            faults.append(Part("fault record", rank, self.world.space.reserve(memory.nbytes), memory))
+            self.world.space.place(faults[-1])
+        self.faults += faults
+        self.parts += faults
+        return bases, faults
+
+    def run(self, launches: Sequence[EmulatedLaunch]) -> None:
+        """One launch of every rank."""
+        names = sorted({(launch.kernel.name, launch.kernel.code) for launch in launches}, key=str)
+        if len(names) > 1:
+            told = ", ".join(f"rank {rank}: {launch.kernel.name}" for rank, launch in zip(self.members, launches, strict=True))
+            raise UsageError(f"the ranks launch kernels of different sources or macros ({told}); they must be the same on all ranks")
+        made = [launch.made(number) for number, launch in enumerate(launches)]
+        parts = dict.fromkeys(self.parts)
+        for item in made:
+            parts |= dict.fromkeys(self.world.space.pointed(item.arguments))
+        step = Step(made, {part: part.contents() for part in parts}, min(launch.resident_blocks() for launch in launches))
+        self.sequence.run(launches[0].kernel.name, launches[0].kernel.code, step, self.faults[: len(self.members)])
+
+    def end_of_call(self) -> None:
+        """The callers read their results."""
+        self.sequence.host_reads(part for part in self.parts if part.symmetric and part.shown)
+
+
+class EmulatedGroup(Group):
+    """A group of emulated ranks, as one of them sees it. ``member`` is its number among all ranks."""
+
+    def __init__(self, team: Team, member: int) -> None:
+        super().__init__(team.members.index(member), len(team.members), torch.device("cpu"))
+        self.team, self.member = team, member
+        self.sm_count = team.world.sm_count
+
+    def exchange(self, value: Small) -> list[Small]:
+        return list(self.team.meeting.meet(self.member, "an exchange", value))
+
+    def allocate(self, nbytes: int) -> EmulatedMemory:
+        bases, faults = self.team.meeting.meet(self.member, f"an allocation of {nbytes} bytes", nbytes, self.team.allocate)
+        return EmulatedMemory(self, nbytes, bases, faults[self.rank])
+
+    def kernel(
+        self, source: str | Path, name: str, *, defines: Mapping[str, str | int], on_failure: Callable[[], None] | None = None
+    ) -> EmulatedKernel:
+        return EmulatedKernel(self, Code(source, tuple(sorted(defines.items()))), name)
+
+    def address(self, tensor: torch.Tensor) -> int:
+        return self.team.world.space.address(tensor, self.member)
+
+    def encode(self, spec: TensorMapSpec) -> TensorMap:
+        return spec.emulated()
+
+
+class EmulatedMemory:
+    """An arena of emulated ranks: around each of its parts lie pages that nobody may touch."""
+
+    def __init__(self, group: EmulatedGroup, nbytes: int, bases: Sequence[int], fault: Part) -> None:
+        self.group, self.bases, self._fault = group, bases, fault
+        self.layout = _PartLayout(self, nbytes + LINE_BYTES)
+        self._parts: dict[int, Part] = {}
+        self.add(0, LINE_BYTES, "first line of the arena")
+
+    @property
+    def fault(self) -> int:
+        return self._fault.address
+
+    def add(self, offset: int, nbytes: int, name: str) -> None:
+        """A part has been taken."""
+        team, memory = self.group.team, torch.zeros(nbytes, dtype=torch.uint8)
+        part = Part(name, self.group.member, self.bases[self.group.rank] + offset, memory, symmetric=True)
+        self._parts[offset] = part
+        if nbytes:
+            team.world.space.place(part)
+            team.parts.append(part)
+
+    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
+        start = max(start for start in self._parts if start <= offset)
+        self._parts[start].show()
+        return self._parts[start].memory[offset - start : offset - start + nbytes]
+
+    def fault_words(self) -> list[int]:
+        return [value & 0xFFFFFFFF for value in self._fault.memory.view(torch.int32).tolist()]
+
+    def close(self) -> None:
+        """Memory of emulated ranks is given back at the end of the run."""
+
+
+class _PartLayout(Layout):
+    def __init__(self, memory: EmulatedMemory, nbytes: int) -> None:
+        super().__init__(nbytes, reserved=LINE_BYTES, guard_bytes=PAGE_BYTES)
+        self._memory = memory
+
+    def take(self, nbytes: int, *, align: int = LINE_BYTES) -> int:
+        offset = super().take(nbytes, align=align)
+        if self.takes > GUARDED_TAKES:
+            raise UsageError(f"an emulated arena has more than {GUARDED_TAKES} parts; take fewer and larger ones")
+        self._memory.add(offset, nbytes, f"arena allocation {self.takes - 2}")
+        return offset
+
+
+@dataclass(frozen=True)
+class EmulatedKernel:
+    """A kernel of an emulated rank."""
+
+    group: EmulatedGroup
+    code: Code
+    name: str
+
+    def attributes(self) -> dict[str, int]:
+        """Nothing is known of registers: g++ has compiled the kernel."""
+        return {"registers": 0, "local_bytes": 0, "shared_bytes": 0}
+
+    def bind(
+        self, grid: int | Sequence[int], block: int | Sequence[int], args: Sequence[Any], *, shared_bytes: int = 0, cluster: int = 1
+    ) -> EmulatedLaunch:
+        if three(grid)[0] % cluster:
+            raise UsageError(f"{self.name!r} has a grid of {three(grid)} and clusters of {cluster}; expected a multiple of that")
+        values = tuple(argument(i, value) for i, value in enumerate(args))
+        return EmulatedLaunch(self, three(grid), three(block), values, shared_bytes, cluster)
+
+
+@dataclass(frozen=True)
+class EmulatedLaunch:
+    """A launch of an emulated rank: calling it waits until every rank of the group has launched, and runs all of them."""
+
+    kernel: EmulatedKernel
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    args: tuple[Any, ...]
+    shared_bytes: int
+    cluster: int
+
+    def __call__(self) -> None:
+        group = self.kernel.group
+        group.team.meeting.meet(group.member, f"a launch of {self.kernel.name}", self, group.team.run)
+
+    def made(self, number: int) -> Launch:
+        """As the emulator has it, with the arguments' present values."""
+        arguments = tuple(bytes(value) for value in self.args)
+        return Launch(self.kernel.name, number, 0, self.grid, self.block, self.shared_bytes, self.cluster, arguments)
+
+    def resident_blocks(self) -> int:
+        """Blocks that fit on the SMs of one rank."""
+        x, y, z = self.block
+        return BlockNeeds(x * y * z, 0, self.shared_bytes).per_sm() * self.kernel.group.sm_count
+
+
+def run(
+    solution: Path,
+    calls: Sequence[Sequence[Arguments]],
+    *,
+    layouts: Mapping[str, Sequence[Sequence[int]]] | None = None,
+    resolve: Callable[[Arguments, Mapping[str, Group]], Arguments] = lambda arguments, groups: arguments,
+    schedules: int = 4,
+    seed: int = 0,
+    sm_count: int = SM_COUNT,
+) -> Outcome:
+    """Call the ``solution`` of a file on emulated ranks: ``calls[i][rank]`` are the arguments of call i, CPU tensors among them.
+
+    ``layouts`` names sets of groups by their ranks; ``resolve`` puts a rank's groups, by name, into its arguments. Outputs are copies.
+    """
+    world = World(len(calls[0]), schedules, seed, sm_count)
+    everyone = world.team(range(world.size))
+    named: dict[int, dict[str, Group]] = {rank: {} for rank in range(world.size)}
+    for name, sets in (layouts or {}).items():
+        for members in sets:
+            team = everyone if list(members) == list(range(world.size)) else world.team(members)
+            for rank in members:
+                named[rank][name] = EmulatedGroup(team, rank)
+    outputs: list[list[Any]] = [[None] * world.size for _ in calls]
+
+    def main(rank: int) -> None:
+        error: BaseException | None = None
+        try:
+            world.turns.begin(rank)
+            with entered(EmulatedGroup(everyone, rank)):
+                call = load(solution, rank)
+                for number, arguments in enumerate(calls):
+                    outputs[number][rank] = _copied(call(*resolve(arguments[rank], named[rank])))
+                    everyone.meeting.meet(rank, f"the end of call {number}", None, world.end_of_call)
+        except BaseException as caught:
+            error = caught
+        world.turns.end(rank, error)
+
+    threads = [threading.Thread(target=main, args=(rank,), name=f"rank {rank}") for rank in range(world.size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for team in world.teams:
+        team.sequence.check()
+    return Outcome(outputs, [report for team in world.teams for report in team.sequence.reports], world.turns.failure)
+
+
+def load(file: Path, rank: int) -> Callable[..., Any]:
+    """The ``solution`` of a file, imported for one rank alone."""
+    name = f"peerlane_emulated_rank_{rank}_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{file} is not a Python file; expected one with a function solution")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[name]
+    solution = getattr(module, "solution", None)
+    if not callable(solution):
+        raise UsageError(f"{file} has no function solution; define one with the problem's parameters")
+    return solution  # type: ignore[no-any-return]
+
+
+def _copied(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.detach().clone()
+    if isinstance(output, list | tuple):
+        return type(output)(map(_copied, output))
+    if isinstance(output, dict):
+        return {key: _copied(value) for key, value in output.items()}
+    return output

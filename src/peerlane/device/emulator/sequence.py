@@ -1,0 +1,133 @@
+"""Launches of emulated ranks: each is run once for its result, then some in a row under many schedules for what they race about."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from peerlane.device.emulator.build import HOST_READ, Program, compile_program
+from peerlane.device.emulator.check import Finding, Report, check_kernels, report
+from peerlane.device.emulator.host_memory import Part
+from peerlane.device.emulator.job import Job, Launch, check_threads, run_job
+from peerlane.errors import DeviceError
+
+FATAL = frozenset({"deadlock", "trap", "crash", "illegal_address", "misuse", "endless"})
+"""Findings behind which there is no result."""
+MOST_LAUNCHES = 3
+"""Launches of a sequence: faults of reuse show from the second or third launch on."""
+
+Contents = list[tuple[int, bytes]]
+
+
+@dataclass(frozen=True)
+class Code:
+    """What all ranks of a launch run."""
+
+    source: str | Path
+    defines: tuple[tuple[str, str | int], ...]
+
+    def program(self) -> Program:
+        return compile_program(self.source, defines=dict(self.defines))
+
+
+@dataclass
+class Step:
+    """One launch of all ranks, the memory that they can reach, and what lay there before."""
+
+    launches: list[Launch]
+    before: dict[Part, Contents]
+    resident_blocks: int
+
+
+class EmulatedFault(DeviceError):
+    """The emulator stopped a kernel."""
+
+
+class LaunchSequence:
+    """The launches of one group's ranks since the host last changed memory that they use."""
+
+    def __init__(self, members: Sequence[int], schedules: int, seed: int) -> None:
+        self.members, self.schedules, self.seed = members, schedules, seed
+        self.reports: list[Report] = []
+        self._code: Code | None = None
+        self._steps: list[Step] = []
+        self._known: dict[Part, Contents] = {}
+        self._written: set[Part] = set()
+
+    def run(self, name: str, code: Code, step: Step, faults: Sequence[Part]) -> None:
+        """Run a launch once and keep what it writes. Raises EmulatedFault where it does not come to its end."""
+        program = code.program()
+        check_kernels(name, step.launches, program)
+        check_threads(name, step.launches)
+        if code != self._code or any(self._known[part] != now for part, now in step.before.items() if part.shown and part in self._known):
+            self.check()
+        self._code = code
+        job = self._job(name, [step], {})
+        started = time.monotonic()
+        fault_regions = [region for region in job.regions if region.address in {part.address for part in faults}]
+        job.faults = sorted(fault_regions, key=lambda region: region.rank)
+        answer = run_job(job, program, schedules=1, seed=self.seed, keep=True)
+        said = report(job, program, answer, schedules=1, seed=self.seed, seconds=time.monotonic() - started)
+        by_address = {part.address: part for part in step.before}
+        for region, pages in answer.written.items():
+            by_address[region.address].update(pages)
+            self._written.add(by_address[region.address])
+        if fatal := [finding for finding in said.findings if finding.kind in FATAL]:
+            self.reports.append(said)
+            self._forget()
+            raise EmulatedFault(f"the emulator stopped {name}: {fatal[0]}")
+        if said.findings:
+            self.reports.append(said)
+        self._steps.append(step)
+        self._known |= {part: part.contents() for part in step.before if part.shown}
+        if sum(bool(item.before) for item in self._steps) >= MOST_LAUNCHES:
+            self.check()
+
+    def host_reads(self, parts: Iterable[Part]) -> None:
+        """Between the launches before and those behind, every rank's host reads these parts, as a caller reads its results."""
+        if self._steps and (reads := [part for part in parts if part in self._known]):
+            launches = [
+                Launch(HOST_READ, self.members.index(part.rank), 0, (1, 1, 1), (1, 1, 1), 0, 1, (_u64(part.address), _u64(part.nbytes)))
+                for part in reads
+            ]
+            self._steps.append(Step(launches, {}, 1))
+
+    def check(self) -> None:
+        """Run the launches so far in a row under many schedules, and begin anew."""
+        steps, code, written = self._steps, self._code, self._written
+        self._forget()
+        launches = sum(bool(step.before) for step in steps)
+        if code is None or not launches or self.schedules < 1:
+            return
+        expected = {part: part.memory.numpy().tobytes() for part in written if not part.symmetric}
+        name = f"{steps[0].launches[0].kernel}{f', {launches} launches in a row' if launches > 1 else ''}"
+        job, program, started = self._job(name, steps, expected), code.program(), time.monotonic()
+        answer = run_job(job, program, schedules=self.schedules, seed=self.seed)
+        self.reports.append(report(job, program, answer, schedules=self.schedules, seed=self.seed, seconds=time.monotonic() - started))
+
+    def _forget(self) -> None:
+        self._steps, self._known, self._written = [], {}, set()
+
+    def _job(self, name: str, steps: Sequence[Step], expected: dict[Part, bytes]) -> Job:
+        first: dict[Part, Contents] = {}
+        for step in steps:
+            for part, contents in step.before.items():
+                first.setdefault(part, contents)
+        regions = [part.region(self._number(part.rank), contents, expected.get(part)) for part, contents in first.items()]
+        launches = [launch for step in steps for launch in step.launches]
+        return Job(name, len(self.members), regions, launches, resident_blocks=min(step.resident_blocks for step in steps if step.before))
+
+    def _number(self, rank: int) -> int:
+        return self.members.index(rank) if rank in self.members else len(self.members)
+
+
+def findings(reports: Iterable[Report]) -> list[Finding]:
+    """All findings, each kind and memory once."""
+    found = {(finding.kind, finding.memory, finding.sides): finding for item in reports for finding in item.findings}
+    return list(found.values())
+
+
+def _u64(value: int) -> bytes:
+    return value.to_bytes(8, "little")

@@ -1,0 +1,62 @@
+"""Groups: exchange without a device, shares of devices that ranks share, and what a group keeps."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from peerlane.device import ipc
+from peerlane.device.group import per_group
+from peerlane.device.ipc import StoreExchange, shares
+from peerlane.errors import DeviceTimeout, UsageError
+
+
+def test_an_exchange_gives_every_rank_every_value_in_rank_order() -> None:
+    store, ranks = dist.HashStore(), range(3)
+
+    def rounds(rank: int) -> list[object]:
+        exchange = StoreExchange(store, rank, len(ranks))
+        return [exchange([rank, number, "x" * rank]) for number in range(5)]
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        found = list(pool.map(rounds, ranks))
+    assert found == [[[[rank, number, "x" * rank] for rank in ranks] for number in range(5)]] * 3
+    assert store.num_keys() <= 2 * len(ranks)
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "_PATIENCE", timedelta(seconds=0.05))
+    with pytest.raises(DeviceTimeout, match=r"ranks \[1\] did not come to exchange number 0"):
+        StoreExchange(dist.HashStore(), 0, 2)("mine")
+
+
+def test_ranks_that_share_a_device_share_its_sms() -> None:
+    assert shares([("a", "gpu0", 132), ("a", "gpu1", 114)], partitioned=False) == (1, 114)
+    assert shares([("a", "gpu0", 132)] * 4, partitioned=False) == (4, 33)
+    assert shares([("a", "gpu0", 32)] * 4, partitioned=True) == (4, 32)
+    with pytest.raises(UsageError, match=r"ranks \[2\] are on another host than rank 0"):
+        shares([("a", "gpu0", 132), ("a", "gpu1", 132), ("b", "gpu0", 132)], partitioned=False)
+
+
+def test_a_group_keeps_one_object_for_each_set_of_arguments() -> None:
+    from peerlane.device.local import LocalRank
+
+    class Kept(LocalRank):
+        def __init__(self) -> None:
+            self.cache = {}
+
+    made = []
+
+    @per_group
+    def launch(group: object, size: int, *, dtype: str = "bf16") -> object:
+        made.append((size, dtype))
+        return object()
+
+    one, other = Kept(), Kept()
+    assert launch(one, 3) is launch(one, 3)
+    assert launch(one, 3) is not launch(other, 3)
+    assert launch(one, 3, dtype="fp32") is not launch(one, 3)
+    assert made == [(3, "bf16"), (3, "bf16"), (3, "fp32")]
