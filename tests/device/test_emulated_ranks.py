@@ -64,9 +64,8 @@ def test_a_bug_in_host_code_is_a_wrong_result(tmp_path: Path) -> None:
             "communicator().arena.group.exchange(0) if communicator().member.rank else 0\n    communicator().all_to_all",
             "rank 0: a launch of exchange_packets; rank 1: an exchange",
         ),
-        ("received, tensor)", "received, tensor.t())", "is not contiguous"),
     ],
-    ids=["returns_early", "exchanges_alone", "user_error"],
+    ids=["returns_early", "exchanges_alone"],
 )
 def test_ranks_that_do_different_things_are_told(tmp_path: Path, old: str, new: str, says: str) -> None:
     case = next(case for case in cases(problems.get(8), 2) if case.label == "block_bf16")
