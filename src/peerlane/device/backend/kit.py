@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import ProcessGroup, ReduceOp
 
-from peerlane.device.group import MAX_RANKS
 from peerlane.device.backend.ordering import CudaLane, Lane
 from peerlane.device.collectives import Communicator
+from peerlane.device.group import MAX_RANKS
 from peerlane.device.kernels import ELEMENT_TYPES
 from peerlane.errors import UsageError
 
