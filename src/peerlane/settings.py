@@ -32,6 +32,15 @@ def has_sm_partition() -> bool:
     return os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100") not in ("", "100")
 
 
+PROBLEM_FOLDERS = "PEERLANE_PROBLEMS"
+
+
+def problem_folders() -> tuple[Path, ...]:
+    """Folders of a user's own problems: PEERLANE_PROBLEMS, which lists them as PATH lists its own, and ``--problems`` adds to."""
+    named = os.environ.get(PROBLEM_FOLDERS, "")
+    return tuple(Path(os.path.abspath(folder)) for folder in named.split(os.pathsep) if folder)
+
+
 _NEEDED_BY_RANKS = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TERM|TMPDIR|CC|CXX|CFLAGS|CXXFLAGS|CPATH|LIBRARY_PATH|MAX_JOBS|VIRTUAL_ENV|XDG_CACHE_HOME|"
     r"(LD|PYTHON|CUDA|CUBLAS|CUDNN|NVCC|NVRTC|NVIDIA|NVSHMEM|NCCL|GLOO|TORCH|PYTORCH|TRITON|OMP|MKL|OPENBLAS|PEERLANE)_?\w*"

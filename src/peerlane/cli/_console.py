@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
 
 from peerlane.errors import UsageError
+from peerlane.settings import PROBLEM_FOLDERS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,3 +86,19 @@ def one_of(text: str, allowed: Sequence[str], option: str) -> str:
     if text not in allowed:
         raise UsageError(f"{option} got {text!r}: expected one of {', '.join(allowed)}")
     return text
+
+
+def _use_problems(folders: list[Path] | None) -> list[Path] | None:
+    if folders:
+        before = [os.environ[PROBLEM_FOLDERS]] if os.environ.get(PROBLEM_FOLDERS) else []
+        os.environ[PROBLEM_FOLDERS] = os.pathsep.join([*before, *map(os.path.abspath, folders)])
+    return folders
+
+
+ProblemFolders: TypeAlias = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--problems", metavar="FOLDER", callback=_use_problems, is_eager=True, help="A folder of problems of your own; may be repeated."
+    ),
+]
+"""The option of verbs that know problems. Processes that they start find the folders in the environment."""

@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from peerlane.cli._console import ExitCode, console, positive_integers, print_json, words
+from peerlane.cli._console import ExitCode, ProblemFolders, console, positive_integers, print_json, words
 from peerlane.cli.evaluation import WORLD_SIZES_HELP, choose_device, default_world_sizes
 
 
 def calibrate(
     problem: Annotated[str, typer.Option(help="Problems, such as 1-8,13, or all.")] = "all",
+    problems_folders: ProblemFolders = None,
     preset: Annotated[
         str, typer.Option(help="Presets, separated by commas: small, pkb, production, production_first, or one by name.")
     ] = "small",

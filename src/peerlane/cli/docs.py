@@ -26,7 +26,7 @@ def docs(
     if check:
         pages.must_exist(folder)
     root = folder.parent.parent
-    generated = pages.generate(problems.all_problems(), read_evidence(root))
+    generated = pages.generate(problems.suite(), read_evidence(root))
     documents = all((root / path).is_file() for path in sections.DOCUMENTS)  # a folder elsewhere has pages alone
     if write:
         for change in [*pages.write(folder, generated), *(sections.write(root) if documents else [])]:

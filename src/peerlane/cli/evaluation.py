@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, cast
 
 import typer
 
-from peerlane.cli._console import console, exit_code, one_of, positive_integers, print_json, words
+from peerlane.cli._console import ProblemFolders, console, exit_code, one_of, positive_integers, print_json, words
 from peerlane.cli._progress import progress
 from peerlane.errors import RunStopped
 
@@ -32,6 +32,7 @@ WORLD_SIZES_HELP = "Numbers of ranks, separated by commas; by default 2,4 on CPU
 def evaluate_candidates(
     candidates: Annotated[list[str], typer.Argument(metavar="CANDIDATE", help=CANDIDATES_HELP)],
     problem: Annotated[str | None, typer.Option(help="Problems, such as 1-8,13; by default those that the file names say.")] = None,
+    problems_folders: ProblemFolders = None,
     preset: Annotated[
         str,
         typer.Option(help="Presets, separated by commas: small, pkb, production, sweep (all of those), production_first, or one by name."),
@@ -63,7 +64,10 @@ def evaluate_candidates(
     from peerlane.evaluate import discover
     from peerlane.evaluate.processes.early import early_start
 
-    found = discover(candidates)
+    notes: list[str] = []
+    found = discover(candidates, notes.append)
+    for note in notes:
+        console(stderr=True).print(note, highlight=False)
     sizes = sizes or default_world_sizes(chosen)
     variant = one_of(variant, ("default", "pkb"), "--variant")
     track = one_of(track, ("open", "custom"), "--track")

@@ -6,10 +6,13 @@ from typing import Annotated
 
 import typer
 
-from peerlane.cli._console import console, print_json
+from peerlane.cli._console import ProblemFolders, console, print_json
 
 
-def list_problems(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+def list_problems(
+    problems_folders: ProblemFolders = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
     """List the problems."""
     from peerlane import problems
     from peerlane.report.catalogue import problem_entry

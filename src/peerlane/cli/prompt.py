@@ -6,7 +6,7 @@ from typing import Annotated, cast
 
 import typer
 
-from peerlane.cli._console import one_of, print_json
+from peerlane.cli._console import ProblemFolders, one_of, print_json
 
 HARDWARE_HELP = "auto (the GPUs of this machine, or h200x4 without any), a node such as h200x8, or a JSON file."
 BACKEND_HELP = "cuda, kit (peerlane's device kit), triton, pytorch or parallelkittens."
@@ -15,6 +15,7 @@ TRACK_HELP = "custom: communication must be the candidate's own; open: anything 
 
 def prompt(
     number: Annotated[int, typer.Argument(metavar="NUMBER", help="The problem's number, such as 13.")],
+    problems_folders: ProblemFolders = None,
     backend: Annotated[str, typer.Option(help=BACKEND_HELP)] = "cuda",
     track: Annotated[str, typer.Option(help=TRACK_HELP)] = "custom",
     hardware: Annotated[str, typer.Option(help=HARDWARE_HELP)] = "auto",

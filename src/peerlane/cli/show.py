@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
-from peerlane.cli._console import console, print_json, words
+from peerlane.cli._console import ProblemFolders, console, print_json, words
 
 
 def show(
     number: Annotated[int, typer.Argument(metavar="NUMBER", help="The problem's number, such as 13.")],
+    problems_folders: ProblemFolders = None,
     preset: Annotated[str | None, typer.Option(help="Only these presets, separated by commas; production or sweep: all of those.")] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; 4 unless the problem forbids it.")] = None,
     profile: Annotated[str, typer.Option(help="Hardware profile whose datasheet the roofline uses.")] = "h200",

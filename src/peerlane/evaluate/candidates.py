@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,13 +12,14 @@ from typing import Literal
 import peerlane
 from peerlane.errors import CandidateChanged, CandidateNotFound
 from peerlane.evaluate.results.verdict import Track
+from peerlane.problem_files import slugs
+from peerlane.problem_names import resolve
 
 Backend = Literal["pytorch", "cuda", "triton", "reference"]
 
 REFERENCE = "reference"
 SOLUTIONS = "solutions"
 _MOST_BYTES = 2 << 20  # of a file: a message carries it, in which a byte may take six
-_NUMBER = re.compile(r"p?(\d+)_")
 _EXTENSION_MARKS = ("cpp_extension", "load_inline", "compile_cuda_extension")
 _CUDA_MARKS = (*_EXTENSION_MARKS, "peerlane.device", "cuda.core", "cuda.bindings", "cupy")
 
@@ -33,8 +34,9 @@ class CandidateFile:
         sha256: of the file's bytes (of name and version for the reference).
         backend: by the file name's ending, else by what the source imports.
         uses_extensions: compiles with torch.utils.cpp_extension.
-        problem: the number that starts the file's name (``13_gemm_allreduce_cuda.py``, ``p013_gemm_allreduce.py``), if any.
+        problem: that the file's name means (``13_gemm_allreduce_cuda.py``, ``p013_gemm_allreduce.py``), if it begins with a number.
         track: in which it is judged; None: that of the plan.
+        note: a sentence, where the file's name means no problem or its number is another problem's.
     """
 
     name: str
@@ -44,6 +46,7 @@ class CandidateFile:
     problem: int | None
     uses_extensions: bool = False
     track: Track | None = None
+    note: str = ""
 
     @property
     def is_reference(self) -> bool:
@@ -81,15 +84,16 @@ def candidate_file(path: Path) -> CandidateFile:
         raise CandidateNotFound(f"cannot read the candidate {path}: {error.strerror}") from None
     if len(data) > _MOST_BYTES:
         raise CandidateNotFound(f"the candidate {path} has {len(data)} bytes: expected at most {_MOST_BYTES}")
-    number = _NUMBER.match(path.name)
+    named = resolve(path.stem, slugs())
     source = data.decode(errors="replace")
     return CandidateFile(
         path.stem,
         path.resolve(),
         hashlib.sha256(data).hexdigest(),
         _backend(path.stem, source),
-        int(number[1]) if number else None,
+        named.problem if named else None,
         any(mark in source for mark in _EXTENSION_MARKS),
+        note=named.note if named else "",
     )
 
 
@@ -106,28 +110,39 @@ def _backend(stem: str, source: str) -> Backend:
     return "pytorch"
 
 
-def discover(arguments: Sequence[str]) -> list[CandidateFile]:
+def discover(arguments: Sequence[str], note: Callable[[str], None] = lambda _: None) -> list[CandidateFile]:
     """The candidates that the arguments name, in order. Folders give their numbered ``.py`` files, sorted by number and name.
+
+    ``note`` hears which problem a file means whose number is another's. Files whose names mean none are skipped with a note.
 
     ``reference`` stands for the problems' references and ``solutions`` for peerlane's own solutions; ``./solutions`` is a folder.
     Raises :class:`CandidateNotFound` for a path that does not exist or is empty, and for a folder without candidates.
     """
     found: list[CandidateFile] = []
+    skipped: list[CandidateFile] = []
     for argument in arguments:
         if not argument:  # an unset variable of a shell, more likely than the working directory
             raise CandidateNotFound("got '' for a candidate: expected a .py file or a folder; '.' is the current one")
         path = Path(peerlane.__file__).parent / SOLUTIONS if argument == SOLUTIONS else Path(argument)
         if argument == REFERENCE:
             found.append(reference_candidate())
-        elif path.is_dir():
-            inside = [candidate_file(item) for item in path.glob("*.py") if _NUMBER.match(item.name)]
-            if not inside:
+            continue
+        if path.is_dir():
+            files = [item for item in path.glob("*.py") if resolve(item.stem, slugs()) is not None]
+            if not files:
                 raise CandidateNotFound(f"no candidates in {path}: expected files named <id>_<name>_<backend>.py")
-            found += sorted(inside, key=lambda item: (item.problem or 0, item.name))
         elif path.is_file():
-            found.append(candidate_file(path))
+            files = [path]
         else:
             raise CandidateNotFound(
                 f"there is no candidate {argument!r}: expected a .py file, a folder, or the word {REFERENCE!r} or {SOLUTIONS!r}"
             )
+        judged = sorted(map(candidate_file, files), key=lambda item: (item.problem or 0, item.name))
+        found += [item for item in judged if item.problem is not None or not item.note]
+        skipped += [item for item in judged if item.problem is None and item.note]
+    if skipped and not found:
+        raise CandidateNotFound("; ".join(f"{item.path}: {item.note}" for item in skipped))
+    for item in (*skipped, *found):
+        if item.note:
+            note(f"{item.path}: {item.note}{'; it is skipped' if item in skipped else ''}")
     return found

@@ -1,7 +1,7 @@
 """The problem suite: see :class:`Problem` for the contract, ``all_problems()`` for the suite."""
 
 from peerlane.problems.contract.draw import INTEGER, RANDOM, Draw
-from peerlane.problems.contract.registry import all_problems, get, numbers, select
+from peerlane.problems.contract.registry import all_problems, get, numbers, select, suite
 from peerlane.problems.contract.spec import (
     UNIT_ROUNDOFF,
     AlternativeSolution,
@@ -45,4 +45,5 @@ __all__ = [
     "numbers",
     "preset",
     "select",
+    "suite",
 ]

@@ -22,7 +22,7 @@ from typing import Literal
 from peerlane.errors import UsageError
 from peerlane.evaluate.sandbox import confine
 from peerlane.evaluate.sandbox.confine import Confinement
-from peerlane.settings import passes_to_ranks
+from peerlane.settings import passes_to_ranks, problem_folders
 
 Tier = Literal["L0", "L1", "L2"]
 TIERS: tuple[Tier, ...] = ("L0", "L1", "L2")
@@ -170,9 +170,16 @@ def _probe(sandbox: tuple[str, ...]) -> Mapping[str, str]:
 
 
 def _python_folders() -> list[Path]:
-    """Where this Python, its packages and compilers are."""
+    """Where this Python, its packages, compilers and the user's own problems are."""
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
-    found = [sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(sys.executable)), *sys.path, *homes]
+    found = [
+        sys.prefix,
+        sys.base_prefix,
+        os.path.dirname(os.path.realpath(sys.executable)),
+        *sys.path,
+        *homes,
+        *map(str, problem_folders()),
+    ]
     return [Path(path) for path in found if path and os.path.exists(path)]
 
 

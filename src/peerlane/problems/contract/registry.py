@@ -1,48 +1,55 @@
-"""Finds the problems: each module ``pNNN_slug`` of :mod:`peerlane.problems` declares one ``PROBLEM``. Adding a problem is adding a file."""
+"""Gives the problems that :mod:`peerlane.problem_files` finds: each module ``pNNN_slug`` declares one ``PROBLEM``."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import pkgutil
 import re
-from collections.abc import Mapping
-from pathlib import Path
+import sys
+from types import ModuleType
 
 from peerlane.errors import UnknownProblem, UsageError
+from peerlane.problem_files import OWN_PACKAGE, ProblemFile, folder_package, problem_files
 from peerlane.problems.contract.spec import Problem
-
-_NAME = re.compile(r"p(\d{3})_(\w+)")
-
-
-@functools.cache
-def _modules() -> Mapping[int, str]:
-    found = {}
-    for info in pkgutil.iter_modules([str(Path(__file__).parents[1])]):
-        if match := _NAME.fullmatch(info.name):
-            found[int(match[1])] = info.name
-    return dict(sorted(found.items()))
 
 
 def numbers() -> tuple[int, ...]:
     """The numbers of all problems, ascending."""
-    return tuple(_modules())
+    return tuple(problem_files())
+
+
+def get(number: int) -> Problem:
+    """The problem with this number; raises :class:`UnknownProblem`, and :class:`UsageError` if its file is not a problem's."""
+    file = problem_files().get(number)
+    if file is None:
+        raise UnknownProblem(f"there is no problem {number}; `peerlane list` prints those there are")
+    return _load(file)
 
 
 @functools.cache
-def get(number: int) -> Problem:
-    """The problem with this number; raises :class:`UnknownProblem`."""
-    name = _modules().get(number)
-    if name is None:
-        raise UnknownProblem(f"there is no problem {number}; `peerlane list` prints those there are")
-    problem = importlib.import_module(f"peerlane.problems.{name}").PROBLEM
-    assert isinstance(problem, Problem) and problem.id == number and name == f"p{number:03d}_{problem.slug}", name
+def _load(file: ProblemFile) -> Problem:
+    if file.package == folder_package(file.path.parent) and file.package not in sys.modules:
+        package = ModuleType(file.package, f"The problems in {file.path.parent}.")
+        package.__path__ = [str(file.path.parent)]
+        sys.modules[file.package] = package
+    problem = getattr(importlib.import_module(f"{file.package}.{file.path.stem}"), "PROBLEM", None)
+    if not isinstance(problem, Problem):
+        raise UsageError(f"{file.path} declares no problem: expected `PROBLEM = Problem(...)`, got {problem!r}")
+    if (problem.id, problem.slug) != (file.number, file.slug):
+        raise UsageError(
+            f"{file.path} declares problem {problem.id} ({problem.slug}): expected {file.number} ({file.slug}), as its name says"
+        )
     return problem
 
 
 def all_problems() -> tuple[Problem, ...]:
     """All problems, by number."""
     return tuple(get(number) for number in numbers())
+
+
+def suite() -> tuple[Problem, ...]:
+    """Those that come with peerlane, by number."""
+    return tuple(get(number) for number, file in problem_files().items() if file.package == OWN_PACKAGE)
 
 
 def select(text: str) -> tuple[Problem, ...]:
@@ -55,9 +62,9 @@ def select(text: str) -> tuple[Problem, ...]:
         if match is None:
             raise UsageError(f"cannot read problems {text!r}: expected numbers and ranges such as 1-8,13, or all")
         first, last = int(match[1]), int(match[2] or match[1])
-        if match[2] is None and first not in _modules():
+        if match[2] is None and first not in problem_files():
             get(first)
-        inside = [number for number in _modules() if first <= number <= last]
+        inside = [number for number in numbers() if first <= number <= last]
         if not inside:
             raise UnknownProblem(f"no problem lies in {part.strip()!r}; `peerlane list` prints those there are")
         chosen.update(dict.fromkeys(inside))

@@ -1,0 +1,91 @@
+"""Finds the files of problems, without importing them: peerlane's own, those of installed packages, and those of folders that a user names.
+
+A package offers problems by an entry point of the group ``peerlane.problems``, whose value is a package with files ``pNNN_slug.py``. A user
+names folders of such files by ``--problems``, or in PEERLANE_PROBLEMS. See docs/your-own-problems.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from peerlane.errors import UsageError
+from peerlane.settings import problem_folders
+
+ENTRY_POINTS = "peerlane.problems"
+OWN_PACKAGE = "peerlane.problems"
+_NAME = re.compile(r"p(\d{3,})_(\w+)\.py")
+
+
+@dataclass(frozen=True)
+class ProblemFile:
+    """Where a problem is.
+
+    Attributes:
+        number: of the problem, in the file's name.
+        slug: likewise.
+        package: the package that holds the file's module; for a folder, one that has to be made.
+        path: of the file.
+    """
+
+    number: int
+    slug: str
+    package: str
+    path: Path
+
+
+def problem_files() -> Mapping[int, ProblemFile]:
+    """The files of all problems, by number, ascending.
+
+    Raises :class:`UsageError` for a folder that does not exist or holds no problem, for an entry point whose package cannot be found, and
+    for two files of one number.
+    """
+    return _find(problem_folders())
+
+
+def slugs() -> Mapping[int, str]:
+    """The slugs of all problems, by number."""
+    return {number: file.slug for number, file in problem_files().items()}
+
+
+def folder_package(folder: Path) -> str:
+    """The name of the package that stands for a folder which is none."""
+    return f"peerlane_problems_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+
+
+@functools.cache
+def _find(folders: tuple[Path, ...]) -> Mapping[int, ProblemFile]:
+    found: dict[int, ProblemFile] = {}
+    for package, folder in _places(folders):
+        inside = [(match, path) for path in folder.glob("p*.py") if (match := _NAME.fullmatch(path.name))]
+        if not inside:
+            raise UsageError(f"there are no problems in {folder}: expected files named pNNN_slug.py, such as p1001_my_gather.py")
+        for match, path in inside:
+            file = ProblemFile(int(match[1]), match[2], package, path)
+            if (other := found.get(file.number)) is not None:
+                raise UsageError(f"problem {file.number} is both {other.path} and {path}: give one of them another number")
+            found[file.number] = file
+    return dict(sorted(found.items()))
+
+
+def _places(folders: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:
+    """Packages and their folders, in the order in which they are searched."""
+    yield OWN_PACKAGE, Path(__file__).parent / "problems"
+    for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda item: item.value):
+        try:
+            spec = importlib.util.find_spec(entry.value)
+        except ModuleNotFoundError:
+            spec = None
+        if spec is None or not spec.submodule_search_locations:
+            raise UsageError(f"the entry point {entry.name} of {ENTRY_POINTS} names {entry.value!r}: expected a package that is installed")
+        yield entry.value, Path(next(iter(spec.submodule_search_locations)))
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"there is no folder of problems {str(folder)!r}: expected one with files named pNNN_slug.py")
+        yield folder_package(folder), folder
