@@ -28,11 +28,12 @@ from sample_results import ENVIRONMENT, hung, on_cpu, result, wrong
 MECHANISMS_FILE = Path(__file__).parents[2] / "results" / "h200x4" / "mechanisms.json"
 COMMAND_LINE = {
     "doctor": ["--measure", "--json"],
-    "list": ["--json"],
-    "show": ["number", "--preset", "--world-size", "--profile", "--json"],
+    "list": ["--problems", "--json"],
+    "show": ["number", "--problems", "--preset", "--world-size", "--profile", "--json"],
     "eval": [
         "candidates",
         "--problem",
+        "--problems",
         "--preset",
         "--world-size",
         "--variant",
@@ -43,7 +44,7 @@ COMMAND_LINE = {
         "--out",
         "--json",
     ],
-    "calibrate": ["--problem", "--preset", "--world-size", "--device", "--out", "--json"],
+    "calibrate": ["--problem", "--problems", "--preset", "--world-size", "--device", "--out", "--json"],
     "race": ["file", "--schedules", "--seed", "--world-size", "--json"],
     "bench": ["what", "--out", "--plot", "--json"],
     "report": ["files", "--noise", "--plot"],

@@ -30,7 +30,7 @@ def define_reference(source: str) -> Callable[..., Any]:
 
 def differences_on_rank(rank: int, world_size: int, number: int, variant: str, source: str) -> list[str]:
     """The cases of ``small`` in which the printed reference answers otherwise than the problem's."""
-    from peerlane.problems._tree import leaves, resolve_groups
+    from peerlane.problems.contract import leaves, resolve_groups
 
     problem, printed, different = problems.get(number), define_reference(source), []
     for case in problem.cases("small", world_size, variant)[:2]:
