@@ -50,6 +50,7 @@ COMMAND_LINE = {
     "report": ["files", "--noise", "--plot"],
     "demo": ["--examples", "--preset", "--world-size", "--device", "--json"],
     "selftest": ["--gpu", "--quick", "--repeat", "--rows", "--isolation", "--out", "--json"],
+    "prompt": ["number", "--problems", "--backend", "--track", "--hardware", "--world-size", "--preset", "--variant", "--shots", "--json"],
     "docs": ["--write", "--check", "--folder"],
 }
 
