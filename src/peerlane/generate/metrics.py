@@ -1,0 +1,186 @@
+"""Metrics of a model over problems: pure functions of attempts.
+
+Every count is a sum over problems, so that totals add up to their number. A problem whose samples were not all judged counts with those
+that were, and one without any as unsolved: counts are then lower bounds, and :func:`unjudged` says how many samples are missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from peerlane.generate.attempts import Attempt, Usage
+
+RESAMPLES = 2000
+_SEED = 20_26
+
+Test = Callable[[Attempt], bool]
+
+
+class Estimate(NamedTuple):
+    """A value with its 95 % interval, from resampling problems."""
+
+    value: float
+    low: float
+    high: float
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The probability that at least one of k samples, drawn without replacement from these, is correct.
+
+    Unbiased for the model's pass@k: 1 - C(n - c, k) / C(n, k) (Chen et al., 2021). Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not 0 <= correct <= samples or not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} of {correct} correct among {samples} samples: expected 0 <= correct <= samples and 1 <= k <= samples")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def expected_best(values: Sequence[float], k: int) -> float:
+    """The mean of the largest of k values drawn without replacement from these; raises ValueError unless 1 <= k <= len(values)."""
+    if not 1 <= k <= len(values):
+        raise ValueError(f"the best of {k} among {len(values)} values: expected 1 <= k <= number of values")
+    whole = math.comb(len(values), k)
+    return sum(value * math.comb(index, k - 1) / whole for index, value in enumerate(sorted(values)))
+
+
+def is_correct(attempt: Attempt) -> bool:
+    """The test of pass@k."""
+    return attempt.correct
+
+
+def is_faster(p: float, mode: str) -> Test:
+    """The test of fast_p@k: correct, and the lower end of the speedup's interval in this launch mode is above p."""
+    return lambda attempt: attempt.correct and mode in attempt.speedups and attempt.speedups[mode].low > p
+
+
+def by_problem(attempts: Sequence[Attempt], problems: Sequence[int]) -> dict[int, list[Attempt]]:
+    """The judged attempts of every problem; raises ValueError for attempts at other problems."""
+    found: dict[int, list[Attempt]] = {number: [] for number in problems}
+    for attempt in attempts:
+        if attempt.problem not in found:
+            raise ValueError(f"an attempt at problem {attempt.problem}, which is not among the {len(found)} that are counted")
+        if attempt.judged:
+            found[attempt.problem].append(attempt)
+    return found
+
+
+def solved(attempts: Sequence[Attempt], problems: Sequence[int], test: Test, k: int) -> dict[int, float]:
+    """By problem, the probability that k samples hold one that passes; of fewer samples than k, that all of them hold one."""
+    return {
+        number: pass_at_k(len(group), sum(map(test, group)), min(k, len(group))) if group else 0.0
+        for number, group in by_problem(attempts, problems).items()
+    }
+
+
+def is_timed(attempts: Sequence[Attempt], mode: str) -> bool:
+    """Whether all correct attempts have a speed in this mode, so that fast_p means something; false if there is no correct one."""
+    correct = [attempt for attempt in attempts if attempt.correct]
+    return bool(correct) and all(mode in attempt.speedups for attempt in correct)
+
+
+def log_speedups(attempts: Sequence[Attempt], problems: Sequence[int], mode: str, k: int) -> dict[int, float]:
+    """By problem, the expected natural logarithm of the best speedup among k samples; the reference is kept where it is not beaten.
+
+    A wrong or slower sample counts as a speedup of 1.
+    """
+
+    def gain(attempt: Attempt) -> float:
+        return max(0.0, math.log(attempt.speedups[mode].median)) if attempt.correct and mode in attempt.speedups else 0.0
+
+    return {
+        number: expected_best([gain(attempt) for attempt in group], min(k, len(group))) if group else 0.0
+        for number, group in by_problem(attempts, problems).items()
+    }
+
+
+def geometric_mean(logarithms: Mapping[int, float]) -> Estimate:
+    """The geometric mean over problems of the values with these logarithms, with its interval."""
+    value, low, high = bootstrap_mean(list(logarithms.values()))
+    return Estimate(math.exp(value), math.exp(low), math.exp(high))
+
+
+def bootstrap_mean(values: Sequence[float]) -> Estimate:
+    """The mean and its 95 % percentile interval under resampling of the values; raises ValueError for none."""
+    if not values:
+        raise ValueError("the mean of no values: expected at least one problem")
+    means = _resampled_means(np.asarray(values, dtype=np.float64))
+    low, high = np.quantile(means, [0.025, 0.975])
+    return Estimate(float(np.mean(values)), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A minus B, per problem, over the problems that both have.
+
+    Attributes:
+        difference: of the means, with its interval.
+        better: the share of resamples in which A is ahead; 0.5 means no difference can be told.
+        problems: how many were compared.
+    """
+
+    difference: Estimate
+    better: float
+    problems: int
+
+
+def compare(a: Mapping[int, float], b: Mapping[int, float]) -> Comparison:
+    """A paired bootstrap over problems: both models are resampled at the same problems, so that how hard these are cancels."""
+    shared = sorted(a.keys() & b.keys())
+    if not shared:
+        raise ValueError("the two models have no problem in common")
+    differences = np.asarray([a[number] - b[number] for number in shared], dtype=np.float64)
+    means = _resampled_means(differences)
+    low, high = np.quantile(means, [0.025, 0.975])
+    better = float(np.mean(means > 0) + 0.5 * np.mean(means == 0))
+    return Comparison(Estimate(float(differences.mean()), float(low), float(high)), better, len(shared))
+
+
+def _resampled_means(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Means of samples with replacement; the same problems are drawn for equally many values, in every call."""
+    drawn = np.random.default_rng(_SEED).integers(0, len(values), size=(RESAMPLES, len(values)))
+    means: np.ndarray[tuple[int], np.dtype[np.float64]] = values[drawn].mean(axis=1)
+    return means
+
+
+def by_category(values: Mapping[int, float], categories: Mapping[int, str]) -> dict[str, float]:
+    """Sums over the problems of every category, in the order in which categories first appear."""
+    sums = dict.fromkeys(categories.values(), 0.0)
+    for number, value in values.items():
+        sums[categories[number]] += value
+    return sums
+
+
+def verdicts(attempts: Sequence[Attempt]) -> dict[str, int]:
+    """How many attempts ended in each verdict, the most frequent first; adds up to their number."""
+    return dict(Counter(attempt.verdict for attempt in attempts).most_common())
+
+
+def unjudged(attempts: Sequence[Attempt]) -> int:
+    """How many attempts have no verdict about the model."""
+    return sum(not attempt.judged for attempt in attempts)
+
+
+def mechanisms(attempts: Sequence[Attempt]) -> dict[str, int]:
+    """In how many correct attempts each way to move data was seen."""
+    return dict(Counter(name for attempt in attempts if attempt.correct for name in attempt.mechanisms).most_common())
+
+
+def total_usage(attempts: Sequence[Attempt]) -> Usage:
+    """Tokens, cost and calls of all attempts together."""
+    return sum((attempt.usage for attempt in attempts), Usage())
+
+
+def after_steps(attempts: Sequence[Attempt], steps: int) -> list[Attempt]:
+    """The attempts as they stood after so many steps of their episodes; unjudged ones stay what they are."""
+    return [attempt.after(steps) if attempt.judged else attempt for attempt in attempts]
+
+
+def step_curve(attempts: Sequence[Attempt], problems: Sequence[int], test: Test, k: int = 1) -> list[float]:
+    """How many problems k episodes solve within 1, 2, ... steps."""
+    longest = max((len(attempt.steps) for attempt in attempts), default=0)
+    return [sum(solved(after_steps(attempts, steps), problems, test, k).values()) for steps in range(1, longest + 1)]

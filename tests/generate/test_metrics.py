@@ -1,0 +1,155 @@
+"""Metrics against hand-counted figures, brute force and properties."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peerlane.generate import metrics
+from peerlane.generate.attempts import NO_CODE, Attempt, Speedup, Usage, best_attempt
+
+VERDICTS = ["correct", "wrong_result", "hang", NO_CODE, "not_run"]
+
+
+def attempt(problem: int, sample: int, verdict: str = "correct", speed: float | None = None, **more: object) -> Attempt:
+    speedups = {} if speed is None else {"eager": Speedup(speed * 0.9, speed, speed * 1.1)}
+    return Attempt(problem, sample, verdict, speedups, **more)
+
+
+@given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_correct_one(case: tuple[int, int, int]) -> None:
+    samples, correct, k = case
+    draws = list(itertools.combinations([True] * correct + [False] * (samples - correct), k))
+    assert metrics.pass_at_k(samples, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=7).flatmap(lambda v: st.tuples(st.just(v), st.integers(1, len(v)))))
+def test_expected_best_is_the_mean_of_the_largest_in_all_draws(case: tuple[list[float], int]) -> None:
+    values, k = case
+    draws = list(itertools.combinations(values, k))
+    assert metrics.expected_best(values, k) == pytest.approx(sum(map(max, draws)) / len(draws), abs=1e-9)
+
+
+@pytest.mark.parametrize(("samples", "correct", "k"), [(3, 4, 1), (3, 1, 4), (3, 1, 0), (0, 0, 1), (3, -1, 1)])
+def test_pass_at_k_of_impossible_counts_is_an_error(samples: int, correct: int, k: int) -> None:
+    with pytest.raises(ValueError, match="expected 0 <= correct"):
+        metrics.pass_at_k(samples, correct, k)
+
+
+def test_pass_at_k_is_unbiased() -> None:
+    """Over many sets of 6 samples of a model that is right with probability 0.3, pass@2 averages 1 - 0.7^2."""
+    draw = random.Random(1)
+    found = [metrics.pass_at_k(6, sum(draw.random() < 0.3 for _ in range(6)), 2) for _ in range(20_000)]
+    assert sum(found) / len(found) == pytest.approx(0.51, abs=0.01)
+
+
+RUN = [
+    attempt(1, 0, speed=2.0),
+    attempt(1, 1, "wrong_result"),
+    attempt(1, 2, speed=1.05),
+    attempt(2, 0, "hang"),
+    attempt(2, 1, NO_CODE),
+    attempt(2, 2, speed=0.5),
+    attempt(3, 0, "wrong_result"),
+    attempt(3, 1, "wrong_result"),
+    attempt(3, 2, "not_run"),
+]
+PROBLEMS = [1, 2, 3, 4]
+
+
+def test_hand_counted_run() -> None:
+    correct = metrics.solved(RUN, PROBLEMS, metrics.is_correct, 1)
+    assert correct == pytest.approx({1: 2 / 3, 2: 1 / 3, 3: 0.0, 4: 0.0})
+    assert metrics.solved(RUN, PROBLEMS, metrics.is_correct, 2) == pytest.approx({1: 1.0, 2: 2 / 3, 3: 0.0, 4: 0.0})
+    assert metrics.solved(RUN, PROBLEMS, metrics.is_correct, 3) == {1: 1.0, 2: 1.0, 3: 0.0, 4: 0.0}
+    # The lower end counts: 1.05 * 0.9 is not above 1, 2.0 * 0.9 is.
+    assert metrics.solved(RUN, PROBLEMS, metrics.is_faster(1.0, "eager"), 1) == pytest.approx({1: 1 / 3, 2: 0.0, 3: 0.0, 4: 0.0})
+    assert not any(metrics.solved(RUN, PROBLEMS, metrics.is_faster(1.0, "graph"), 3).values())
+    assert metrics.is_timed(RUN, "eager") and not metrics.is_timed(RUN, "graph")
+    assert metrics.verdicts(RUN) == {"correct": 3, "wrong_result": 3, "hang": 1, NO_CODE: 1, "not_run": 1}
+    assert metrics.unjudged(RUN) == 1
+    gains = metrics.log_speedups(RUN, PROBLEMS, "eager", 3)
+    assert gains == pytest.approx({1: math.log(2), 2: 0.0, 3: 0.0, 4: 0.0})
+    assert metrics.geometric_mean(gains).value == pytest.approx(2**0.25)
+    assert metrics.by_category(correct, {1: "a", 2: "b", 3: "a", 4: "c"}) == pytest.approx({"a": 2 / 3, "b": 1 / 3, "c": 0.0})
+
+
+RUNS = st.lists(
+    st.builds(attempt, st.integers(1, 5), st.integers(0, 9), st.sampled_from(VERDICTS), st.none() | st.floats(0.1, 10)), max_size=30
+)
+
+
+@given(RUNS)
+def test_properties_of_counts(run: list[Attempt]) -> None:
+    problems = [1, 2, 3, 4, 5]
+    assert sum(metrics.verdicts(run).values()) == len(run)
+    previous = dict.fromkeys(problems, 0.0)
+    for k in (1, 2, 3):
+        correct = metrics.solved(run, problems, metrics.is_correct, k)
+        assert all(0 <= value <= 1 for value in correct.values()) and list(correct) == problems
+        assert all(correct[number] >= previous[number] - 1e-12 for number in problems), "more samples never solve less"
+        previous = correct
+        fast = [metrics.solved(run, problems, metrics.is_faster(p, "eager"), k) for p in (0.5, 1.0, 2.0)]
+        for slower, faster in itertools.pairwise([correct, *fast]):
+            assert all(faster[number] <= slower[number] + 1e-12 for number in problems), "a higher bar is passed less often"
+        categories = {1: "a", 2: "b", 3: "a", 4: "c", 5: "c"}
+        assert sum(metrics.by_category(correct, categories).values()) == pytest.approx(sum(correct.values()))
+    assert metrics.geometric_mean(metrics.log_speedups(run, problems, "eager", 1)).value >= 1
+
+
+def test_an_attempt_at_another_problem_is_an_error() -> None:
+    with pytest.raises(ValueError, match="problem 9"):
+        metrics.solved([attempt(9, 0)], [1], metrics.is_correct, 1)
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=40))
+def test_interval_holds_the_mean_and_a_model_equals_itself(values: list[float]) -> None:
+    mean = metrics.bootstrap_mean(values)
+    assert mean.low - 1e-9 <= mean.value <= mean.high + 1e-9
+    model = dict(enumerate(values))
+    same = metrics.compare(model, model)
+    assert same.difference == (0, 0, 0) and same.better == 0.5
+
+
+def test_pairing_tells_a_small_but_steady_lead() -> None:
+    """Problems differ by 0.8, the models by 0.05 at each: unpaired intervals overlap, the paired one does not hold zero."""
+    b = {number: 0.1 + 0.8 * (number % 2) for number in range(40)}
+    a = {number: value + 0.05 + 0.01 * (number % 3) for number, value in b.items()}
+    found = metrics.compare(a, b)
+    assert found.difference.low > 0 and found.better == 1 and found.problems == 40
+    assert metrics.bootstrap_mean(list(a.values())).low < metrics.bootstrap_mean(list(b.values())).high
+
+
+def test_interval_covers_as_often_as_it_says() -> None:
+    draw = random.Random(2)
+    covered = 0
+    for _ in range(200):
+        mean = metrics.bootstrap_mean([float(draw.random() < 0.4) for _ in range(87)])
+        covered += mean.low <= 0.4 <= mean.high
+    assert 0.88 <= covered / 200 <= 0.99
+
+
+def test_steps_of_agents() -> None:
+    steps = (attempt(1, 0, "build_error"), attempt(1, 0, speed=0.8), attempt(1, 0, "wrong_result"), attempt(1, 0, speed=1.5))
+    best = best_attempt(steps)
+    assert best is steps[3]
+    run = [replace(best, steps=steps), attempt(2, 0, "hang", steps=(attempt(2, 0, "hang"),))]
+    assert metrics.step_curve(run, [1, 2], metrics.is_correct) == [0, 1, 1, 1]
+    assert metrics.step_curve(run, [1, 2], metrics.is_faster(1.0, "eager")) == [0, 0, 0, 1]
+    assert metrics.step_curve([attempt(1, 0)], [1], metrics.is_correct) == []
+
+
+def test_usage_adds_up() -> None:
+    run = [attempt(1, 0, usage=Usage(10, 5, 2, 1, 0.5, 1)), attempt(1, 1, usage=Usage(20, 7, calls=1))]
+    assert metrics.total_usage(run) == Usage(30, 12, 2, 1, 0.5, 2)
+
+
+def test_mechanisms_of_correct_attempts_count() -> None:
+    run = [attempt(1, 0, mechanisms=("tma", "nccl")), attempt(1, 1, mechanisms=("tma",)), attempt(1, 2, "hang", mechanisms=("tma",))]
+    assert metrics.mechanisms(run) == {"tma": 2, "nccl": 1}
