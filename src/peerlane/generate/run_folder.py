@@ -1,0 +1,235 @@
+"""A run as a folder that people can read, and that a killed run goes on from.
+
+RUN/run.json                     settings, prompt version, node
+RUN/013/prompt.md                what the model got for problem 13
+RUN/013/0/reply.md               sample 0 of it: what the model answered
+RUN/013/0/candidate.py           the code in it; missing if there was none
+RUN/013/0/sample.json            verdict-free facts: status, tokens, cost, time; written last, so it marks the sample as done
+RUN/013/0/steps/3/candidate.py   of an agent: what it had judged in its third step, with step.json
+RUN/results.jsonl                the evaluator's results
+RUN/logs/*.eval                  transcripts
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+import peerlane
+from peerlane.errors import UsageError
+from peerlane.files import write_atomically
+from peerlane.generate.attempts import Usage
+from peerlane.generate.machine import Machine
+
+FORMAT = 1
+RUN_FILE = "run.json"
+_SAMPLE_FOLDER = re.compile(r"(\d{1,4})/(\d{1,6})")
+
+Kind = Literal["generate", "agent", "candidates"]
+Status = Literal["code", "no_code"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)  # readers ignore what they do not know
+
+
+class RunSettings(_Record):
+    """What all samples of a run have in common. ``None``: the provider's default, or not known."""
+
+    format: int = FORMAT
+    kind: Kind
+    model: str = Field(min_length=1)
+    backend: str | None = None
+    track: Literal["custom", "open"] = "custom"
+    preset: str = "pkb"
+    variant: str = "default"
+    world_size: int | None = None
+    shots: int | None = None
+    prompt_version: str | None = None
+    machine: Machine | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    effort: str | None = None
+    max_tokens: int | None = None
+    steps: int | None = Field(default=None, description="of an agent: how many calls of tools it may make")
+
+    def identity(self) -> dict[str, Any]:
+        """What must not change within a run."""
+        return self.model_dump(mode="json", exclude={"format"})
+
+
+class SampleRecord(_Record):
+    """``sample.json``."""
+
+    problem: int
+    sample: int
+    status: Status
+    sha256: str | None = Field(default=None, description="of candidate.py's bytes")
+    stop_reason: str = ""
+    limit: str | None = Field(default=None, description="which limit ended an agent's episode")
+    error: str | None = None
+    input_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+    cached_tokens: int = 0
+    cost_usd: float | None = None
+    calls: int = 0
+    seconds: float = 0.0
+    finished_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens, cost and calls."""
+        return Usage(self.input_tokens, self.output_tokens, self.reasoning_tokens, self.cached_tokens, self.cost_usd, self.calls)
+
+
+class StepRecord(_Record):
+    """``step.json``: one candidate that an agent had judged."""
+
+    step: int = Field(ge=1)
+    tool: str
+    verdict: str
+    sha256: str
+    speedups: dict[str, tuple[float, float, float]] = Field(default_factory=dict, description="by mode: low, median, high")
+    feedback: str = ""
+
+
+class SampleKey(NamedTuple):
+    """Names a sample within a run."""
+
+    problem: int
+    sample: int
+
+    @property
+    def folder(self) -> str:
+        """Its path within the run: ``013/0``."""
+        return f"{self.problem:03d}/{self.sample}"
+
+
+class RunFolder:
+    """An existing run. Samples are written whole or not at all, so that a run that was killed lacks nothing but what it was about to do."""
+
+    def __init__(self, path: Path, settings: RunSettings) -> None:
+        self.path, self.settings = path, settings
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """The run in a folder; raises UsageError if there is none, or one of another format."""
+        file = path / RUN_FILE
+        try:
+            data = json.loads(file.read_text())
+        except OSError as error:
+            reason = error.strerror or error
+            raise UsageError(f"{path} is no run: {RUN_FILE} cannot be read ({reason}); make one with `peerlane generate`") from None
+        except ValueError as error:
+            raise UsageError(f"{file} is not JSON: {error}; restore it, or use another --out") from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            got = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise UsageError(f"{file} has format {got!r}: this peerlane ({peerlane.__version__}) reads {FORMAT}; use the one that wrote it")
+        try:
+            return cls(path, RunSettings.model_validate(data))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            raise UsageError(f"{file}: {'.'.join(map(str, fault['loc']))}: {fault['msg']}; restore it, or use another --out") from None
+
+    @classmethod
+    def open_or_create(cls, path: Path, settings: RunSettings) -> Self:
+        """The run in a folder with these settings, made if the folder has none; raises UsageError if it holds a run with others."""
+        if is_run(path):
+            run = cls.open(path)
+            mine, theirs = settings.identity(), run.settings.identity()
+            different = [name for name in mine if mine[name] != theirs.get(name)]
+            if different:
+                changes = ", ".join(f"{name} {theirs.get(name)!r} (now {mine[name]!r})" for name in different if name != "machine")
+                raise UsageError(f"{path} holds a run with {changes or 'another machine'}: repeat its settings, or use another --out")
+            return run
+        path.mkdir(parents=True, exist_ok=True)
+        text = {"peerlane": peerlane.__version__, "created_at": datetime.now(UTC).isoformat(), **settings.model_dump(mode="json")}
+        write_atomically(path / RUN_FILE, (json.dumps(text, indent=2) + "\n").encode())
+        return cls(path, settings)
+
+    def keys(self) -> list[SampleKey]:
+        """The samples that there are: those done and those that hold a candidate, in order."""
+        found = []
+        for folder in self.path.glob("*/*"):
+            match = _SAMPLE_FOLDER.fullmatch(folder.relative_to(self.path).as_posix())
+            if match and ((folder / "sample.json").is_file() or (folder / "candidate.py").is_file()):
+                found.append(SampleKey(int(match[1]), int(match[2])))
+        return sorted(found)
+
+    def is_done(self, key: SampleKey) -> bool:
+        """Whether the sample was finished."""
+        return (self.path / key.folder / "sample.json").is_file()
+
+    def missing(self, problems: Sequence[int], samples: int) -> list[SampleKey]:
+        """What is still to be asked for, sample by sample over all problems, so that a run that ends early has whole rounds."""
+        wanted = (SampleKey(problem, sample) for sample in range(samples) for problem in problems)
+        return [key for key in wanted if not self.is_done(key)]
+
+    def write_prompt(self, problem: int, text: str) -> None:
+        """Keeps the prompt of a problem."""
+        path = self.path / f"{problem:03d}" / "prompt.md"
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, text.encode())
+
+    def write_sample(self, record: SampleRecord, reply: str, source: str | None) -> None:
+        """Keeps a finished sample; ``sha256`` is filled in."""
+        folder = self.path / SampleKey(record.problem, record.sample).folder
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "reply.md", reply.encode(errors="replace"))
+        candidate = folder / "candidate.py"
+        if source is None:
+            candidate.unlink(missing_ok=True)
+        else:
+            data = source.encode(errors="replace")
+            write_atomically(candidate, data)
+            record = record.model_copy(update={"sha256": hashlib.sha256(data).hexdigest()})
+        write_atomically(folder / "sample.json", (record.model_dump_json(indent=2) + "\n").encode())
+
+    def write_step(self, key: SampleKey, record: StepRecord, source: str) -> None:
+        """Keeps a candidate that an agent had judged."""
+        folder = self.path / key.folder / "steps" / str(record.step)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "candidate.py", source.encode(errors="replace"))
+        write_atomically(folder / "step.json", (record.model_dump_json(indent=2) + "\n").encode())
+
+    def sample(self, key: SampleKey) -> SampleRecord:
+        """A sample's facts; one without ``sample.json`` is a candidate from elsewhere. Raises UsageError for a damaged file."""
+        folder = self.path / key.folder
+        file, candidate = folder / "sample.json", folder / "candidate.py"
+        if not file.is_file():
+            return SampleRecord(problem=key.problem, sample=key.sample, status="code", sha256=_sha256(candidate))
+        try:
+            record = SampleRecord.model_validate_json(file.read_text())
+        except ValidationError as error:
+            raise UsageError(f"{file} is damaged: {error.errors()[0]['msg']}; delete it, and run the same command again") from None
+        # An edited candidate is another candidate: what counts is the file as it is.
+        return record.model_copy(update={"sha256": _sha256(candidate) if candidate.is_file() else None})
+
+    def steps(self, key: SampleKey) -> list[StepRecord]:
+        """What an agent had judged, in order."""
+        files = (self.path / key.folder / "steps").glob("*/step.json")
+        return sorted((StepRecord.model_validate_json(file.read_text()) for file in files), key=lambda record: record.step)
+
+    def candidates(self) -> Iterator[tuple[SampleKey, Path]]:
+        """The candidate files, in order."""
+        for key in self.keys():
+            path = self.path / key.folder / "candidate.py"
+            if path.is_file():
+                yield key, path
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run."""
+    return (path / RUN_FILE).is_file()
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
