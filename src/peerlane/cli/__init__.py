@@ -11,7 +11,7 @@ import traceback
 
 import typer
 
-from peerlane.cli import bench, calibrate, demo, docs, doctor, evaluation, list_problems, prompt, race, report, selftest, show
+from peerlane.cli import bench, calibrate, demo, docs, doctor, evaluation, generate, list_problems, prompt, race, report, selftest, show
 from peerlane.cli._console import ExitCode, print_error
 from peerlane.errors import MissingDependency, PeerlaneError, UsageError
 
@@ -35,6 +35,7 @@ app.command("bench")(bench.bench)
 app.command("report")(report.report)
 app.command("demo")(demo.demo)
 app.command("selftest")(selftest.selftest)
+app.command("generate")(generate.generate)
 app.command("prompt")(prompt.prompt)
 app.command("docs")(docs.docs)
 

@@ -1,0 +1,128 @@
+"""Asks a model once for every missing sample of a run, and keeps each reply as it comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from inspect_ai import Task, eval
+from inspect_ai.dataset import MemoryDataset, Sample
+from inspect_ai.solver import Generate, Solver, TaskState, solver
+
+from peerlane.errors import PeerlaneError
+from peerlane.generate.models import ModelOptions, first_line, open_model, usage_of
+from peerlane.generate.prompt import Prompt
+from peerlane.generate.reply import extract_code
+from peerlane.generate.run_folder import RunFolder, SampleKey, SampleRecord
+
+FAILURES_IN_A_ROW = 20
+"""After so many samples without a reply, the provider is taken to be down, and nothing more is asked."""
+TOO_LONG = "model_length"
+
+
+class ProviderDown(PeerlaneError):
+    """A sample was not asked for, because those before it failed or the money is spent."""
+
+
+@dataclass
+class Progress:
+    """What a run has done so far; ``tell`` hears of every sample that ends."""
+
+    total: int
+    max_cost_usd: float | None = None
+    tell: Callable[[str], None] = lambda line: None
+    finished: int = 0
+    failures: list[str] = field(default_factory=list)
+    cost_usd: float = 0.0
+    _in_a_row: int = 0
+
+    def check(self) -> None:
+        """Raises ProviderDown where asking on makes no sense."""
+        if self._in_a_row >= FAILURES_IN_A_ROW:
+            raise ProviderDown(f"not asked: {self._in_a_row} samples in a row got no reply")
+        if self.max_cost_usd is not None and self.cost_usd >= self.max_cost_usd:
+            raise ProviderDown(f"not asked: the run has cost {self.cost_usd:.2f} USD, and --max-cost is {self.max_cost_usd:g}")
+
+    def spent(self, cost_usd: float | None) -> None:
+        """Counts what a reply cost."""
+        self.cost_usd += cost_usd or 0.0
+
+    def kept(self, record: SampleRecord) -> None:
+        """A sample was written."""
+        self.finished += 1
+        self._in_a_row = 0
+        cost = f", {record.cost_usd:.4f} USD" if record.cost_usd is not None else ""
+        what = record.status.replace("_", " ")
+        key = SampleKey(record.problem, record.sample).folder
+        self.tell(f"{self.finished}/{self.total} {key}: {what}, {record.output_tokens} tokens{cost}, {record.seconds:.0f} s")
+
+    def failed(self, key: SampleKey, error: BaseException) -> None:
+        """A sample got no reply."""
+        if not isinstance(error, ProviderDown):
+            self._in_a_row += 1
+        self.failures.append(first_line(error))
+        if not isinstance(error, ProviderDown):
+            self.tell(f"{key.folder}: {first_line(error)}")
+
+
+def generate_samples(
+    run: RunFolder, prompts: Mapping[int, Prompt], keys: Sequence[SampleKey], options: ModelOptions, progress: Progress
+) -> None:
+    """Asks for these samples; those without a reply stay missing, and ``progress`` says why."""
+    for number in {key.problem for key in keys}:
+        run.write_prompt(number, prompts[number].text)
+    samples = [Sample(id=key.folder, input=prompts[key.problem].text, metadata=key._asdict()) for key in keys]
+    run_inspect(run, samples, _ask_once(run, options, progress), options)
+
+
+def run_inspect(run: RunFolder, samples: Sequence[Sample], solver: Solver, options: ModelOptions) -> None:
+    """Runs a solver, which keeps what it gets, on all samples; one that fails does not stop the others. The transcript is in RUN/logs."""
+    eval(
+        Task(dataset=MemoryDataset(list(samples), name="peerlane"), solver=solver, name=f"peerlane_{run.settings.kind}"),
+        model=open_model(options),
+        display="none",
+        log_level="error",
+        log_dir=str(run.path / "logs"),
+        fail_on_error=False,
+        score=False,
+        acp_server=False,
+        ctl_server=False,
+        max_samples=options.connections,
+    )
+
+
+@solver
+def _ask_once(run: RunFolder, options: ModelOptions, progress: Progress) -> Solver:
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        key = SampleKey(state.metadata["problem"], state.metadata["sample"])
+        began = time.monotonic()
+        try:
+            progress.check()
+            state = await generate(state)
+            reply, output = state.output.completion, state.output
+            if output.stop_reason == TOO_LONG and not reply.strip():
+                raise ProviderDown("the prompt does not fit the model's context; use a model with a longer one, or fewer --shots")
+        except Exception as error:
+            progress.failed(key, error)
+            raise
+        source, usage = extract_code(reply), usage_of(output, options.prices)
+        record = SampleRecord(
+            problem=key.problem,
+            sample=key.sample,
+            status="code" if source is not None else "no_code",
+            stop_reason=str(output.stop_reason),
+            input_tokens=usage.input_tokens,
+            output_tokens=usage.output_tokens,
+            reasoning_tokens=usage.reasoning_tokens,
+            cached_tokens=usage.cached_tokens,
+            cost_usd=usage.cost_usd,
+            calls=usage.calls,
+            seconds=time.monotonic() - began,
+        )
+        run.write_sample(record, reply, source)
+        progress.spent(usage.cost_usd)
+        progress.kept(record)
+        return state
+
+    return solve
