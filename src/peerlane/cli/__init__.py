@@ -11,7 +11,22 @@ import traceback
 
 import typer
 
-from peerlane.cli import bench, calibrate, demo, docs, doctor, evaluation, generate, list_problems, prompt, race, report, selftest, show
+from peerlane.cli import (
+    bench,
+    calibrate,
+    demo,
+    docs,
+    doctor,
+    evaluation,
+    generate,
+    list_problems,
+    metrics,
+    prompt,
+    race,
+    report,
+    selftest,
+    show,
+)
 from peerlane.cli._console import ExitCode, print_error
 from peerlane.errors import MissingDependency, PeerlaneError, UsageError
 
@@ -36,6 +51,7 @@ app.command("report")(report.report)
 app.command("demo")(demo.demo)
 app.command("selftest")(selftest.selftest)
 app.command("generate")(generate.generate)
+app.command("metrics")(metrics.metrics)
 app.command("prompt")(prompt.prompt)
 app.command("docs")(docs.docs)
 

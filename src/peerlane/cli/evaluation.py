@@ -13,6 +13,7 @@ import typer
 
 from peerlane.cli._console import ProblemFolders, console, exit_code, one_of, positive_integers, print_json, words
 from peerlane.cli._progress import progress
+from peerlane.cli._runs import run_to_judge
 from peerlane.errors import RunStopped
 
 if TYPE_CHECKING:
@@ -24,8 +25,15 @@ Mode: TypeAlias = Literal["eager", "graph"]
 Track: TypeAlias = Literal["open", "custom"]
 Tier: TypeAlias = Literal["L0", "L1", "L2"]
 
-CANDIDATES_HELP = "Files named <id>_<name>_<backend>.py, folders of them, or the words reference and solutions (peerlane's own)."
+CANDIDATES_HELP = (
+    "Files named <id>_<name>_<backend>.py, folders of them, the words reference and solutions (peerlane's own), or a run of "
+    "`peerlane generate` or `peerlane agent`."
+)
 ISOLATION_HELP = "L0 (own processes), L1 (confined by the kernel) or L2 (in a bubblewrap sandbox); by default L1 if the machine can."
+TRACK_HELP = (
+    "open (the default): anything goes; custom: communication must be the candidate's own, no NCCL, gloo or torch.distributed. "
+    "A run has its own."
+)
 WORLD_SIZES_HELP = "Numbers of ranks, separated by commas; by default 2,4 on CPU, and those of 2,4,8 that the GPUs allow on CUDA."
 
 
@@ -41,14 +49,12 @@ def evaluate_candidates(
     variant: Annotated[
         str, typer.Option(help="default, or pkb: the public benchmark's semantics, for problems where those are not the right ones.")
     ] = "default",
-    track: Annotated[
-        str,
-        typer.Option(help="open: anything goes; custom: communication must be the candidate's own, no NCCL, gloo or torch.distributed."),
-    ] = "open",
+    track: Annotated[str | None, typer.Option(help=TRACK_HELP)] = None,
     mode: Annotated[str, typer.Option(help="Launch modes to time, separated by commas.")] = "eager,graph",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
-    out: Annotated[Path, typer.Option(help="Folder that results are added to.")] = Path("peerlane-results"),
+    out: Annotated[Path | None, typer.Option(help="Folder that results are added to; by default peerlane-results, or the run's.")] = None,
+    model: Annotated[str | None, typer.Option(help="The author of a folder PROBLEM/SAMPLE/candidate.py; makes it a run.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Judge candidates: right or wrong and why, and how fast.
@@ -65,12 +71,14 @@ def evaluate_candidates(
     from peerlane.evaluate.processes.early import early_start
 
     notes: list[str] = []
-    found = discover(candidates, notes.append)
+    run = run_to_judge(candidates, model)
+    found = discover(candidates, notes.append) if run is None else run.candidates
     for note in notes:
         console(stderr=True).print(note, highlight=False)
+    out = out or (Path("peerlane-results") if run is None else run.folder)
     sizes = sizes or default_world_sizes(chosen)
     variant = one_of(variant, ("default", "pkb"), "--variant")
-    track = one_of(track, ("open", "custom"), "--track")
+    track = one_of(track or ("open" if run is None else run.track), ("open", "custom"), "--track")
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
     with early_start(chosen, tier, sizes[0]):
         from peerlane.evaluate import EvaluationPlan, evaluate  # torch, which takes seconds

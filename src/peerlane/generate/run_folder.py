@@ -155,7 +155,7 @@ class RunFolder:
         write_atomically(path / RUN_FILE, (json.dumps(text, indent=2) + "\n").encode())
         return cls(path, settings)
 
-    def keys(self) -> list[SampleKey]:
+    def sample_keys(self) -> list[SampleKey]:
         """The samples that there are: those done and those that hold a candidate, in order."""
         found = []
         for folder in self.path.glob("*/*"):
@@ -220,7 +220,7 @@ class RunFolder:
 
     def candidates(self) -> Iterator[tuple[SampleKey, Path]]:
         """The candidate files, in order."""
-        for key in self.keys():
+        for key in self.sample_keys():
             path = self.path / key.folder / "candidate.py"
             if path.is_file():
                 yield key, path

@@ -1,0 +1,54 @@
+"""Run folders as candidates of ``peerlane eval``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peerlane.errors import UsageError
+
+if TYPE_CHECKING:
+    from peerlane.evaluate import CandidateFile
+
+
+@dataclass(frozen=True)
+class RunToJudge:
+    """The candidates of a run, the folder of its results, and the track that it was made for."""
+
+    candidates: list[CandidateFile]
+    folder: Path
+    track: str
+
+
+def run_to_judge(arguments: Sequence[str], model: str | None) -> RunToJudge | None:
+    """The run that is to be judged, or None if the arguments name other candidates.
+
+    ``model`` makes a run of a folder PROBLEM/SAMPLE/candidate.py from elsewhere. Equal candidates of a problem are judged once. Raises
+    UsageError for a run beside other candidates, and for one without any.
+    """
+    folders = [Path(argument) for argument in arguments]
+    if model is None and not any((folder / "run.json").is_file() for folder in folders):
+        return None
+    from peerlane.evaluate.candidates import candidate_file
+    from peerlane.generate.run_folder import RunFolder, RunSettings, is_run
+
+    if len(folders) != 1 or not folders[0].is_dir():
+        raise UsageError(f"got {' '.join(arguments)}: expected one folder of a run; judge other candidates by another command")
+    path = folders[0]
+    if model is None or is_run(path):
+        run = RunFolder.open(path)
+        if model is not None and model != run.settings.model:
+            raise UsageError(f"--model got {model!r}: {path} is a run of {run.settings.model!r}")
+    else:
+        run = RunFolder(path, RunSettings(kind="candidates", model=model))
+        if any(run.candidates()):
+            run = RunFolder.open_or_create(path, run.settings)
+    found: dict[tuple[int, str], CandidateFile] = {}
+    for key, file in run.candidates():
+        candidate = replace(candidate_file(file), name=key.folder, problem=key.problem)
+        found.setdefault((key.problem, candidate.sha256), candidate)
+    if not found:
+        raise UsageError(f"{path} holds no candidates: expected PROBLEM/SAMPLE/candidate.py, such as 013/0/candidate.py")
+    return RunToJudge(list(found.values()), path, run.settings.track)

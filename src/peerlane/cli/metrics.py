@@ -1,0 +1,146 @@
+"""``peerlane metrics``: what runs of models come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from peerlane.cli._console import console, one_of, positive_integers, print_json, words
+from peerlane.errors import UsageError
+
+if TYPE_CHECKING:
+    from peerlane.generate.attempts import Setting
+    from peerlane.generate.summary import Scored
+
+
+def metrics(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of `peerlane generate` or `peerlane agent`, judged.")],
+    k: Annotated[str, typer.Option("--k", help="Numbers of samples, separated by commas; by default 1 and all that every model has.")] = "",
+    p: Annotated[str, typer.Option("--p", help="Speedups to exceed, separated by commas.")] = "1",
+    mode: Annotated[str, typer.Option(help="Launch mode of the table by category: eager or graph.")] = "graph",
+    problem: Annotated[str, typer.Option(help="The problems that count, such as 1-8,13, or all.")] = "all",
+    preset: Annotated[str | None, typer.Option(help="Only results of this preset.")] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="Only results of so many ranks.")] = None,
+    track: Annotated[str | None, typer.Option(help="Only results of this track; by default the run's.")] = None,
+    results: Annotated[list[Path] | None, typer.Option(help="results.jsonl from elsewhere; by default the run's own. Repeatable.")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare the first run with every other, problem by problem.")] = False,
+    problems_too: Annotated[bool, typer.Option("--by-problem", help="One row for every problem, too.")] = False,
+    published: Annotated[bool, typer.Option("--published", help="Show published figures of others below, labelled.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Count what models solved: pass@k, fast_p@k, speedups, failures, tokens and cost.
+
+    Results of different tracks, nodes, presets or numbers of ranks are never counted together. Speedups count by the lower end of their
+    interval.
+    """
+    from peerlane import problems
+    from peerlane.generate import summary
+    from peerlane.generate.judgements import RESULTS_FILE, read_judgements, settings_of
+    from peerlane.generate.run_folder import RunFolder
+
+    one_of(mode, summary.MODES, "--mode")
+    thresholds = [_number(text) for text in words(p, "--p")]
+    counted = {item.id: item.category for item in problems.select(problem)}
+    opened = [RunFolder.open(path) for path in runs]
+    files = {run.path: results or [file for file in [run.path / RESULTS_FILE] if file.is_file()] for run in opened}
+    judged = {run.path: read_judgements(files[run.path]) for run in opened}
+    settings = {
+        run.path: [
+            setting
+            for setting in settings_of(run, judged[run.path])
+            if setting.track == (track or run.settings.track)
+            and preset in (None, setting.preset)
+            and world_size in (None, setting.world_size)
+        ]
+        for run in opened
+    }
+    shared = _the_setting(settings)
+    names = _names([run.settings.model for run in opened])
+    models = [_scored(run, name, judged[run.path], shared, counted) for run, name in zip(opened, names, strict=True)]
+    most = min((scored.samples for scored in models), default=1) or 1
+    ks = list(positive_integers(k, "--k")) if k else sorted({1, most})
+    if too_many := [value for value in ks if value > most]:
+        raise UsageError(f"--k got {too_many[0]}: one run has only {most} judged samples of a problem; generate more")
+    if as_json:
+        print_json({"models": [summary.summary(scored, ks, thresholds) for scored in models]})
+        return
+    _print(models, ks, thresholds, mode, shared, problems_too=problems_too, compare=compare)
+    if published:
+        label, table = summary.published_table()
+        out = console()
+        out.print(f"\n{label}")
+        out.print(table.rich(out.width))
+
+
+def _print(
+    models: Sequence[Scored],
+    ks: Sequence[int],
+    ps: Sequence[float],
+    mode: str,
+    setting: Setting | None,
+    *,
+    problems_too: bool,
+    compare: bool,
+) -> None:
+    from peerlane.generate import summary
+    from peerlane.generate.metrics import unjudged
+
+    out = console()
+    out.print(str(setting) if setting is not None else "nothing was judged yet: run `peerlane eval RUN`")
+    for scored in models:
+        if missing := unjudged(scored.attempts):
+            out.print(f"{scored.model}: {missing} of {len(scored.attempts)} samples are not judged; counts are lower bounds")
+    tables = [summary.category_table(models, ks, ps[0], mode), summary.model_table(models, ks, ps)]
+    tables += [summary.verdict_table(models), summary.usage_table(models)]
+    if any(attempt.steps for scored in models for attempt in scored.attempts):
+        tables.append(summary.step_table(models))
+    if problems_too:
+        tables.append(summary.problem_table(models))
+    for table in tables:
+        out.print(table.rich(out.width))
+    for other in models[1:] if compare else ():
+        for line in summary.comparison_lines(models[0], other, ks, ps[0]):
+            out.print(line)
+
+
+def _scored(run: object, name: str, judged: Sequence[object], setting: Setting | None, counted: dict[int, str]) -> Scored:
+    from peerlane.generate.judgements import attempts_of
+    from peerlane.generate.summary import Scored
+
+    attempts = attempts_of(run, judged, setting)  # type: ignore[arg-type]
+    return Scored(name, setting, [attempt for attempt in attempts if attempt.problem in counted], counted)
+
+
+def _the_setting(settings: dict[Path, list[Setting]]) -> Setting | None:
+    """The one setting under which all judged runs were judged; raises UsageError if there are several, or none in common."""
+    everything = list(dict.fromkeys(setting for found in settings.values() for setting in found))
+    if len(everything) > 1:
+        listed = "\n".join(f"  {setting}" for setting in everything)
+        raise UsageError(
+            f"the runs were judged under {len(everything)} settings, which are not counted together:\n{listed}\n"
+            "choose one with --preset, --world-size or --track"
+        )
+    return everything[0] if everything else None
+
+
+def _names(models: Sequence[str]) -> list[str]:
+    """Names of models, numbered where one comes twice."""
+    seen: dict[str, int] = {}
+    names = []
+    for model in models:
+        seen[model] = seen.get(model, 0) + 1
+        names.append(model if seen[model] == 1 else f"{model} ({seen[model]})")
+    return names
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise UsageError(f"--p got {text!r}: expected speedups such as 1 or 1,1.5,2")
+    return value

@@ -1,0 +1,242 @@
+"""What ``peerlane metrics`` prints: the metrics of a run as plain data, and tables of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peerlane.generate import metrics
+from peerlane.generate.attempts import Attempt, Setting
+from peerlane.report.tables import NOT_MEASURED, TextTable
+
+MODES = ("eager", "graph")
+PUBLISHED_FILE = Path(__file__).with_name("published.json")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A model's attempts under one setting, to be summarised.
+
+    Attributes:
+        problems: number -> category, of all problems that count.
+        samples: the largest k that a table has.
+    """
+
+    model: str
+    setting: Setting | None
+    attempts: Sequence[Attempt]
+    problems: Mapping[int, str]
+
+    @property
+    def samples(self) -> int:
+        """Judged samples of the problem that has the most."""
+        return max((len(group) for group in metrics.by_problem(self.attempts, list(self.problems)).values()), default=0)
+
+    def counts(self, test: metrics.Test, k: int) -> dict[int, float]:
+        """By problem, the probability that k samples hold one that passes."""
+        return metrics.solved(self.attempts, list(self.problems), test, k)
+
+
+def summary(scored: Scored, ks: Sequence[int], ps: Sequence[float]) -> dict[str, Any]:
+    """All metrics of a model as JSON can hold them; what was not measured is None."""
+    numbers = list(scored.problems)
+    usage = metrics.total_usage(scored.attempts)
+    correct = sum(attempt.correct for attempt in scored.attempts)
+    usable = [k for k in ks if k <= max(scored.samples, 1)]
+    result: dict[str, Any] = {
+        "model": scored.model,
+        "setting": None if scored.setting is None else vars(scored.setting),
+        "problems": len(numbers),
+        "samples": len(scored.attempts),
+        "unjudged_samples": metrics.unjudged(scored.attempts),
+        "pass_at_k": {str(k): _estimate(scored, metrics.is_correct, k) for k in usable},
+        "fast_p_at_k": {},
+        "geometric_mean": {},
+        "by_category": _by_category(scored, usable),
+        "by_problem": {str(number): _problem(scored, number) for number in numbers},
+        "verdicts": metrics.verdicts(scored.attempts),
+        "mechanisms": metrics.mechanisms(scored.attempts),
+        "usage": {**vars(usage), "cost_usd_per_correct": usage.cost_usd / correct if usage.cost_usd is not None and correct else None},
+        "by_step": metrics.step_curve(scored.attempts, numbers, metrics.is_correct),
+    }
+    for mode in MODES:
+        timed = metrics.is_timed(scored.attempts, mode)
+        result["fast_p_at_k"][mode] = (
+            {f"{p:g}": {str(k): _estimate(scored, metrics.is_faster(p, mode), k) for k in usable} for p in ps} if timed else None
+        )
+        means = {str(k): metrics.geometric_mean(metrics.log_speedups(scored.attempts, numbers, mode, k))._asdict() for k in usable}
+        result["geometric_mean"][mode] = means if timed else None
+    return result
+
+
+def _estimate(scored: Scored, test: metrics.Test, k: int) -> dict[str, float]:
+    """The expected number of problems solved, with its interval, and the share."""
+    values = list(scored.counts(test, k).values())
+    mean = metrics.bootstrap_mean(values)
+    count = len(values)
+    return {"problems": sum(values), "low": mean.low * count, "high": mean.high * count, "share": mean.value}
+
+
+def _by_category(scored: Scored, ks: Sequence[int]) -> dict[str, dict[str, Any]]:
+    sizes = metrics.by_category(dict.fromkeys(scored.problems, 1.0), scored.problems)
+    found: dict[str, dict[str, Any]] = {category: {"problems": int(size)} for category, size in sizes.items()}
+    for k in ks:
+        for category, value in metrics.by_category(scored.counts(metrics.is_correct, k), scored.problems).items():
+            found[category][f"correct@{k}"] = value
+    return found
+
+
+def _problem(scored: Scored, number: int) -> dict[str, Any]:
+    group = [attempt for attempt in scored.attempts if attempt.problem == number]
+    best = {
+        mode: max((attempt.speedups[mode].median for attempt in group if attempt.correct and mode in attempt.speedups), default=None)
+        for mode in MODES
+    }
+    verdicts = [attempt.verdict for attempt in sorted(group, key=lambda attempt: attempt.sample)]
+    return {"category": scored.problems[number], "correct": sum(attempt.correct for attempt in group), "verdicts": verdicts, "best": best}
+
+
+def category_table(models: Sequence[Scored], ks: Sequence[int], p: float, mode: str) -> TextTable:
+    """Categories by models: how many problems are expected to be solved with the first and with the last of ``ks`` samples.
+
+    ``faster`` counts those with a speedup above p in this mode, by the lower end of the interval.
+    """
+    first, last = min(ks), max(ks)
+    title = f"@{first}" if first == last else f"@{first} -> @{last}"
+    columns = ["category", "problems"]
+    for scored in models:
+        columns += [f"{scored.model}: correct {title}", f"{scored.model}: faster {title}"]
+    table = TextTable(columns, right=set(columns[1:]))
+    categories = models[0].problems
+    sizes = metrics.by_category(dict.fromkeys(categories, 1.0), categories)
+    cells: dict[str, list[str]] = {category: [category, f"{size:g}"] for category, size in sizes.items()}
+    total = ["total", str(len(categories))]
+    for scored in models:
+        for test, measured in ((metrics.is_correct, True), (metrics.is_faster(p, mode), metrics.is_timed(scored.attempts, mode))):
+            ends = [scored.counts(test, k) for k in dict.fromkeys((first, last))]
+            for category, row in cells.items():
+                values = [metrics.by_category(end, categories)[category] for end in ends]
+                row.append(" -> ".join(map(_number, values)) if measured else NOT_MEASURED)
+            total.append(" -> ".join(_number(sum(end.values())) for end in ends) if measured else NOT_MEASURED)
+    for row in [*cells.values(), total]:
+        table.add(*row)
+    return table
+
+
+def model_table(models: Sequence[Scored], ks: Sequence[int], ps: Sequence[float]) -> TextTable:
+    """One row for every model, metric and k, with 95 % intervals from resampling problems."""
+    table = TextTable(["model", "metric", "k", "problems", "95 %", "share"], right={"k", "problems", "share"})
+    for scored in models:
+        numbers = list(scored.problems)
+        for k in ks:
+            rows: list[tuple[str, metrics.Test, bool]] = [("correct", metrics.is_correct, True)]
+            for mode in MODES:
+                timed = metrics.is_timed(scored.attempts, mode)
+                rows += [(f"fast_{p:g} {mode}", metrics.is_faster(p, mode), timed) for p in ps]
+            for name, test, measured in rows:
+                if not measured:
+                    table.add(scored.model, name, str(k), NOT_MEASURED, "-", "-")
+                    continue
+                found = _estimate(scored, test, k)
+                interval = f"{found['low']:.1f} to {found['high']:.1f}"
+                table.add(scored.model, name, str(k), _number(found["problems"]), interval, f"{found['share']:.1%}")
+            for mode in MODES:
+                if metrics.is_timed(scored.attempts, mode):
+                    mean = metrics.geometric_mean(metrics.log_speedups(scored.attempts, numbers, mode, k))
+                    interval = f"{mean.low:.3f} to {mean.high:.3f}"
+                    table.add(scored.model, f"geometric mean {mode}", str(k), f"{mean.value:.3f}", interval, "-")
+    return table
+
+
+def verdict_table(models: Sequence[Scored]) -> TextTable:
+    """How the samples of each model ended; a column adds up to its number of samples."""
+    counts = [metrics.verdicts(scored.attempts) for scored in models]
+    table = TextTable(["verdict", *(scored.model for scored in models)], right={scored.model for scored in models})
+    for kind in dict.fromkeys(kind for count in counts for kind in count):
+        table.add(kind, *(str(count.get(kind, 0)) for count in counts))
+    table.add("samples", *(str(len(scored.attempts)) for scored in models))
+    return table
+
+
+def usage_table(models: Sequence[Scored]) -> TextTable:
+    """Tokens and cost of each model."""
+    columns = ["model", "calls", "input tokens", "from cache", "output tokens", "reasoning", "USD", "USD per correct"]
+    table = TextTable(columns, right=set(columns[1:]))
+    for scored in models:
+        usage, correct = metrics.total_usage(scored.attempts), sum(attempt.correct for attempt in scored.attempts)
+        cost = usage.cost_usd
+        table.add(
+            scored.model,
+            *(
+                f"{count:,}"
+                for count in (usage.calls, usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.reasoning_tokens)
+            ),
+            "-" if cost is None else f"{cost:.2f}",
+            "-" if cost is None or not correct else f"{cost / correct:.2f}",
+        )
+    return table
+
+
+def step_table(models: Sequence[Scored]) -> TextTable:
+    """Of agents, how many problems one episode is expected to solve within so many steps."""
+    curves = [metrics.step_curve(scored.attempts, list(scored.problems), metrics.is_correct) for scored in models]
+    table = TextTable(["steps", *(scored.model for scored in models)], right={"steps", *(scored.model for scored in models)})
+    for step in range(max(map(len, curves), default=0)):
+        table.add(str(step + 1), *(_number(curve[min(step, len(curve) - 1)]) if curve else "-" for curve in curves))
+    return table
+
+
+def problem_table(models: Sequence[Scored]) -> TextTable:
+    """One row a problem: how many of its samples are correct, of how many."""
+    table = TextTable(["problem", "category", *(scored.model for scored in models)], right={scored.model for scored in models})
+    for number, category in models[0].problems.items():
+        groups = [[attempt for attempt in scored.attempts if attempt.problem == number] for scored in models]
+        cells = (f"{sum(attempt.correct for attempt in group)} of {len(group)}" for group in groups)
+        table.add(str(number), category, *cells)
+    return table
+
+
+def comparison_lines(a: Scored, b: Scored, ks: Sequence[int], p: float) -> list[str]:
+    """A against B by a paired bootstrap over problems, one line for every metric."""
+    lines = []
+    for k in ks:
+        tests: list[tuple[str, metrics.Test]] = [("correct", metrics.is_correct)]
+        tests += [(f"fast_{p:g} {mode}", metrics.is_faster(p, mode)) for mode in MODES if all(_timed(x, mode) for x in (a, b))]
+        for name, test in tests:
+            found = metrics.compare(a.counts(test, k), b.counts(test, k))
+            low, high = (f"{100 * value:+.1f}" for value in found.difference[1:])
+            lines.append(
+                f"{name}@{k}: {a.model} minus {b.model} is {100 * found.difference.value:+.1f} points [{low}, {high}] over "
+                f"{found.problems} problems; ahead in {found.better:.1%} of resamples"
+            )
+    return lines
+
+
+def _timed(scored: Scored, mode: str) -> bool:
+    return metrics.is_timed(scored.attempts, mode)
+
+
+def published_table() -> tuple[str, TextTable]:
+    """Figures that others published, with a line that says whose they are and why they are not comparable."""
+    data = json.loads(PUBLISHED_FILE.read_text())
+    models = data["models"]
+    columns = [
+        "category (theirs)",
+        "problems",
+        *(f"{model}: {what}" for model in models for what in ("correct @1 -> @3", "faster @1 -> @3")),
+    ]
+    table = TextTable(columns, right=set(columns[1:]))
+    for category, row in data["categories"].items():
+        cells = []
+        for model in models:
+            figures = row[model]
+            cells += [f"{figures[0]} -> {figures[1]}", f"{figures[2]} -> {figures[3]}"]
+        table.add(category, str(row["problems"]), *cells)
+    return data["label"], table
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if abs(value - round(value)) < 1e-9 else f"{value:.1f}"
