@@ -53,7 +53,6 @@ COMMAND_LINE = {
     "selftest": ["--gpu", "--quick", "--repeat", "--rows", "--isolation", "--out", "--json"],
     "prompt": ["number", "--problems", "--backend", "--track", "--hardware", "--world-size", "--preset", "--variant", "--shots", "--json"],
     "docs": ["--write", "--check", "--folder"],
-    "prompt": ["number", "--backend", "--track", "--hardware", "--world-size", "--preset", "--variant", "--shots", "--json"],
     "generate": [
         "problem",
         "--model",
