@@ -56,6 +56,7 @@ COMMAND_LINE = {
     "generate": [
         "problem",
         "--model",
+        "--problems",
         "--samples",
         "--out",
         "--backend",
@@ -80,6 +81,7 @@ COMMAND_LINE = {
     ],
     "metrics": [
         "runs",
+        "--problems",
         "--k",
         "--p",
         "--mode",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from peerlane.cli._console import ExitCode, console, one_of
+from peerlane.cli._console import ExitCode, ProblemFolders, console, one_of
 from peerlane.cli.prompt import BACKEND_HELP, HARDWARE_HELP, TRACK_HELP
 from peerlane.errors import UsageError
 
@@ -27,6 +27,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 def generate(
     problem: Annotated[str, typer.Argument(metavar="PROBLEMS", help="Problems, such as 1-87 or 1-8,13, or all.")],
     model: Annotated[str, typer.Option(help=MODEL_HELP)],
+    problems_folders: ProblemFolders = None,
     samples: Annotated[int, typer.Option(min=1, help="Samples of each problem; more than before asks for the missing ones.")] = 1,
     out: Annotated[Path | None, typer.Option(help="The run's folder; by default peerlane-runs/MODEL.")] = None,
     backend: Annotated[str, typer.Option(help=BACKEND_HELP)] = "cuda",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peerlane.cli._console import console, one_of, positive_integers, print_json, words
+from peerlane.cli._console import ProblemFolders, console, one_of, positive_integers, print_json, words
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 def metrics(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of `peerlane generate` or `peerlane agent`, judged.")],
+    problems_folders: ProblemFolders = None,
     k: Annotated[str, typer.Option("--k", help="Numbers of samples, separated by commas; by default 1 and all that every model has.")] = "",
     p: Annotated[str, typer.Option("--p", help="Speedups to exceed, separated by commas.")] = "1",
     mode: Annotated[str, typer.Option(help="Launch mode of the table by category: eager or graph.")] = "graph",
