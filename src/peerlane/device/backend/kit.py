@@ -128,7 +128,13 @@ def adjoining(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The elements of all tensors, one after the other: their own memory if they adjoin, else a copy."""
     own = adjoining(tensors)
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if own is None else own
+    if own is not None:
+        return own
+    sizes = [tensor.numel() for tensor in tensors]
+    whole = tensors[0].new_empty(sum(sizes))
+    for tensor, part in zip(tensors, torch.split(whole, sizes), strict=True):
+        part.copy_(tensor.reshape(-1))
+    return whole
 
 
 def fill_parts(outputs: Sequence[torch.Tensor], fill: Callable[[torch.Tensor], None]) -> None:
