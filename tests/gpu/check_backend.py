@@ -3,6 +3,7 @@
     PYTHONPATH=src python tests/gpu/check_backend.py --ranks 4 --ranks-per-gpu 4 --out FILE [--limit 540]
     python tests/gpu/check_backend.py --ranks 3 --cpu              try the script itself, on gloo
 
+Ranks share GPUs through an MPS daemon of the script's own where the machine has one, else (or with --no-mps) in time slices.
 Every operation runs blocking, asynchronously and as a replayed CUDA graph, with new contents each time. The table gives the time of a call
 on the slowest rank: median and quartiles of ``STRETCHES`` stretches, in microseconds. ``bytes`` is what every rank has at first. All that
 was found is in FILE after every row. Exits with 1 if an answer was wrong, with 3 at the time limit, which ends all ranks.
@@ -33,7 +34,9 @@ import torch.multiprocessing as mp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from peerlane.device import backend
+from peerlane.errors import UsageError
 from peerlane.hardware.environment import record
+from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode, available_sharing
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SUMMED = (torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.float64, torch.int64)
@@ -414,21 +417,24 @@ def bench(at: Ranks, plain: Any) -> None:
                 at.write("table", row)
 
 
-def rank_main(rank: int, options: argparse.Namespace, store: str, deadline: float) -> None:
+def rank_main(
+    rank: int, options: argparse.Namespace, node: VirtualNode, environments: list[dict[str, str]], store: str, deadline: float
+) -> None:
+    os.environ.update(environments[rank])
     faulthandler.dump_traceback_later(max(1.0, deadline + 10 - time.monotonic()), exit=True)
     if options.cpu:
         device = torch.device("cpu")
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
-        device = torch.device("cuda", rank // options.ranks_per_gpu)
+        device = torch.device("cuda", node.device_index(rank))
         torch.cuda.set_device(device)
     dist.init_process_group(
         "peerlane", store=dist.FileStore(store, options.ranks), rank=rank, world_size=options.ranks, timeout=GROUP_TIMEOUT
     )
     at = Ranks(rank, options.ranks, device, options.out, deadline)
     at.counts = COUNTS[1:3] if options.quick else COUNTS
-    at.found = {"environment": record(), "ranks": options.ranks, "ranks_per_gpu": options.ranks_per_gpu, "cpu": options.cpu}
+    at.found = {"environment": record(), "ranks": options.ranks, "node": node.describe(), "cpu": options.cpu}
     halves = [tuple(range(options.ranks // 2)), tuple(range(options.ranks // 2, options.ranks))]
     if options.ranks >= 4:
         groups = [dist.new_group(list(half), timeout=GROUP_TIMEOUT) for half in halves]
@@ -455,6 +461,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=540.0, help="seconds, after which all ranks are killed")
     parser.add_argument("--quick", action="store_true", help="two sizes in the checks, where ranks take turns on a GPU")
     parser.add_argument("--no-checks", action="store_true")
+    parser.add_argument("--no-mps", action="store_true")
     parser.add_argument("--no-table", action="store_true")
     parser.add_argument("--cpu", action="store_true", help="gloo and CPU tensors, to try this script")
     parser.add_argument("--out", type=Path)
@@ -462,32 +469,44 @@ def main() -> int:
     gpus = torch.cuda.device_count()
     if not options.cpu and not gpus:
         parser.error("there is no GPU here; --cpu tries the script")
-    options.ranks_per_gpu = options.ranks_per_gpu or -(-options.ranks // max(1, gpus))
+    per_gpu = options.ranks_per_gpu or -(-options.ranks // max(1, gpus))
+    shared = per_gpu > 1 and not options.cpu
+    sharing = available_sharing() if shared and not options.no_mps else "time_slices"
+    try:
+        node = VirtualNode(options.ranks, -(-options.ranks // per_gpu), sharing)
+    except UsageError as error:
+        parser.error(str(error))
     deadline = time.monotonic() + options.limit - 30
-    with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(rank_main, (options, f"{folder}/store", deadline), nprocs=options.ranks, join=False)
-        processes = context.processes
-        while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
-            if time.monotonic() > deadline + 30:
-                break
-            time.sleep(0.2)
-        end = time.monotonic() + 5  # others may be about to say the same
-        while any(process.is_alive() for process in processes) and time.monotonic() < end:
-            time.sleep(0.1)
-        late = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
-            process.kill() if process.is_alive() else None
-        for process in processes:
-            process.join(5)
-        codes = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
-        if late or codes:
-            print(f"ranks that were killed: {late}; exit codes: {codes}", flush=True)
-            for path in context.error_files:
-                if os.path.exists(path) and os.path.getsize(path):
-                    print(pickle.loads(Path(path).read_bytes()), flush=True)
+    with tempfile.TemporaryDirectory() as folder, node.daemon() as daemon:
+        return run(options, node, daemon, f"{folder}/store", deadline)
+
+
+def run(options: argparse.Namespace, node: VirtualNode, daemon: MpsDaemon | None, store: str, deadline: float) -> int:
+    """The exit status. Ends with the first rank that fails, and at the time limit."""
+    environments = [node.rank_environment(rank, daemon) for rank in range(options.ranks)]
+    context = mp.spawn(rank_main, (options, node, environments, store, deadline), nprocs=options.ranks, join=False)
+    processes = context.processes
+    while any(process.is_alive() for process in processes) and not any(process.exitcode for process in processes):
         if time.monotonic() > deadline + 30:
-            return 3
-        return 1 if late or codes else 0
+            break
+        time.sleep(0.2)
+    end = time.monotonic() + 5  # others may be about to say the same
+    while any(process.is_alive() for process in processes) and time.monotonic() < end:
+        time.sleep(0.1)
+    late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill() if process.is_alive() else None
+    for process in processes:
+        process.join(5)
+    codes = {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}
+    if late or codes:
+        print(f"ranks that were killed: {late}; exit codes: {codes}", flush=True)
+        for path in context.error_files:
+            if os.path.exists(path) and os.path.getsize(path):
+                print(pickle.loads(Path(path).read_bytes()), flush=True)
+    if time.monotonic() > deadline + 30:
+        return 3
+    return 1 if late or codes else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,198 @@
+"""A node out of fewer GPUs than ranks: several ranks share a GPU, at once through MPS, or in turns.
+
+    node = VirtualNode(ranks=4, gpus=1, sharing=available_sharing())
+    with node.daemon() as daemon:                       a daemon of its own; ended here, also if this process is killed
+        environment = node.rank_environment(rank, daemon)
+
+A virtual node tells right from wrong under true concurrency. It says nothing about links, so its results are never compared with a node's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+from peerlane.errors import HarnessError, UsageError
+from peerlane.hardware import _mps_watcher
+from peerlane.settings import shared_gpu_environment
+
+CONTROL = "nvidia-cuda-mps-control"
+MPS_CLIENTS = 48
+"""Most processes that one MPS server, hence one GPU, serves."""
+START_LIMIT_S, READY_LIMIT_S, END_LIMIT_S, POLL_S = 15.0, 30.0, 10.0, 0.1
+
+Sharing = Literal["mps", "time_slices"]
+
+
+def available_sharing() -> Sharing:
+    """``mps`` where the machine has the program that controls it."""
+    return "mps" if shutil.which(CONTROL) else "time_slices"
+
+
+@dataclass(frozen=True)
+class VirtualNode:
+    """``ranks`` ranks on ``gpus`` GPUs, ``sharing`` them through MPS or in time slices."""
+
+    ranks: int
+    gpus: int
+    sharing: Sharing
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.gpus < 1 or self.ranks % self.gpus:
+            raise UsageError(f"{self.ranks} ranks on {self.gpus} GPUs: expected the same number of ranks, at least one, on every GPU")
+
+    @property
+    def ranks_per_gpu(self) -> int:
+        return self.ranks // self.gpus
+
+    def device_index(self, rank: int) -> int:
+        """The GPU of a rank; neighbours share one."""
+        return rank // self.ranks_per_gpu
+
+    def rank_environment(self, rank: int, daemon: MpsDaemon | None = None) -> dict[str, str]:
+        """What ``rank`` has in its environment before CUDA and NCCL start. With MPS it gets an equal share of the GPU's SMs."""
+        environment = shared_gpu_environment(f"rank{rank}") if self.ranks_per_gpu > 1 else {}
+        if daemon is not None:
+            environment |= {**daemon.environment, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // self.ranks_per_gpu)}
+        return environment
+
+    def spare_groups(self, wanted: int, *, busy: int) -> int:
+        """How many rank groups can wait beside ``busy`` ones, at most ``wanted``, within the clients of an MPS server."""
+        if self.sharing != "mps":
+            return wanted
+        room = MPS_CLIENTS // self.ranks_per_gpu - busy
+        if room < 0:
+            raise UsageError(
+                f"{busy} groups of {self.ranks_per_gpu} ranks a GPU are {busy * self.ranks_per_gpu} processes; an MPS server has at most "
+                f"{MPS_CLIENTS}: use fewer ranks a GPU"
+            )
+        return min(wanted, room)
+
+    def describe(self) -> dict[str, str | int]:
+        """For the record of a result."""
+        return {"node_kind": "virtual" if self.ranks_per_gpu > 1 else "node", "ranks_per_gpu": self.ranks_per_gpu, "sharing": self.sharing}
+
+    @contextlib.contextmanager
+    def daemon(self) -> Iterator[MpsDaemon | None]:
+        """A running daemon where ranks share GPUs through MPS, else None."""
+        if self.sharing != "mps":
+            yield None
+            return
+        with MpsDaemon() as daemon:
+            yield daemon
+
+
+class MpsDaemon:
+    """An MPS daemon in a folder of its own. It and the folder go when the context ends, or within 10 s after this process was killed.
+
+    Raises HarnessError if the daemon does not come up, with the end of its log.
+    """
+
+    def __init__(self) -> None:
+        self.folder = Path()
+        self._watcher: subprocess.Popen[bytes] | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its clients need."""
+        return {"CUDA_MPS_PIPE_DIRECTORY": str(self.folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(self.folder / "log")}
+
+    def __enter__(self) -> Self:
+        control = shutil.which(CONTROL)
+        if control is None:
+            raise UsageError(f"there is no {CONTROL} on PATH; ranks can share a GPU in time slices")
+        self.folder = Path(tempfile.mkdtemp(prefix="peerlane-mps-"))
+        for name in ("pipe", "log"):
+            (self.folder / name).mkdir()
+        # The watcher comes first: there is no moment at which nobody would end the daemon.
+        self._watcher = subprocess.Popen(
+            [sys.executable, "-I", "-S", _mps_watcher.__file__, str(os.getpid()), str(self.folder), control],
+            stdin=subprocess.PIPE,
+            env={**os.environ, **self.environment},
+            start_new_session=True,
+        )
+        try:
+            self._start(control)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def is_alive(self) -> bool:
+        """True if a process of the daemon is there."""
+        return bool(_mps_watcher.processes(self.folder))
+
+    def wait_until_ready(self, probe: Callable[[Mapping[str, str]], int] | None = None, limit_s: float = READY_LIMIT_S) -> None:
+        """Return when a new client would be served; after a fault of a client the server refuses all for some seconds.
+
+        ``probe`` returns what CUDA says to a new client, 0 for success. Raises HarnessError after ``limit_s`` or if the daemon is gone.
+        """
+        end = time.monotonic() + limit_s
+        while status := (probe or client_status)(self.environment):
+            if not self.is_alive():
+                raise HarnessError(f"the MPS daemon has ended; {self._log_end()}")
+            if time.monotonic() > end:
+                raise HarnessError(f"MPS refuses clients for {limit_s:g} s with CUDA error {status}; {self._log_end()}")
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """End the daemon and remove its folder. May be called twice."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is None:
+            return
+        assert watcher.stdin is not None
+        watcher.stdin.close()
+        try:
+            watcher.wait(END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            watcher.kill()
+            watcher.wait()
+            _mps_watcher.end_daemon(self.folder, CONTROL)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self, control: str) -> None:
+        environment = {**os.environ, **self.environment}
+        try:
+            started = subprocess.run([control, "-d"], env=environment, capture_output=True, text=True, timeout=START_LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            raise HarnessError(f"{CONTROL} -d did not return within {START_LIMIT_S:g} s; {self._log_end()}") from error
+        end = time.monotonic() + START_LIMIT_S
+        while not started.returncode and not self.is_alive() and time.monotonic() < end:
+            time.sleep(POLL_S)
+        if not self.is_alive():
+            said = (started.stderr or started.stdout).strip()
+            raise HarnessError(f"{CONTROL} -d left with {started.returncode} and no daemon: {said or 'it said nothing'}; {self._log_end()}")
+
+    def _log_end(self) -> str:
+        path = self.folder / "log" / "control.log"
+        lines = path.read_text(errors="replace").splitlines()[-3:] if path.exists() else []
+        return f"its log ends with: {' / '.join(lines)}" if lines else "it has no log"
+
+
+_PROBE = """
+import ctypes
+cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+raise SystemExit(1 if cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) else 0)
+"""
+
+
+def client_status(environment: Mapping[str, str]) -> int:
+    """0 if a process with this environment gets a CUDA context, else something else."""
+    command = [sys.executable, "-I", "-S", "-c", _PROBE]
+    try:
+        return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, timeout=READY_LIMIT_S).returncode
+    except subprocess.TimeoutExpired:
+        return -1

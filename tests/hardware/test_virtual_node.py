@@ -1,0 +1,167 @@
+"""Virtual nodes, with a stand-in for the MPS daemon: a process that lives until it is told to quit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from peerlane.errors import HarnessError, UsageError
+from peerlane.hardware import virtual_node
+from peerlane.hardware._mps_watcher import PID_FILE, is_alive, processes
+from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode, available_sharing
+
+DAEMON = f"""#!/bin/sh
+pid="$CUDA_MPS_PIPE_DIRECTORY/{PID_FILE}"
+if [ "$1" = -d ]; then
+    if [ -n "$FAILS" ]; then echo "no GPU" >&2; echo "cannot start" >"$CUDA_MPS_LOG_DIRECTORY/control.log"; exit 1; fi
+    setsid sh -c 'echo $$ >"$CUDA_MPS_PIPE_DIRECTORY/{PID_FILE}"; exec sleep 300' >/dev/null 2>&1 </dev/null &
+    if [ -n "$DEAF" ]; then
+        ln -s "$(command -v sleep)" "$CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-server"
+        setsid "$CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-server" 300 >/dev/null 2>&1 </dev/null &
+    fi
+    exit 0
+fi
+read command
+if [ "$command" = quit ] && [ -z "$DEAF" ]; then kill "$(cat "$pid")"; fi
+"""
+
+
+@pytest.fixture(autouse=True)
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    program = tmp_path / "bin" / virtual_node.CONTROL
+    program.parent.mkdir()
+    program.write_text(DAEMON)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.setattr(virtual_node.tempfile, "tempdir", str(tmp_path))
+    return program
+
+
+def pid_of(daemon: MpsDaemon) -> int:
+    return int((daemon.folder / "pipe" / PID_FILE).read_text())
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> bool:
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.05)
+    return holds()
+
+
+def test_a_daemon_runs_in_a_folder_of_its_own_and_both_go_with_the_context() -> None:
+    with MpsDaemon() as first, MpsDaemon() as second:
+        assert first.is_alive() and second.is_alive() and first.folder != second.folder
+        pid = pid_of(first)
+        assert first.environment["CUDA_MPS_PIPE_DIRECTORY"] == str(first.folder / "pipe")
+        first.close()
+        assert not is_alive(pid) and not first.folder.exists() and second.is_alive()
+    assert not second.folder.exists()
+
+
+def test_a_daemon_that_does_not_listen_is_killed_with_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DEAF", "1")
+    with MpsDaemon() as daemon:
+        assert within(5.0, lambda: len(processes(daemon.folder)) == 2)
+        pids = processes(daemon.folder)
+        assert pid_of(daemon) in pids
+    assert not any(is_alive(pid) for pid in pids) and not daemon.folder.exists()
+
+
+OWNER = """
+import os, sys, time
+from peerlane.hardware import virtual_node
+virtual_node.tempfile.tempdir = sys.argv[1]
+with virtual_node.MpsDaemon() as daemon:
+    if os.fork() == 0:  # a fork keeps the watcher's pipe open
+        print(os.getpid(), daemon.folder, (daemon.folder / "pipe" / "nvidia-cuda-mps-control.pid").read_text().strip(), flush=True)
+    time.sleep(300)
+"""
+
+
+def test_nothing_is_left_of_a_daemon_whose_owner_was_killed(tmp_path: Path) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    fork, folder, pid = owner.stdout.readline().split()
+    try:
+        assert is_alive(int(pid))
+        owner.kill()
+        owner.wait()
+        assert within(10.0, lambda: not is_alive(int(pid)) and not Path(folder).exists())
+    finally:
+        os.kill(int(fork), signal.SIGKILL)
+        owner.stdout.close()
+
+
+def test_a_daemon_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FAILS", "1")
+    with pytest.raises(HarnessError, match="left with 1 and no daemon: no GPU; its log ends with: cannot start"), MpsDaemon():
+        pass
+    assert not list(tmp_path.glob("peerlane-mps-*"))
+
+
+def test_readiness_is_polled_after_a_fault_and_a_dead_daemon_is_told() -> None:
+    answers = [807, 807, 0]
+    with MpsDaemon() as daemon:
+        daemon.wait_until_ready(lambda environment: answers.pop(0))
+        assert not answers
+        with pytest.raises(HarnessError, match=r"refuses clients for 0.2 s with CUDA error 807"):
+            daemon.wait_until_ready(lambda environment: 807, limit_s=0.2)
+        os.kill(pid_of(daemon), signal.SIGKILL)
+        assert within(5.0, lambda: not daemon.is_alive())
+        with pytest.raises(HarnessError, match="the MPS daemon has ended"):
+            daemon.wait_until_ready(lambda environment: 805)
+    assert not daemon.folder.exists()
+
+
+def test_ranks_get_their_device_their_share_and_a_name_of_their_own() -> None:
+    node = VirtualNode(8, 2, "mps")
+    with node.daemon() as daemon:
+        environments = [node.rank_environment(rank, daemon) for rank in range(8)]
+    assert [node.device_index(rank) for rank in range(8)] == [0] * 4 + [1] * 4
+    assert len({environment["NCCL_HOSTID"] for environment in environments}) == 8
+    assert environments[0] | {"NCCL_HOSTID": ""} == {
+        "NCCL_HOSTID": "",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+        "CUDA_MPS_PIPE_DIRECTORY": environments[1]["CUDA_MPS_PIPE_DIRECTORY"],
+        "CUDA_MPS_LOG_DIRECTORY": environments[1]["CUDA_MPS_LOG_DIRECTORY"],
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
+    }
+    assert node.describe() == {"node_kind": "virtual", "ranks_per_gpu": 4, "sharing": "mps"}
+    assert VirtualNode(4, 4, "time_slices").describe()["node_kind"] == "node"
+
+
+def test_without_mps_ranks_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert available_sharing() == "mps"
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert available_sharing() == "time_slices"
+    node = VirtualNode(4, 1, available_sharing())
+    with node.daemon() as daemon:
+        assert daemon is None and "CUDA_MPS_PIPE_DIRECTORY" not in node.rank_environment(0, daemon)
+    with pytest.raises(UsageError, match="no nvidia-cuda-mps-control on PATH"), MpsDaemon():
+        pass
+
+
+@pytest.mark.parametrize(("ranks_per_gpu", "spares"), [(4, 8), (8, 4), (2, 8), (12, 2), (24, 0)])
+def test_spare_groups_fit_the_clients_of_a_server(ranks_per_gpu: int, spares: int) -> None:
+    node = VirtualNode(ranks_per_gpu, 1, "mps")
+    assert node.spare_groups(8, busy=2) == spares
+    assert (node.spare_groups(8, busy=2) + 2) * ranks_per_gpu <= virtual_node.MPS_CLIENTS
+    assert VirtualNode(ranks_per_gpu, 1, "time_slices").spare_groups(8, busy=2) == 8
+
+
+def test_what_can_not_be_is_refused() -> None:
+    with pytest.raises(UsageError, match="5 ranks on 2 GPUs"):
+        VirtualNode(5, 2, "mps")
+    with pytest.raises(UsageError, match="2 groups of 32 ranks a GPU are 64 processes; an MPS server has at most 48"):
+        VirtualNode(32, 1, "mps").spare_groups(1, busy=2)
