@@ -37,7 +37,10 @@ class ProcessGroupRanks(CudaGroup):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group.rank(), group.size(), torch.device("cuda", torch.cuda.current_device()))
-        self._exchange = StoreExchange(group.get_group_store(), self.rank, self.world_size)
+        store = group.get_group_store()
+        if store is None:
+            raise UsageError(f"{type(group).__name__} has no store; pass a group that init_process_group or new_group has made")
+        self._exchange = StoreExchange(store, self.rank, self.world_size)
         properties = torch.cuda.get_device_properties(self.device)
         seen = self.exchange([socket.gethostname(), str(properties.uuid), properties.multi_processor_count])
         self.ranks_per_device, self.sm_count = shares(
