@@ -14,10 +14,10 @@ import ctypes
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 
-from peerlane.device import Arena, Kernel, Launch, compile_cubin, plans
+from peerlane.device import Arena, Group, group_of, per_group, plans
 from peerlane.device.emulator import Scenario
+from peerlane.device.group import DeviceLaunch
 from peerlane.device.kernels import element_type
 from peerlane.device.workspace import RINGS, Rings, Workspace, workspace_bytes
 
@@ -46,20 +46,22 @@ def macros(dtype: torch.dtype, world_size: int, rings: Rings = RINGS) -> dict[st
     return {"ELEMENT": element_type(dtype), "WORLD_SIZE": world_size, **rings.defines()}
 
 
+@per_group
 class AllReduce:
     """The arena, and one bound launch per (size, dtype). Created by the first call, which is collective."""
 
-    def __init__(self) -> None:
-        self.arena = Arena(workspace_bytes(dist.get_world_size()), timeout_s=10.0)
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.arena = Arena(workspace_bytes(group.world_size), group, timeout_s=10.0)
         self.workspace = Workspace.take(self.arena, self.arena.world_size)
         self.arena.seal()
-        self.launches: dict[tuple[int, torch.dtype], Launch] = {}
+        self.launches: dict[tuple[int, torch.dtype], DeviceLaunch] = {}
 
-    def bind(self, numel: int, dtype: torch.dtype) -> Launch:
+    def bind(self, numel: int, dtype: torch.dtype) -> DeviceLaunch:
         nbytes = numel * dtype.itemsize
         chosen = plans.all_reduce(nbytes, plans.Machine(self.arena.world_size, self.arena.sm_count))
-        cubin = compile_cubin(SOURCE, defines=macros(dtype, self.arena.world_size))
-        kernel = Kernel(cubin, chosen.kernel, on_failure=self.arena.raise_fault)
+        defines = macros(dtype, self.arena.world_size)
+        kernel = self.group.kernel(SOURCE, chosen.kernel, defines=defines, on_failure=self.arena.raise_fault)
         pointers = (ctypes.c_void_p(), ctypes.c_void_p())
         args = (self.arena.view, self.workspace, *pointers, ctypes.c_uint64(nbytes))
         return kernel.bind(chosen.grid, chosen.block, args, shared_bytes=chosen.shared_bytes)
@@ -71,22 +73,17 @@ class AllReduce:
             launch = self.launches[key] = self.bind(*key)
         tensor = tensor.contiguous()
         out = torch.empty_like(tensor)
-        launch.args[IN].value = tensor.data_ptr()
-        launch.args[OUT].value = out.data_ptr()
+        launch.args[IN].value = self.group.address(tensor)
+        launch.args[OUT].value = self.group.address(out)
         launch()
         return out
 
 
-all_reduce: AllReduce | None = None
-
-
 def solution(tensor: torch.Tensor) -> torch.Tensor:
-    global all_reduce
-    if tensor.numel() == 0 or dist.get_world_size() == 1:
+    group = group_of()
+    if tensor.numel() == 0 or group.world_size == 1:
         return tensor.clone()
-    if all_reduce is None:
-        all_reduce = AllReduce()
-    return all_reduce(tensor)
+    return AllReduce(group)(tensor)
 
 
 def race(world_size: int) -> Iterator[Scenario]:

@@ -11,8 +11,8 @@ from device.judged import cases, judge
 from peerlane import problems, solutions
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cuda"
-FILES = {**solutions.files(), "13_gemm_allreduce": EXAMPLES / "13_gemm_allreduce_cuda.py"}
-QUICK = (1, 8, 16)
+FILES = {**solutions.files(), "1_allreduce": EXAMPLES / "1_allreduce_cuda.py", "13_gemm_allreduce": EXAMPLES / "13_gemm_allreduce_cuda.py"}
+QUICK = (1, 8, 16, "1_allreduce")
 
 
 def number_of(path: Path) -> int:

@@ -1,0 +1,227 @@
+"""Kernels declared once, in Python: fields by value, tensors, and what they keep in the arena.
+
+    SCALE = DeclaredKernel("scale_all", SOURCE, flags=Flags(), epochs=Epochs(), x=Pointer(), rows=U32)
+
+    launch = SCALE.bind(group, grid=8, block=256, defines={...}, sizes={"flags": 8}, rows=64)     collective; keep it: per_group
+    launch(x=tensor)                                                                              a few microseconds
+
+The source gets a structure ``ScaleAll`` with these fields, in this order, behind its last ``#include``. Its kernel has two parameters:
+
+    extern "C" __global__ void scale_all(const __grid_constant__ Arena arena, const __grid_constant__ ScaleAll args)
+
+The structure's twin in Python has the same layout: the compiler checks sizes and offsets. ``bind`` makes an arena of the size that is
+needed and takes every part of it. In the emulator the same declaration makes the scenario.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peerlane.device.arena import Arena
+from peerlane.device.group import Group
+from peerlane.device.layout import LINE_BYTES
+from peerlane.errors import UsageError
+
+MAX_EPOCH_BLOCKS = 256  # of arena.cuh
+PACKET_BYTES = 16  # of packet.cuh
+
+
+class PacketSpace(ctypes.Structure):
+    """Mirrors ``peerlane::PacketSpace``."""
+
+    _fields_ = (("at", ctypes.c_uint64), ("count", ctypes.c_uint32), ("unused", ctypes.c_uint32))
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field by value: its C++ type and its twin. ``count`` makes it an array."""
+
+    cpp: str
+    twin: Any
+    count: int = 0
+
+    def ctype(self) -> Any:
+        return self.twin * self.count if self.count else self.twin
+
+    def declaration(self, name: str) -> str:
+        return f"{self.cpp} {name}{f'[{self.count}]' if self.count else ''};"
+
+    def value(self, group: Group, given: Any) -> Any:
+        """What a caller gives, as the structure holds it."""
+        return (self.twin * self.count)(*given) if self.count else given
+
+
+U32, U64, I32 = Field("u32", ctypes.c_uint32), Field("u64", ctypes.c_uint64), Field("int", ctypes.c_int32)
+F32 = Field("float", ctypes.c_float)
+
+
+def array(field: Field, count: int) -> Field:
+    """``count`` values in a row."""
+    return Field(field.cpp, field.twin, count)
+
+
+def structure(cpp: str, twin: type[ctypes.Structure]) -> Field:
+    """A structure of a header, by its C++ name and its twin; sizes are compared by the compiler."""
+    return Field(cpp, twin)
+
+
+class Pointer(Field):
+    """The address of a tensor's first element; the tensor is contiguous and kept by the caller. None is a null pointer."""
+
+    def __init__(self, cpp: str = "char*") -> None:
+        super().__init__(cpp, ctypes.c_uint64)
+
+    def value(self, group: Group, given: torch.Tensor | None) -> int:
+        if given is None:
+            return 0
+        if not given.is_contiguous():
+            raise UsageError(f"a tensor of shape {tuple(given.shape)} and strides {given.stride()} is not contiguous; pass .contiguous()")
+        return group.address(given)
+
+
+class ArenaField(Field):
+    """Something in the arena; the kernel gets its offset. ``nbytes(size, world_size)`` of it, where ``size`` is the caller's."""
+
+    def __init__(self, nbytes: Callable[[int, int], int], align: int = LINE_BYTES) -> None:
+        super().__init__("u64", ctypes.c_uint64)
+        object.__setattr__(self, "nbytes", nbytes)
+        object.__setattr__(self, "align", align)
+
+    nbytes: Callable[[int, int], int]
+    align: int
+
+    def taken(self, offset: int, size: int) -> Any:
+        """What the kernel gets."""
+        return offset
+
+
+class Epochs(ArenaField):
+    """The counters of ``next_epoch``."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda size, world_size: 4 * MAX_EPOCH_BLOCKS)
+
+
+class Flags(ArenaField):
+    """``size`` slots of ``Peers``: a flag on a line of its own for every slot and source."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda size, world_size: size * world_size * LINE_BYTES)
+
+
+class Buffer(ArenaField):
+    """``size`` bytes."""
+
+    def __init__(self, align: int = LINE_BYTES) -> None:
+        super().__init__(lambda size, world_size: size, align)
+
+
+class Packets(ArenaField):
+    """``size`` packets of every rank, in two alternating buffers: a ``PacketSpace``."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda size, world_size: 2 * world_size * size * PACKET_BYTES)
+        object.__setattr__(self, "cpp", "PacketSpace")
+        object.__setattr__(self, "twin", PacketSpace)
+
+    def taken(self, offset: int, size: int) -> Any:
+        return PacketSpace(offset, size)
+
+
+class DeclaredKernel:
+    """A kernel and its arguments; see the module."""
+
+    def __init__(self, name: str, source: str | Path, **fields: Field) -> None:
+        self.name, self.fields = name, fields
+        self.struct = "".join(word.capitalize() for word in name.split("_"))
+        twins = [(field, kind.ctype()) for field, kind in fields.items()]
+        self.arguments: type[ctypes.Structure] = type(self.struct, (ctypes.Structure,), {"_fields_": twins})
+        self._given = source
+
+    @property
+    def source(self) -> str:
+        """The source with the structure behind its last include; lines keep their numbers in messages."""
+        file = "source.cu" if isinstance(self._given, str) else str(self._given)
+        text = self._given if isinstance(self._given, str) else self._given.read_text()
+        lines = text.splitlines()
+        last = max((i for i, line in enumerate(lines) if re.match(r"\s*#\s*include\b", line)), default=-1) + 1
+        return "\n".join([f'#line 1 "{file}"', *lines[:last], self._structure(), f'#line {last + 1} "{file}"', *lines[last:], ""])
+
+    def _structure(self) -> str:
+        body = "\n".join(f"    {field.declaration(name)}" for name, field in self.fields.items())
+        checks, end = "", 0
+        for name in self.fields:
+            place, member = getattr(self.arguments, name), f"decltype({self.struct}::{name})"
+            # What offsetof would say, which NVRTC does not know: the end before it, rounded up to the alignment.
+            begin = f"({end} + alignof({member}) - 1) / alignof({member}) * alignof({member})"
+            checks += f'static_assert({begin} == {place.offset} && sizeof({member}) == {place.size}, "{self.struct}.{name}");\n'
+            end = place.offset + place.size
+        size = f'static_assert(sizeof({self.struct}) == {ctypes.sizeof(self.arguments)}, "{self.struct}");'
+        return f"namespace peerlane {{\nstruct {self.struct} {{\n{body}\n}};\n{checks}{size}\n}}"
+
+    def bind(
+        self,
+        group: Group,
+        *,
+        grid: int,
+        block: int,
+        defines: Mapping[str, str | int] | None = None,
+        sizes: Mapping[str, int] | None = None,
+        shared_bytes: int = 0,
+        cluster: int = 1,
+        timeout_s: float = 10.0,
+        **values: Any,
+    ) -> BoundKernel:
+        """Collective: a launch on every rank of ``group``, with an arena of its own. ``WORLD_SIZE`` is always defined.
+
+        ``sizes`` say how much each arena field holds, the same on all ranks. ``values`` are fields that do not change from call to call.
+        """
+        sizes = sizes or {}
+        in_arena = {name: field for name, field in self.fields.items() if isinstance(field, ArenaField)}
+        wanted = {name for name, field in in_arena.items() if not isinstance(field, Epochs)}
+        if sizes.keys() != wanted:
+            raise UsageError(f"kernel {self.name!r}: sizes of {sorted(sizes)}; expected {sorted(wanted)}, one for each field in the arena")
+        places = {name: (field.nbytes(sizes.get(name, 0), group.world_size), field.align) for name, field in in_arena.items()}
+        arena = Arena(sum(nbytes + align for nbytes, align in places.values()), group, timeout_s=timeout_s)
+        offsets = {name: arena.take(nbytes, align=align) for name, (nbytes, align) in places.items()}
+        arena.seal()
+        arguments = self.arguments(**{name: in_arena[name].taken(offset, sizes.get(name, 0)) for name, offset in offsets.items()})
+        macros = {"WORLD_SIZE": group.world_size, **(defines or {})}
+        kernel = group.kernel(self.source, self.name, defines=macros, on_failure=arena.raise_fault)
+        launch = kernel.bind(grid, block, (arena.view, arguments), shared_bytes=shared_bytes, cluster=cluster)
+        bound = BoundKernel(self, group, arena, offsets, launch)
+        bound.set(**values)
+        return bound
+
+
+class BoundKernel:
+    """A declared kernel of one group, with its arena. Calling it sets fields and launches."""
+
+    def __init__(self, kernel: DeclaredKernel, group: Group, arena: Arena, offsets: Mapping[str, int], launch: Any) -> None:
+        self.group, self.arena, self.offsets = group, arena, offsets
+        self._kernel, self._launch = kernel, launch
+        self._arguments = launch.args[1]
+        self._fields = {name: field for name, field in kernel.fields.items() if not isinstance(field, ArenaField)}
+
+    def set(self, **values: Any) -> None:
+        """Set fields, for this launch and those that follow."""
+        for name, value in values.items():
+            field = self._fields.get(name)
+            if field is None:
+                raise UsageError(f"kernel {self._kernel.name!r} has no field {name!r} to set; expected one of {', '.join(self._fields)}")
+            setattr(self._arguments, name, field.value(self.group, value))
+
+    def __call__(self, **values: Any) -> None:
+        self.set(**values)
+        self._launch()
+
+    def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """This rank's own memory of the arena field ``name``."""
+        return self.arena.tensor(self.offsets[name], shape, dtype)

@@ -1,0 +1,153 @@
+// Rows of any element type by warps, reductions of warps and blocks, and small values from everybody to everybody.
+#pragma once
+
+#include <peerlane/comm.cuh>
+#include <peerlane/numeric.cuh>
+
+namespace peerlane {
+
+// ---- reductions: every thread of the warp or block gets the result, the same bits in each --------------------------------------------------
+
+template <class T, class Join>
+__device__ inline T warp_reduce(T value, const Join& join) {
+#pragma unroll
+    for (int bits = 16; bits > 0; bits /= 2) value = join(value, __shfl_xor_sync(0xffffffffu, value, bits));
+    return value;
+}
+template <class T>
+__device__ inline T warp_sum(T value) {
+    return warp_reduce(value, [](T a, T b) { return a + b; });
+}
+template <class T>
+__device__ inline T warp_max(T value) {
+    return warp_reduce(value, [](T a, T b) { return a > b ? a : b; });
+}
+
+// `join` is associative; terms are joined in the order of the warps. Whole warps, at most 32. `scratch` is shared memory, free again behind
+// the call: a barrier stands at its begin and behind its writes.
+template <class T, class Join>
+__device__ inline T block_reduce(T value, const Join& join, T (&scratch)[32]) {
+    value = warp_reduce(value, join);
+    __syncthreads();
+    if (Warp{}.thread() == 0) scratch[threadIdx.x / warp_threads] = value;
+    __syncthreads();
+    T total = scratch[0];
+    for (u32 warp = 1; warp < blockDim.x / warp_threads; ++warp) total = join(total, scratch[warp]);
+    return total;
+}
+
+// ---- rows: a warp takes a row, a lane eight elements at a time ------------------------------------------------------------------------------
+
+constexpr int row_lanes = 8;
+
+// use(row) for every row of the caller's warp. Rows go round the blocks first, so that few rows are on many SMs; the same row is on the same
+// warp number in every launch of one shape.
+template <class Use>
+__device__ inline void each_row(u32 rows, const Use& use) {
+    const u32 warps = blockDim.x / warp_threads;
+    for (u32 row = threadIdx.x / warp_threads * gridDim.x + blockIdx.x; row < rows; row += gridDim.x * warps) use(row);
+}
+
+// use(column) for the first of every eight columns of the caller's lane.
+template <class Use>
+__device__ inline void each_column(u32 columns, const Use& use) {
+    for (u32 column = Warp{}.thread() * row_lanes; column < columns; column += row_lanes * warp_threads) use(column);
+}
+
+// One row of a matrix of element type E, contiguous, at any address that is a multiple of the element's size.
+template <class E>
+class RowOf {
+  public:
+    __device__ RowOf(const char* matrix, u64 row, u32 columns) : data_(const_cast<char*>(matrix) + row * columns * bytes), size_(u64(columns) * bytes) {}
+
+    // Eight elements from `column` on; zero behind the end.
+    __device__ void load(u32 column, typename E::Sum (&value)[row_lanes]) const {
+        u32 words[row_lanes / E::lanes];
+        load_words(data_, u64(column) * bytes, size_, words);
+#pragma unroll
+        for (int w = 0; w < row_lanes / E::lanes; ++w) E::widen(words[w], value + w * E::lanes);
+    }
+    // Rounds to nearest even; nothing is written behind the end.
+    __device__ void store(u32 column, const typename E::Sum (&value)[row_lanes]) const {
+        u32 words[row_lanes / E::lanes];
+#pragma unroll
+        for (int w = 0; w < row_lanes / E::lanes; ++w) words[w] = E::narrow(value + w * E::lanes);
+        store_words(data_, u64(column) * bytes, size_, words);
+    }
+
+  private:
+    static constexpr int bytes = 4 / E::lanes;
+    char* data_;
+    u64 size_;
+};
+
+// What is left of the values where they are stored as E and loaded again.
+template <class E>
+__device__ inline void round_as(float (&value)[row_lanes]) {
+#pragma unroll
+    for (int e = 0; e < row_lanes; e += E::lanes) E::widen(E::narrow(value + e), value + e);
+}
+
+// ---- small values from every rank to every rank ----------------------------------------------------------------------------------------------
+
+// `count` packets of every rank, in two alternating buffers. Mirrors `peerlane.device.declare.PacketSpace`.
+struct PacketSpace {
+    u64 at;
+    u32 count, unused;
+};
+
+// A value of at most 12 bytes for every index, from every rank to every other: value and flag in one store, no fence and no barrier.
+//
+// In every launch each rank pushes every index below `space.count` once, and behind that pulls every one, in all launches in one order of a
+// stream. A rank that has pulled all of an epoch knows that every other rank has begun it, hence has finished the one before: a place may be
+// written again in the epoch after next. Left out pushes hang, left out pulls let a rank run ahead and overwrite what another has not read.
+template <int W, class T>
+class SmallExchange {
+    static_assert(sizeof(T) <= packet_data_bytes && sizeof(T) % 4 == 0);
+    struct Words {
+        u32 word[sizeof(T) / 4];
+    };
+
+  public:
+    __device__ SmallExchange(const Arena& arena, const PacketSpace& space, u32 epoch)
+        : arena_(arena), stride_(u64(space.count) * sizeof(Vec16)), buffer_(space.at + (epoch & 1) * W * stride_), epoch_(epoch) {}
+
+    // The warp's lane 0 sends `value` to every other rank.
+    __device__ void push(u32 i, const T& value) const {
+        if (Warp{}.thread() != 0) return;
+        u32 data[packet_words] = {};
+        const Words words = __builtin_bit_cast(Words, value);
+#pragma unroll
+        for (int w = 0; w < int(sizeof(T) / 4); ++w) data[w] = words.word[w];
+        push_packet_to_all<W>(arena_, buffer_ + arena_.rank * stride_ + i * sizeof(Vec16), data, epoch_);
+    }
+
+    // All ranks' values of index i, folded in rank order, the own one included; every lane of the warp gets the result.
+    template <class Fold>
+    __device__ T pull(u32 i, const T& own, const Fold& fold) const {
+        T total = own;
+        if (Warp{}.thread() == 0) {
+            u32 data[W][packet_words];
+            pull_packets<W>(arena_, arena_.local(buffer_ + i * sizeof(Vec16)), stride_, i, epoch_, data);
+#pragma unroll
+            for (int q = 0; q < W; ++q) {
+                Words words;
+#pragma unroll
+                for (int w = 0; w < int(sizeof(T) / 4); ++w) words.word[w] = data[q][w];
+                const T term = q == arena_.rank ? own : __builtin_bit_cast(T, words);
+                total = q == 0 ? term : fold(total, term);
+            }
+        }
+        Words words = __builtin_bit_cast(Words, total);
+#pragma unroll
+        for (u32& word : words.word) word = __shfl_sync(0xffffffffu, word, 0);
+        return __builtin_bit_cast(T, words);
+    }
+
+  private:
+    const Arena& arena_;
+    u64 stride_, buffer_;
+    u32 epoch_;
+};
+
+}  // namespace peerlane

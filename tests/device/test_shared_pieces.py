@@ -1,0 +1,140 @@
+"""Declared kernels, rows and strided pushes: right as they are, and caught with one thing broken."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+from device.judged import Judged, cases, judge
+from peerlane import problems, solutions
+from peerlane.device import compile_cubin, strided
+from peerlane.device.declare import F32, U32, DeclaredKernel, Epochs, Packets, Pointer, array, structure
+from peerlane.errors import CompileError, UsageError
+from peerlane.problems import Case
+
+INLINE = """
+    if (blockIdx.x == 0) peers.acknowledge_all(0, epoch);
+    for (int k = 0; k < WORLD_SIZE; ++k) {
+        const int q = rank_after<WORLD_SIZE>(arena.rank, k);
+        if (k > 0) peers.wait(q, 0, epoch);
+        UNIT* target = reinterpret_cast<UNIT*>(arena.peer(q, args.out)) + arena.rank * args.block.of_rank;
+        push_strided(target, args.x + q * args.block.for_rank, args.block);
+    }
+    peers.barrier(1 + blockIdx.x, epoch);
+"""
+
+
+def case_of(number: int, label: str, world_size: int = 2) -> Case:
+    return next(case for case in cases(problems.get(number), world_size) if case.label == label)
+
+
+def judged_with(monkeypatch: pytest.MonkeyPatch, body: str) -> Judged:
+    """Problem 36 with this body in the kernel."""
+    source = strided.SOURCE.replace("exchange_strided(peers, arena, args.out, args.x, args.block, epoch);", body)
+    assert source != strided.SOURCE
+    monkeypatch.setattr(strided, "AXIS_EXCHANGE", DeclaredKernel("axis_exchange", source, **strided.AXIS_EXCHANGE.fields))
+    return judge(solutions.files()[36], 36, case_of(36, "padded_bf16"), schedules=20)
+
+
+@pytest.mark.parametrize(
+    ("lost", "kind"),
+    [
+        ("if (k > 0) peers.wait(q, 0, epoch);", "race"),  # the caller of the peer may still read its result
+        ("peers.barrier(1 + blockIdx.x, epoch);", "race"),
+        ("if (blockIdx.x == 0) peers.acknowledge_all(0, epoch);", "deadlock"),
+    ],
+)
+def test_a_strided_exchange_without_one_step_is_caught(monkeypatch: pytest.MonkeyPatch, lost: str, kind: str) -> None:
+    assert INLINE.count(lost) == 1
+    outcome = judged_with(monkeypatch, INLINE.replace(lost, "")).outcome
+    assert kind in {finding.kind for finding in outcome.findings}
+
+
+def test_the_strided_exchange_written_out_is_clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged_with(monkeypatch, INLINE).require_correct()
+
+
+@pytest.mark.parametrize(("number", "label"), [(18, "ragged_bf16"), (36, "padded_bf16"), (37, "padded_bf16"), (38, "padded_split_bf16")])
+def test_solutions_on_these_pieces_are_right(number: int, label: str) -> None:
+    judge(solutions.files()[number], number, case_of(number, label)).require_correct()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("args.sums, epoch)", "args.sums, 2)"), ("sums.push(row, square_sum(row))", "sums.push(row, 0.0f)")],
+    ids=["packets_that_are_never_new", "an_empty_sum"],
+)
+def test_a_small_exchange_with_one_thing_wrong_is_caught(tmp_path: Path, old: str, new: str) -> None:
+    text = solutions.files()[18].read_text()
+    assert text.count(old) == 1
+    path = tmp_path / "18_twin_cuda.py"
+    path.write_text(text.replace(old, new))
+    judged = judge(path, 18, case_of(18, "ragged_bf16"))
+    assert judged.worst > 1 or judged.outcome.findings
+
+
+def test_a_row_reduction_of_a_real_shape_is_right_in_the_emulator() -> None:
+    """The public benchmark's 1024 rows: many rows for every warp."""
+    (case,) = problems.get(18).cases("pkb", 2)
+    judge(solutions.files()[18], 18, case, schedules=1).require_correct()
+
+
+# ---- declarations
+
+
+class Twin(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_uint64), ("count", ctypes.c_uint32))
+
+
+KERNEL = """
+#include <peerlane/rows.cuh>
+using namespace peerlane;
+#define KERNEL extern "C" __global__ void
+KERNEL two_parts(const __grid_constant__ Arena arena, const __grid_constant__ TwoParts args) { args.y[0] = args.n[1]; BROKEN }
+"""
+
+
+def test_a_declaration_gives_the_source_its_structure_and_keeps_line_numbers() -> None:
+    declared = DeclaredKernel("two_parts", KERNEL, packets=Packets(), epochs=Epochs(), y=Pointer("float*"), n=array(U32, 3), scale=F32)
+    compile_cubin(declared.source, defines={"BROKEN": ""})
+    with pytest.raises(CompileError, match=r"source\.cu\(5\): error"):
+        compile_cubin(declared.source, defines={"BROKEN": "nonsense;"})
+
+
+def test_a_twin_that_differs_from_its_header_does_not_compile() -> None:
+    declared = DeclaredKernel("two_parts", KERNEL, packets=structure("PacketSpace", Twin), y=Pointer("float*"), n=array(U32, 3))
+    compile_cubin(declared.source, defines={"BROKEN": ""})  # 12 bytes and padding make 16 too
+
+    class Short(ctypes.Structure):
+        _fields_ = (("at", ctypes.c_uint64),)
+
+    declared = DeclaredKernel("two_parts", KERNEL, packets=structure("PacketSpace", Short), y=Pointer("float*"), n=array(U32, 3))
+    with pytest.raises(CompileError, match=r"TwoParts\.packets"):
+        compile_cubin(declared.source, defines={"BROKEN": ""})
+
+
+def test_wrong_sizes_and_fields_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "1_declared_cuda.py"
+    for call, says in (
+        ("bind(group_of(), grid=1, block=32, sizes={'flags': 3})", r"sizes of \['flags'\]; expected \['packets'\]"),
+        ("bind(group_of(), grid=1, block=32, sizes={'packets': 3}, rows=2)", "has no field 'rows' to set; expected one of y, n"),
+    ):
+        path.write_text(
+            "from peerlane.device import group_of\nfrom device.test_shared_pieces import *\n"
+            "two = DeclaredKernel('two_parts', KERNEL, packets=Packets(), epochs=Epochs(), y=Pointer(), n=U32)\n"
+            f"def solution(tensor):\n    two.{call}\n"
+        )
+        failure = judge(path, 1, cases(problems.get(1), 2)[0]).outcome.failure
+        assert failure is not None and isinstance(failure[1], UsageError)
+        with pytest.raises(UsageError, match=says):
+            raise failure[1]
+
+
+def test_an_exchange_of_axes_says_what_it_takes(tmp_path: Path) -> None:
+    text = solutions.files()[36].read_text().replace("cut=head_dim", "cut=seq_dim")
+    path = tmp_path / "36_twin_cuda.py"
+    path.write_text(text)
+    failure = judge(path, 36, case_of(36, "padded_bf16")).outcome.failure
+    assert failure is not None and "expected two axes" in str(failure[1])
