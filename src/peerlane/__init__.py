@@ -1,3 +1,55 @@
-"""peerlane: benchmark, evaluator, device kit and expert kernels for multi-GPU kernels."""
+"""peerlane: benchmark, evaluator, device kit and expert kernels for multi-GPU kernels.
+
+Names are imported when they are first used: ``import peerlane`` takes no time, and no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peerlane import evaluate as evaluate
+    from peerlane import problems as problems
+    from peerlane import solutions as solutions
+    from peerlane.evaluate.candidates import CandidateFile as CandidateFile
+    from peerlane.evaluate.candidates import discover as discover
+    from peerlane.evaluate.evaluator import Evaluator as Evaluator
+    from peerlane.evaluate.plan import EvaluationPlan as EvaluationPlan
+    from peerlane.evaluate.results.verdict import Result as Result
+    from peerlane.evaluate.results.verdict import Verdict as Verdict
+
+    problem = problems.get
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "CandidateFile": "evaluate.candidates",
+    "EvaluationPlan": "evaluate.plan",
+    "Evaluator": "evaluate.evaluator",
+    "Result": "evaluate.results.verdict",
+    "Verdict": "evaluate.results.verdict",
+    "discover": "evaluate.candidates",
+    "evaluate": "",
+    "problem": "problems:get",
+    "problems": "",
+    "solutions": "",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    module, _, attribute = _HOMES[name].partition(":")
+    if not module:
+        return importlib.import_module(f"{__name__}.{name}")
+    value = getattr(importlib.import_module(f"{__name__}.{module}"), attribute or name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -83,10 +83,13 @@ class Deadlines:
     trusted: float = 120.0
     """for one request to the trusted ranks, which run our code only: input generation, the reference, the oracle"""
 
+    def __post_init__(self) -> None:
+        for name, seconds in vars(self).items():
+            if not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
+                raise UsageError(f"deadline {name}={seconds!r}: expected a positive number of seconds")
+
     def with_calls(self, seconds: float) -> Self:
         """The same, with another deadline for everything that calls the candidate."""
-        if seconds <= 0:
-            raise UsageError(f"a deadline of {seconds:g} s: expected a positive number of seconds")
         return replace(self, first_call=seconds, correctness=seconds, stress=seconds, timing=seconds)
 
 
@@ -141,11 +144,6 @@ class PoolSettings:
     """to get a rank group up, before an evaluation ends as harness_error"""
     back_off_s: float = 1.0
     """before the second attempt; twice as long before every further one"""
-    gpu_return_s: float = 20.0
-    """within which the memory of killed ranks must be free again, else the GPU is not used any more"""
-    gpu_slack_share: float = 0.25
-    """of a GPU's memory: in use beyond what was in use at the start, it is not yet held against the killed ranks; the trusted ranks take
-    their arenas and staging memory from it"""
 
 
 @dataclass(frozen=True)

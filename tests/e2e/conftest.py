@@ -10,7 +10,7 @@ import pytest
 from e2e.faults import LentForkServer, Switchboard, switchboard
 from e2e.runs import marked, marked_processes, wait_for
 from peerlane.evaluate import evaluator
-from peerlane.evaluate.pipeline import Job
+from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.fork_client import ForkServer
 from peerlane.evaluate.sandbox.process_tree import descendants
 
@@ -55,4 +55,4 @@ def one_case(monkeypatch: pytest.MonkeyPatch) -> None:
         presets = tuple(replace(preset, cases=preset.cases[:1]) for preset in job.problem.presets)
         return replace(job, problem=replace(job.problem, presets=presets))
 
-    monkeypatch.setattr(evaluator, "make_jobs", lambda plan: [narrowed(job) for job in make_jobs(plan)])
+    monkeypatch.setattr(evaluator, "make_jobs", lambda *given: [narrowed(job) for job in make_jobs(*given)])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from e2e.runs import GOOD, judge
-from peerlane.evaluate import evaluator
+from peerlane.evaluate import node
 from peerlane.evaluate.sandbox import confine, isolation, process_tree
 
 COMET = """
@@ -91,7 +91,7 @@ def test_a_process_that_is_never_there_when_it_is_looked_for(tmp_path: Path, mon
     measures = tuple(name for name in found.measures if name != without)
     weaker = replace(found, confinement=confine.Confinement(measures), builders=measures)
     if {confine.OWN_UID, confine.LANDLOCK_SIGNALS} & set(measures):
-        monkeypatch.setattr(evaluator, "choose", lambda *_: weaker)
+        monkeypatch.setattr(node, "choose", lambda *_: weaker)
     sign = f"comet{os.getpid()}"
     path = tmp_path / "1_comet_pytorch.py"
     program = tmp_path / "comet"

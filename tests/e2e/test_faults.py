@@ -26,7 +26,7 @@ from e2e.faults import (
 )
 from e2e.runs import DEADLINES, wait_for, within
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluator
-from peerlane.evaluate.evaluator import Run, describe_node
+from peerlane.evaluate.evaluator import Evaluator
 from peerlane.evaluate.processes.fork_client import ForkServer
 from peerlane.evaluate.processes.rank_group import RankGroup
 from peerlane.evaluate.results.store import ResultsStore
@@ -45,8 +45,10 @@ class Conversation:
             deadlines=DEADLINES,
             pool_settings=POOL_SETTINGS,
             stress=ONE_PASS,
+            isolation="L0",
         )
-        self.judged = Run(plan, self.notes, describe_node("cpu")).judge(evaluator.make_jobs(plan), 2)
+        self.evaluator = Evaluator(plan=plan, progress=self.notes)
+        self.judged = self.evaluator.judge(evaluator.make_jobs(plan))
 
     def evaluate(self, at: Message | None = None, fault: Fault | None = None) -> Result:
         """The next evaluation; its result has been stored, and ``struck_in`` is the phase of the fault."""
@@ -58,7 +60,7 @@ class Conversation:
 
         self.board.arm(at, strike)
         with within(60):
-            result = next(self.judged)
+            _, result = next(self.judged)
         assert at is None or self.board.struck, f"the evaluation ended before {at}: {result.verdict}"
         self.store.append(result)
         return result
@@ -68,7 +70,7 @@ class Conversation:
 def test_every_kind_of_message(board: Switchboard, tmp_path: Path) -> None:
     """What breaks at the first message of every kind; test_kills.py has kills at all messages, but no session that goes on."""
     conversation = Conversation(board, tmp_path, [GOOD] * 400)
-    with closing(conversation.judged):
+    with conversation.evaluator, closing(conversation.judged):
         assert conversation.evaluate().correct and conversation.evaluate().correct
         firsts = [message for message in board.seen if message.ordinal == 0]
         points = [*itertools.product(firsts, [kill_leader, garble])]
@@ -103,7 +105,7 @@ def test_every_kind_of_message(board: Switchboard, tmp_path: Path) -> None:
 @pytest.mark.parametrize("op", ["init", "secret"])
 def test_trusted_ranks_that_do_not_start_are_started_again(op: str, board: Switchboard, tmp_path: Path) -> None:
     conversation = Conversation(board, tmp_path, [GOOD] * 3)
-    with closing(conversation.judged):
+    with conversation.evaluator, closing(conversation.judged):
         assert conversation.evaluate(Message("trusted", op, 0), kill_rank).correct
         assert conversation.evaluate(Message("candidate", "init", 0), kill_rank).correct
         assert conversation.evaluate().correct
@@ -118,7 +120,7 @@ def test_builders(board: Switchboard, tmp_path: Path) -> None:
     for number, path in enumerate(candidates):
         path.write_text(f"import time\ntime.sleep(0.2)  # {number}: no two are the same file\n")
     conversation = Conversation(board, tmp_path, candidates)
-    with closing(conversation.judged):
+    with conversation.evaluator, closing(conversation.judged):
         for op, fault, kind in points:
             verdict: Any = conversation.evaluate(Message("builder", op, 0), fault).verdict
             assert (verdict.kind, verdict.phase) == (kind, "build"), verdict
@@ -132,7 +134,7 @@ def test_a_killed_nursery_is_replaced(board: Switchboard, fork_server: ForkServe
         os.kill(fork_server.pid, signal.SIGKILL)
         wait_for(lambda: not fork_server.alive, 10, "the end of the fork server")
 
-    with closing(conversation.judged):
+    with conversation.evaluator, closing(conversation.judged):
         results = [conversation.evaluate(Message("candidate", "load", 0), kill_fork_server)]
         results += [conversation.evaluate(), conversation.evaluate()]
     assert fork_server.alive and all(result.correct for result in results), [result.verdict for result in results]

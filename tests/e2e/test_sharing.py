@@ -9,7 +9,7 @@ import pytest
 from e2e.runs import DEADLINES, GOOD
 from peerlane.cli.doctor import isolation_checks
 from peerlane.errors import UsageError
-from peerlane.evaluate import EvaluationPlan, discover, evaluator
+from peerlane.evaluate import EvaluationPlan, discover, node
 from peerlane.evaluate.processes import sharing
 from peerlane.evaluate.processes.sharing import sharing_failure
 from peerlane.evaluate.sandbox import isolation
@@ -36,12 +36,12 @@ def test_memory_is_shared_at_the_default_tier_and_that_is_remembered(monkeypatch
 def test_ranks_that_cannot_share_memory_are_not_confined_or_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """By default the tier falls to L0, with the reason; a tier that was asked for is refused."""
     confined = isolation.Isolation("L1", isolation.NO_ISOLATION.confinement, {})
-    monkeypatch.setattr(evaluator, "choose", lambda tier, device: confined)
-    monkeypatch.setattr(evaluator, "sharing_failure", lambda *_: "mapping the arena failed: cudaErrorMapBufferObjectFailed")
-    found = evaluator.choose_isolation(EvaluationPlan(discover([str(GOOD)]), device="cuda"))
+    monkeypatch.setattr(node, "choose", lambda tier, device: confined)
+    monkeypatch.setattr(node, "sharing_failure", lambda *_: "mapping the arena failed: cudaErrorMapBufferObjectFailed")
+    found = node.choose_isolation(EvaluationPlan(discover([str(GOOD)]), device="cuda"))
     assert found.tier == "L0" and "cudaErrorMapBufferObjectFailed" in found.describe()
     with pytest.raises(UsageError, match=r"isolation L1 is not possible here.*cudaErrorMapBufferObjectFailed"):
-        evaluator.choose_isolation(EvaluationPlan(discover([str(GOOD)]), device="cuda", isolation="L1"))
+        node.choose_isolation(EvaluationPlan(discover([str(GOOD)]), device="cuda", isolation="L1"))
 
 
 def test_the_doctor_finds_out_whether_confined_ranks_can_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from e2e.runs import DEADLINES, within
 from peerlane.evaluate import EvaluationPlan, discover, evaluate
-from peerlane.evaluate.evaluator import make_jobs
+from peerlane.evaluate.plan import make_jobs
 
 ATTENDS_OVER_HEADS = """
 import torch

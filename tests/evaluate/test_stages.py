@@ -15,7 +15,9 @@ from peerlane.errors import CaseTooLarge, HarnessError
 from peerlane.evaluate import pipeline as pipeline_module
 from peerlane.evaluate.candidates import candidate_file, reference_candidate
 from peerlane.evaluate.correctness.case_runner import Evidence, Rejected
-from peerlane.evaluate.pipeline import EvaluationPipeline, Job, Node
+from peerlane.evaluate.node import Node
+from peerlane.evaluate.pipeline import EvaluationPipeline
+from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.results.speed_record import Failed, ModeSpeed
 from peerlane.evaluate.results.verdict import NotRun, WrongType

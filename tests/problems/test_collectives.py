@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from peerlane import problems
 from peerlane.errors import UnknownPreset
-from peerlane.evaluate.evaluator import presets_of
+from peerlane.evaluate.plan import presets_of
 from peerlane.problems.contract import Case, Draw
 from peerlane.problems.families.ulysses import kept_length
 from peerlane.problems.p027_moe_all2all_primitive import expected_table, popularity, split_list, split_table

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from peerlane import cli
 from peerlane.cli._console import ExitCode
 from peerlane.errors import UsageError
-from peerlane.evaluate.evaluator import EvaluationPlan, make_jobs
+from peerlane.evaluate.plan import EvaluationPlan, make_jobs
 from peerlane.report.selftest import objections, selftest_report, totals_lines
 from peerlane.selftest import run
 from peerlane.selftest.outcome import Outcome, objection, read_outcomes, totals

@@ -14,10 +14,9 @@ import typer
 from peerlane.cli._console import ProblemFolders, console, exit_code, one_of, positive_integers, print_json, words
 from peerlane.cli._progress import progress
 from peerlane.cli._runs import run_to_judge
-from peerlane.errors import RunStopped
+from peerlane.errors import RunStopped, UsageError
 
 if TYPE_CHECKING:
-    from peerlane.evaluate import EvaluationPlan
     from peerlane.evaluate.results.verdict import Result
 
 Device: TypeAlias = Literal["cuda", "cpu"]
@@ -53,8 +52,12 @@ def evaluate_candidates(
     mode: Annotated[str, typer.Option(help="Launch modes to time, separated by commas.")] = "eager,graph",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder that results are added to; by default peerlane-results, or the run's.")] = None,
     model: Annotated[str | None, typer.Option(help="The author of a folder PROBLEM/SAMPLE/candidate.py; makes it a run.")] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="Limit for one evaluation as a whole; by default none.")] = None,
+    rerun: Annotated[bool, typer.Option("--rerun", help="Judge again what the folder already holds.")] = False,
+    out: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Folder that results are added to; by default peerlane-results, or the run's.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Judge candidates: right or wrong and why, and how fast.
@@ -64,6 +67,8 @@ def evaluate_candidates(
     """
     modes = tuple(cast(Mode, one_of(item, ("eager", "graph"), "--mode")) for item in words(mode, "--mode"))
     presets = words(preset, "--preset")
+    if out == "":
+        raise UsageError("--out got '': expected a folder; '.' is the current one")
     sizes = None if world_size is None else positive_integers(world_size, "--world-size")
     chosen = choose_device(device)
 
@@ -75,7 +80,7 @@ def evaluate_candidates(
     found = discover(candidates, notes.append) if run is None else run.candidates
     for note in notes:
         console(stderr=True).print(note, highlight=False)
-    out = out or (Path("peerlane-results") if run is None else run.folder)
+    folder = Path(out) if out is not None else Path("peerlane-results") if run is None else run.folder
     sizes = sizes or default_world_sizes(chosen)
     variant = one_of(variant, ("default", "pkb"), "--variant")
     track = one_of(track or ("open" if run is None else run.track), ("open", "custom"), "--track")
@@ -90,36 +95,26 @@ def evaluate_candidates(
             world_sizes=sizes,
             modes=modes,
             device=chosen,
-            out=out,
+            out=folder,
+            timeout=timeout,
+            rerun=rerun,
             variant=variant,
             track=cast(Track, track),
             isolation=tier,
         )
         try:
             with progress() as shown:
-                evaluate(plan, shown)
+                results = evaluate(plan, shown)
         except RunStopped as stopped:
             if not as_json:
                 print_results(stopped.results)
             raise
-    results = requested_results(plan, out)
     if as_json:
         print_json(results_json(results))
     else:
         print_results(results)
-        console(stderr=True).print(f"results are in {out}")
+        console(stderr=True).print(f"results are in {folder}")
     raise typer.Exit(exit_code(results))
-
-
-def requested_results(plan: EvaluationPlan, folder: Path) -> list[Result]:
-    """The results of everything that a plan asks for, in its order: those just made, and those that were there and were skipped."""
-    from peerlane.evaluate import ResultsStore
-    from peerlane.evaluate.evaluator import choose_isolation, job_key, make_jobs
-
-    stored = {result.key: result for result in ResultsStore(folder).results()}
-    tier = choose_isolation(plan).tier
-    keys = [job_key(job, plan.device, tier) for job in make_jobs(plan)]
-    return [stored[key] for key in dict.fromkeys(keys)]
 
 
 def choose_device(text: str) -> Device:

@@ -1,15 +1,23 @@
-"""The evaluator: see :func:`evaluate`. Names are loaded on first use, because rank processes import this package and must stay slim."""
+"""The evaluator: see :class:`Evaluator`. The package can be called, as ``peerlane.evaluate(plan)``: see :func:`evaluate`.
+
+Names are loaded on first use, because rank processes import this package and must stay slim.
+"""
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from peerlane.evaluate.candidates import CandidateFile as CandidateFile
+    from peerlane.evaluate.candidates import candidate_file as candidate_file
+    from peerlane.evaluate.candidates import candidate_text as candidate_text
     from peerlane.evaluate.candidates import discover as discover
-    from peerlane.evaluate.evaluator import EvaluationPlan as EvaluationPlan
+    from peerlane.evaluate.evaluator import Evaluator as Evaluator
     from peerlane.evaluate.evaluator import Progress as Progress
     from peerlane.evaluate.evaluator import evaluate as evaluate
+    from peerlane.evaluate.plan import EvaluationPlan as EvaluationPlan
     from peerlane.evaluate.results.speed_record import ModeSpeed as ModeSpeed
     from peerlane.evaluate.results.speed_record import NotMeasured as NotMeasured
     from peerlane.evaluate.results.store import ResultsStore as ResultsStore
@@ -18,8 +26,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CandidateFile": "candidates",
+    "candidate_file": "candidates",
+    "candidate_text": "candidates",
     "discover": "candidates",
-    "EvaluationPlan": "evaluator",
+    "EvaluationPlan": "plan",
+    "Evaluator": "evaluator",
     "Progress": "evaluator",
     "evaluate": "evaluator",
     "ResultsStore": "results.store",
@@ -40,3 +51,15 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
+
+
+class _Callable(ModuleType):
+    """A package that stands for its function of the same name."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        from peerlane.evaluate.evaluator import evaluate
+
+        return evaluate(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _Callable

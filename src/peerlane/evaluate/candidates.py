@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -37,6 +37,7 @@ class CandidateFile:
         problem: that the file's name means (``13_gemm_allreduce_cuda.py``, ``p013_gemm_allreduce.py``), if it begins with a number.
         track: in which it is judged; None: that of the plan.
         note: a sentence, where the file's name means no problem or its number is another problem's.
+        text: the source, of a candidate that was given as text; its ``path`` is then but a name.
     """
 
     name: str
@@ -47,6 +48,7 @@ class CandidateFile:
     uses_extensions: bool = False
     track: Track | None = None
     note: str = ""
+    text: bytes | None = field(default=None, repr=False)
 
     @property
     def is_reference(self) -> bool:
@@ -57,6 +59,8 @@ class CandidateFile:
         """The file's bytes, one character each, as a message carries them; None for the reference. Raises :class:`CandidateChanged`."""
         if self.path is None:
             return None
+        if self.text is not None:
+            return self.text.decode("latin-1")
         try:
             data = self.path.read_bytes()
         except OSError as error:
@@ -82,18 +86,32 @@ def candidate_file(path: Path) -> CandidateFile:
         data = path.read_bytes()
     except OSError as error:
         raise CandidateNotFound(f"cannot read the candidate {path}: {error.strerror}") from None
+    named = resolve(path.stem, slugs())
+    found = _candidate(path.stem, path.resolve(), data, named.problem if named else None)
+    return replace(found, note=named.note if named else "")
+
+
+def candidate_text(source: str | bytes, problem: int | None = None, name: str = "candidate") -> CandidateFile:
+    """The candidate in a text; ``name`` is what results and tracebacks call it, and says its backend as a file's name does."""
+    if not isinstance(source, (str, bytes)):
+        raise CandidateNotFound(f"source={source!r}: expected the text of a Python module that defines `solution`")
+    if not name.isprintable() or "/" in name or not name:
+        raise CandidateNotFound(f"name={name!r}: expected a printable name without slashes, such as 'sample7_cuda'")
+    data = source.encode() if isinstance(source, str) else source
+    return replace(_candidate(name, Path(f"{name}.py"), data, problem), text=data)
+
+
+def _candidate(name: str, path: Path, data: bytes, problem: int | None) -> CandidateFile:
     if len(data) > _MOST_BYTES:
         raise CandidateNotFound(f"the candidate {path} has {len(data)} bytes: expected at most {_MOST_BYTES}")
-    named = resolve(path.stem, slugs())
     source = data.decode(errors="replace")
     return CandidateFile(
-        path.stem,
-        path.resolve(),
+        name,
+        path,
         hashlib.sha256(data).hexdigest(),
         _backend(path.stem, source),
-        named.problem if named else None,
+        problem,
         any(mark in source for mark in _EXTENSION_MARKS),
-        note=named.note if named else "",
     )
 
 

@@ -1,83 +1,40 @@
-"""Evaluates candidates: the loop over what was asked for. Read this first, then examine.py (one evaluation), trial.py (one case) and
-speed.py (the timing protocol); session.py and groups.py hold the processes, trusted.py and candidate.py are the two kinds of rank."""
+"""Evaluates candidates. Read this first, then plan.py (what is asked for), pipeline.py (one evaluation), correctness/case_runner.py (one
+case) and timing/; processes/session.py holds the processes, ranks/ what they run."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import secrets
+import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import torch
 
-import peerlane
-from peerlane import problems
-from peerlane.errors import HarnessError, RunStopped, UnknownPreset, UnknownProblem, UsageError
-from peerlane.evaluate.candidates import REFERENCE, CandidateFile
-from peerlane.evaluate.pipeline import EvaluationPipeline, Job, Node, groups_needed
-from peerlane.evaluate.processes import early
-from peerlane.evaluate.processes.gpu_health import GpuHealth
+from peerlane.errors import HarnessError, RunStopped, UsageError
+from peerlane.evaluate.candidates import CandidateFile, candidate_file, candidate_text
+from peerlane.evaluate.node import choose_isolation, describe_node
+from peerlane.evaluate.pipeline import EvaluationPipeline, candidate_info, groups_needed
+from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
+from peerlane.evaluate.processes.gpu_health import lost_gpus
+from peerlane.evaluate.processes.limit import Cancelled, Limit
 from peerlane.evaluate.processes.rank_group import RankGroup
 from peerlane.evaluate.processes.session import Session
-from peerlane.evaluate.processes.sharing import sharing_failure
 from peerlane.evaluate.ranks.builds import Builds
-from peerlane.evaluate.results.record import Mode
 from peerlane.evaluate.results.store import ResultsStore
-from peerlane.evaluate.results.verdict import EvaluationKey, NotRun, Result, Track
-from peerlane.evaluate.sandbox.isolation import NO_ISOLATION, Isolation, Tier, choose
-from peerlane.hardware.ceilings import load_ceilings
-from peerlane.hardware.environment import node_class, record
-from peerlane.hardware.memory import gpu_memory
-from peerlane.hardware.profiles import profile_for
-from peerlane.hardware.roofline import datasheet_peaks, measured_peaks
-from peerlane.problems.contract.spec import Problem
-from peerlane.settings import Deadlines, PoolSettings, StressRules, TimingRules
+from peerlane.evaluate.results.verdict import EvaluationKey, NotRun, Result
 
-Device = Literal["cuda", "cpu"]
-PRODUCTION, PRODUCTION_FIRST, SWEEP = "production", "production_first", "sweep"
 _RUNS_WITHOUT_RANKS = 2  # so many evaluations in a row without rank groups, and the rest of the run is given up
-
-
-@dataclass(frozen=True)
-class EvaluationPlan:
-    """What to evaluate.
-
-    Attributes:
-        candidates: see :func:`discover`.
-        problems: ``"1-8,13"``, ``"all"``, or None: by the candidates' file names (all, for the reference).
-        presets: names; ``production`` and ``sweep`` stand for all presets of that family of a problem, ``production_first`` for the first
-            that has a case at the world size.
-        track: ``open``: anything goes; ``custom``: what a call communicates must be the candidate's own doing. See docs/tracks.md. Of
-            candidates that name none themselves.
-        variant: ``default``, or ``pkb``: the public benchmark's semantics, for the problems where those differ.
-        world_sizes: numbers of ranks.
-        modes: launch modes to time.
-        device: ``cuda``, or ``cpu`` (gloo ranks: correctness is real, speed is not measured).
-        isolation: ``L0``, ``L1`` or ``L2``, see docs/isolation.md; None: the best of L0 and L1 that this machine gives.
-        out: folder of ``results.jsonl``; None keeps nothing.
-        deadlines, supply, rules, stress: see :mod:`peerlane.settings`.
-    """
-
-    candidates: Sequence[CandidateFile]
-    problems: str | None = None
-    presets: tuple[str, ...] = ("pkb",)
-    world_sizes: tuple[int, ...] = (4,)
-    modes: tuple[Mode, ...] = ("eager", "graph")
-    device: Device = "cpu"
-    out: Path | None = None
-    variant: str = "default"
-    track: Track = "open"
-    isolation: Tier | None = None
-    deadlines: Deadlines = field(default_factory=Deadlines)
-    pool_settings: PoolSettings = field(default_factory=PoolSettings)
-    rules: TimingRules = field(default_factory=TimingRules)
-    stress: StressRules = field(default_factory=StressRules)
+_LOOK_S = 0.1
 
 
 class Progress(Protocol):
-    """Hears what happens; all calls come from the thread that called :func:`evaluate`."""
+    """Hears what happens; all calls come from the thread that evaluates."""
 
     def started(self, total: int, skipped: int) -> None:
         """``total`` evaluations are to be done; ``skipped`` more were done before."""
@@ -89,7 +46,7 @@ class Progress(Protocol):
         """An evaluation ended."""
 
     def note(self, text: str) -> None:
-        """Something went wrong and was mended."""
+        """Something went wrong, and the run goes on."""
 
 
 class Silent:
@@ -105,80 +62,236 @@ class Silent:
 
 
 def evaluate(plan: EvaluationPlan, progress: Progress | None = None) -> list[Result]:
-    """Judges every candidate on every problem, preset and world size of the plan; returns the new results, as :meth:`Run.judge` has them.
+    """Judges every candidate on every problem, preset and world size of the plan: one result each, in the order of the plan.
 
-    Results are stored as they come; what ``plan.out`` already holds is skipped. Raises :class:`UsageError` before anything runs,
-    :class:`RunStopped` when a result cannot be stored, and :class:`HarnessError` when peerlane itself fails; after KeyboardInterrupt no
-    process is left.
+    Results are stored as they come; what ``plan.out`` already holds is returned from there. Raises :class:`UsageError` before anything
+    runs, :class:`RunStopped` when a result cannot be stored, and :class:`HarnessError` when peerlane itself fails; after KeyboardInterrupt
+    no process is left.
     """
-    progress = progress or Silent()
-    jobs = make_jobs(plan)
-    node = describe_node(plan.device)
-    store = ResultsStore(plan.out) if plan.out is not None else None
-    isolation = choose_isolation(plan)
-    waiting = [job for job in jobs if store is None or not store.has(job_key(job, plan.device, isolation.tier))]
-    progress.started(len(waiting), len(jobs) - len(waiting))
-    progress.note(f"isolation {isolation.describe()}")
-    run = Run(plan, progress, node, isolation)
-    results: list[Result] = []
-    for world_size in plan.world_sizes:
-        with contextlib.closing(run.judge([job for job in waiting if job.world_size == world_size], world_size)) as judged:
-            for result in judged:
-                results.append(result)
-                if store is not None:
-                    _store(store, results)
-                progress.finished(result)
-    return results
+    with Evaluator(plan=plan, progress=progress) as evaluator:
+        return evaluator.evaluate_plan(plan)
 
 
-def _store(store: ResultsStore, results: list[Result]) -> None:
-    try:
-        store.append(results[-1])
-    except HarnessError as error:
-        raise RunStopped(f"{error}; the run stops with {len(results) - 1} results stored", results) from None
+class Evaluator:
+    """Judges candidates one after the other in rank processes that it keeps warm. Use as a context manager: leaving it ends every process.
 
+    Args:
+        world_size: number of ranks.
+        device: ``cuda``, ``cpu``, or ``auto``: CUDA where there is a GPU.
+        plan: in place of all other options, which are fields of :class:`EvaluationPlan`: what every evaluation has in common.
+        progress: hears what happens.
 
-class Run:
-    """A run of a plan: its sessions, one after the other, and what it learns about the machine."""
+    Calls may come from several threads; they queue, in the order of their arrival. Raises :class:`UsageError` for options that cannot be.
+    """
 
-    def __init__(self, plan: EvaluationPlan, progress: Progress, node: Node, isolation: Isolation = NO_ISOLATION) -> None:
-        self._plan, self._progress, self._node, self._isolation = plan, progress, node, isolation
-        indices = [gpu["index"] for gpu in node.environment["gpus"]] if plan.device == "cuda" else []
-        self._gpu_health = GpuHealth(
-            lambda: gpu_memory(indices) if indices else (), plan.pool_settings, early.memory_before() if indices else ()
-        )
+    def __init__(
+        self,
+        world_size: int = 4,
+        device: str = "auto",
+        *,
+        plan: EvaluationPlan | None = None,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        self._warm = plan is None
+        if plan is None:
+            chosen = device if device != "auto" else "cuda" if torch.cuda.device_count() else "cpu"
+            plan = _changed(EvaluationPlan(()), {"world_sizes": (world_size,), "device": chosen, **options})
+        self._plan, self._progress = plan, progress or Silent()
+        self._node = describe_node(plan.device)
+        self.isolation = choose_isolation(plan)
+        self._store = ResultsStore(plan.out) if plan.out is not None else None
+        self._turns = _Turns()
+        self._session: Session | None = None
+        self._kept: RankGroup | None = None  # of the reference, which is ours: one group for all its problems
+        self._without_ranks: list[str] = []  # why the last evaluations had no ranks
+        self._missing: str | None = None  # why there is no evaluating any more
+        self._threads: ThreadPoolExecutor | None = None
+        self._closed = False
 
-    def judge(self, jobs: list[Job], world_size: int) -> Generator[Result, None, None]:
-        """The results of the jobs, all of one world size, as they come: in order, but for what is still being compiled when its turn comes,
-        which lets others pass. Every candidate gets fresh groups; the reference, which is ours, keeps one for all its problems."""
-        plan, node = self._plan, self._node
-        if plan.device == "cuda" and world_size > node.gpus:
-            yield from self._not_run(jobs, f"{world_size} ranks need {world_size} GPUs; this machine has {node.gpus}")
+    def __enter__(self) -> Self:
+        self._progress.note(f"isolation {self.isolation.describe()}")
+        if self._warm and self._too_few_gpus(self._plan.world_sizes[0]) is None:
+            session = self._session_of(self._plan.world_sizes[0])
+            session.start_warm_groups(self._plan.pool_settings.warm_groups)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._closed = True
+        self._turns.cancel_all()
+        if self._threads is not None:
+            self._threads.shutdown()
+        with self._turns.turn(Limit()):
+            self._end_session()
+
+    # --- one candidate ---
+
+    def evaluate(
+        self,
+        problem: int | None = None,
+        source: str | bytes | None = None,
+        *,
+        path: str | Path | None = None,
+        candidate: CandidateFile | None = None,
+        name: str = "candidate",
+        **changes: Any,
+    ) -> Result:
+        """The result of one candidate on one problem and preset: its ``source``, its file's ``path``, or a ``candidate``.
+
+        ``problem`` may be left out where the file's name says it. ``name`` is what results call a text. ``changes`` are other fields of
+        :class:`EvaluationPlan` for this call, such as ``presets=("small",)``, ``modes=()`` or ``timeout=60``. Raises :class:`UsageError`
+        for a request that cannot be; whatever the candidate does, there is a result.
+        """
+        chosen = _one_candidate(problem, source, path, candidate, name)
+        plan = self._plan_of((chosen,), {**changes, "problems": None if problem is None else str(problem)})
+        return self._only_result(plan, Limit(plan.timeout))
+
+    async def evaluate_async(self, problem: int | None = None, source: str | bytes | None = None, **request: Any) -> Result:
+        """The same as :meth:`evaluate`, awaited. A cancelled task leaves the queue, or ends the evaluation and its processes at once."""
+        given = {key: request.pop(key, None) for key in ("path", "candidate")}
+        chosen = _one_candidate(problem, source, given["path"], given["candidate"], request.pop("name", "candidate"))
+        plan = self._plan_of((chosen,), {**request, "problems": None if problem is None else str(problem)})
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(max_workers=_ASYNC_CALLS, thread_name_prefix="peerlane")
+        limit = Limit(plan.timeout)
+        future = self._threads.submit(self._only_result, plan, limit)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            limit.cancel()
+            if future.cancelled():  # no thread has looked at it
+                limit.close()
+            raise
+
+    def evaluate_all(self, candidates: Sequence[CandidateFile], **changes: Any) -> list[Result]:
+        """One result for every candidate, problem and preset, in order; ``changes`` as in :meth:`evaluate`, and ``problems="1-8,13"``."""
+        return self.evaluate_plan(self._plan_of(tuple(candidates), changes))
+
+    def _plan_of(self, candidates: tuple[CandidateFile, ...], changes: dict[str, Any]) -> EvaluationPlan:
+        if fixed := _OF_ALL_CALLS & changes.keys():
+            raise UsageError(f"{', '.join(sorted(fixed))} cannot change from call to call; the Evaluator has them for all calls")
+        return _changed(self._plan, {**changes, "candidates": candidates})
+
+    def _only_result(self, plan: EvaluationPlan, limit: Limit) -> Result:
+        jobs = make_jobs(plan)
+        if len(jobs) != 1:
+            asked = ", ".join(f"problem {job.problem.id} {job.preset}" for job in jobs[:4])
+            raise UsageError(f"got {len(jobs)} evaluations ({asked}, ...): expected one problem and one preset; use evaluate_all")
+        return self.evaluate_plan(plan, limit)[0]
+
+    # --- many candidates ---
+
+    def evaluate_plan(self, plan: EvaluationPlan, limit: Limit | None = None) -> list[Result]:
+        """The results of everything that a plan asks for, in its order; what the store holds comes from there.
+
+        Raises :class:`UsageError`, :class:`RunStopped` and :class:`Cancelled`. ``limit`` can end it from another thread.
+        """
+        jobs = make_jobs(plan, self._progress.note)
+        with self._turns.turn(limit or Limit()) as granted:
+            if self._closed:
+                raise UsageError("the evaluator is closed: use it inside its `with` block")
+            found: dict[int, Result] = {}
+            waiting = self._waiting(jobs, plan)
+            self._progress.started(len(waiting), len(jobs) - len(waiting))
+            for world_size in dict.fromkeys(job.world_size for job in waiting):
+                with contextlib.closing(self.judge([job for job in waiting if job.world_size == world_size], granted)) as judged:
+                    for job, result in judged:
+                        found[id(job)] = result
+                        self._keep(result, list(found.values()))
+                        self._progress.finished(result)
+            return [found.get(id(job)) or self._from_store(job) for job in jobs]
+
+    def _waiting(self, jobs: Sequence[Job], plan: EvaluationPlan) -> list[Job]:
+        """The jobs that the store has no result for; of those that would have the same, the first."""
+        if self._store is None:
+            return list(jobs)
+        new: dict[EvaluationKey, Job] = {}
+        for job in jobs:
+            if plan.rerun or not self._store.has(self._key(job)):
+                new.setdefault(self._key(job), job)
+        return list(new.values())
+
+    def _key(self, job: Job) -> EvaluationKey:
+        return job.key(self._plan.device, self.isolation.tier)
+
+    def _keep(self, result: Result, results: list[Result]) -> None:
+        if self._store is None:
             return
-        if not jobs:
+        try:
+            self._store.append(result)
+        except HarnessError as error:
+            raise RunStopped(f"{error}; the run stops with {len(results) - 1} results stored", results) from None
+
+    def _from_store(self, job: Job) -> Result:
+        """The stored result of what this job asks for, under the name of the file that was asked for, which is stored too."""
+        assert self._store is not None
+        result = self._store.find(self._key(job), job.candidate.name)
+        assert result is not None, "it was judged, or was there"
+        if result.candidate.name != job.candidate.name:
+            result = result.model_copy(update={"candidate": candidate_info(job.candidate)})
+            self._keep(result, [result])
+        return result
+
+    def judge(self, jobs: Sequence[Job], limit: Limit | None = None) -> Generator[tuple[Job, Result], None, None]:
+        """The results of jobs of one world size, as they come: in order, but for what is still being compiled when its turn comes, which
+        lets others pass. Every candidate gets fresh groups; the reference keeps one for all its problems."""
+        left = list(jobs)
+        if not left:
             return
-        kept: RankGroup | None = None
-        lacking: list[str] = []  # why the last evaluations had no ranks
-        with Session(plan.device, world_size, plan.deadlines, plan.pool_settings, self._isolation, self._progress.note) as session:
-            builds = Builds(session, [job.candidate for job in jobs])
-            while jobs:
+        world_size, cuda = left[0].world_size, self._plan.device == "cuda"
+        if (missing := self._too_few_gpus(world_size)) is not None:
+            yield from self._not_run(left, missing)
+            return
+        session = self._session_of(world_size)
+        with contextlib.closing(Builds(session, [job.candidate for job in left])) as builds:
+            while left:
                 builds.ahead()
-                missing = self._gpu_health.missing(world_size)
-                if len(lacking) == _RUNS_WITHOUT_RANKS:
-                    missing = f"rank groups do not start here any more: {lacking[-1]}"
-                if missing is not None:
-                    yield from self._not_run(jobs, missing)
+                if self._missing is not None:
+                    yield from self._not_run(left, self._missing)
                     return
-                job = next((job for job in jobs if builds.ready(job.candidate)), jobs[0])  # GPUs do not wait for compilers
-                jobs = [other for other in jobs if other is not job]
-                later = sum(groups_needed(job, plan.device) for job in jobs)
-                pipeline = EvaluationPipeline(session, job, node, plan.rules, self._reporter(job), builds, later, kept, plan.stress)
-                result = pipeline.run()
-                kept = _keep_or_end(pipeline, result)
-                lacking = [*lacking, result.verdict.reason] if pipeline.no_ranks else []
-                yield result
-                if plan.device == "cuda" and not pipeline.healthy:
-                    self._gpu_health.check(session.end_all, survivors=session.survivors)
+                job = next((job for job in left if builds.ready(job.candidate)), left[0])  # GPUs do not wait for compilers
+                left = [other for other in left if other is not job]
+                later = self._plan.pool_settings.warm_groups if self._warm else 0
+                later += sum(groups_needed(other, self._plan.device) for other in left)
+                pipeline = EvaluationPipeline(
+                    session, job, self._node, self._plan.rules, self._reporter(job), builds, later, self._kept, self._plan.stress
+                )
+                pipeline.limit = limit
+                result = self._run(pipeline)
+                if cuda and not pipeline.healthy:
+                    gpus = [gpu["index"] for gpu in self._node.environment["gpus"]][:world_size]
+                    self._missing = self._missing or lost_gpus(gpus)
+                yield job, result
+
+    def _run(self, pipeline: EvaluationPipeline) -> Result:
+        try:
+            result = pipeline.run()
+        except Cancelled:
+            self._kept = None
+            raise
+        except BaseException:  # an interrupt, in the middle of a conversation with the ranks
+            self._end_session()
+            raise
+        self._kept = _keep_or_end(pipeline, result)
+        self._without_ranks = [*self._without_ranks, result.verdict.reason] if pipeline.no_ranks else []
+        if len(self._without_ranks) == _RUNS_WITHOUT_RANKS:
+            self._missing = f"rank groups do not start here any more: {self._without_ranks[-1]}"
+        return result
+
+    def _session_of(self, world_size: int) -> Session:
+        """The running session with so many ranks; one with another number ends."""
+        if self._session is None or self._session.world_size != world_size:
+            self._end_session()
+            plan = self._plan
+            session = Session(plan.device, world_size, plan.deadlines, plan.pool_settings, self.isolation, self._progress.note)
+            self._session = session.__enter__()
+        return self._session
+
+    def _end_session(self) -> None:
+        session, self._session, self._kept = self._session, None, None
+        self._without_ranks, self._missing = [], None
+        if session is not None:
+            session.__exit__(None, None, None)
 
     def _reporter(self, job: Job) -> Callable[[str], None]:
         def tell(phase: str) -> None:
@@ -186,11 +299,74 @@ class Run:
 
         return tell
 
-    def _not_run(self, jobs: list[Job], missing: str) -> Iterator[Result]:
+    def _too_few_gpus(self, world_size: int) -> str | None:
+        if self._plan.device == "cpu" or world_size <= self._node.gpus:
+            return None
+        return f"{world_size} ranks need {world_size} GPUs; this machine has {self._node.gpus}"
+
+    def _not_run(self, jobs: Sequence[Job], missing: str) -> Iterator[tuple[Job, Result]]:
         for job in jobs:
-            session = Session(self._plan.device, job.world_size, self._plan.deadlines, isolation=self._isolation)
+            session = Session(self._plan.device, job.world_size, self._plan.deadlines, isolation=self.isolation)
             pipeline = EvaluationPipeline(session, job, self._node, self._plan.rules, lambda _: None)
-            yield pipeline.give_up(NotRun(missing=missing))
+            yield job, pipeline.give_up(NotRun(missing=missing))
+
+
+_ASYNC_CALLS = 64  # of one evaluator that may wait at a time, each in a thread
+_OF_ALL_CALLS = {"world_sizes", "device", "isolation", "out", "candidates", "deadlines", "pool_settings", "rules", "stress"}
+
+
+class _Turns:
+    """Lets one caller in at a time, in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._callers: deque[Limit] = deque()
+
+    @contextlib.contextmanager
+    def turn(self, limit: Limit) -> Iterator[Limit]:
+        """Waits for the caller's turn, at whose begin the limit starts; raises :class:`Cancelled`. Closes the limit."""
+        with self._changed:
+            self._callers.append(limit)
+        try:
+            with self._changed:
+                while self._callers[0] is not limit and not limit.cancelled:
+                    self._changed.wait(_LOOK_S)
+            limit.start()
+            limit.check("spawn")
+            yield limit
+        finally:
+            with self._changed:
+                self._callers.remove(limit)
+                limit.close()
+                self._changed.notify_all()
+
+    def cancel_all(self) -> None:
+        """Ends the evaluation at work and empties the queue."""
+        with self._changed:
+            for limit in self._callers:
+                limit.cancel()
+
+
+def _changed(plan: EvaluationPlan, changes: dict[str, Any]) -> EvaluationPlan:
+    try:
+        return replace(plan, **changes)
+    except TypeError:
+        known = EvaluationPlan.__dataclass_fields__
+        unknown = ", ".join(name for name in changes if name not in known)
+        raise UsageError(f"unknown options: {unknown}; expected fields of EvaluationPlan: {', '.join(known)}") from None
+
+
+def _one_candidate(
+    problem: int | None, source: str | bytes | None, path: str | Path | None, candidate: CandidateFile | None, name: str
+) -> CandidateFile:
+    if sum(item is not None for item in (source, path, candidate)) != 1:
+        raise UsageError("expected one of source=TEXT, path=FILE and candidate=CANDIDATE")
+    if source is not None:
+        if problem is None:
+            raise UsageError("source=TEXT does not say which problem it solves: give problem=NUMBER")
+        return candidate_text(source, problem, name)
+    found = candidate if candidate is not None else candidate_file(Path(path or ""))
+    return found if problem is None else replace(found, problem=problem)
 
 
 def _keep_or_end(pipeline: EvaluationPipeline, result: Result) -> RankGroup | None:
@@ -201,114 +377,3 @@ def _keep_or_end(pipeline: EvaluationPipeline, result: Result) -> RankGroup | No
     if not pipeline.healthy and result.verdict.kind == "harness_error":
         pipeline.session.drop_trusted()
     return None
-
-
-def make_jobs(plan: EvaluationPlan) -> list[Job]:
-    """The evaluations of a plan, in order; raises :class:`UsageError` if any part of it cannot be."""
-    if not plan.candidates:
-        raise UsageError("no candidates: expected at least one file, folder or the word 'reference'")
-    if any(candidate.is_reference and (candidate.track or plan.track) == "custom" for candidate in plan.candidates):
-        raise UsageError(f"{REFERENCE!r} has no place in the custom track: it communicates by NCCL or gloo; evaluate it in the open track")
-    selected = None if plan.problems is None else problems.select(plan.problems)
-    jobs = []
-    chosen = [(candidate, _problems_of(candidate, selected)) for candidate in plan.candidates]
-    must_have_presets([problem for _, candidates_problems in chosen for problem in candidates_problems], plan.presets)
-    for world_size in plan.world_sizes:
-        for candidate, candidates_problems in chosen:
-            for problem in candidates_problems:
-                for preset in presets_of(problem, plan.presets, world_size):
-                    problem.cases(preset, world_size)  # raises for a world size that the mathematics forbids
-                    variant = plan.variant if plan.variant in problem.variants else "default"
-                    jobs.append(Job(candidate, problem, preset, world_size, plan.modes, variant, candidate.track or plan.track))
-    if not jobs:
-        raise UsageError("nothing to evaluate: no candidate belongs to the chosen problems, or none of them has the chosen presets")
-    return jobs
-
-
-def _problems_of(candidate: CandidateFile, selected: tuple[Problem, ...] | None) -> tuple[Problem, ...]:
-    if candidate.problem is not None:
-        try:
-            problem = problems.get(candidate.problem)
-        except UnknownProblem as error:
-            raise UnknownProblem(f"{candidate.path or candidate.name}: {error}") from None
-        return (problem,) if selected is None or problem in selected else ()
-    if candidate.is_reference:
-        return problems.all_problems() if selected is None else selected
-    if selected is None:
-        raise UsageError(f"cannot tell which problem {candidate.name} solves: name the file <id>_<name>_<backend>.py, or give --problem")
-    return selected
-
-
-def must_have_presets(chosen: Sequence[Problem], names: tuple[str, ...]) -> None:
-    """Raises :class:`UnknownPreset` for a name that none of these problems has: of several, each leaves out what it has not."""
-    known = {item.name for problem in chosen for item in problem.presets} | {PRODUCTION, PRODUCTION_FIRST, SWEEP}
-    for name in names:
-        if not chosen or name in known:
-            continue
-        if len({problem.id for problem in chosen}) == 1:
-            chosen[0].preset(name)  # raises, and says which there are
-        raise UnknownPreset(f"none of the chosen problems has a preset {name!r}: expected one that `peerlane show NUMBER` lists")
-
-
-def presets_of(problem: Problem, names: tuple[str, ...], world_size: int) -> list[str]:
-    """The presets of a problem that these names stand for."""
-    chosen: list[str] = []
-    for name in names:
-        if name in (PRODUCTION, SWEEP):
-            chosen += [item.name for item in problem.family(name)]
-        elif name == PRODUCTION_FIRST:
-            chosen += [item.name for item in problem.family(PRODUCTION) if problem.cases(item.name, world_size)][:1]
-        elif len(names) == 1 or not name.startswith((f"{PRODUCTION}_", f"{SWEEP}_")):
-            chosen.append(problem.preset(name).name)
-        else:  # of several presets of a family, every problem takes its own
-            chosen += [item.name for item in problem.presets if item.name == name]
-    return list(dict.fromkeys(chosen))
-
-
-def describe_node(device: Device) -> Node:
-    """This machine, as results record it; raises :class:`UsageError` if it has no GPU and one was asked for."""
-    environment: dict[str, Any] = record()
-    gpus = torch.cuda.device_count() if device == "cuda" else 0
-    if device == "cpu":
-        return Node(secrets.token_hex(6), device, 0, environment, None, (), 0.0)
-    if gpus == 0:
-        raise UsageError("--device cuda: no GPU is visible here; use --device cpu, or see `peerlane doctor`")
-    gpu = environment["gpus"][0]
-    profile = profile_for(gpu["name"])
-    peaks = []
-    if profile is not None:
-        peaks.append(datasheet_peaks(profile))
-        if (ceilings := load_ceilings(node_class(environment))) is not None:
-            peaks.append(measured_peaks(ceilings, profile))
-    return Node(secrets.token_hex(6), device, gpus, environment, profile, tuple(peaks), float(gpu["memory_bytes"]))
-
-
-def choose_isolation(plan: EvaluationPlan) -> Isolation:
-    """The tier that the plan asks for, or the best of L0 and L1 that this machine gives; raises :class:`UsageError`."""
-    isolation = choose(plan.isolation, plan.device)  # no candidate's file is shown: each is sent to its own ranks
-    if plan.device == "cpu" or isolation.tier == "L0":
-        return isolation
-    if not (failure := sharing_failure(isolation, plan.device, plan.deadlines)):
-        return isolation
-    if plan.isolation is None:
-        return replace(NO_ISOLATION, missing={"GPU memory shared with confined ranks": failure})
-    raise UsageError(
-        f"isolation {isolation.tier} is not possible here: confined ranks cannot share GPU memory with the trusted ones: {failure}\n"
-        "Use another tier with --isolation, and see docs/isolation.md"
-    )
-
-
-def job_key(job: Job, device: Device, isolation: Tier) -> EvaluationKey:
-    """The identity of the result that a job will have; see :attr:`Result.key`."""
-    return EvaluationKey(
-        evaluator_version=peerlane.__version__,
-        sha256=job.candidate.sha256,
-        problem=job.problem.id,
-        variant=job.variant,
-        preset=job.preset,
-        world_size=job.world_size,
-        device=device,
-        modes=job.modes,
-        track=job.track,
-        isolation=isolation,
-    )

@@ -10,10 +10,9 @@ import contextlib
 import random
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 import peerlane
 from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
@@ -21,6 +20,9 @@ from peerlane.evaluate.audit.audit import Auditor, profiler_works
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected, verdict_of
 from peerlane.evaluate.correctness.stress import Stress
+from peerlane.evaluate.node import Node
+from peerlane.evaluate.plan import Job
+from peerlane.evaluate.processes.limit import Cancelled, Limit, OutOfTime
 from peerlane.evaluate.processes.pool import NoRanks
 from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
@@ -38,43 +40,14 @@ from peerlane.evaluate.results.verdict import (
     Phase,
     ProblemInfo,
     Result,
-    Track,
     TrackViolation,
     Verdict,
 )
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
-from peerlane.hardware.profiles import HardwareProfile
-from peerlane.hardware.roofline import Peaks
-from peerlane.problems.contract.spec import Case, Problem
+from peerlane.problems.contract.spec import Case
 from peerlane.settings import StressRules, TimingRules
 
 CHECKED_SLOTS = 4
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be evaluated."""
-
-    candidate: CandidateFile
-    problem: Problem
-    preset: str
-    world_size: int
-    modes: tuple[Mode, ...]
-    variant: str = "default"
-    track: Track = "open"
-
-
-@dataclass(frozen=True)
-class Node:
-    """Where it runs: what every result of a run has in common."""
-
-    run_id: str
-    device: Literal["cuda", "cpu"]
-    gpus: int
-    environment: Mapping[str, Any]
-    profile: HardwareProfile | None
-    peaks: tuple[Peaks, ...]
-    memory_bytes: float
 
 
 def groups_needed(job: Job, device: str) -> int:
@@ -99,6 +72,8 @@ class EvaluationPipeline:
     """how many candidate groups the run may still take after this evaluation"""
     group: RankGroup | None = None
     stress: StressRules = field(default_factory=StressRules)
+    limit: Limit | None = None
+    """the end of the evaluation that its caller sets"""
     source: str | None = None
     """what is judged, read once: later changes of the file are nothing to this evaluation"""
     phase: Phase = "spawn"
@@ -123,6 +98,9 @@ class EvaluationPipeline:
         log = ""
         try:
             verdict = self._judge()
+        except Cancelled:
+            self.end_group()
+            raise
         except Exception as error:  # a defect, which this candidate may have found: the others are judged all the same
             where = traceback.format_exc()[-ERROR_CHARACTERS:]
             what = f"{where}\nthis is a defect of peerlane, please report it: {type(error).__name__}: {error}"
@@ -141,6 +119,12 @@ class EvaluationPipeline:
         except GroupFailure as failure:
             self.healthy = False
             return self._blame(failure)
+        except OutOfTime as out:
+            self.healthy = False
+            self.flags.add("time_limit")
+            if out.ranks:
+                return verdict_of(GroupFailure("hang", out.phase, str(out), ranks=out.ranks, deadline_s=out.seconds), self.case)
+            return NotRun(missing=f"time: {out}, before a verdict was reached; give the evaluation more with --timeout")
         except CandidateChanged as error:
             return NotRun(missing=str(error))
         except CaseTooLarge as error:
@@ -170,6 +154,8 @@ class EvaluationPipeline:
     def _in(self, phase: Phase) -> Iterator[None]:
         self.phase = phase
         self.tell(phase)
+        if self.limit is not None:
+            self.limit.check(phase)
         begin = time.monotonic()
         try:
             yield
@@ -195,12 +181,13 @@ class EvaluationPipeline:
                 self.session.start_warm_groups(needed - 1)
         self._load()
         more = job.problem.cases("small", job.world_size, job.variant) if job.preset != "small" else ()
-        checked = [self._check(case, first=number == 0) for number, case in enumerate((*cases, *more))]
+        chosen = (*cases, *more) if job.cases == "all" else cases[:1]
+        checked = [self._check(case, first=number == 0) for number, case in enumerate(chosen)]
         with self._in("stress"):
             self._stress(checked)
         self.case = cases[0]
         speed: Benchmark | None = None
-        if self.node.device == "cuda":
+        if self.node.device == "cuda" and job.modes:
             speed = self._time(cases[0], checked[0].judge_s)
         else:
             why = "no GPU: times on CPU ranks say nothing about a kernel"
@@ -218,6 +205,7 @@ class EvaluationPipeline:
         self.loaded, self.healthy, self.reusable = False, True, True
         self.group = None
         self.group = self.session.take_group()
+        self.group.limit = self.limit
 
     def _load(self) -> None:
         assert self.group is not None
@@ -240,7 +228,7 @@ class EvaluationPipeline:
         candidate = self.job.candidate
         if lacks_compiler(candidate):
             return "needs a GPU, and a CUDA build of torch to compile its extension; run it on a GPU node"
-        (self.builds or Builds(self.session, [])).finish(candidate)
+        (self.builds or Builds(self.session, [])).finish(candidate, self.limit)
         if candidate.backend == "cuda" and self.node.device == "cpu":
             return "compiles, but needs a GPU to run; run it on a GPU node"
         return None
@@ -396,17 +384,13 @@ class EvaluationPipeline:
         return Result(
             evaluator_version=peerlane.__version__,
             run_id=self.node.run_id,
-            candidate=CandidateInfo(
-                name=job.candidate.name,
-                path=_shown(job.candidate.path),
-                sha256=job.candidate.sha256,
-                backend=job.candidate.backend,
-            ),
+            candidate=candidate_info(job.candidate),
             problem=ProblemInfo(id=job.problem.id, slug=job.problem.slug, variant=job.variant),
             preset=job.preset,
             world_size=job.world_size,
             device=self.node.device,
             modes=job.modes,
+            cases=job.cases,
             isolation=self.session.isolation.tier,
             isolation_measures=self.session.isolation.measures,
             track=job.track,
@@ -420,6 +404,12 @@ class EvaluationPipeline:
             log_tail=log,
             environment=dict(self.node.environment),
         )
+
+
+def candidate_info(candidate: CandidateFile) -> CandidateInfo:
+    """What a record says of the candidate."""
+    path = None if candidate.text is not None else _shown(candidate.path)
+    return CandidateInfo(name=candidate.name, path=path, sha256=candidate.sha256, backend=candidate.backend)
 
 
 def _shown(path: Path | None) -> str | None:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 import peerlane
 from peerlane import problems
 from peerlane.errors import UsageError
-from peerlane.evaluate.evaluator import Device, must_have_presets, presets_of
+from peerlane.evaluate.plan import Device, must_have_presets, presets_of
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session, case_request
 from peerlane.evaluate.results.store import append_line, make_appendable, whole_lines

@@ -24,7 +24,8 @@ from peerlane.evaluate.results.verdict import Result
 from peerlane.evaluate.sandbox.process_tree import die_with_parent
 
 if TYPE_CHECKING:
-    from peerlane.evaluate.evaluator import EvaluationPlan, Progress
+    from peerlane.evaluate.evaluator import Progress
+    from peerlane.evaluate.plan import EvaluationPlan
 
 _CORES_PER_RANK = 4  # at least: trusted rank, candidate rank, warm groups, builders
 _PARTING_S = 20.0

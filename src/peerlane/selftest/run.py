@@ -14,7 +14,9 @@ from pathlib import Path
 
 import peerlane
 from peerlane.evaluate.candidates import CandidateFile, candidate_file, reference_candidate
-from peerlane.evaluate.evaluator import EvaluationPlan, Progress, Silent, choose_isolation, evaluate
+from peerlane.evaluate.evaluator import Progress, Silent, evaluate
+from peerlane.evaluate.node import choose_isolation
+from peerlane.evaluate.plan import EvaluationPlan
 from peerlane.evaluate.results.store import append_line, make_appendable
 from peerlane.evaluate.results.verdict import Result
 from peerlane.evaluate.sandbox.isolation import Tier

@@ -12,7 +12,9 @@ from peerlane import problems
 from peerlane.evaluate.audit.audit import Auditor
 from peerlane.evaluate.candidates import reference_candidate
 from peerlane.evaluate.correctness.case_runner import Rejected
-from peerlane.evaluate.pipeline import EvaluationPipeline, Job, Node
+from peerlane.evaluate.node import Node
+from peerlane.evaluate.pipeline import EvaluationPipeline
+from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session

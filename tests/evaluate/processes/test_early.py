@@ -21,7 +21,6 @@ from peerlane.evaluate.processes.fork_client import ForkServer, fork_server_envi
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.sandbox.confine import Confinement
 from peerlane.evaluate.sandbox.isolation import Isolation
-from peerlane.hardware.memory import GpuMemory
 from peerlane.settings import Deadlines
 
 
@@ -103,18 +102,7 @@ def test_where_there_are_fewer_gpus_than_ranks_nothing_is_started(monkeypatch: p
     choose_always(monkeypatch, UP)
     monkeypatch.setattr(early, "discover", lambda: types.SimpleNamespace(gpus=[types.SimpleNamespace(index=0)]))
     with early_start("cuda", None, 2):
-        assert not early._waiting and early.memory_before() == ()
-
-
-def test_what_was_in_use_before_is_remembered_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_always(monkeypatch, UP)
-    monkeypatch.setattr(early, "discover", lambda: types.SimpleNamespace(gpus=[types.SimpleNamespace(index=3)]))
-    monkeypatch.setattr(early, "gpu_memory", lambda indices: tuple(GpuMemory(index, 100) for index in indices))
-    with early_start("cuda", None, 1):
-        assert early.memory_before() == (GpuMemory(3, 100),)
-        assert early.take(fork_server_environment("cpu"), UP, 1) is None
-        assert early.memory_before() == (GpuMemory(3, 100),)
-    assert early.memory_before() == ()
+        assert not early._waiting
 
 
 @pytest.mark.parametrize("ending", [None, KeyboardInterrupt, SystemExit])

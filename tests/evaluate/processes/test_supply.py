@@ -13,7 +13,7 @@ import pytest
 
 from peerlane.errors import HarnessError, RunStopped, UnknownProblem
 from peerlane.evaluate import EvaluationPlan, discover, evaluate, evaluator
-from peerlane.evaluate.processes.gpu_health import GpuHealth
+from peerlane.evaluate.processes import gpu_health
 from peerlane.evaluate.processes.logs import KEPT_BYTES, LogTail
 from peerlane.evaluate.processes.pool import NoRanks, WarmPool
 from peerlane.evaluate.processes.rank_group import GroupFailure
@@ -148,77 +148,13 @@ def test_a_log_keeps_its_end_and_stays_small() -> None:
         os.close(file)
 
 
-GIB = 1 << 30
-
-
-class Gpus:
-    """What the driver says, time after time; the last word stays."""
-
-    def __init__(self, *said: list[GpuMemory]) -> None:
-        self.said = list(said)
-        self.now = 0.0
-        self.ended = 0
-
-    def probe(self) -> list[GpuMemory]:
-        return self.said.pop(0) if len(self.said) > 1 else self.said[0]
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-    def end_all(self) -> None:
-        self.ended += 1
-
-    def gpu_health(self) -> GpuHealth:
-        return GpuHealth(self.probe, PoolSettings(), (), lambda: self.now, self.sleep)
-
-
-def used(*gib: float) -> list[GpuMemory]:
-    return [GpuMemory(int(item * GIB), 100 * GIB) for item in gib]
-
-
-def test_gpus_that_come_back_are_left_alone() -> None:
-    gpus = Gpus(used(1, 1), used(20, 3))
-    watched = gpus.gpu_health()
-    watched.check(gpus.end_all, survivors=False)
-    assert (gpus.ended, watched.missing(2)) == (0, None)
-
-
-def test_memory_that_comes_back_in_time_is_forgiven() -> None:
-    gpus = Gpus(used(1, 1), used(1, 70), used(1, 70), used(1, 30), used(1, 1.5))
-    watched = gpus.gpu_health()
-    watched.check(gpus.end_all, survivors=False)
-    assert (gpus.ended, watched.missing(2), gpus.now) == (1, None, 1.0)
-
-
-def test_memory_that_does_not_come_back_quarantines_its_gpu() -> None:
-    gpus = Gpus(used(1, 1), used(1, 70))
-    watched = gpus.gpu_health()
-    watched.check(gpus.end_all, survivors=False)
-    reason = watched.missing(2)
-    assert reason is not None and "GPU 1 did not come back" in reason and "70.0 GiB" in reason and "CUDA_VISIBLE_DEVICES" in reason
-    assert "GPU 0" not in reason and watched.missing(1) is None
-    assert PoolSettings().gpu_return_s <= gpus.now < PoolSettings().gpu_return_s + 1
-
-
-def test_little_memory_is_looked_into_where_a_process_survived() -> None:
-    gpus = Gpus(used(1), used(4))
-    watched = gpus.gpu_health()
-    watched.check(gpus.end_all, survivors=True)
-    assert gpus.ended == 1 and watched.missing(1) is not None
-
-
-def test_a_gpu_that_does_not_answer_is_quarantined() -> None:
-    gpus = Gpus(used(1, 1), [*used(1), GpuMemory(0, 0, "GPU is lost")])
-    watched = gpus.gpu_health()
-    watched.check(gpus.end_all, survivors=False)
-    assert "GPU 1 did not come back after a candidate was killed: the driver says: GPU is lost" in str(watched.missing(2))
-
-
-def test_without_a_driver_nothing_is_watched() -> None:
-    gpus = Gpus([])
-    watched = gpus.gpu_health()
-    watched.check(gpus.end_all, survivors=True)
-    assert watched.missing(8) is None
+@pytest.mark.parametrize(("faults", "told"), [(("", ""), None), (("", "GPU is lost"), "GPU 1 does not answer: GPU is lost"), ((), None)])
+def test_gpus_are_given_up_only_when_the_driver_says_so(faults: Any, told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However full their memory is: others may have filled it. And nobody is told to reset what others use."""
+    full = [GpuMemory(99 << 30, 100 << 30, fault) for fault in faults]
+    monkeypatch.setattr(gpu_health, "gpu_memory", lambda indices: full)
+    said = gpu_health.lost_gpus([0, 1])
+    assert (said is None) if told is None else (said is not None and told in said and "reset" not in said)
 
 
 def test_memory_by_nvidia_smi() -> None:
@@ -236,9 +172,9 @@ class Judged:
     def __init__(self, results: list[Any]) -> None:
         self.results, self.closed = results, False
 
-    def judge(self, jobs: Any, world_size: int) -> Iterator[Any]:
+    def judge(self, jobs: Any, limit: Any) -> Iterator[Any]:
         try:
-            yield from self.results
+            yield from zip(jobs, self.results, strict=False)
         finally:
             self.closed = True
 
@@ -246,7 +182,7 @@ class Judged:
 def test_a_full_disk_stops_the_run_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = [result(candidate=result().candidate.model_copy(update={"sha256": f"{number:064d}"})) for number in range(3)]
     run = Judged(results)
-    monkeypatch.setattr(evaluator, "Run", lambda *_: run)
+    monkeypatch.setattr(evaluator.Evaluator, "judge", lambda _, *given: run.judge(*given))
     syncs = iter([None, OSError(errno.ENOSPC, "No space left on device")])
 
     def fsync(fd: int) -> None:
@@ -254,7 +190,7 @@ def test_a_full_disk_stops_the_run_with_what_it_has(tmp_path: Path, monkeypatch:
             raise error
 
     monkeypatch.setattr(os, "fsync", fsync)
-    plan = EvaluationPlan(discover(["reference"]), problems="1", presets=("small",), world_sizes=(2,), out=tmp_path)
+    plan = EvaluationPlan(discover(["reference"]), problems="1,2,4", presets=("small",), world_sizes=(2,), out=tmp_path)
     with pytest.raises(RunStopped, match=r"No space left on device.*stops with 1 results stored") as caught:
         evaluate(plan)
     assert caught.value.results == results[:2] and run.closed
@@ -283,11 +219,12 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("idle")
-def test_a_gpu_in_quarantine_leaves_the_rest_of_the_run_undone() -> None:
+def test_a_lost_gpu_leaves_the_rest_of_the_run_undone() -> None:
     plan = EvaluationPlan(discover(["reference"]), problems="1,2,4", presets=("small",), world_sizes=(2,))
-    run = evaluator.Run(plan, evaluator.Silent(), evaluator.describe_node("cpu"))
-    run._gpu_health.reasons[1] = "the driver says: GPU is lost"
-    results = list(run.judge(evaluator.make_jobs(plan), 2))
+    with evaluator.Evaluator(plan=plan) as run:
+        run._session_of(2)
+        run._missing = "GPU 1 does not answer: GPU is lost"
+        results = [result for _, result in run.judge(evaluator.make_jobs(plan))]
     assert [item.verdict.kind for item in results] == ["not_run"] * 3 and "GPU is lost" in results[2].verdict.reason
 
 
@@ -416,6 +353,6 @@ def test_what_is_still_compiled_lets_others_pass(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(evaluator, "EvaluationPipeline", Examined)
     monkeypatch.setattr(builds.Builds, "ahead", lambda _: None)
     monkeypatch.setattr(builds.Builds, "ready", lambda _, candidate: candidate.backend != "cuda" or len(turns) == 2)
-    run = evaluator.Run(plan, evaluator.Silent(), evaluator.describe_node("cpu"))
-    assert len(list(run.judge(evaluator.make_jobs(plan), 2))) == 3
+    with evaluator.Evaluator(plan=plan) as run:
+        assert len(list(run.judge(evaluator.make_jobs(plan)))) == 3
     assert turns == ["1_b_pytorch", "1_c_pytorch", "1_a_cuda"]

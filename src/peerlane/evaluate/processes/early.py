@@ -9,12 +9,10 @@ from collections.abc import Iterator
 
 from peerlane.evaluate.processes.fork_client import ForkServer, fork_server_environment, start_ranks
 from peerlane.evaluate.sandbox.isolation import Isolation, Tier, choose
-from peerlane.hardware.memory import GpuMemory, gpu_memory
 from peerlane.hardware.topology import discover
 from peerlane.settings import Deadlines
 
 _waiting: list[ForkServer] = []  # one, or none
-_before: list[tuple[GpuMemory, ...]] = []  # what was in use on the GPUs: one, or none
 
 
 @contextlib.contextmanager
@@ -31,17 +29,13 @@ def early_start(device: str, tier: Tier | None, world_size: int) -> Iterator[Non
                 _start(device, choose(tier, device), world_size, Deadlines().spawn)
         yield
     finally:
-        _before.clear()
         while _waiting:
             _waiting.pop().close()
 
 
 def _start(device: str, isolation: Isolation, world_size: int, deadline_s: float) -> None:
-    if device == "cuda":
-        gpus = discover().gpus
-        if len(gpus) < world_size:
-            return
-        _before.append(gpu_memory([gpu.index for gpu in gpus]))
+    if device == "cuda" and len(discover().gpus) < world_size:
+        return
     fork_server = ForkServer(fork_server_environment(device), deadline_s, isolation)
     _waiting.append(fork_server)
     trusted = start_ranks(fork_server, "trusted", device, world_size, deadline_s)
@@ -58,8 +52,3 @@ def take(environment: dict[str, str], isolation: Isolation, world_size: int) -> 
         return fork_server
     fork_server.close()
     return None
-
-
-def memory_before() -> tuple[GpuMemory, ...]:
-    """What was in use on the GPUs before anything was started early; empty if nothing was."""
-    return _before[0] if _before else ()

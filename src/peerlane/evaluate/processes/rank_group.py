@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from peerlane.errors import HarnessError, ProtocolError
+from peerlane.evaluate.processes.limit import Limit
 from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, Channel, Message, encode
 from peerlane.evaluate.sandbox import linux
 from peerlane.evaluate.sandbox.caches import CacheSlot
@@ -75,6 +76,8 @@ class RankGroup:
         self._sweep = sweep
         self._pending: tuple[str, float, float, set[int]] | None = None
         self.alive = True
+        self.limit: Limit | None = None
+        """of the evaluation that waits for this group: its end ends the wait, and leaves the group to be killed"""
 
     # --- conversation ---
 
@@ -121,6 +124,8 @@ class RankGroup:
         if self._pending is not None:
             raise HarnessError(f"{self.role} group was asked to {phase} while busy with {self._pending[0]}")
         each = [encode(requests)] * self.world_size if isinstance(requests, dict) else [encode(request) for request in requests]
+        if self.limit is not None:
+            self.limit.check(phase)
         now = time.monotonic()
         self._pending = (phase, now + deadline_s, deadline_s, set(range(self.world_size)))
         for rank, frame in enumerate(each):
@@ -138,8 +143,12 @@ class RankGroup:
         self._pending = None
         answers: dict[int, Message] = {}
         failure: GroupFailure | None = None
+        if self.limit is not None:
+            end = min(end, self.limit.end)
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ, None)
+            if self.limit is not None:
+                selector.register(self.limit, selectors.EVENT_READ, self.limit)
             for rank in sorted(waiting):
                 selector.register(self._ranks[rank], selectors.EVENT_READ, rank)
             expired = False  # the last look comes after the deadline: answers that lay waiting for longer than that count
@@ -150,6 +159,8 @@ class RankGroup:
                     if key.data is None:
                         failure = self._read_control(phase) or failure
                         continue
+                    if isinstance(key.data, Limit):
+                        key.data.check(phase)
                     outcome = self._read_rank(key.data, phase)
                     if outcome is None:
                         continue
@@ -170,6 +181,8 @@ class RankGroup:
             raise failure
         if waiting:
             stuck = tuple(sorted(waiting))
+            if self.limit is not None:
+                self.limit.check(phase, stuck)
             raise GroupFailure("hang", phase, f"no answer from rank(s) {stuck}", ranks=stuck, deadline_s=deadline_s)
         return [answers[rank] for rank in range(self.world_size)]
 

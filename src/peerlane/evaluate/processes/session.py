@@ -37,12 +37,11 @@ class Session:
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.device, self.world_size, self.deadlines, self.isolation = device, world_size, deadlines, isolation
-        self._dumpable: bool | None = None
+        self._hidden = contextlib.ExitStack()
         self.pool_settings, self.note = pool_settings or PoolSettings(), note
         self._fork_server: ForkServer | None = None
         self._trusted: RankGroup | None = None
         self._suspected = False
-        self.survivors = False
         self._trusted_source = WarmPool("trusted", self._spawn_trusted, self.pool_settings, note)
         self._pool = WarmPool("candidate", self._spawn_candidate, self.pool_settings, note)
         self._block, self._ticket = 0, 0
@@ -52,7 +51,7 @@ class Session:
     def __enter__(self) -> Self:
         environment = fork_server_environment(self.device)
         if NOT_DUMPABLE in self.isolation.measures:
-            self._dumpable = linux.set_dumpable(False)
+            self._hidden.enter_context(linux.not_dumpable())
         try:
             begun = early.take(environment, self.isolation, self.world_size)
             self._fork_server = begun or ForkServer(environment, self.deadlines.spawn, self.isolation)
@@ -68,9 +67,7 @@ class Session:
         if self._fork_server is not None:
             self._fork_server.close()
             self._fork_server = None
-        if self._dumpable is not None:
-            linux.set_dumpable(self._dumpable)
-            self._dumpable = None
+        self._hidden.close()
 
     @property
     def fork_server(self) -> ForkServer:
@@ -140,20 +137,13 @@ class Session:
         return group
 
     def end(self, group: RankGroup) -> None:
-        """Kills a candidate's group. Where processes survive that, ``survivors`` is set; what the candidate did is known all the same."""
+        """Kills a candidate's group. Processes that survive are a note; what the candidate did is known all the same."""
         try:
             group.kill()
         except HarnessError as error:
-            self.survivors = True
             self.note(str(error))
         if self._trusted is not None and self.device == "cpu":  # what the trusted ranks still have of it has been judged
             self._trusted.empty_memory()
-
-    def end_all(self) -> None:
-        """Ends trusted ranks and warm groups too; the next use starts others."""
-        self.drop_trusted()
-        self._pool.clear()
-        self.survivors = False
 
     def wait_for_starts(self) -> bool:
         """Waits until all warm groups are up, so that their start does not disturb what is timed next; False if none were coming up."""

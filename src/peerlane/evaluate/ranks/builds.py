@@ -12,6 +12,7 @@ import torch
 
 from peerlane.errors import CandidateChanged, HarnessError
 from peerlane.evaluate.candidates import CandidateFile
+from peerlane.evaluate.processes.limit import Limit
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.settings import cache_dir
@@ -37,54 +38,59 @@ class Builds:
 
     def __init__(self, session: Session, candidates: Iterable[CandidateFile]) -> None:
         self._session = session
-        awaited = {item.path: item for item in candidates if item.path is not None and needs_build(item) and not lacks_compiler(item)}
-        self._candidates = awaited
-        self._upcoming = deque(awaited)
-        self._running: dict[Path, RankGroup] = {}
-        self._done: dict[Path, GroupFailure | None] = {}
+        self._candidates = {item.sha256: item for item in candidates if needs_build(item) and not lacks_compiler(item)}
+        self._upcoming = deque(self._candidates)
+        self._running: dict[str, RankGroup] = {}
+        self._done: dict[str, GroupFailure | None] = {}
 
     def ready(self, candidate: CandidateFile) -> bool:
         """Whether it need not be waited for: nothing is compiled, or that is done, or begins only when it is the candidate's turn."""
-        return candidate.path not in self._candidates or candidate.path in self._done or self._session.pool_settings.builds == 0
+        return candidate.sha256 not in self._candidates or candidate.sha256 in self._done or self._session.pool_settings.builds == 0
 
     def ahead(self) -> None:
         """Ends builds that are done or take too long, and begins the next ones, as many at a time as the session's supply allows."""
-        for path in [path for path, builder in self._running.items() if builder.overdue or builder.answering]:
+        for sha256 in [sha256 for sha256, builder in self._running.items() if builder.overdue or builder.answering]:
             with contextlib.suppress(Exception):  # whatever it is, it is met again in the candidate's own turn, and told of there
-                self._done[path] = self._await(path)
+                self._done[sha256] = self._await(sha256)
         while self._upcoming and len(self._running) < self._session.pool_settings.builds:
             with contextlib.suppress(HarnessError, CandidateChanged):  # it is tried again when it is this candidate's turn
                 self._begin(self._upcoming.popleft())
 
-    def finish(self, candidate: CandidateFile) -> None:
+    def finish(self, candidate: CandidateFile, limit: Limit | None = None) -> None:
         """Waits until the candidate is built; raises GroupFailure if it does not compile, HarnessError if the builder fails,
-        CandidateChanged if it is not what it was."""
-        assert candidate.path is not None, "the reference is not built"
-        path = candidate.path
-        self._candidates[path] = candidate
-        if path not in self._done:
-            self._begin(path)
-            self._done[path] = self._await(path)
+        CandidateChanged if it is not what it was; and what ``limit`` raises."""
+        sha256 = candidate.sha256
+        self._candidates[sha256] = candidate
+        if sha256 not in self._done:
+            self._begin(sha256)
+            self._running[sha256].limit = limit
+            self._done[sha256] = self._await(sha256)
             self.ahead()
-        if (failure := self._done[path]) is not None:
+        if (failure := self._done[sha256]) is not None:
             raise failure
 
-    def _begin(self, path: Path) -> None:
-        if path not in self._running and path not in self._done:
-            source = self._candidates[path].source()
-            builder = self._running[path] = self._session.builder()
+    def close(self) -> None:
+        """Ends builds that nobody waits for any more."""
+        for sha256 in list(self._running):
+            self._end(sha256)
+
+    def _begin(self, sha256: str) -> None:
+        if sha256 not in self._running and sha256 not in self._done:
+            candidate = self._candidates[sha256]
+            source = candidate.source()
+            builder = self._running[sha256] = self._session.builder()
             try:
                 builder.ask({"op": "init"}, "build", self._session.deadlines.spawn)
             except GroupFailure as failure:
-                self._end(path)
+                self._end(sha256)
                 raise HarnessError(f"the process that compiles did not start: {failure}") from None
-            cache = builder.admit(self._candidates[path].sha256)
-            request = {"op": "build", "path": str(path), "source": source, "cache": cache}
+            cache = builder.admit(sha256)
+            request = {"op": "build", "path": str(candidate.path), "source": source, "cache": cache}
             builder.begin(request, "build", self._session.deadlines.build)
 
-    def _await(self, path: Path) -> GroupFailure | None:
+    def _await(self, sha256: str) -> GroupFailure | None:
         try:
-            self._running[path].finish()
+            self._running[sha256].finish()
         except GroupFailure as failure:
             free_bytes = shutil.disk_usage(_existing(cache_dir())).free
             if failure.kind != "hang" and free_bytes < _FULL_BYTES:
@@ -93,12 +99,12 @@ class Builds:
                 ) from None
             return failure
         finally:
-            self._end(path)
+            self._end(sha256)
         return None
 
-    def _end(self, path: Path) -> None:
+    def _end(self, sha256: str) -> None:
         with contextlib.suppress(HarnessError):
-            self._running.pop(path).kill()
+            self._running.pop(sha256).kill()
 
 
 def _existing(folder: Path) -> Path:

@@ -26,7 +26,9 @@ class ResultsStore:
         self.path = folder / "results.jsonl"
         make_appendable(self.path)
         self._results = self._read()
-        self._keys = {result.key for result in self._results if result.verdict.kind not in _TO_REPEAT}
+        self._final: dict[EvaluationKey, dict[str, Result]] = {}
+        for result in self._results:
+            self._index(result)
 
     def _read(self) -> list[Result]:
         results = []
@@ -49,14 +51,22 @@ class ResultsStore:
 
     def has(self, key: EvaluationKey) -> bool:
         """True if this evaluation is done. One that failed in the harness, or could not be run, is to be done again."""
-        return key in self._keys
+        return key in self._final
+
+    def find(self, key: EvaluationKey, name: str) -> Result | None:
+        """The newest result that is done: of the candidate with this name, else of another with the same source."""
+        found = self._final.get(key)
+        return None if found is None else found.get(name) or list(found.values())[-1]
+
+    def _index(self, result: Result) -> None:
+        if result.verdict.kind not in _TO_REPEAT:
+            self._final.setdefault(result.key, {})[result.candidate.name] = result
 
     def append(self, result: Result) -> None:
         """Adds a result: written in one piece, flushed to the disk before this returns; raises HarnessError if it cannot be."""
         append_line(self.path, _line(result))
         self._results.append(result)
-        if result.verdict.kind not in _TO_REPEAT:
-            self._keys.add(result.key)
+        self._index(result)
 
 
 def _line(result: Result) -> bytes:

@@ -5,15 +5,17 @@ Read :class:`Result` first. Runs only on the supervisor's side; rank workers nev
 
 from __future__ import annotations
 
-import re
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
+from peerlane.evaluate.results.feedback import feedback
+from peerlane.evaluate.results.messages import error_line, first_compiler_error
 from peerlane.evaluate.results.record import Mode, Record
+from peerlane.evaluate.results.rewards import RewardKind, reward
 from peerlane.evaluate.results.sanitize import one_line
-from peerlane.evaluate.results.speed_record import ModeSpeed, Speed
+from peerlane.evaluate.results.speed_record import Estimate, ModeSpeed, Speed
 
 Phase = Literal["spawn", "build", "import", "first_call", "correctness", "stress", "timing", "audit", "exit"]
 Track = Literal["open", "custom"]
@@ -102,11 +104,7 @@ class _Failure(_InCase):
 
     @property
     def _telling_line(self) -> str:
-        return one_line(self.message.strip().splitlines()[-1])
-
-
-# As nvcc, NVRTC, g++ ("cuda.cu(12): error: ..."), ptxas ("ptxas error   : ...") and linkers say it. Theirs are the lines without indent.
-_COMPILER_ERROR = re.compile(r"^\S.*(?:\berror(?:\s+#?[\w-]+)?\s*:|\bfatal\s*:|\bundefined reference to\b).*", re.MULTILINE)
+        return error_line(self.message)
 
 
 class BuildError(_Failure):
@@ -116,8 +114,7 @@ class BuildError(_Failure):
 
     @property
     def _telling_line(self) -> str:
-        found = _COMPILER_ERROR.search(self.message)
-        return one_line(found[0].rstrip()) if found else super()._telling_line
+        return first_compiler_error(self.message) or super()._telling_line
 
 
 class ImportFailure(_Failure):
@@ -291,6 +288,7 @@ class EvaluationKey(NamedTuple):
     modes: tuple[Mode, ...]
     track: Track
     isolation: str
+    cases: str = "all"
 
 
 class Audit(Record):
@@ -337,7 +335,8 @@ class Result(Record):
     preset: str
     world_size: int = Field(ge=1)
     device: Literal["cuda", "cpu"]
-    modes: tuple[Mode, ...] = Field(min_length=1, description="launch modes asked for")
+    modes: tuple[Mode, ...] = Field(description="launch modes asked for; none: correctness alone")
+    cases: Literal["all", "timed"] = Field(default="all", description="timed: the preset's first case alone was judged")
     isolation: Literal["L0", "L1", "L2"] = Field(description="L0: unverified, the candidate was not confined")
     isolation_measures: tuple[str, ...] = Field(default=(), description="what kept the candidate from evaluator and machine")
     track: Track
@@ -385,6 +384,7 @@ class Result(Record):
             modes=self.modes,
             track=self.track,
             isolation=self.isolation,
+            cases=self.cases,
         )
 
     def speed_in(self, mode: str) -> ModeSpeed | None:
@@ -393,3 +393,25 @@ class Result(Record):
             if isinstance(item, ModeSpeed) and item.mode == mode:
                 return item
         return None
+
+    def speedup(self, mode: str) -> Estimate | None:
+        """The speedup over the reference in a launch mode, with its 95 % interval; None where it was not measured."""
+        measured = self.speed_in(mode)
+        return None if measured is None else measured.speedup
+
+    def reward(self, kind: RewardKind, *, p: float = 1.0, mode: Mode | None = None) -> float | None:
+        """A number to train on. 0.0 for a candidate that is not correct.
+
+        Args:
+            kind: ``correct``: 1.0. ``log_speedup``: log2(1 + speedup), so that a correct candidate as fast as the reference gets 1.0.
+                ``fast_p``: 1.0 if the speedup is above ``p``, else 0.0. A speedup is the low end of its interval.
+            mode: the launch mode that counts; None: the one with the largest speedup.
+
+        Returns:
+            None where the result says nothing: ``harness_error``, ``not_run``, or a speedup that was not measured.
+        """
+        return reward(self, kind, p, mode)
+
+    def feedback(self) -> str:
+        """What the candidate's author needs, in 60 lines at most: verdict, where, how far, first error, what to try; no expected value."""
+        return feedback(self)

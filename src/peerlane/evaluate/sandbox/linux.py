@@ -5,13 +5,15 @@ All but :func:`become` act on the calling thread and what it starts from then on
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import os
 import socket
 import struct
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
 
 PR_SET_PDEATHSIG = 1
 PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
@@ -70,6 +72,26 @@ def set_dumpable(dumpable: bool) -> bool:
     before = prctl(PR_GET_DUMPABLE) == 1
     prctl(PR_SET_DUMPABLE, int(dumpable))
     return before
+
+
+_hiding = threading.Lock()
+_hidden: list[bool] = []  # one entry for every block that hides the process; the first says what was so before
+
+
+@contextlib.contextmanager
+def not_dumpable() -> Iterator[None]:
+    """Others of the same user can neither trace the process nor open its memory in here; blocks may overlap in any order."""
+    with _hiding:
+        _hidden.append(set_dumpable(False) if not _hidden else False)
+    try:
+        yield
+    finally:
+        with _hiding:
+            before = _hidden.pop(0)
+            if _hidden:
+                _hidden[0] = before
+            else:
+                set_dumpable(before)
 
 
 def permitted_capabilities() -> set[int]:

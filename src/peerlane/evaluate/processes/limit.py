@@ -1,0 +1,60 @@
+"""The end of an evaluation that somebody else sets: a time limit for all of it, or a word from another thread."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+
+
+class OutOfTime(Exception):
+    """The time limit of an evaluation has passed. ``ranks``: those of the candidate that had not answered, if it was being waited for."""
+
+    def __init__(self, phase: str, seconds: float, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(f"the time limit of {seconds:g} s passed in {phase}")
+        self.phase, self.seconds, self.ranks = phase, seconds, ranks
+
+
+class Cancelled(Exception):
+    """The evaluation is not wanted any more."""
+
+
+class Limit:
+    """Of one evaluation; :meth:`start` begins its time. Any thread may :meth:`cancel` it, which ends a wait at once."""
+
+    def __init__(self, seconds: float | None = None) -> None:
+        self.seconds = math.inf if seconds is None else seconds
+        self.end = math.inf
+        self.cancelled = False
+        self._lock = threading.Lock()
+        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def start(self) -> None:
+        """From now on time counts."""
+        self.end = time.monotonic() + self.seconds
+
+    def cancel(self) -> None:
+        """Ends the evaluation, or the wait for its turn."""
+        with self._lock:
+            self.cancelled = True
+            if self._event >= 0:
+                os.eventfd_write(self._event, 1)
+
+    def check(self, phase: str, ranks: tuple[int, ...] = ()) -> None:
+        """Raises :class:`Cancelled`, or :class:`OutOfTime`, if the evaluation is to go no further."""
+        if self.cancelled:
+            raise Cancelled
+        if time.monotonic() >= self.end:
+            raise OutOfTime(phase, self.seconds, ranks)
+
+    def fileno(self) -> int:
+        """Readable once the evaluation is cancelled."""
+        return self._event
+
+    def close(self) -> None:
+        """Nobody may cancel it any more."""
+        with self._lock:
+            if self._event >= 0:
+                os.close(self._event)
+            self._event = -1

@@ -1,0 +1,254 @@
+"""The Python API: one Evaluator, warm, for many candidates, threads and tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import peerlane as pl
+from e2e.runs import DEADLINES, GOOD, STRESS, marked, marked_processes, wait_for
+from peerlane.errors import UsageError
+from peerlane.evaluate.candidates import candidate_text
+from peerlane.evaluate.results.store import ResultsStore
+from peerlane.evaluate.results.verdict import BuildError, Hang, HarnessFailure, NotRun, RuntimeFailure, WrongResult
+from peerlane.settings import Deadlines
+from sample_results import measured, result
+
+RIGHT = "import torch.distributed as dist\n\n\ndef solution(tensor):\n    out = tensor.clone()\n    dist.all_reduce(out)\n    return out\n"
+SLEEPS = "import time\n\n\ndef solution(tensor):\n    time.sleep(600)\n"
+SOURCES = {
+    RIGHT: "correct",
+    "def solution(tensor):\n    return tensor.clone()\n": "wrong_result",
+    "def solution(tensor):\n    return tensor.float().double()\n": "wrong_type",
+    "def solution(tensor:\n": "import_error",
+    "def solve(tensor): ...\n": "import_error",
+    "import os\n\n\ndef solution(tensor):\n    os._exit(0)\n": "runtime_error",
+}
+MARKED = f"api-{os.getpid()}"
+
+
+@pytest.fixture(scope="module")
+def evaluator() -> Iterator[pl.Evaluator]:
+    """One of two CPU ranks for all tests; nothing of it may be left."""
+    with marked(MARKED), pl.Evaluator(2, "cpu", presets=("small",), deadlines=DEADLINES, stress=STRESS) as evaluator:
+        yield evaluator
+    assert marked_processes(MARKED) == []
+
+
+def judge_from_two_threads(evaluator: pl.Evaluator, count: int) -> None:
+    """Right verdicts, and each call gets the result of its own source."""
+    dice = random.Random(7)
+    work = [(dice.choice(list(SOURCES)), f"sample{number}") for number in range(count)]
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda item: evaluator.evaluate(1, item[0], name=item[1], modes=()), work))
+    for (source, name), got in zip(work, found, strict=True):
+        assert (got.candidate.name, got.verdict.kind) == (name, SOURCES[source]), got.verdict
+
+
+def test_evaluations_from_two_threads(evaluator: pl.Evaluator) -> None:
+    judge_from_two_threads(evaluator, 12)
+
+
+@pytest.mark.slow
+def test_two_hundred_evaluations_leave_nothing_behind(evaluator: pl.Evaluator) -> None:
+    judge_from_two_threads(evaluator, 20)
+    files, memory = len(os.listdir("/proc/self/fd")), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    processes = len(marked_processes(MARKED))
+    judge_from_two_threads(evaluator, 200)
+    wait_for(lambda: len(marked_processes(MARKED)) <= processes, 20, "the end of what was started")
+    assert len(os.listdir("/proc/self/fd")) <= files + 16, "the pool may hold one warm group more"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + 20_000, "kilobytes"
+
+
+def test_a_time_limit_is_for_the_whole_candidate(evaluator: pl.Evaluator) -> None:
+    begin = time.monotonic()
+    got = evaluator.evaluate(1, SLEEPS, timeout=1.5, modes=())
+    assert isinstance(got.verdict, Hang) and got.verdict.deadline_s == 1.5 and got.flags == ("time_limit",)
+    assert time.monotonic() - begin < 8
+    got = evaluator.evaluate(1, RIGHT, timeout=0.001)
+    assert isinstance(got.verdict, NotRun) and "time limit of 0.001 s" in got.verdict.reason, "the candidate had no chance"
+
+
+def test_tasks_wait_and_can_be_cancelled(evaluator: pl.Evaluator) -> None:
+    """A cancelled evaluation ends at once, whether it runs or waits; the others do not notice."""
+
+    async def run() -> list[Any]:
+        running = asyncio.create_task(evaluator.evaluate_async(1, SLEEPS, modes=()))
+        await asyncio.sleep(0.5)
+        waiting = asyncio.create_task(evaluator.evaluate_async(1, SLEEPS, modes=()))
+        good = asyncio.create_task(evaluator.evaluate_async(1, RIGHT, modes=()))
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        running.cancel()
+        return [*await asyncio.gather(running, waiting, return_exceptions=True), await good]
+
+    begin = time.monotonic()
+    first, second, good = asyncio.run(run())
+    assert isinstance(first, asyncio.CancelledError) and isinstance(second, asyncio.CancelledError)
+    assert good.correct and time.monotonic() - begin < DEADLINES.first_call
+
+
+def test_leaving_ends_what_still_runs() -> None:
+    with pl.Evaluator(2, "cpu", presets=("small",)) as evaluator:
+        caught: list[BaseException] = []
+
+        def judge() -> None:
+            try:
+                evaluator.evaluate(1, SLEEPS)
+            except BaseException as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=judge)
+        thread.start()
+        time.sleep(1.0)
+    thread.join(10)
+    assert not thread.is_alive() and len(caught) == 1
+    with pytest.raises(UsageError, match="closed"):
+        evaluator.evaluate(1, RIGHT)
+
+
+def test_a_repeated_candidate_gets_its_stored_result(tmp_path: Path) -> None:
+    """Under the name that was asked for: samples with the same source keep a result each."""
+    options: Any = {"presets": ("small",), "deadlines": DEADLINES, "stress": STRESS, "out": str(tmp_path), "modes": ()}
+    with pl.Evaluator(2, "cpu", **options) as evaluator:
+        first = evaluator.evaluate(1, RIGHT, name="one")
+        begin = time.monotonic()
+        twin, again = evaluator.evaluate(1, RIGHT, name="two"), evaluator.evaluate(1, RIGHT, name="one")
+        assert time.monotonic() - begin < 0.5 and again == first and twin.candidate.name == "two"
+        assert twin == replace_name(first, "two")
+        assert evaluator.evaluate(1, RIGHT, name="one", rerun=True).run_id == first.run_id
+    stored = ResultsStore(tmp_path).results()
+    assert [item.candidate.name for item in stored] == ["one", "two", "one"] and stored[2].finished_at > first.finished_at
+    plan = pl.EvaluationPlan(
+        [candidate_text(RIGHT, 1, name) for name in ("three", "one")], world_sizes=(2,), **{**options, "out": tmp_path}
+    )
+    assert [item.candidate.name for item in pl.evaluate(plan)] == ["three", "one"]
+
+
+def replace_name(item: pl.Result, name: str) -> pl.Result:
+    return item.model_copy(update={"candidate": item.candidate.model_copy(update={"name": name})})
+
+
+@pytest.mark.parametrize(
+    ("request_", "told"),
+    [
+        ({"problem": 1}, "expected one of source=TEXT"),
+        ({"source": RIGHT}, "problem=NUMBER"),
+        ({"problem": 1, "source": RIGHT, "path": GOOD}, "expected one of source=TEXT"),
+        ({"problem": 999, "source": RIGHT}, "no problem 999"),
+        ({"problem": 1, "source": RIGHT, "presets": ("small", "pkb")}, "use evaluate_all"),
+        ({"problem": 1, "source": RIGHT, "preset": "small"}, "unknown options: preset"),
+        ({"problem": 1, "source": RIGHT, "device": "cuda"}, "cannot change from call to call"),
+        ({"problem": 1, "source": 7}, "expected the text of a Python module"),
+    ],
+)
+def test_a_request_that_cannot_be_is_told(request_: dict[str, Any], told: str, evaluator: pl.Evaluator) -> None:
+    with pytest.raises(UsageError, match=told):
+        evaluator.evaluate(**request_)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("out", ""),
+        ("out", 3),
+        ("presets", "small"),
+        ("presets", ()),
+        ("modes", ("fast",)),
+        ("world_sizes", (0,)),
+        ("world_sizes", 2),
+        ("isolation", "L9"),
+        ("device", "tpu"),
+        ("cases", "some"),
+        ("track", "closed"),
+        ("timeout", -1),
+        ("timeout", "1 s"),
+        ("problems", 13),
+        ("candidates", ["1_x.py"]),
+        ("deadlines", 5),
+    ],
+)
+def test_a_plan_checks_what_it_gets(field: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=rf"^{field}=.*expected"):
+        pl.EvaluationPlan(**{"candidates": [], field: value})
+
+
+def test_deadlines_are_positive() -> None:
+    with pytest.raises(UsageError, match="load=-5"):
+        Deadlines(load=-5)
+
+
+def test_importing_peerlane_takes_no_time_and_no_torch() -> None:
+    code = "import sys, time; begin = time.perf_counter(); import peerlane as pl; took = time.perf_counter() - begin\n"
+    code += "assert took < 0.2, took; assert not {'torch', 'numpy', 'pydantic'} & sys.modules.keys()\n"
+    code += "assert 'Evaluator' in dir(pl) and pl.problem(13).slug == 'gemm_allreduce' and len(pl.problems.numbers()) == 87\n"
+    code += "assert pl.solutions.__name__ == 'peerlane.solutions' and callable(pl.evaluate) and pl.evaluate.Evaluator is pl.Evaluator\n"
+    code += "assert pl.Result and pl.Verdict"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_rewards_come_from_the_low_end_and_never_from_our_failures() -> None:
+    fast = result(speed=(measured("eager", 100.0, 50.0), measured("graph", 100.0, 25.0)))
+    low = fast.speedup("graph").low  # type: ignore[union-attr]
+    assert fast.reward("correct") == 1.0 and fast.reward("fast_p", p=low - 0.01) == 1.0 and fast.reward("fast_p", p=low) == 0.0
+    assert 2.0 < fast.reward("log_speedup") < 2.4 and fast.reward("log_speedup", mode="eager") < fast.reward("log_speedup")  # type: ignore[operator]
+    wrong = result(verdict=RuntimeFailure(phase="import", message="no"), speed=())
+    assert [wrong.reward(kind) for kind in ("correct", "log_speedup", "fast_p")] == [0.0] * 3  # type: ignore[arg-type]
+    for verdict in (HarnessFailure(phase="spawn", message="no"), NotRun(missing="a GPU")):
+        assert result(verdict=verdict, speed=()).reward("correct") is None
+    with pytest.raises(UsageError, match="expected one of correct"):
+        fast.reward("speed")  # type: ignore[arg-type]
+
+
+def test_feedback_says_where_and_what_to_try_but_no_expected_value() -> None:
+    wrong = WrongResult(
+        case="1/small/a/w2",
+        phase="correctness",
+        rank=1,
+        slot=2,
+        output="sum",
+        error_ratio=7.5,
+        detail="3 elements differ at [4]: got 1.5, expected 123.25",
+        index=(4,),
+        got=1.5,
+        expected=123.25,
+        wrong_ranks=(1,),
+    )
+    text = result(verdict=wrong, speed=()).feedback()
+    assert "7.5 times" in text and "rank: 1" in text and "case: 1/small/a/w2" in text and "try:" in text and "123.25" not in text
+    log = 'Traceback\nnvcc ...\ncuda.cu(12): error: identifier "x" is undefined\n' + "noise\n" * 500
+    text = result(verdict=BuildError(phase="build", message=log), speed=(), log_tail="line\n" * 500).feedback()
+    assert "first compiler error: cuda.cu(12): error" in text and len(text.splitlines()) <= 60
+
+
+def test_the_reason_of_a_failure_names_the_line(evaluator: pl.Evaluator) -> None:
+    source = "import torch\n\n\ndef solution(tensor):\n    return torch.cat(tensor, 'x')\n"
+    got = evaluator.evaluate(1, source, name="sample", modes=())
+    assert "sample.py:5: TypeError" in got.verdict.reason and "place: sample.py:5" in got.feedback()
+
+
+def test_overlapping_evaluators_leave_the_caller_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever order they end."""
+    from peerlane.evaluate.sandbox import linux
+
+    monkeypatch.setattr(linux, "_hidden", [])
+    before = linux.set_dumpable(True)
+    first, second = linux.not_dumpable(), linux.not_dumpable()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not linux.set_dumpable(False)
+    second.__exit__(None, None, None)
+    assert linux.set_dumpable(before)
