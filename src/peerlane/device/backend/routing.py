@@ -56,7 +56,6 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         self._kit: Collectives | None = None
         self._kit_device: torch.device | None = None
         self._coalescing: _Coalescing | None = None
-        self._opening = False
         self._store = PrefixStore("peerlane", store)
         seats = exchange_seats(self._store, rank, world_size)
         self._refusal = kit.refused_group(world_size, [seat.host for seat in seats])
@@ -74,8 +73,6 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
     def _served(self, operation: str, tensor: torch.Tensor, op: ReduceOp | None = None, refusal: str = "") -> Collectives | None:
         """The kit, if it serves this call; counts where the call goes. All ranks of a call decide alike."""
         device = tensor.device
-        if self._opening:  # what the kit itself exchanges
-            return None
         if device.type != self._provider.device_type:
             count(operation, device.type, LIBRARIES.get(device.type, "nothing"))
             return None
@@ -92,13 +89,11 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         """Open the kit on all ranks, or on none. NCCL connects too: messages between some of the ranks may follow, which can not do it."""
         if self._provider.lane(device).capturing():
             raise UsageError("the group's first collective came while a graph was captured; call it once before, on every rank")
-        opened, problem, self._opening = None, "", True
+        opened, problem = None, ""
         try:
             opened = self._provider.open(self, device)
         except (PeerlaneError, ImportError, RuntimeError) as error:
             problem = f"{type(error).__name__}: {error}"
-        finally:
-            self._opening = False
         self._store.set(f"opened/{self.rank()}", problem or "yes")
         answers = [self._store.get(f"opened/{rank}").decode() for rank in range(self.size())]
         failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer != "yes"]
@@ -117,7 +112,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
 
     def _on_child(self, tensor: torch.Tensor, issue: Callable[[Any], Work | None]) -> Work:
         child = self._child(tensor.device)
-        if tensor.device.type != self._provider.device_type or self._opening:
+        if tensor.device.type != self._provider.device_type:
             return self._noted(issue(child))
         lane = self._provider.lane(tensor.device)
         lane.before_child()
