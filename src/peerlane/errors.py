@@ -6,6 +6,7 @@ PeerlaneError
 │   ├── UnknownPreset
 │   └── CandidateNotFound
 ├── CandidateChanged      a candidate's file is no longer what it was when the run began
+├── TrackForbids          a candidate uses what its track does not allow
 ├── MissingDependency     an optional part is not installed; the message names the install command
 ├── HarnessError          peerlane itself failed (exit code 4)
 │   └── RunStopped        a run ended before it was done; carries the results that it has
@@ -46,6 +47,10 @@ class CandidateNotFound(UsageError):
 
 class CandidateChanged(PeerlaneError):
     """A candidate's file is no longer what it was when the run began; it was not judged."""
+
+
+class TrackForbids(PeerlaneError):
+    """A candidate uses what its track does not allow."""
 
 
 class CaseTooLarge(PeerlaneError):

@@ -43,6 +43,7 @@ from peerlane.evaluate.results.verdict import (
     TrackViolation,
     Verdict,
 )
+from peerlane.evaluate.sandbox.answers import answer_folders
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
 from peerlane.problems.contract.spec import Case
 from peerlane.settings import StressRules, TimingRules
@@ -218,6 +219,7 @@ class EvaluationPipeline:
             "cache": cache,
             "problem": self.job.problem.id,
             "variant": self.job.variant,
+            "own_communication": self.job.track == "custom" and not _is_ours(self.job.candidate.path),
         }
         with self._in("import"):
             self.loaded = True
@@ -410,6 +412,11 @@ def candidate_info(candidate: CandidateFile) -> CandidateInfo:
     """What a record says of the candidate."""
     path = None if candidate.text is not None else _shown(candidate.path)
     return CandidateInfo(name=candidate.name, path=path, sha256=candidate.sha256, backend=candidate.backend)
+
+
+def _is_ours(path: Path | None) -> bool:
+    """True for peerlane's own solutions, whose communication the kit's is."""
+    return path is not None and any(str(path).startswith(f"{folder}/") for folder in answer_folders())
 
 
 def _shown(path: Path | None) -> str | None:

@@ -148,7 +148,7 @@ def test_who_compiles_may_use_no_gpu(role: str, gpus: bool, monkeypatch: pytest.
     allowed: list[str] = []
     monkeypatch.setattr(confine.glob, "glob", lambda pattern: [pattern.replace("*", "0")])
     monkeypatch.setattr(os.path, "exists", lambda path: True)
-    monkeypatch.setattr(confine.linux, "landlock", lambda writable, keep_signals: allowed.extend(writable))
+    monkeypatch.setattr(confine.linux, "landlock", lambda writable, readable, keep_signals: allowed.extend(writable))
     monkeypatch.chdir(tmp_path)
     confine.Confinement((confine.LANDLOCK_FILES,)).enter_group(role, "cpu", str(tmp_path), [str(tmp_path)])
     assert "/dev/null" in allowed and ("/dev/nvidia0" in allowed) == ("/dev/dri/render0" in allowed) == gpus

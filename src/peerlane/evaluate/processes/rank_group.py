@@ -15,7 +15,7 @@ from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, Channel, Mess
 from peerlane.evaluate.sandbox import linux
 from peerlane.evaluate.sandbox.caches import CacheSlot
 
-_REPORTED_KINDS = ("runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run")
+_REPORTED_KINDS = ("runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run", "track_violation")
 _GRACE_S = 0.1  # after the first rank fails, the leader or another rank has this long to be found dead, which would be the cause
 
 

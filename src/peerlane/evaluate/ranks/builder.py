@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peerlane.evaluate.processes.protocol import Message
-from peerlane.evaluate.ranks import extensions
+from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import import_candidate
 from peerlane.evaluate.ranks.rank import Rank, classify
 from peerlane.evaluate.timing.cores import cores_beside
@@ -32,6 +32,7 @@ class Builder(Rank):
         path, source = Path(request["path"]), request["source"].encode("latin-1")
         extensions.use_cache(request["cache"])
         extensions.remove_stale_locks(extensions.use_own_build_folder(source))
+        out_of_reach.refuse_answers()
         try:
             import_candidate(path, source)
         except Exception as error:

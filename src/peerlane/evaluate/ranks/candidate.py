@@ -30,7 +30,7 @@ from peerlane.evaluate.correctness.jitter import Jitter
 from peerlane.evaluate.memory.arena import POISON, Arena
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, updates_of
 from peerlane.evaluate.processes.protocol import Message
-from peerlane.evaluate.ranks import extensions
+from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.timed_block import Block, Solution, capture_failure, make_block
 from peerlane.problems.contract.tree import Description, dtype_of, tensor_descriptions
@@ -172,6 +172,9 @@ class CandidateRank(Rank):
         extensions.use_cache(request["cache"])
         if self.device.type == "cpu":
             _interpret_triton()
+        out_of_reach.refuse_answers()
+        if request["own_communication"]:
+            out_of_reach.refuse_library()
         monkeypatch_check.remember_originals()
         solution = getattr(import_candidate(Path(request["path"]), request["source"].encode("latin-1")), "solution", None)
         if not callable(solution):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane import problems
-from peerlane.errors import CompileError, DeviceTimeout
+from peerlane.errors import CompileError, DeviceTimeout, TrackForbids
 from peerlane.evaluate.memory.arena import Arena
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions
 from peerlane.evaluate.processes.protocol import Message
@@ -42,7 +42,9 @@ _MEMORY_WORDS = (
 
 
 def classify(error: BaseException, default: str = "runtime_error") -> str:
-    """The kind of failure an exception stands for: out_of_memory, cuda_error, build_error, not_run or ``default``."""
+    """The kind of failure an exception stands for: track_violation, out_of_memory, cuda_error, build_error, not_run or ``default``."""
+    if isinstance(error, TrackForbids):
+        return "track_violation"
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in text for word in _MEMORY_WORDS):
         return "out_of_memory"

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peerlane.evaluate.sandbox import linux, seccomp
+from peerlane.evaluate.sandbox.answers import answer_folders, everything_but
 from peerlane.evaluate.sandbox.process_tree import kill_user, kill_within_reach
 
 NO_NEW_PRIVILEGES = "no_new_privileges"
@@ -102,7 +103,11 @@ class Confinement:
         files, signals = LANDLOCK_FILES in self.measures, LANDLOCK_SIGNALS in self.measures
         if files or signals:
             shared = [path for path in (SHARED_MEMORY, *device_nodes(gpus=role != "builder")) if os.path.exists(path)]
-            linux.landlock([*writable, *shared, *self._named_threads(device)] if files else None, keep_signals=signals)
+            linux.landlock(
+                [*writable, *shared, *self._named_threads(device)] if files else None,
+                readable=list(everything_but(answer_folders())) if files else None,
+                keep_signals=signals,
+            )
         if SECCOMP in self.measures:
             seccomp.install()
 

@@ -21,6 +21,7 @@ from typing import Literal
 
 from peerlane.errors import UsageError
 from peerlane.evaluate.sandbox import confine
+from peerlane.evaluate.sandbox.answers import answer_folders
 from peerlane.evaluate.sandbox.confine import Confinement
 from peerlane.settings import passes_to_ranks, problem_folders
 
@@ -203,4 +204,5 @@ def sandbox_command(readable: Iterable[Path]) -> tuple[str, ...]:
         *(word for path in nodes for word in ("--dev-bind", path, path)),
         *(word for path in hidden for word in ("--tmpfs", path)),
         *(word for path in below for word in ("--ro-bind", path, path)),
+        *(word for path in answer_folders() for word in ("--tmpfs", path)),
     )

@@ -187,7 +187,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _RULE_PATH_BENEATH, _SCOPE_SIGNAL = 1, 1 << 1
-_WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
+_WRITE_FILE, _READ_FILE, _TRUNCATE = 1 << 1, 1 << 2, 1 << 14
 _CHANGE_FOLDER = sum(1 << bit for bit in range(4, 14))  # remove, make and move entries of all kinds
 LANDLOCK_WITH_TRUNCATE, LANDLOCK_WITH_SIGNALS = 3, 6  # versions of the interface
 
@@ -197,21 +197,30 @@ def landlock_version() -> int:
     return syscall("landlock_create_ruleset", _CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
 
 
-def landlock(writable: Sequence[str] | None, *, keep_signals: bool) -> None:
+def landlock(writable: Sequence[str] | None, *, readable: Sequence[str] | None = None, keep_signals: bool) -> None:
     """Puts this process and its children into a domain of its own.
 
-    Inside, only ``writable`` files and what lies below ``writable`` folders can be changed (anything, for None; reading is not
-    restricted); with ``keep_signals``, processes outside cannot be sent signals; they can never be traced. Needs no_new_privileges.
+    Inside, only ``writable`` files and what lies below ``writable`` folders can be changed (None: anything). Only they and what is
+    ``readable`` likewise can be read (None: anything). With ``keep_signals``, processes outside cannot be sent signals. They can never be
+    traced. Needs no_new_privileges.
     """
     handled = 0 if writable is None else _WRITE_FILE | _TRUNCATE | _CHANGE_FOLDER
+    reading = 0 if readable is None else _READ_FILE
+    handled |= reading
+    rules = [(path, handled) for path in writable or ()] + [(path, reading) for path in readable or ()]
     attributes = struct.pack("QQQ", handled, 0, _SCOPE_SIGNAL if keep_signals else 0)
     size = len(attributes) if keep_signals else 8  # older kernels know less of it
     ruleset = syscall("landlock_create_ruleset", _CREATE_RULESET, attributes, ctypes.c_size_t(size), ctypes.c_uint32(0))
     try:
-        for path in writable or ():
-            beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        for path, rights in rules:
             try:
-                access = handled if os.path.isdir(path) else _WRITE_FILE | _TRUNCATE
+                beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except OSError:
+                if rights != reading:
+                    raise
+                continue  # it has gone, or nobody here can read it anyway
+            try:
+                access = rights if os.path.isdir(path) else rights & (_WRITE_FILE | _TRUNCATE | _READ_FILE)
                 rule = struct.pack("=Qi", access, beneath)
                 syscall("landlock_add_rule", _ADD_RULE, ruleset, _RULE_PATH_BENEATH, rule, ctypes.c_uint32(0))
             finally:
