@@ -249,7 +249,7 @@ def wrong_elements(at: Ranks, operation: Operation, seed: int, run: Callable[[],
     wanted = operation.answer(given)
     if wanted is None:
         return 0
-    return int((operation.got.cpu().double() != wanted.double()).sum())
+    return int((operation.got.cpu().double() != wanted.to(operation.got.dtype).double()).sum())
 
 
 def check(at: Ranks, operation: Operation, *, graph: bool) -> int:
@@ -421,11 +421,11 @@ def rank_main(
     rank: int, options: argparse.Namespace, node: VirtualNode, environments: list[dict[str, str]], store: str, deadline: float
 ) -> None:
     os.environ.update(environments[rank])
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     faulthandler.dump_traceback_later(max(1.0, deadline + 10 - time.monotonic()), exit=True)
     if options.cpu:
         device = torch.device("cpu")
         torch.set_num_threads(1)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     else:
         device = torch.device("cuda", node.device_index(rank))
         torch.cuda.set_device(device)

@@ -128,6 +128,7 @@ def test_ranks_get_their_device_their_share_and_a_name_of_their_own() -> None:
     assert len({environment["NCCL_HOSTID"] for environment in environments}) == 8
     assert environments[0] | {"NCCL_HOSTID": ""} == {
         "NCCL_HOSTID": "",
+        "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
         "NCCL_NVLS_ENABLE": "0",

@@ -59,12 +59,12 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         self._store = PrefixStore("peerlane", store)
         seats = exchange_seats(self._store, rank, world_size)
         self._refusal = kit.refused_group(world_size, [seat.host for seat in seats])
+        prepare_shared_gpus(seats, f"rank{ranks[rank] if ranks else rank}")  # before gloo, which reads its variables when it starts
         self._children: dict[str, Any] = {"cpu": c10d.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, timeout=timeout)}
         kind = ProcessGroup.BackendType
         self._register_backend(torch.device("cpu"), kind.GLOO, self._children["cpu"])
         self._set_default_backend(kind.GLOO)
         if torch.cuda.is_available() and distributed_c10d.is_nccl_available():
-            prepare_shared_gpus(seats, f"rank{ranks[rank] if ranks else rank}")
             self._children["cuda"] = _nccl(PrefixStore("nccl", store), rank, world_size, timeout, name, ranks)
             self._register_backend(torch.device("cuda"), kind.NCCL, self._children["cuda"])
             self._set_default_backend(kind.NCCL)
