@@ -91,7 +91,7 @@ def scripted(stage: Stage) -> tuple[type, type, type]:
 
     class ScriptedRunner:
         aliased = False
-        judge_s = 0.001
+        judge_s, slot_bytes = 0.001, 1e6
 
         def __init__(self, session: Any, group: ScriptedGroup, problem: Any, case: Any, space: str, slots: int) -> None:
             self.group, self.case, self.evidence = group, case, Evidence(slots=4)
@@ -117,8 +117,8 @@ def scripted(stage: Stage) -> tuple[type, type, type]:
             return self.checked
 
     class ScriptedSpeed:
-        def __init__(self, runner: Any, modes: Any, *_: Any, unmeasurable: dict[str, str]) -> None:
-            self.runner, self.unmeasurable, self.broken = runner, unmeasurable, False
+        def __init__(self, runner: Any, modes: Any, *_: Any) -> None:
+            self.runner, self.unmeasurable, self.broken = runner, dict[str, str](), False
 
         def baseline(self) -> None:
             stage.step(f"{self.runner.group.name} baseline")

@@ -189,7 +189,7 @@ class EvaluationPipeline:
         self.case = cases[0]
         speed: Benchmark | None = None
         if self.node.device == "cuda" and job.modes:
-            speed = self._time(cases[0], checked[0].judge_s)
+            speed = self._time(checked[0])
         else:
             why = "no GPU: times on CPU ranks say nothing about a kernel"
             self.speeds = [NotMeasured(mode=mode, why=why) for mode in job.modes]
@@ -269,13 +269,14 @@ class EvaluationPipeline:
             stressed = Stress(runner, self.stress).run(end).evidence.record(runner.case)
             self.evidence[runner.case.key] = self.evidence[runner.case.key].joined(stressed)
 
-    def _time(self, case: Case, judge_s: float) -> Benchmark:
+    def _time(self, checked: CaseRunner) -> Benchmark:
         """Times a candidate that is right, in ranks where its code is loaded only after the reference has been timed there."""
-        speed = self._baseline(case, {})
+        case = checked.case
+        speed = self._baseline(checked, {})
         if speed.broken:  # a group in which a capture failed is in a state that nobody knows: another one, without that mode
             self.reusable = False
-            speed = self._baseline(case, speed.unmeasurable)
-        speed.runner.judge_s = judge_s
+            speed = self._baseline(checked, speed.unmeasurable)
+        speed.runner.judge_s = checked.judge_s
         self._load()
         with self._in("timing"):
             speed.first_calls()
@@ -285,7 +286,7 @@ class EvaluationPipeline:
             self.evidence[case.key] = speed.merged(self.evidence[case.key])
         return speed
 
-    def _baseline(self, case: Case, unmeasurable: dict[str, str]) -> Benchmark:
+    def _baseline(self, checked: CaseRunner, unmeasurable: dict[str, str]) -> Benchmark:
         """The reference's own times in a group that holds no candidate code."""
         job, node = self.job, self.node
         if not (job.candidate.is_reference and self.reusable):
@@ -298,8 +299,9 @@ class EvaluationPipeline:
         with self._in("timing"):
             if self.session.pool_settings.timed_alone:
                 self.session.wait_for_starts()
-            runner = CaseRunner(self.session, self.group, job.problem, case, "timed", CHECKED_SLOTS)
-            speed = Benchmark(runner, job.modes, self.rules, node.profile, node.peaks, node.memory_bytes, unmeasurable=unmeasurable)
+            runner = CaseRunner(self.session, self.group, job.problem, checked.case, "timed", CHECKED_SLOTS)
+            speed = Benchmark(runner, job.modes, self.rules, node.profile, node.peaks, node.memory_bytes, checked.slot_bytes)
+            speed.unmeasurable |= unmeasurable
             speed.baseline()
         return speed
 

@@ -87,7 +87,7 @@ def objection(entry: Entry, outcome: Outcome) -> str | None:
     accepted = entry.accepted(outcome.device)
     if outcome.verdict not in accepted:
         return f"expected {' or '.join(accepted)}, got {outcome.verdict} ({outcome.reason})"
-    if entry.kind == "cheat" and outcome.faster:
+    if entry.kind == "cheat" and outcome.faster and entry.wins_at_most is None:
         return "its trick made it faster"
     if entry.phase is not None and outcome.phase != entry.phase:
         return f"expected {outcome.verdict} in phase {entry.phase}, got it in {outcome.phase}"

@@ -56,6 +56,7 @@ class Entry(Record):
     runs: int = Field(default=1, ge=1)
     phase: Phase | None = None
     flags: tuple[str, ...] = ()
+    wins_at_most: str | None = None
     cpu: Kinds | None = None
     cuda: Kinds | None = None
     quick: bool = False

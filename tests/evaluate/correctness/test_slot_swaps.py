@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import types
 from typing import Any
 
 import torch
@@ -11,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peerlane.evaluate.correctness.slot_swaps import MOST_BYTES, SlotSwaps, kinds_of_slots
-from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, place_slots
-from peerlane.evaluate.processes.fork_client import memory_file
-from peerlane.evaluate.ranks.trusted import TrustedRank
-from peerlane.evaluate.timing.cores import TimedCore
-from peerlane.evaluate.timing.locks import Hooks
-from peerlane.evaluate.timing.turnstile import Page
+from peerlane.evaluate.memory.slots import ArgumentSlots, place_slots
 from peerlane.problems.contract import describe
 
 
@@ -68,54 +62,6 @@ def test_slots_are_alike_where_they_are_on_every_rank() -> None:
     assert kinds_of_slots([one]) == [0, 0, 1, 2]
     assert kinds_of_slots([one, two]) == [0, 1, 2, 3]
     assert kinds_of_slots([{**one, "input_bytes": 5 * MOST_BYTES}]) == [-1] * 4
-
-
-def test_the_trusted_reference_finds_its_contents_where_they_were_minted_after_a_block() -> None:
-    slots = [(torch.full((3,), float(slot)),) for slot in range(4)]
-    layout, size = place_slots(map(describe, slots))
-    private = ArgumentSlots(torch.zeros(size, dtype=torch.uint8), layout, str)
-    private.fill(slots)
-    seen = []
-
-    def contents() -> list[int]:
-        return [int(tensors[0][0]) for tensors in private.tensors]
-
-    def run(
-        core: TimedCore, sought: dict[str, Any], order: list[int], before: Hooks, behind: Hooks, *, parts: int, timed: bool
-    ) -> dict[str, Any]:
-        assert sought == {"full_us": 10.0, "first": 3} and parts == 2 and timed and set(behind) == {0, 3}
-        locked = [slot for slot in range(4) if bool(private.tensors[slot][0][0] != slot)]
-        assert locked == [1, 2], "keys come later"
-        for position, slot in enumerate(order):
-            if position in behind:
-                page.released, page.key[:] = position + 5, keys[slot]
-            before.get(position, lambda: None)()
-            seen.append(contents()[slot])
-            behind.get(position, lambda: None)()
-        return {"span_us": 1.0}
-
-    memory = memory_file("test")
-    page, keys = Page.of(memory), {1: b"1" * 32, 2: b"2" * 32}
-    rank = TrustedRank({"world_size": 2, "device": "cpu"}, 0, memory)
-    block = types.SimpleNamespace(run=run)
-    outputs = OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, torch.device("cpu"))
-    opened = types.SimpleNamespace(blocks={"eager": block}, private=private, private_outputs=outputs)
-    rank._open["timed"] = opened  # type: ignore[assignment]
-    request = {
-        "space": "timed",
-        "mode": "eager",
-        "order": [1, 3, 0, 2],
-        "exchanges": [[1, 3, 0]],
-        "locked": [[0, 1, 5], [3, 2, 8]],
-        "keys": {slot: key.hex() for slot, key in keys.items()},
-        "deadline_s": 5.0,
-        "core": {"full_us": 10.0, "first": 3},
-        "parts": 2,
-        "timed": True,
-    }
-    assert rank.timed_block(request) == {"span_us": 1.0}
-    assert seen == [1, 0, 3, 2] and page.committed == 8
-    assert contents() == [0, 1, 2, 3]
 
 
 def test_exchanged_slots_hold_each_others_tensors_and_leave_the_rest_alone() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import itertools
 import math
 import os
 import time
@@ -26,15 +25,13 @@ from peerlane.evaluate.correctness.jitter import Jitter
 from peerlane.evaluate.correctness.stress import Stress, choose_compared, choose_slots, draw_jitter, draw_time_slicing
 from peerlane.evaluate.memory.arena import GUARD_BYTES, POISON, Arena, extent
 from peerlane.evaluate.memory.guards import GuardBands, Region, argument_regions
-from peerlane.evaluate.memory.slots import FRONT_BYTES, ArgumentSlots, OutputRegions, Unowned, place_all, place_slots
+from peerlane.evaluate.memory.slots import FRONT_BYTES, ArgumentSlots, OutputRegions, place_all, place_slots
 from peerlane.evaluate.processes.fork_client import memory_file
 from peerlane.evaluate.processes.rank_group import GroupFailure
-from peerlane.evaluate.ranks import candidate, timed_block
+from peerlane.evaluate.ranks import candidate
 from peerlane.evaluate.ranks.trusted import TrustedRank
 from peerlane.evaluate.results.verdict import Unstable, WrongResult
 from peerlane.evaluate.timing import cache_flush
-from peerlane.evaluate.timing.cores import TimedCore
-from peerlane.evaluate.timing.turnstile import NOTHING_LOCKED, LockedCalls
 from peerlane.problems.contract import Draw, describe, tensor_descriptions
 from peerlane.settings import Deadlines, StressRules
 
@@ -180,10 +177,10 @@ class StressedRunner:
     def __init__(self, pass_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pass_s, self.now, self.evidence = pass_s, 0.0, Evidence()
         self.session = types.SimpleNamespace(device="cuda", deadlines=Deadlines())
-        self.group = self.problem = self.case = self.space = None
+        self.problem = self.case = self.space = None
+        self.group = types.SimpleNamespace(ask=self.ask)
         self.sharing: int | None = None
         self.passes: list[tuple[int | None, float]] = []
-        self.locked: list[int] = []
         monkeypatch.setattr(stress, "CaseRunner", lambda *_: self)
         monkeypatch.setattr(stress, "time", types.SimpleNamespace(monotonic=lambda: self.now))
 
@@ -194,22 +191,16 @@ class StressedRunner:
         yield
         self.sharing = None
 
-    def lock(self, order: list[int], positions: list[int]) -> LockedCalls:
-        self.locked.append(len(positions))
-        return LockedCalls.draw(order, positions, 1, 2)
-
-    def let_through(
-        self, group: Any, requests: list[dict[str, Any]], locked: LockedCalls, phase: str, deadline_s: float
-    ) -> tuple[list[dict[str, Any]], list[Any]]:
+    def ask(self, requests: list[dict[str, Any]], phase: str, deadline_s: float) -> list[dict[str, Any]]:
         assert len(requests) == 2 and all(request["op"] == phase == "stress" for request in requests)
         self.now += self.pass_s if self.sharing is None else 2 * self.pass_s
-        return [{}, {}], []
+        return [{}, {}]
 
     def slot_swaps(self, order: list[int], positions: Any) -> Any:
         return types.SimpleNamespace(steps=[])
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        assert name in {"open", "close", "generate_inputs", "publish_inputs", "collect_from", "recheck_output", "judge", "hold_to"}
+        assert name in {"open", "close", "generate_inputs", "publish_inputs", "collect_from", "recheck_output", "judge"}
         assert self.sharing is None, "the trusted ranks are busy"
         return lambda *_, **__: None
 
@@ -222,7 +213,6 @@ def test_a_gpu_is_kept_busy_for_as_long_as_a_pass_takes_that_shares_none(
     Stress(runner, StressRules(calls=25 * 100)).run(math.inf)  # type: ignore[arg-type]
     ranks, seconds = zip(*runner.passes, strict=True)
     assert len(ranks) == 100 and ranks[:2] == (None, None) and set(ranks) == {None, 0, 1}
-    assert runner.locked[:2] != [0, 0] and 0 < sum(count > 0 for count in runner.locked) < 60, "not in late passes"
     assert seconds[1:] == pytest.approx([busy_s] * 99)  # also right behind a pass that shared one, and took longer for it
 
 
@@ -261,7 +251,7 @@ def ask_beside_a_busy_gpu(
     problem, group = problems.get(1), NotedRanks("candidate", log, candidate)
     runner = CaseRunner(session, group, problem, problem.cases("small", 4)[0], "check", 4, layouts=[{}] * 4)  # type: ignore[arg-type]
     with runner.time_slicing(rank, 0.03):
-        runner.let_through(runner.group, [{"op": "stress"}] * 4, NOTHING_LOCKED, "stress", 1.0)
+        runner.group.ask([{"op": "stress"}] * 4, "stress", 1.0)
 
 
 ASKED = [("candidate", [("stress", None)] * 4), "candidate done"]
@@ -434,142 +424,6 @@ def test_an_arena_that_is_cleared_shows_nothing_of_what_was_in_it() -> None:
         os.close(file)
 
 
-class Recorder:
-    """A solution that writes down which argument it got, and returns its storage, another one every time."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self.returned: list[torch.Tensor] = []
-
-    def __call__(self, number: torch.Tensor) -> torch.Tensor:
-        self.seen.append(int(number))
-        self.returned.append(number + 100)
-        return self.returned[-1]
-
-
-@pytest.fixture
-def clockless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks without a GPU: events are numbers, and their differences the times."""
-    for name, stand_in in {
-        "_timer": lambda **_: object(),
-        "_record": lambda event: None,
-        "_elapsed": lambda start, end: 0.001,
-        "_current_stream": lambda: None,
-        "_synchronize": lambda: None,
-        "_all_reduce": lambda tensor: None,
-        "quiesce": lambda: None,
-        "evict": lambda: None,
-        "synchronize_all": lambda: None,
-    }.items():
-        monkeypatch.setattr(timed_block, name, stand_in)
-
-
-@pytest.mark.usefixtures("clockless")
-def test_a_block_calls_its_slots_in_the_order_that_was_asked_for_and_keeps_the_last_result() -> None:
-    solution, slots = Recorder(), 5
-    args = [(torch.tensor([slot]),) for slot in range(slots)]
-    layout, size = place_slots([describe(torch.empty(1, dtype=torch.int64))] * slots)
-    outputs = OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, CPU)
-    block = timed_block.make_block("eager", solution, args, outputs, CPU)
-    assert len(block.run(TimedCore([]), {}, [3, 1, 4, 0, 2], {}, {})["iterations_us"]) == slots
-    assert solution.seen == [3, 1, 4, 0, 2]
-    assert [int(views[0]) for views in outputs.views] == [100, 101, 102, 103, 104]
-    solution.returned[-1].fill_(7)
-    outputs.copy(2, block.latest())
-    assert int(outputs.views[2][0]) == 7, "a result that changes after its end must be seen when it is copied again"
-    assert set(block.run(TimedCore([]), {}, [4, 0, 4, 0], {}, {}, timed=False)) == {"pace_us", "collectives"}
-    assert solution.seen[5:] == [4, 0, 4, 0]
-
-
-@pytest.mark.usefixtures("clockless")
-def test_each_part_of_an_eager_block_begins_on_a_core_of_its_own_behind_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
-    solution, log = Recorder(), list[Any]()
-    args = [(torch.tensor([slot]),) for slot in range(7)]
-    layout, size = place_slots([describe(torch.empty(1, dtype=torch.int64))] * 7)
-    block = timed_block.make_block("eager", solution, args, OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, CPU), CPU)
-    core = TimedCore([])
-    monkeypatch.setattr(core, "settle", lambda first, further: log.append((first + further, len(solution.seen))) or 10.0)
-    monkeypatch.setattr(timed_block, "_all_reduce", lambda tensor: log.append("barrier"))
-    for parts, begins in ((3, [0, 2, 4]), (1, [0])):
-        log.clear()
-        solution.seen.clear()
-        block.run(core, {"first": 5}, list(range(7)), {}, {}, parts=parts)
-        assert log == [item for number, begin in enumerate(begins) for item in ((5 + 3 * number, begin), "barrier")]
-
-
-@pytest.mark.usefixtures("clockless")
-def test_a_block_says_what_passes_between_calls_and_what_of_it_its_host_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here a call takes the host 1 s, what belongs between two of them 3 s, and once 103."""
-    args = [(torch.tensor([slot]),) for slot in range(7)]
-    layout, size = place_slots([describe(torch.empty(1, dtype=torch.int64))] * 7)
-    outputs = OutputRegions(torch.zeros(size, dtype=torch.uint8), layout, CPU)
-    block = timed_block.make_block("eager", Recorder(), args, outputs, CPU)
-    times = iter([second + (100.0 if call > 5 else 0.0) for call in range(7) for second in (4.0 * call, 4.0 * call + 1.0)])
-    monkeypatch.setattr(timed_block, "_clock", lambda: next(times))
-    answer = block.run(TimedCore([]), {}, [3, 1, 4, 0, 2, 6, 5], {}, {}, parts=2)
-    assert answer["host_gap_us"] == pytest.approx(3e6)
-    assert answer["gaps_us"] == pytest.approx([1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
-
-
-@pytest.mark.usefixtures("clockless")
-def test_graphs_are_replayed_in_the_order_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = [torch.tensor([slot]) for slot in range(4)]
-
-    def capture(self: timed_block.GraphBlock) -> list[int]:
-        self._returned = [[Unowned(tensor)] for tensor in results]
-        return list(range(4))
-
-    replayed: list[int] = []
-    monkeypatch.setattr(timed_block.GraphBlock, "_capture", capture)
-    monkeypatch.setattr(timed_block, "_replay", replayed.append)
-    monkeypatch.setattr(timed_block, "_sleep", lambda cycles: None)
-    outputs = OutputRegions(torch.zeros(1, dtype=torch.uint8), [], CPU)
-    block = timed_block.make_block("graph", lambda: None, [()] * 4, outputs, CPU)
-    block.run(TimedCore([]), {}, [2, 0, 3, 1], {}, {})
-    assert replayed == [2, 0, 3, 1]
-    assert block.latest()[0] is results[1]
-    for period_us, host_gap_us in ((18.0, 0.0), (55.0, 15.0)):  # the device has a head start of 40 us per call
-        now = itertools.count(0.0, period_us / 1e6)
-        monkeypatch.setattr(timed_block, "_clock", lambda now=now: next(now))
-        assert block.run(TimedCore([]), {}, [2, 0, 3, 1], {}, {})["host_gap_us"] == pytest.approx(host_gap_us)
-
-
-@pytest.mark.usefixtures("clockless")
-def test_graphs_are_replayed_in_bursts_that_a_queue_holds_each_with_a_head_start_and_a_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
-    slots, log = 2 * timed_block.GraphBlock.burst + 3, list[Any]()
-
-    def capture(self: timed_block.GraphBlock) -> list[int]:
-        self._returned = [[] for _ in range(slots)]
-        return list(range(slots))
-
-    spans: list[tuple[str, str]] = []
-    names = iter(f"event {number}" for number in range(2 * slots))
-    monkeypatch.setattr(timed_block, "_timer", lambda **_: next(names))
-    monkeypatch.setattr(timed_block, "_elapsed", lambda start, end: spans.append((start, end)) or 0.001)  # type: ignore[func-returns-value]
-    monkeypatch.setattr(timed_block.GraphBlock, "_capture", capture)
-    monkeypatch.setattr(timed_block, "_replay", log.append)
-    monkeypatch.setattr(timed_block, "_all_reduce", lambda tensor: log.append("barrier"))
-    monkeypatch.setattr(timed_block, "_sleep", lambda cycles: log.append(cycles / timed_block._CYCLES_PER_US))
-    monkeypatch.setattr(timed_block, "synchronize_all", lambda: log.append("wait"))
-    block = timed_block.make_block("graph", lambda: None, [()] * slots, OutputRegions(torch.zeros(1, dtype=torch.uint8), [], CPU), CPU)
-    log.clear()
-    size, last = block.burst, 2 * block.burst
-    before = {size + 1: lambda: log.append("change"), last + 1: lambda: log.append("unlock")}
-    answer = block.run(TimedCore([]), {}, list(range(slots)), before, {last + 1: lambda: log.append("commit")})
-    ahead = [block.head_start_us * calls for calls in (size, size, 3)]
-    assert log == [
-        *[ahead[0], "barrier", *range(size), "wait"],
-        *[ahead[1] + timed_block._EXCHANGE_US, "barrier", size, "change", *range(size + 1, last), "wait"],
-        *[ahead[2] + timed_block._LOCK_US, "barrier", last, "unlock", last + 1, "commit", *range(last + 2, slots), "wait"],
-    ]
-    bursts = [(0, size - 1), (size, last - 1), (last, slots - 1)]
-    assert spans[slots : slots + 3] == [(f"event {first}", f"event {slots + end}") for first, end in bursts]
-    assert answer["span_us"] == pytest.approx(3.0)
-    inner = [call for first, end in bursts for call in range(first, end)]
-    assert spans[slots + 3 :] == [(f"event {slots + call}", f"event {call + 1}") for call in inner]
-    assert answer["gaps_us"] == pytest.approx([float(call in inner) for call in range(slots)])
-
-
 def test_before_a_block_every_gpu_in_use_is_waited_for_and_no_l2_cache_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[tuple[Any, ...]] = []
     runtime = types.SimpleNamespace(
@@ -594,11 +448,9 @@ def test_ranks_hold_sms_with_what_they_are_given(monkeypatch: pytest.MonkeyPatch
     held = []
     monkeypatch.setattr(jitter, "_crowd", lambda device, code: lambda us: held.append((device, code, us)))
     rank = candidate.CandidateRank({"world_size": 1, "device": "cpu"}, 0, -1)
-    monkeypatch.setattr(rank, "arm_locks", lambda code: held.append(code))
-    codes = {"crowd": b"\x7fELF", "locks": b"\x7fELF too"}
-    assert rank.handlers["arm"]({name: base64.b64encode(code).decode() for name, code in codes.items()}) == {}
+    assert rank.handlers["arm"]({"crowd": base64.b64encode(b"\x7fELF").decode()}) == {}
     rank._jitter("crowd", 5.0)
-    assert held == [b"\x7fELF too", (CPU, b"\x7fELF", 5.0)]
+    assert held == [(CPU, b"\x7fELF", 5.0)]
 
 
 @pytest.mark.parametrize(("kept", "into_inputs", "seen"), [(False, False, 7), (True, False, 7), (False, True, 101), (True, True, 7)])
@@ -627,5 +479,5 @@ def test_what_a_call_returned_lasts_until_a_late_rank_calls_again(
     monkeypatch.setattr(rank, "_jitter", lambda way, us: [result.fill_(7) for result in results[-1:]])
     monkeypatch.setattr(rank, "_poison", lambda layout: None)
     request = {"space": "check", "side": "candidate", "order": [0, 1, 2], "jitter": [[2, "host", 10.0]], "poisoned": [], "deadline_s": 1.0}
-    rank.stress({**request, "kept": [1] * kept, "exchanges": [], "locked": []})
+    rank.stress({**request, "kept": [1] * kept, "exchanges": []})
     assert [int(views[0]) for views in outputs.views] == [100, seen, 102]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from peerlane import problems
 from peerlane.evaluate.memory.input_generation import InputGenerator, Inputs
 from peerlane.evaluate.memory.slots import ArgumentSlots, end_of, place_slots, strip_overlap
-from peerlane.problems.contract import INTEGER, RANDOM, BlockGenerators, Case, Draw, Problem, describe
+from peerlane.problems.contract import RANDOM, BlockGenerators, Case, Draw, Problem, describe
 
 CPU = torch.device("cpu")
 
@@ -89,67 +88,15 @@ def test_apart_takes_the_same_end_of_the_range_from_either_kind_of_generator(blo
         assert ends[0] == ends[1]
 
 
-class _Graph:
-    """Stands for a CUDA graph: replays what was done while it was captured."""
-
-    def __init__(self, work: Any) -> None:
-        self.replay = work
-
-
-class _Recorded(InputGenerator):
-    """Captures without a GPU, and writes down how blocks came to be."""
-
-    def __init__(self, inputs: Inputs, slots: ArgumentSlots, *, fails: bool = False) -> None:
-        super().__init__(inputs, slots)
-        self.captures, self.captured, self._fails = True, list[int](), fails
-
-    def _captured(self, block: int, kinds: Any) -> Any:
-        if self._fails:
-            raise RuntimeError("called a synchronizing CUDA operation")
-        self.captured.append(len(kinds))
-        return _Graph(lambda: self._draw(block, kinds))
-
-
-def _input_generator(monkeypatch: pytest.MonkeyPatch, *, fails: bool = False) -> tuple[_Recorded, torch.Tensor]:
-    monkeypatch.setattr("peerlane.evaluate.memory.input_generation._no_waiting", contextlib.nullcontext)
+def test_every_block_is_new_and_its_slots_differ() -> None:
     problem = problems.get(1)
     inputs = Inputs(problem, problem.cases("small", 2)[0], 0, "test", CPU)
     layout, _ = place_slots(describe(strip_overlap(inputs.of(slot, 0).args)) for slot in range(3))
     memory = torch.zeros(end_of(layout), dtype=torch.uint8)
-    return _Recorded(inputs, ArgumentSlots(memory, layout, str), fails=fails), memory
-
-
-def _blocks(input_generator: InputGenerator, memory: torch.Tensor, blocks: Any, kinds: list[str]) -> list[torch.Tensor]:
-    found = []
-    for block in blocks:
-        input_generator.generate_inputs(block, kinds)
+    generator, found = InputGenerator(inputs, ArgumentSlots(memory, layout, str)), []
+    for block in range(4):
+        generator.generate_inputs(block, [RANDOM] * 3)
         found.append(memory.clone())
-    return found
-
-
-def test_what_is_drawn_for_the_second_time_is_captured_and_every_block_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    input_generator, memory = _input_generator(monkeypatch)
-    found = _blocks(input_generator, memory, range(5), [RANDOM] * 3)
-    assert input_generator.captured == [3]
     assert not any(torch.equal(a, b) for number, a in enumerate(found) for b in found[:number])
-    plain, other = _input_generator(monkeypatch)
-    plain.captures = False
-    same = _blocks(plain, other, range(5), [RANDOM] * 3)
-    assert all(torch.equal(a, b) for a, b in zip(found, same, strict=True)), "whether it is captured is a rank's own business"
-    _blocks(input_generator, memory, (8, 9), [RANDOM] * 2)
-    assert input_generator.captured == [3, 2]
-
-
-def test_blocks_with_integer_draws_are_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    input_generator, memory = _input_generator(monkeypatch)
-    _blocks(input_generator, memory, range(4), [RANDOM, INTEGER, RANDOM])
-    assert input_generator.captured == []
-
-
-def test_inputs_that_the_host_has_a_part_in_are_drawn_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    input_generator, memory = _input_generator(monkeypatch, fails=True)
-    found = _blocks(input_generator, memory, range(4), [RANDOM] * 3)
-    assert not input_generator.captures and input_generator.captured == []
-    plain, other = _input_generator(monkeypatch)
-    plain.captures = False
-    assert all(torch.equal(a, b) for a, b in zip(found, _blocks(plain, other, range(4), [RANDOM] * 3), strict=True))
+    generator.generate_inputs(0, [RANDOM] * 3)
+    assert torch.equal(memory, found[0])

@@ -77,7 +77,7 @@ class Auditor:
     def audit_block(self, speed: Benchmark, mode: Mode) -> None:
         """Records a block of a timed mode, which judges its outputs and keeps no times; raises Rejected for wrong outputs."""
         for rank, answer in enumerate(speed.profile_block(mode, secrets.token_hex(16))):
-            for item, _ in self._take(rank, answer, 1, calls=speed.runner.slots):
+            for item, _ in self._take(rank, answer, 1, calls=speed.calls[mode]):
                 self.blocks.append(item.without_snapshots())
         self.block_modes.append(mode)
 

@@ -36,11 +36,10 @@ from peerlane.evaluate.results.verdict import (
     WrongResult,
     WrongType,
 )
-from peerlane.evaluate.timing.turnstile import NOTHING_LOCKED, LockedCalls, Passage, ask_and_let_through
 from peerlane.problems.contract.draw import INTEGER, RANDOM
 from peerlane.problems.contract.judge import plainly
 from peerlane.problems.contract.spec import Case, Problem
-from peerlane.problems.contract.tree import dtype_name, tensor_descriptions
+from peerlane.problems.contract.tree import dtype_name
 
 _Answers = TypeVar("_Answers")
 _SETTLING_S = 0.003  # what is still at work after a call's end has this long to show it
@@ -185,11 +184,6 @@ class CaseRunner:
         return max(int(layout["output_bytes"]) for layout in self.layouts)
 
     @property
-    def output_tensors(self) -> int:
-        """Of one call, on the rank that has most."""
-        return max(len(list(tensor_descriptions(layout["outputs"][0]))) for layout in self.layouts)
-
-    @property
     def slot_bytes(self) -> float:
         """Of one slot's inputs, or of its outputs if they are larger, on the rank that has most."""
         return max(self.input_bytes, self.output_bytes) / self.slots
@@ -206,46 +200,14 @@ class CaseRunner:
             self.kinds[random.SystemRandom().randrange(count)] = INTEGER
         self.trusted("generate_inputs", block=self.session.next_block(), kinds=self.kinds)
 
-    def publish_inputs(self, slots: int | None = None, locked: LockedCalls = NOTHING_LOCKED) -> None:
-        """Makes the generated contents visible to the candidate, of all slots or the first ``slots``; locked calls under their keys."""
-        common = {"op": "publish_inputs", "slots": self.slots if slots is None else slots}
-        self.trusted([{**common, "keys": locked.written_keys(rank)} for rank in range(len(self.layouts))])
+    def publish_inputs(self, slots: int | None = None) -> None:
+        """Makes the generated contents visible to the candidate, of all slots or the first ``slots``."""
+        self.trusted("publish_inputs", slots=self.slots if slots is None else slots)
 
-    def lock(self, order: Sequence[int], positions: Collection[int]) -> LockedCalls:
-        """New locks for the calls at these positions of an order."""
-        return LockedCalls.draw(order, positions, self.session.next_tickets(len(positions)), len(self.layouts))
-
-    def let_through(
-        self, group: RankGroup, requests: Sequence[Message], locked: LockedCalls, phase: Phase, deadline_s: float
-    ) -> tuple[list[Message], list[Passage]]:
-        """Asks every rank of a group something of its own, and lets the locked calls in it through."""
-        common = {"space": self.space, "locked": locked.calls, "deadline_s": deadline_s}
-        each = [{**common, **request} for request in requests]
-        return ask_and_let_through(group, each, locked, phase, deadline_s, together=phase != "stress")
-
-    def trusted_let_through(self, request: Message, locked: LockedCalls) -> tuple[list[Message], list[Passage]]:
-        """The same with the trusted ranks, which lock their own inputs. A failure there is the harness's."""
-        requests = [{**request, "keys": locked.written_keys(rank)} for rank in range(len(self.layouts))]
-        session = self.session
-        return self._of_trusted(
-            request["op"], lambda: self.let_through(session.trusted, requests, locked, "correctness", session.deadlines.trusted)
-        )
-
-    def hold_to(self, passages: Sequence[Passage], locked: LockedCalls, phase: Phase) -> None:
-        """Holds answers that now lie in the arena against what ranks committed themselves to; raises :class:`Rejected`."""
-        if not passages:
-            return
-        requests = [{"op": "digests", "keys": locked.written_keys(rank)} for rank in range(len(self.layouts))]
-        for rank, answer in enumerate(self.trusted(requests)):
-            given = {int(slot): tuple(digest) for slot, digest in answer["digests"].items()}
-            if changed := sum(passage.digests[rank] != given[passage.slot] for passage in passages):
-                what = f"{changed} of {len(passages)} locked calls returned something else than the rank had committed itself to"
-                raise Rejected(IntegrityFailure(phase=phase, what=what))
-
-    def prepare(self, mode: str, side: str) -> tuple[list[Message], list[Message]]:
+    def prepare(self, mode: str, side: str, plan: Message) -> tuple[list[Message], list[Message]]:
         """Has the trusted and the candidate's ranks build their timed blocks, at the same time; the answers of both."""
-        with self._meanwhile("prepare", {"op": "prepare", "space": self.space, "mode": mode}) as ours:
-            theirs = self.ask("prepare", "timing", self.session.deadlines.first_call, mode=mode, side=side)
+        with self._meanwhile("prepare", {"op": "prepare", "space": self.space, "mode": mode, "plan": plan}) as ours:
+            theirs = self.ask("prepare", "timing", self.session.deadlines.first_call, mode=mode, side=side, plan=plan)
         return ours, theirs
 
     @contextlib.contextmanager

@@ -23,7 +23,6 @@ _CROWDED_CALLS = 1 / 8
 _FEWEST_PASSES = 2  # the second is a late one
 _POISONED_CALLS = 1 / 2
 _KEPT_CALLS = 1 / 5
-_LOCKED_CALLS = 1 / 4  # of a pass in which contents do not come late
 
 _dice = random.SystemRandom()
 
@@ -74,11 +73,6 @@ def draw_time_slicing(passes: int, world_size: int, rules: StressRules, *, on_gp
     return _dice.randrange(world_size)
 
 
-def draw_locked(calls: int, *, late: bool, on_gpu: bool) -> list[int]:
-    """Which calls of a pass are locked. On CPU none: who waits there would take the cores from those that work."""
-    return [position for position in range(calls) if on_gpu and not late and _dice.random() < _LOCKED_CALLS]
-
-
 @dataclass
 class Stress:
     """The stress of one case. ``checked`` is the trial in which the candidate was right at rest: it knows what a call costs."""
@@ -119,18 +113,16 @@ class Stress:
         """
         runner.generate_inputs(mixed=True)
         slot_swaps = runner.slot_swaps(order, range(len(order)) if late else ())
-        locked = runner.lock(order, draw_locked(len(order), late=late, on_gpu=_on_gpu(runner)))
-        runner.publish_inputs(locked=locked)
+        runner.publish_inputs()
         kept = [position for position in range(len(order)) if _dice.random() < _KEPT_CALLS]
         requests = self._requests(runner, order, slot_swaps, kept)
         busy_s = min(max(self.pass_s, self.rules.shortest_time_slicing_s), self.rules.longest_time_slicing_s)
         with runner.time_slicing(time_slicing, busy_s):
             begin = time.monotonic()
-            answers, passages = runner.let_through(runner.group, requests, locked, "stress", runner.session.deadlines.stress)
+            answers = runner.group.ask(requests, "stress", runner.session.deadlines.stress)
             ended = time.monotonic()
         if time_slicing is None:
             self.pass_s = ended - begin
-        runner.hold_to(passages, locked, "stress")
         intact = {order[position] for position in [*kept, -1]}
         runner.collect_from(answers, choose_compared(order, self.checked.judge_s, self.rules), "stress", slot_swaps, intact)
         runner.recheck_output(order[-1], "stress", ended)
@@ -140,8 +132,8 @@ class Stress:
     def _requests(self, runner: CaseRunner, order: list[int], slot_swaps: SlotSwaps, kept: list[int]) -> list[Message]:
         plans = draw_jitter(len(runner.layouts), len(order), self.rules, on_gpu=_on_gpu(runner))
         poisoned = [position for position in range(len(order)) if _dice.random() < _POISONED_CALLS]
-        common = {"op": "stress", "side": "candidate", "order": order, "poisoned": poisoned, "kept": kept, "exchanges": slot_swaps.steps}
-        return [{**common, "jitter": plan} for plan in plans]
+        common = {"op": "stress", "space": runner.space, "side": "candidate", "order": order, "poisoned": poisoned, "kept": kept}
+        return [{**common, "exchanges": slot_swaps.steps, "jitter": plan} for plan in plans]
 
 
 def _on_gpu(runner: CaseRunner) -> bool:

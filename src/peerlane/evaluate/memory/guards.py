@@ -52,25 +52,10 @@ class GuardBands:
         shifts, lengths = (begins - before).to(data.device), lengths.to(data.device)
         self._places = torch.arange(total, device=data.device) + shifts.repeat_interleave(lengths, output_size=total)
         self._pattern = draw.bits(self._places.shape, torch.uint8).to(data.device)
-        self._found: dict[tuple[int, int], tuple[int, int]] = {}
 
     def paint(self) -> None:
         """Writes the pattern."""
         self._data[self._places] = self._pattern
-
-    def _bands(self, begin: int, end: int) -> tuple[int, int]:
-        """Which of the places lie from ``begin`` to ``end``; found once, for that waits for the device."""
-        if (begin, end) not in self._found:
-            first, last = torch.searchsorted(self._places, torch.tensor([begin, end], device=self._places.device)).tolist()
-            self._found[begin, end] = first, last
-        return self._found[begin, end]
-
-    def framed(self, contents: torch.Tensor, begin: int) -> torch.Tensor:
-        """A copy of contents that belong into the data from ``begin`` on, with the pattern in it."""
-        first, end = self._bands(begin, begin + contents.numel())
-        framed = contents.clone()
-        framed[self._places[first:end] - begin] = self._pattern[first:end]
-        return framed
 
     def out_of_bounds(self) -> tuple[Region, int] | None:
         """The region next to the first byte that was overwritten, and that byte's distance from its end (negative: from its begin)."""

@@ -99,10 +99,6 @@ class ArgumentSlots:
         for region in self._regions(slot):
             _fill(region, POISON)
 
-    def span(self, slot: int) -> torch.Tensor:
-        """The bytes from the slot's first tensor to the end of its last one."""
-        return self._data[slot_range(self.layout[slot])]
-
     def swapper(self, slot: int, other: int) -> Callable[[], None]:
         """What has the tensors of two slots of one structure exchange their contents, in stream order, and as quickly as it can."""
         pairs = list(zip(self._regions(slot), self._regions(other), strict=True))
@@ -212,10 +208,6 @@ class OutputRegions:
         self.views = [[view(data, placed) for placed in tensor_descriptions(item)] for item in layout]
         self.descriptions: list[Description] = [{} for _ in layout]
         self.pointers: list[tuple[int, ...]] = [() for _ in layout]
-
-    def span(self, slot: int) -> torch.Tensor:
-        """The bytes from the slot's first region to the end of its last one."""
-        return self._data[slot_range(self.layout[slot])]
 
     def fresh(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments for one call: what it updates gets lists of its own, for it may put other tensors in the place of those it got."""

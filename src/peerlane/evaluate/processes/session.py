@@ -44,9 +44,8 @@ class Session:
         self._suspected = False
         self._trusted_source = WarmPool("trusted", self._spawn_trusted, self.pool_settings, note)
         self._pool = WarmPool("candidate", self._spawn_candidate, self.pool_settings, note)
-        self._block, self._ticket = 0, 0
+        self._block = 0
         self._arms: Message = {}  # what candidates' ranks on GPUs are armed with, see peerlane.evaluate.ranks.trusted
-        self.full_pace_us = 0.0  # of the fastest core seen yet, see peerlane.evaluate.timing.cores; 0: none
 
     def __enter__(self) -> Self:
         environment = fork_server_environment(self.device)
@@ -154,11 +153,6 @@ class Session:
         environment = {"CUDA_VISIBLE_DEVICES": "", "TORCH_CUDA_ARCH_LIST": ARCHITECTURE}
         config = {"device": "cpu", "environment": environment, "timed_ranks": self.world_size if self.device == "cuda" else 0}
         return self.fork_server.spawn("builder", 1, config)
-
-    def next_tickets(self, count: int) -> int:
-        """The first of so many numbers in a row, each larger than all before."""
-        self._ticket += count
-        return self._ticket - count + 1
 
     def next_block(self) -> int:
         """A number that no earlier input generation of this session has had."""

@@ -32,7 +32,7 @@ from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, updates
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.rank import Rank
-from peerlane.evaluate.ranks.timed_block import Block, Solution, capture_failure, make_block
+from peerlane.evaluate.ranks.timed_block import Plan, Solution, capture_failure, make_block
 from peerlane.problems.contract.tree import Description, dtype_of, tensor_descriptions
 
 _data_ptr = torch.Tensor.data_ptr
@@ -74,12 +74,11 @@ def import_candidate(path: Path, source: bytes) -> ModuleType:
 
 @dataclass
 class AttachedCase:
-    """A space that is mapped: its arguments, its output regions and its timed blocks."""
+    """A space that is mapped: its arguments and its output regions."""
 
     arena: Arena
     arguments: ArgumentSlots
     outputs: OutputRegions
-    blocks: dict[str, Block] = field(default_factory=dict)
     latest: Callable[[], list[torch.Tensor]] = list
     """what the latest call returned, which is good until the next one"""
     called: list[int] = field(default_factory=list)
@@ -90,15 +89,10 @@ class AttachedCase:
         begin = self.arena.data.data_ptr()
         return any(begin <= _data_ptr(tensor) < begin + self.arena.data.numel() for tensor in tensors)
 
-    def clear(self) -> None:
-        """Lets go of blocks, and of what they returned."""
-        self.blocks.clear()
-        self.latest = list
-
 
 class CandidateRank(Rank):
-    """Serves ``arm``, ``attach_case``, ``detach``, ``load``, ``call``, ``stress``, ``prepare``, ``warm``, ``block``, ``copy_again``; to be
-    audited: ``rehearse``, ``loaded_code``, ``probe``."""
+    """Serves ``arm``, ``attach_case``, ``detach``, ``load``, ``call``, ``stress``, ``prepare``, ``outputs``, ``copy_again``; to be
+    audited: ``profile_block``, ``loaded_code``, ``probe``."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__(config, rank, memory_fd)
@@ -112,8 +106,7 @@ class CandidateRank(Rank):
             "arm": self.arm,
             "attach_case": self.attach_case,
             "prepare": self.prepare,
-            "warm": self.warm,
-            "block": self.timed_block,
+            "outputs": self.describe_outputs,
             "load": self.load,
             "call": self.call,
             "stress": self.stress,
@@ -134,7 +127,8 @@ class CandidateRank(Rank):
         """Lets go of a space, because the trusted side is about to lay it out anew."""
         attached = self._spaces.pop(request["space"], None)
         if attached is not None:
-            attached.clear()
+            self._drop_block()
+            attached.latest = list
             attached.arena.close()
             self.give_back()
         return {}
@@ -155,15 +149,13 @@ class CandidateRank(Rank):
         return {}
 
     def arm(self, request: Message) -> dict[str, Any]:
-        """Makes ready what disturbs this rank under stress, and what locks its inputs, on GPUs, before candidate code is there."""
+        """Makes ready what disturbs this rank under stress, on GPUs, before candidate code is there."""
         self._jitter.arm(base64.b64decode(request["crowd"]))
-        self.arm_locks(base64.b64decode(request["locks"]))
         return {}
 
     def load(self, request: Message) -> dict[str, Any]:
         """Imports the candidate's ``source``, which was at ``path``; None stands for the reference itself."""
-        for attached in self._spaces.values():
-            attached.clear()
+        self._drop_block()
         if request["path"] is None:
             self._solution = problems.get(request["problem"]).reference_of(request["variant"])
             return {}
@@ -190,33 +182,29 @@ class CandidateRank(Rank):
             raise RuntimeError(f"the {request['side']} cannot run now")
         return solution
 
+    def _drop_block(self) -> None:
+        self.block = None
+        for attached in self._spaces.values():
+            attached.latest = list
+
     def prepare(self, request: Message) -> dict[str, Any]:
         """Builds the timed block of a side and mode; for graphs this captures, and a failed capture is an answer, not an error."""
-        attached = self._spaces[request["space"]]
-        attached.clear()  # live graphs with collectives slow down eager ones
-        self.freeze_objects()  # what the candidate has imported by now, which may be a lot, and would lengthen every hand-off
+        attached, mode = self._spaces[request["space"]], request["mode"]
+        self._drop_block()
+        if mode == "graph":
+            self.freeze_objects()
         try:
-            block = make_block(request["mode"], self._side(request), attached.arguments.args, attached.outputs, self.device)
+            self.block = make_block(mode, self._side(request), attached.arguments, attached.outputs, self.device, Plan.of(request["plan"]))
         except Exception as error:
-            if request["mode"] != "graph":
+            if mode != "graph":
                 raise
             return {"captured": False, "why": capture_failure(error)}
-        attached.blocks[request["mode"]] = block
+        attached.latest = self.block.latest
         return {"captured": True}
 
-    def warm(self, request: Message) -> dict[str, Any]:
-        """Calls every slot of a timed block once, see :meth:`.Block.warm`."""
-        self._spaces[request["space"]].blocks[request["mode"]].warm()
-        return {}
-
-    def timed_block(self, request: Message) -> dict[str, Any]:
-        """One timed block; the answer carries the times and what the calls returned."""
-        attached = self._spaces[request["space"]]
-        block = attached.blocks[request["mode"]]
-        before, behind = self.hooks(request, attached.arguments, attached.outputs)
-        times = block.run(self.core, request["core"], request["order"], before, behind, parts=request["parts"], timed=request["timed"])
-        attached.latest = block.latest
-        return {**times, "outputs": attached.outputs.descriptions}
+    def describe_outputs(self, request: Message) -> dict[str, Any]:
+        """What the calls of the latest block returned, as far as it was copied."""
+        return {"outputs": self._spaces[request["space"]].outputs.descriptions}
 
     def call(self, request: Message) -> dict[str, Any]:
         """Calls the solution on ``slots`` one after the other, with freed memory poisoned before each, and takes snapshots.
@@ -252,7 +240,7 @@ class CandidateRank(Rank):
         """Calls the solution on the slots in ``order`` with no wait between them, and lets nothing rest.
 
         ``jitter`` lists ``[position, way, us]``: what happens before which call; ``poisoned`` the positions before which freed memory is
-        filled with NaN; ``exchanges`` and ``locked`` as in :meth:`Rank.hooks`. A call's inputs are overwritten in stream order behind its
+        filled with NaN; ``exchanges`` are the steps of :class:`SlotSwaps`. A call's inputs are overwritten in stream order behind its
         snapshot, for what a peer reads then, it reads too late. Those of the calls at the positions ``kept`` stay, to be looked at, and the
         last call's, so that what it returned, which may be its inputs, can be looked at again. When this rank has been held up behind a
         call, what that returned is copied once more: it has to last until the next one, however far the peers are by then.
@@ -263,7 +251,7 @@ class CandidateRank(Rank):
         for position, way, us in request["jitter"]:
             before.setdefault(position, []).append((way, us))
         poisoned, kept = set(request["poisoned"]), {*request["kept"], len(order) - 1}
-        first, then = self.hooks(request, attached.arguments, outputs)
+        first = attached.arguments.swappers(request["exchanges"])
 
         def hold_up(position: int) -> bool:
             for way, us in before.get(position, ()):
@@ -280,12 +268,10 @@ class CandidateRank(Rank):
                 hold_up(0)
             args = outputs.fresh(attached.arguments.args[slot])
             found = outputs.take(slot, solution(*args), args)
-            if position in then:
-                then[position]()
             if position not in kept:
                 attached.arguments.spoil(slot)
-            if hold_up(position + 1) and position not in then and (position in kept or not attached.holds_any(found)):
-                outputs.copy(slot, found)  # but not what was committed to, nor inputs that are no more
+            if hold_up(position + 1) and (position in kept or not attached.holds_any(found)):
+                outputs.copy(slot, found)  # but not inputs that are no more
             if position < len(order) - 1:
                 del found
         attached.latest = functools.partial(list, found)
@@ -303,7 +289,7 @@ class CandidateRank(Rank):
         """The block that was prepared, recorded and without clocks; what its calls returned."""
         attached = self._spaces[request["space"]]
         with recording(self.device, request["marker"]) as record:
-            attached.blocks[request["mode"]].profile_block(request["order"])
+            self.prepared.profile()
         return {"recordings": [record.message], "outputs": attached.outputs.descriptions}
 
     def loaded_code(self, request: Message) -> dict[str, Any]:

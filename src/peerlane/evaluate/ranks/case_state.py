@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ from peerlane.evaluate.memory.arena import Arena, view
 from peerlane.evaluate.memory.guards import GuardBands
 from peerlane.evaluate.memory.input_generation import InputGenerator
 from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, slot_range
-from peerlane.evaluate.ranks.timed_block import Block, Solution
+from peerlane.evaluate.ranks.timed_block import Solution
 from peerlane.problems.contract.spec import Case, Problem
 from peerlane.problems.contract.tree import Description, tensor_descriptions
 
@@ -56,13 +55,11 @@ class OpenCase:
     layouts: list[list[Description]]
     """of the arguments on every rank"""
     kinds: list[str] = field(default_factory=list)
-    blocks: dict[str, Block] = field(default_factory=dict)
     snapshots: list[Snapshot] = field(default_factory=list)
     changes: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """of arguments that were to stay as they were: name, and whether they did not"""
     checksummed: tuple[int, list[torch.Tensor]] = (0, [])
     _spans: dict[int, list[slice]] = field(default_factory=dict)
-    _held: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def spans(self, slot: int) -> list[slice]:
         """Where every rank has the inputs of a slot in its memory."""
@@ -82,21 +79,3 @@ class OpenCase:
     def taken(self, slot: int) -> list[torch.Tensor]:
         """Copies of what the arena has of a slot's outputs."""
         return [view(self._answers, placed).clone() for placed in tensor_descriptions(self.output_layout[slot])]
-
-    def hold(self, slots: Iterable[int]) -> list[torch.Tensor]:
-        """Copies of what the arena has from each slot's first output to the end of its last one, which :meth:`held` goes back to: what is
-        written there from now on is too late."""
-        self._held = {slot: self._answers[slot_range(self.output_layout[slot])].clone() for slot in slots}
-        return list(self._held.values())
-
-    def held(self, slot: int) -> list[torch.Tensor]:
-        """As :meth:`taken`, from what was held of the slot, if anything was."""
-        if slot not in self._held:
-            return self.taken(slot)
-        begin = slot_range(self.output_layout[slot]).start
-        placed = ({**item, "offset": item["offset"] - begin} for item in tensor_descriptions(self.output_layout[slot]))
-        return [view(self._held[slot], item) for item in placed]
-
-    def let_go(self) -> None:
-        """Forgets what is held: other calls follow."""
-        self._held = {}

@@ -5,7 +5,6 @@ Imports the standard library, torch and peerlane's problems; the candidate's sid
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 from collections.abc import Callable
@@ -18,12 +17,10 @@ import torch.distributed as dist
 from peerlane import problems
 from peerlane.errors import CompileError, DeviceTimeout, TrackForbids
 from peerlane.evaluate.memory.arena import Arena
-from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions
 from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate.ranks.timed_block import Block
 from peerlane.evaluate.timing import cache_flush
-from peerlane.evaluate.timing.cores import TimedCore, cores_of_rank
-from peerlane.evaluate.timing.locks import DeviceLocks, Hooks, HostLocks, Locks
-from peerlane.evaluate.timing.turnstile import Page
+from peerlane.evaluate.timing.cores import Pin, cores_of_rank
 from peerlane.problems.contract.spec import Case, GroupLayout, Problem
 
 Handler = Callable[[Message], dict[str, Any]]
@@ -65,10 +62,19 @@ class Rank:
         self.world_size: int = config["world_size"]
         self.device = torch.device("cuda", rank) if config["device"] == "cuda" else torch.device("cpu")
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
-        self.handlers: dict[str, Handler] = {"init": self.init, "lend": self.lend, "borrow": self.borrow, "exit": self.exit}
+        self.handlers: dict[str, Handler] = {
+            "init": self.init,
+            "lend": self.lend,
+            "borrow": self.borrow,
+            "exit": self.exit,
+            "warm": self.warm,
+            "ready": self.ready,
+            "block": self.timed_block,
+        }
         self.leaving = False
-        self.core = TimedCore(cores_of_rank(rank, self.world_size))
-        self._lock_code = b""
+        self._pin = Pin(cores_of_rank(rank, self.world_size))
+        self.block: Block | None = None
+        """what was prepared; one at a time, for live graphs with collectives slow down eager calls"""
 
     def init(self, request: Message) -> dict[str, Any]:
         """Joins the process group and runs one collective, so that connections exist."""
@@ -107,22 +113,30 @@ class Rank:
         self.leaving = True
         return {}
 
-    def arm_locks(self, code: bytes) -> None:
-        """Makes ready what locks and unlocks inputs on a GPU; ``code`` is what :func:`.compile_locks` made for such a one."""
-        self._lock_code = code
-        self.locks  # noqa: B018  (are loaded now)
+    @property
+    def prepared(self) -> Block:
+        """The block that was prepared."""
+        if self.block is None:
+            raise RuntimeError("no block was prepared: expected prepare first")
+        return self.block
 
-    @functools.cached_property
-    def locks(self) -> Locks:
-        """Of this rank's calls."""
-        page = Page.of(self.memory_fd)
-        return DeviceLocks(page, self._lock_code) if self.device.type == "cuda" else HostLocks(page)
+    def warm(self, request: Message) -> dict[str, Any]:
+        """Runs the prepared block once, without clocks."""
+        self.prepared.warm()
+        return {}
 
-    def hooks(self, request: Message, inputs: ArgumentSlots, outputs: OutputRegions) -> tuple[Hooks, Hooks]:
-        """What is to be enqueued before calls of a block or pass, by their positions, and what behind them. ``exchanges`` are the steps of
-        :class:`Exchanges`; ``locked`` the positions, slots and tickets of locked calls."""
-        before, behind = self.locks.hooks(request["locked"], inputs, outputs, request["deadline_s"])
-        return {**inputs.swappers(request["exchanges"]), **before}, behind
+    def ready(self, request: Message) -> dict[str, Any]:
+        """Makes this rank ready for ``block``, on the core with this number."""
+        self._pin.take(request["core"])
+        self.prepared.ready()
+        return {}
+
+    def timed_block(self, request: Message) -> dict[str, Any]:
+        """Runs the prepared block; as little as possible besides, for the supervisor's clock runs meanwhile."""
+        try:
+            return self.prepared.run()
+        finally:
+            self._pin.release()
 
     def groups(self, layout: GroupLayout) -> dict[str, Any]:
         """This rank's process group of every named layout; created once per layout, on all ranks in the same order."""

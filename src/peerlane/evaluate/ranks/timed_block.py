@@ -1,7 +1,4 @@
-"""Timed blocks: K calls back to back on one rank, each between two events, in eager or graph mode.
-
-A block starts with a cold L2 cache, and each of its bursts behind a device-side barrier over all ranks. The times are device times of this
-rank; the supervisor takes the maximum over the ranks per call.
+"""Timed blocks: K calls back to back on one rank, on slots 0 to K-1, between two events of the caller's stream.
 
 Functions used while candidate code is present are bound at import, which happens before.
 """
@@ -10,19 +7,18 @@ from __future__ import annotations
 
 import abc
 import gc
-import statistics
-import time
-from collections.abc import Callable, Collection, Mapping
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from peerlane.evaluate.audit.recorder import collectives
-from peerlane.evaluate.memory.slots import OutputRegions, Unowned
+from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, Unowned
+from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.timing.cache_flush import evict, quiesce, synchronize_all
-from peerlane.evaluate.timing.cores import TimedCore, parts
-from peerlane.evaluate.timing.locks import Hooks
 from peerlane.problems.contract.tree import Tree
 
 _Event = torch.cuda.Event
@@ -30,15 +26,11 @@ _record = torch.cuda.Event.record
 _elapsed = torch.cuda.Event.elapsed_time
 _synchronize = torch.cuda.synchronize
 _current_stream, _set_stream = torch.cuda.current_stream, torch.cuda.set_stream
-_sleep = torch.cuda._sleep
-_CYCLES_PER_US = 1_800  # SM clock
-_CORES_APART = 3  # where one burst and the next begin to look for a core: ranks have up to eight
-_EXCHANGE_US, _LOCK_US = 300.0, 60.0  # of host time, generously, of what happens between two calls
 _replay = torch.cuda.CUDAGraph.replay
 _all_reduce = dist.all_reduce
 _collectives = collectives
-_clock = time.perf_counter
 _collect, _gc_enable, _gc_disable = gc.collect, gc.enable, gc.disable
+COPIES_RUNS = 3
 
 Solution = Callable[..., Tree]
 
@@ -47,231 +39,157 @@ def _timer(**options: bool) -> torch.cuda.Event:
     return _Event(enable_timing=True, **options)  # type: ignore[no-untyped-call]
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a block does besides calling: ``swaps`` are steps of :class:`SlotSwaps`, ``copied`` the slots whose outputs are copied."""
+
+    calls: int
+    swaps: tuple[tuple[int, int, int], ...]
+    copied: frozenset[int]
+
+    @staticmethod
+    def of(message: Message) -> Plan:
+        """From a request."""
+        return Plan(message["calls"], tuple((p, a, b) for p, a, b in message["swaps"]), frozenset(message["copied"]))
+
+
 class Block(abc.ABC):
-    """K slots of one case on this rank, in one launch mode, with the events that time them.
+    """The calls of one block on this rank, in one launch mode, with the events around them."""
 
-    ``head_start_us``: for so long per call the device is kept waiting while the host enqueues, so that the host stays ahead of it.
-    """
-
-    head_start_us = 0.0
-    moves = False
-    """whether each burst has a core of its own"""
     captured_collectives = 0
     """what process groups counted while the calls were captured"""
 
-    def __init__(self, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> None:
-        self._solution, self._args, self._outputs = solution, args, outputs
+    def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: Plan) -> None:
+        self._solution, self._inputs, self._outputs, self._device, self.plan = solution, inputs, outputs, device, plan
+        self._swappers = inputs.swappers(plan.swaps)
         self._barrier = torch.zeros(1, device=device)
-        self._starts: list[torch.cuda.Event] = []
-        self._ends: list[torch.cuda.Event] = []
+        self._kept: list[Any] = []
 
-    def _run(self, order: list[int], before: Hooks, behind: Hooks, positions: range) -> None:
-        """Enqueues the calls at these positions of an order of slots, and what belongs between them."""
-        last = len(order) - 1
-        for position in positions:
-            if position in before:
-                before[position]()
-            self._call(order[position], last=position == last)
-            if position in behind:
-                behind[position]()
+    @property
+    def _last(self) -> int:
+        return self.plan.calls - 1
 
-    def _start_together(self, before: Hooks, behind: Hooks, positions: range) -> None:
-        """Keeps the device waiting until the calls at these positions can be enqueued, and then until all ranks are there."""
-        if self.head_start_us:
-            between_us = sum(_LOCK_US if position in behind else _EXCHANGE_US for position in positions if position in before)
-            _sleep(int((self.head_start_us * len(positions) + between_us) * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
-        _all_reduce(self._barrier)
+    def _enqueue(self, slots: Iterable[int], keep: Callable[[list[torch.Tensor]], list[Any]]) -> None:
+        """Calls the slots in this order, with what belongs between the calls."""
+        for slot in slots:
+            if slot in self._swappers:
+                self._swappers[slot]()
+            self._kept = []
+            args = self._outputs.fresh(self._inputs.args[slot])
+            output = self._solution(*args)
+            if slot in self.plan.copied:
+                self._kept = keep(self._outputs.take(slot, output, args))
+            del output
 
     @abc.abstractmethod
-    def bursts(self, calls: int, most: int) -> list[range]:
-        """The positions of calls that are enqueued before the host waits for the device; ``most``: where their number is free."""
-
-    @abc.abstractmethod
-    def _call(self, slot: int, *, last: bool) -> None:
-        """Enqueues the call of a slot; what the ``last`` one returns is kept."""
+    def _launch(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        """Enqueues all calls; the events before the first and behind the last."""
 
     @abc.abstractmethod
     def latest(self) -> list[torch.Tensor]:
         """What the last call of the latest run returned."""
 
-    def run(
-        self,
-        core: TimedCore,
-        sought: Mapping[str, Any],
-        order: list[int],
-        before: Hooks,
-        behind: Hooks,
-        *,
-        parts: int = 1,
-        timed: bool = True,
-    ) -> dict[str, Any]:
-        """One block, its slots in this order, this thread kept on a core at full speed; ``sought``: the arguments of its ``settle``.
-        Eager calls come in up to so many ``parts``, each on a core of its own.
-
-        Returns ``pace_us`` and ``collectives``: how many the process groups counted in the calls, captured ones included. If ``timed``, for
-        which no slot may come twice, also ``iterations_us`` (call by call), ``span_us`` (first start to last end of every burst, added
-        up), ``gaps_us`` (behind each call, until the next one of its burst starts; 0 behind its last), and ``host_gap_us`` (for how long a
-        device that is ready must usually wait for the host there).
-        """
+    def ready(self) -> None:
+        """Makes the rank ready for :meth:`run`: no garbage, idle devices, a cold L2 cache."""
         _collect()
         _gc_disable()
-        counted, paces_us = 0, []
-        bursts = self.bursts(len(order), parts)
+        quiesce()
+        evict()
+        synchronize_all()
+
+    def run(self) -> dict[str, Any]:
+        """One block behind a barrier of all ranks, until this process's devices are idle: ``events_us``, and ``collectives``, which is how
+        many the process groups counted in the calls, captured ones included."""
         try:
-            quiesce()
-            with core.taken():
-                for number, positions in enumerate(bursts):
-                    if number == 0 or self.moves:  # at the last moment: cores change within milliseconds
-                        paces_us.append(core.settle(**sought, further=_CORES_APART * number))
-                    if number == 0:
-                        evict()
-                    self._start_together(before, behind, positions)
-                    counted -= _collectives()
-                    self._run(order, before, behind, positions)
-                    counted += _collectives()
-                    synchronize_all()
+            _all_reduce(self._barrier)
+            counted = -_collectives()
+            start, end = self._launch()
+            counted += _collectives()
+            synchronize_all()
         finally:
             _gc_enable()
-        answer: dict[str, Any] = {"pace_us": min(paces_us), "collectives": self.captured_collectives + counted}
-        if timed:
-            answer["iterations_us"] = [self._elapsed_us(slot, slot) for slot in order]
-            answer["span_us"] = sum(self._elapsed_us(order[positions[0]], order[positions[-1]]) for positions in bursts)
-            following = {call: (order[call], order[call + 1]) for positions in bursts for call in positions[:-1]}
-            device_us = {call: float(_elapsed(self._ends[slot], self._starts[after])) * 1e3 for call, (slot, after) in following.items()}
-            answer["gaps_us"] = [max(0.0, device_us.get(call, 0.0)) for call in range(len(order))]
-            answer["host_gap_us"] = self._host_gap_us(following.values())
-        return answer
-
-    def _elapsed_us(self, first: int, last: int) -> float:
-        """From the start of a slot's call to the end of another's."""
-        return float(_elapsed(self._starts[first], self._ends[last])) * 1e3
-
-    @abc.abstractmethod
-    def _host_gap_us(self, pairs: Collection[tuple[int, int]]) -> float:
-        """For how long the device must usually wait for the host between the call of a slot and that of the next one, given as pairs."""
+        return {"events_us": float(_elapsed(start, end)) * 1e3, "collectives": self.captured_collectives + counted}
 
     def warm(self) -> None:
-        """Every call once, without clocks and barrier, until all have ended."""
-        self._once(list(range(len(self._args))))
-
-    def profile_block(self, order: list[int]) -> None:
-        """The same in this order."""
-        self._once(order)
-
-    def _once(self, order: list[int]) -> None:
-        self._run(order, {}, {}, range(len(order)))
+        """Every call once, without barrier."""
+        self._launch()
         _synchronize()
+
+    def profile(self) -> None:
+        """The same, to be recorded."""
+        self.warm()
 
 
 class EagerBlock(Block):
-    """Calls ``solution`` from Python for every slot, in parts from several cores."""
+    """Calls ``solution`` from Python for every slot."""
 
-    moves = True
+    def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: Plan) -> None:
+        super().__init__(solution, inputs, outputs, device, plan)
+        self._start, self._end = _timer(), _timer()
 
-    def __init__(self, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> None:
-        super().__init__(solution, args, outputs, device)
-        self._starts = [_timer() for _ in args]
-        self._ends = [_timer() for _ in args]
-        self._latest: list[torch.Tensor] = []
-        self._recorded_s = [(0.0, 0.0) for _ in args]
-        """of each slot's call, when the host recorded its start and its end"""
-
-    def bursts(self, calls: int, most: int) -> list[range]:
-        return parts(calls, most)
-
-    def _call(self, slot: int, *, last: bool) -> None:
-        self._latest = []
-        args = self._outputs.fresh(self._args[slot])
-        begin = _clock()
-        _record(self._starts[slot])
-        output = self._solution(*args)
-        _record(self._ends[slot])
-        self._recorded_s[slot] = begin, _clock()
-        found = self._outputs.take(slot, output, args)
-        if last:
-            self._latest = found
-
-    def _host_gap_us(self, pairs: Collection[tuple[int, int]]) -> float:
-        return _median_us([self._recorded_s[after][0] - self._recorded_s[slot][1] for slot, after in pairs])
+    def _launch(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        _record(self._start)
+        self._enqueue(range(self.plan.calls), list)
+        _record(self._end)
+        return self._start, self._end
 
     def latest(self) -> list[torch.Tensor]:
-        return self._latest
+        return self._kept
 
 
 class GraphBlock(Block):
-    """Captures the call of every slot, with its snapshot, into a CUDA graph of its own and replays them in any order.
+    """Replays the calls as CUDA graphs, with swaps and copies of outputs among them.
 
-    In bursts, because a device's queue is finite: it held 19 to 28 such graphs on H200s. A host that meets a full one is hardly ahead of
-    the device any more, and every rank waits for the slowest host.
-
-    One graph for the whole block would be wrong: NCCL ties every captured collective to all earlier ones of the same graph, so that the
-    k-th costs in proportion to k. Raises what the capture raises.
+    A graph holds at most 16 calls, for NCCL ties every captured collective to all earlier ones of its graph: its k-th one costs in
+    proportion to k. A block of more calls is several graphs behind each other. Raises what the capture raises.
     """
 
-    head_start_us = 40.0
-    """meant to exceed what launching a graph takes: 18 us on hosts of H200s, and 38 in the slowest burst of nine blocks of ten. A slower
-    host still counts. The same on both sides: the outer clock runs meanwhile"""
-    burst = 16
+    calls_per_graph = 16
 
-    def __init__(self, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> None:
-        super().__init__(solution, args, outputs, device)
-        self._starts = [_timer(external=True) for _ in args]
-        self._ends = [_timer(external=True) for _ in args]
-        self._launched_s = [0.0 for _ in args]
-        """when the host began to launch each slot's graph"""
-        self._returned: list[list[Unowned]] = []
-        self._last = 0
+    def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: Plan) -> None:
+        super().__init__(solution, inputs, outputs, device, plan)
+        self._start, self._end = _timer(external=True), _timer(external=True)
         _all_reduce(self._barrier)
         _synchronize()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._capture()
+
+    def _capture(self) -> None:
+        self._graphs.clear()
         stream, before = _current_stream(), _collectives()
+        pool, calls = torch.cuda.graph_pool_handle(), self.plan.calls
         try:
-            self._graphs = self._capture()
+            for first in range(0, calls, self.calls_per_graph):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    if first == 0:
+                        _record(self._start)
+                    self._enqueue(range(first, min(first + self.calls_per_graph, calls)), _unowned)
+                    if first + self.calls_per_graph >= calls:
+                        _record(self._end)
+                self._graphs.append(graph)
         except BaseException:
             _set_stream(stream)  # torch.cuda.graph stays on its own stream when a broken capture cannot be ended
             raise
         self.captured_collectives = _collectives() - before
         _synchronize()
 
-    def profile_block(self, order: list[int]) -> None:
-        """As every block's, captured anew before."""
-        self._graphs.clear()
-        self._returned.clear()
-        self._graphs = self._capture()
-        _synchronize()
-        super().profile_block(order)
+    def _launch(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        for graph in self._graphs:
+            _replay(graph)
+        return self._start, self._end
 
-    def _capture(self) -> list[torch.cuda.CUDAGraph]:
-        graphs = []
-        pool = torch.cuda.graph_pool_handle()
-        for slot, args in enumerate(map(self._outputs.fresh, self._args)):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                _record(self._starts[slot])
-                output = self._solution(*args)
-                _record(self._ends[slot])
-                self._returned.append([Unowned(tensor) for tensor in self._outputs.take(slot, output, args)])
-                del output
-            graphs.append(graph)
-        return graphs
-
-    def bursts(self, calls: int, most: int) -> list[range]:
-        return [range(first, min(first + self.burst, calls)) for first in range(0, calls, self.burst)]
-
-    def _call(self, slot: int, *, last: bool) -> None:
-        self._launched_s[slot] = _clock()
-        _replay(self._graphs[slot])
-        self._last = slot
-
-    def _host_gap_us(self, pairs: Collection[tuple[int, int]]) -> float:
-        period_us = _median_us([self._launched_s[after] - self._launched_s[slot] for slot, after in pairs])
-        return max(0.0, period_us - self.head_start_us)
+    def profile(self) -> None:
+        """Captured anew before, so that a record of the host has the calls."""
+        self._capture()
+        super().profile()
 
     def latest(self) -> list[torch.Tensor]:
-        return [item.tensor() for item in self._returned[self._last]]
+        return [item.tensor() for item in self._kept]
 
 
-def _median_us(seconds: list[float]) -> float:
-    return 1e6 * statistics.median(seconds or [0.0])
+def _unowned(found: list[torch.Tensor]) -> list[Unowned]:
+    return [Unowned(tensor) for tensor in found]
 
 
 def capture_failure(error: BaseException) -> str:
@@ -281,6 +199,27 @@ def capture_failure(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:1000]
 
 
-def make_block(mode: str, solution: Solution, args: list[tuple[Any, ...]], outputs: OutputRegions, device: torch.device) -> Block:
+class _CopiesGraph(GraphBlock):
+    """Swaps and copies alone, in one graph: parts of it might be empty."""
+
+    calls_per_graph = 1 << 30
+
+
+def make_block(mode: str, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: Plan) -> Block:
     """The block of a launch mode, ``eager`` or ``graph``."""
-    return (EagerBlock if mode == "eager" else GraphBlock)(solution, args, outputs, device)
+    return (EagerBlock if mode == "eager" else GraphBlock)(solution, inputs, outputs, device, plan)
+
+
+def copies_us(mode: str, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: Plan) -> float:
+    """What a block's swaps and output copies take without its calls, in microseconds: the shortest of a few runs. The plan's swaps are
+    carried out ``COPIES_RUNS + 1`` times."""
+    answers = {slot: solution(*outputs.fresh(inputs.args[slot])) for slot in sorted(plan.copied)}
+    slots = itertools.cycle(range(plan.calls))
+    kind = EagerBlock if mode == "eager" else _CopiesGraph
+    block = kind(lambda *_: answers.get(next(slots)), inputs, outputs, device, plan)
+    block.warm()
+    times = []
+    for _ in range(COPIES_RUNS):
+        block.ready()
+        times.append(float(block.run()["events_us"]))
+    return min(times)

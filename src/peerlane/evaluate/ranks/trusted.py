@@ -11,9 +11,7 @@ process's private memory, and the arena is cleared before it is handed on.
 from __future__ import annotations
 
 import base64
-import contextlib
 import math
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -36,11 +34,9 @@ from peerlane.evaluate.memory.slots import (
 )
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks.case_state import OpenCase, Snapshot
-from peerlane.evaluate.ranks.rank import Handler, Rank
-from peerlane.evaluate.ranks.timed_block import capture_failure, make_block
+from peerlane.evaluate.ranks.rank import Rank
+from peerlane.evaluate.ranks.timed_block import COPIES_RUNS, Plan, capture_failure, copies_us, make_block
 from peerlane.evaluate.results.sanitize import one_line
-from peerlane.evaluate.timing.cache_flush import latency_us
-from peerlane.evaluate.timing.locks import compile_locks
 from peerlane.problems.contract.draw import Draw
 from peerlane.problems.contract.judge import any_differs, digests, expected_leaves, same_bits, score, type_mismatch
 from peerlane.problems.contract.spec import Case
@@ -65,58 +61,35 @@ class TrustedRank(Rank):
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__(config, rank, memory_fd)
         self._secret = ""
+        self._mode = "eager"
         self._arenas: dict[str, Arena] = {}
         self._open: dict[str, OpenCase] = {}
         self._layouts = KnownLayouts(rank, self.world_size, self.device)
         self.handlers |= {
             "secret": self.secret,
             "open_case": self.open_case,
-            "generate_inputs": self._quickly(self.generate_inputs),
-            "publish_inputs": self._quickly(self.publish_inputs),
+            "generate_inputs": self.generate_inputs,
+            "publish_inputs": self.publish_inputs,
             "prepare": self.prepare,
-            "warm": self.warm,
-            "block": self.timed_block,
-            "digests": self._quickly(self.digests),
-            "latency": self.latency,
+            "restore": self.restore,
+            "copies": self.copies,
             "keep_busy": self.keep_busy,
-            "collect": self._quickly(self.collect),
+            "collect": self.collect,
             "discard": self.discard,
             "checksum_output": self.checksum_output,
             "compare_checksum": self.compare_checksum,
-            "judge": self._quickly(self.judge),
+            "judge": self.judge,
             "close_case": self.close_case,
             "margins": self.margins,
             "ping": lambda _: {},
         }
-
-    @contextlib.contextmanager
-    def _at_full_speed(self) -> Iterator[None]:
-        """In here on a core at full speed: what launches many small kernels takes as long as its core needs. Nothing that connects ranks
-        belongs in here, for NCCL's threads would be on that core too."""
-        if self.device.type == "cpu":
-            yield
-            return
-        with self.core.taken():
-            self.core.settle_anew()
-            yield
-
-    def _quickly(self, handler: Handler) -> Handler:
-        """The same on a core at full speed."""
-
-        def serve(request: Message) -> dict[str, Any]:
-            with self._at_full_speed():
-                return handler(request)
-
-        return serve
 
     def secret(self, request: Message) -> dict[str, Any]:
         """Takes the run's secret, which seeds all inputs. ``arms`` in the answer: what candidates' ranks need and may not compile."""
         self._secret = request["secret"]
         if self.device.type == "cpu":
             return {"arms": {}}
-        crowd, locks = compile_crowd(self.device), compile_locks(self.device)
-        self.arm_locks(locks)
-        return {"arms": {"crowd": base64.b64encode(crowd).decode(), "locks": base64.b64encode(locks).decode()}}
+        return {"arms": {"crowd": base64.b64encode(compile_crowd(self.device)).decode()}}
 
     def opened(self, request: Message) -> OpenCase:
         """The case in the request's space."""
@@ -133,8 +106,7 @@ class TrustedRank(Rank):
         inputs = Inputs(problem, case, self.rank, self._secret, self.device)
 
         def drawn(slots: Iterable[int]) -> list[Drawn]:
-            with self._at_full_speed():
-                return [inputs.of(slot, 0) for slot in slots]
+            return [inputs.of(slot, 0) for slot in slots]
 
         layouts = self._layouts.of(problem, case, request["slots"], drawn, groups)
         layout, output_layout = layouts.arguments[self.rank], layouts.outputs
@@ -187,7 +159,8 @@ class TrustedRank(Rank):
 
     def close_case(self, request: Message) -> dict[str, Any]:
         """Drops the case's memory and graphs. The arena itself stays, for the next case."""
-        self._open.pop(request["space"], None)
+        if self._open.pop(request["space"], None) is not None:
+            self.block = None
         self.give_back()
         return {}
 
@@ -201,70 +174,46 @@ class TrustedRank(Rank):
 
     def publish_inputs(self, request: Message) -> dict[str, Any]:
         """Copies the inputs of the first ``slots`` slots to the shared arena, and poisons the output regions with NaN bits. Renews the
-        guard bands. Slots that have ``keys`` come locked, with the bands that lie in them.
+        guard bands.
         """
-        current, keys = self.opened(request), _keys(request)
-        current.let_go()
-        shared, begin = current.arena.data, 0
-        for slot in sorted(keys):
-            place = current.spans(slot)[self.rank]
-            shared[begin : place.start].copy_(current.staging[begin : place.start])
-            begin = max(begin, place.stop)  # that of a slot without tensors is empty, and at 0
-        end = current.private.end(request["slots"])
-        shared[begin:end].copy_(current.staging[begin:end])
+        current = self.opened(request)
+        shared, end = current.arena.data, current.private.end(request["slots"])
+        shared[:end].copy_(current.staging[:end])
         shared[current.input_bytes : current.input_bytes + current.output_bytes].fill_(POISON)
         current.guards.paint()
-        for slot, key in keys.items():
-            contents = current.guards.framed(current.private.span(slot), current.spans(slot)[self.rank].start)
-            self.locks.lock(contents, current.public.span(slot), key)
         self.synchronize()
         return {}
 
     def prepare(self, request: Message) -> dict[str, Any]:
         """Builds the reference's timed block in a launch mode; for graphs this captures, and a failed capture is an answer."""
         current, mode = self.opened(request), request["mode"]
-        current.blocks.clear()  # live graphs with collectives slow down eager ones
-        begin = time.monotonic()
+        self.block = None
+        self._mode = mode
         try:
-            block = make_block(mode, current.reference, current.private.args, current.private_outputs, self.device)
+            self.block = make_block(
+                mode, current.reference, current.private, current.private_outputs, self.device, Plan.of(request["plan"])
+            )
         except Exception as error:
             if mode != "graph":
                 raise
             return {"captured": False, "why": capture_failure(error)}
-        current.blocks[mode] = block
-        return {"captured": True, "took_s": time.monotonic() - begin}
+        return {"captured": True}
 
-    def warm(self, request: Message) -> dict[str, Any]:
-        """Calls every slot of the reference's timed block once, see :meth:`.Block.warm`."""
-        self.opened(request).blocks[request["mode"]].warm()
+    def restore(self, request: Message) -> dict[str, Any]:
+        """Undoes the swaps of the prepared block, behind each run of it."""
+        private = self.opened(request).private
+        for _, slot, other in reversed(self.prepared.plan.swaps):
+            private.swapper(slot, other)()
+        self.synchronize()
         return {}
 
-    def timed_block(self, request: Message) -> dict[str, Any]:
-        """One timed block of the reference on the generated inputs. Contents change places and are locked as in the candidate's block,
-        which
-        costs the host time in both, and are as they were behind it."""
-        current, steps = self.opened(request), request["exchanges"]
-        for slot, key in _keys(request).items():
-            mine = current.private.span(slot)
-            self.locks.lock(mine, mine, key)
-        block = current.blocks[request["mode"]]
-        before, behind = self.hooks(request, current.private, current.private_outputs)
-        times = block.run(self.core, request["core"], request["order"], before, behind, parts=request["parts"], timed=request["timed"])
-        for _, slot, other in reversed(steps):
-            current.private.swapper(slot, other)()
-        self.synchronize()
-        return times
-
-    def digests(self, request: Message) -> dict[str, Any]:
-        """What a rank that gave the answers that now lie in the arena had to commit itself to, for every slot that has a key. If they are
-        collected, then as they are now."""
-        current, keys = self.opened(request), _keys(request)
-        found = self.locks.digests(current.hold(keys), list(keys.values()))
-        return {"digests": dict(zip(keys, found, strict=True))}
-
-    def latency(self, request: Message) -> dict[str, Any]:
-        """How long a tiny kernel takes now: far more than at rest if anything else runs on this GPU."""
-        return {"latency_us": latency_us(self.device)}
+    def copies(self, request: Message) -> dict[str, Any]:
+        """What the swaps and output copies of the prepared block take alone."""
+        current, plan = self.opened(request), self.prepared.plan
+        us = copies_us(self._mode, current.reference, current.private, current.private_outputs, self.device, plan)
+        for _ in range(COPIES_RUNS + 1):
+            self.restore(request)
+        return {"copies_us": us}
 
     def keep_busy(self, request: Message) -> dict[str, Any]:
         """Keeps this GPU busy for ``seconds``, beside whoever else uses it. Only the rank that shares its GPU gets more than 0."""
@@ -282,7 +231,7 @@ class TrustedRank(Rank):
         current = self.opened(request)
         for slot, source, described in zip(request["slots"], request["contents"], request["outputs"], strict=True):
             inputs = current.staging[current.spans(source)[self.rank]].clone()
-            current.snapshots.append(Snapshot(slot, source, current.kinds[source], described, current.held(slot), inputs))
+            current.snapshots.append(Snapshot(slot, source, current.kinds[source], described, current.taken(slot), inputs))
             if slot in request["intact"]:
                 current.changes += _changes(current, source, slot)
         self.synchronize()
@@ -396,10 +345,6 @@ class TrustedRank(Rank):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return {"margins": asdict(found)}
-
-
-def _keys(request: Message) -> dict[int, bytes]:
-    return {int(slot): bytes.fromhex(key) for slot, key in request["keys"].items()}
 
 
 def _changes(current: OpenCase, source: int, slot: int) -> list[tuple[str, torch.Tensor]]:

@@ -6,7 +6,6 @@ Functions are bound by :func:`bind`, which ranks call before candidate code is l
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
 
 import torch
@@ -15,10 +14,8 @@ from peerlane.evaluate.memory.arena import runtime
 
 _synchronize, _count = torch.cuda.synchronize, torch.cuda.device_count
 _in_use = getattr(torch._C, "_cuda_hasPrimaryContext", lambda _: False)  # a build without CUDA has no such function
-_clock = time.perf_counter
 _fill = torch.Tensor.fill_
 
-_PROBES = 5
 _L2_MULTIPLE = 3  # of what the cache holds, that is written to leave nothing else in it
 
 
@@ -60,19 +57,3 @@ def bind() -> Callable[[], None]:
         limit(persisting, 0)
 
     return undo
-
-
-def latency_us(device: torch.device) -> float:
-    """How long a tiny kernel takes from launch to end, as the host sees it; the shortest of a few.
-
-    On a GPU that another process keeps busy it waits for a time slice, which is milliseconds.
-    """
-    tiny = torch.zeros(1, device=device)
-    times = []
-    for _ in range(_PROBES):
-        _synchronize(device)
-        begin = _clock()
-        tiny.add_(1)
-        _synchronize(device)
-        times.append((_clock() - begin) * 1e6)
-    return min(times)

@@ -1,0 +1,219 @@
+"""Rounds of one mode: a block of the trusted reference and one of the other side, paired, until the ratio is known well enough."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from peerlane.errors import HarnessError
+from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected
+from peerlane.evaluate.correctness.slot_swaps import SlotSwaps
+from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.results.verdict import IntegrityFailure
+from peerlane.evaluate.timing.scoring import BlockTimes, Rounds
+from peerlane.settings import TimingRules
+
+_ROUNDS_PER_LOOK = 3
+_RECHECKED_SHARE = 1 / 3
+_FEWEST_COMPARED = 2
+_USUAL_ROUNDS = 30
+_MOST_WAITING_BYTES = 4 << 30
+_dice = random.SystemRandom()
+
+
+class CaptureFailed(Exception):
+    """A side's calls cannot be captured into a CUDA graph; the message says why. ``trusted``: it was the trusted reference's."""
+
+    def __init__(self, why: str, *, trusted: bool) -> None:
+        super().__init__(why)
+        self.trusted = trusted
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What happens in a block besides its calls: which slots change places before which call, and whose outputs are copied."""
+
+    calls: int
+    swaps: SlotSwaps
+    copied: list[int]
+
+    @staticmethod
+    def draw(calls: int, alike: list[int], swaps: int, others: int) -> BlockPlan:
+        """Random swaps before calls other than the first. Copied are the swapped slots, the last one, and so many others."""
+        positions = _dice.sample(range(1, calls), min(swaps, calls - 1)) if swaps else []
+        drawn = SlotSwaps.draw(range(calls), alike, positions)
+        copied = {calls - 1, *(slot for _, *pair in drawn.steps for slot in pair)}
+        rest = [slot for slot in range(calls) if slot not in copied]
+        return BlockPlan(calls, drawn, sorted([*copied, *_dice.sample(rest, min(others, len(rest)))]))
+
+    @property
+    def message(self) -> Message:
+        """For requests to ranks."""
+        return {"calls": self.calls, "swaps": self.swaps.steps, "copied": self.copied}
+
+
+@dataclass(kw_only=True)
+class Race(Rounds):
+    """``side``: ``reference`` (in the candidate's ranks, before candidate code is loaded) or ``candidate``."""
+
+    runner: CaseRunner
+    mode: str
+    side: str
+    rules: TimingRules
+    _plan: BlockPlan = field(init=False)
+    _rounds_since: int = 0
+    """rounds since the plan was drawn"""
+
+    def run(self, budget_s: float) -> None:
+        """Warm-up, then rounds until the interval is narrow or the budget is spent. Raises :class:`CaptureFailed`, :class:`Rejected` and
+        GroupFailure."""
+        runner, rules = self.runner, self.rules
+        runner.discard()
+        self._renew()
+        self.prepare()
+        for _ in range(rules.warm_rounds):
+            self._round(compared=False)
+        begin = time.monotonic()
+        while not self._knows_enough(time.monotonic() - begin, budget_s):
+            if self._rounds_since >= (rules.rounds_per_capture if self.mode == "graph" else 1):
+                self.prepare()
+            reference, other = self._round(compared=self.side == "candidate")
+            self.references.append(reference)
+            self.others.append(other)
+            self._rounds_since += 1
+        if self.side == "candidate":
+            if (what := self.contradiction()) is not None:
+                raise Rejected(IntegrityFailure(phase="timing", what=what))
+            runner.judge("timing")
+
+    def _knows_enough(self, passed_s: float, budget_s: float) -> bool:
+        count = len(self.others)
+        if count < self.rules.min_rounds:
+            return False
+        if passed_s >= budget_s:
+            return True
+        target = self.rules.offset_half_width if self.side == "reference" else self.rules.target_half_width[self.mode]
+        return count % _ROUNDS_PER_LOOK == 0 and self.ratio().half_width <= target
+
+    def prepare(self) -> None:
+        """Draws a new plan and has both sides build their blocks; graphs are captured and replayed once."""
+        self._draw(self.rules.swaps)
+        self._build()
+        if self.mode == "graph":
+            self.runner.trusted("warm")
+            self.runner.trusted("restore")
+            self.runner.ask("warm", "timing", self.runner.session.deadlines.timing)
+        if not self.copies_us:
+            self.copies_us = max(float(answer["copies_us"]) for answer in self.runner.trusted("copies"))
+            self.runner.trusted("restore")
+
+    def _draw(self, swaps: int) -> None:
+        self._plan, self._rounds_since = BlockPlan.draw(self.calls, self.runner.alike, swaps, self.rules.compared_others), 0
+
+    def _build(self) -> None:
+        runner = self.runner
+        ours, theirs = runner.prepare(self.mode, self.side, self._plan.message)
+        if (why := not_captured(ours)) is not None:
+            runner.session.suspect_trusted()
+            raise CaptureFailed(why, trusted=True)
+        if (why := not_captured(theirs)) is not None:
+            raise CaptureFailed(why, trusted=False)
+
+    def probe_us(self) -> float:
+        """The shortest time of a reference call in a few blocks of the trusted ranks alone; raises :class:`CaptureFailed`."""
+        self._draw(0)
+        if (why := not_captured(self.runner.trusted("prepare", mode=self.mode, plan=self._plan.message))) is not None:
+            self.runner.session.suspect_trusted()
+            raise CaptureFailed(why, trusted=True)
+        return min(self._trusted_block(core=0).events_us for _ in range(3)) / self.calls
+
+    def profile_block(self, marker: str) -> list[Message]:
+        """A block of the candidate's on new contents, without swaps, recorded instead of timed; its outputs are judged."""
+        runner = self.runner
+        self._renew()
+        self._draw(0)
+        self._build()
+        answers = runner.ask("profile_block", "audit", runner.session.deadlines.first_call, marker=marker)
+        runner.collect_from(answers, self._plan.copied, "audit")
+        runner.judge("audit")
+        return answers
+
+    def _renew(self) -> None:
+        self.runner.generate_inputs(slots=self.calls)
+        self.runner.publish_inputs(self.calls)
+
+    def _round(self, *, compared: bool) -> tuple[BlockTimes, BlockTimes]:
+        """A block of each side in random order, on the same contents and the same core. A candidate gets new contents."""
+        core, changeable = _dice.randrange(1 << 16), bool(self.runner.problem.changeable)
+        renews = self.side == "candidate" or changeable
+        if renews:
+            self.runner.generate_inputs(slots=self.calls)
+        if _dice.random() < 0.5:
+            other = self._other_block(core, renews=renews, compared=compared)
+            return self._trusted_block(core), other
+        reference = self._trusted_block(core)
+        if changeable:
+            self.runner.generate_inputs(slots=self.calls)
+        return reference, self._other_block(core, renews=renews, compared=compared)
+
+    def _trusted_block(self, core: int) -> BlockTimes:
+        runner = self.runner
+        runner.trusted("ready", core=core)
+        answers, clock_us = _timed(lambda: runner.trusted("block"))
+        runner.trusted("restore")
+        try:
+            return BlockTimes.of(answers, clock_us)
+        except GroupFailure as failure:
+            raise HarnessError(f"the trusted reference cannot be timed: {failure.message}") from None
+
+    def _other_block(self, core: int, *, renews: bool, compared: bool) -> BlockTimes:
+        runner, limit_s = self.runner, self.runner.session.deadlines.timing
+        if renews:
+            runner.publish_inputs(self.calls)
+        runner.ask("ready", "timing", limit_s, core=core)
+        answers, clock_us = _timed(lambda: runner.ask("block", "timing", limit_s))
+        ended = time.monotonic()
+        times = BlockTimes.of(answers, clock_us)
+        if compared:
+            runner.count_collectives(answers)
+            self._compare(ended)
+        return times
+
+    def _compare(self, ended: float) -> None:
+        """Has outputs kept, to be judged after the race, or now where they are large. After some blocks, at random, the last output is
+        looked at once more, for it must not change any more."""
+        runner, chosen = self.runner, self._choose_compared()
+        if chosen:
+            answers = runner.ask("outputs", "timing", runner.session.deadlines.timing)
+            bytes_ = runner.collect_from(answers, chosen, "timing", self._plan.swaps, [_dice.choice(chosen)])
+            if bytes_ > _MOST_WAITING_BYTES:
+                runner.judge("timing")
+        if not self.others or _dice.random() < _RECHECKED_SHARE:
+            runner.recheck_output(self.calls - 1, "timing", ended)
+
+    def _choose_compared(self) -> list[int]:
+        """The copied slots, or as many of them at random as can be judged in time. The r-th round has one with a chance of 2/r at least,
+        however long judging takes: that is up to the candidate, too."""
+        copied, rounds = self._plan.copied, len(self.others) + 1
+        affordable = self.rules.judging_s / _USUAL_ROUNDS / max(self.runner.judge_s, 1e-9)
+        affordable = max(affordable, min(1.0, _FEWEST_COMPARED / rounds))
+        if affordable >= len(copied):
+            return copied
+        count = math.floor(affordable) + (_dice.random() < affordable % 1)
+        return sorted(_dice.sample(copied, min(count, len(copied))))
+
+
+def not_captured(answers: list[Message]) -> str | None:
+    """Why a rank could not build its block, by the ranks' answers to ``prepare``."""
+    return next((str(answer.get("why")) for answer in answers if not answer.get("captured")), None)
+
+
+def _timed(ask: Callable[[], list[Message]]) -> tuple[list[Message], float]:
+    """The answers, and how long they took by this process's clock, in microseconds."""
+    begin = time.perf_counter()
+    answers = ask()
+    return answers, (time.perf_counter() - begin) * 1e6

@@ -1,0 +1,111 @@
+"""Timed blocks without a GPU: what is called, swapped and copied, in which order."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+
+from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, place_slots
+from peerlane.evaluate.ranks import timed_block
+from peerlane.evaluate.ranks.timed_block import Plan
+from peerlane.problems.contract.tree import describe
+
+CPU = torch.device("cpu")
+LOG: list[Any] = []
+
+
+class FakeGraph:
+    """Replays what was enqueued while it was captured."""
+
+    def __init__(self) -> None:
+        self.number = len([item for item in LOG if item == "graph"])
+        LOG.append("graph")
+
+
+@contextlib.contextmanager
+def capturing(graph: FakeGraph, **_: Any) -> Any:
+    yield
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    LOG.clear()
+    for name, stand_in in {
+        "_timer": lambda **_: object(),
+        "_record": lambda event: LOG.append("event"),
+        "_elapsed": lambda start, end: 0.25,
+        "_current_stream": lambda: None,
+        "_synchronize": lambda: None,
+        "_all_reduce": lambda tensor: LOG.append("barrier"),
+        "quiesce": lambda: LOG.append("quiesce"),
+        "evict": lambda: LOG.append("evict"),
+        "synchronize_all": lambda: LOG.append("idle"),
+        "_replay": lambda graph: LOG.append(("replay", graph.number)),
+    }.items():
+        monkeypatch.setattr(timed_block, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: 0)
+
+
+def slots_of(count: int) -> tuple[ArgumentSlots, OutputRegions]:
+    slots = [(torch.full((3,), float(slot)),) for slot in range(count)]
+    layout, size = place_slots(map(describe, slots))
+    inputs = ArgumentSlots(torch.zeros(size, dtype=torch.uint8), layout, str)
+    inputs.fill(slots)
+    regions, room = place_slots([describe(torch.empty(3))] * count)
+    return inputs, OutputRegions(torch.zeros(room, dtype=torch.uint8), regions, CPU)
+
+
+def solution(tensor: torch.Tensor) -> torch.Tensor:
+    LOG.append(int(tensor[0]))
+    return tensor + 100
+
+
+PLAN = Plan(5, ((1, 1, 3), (2, 2, 4)), frozenset({1, 2, 3, 4}))
+
+
+def test_an_eager_block_swaps_right_before_calls_and_copies_only_what_is_planned() -> None:
+    inputs, outputs = slots_of(6)
+    block = timed_block.make_block("eager", solution, inputs, outputs, CPU, PLAN)
+    block.ready()
+    answer = block.run()
+    assert LOG == ["quiesce", "evict", "idle", "barrier", "event", 0, 3, 4, 1, 2, "event", "idle"]
+    assert answer["events_us"] == 250.0
+    assert [int(views[0][0]) for views in outputs.views] == [0, 103, 104, 101, 102, 0]
+    assert [bool(described) for described in outputs.descriptions] == [False, True, True, True, True, False]
+    block.latest()[0].fill_(7.0)
+    outputs.copy(4, block.latest())
+    assert int(outputs.views[4][0][0]) == 7, "a result that changes after its end must be seen when it is copied again"
+
+
+def test_what_worked_ahead_is_wrong_in_a_swapped_slot() -> None:
+    inputs, outputs = slots_of(6)
+    ahead = [args[0] + 100 for args in inputs.args]
+    calls = iter(ahead)
+    timed_block.make_block("eager", lambda tensor: next(calls), inputs, outputs, CPU, PLAN).run()
+    assert any(not torch.equal(outputs.views[slot][0], inputs.args[slot][0] + 100) for slot in PLAN.copied)
+
+
+def test_graphs_hold_the_calls_in_order_between_two_events() -> None:
+    inputs, outputs = slots_of(40)
+    block = timed_block.make_block("graph", solution, inputs, outputs, CPU, Plan(40, ((20, 20, 30),), frozenset({20, 30, 39})))
+    begins = [position for position, item in enumerate(LOG) if item == "graph"]
+    events = [position for position, item in enumerate(LOG) if item == "event"]
+    assert [item for item in LOG if isinstance(item, int)] == [*range(20), 30, *range(21, 30), 20, *range(31, 40)]
+    assert len(begins) == 3 and events == [begins[0] + 1, len(LOG) - 1]
+    LOG.clear()
+    assert block.run()["events_us"] == 250.0
+    assert LOG == ["barrier", ("replay", 0), ("replay", 1), ("replay", 2), "idle"]
+    assert int(block.latest()[0][0]) == 139
+
+
+def test_swaps_and_copies_alone_call_the_copied_slots_once_and_swap_as_often_as_it_says() -> None:
+    inputs, outputs = slots_of(6)
+    assert timed_block.copies_us("eager", solution, inputs, outputs, CPU, PLAN) == 250.0
+    assert [item for item in LOG if isinstance(item, int)] == [1, 2, 3, 4]
+    held = [int(args[0][0]) for args in inputs.args]
+    assert held == ([0, 1, 2, 3, 4, 5] if (timed_block.COPIES_RUNS + 1) % 2 == 0 else [0, 3, 4, 1, 2, 5])

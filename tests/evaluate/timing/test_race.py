@@ -1,0 +1,187 @@
+"""The protocol of speed on scripted blocks and a simulated clock."""
+
+from __future__ import annotations
+
+import random
+import types
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from peerlane import problems
+from peerlane.evaluate.correctness.case_runner import Rejected
+from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.results.verdict import WrongResult
+from peerlane.evaluate.timing import race as race_module
+from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
+from peerlane.evaluate.timing.race import BlockPlan
+from peerlane.evaluate.timing.scoring import BlockTimes, Rounds, choose_calls
+from peerlane.settings import Deadlines, TimingRules
+
+HAND_OFF_US = 300.0
+WRONG = WrongResult(
+    case="c", phase="timing", rank=1, slot=3, output="sum", error_ratio=9.0, detail="elementwise: error 3, allowed 0.1", wrong_ranks=(1,)
+)
+
+
+@dataclass
+class World:
+    """Two sides whose calls take what the script says; time passes by blocks only. Stands for a trial and its ranks."""
+
+    reference_us: float = 100.0
+    candidate_us: float = 100.0
+    events_share: float = 1.0
+    """of the candidate's block, that its events tell"""
+    candidate_behind_us: float = 0.0
+    """work of the candidate behind the last event, per block"""
+    beside: float = 1.0
+    """how much slower the reference is once the candidate is there"""
+    noise: float = 0.01
+    wrong: BaseException | None = None
+    """raised where the candidate's graph runs"""
+    loaded: bool = False
+    now_s: float = 0.0
+    slots: int = 4
+    judge_s: float = 0.0
+    log: list[str] = field(default_factory=list)
+    collected: list[int] = field(default_factory=list)
+    mode: str = "eager"
+    plan: dict[str, Any] = field(default_factory=dict)
+    side: str = ""
+    dice: random.Random = field(default_factory=lambda: random.Random(7))
+
+    problem = problems.get(1)
+    case = problem.cases("small", 2)[0]
+    session = types.SimpleNamespace(deadlines=Deadlines(), suspect_trusted=lambda: None)
+
+    @property
+    def alike(self) -> list[int]:
+        return [0] * self.slots
+
+    def _block(self, call_us: float, share: float = 1.0, behind_us: float = 0.0) -> list[dict[str, Any]]:
+        us = call_us * self.plan["calls"] * self.dice.lognormvariate(0.0, self.noise) + 40.0
+        self.now_s += (us + behind_us + HAND_OFF_US * self.dice.uniform(0.8, 1.0)) * 1e-6
+        return [{"events_us": us * share * 0.9, "collectives": 1}, {"events_us": us * share, "collectives": 1}]
+
+    def trusted(self, op: str, **more: Any) -> list[dict[str, Any]]:
+        self.log.append(op)
+        if op == "prepare":
+            self.mode, self.plan = more["mode"], more["plan"]
+            return [{"captured": True}]
+        if op == "copies":
+            return [{"copies_us": 40.0}]
+        return self._block(self.reference_us * (self.beside if self.loaded else 1.0)) if op == "block" else [{}]
+
+    def prepare(self, mode: str, side: str, plan: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        self.mode, self.plan, self.side = mode, plan, side
+        return [{"captured": True}], [{"captured": True}]
+
+    def ask(self, op: str, phase: str, deadline_s: float, **more: Any) -> list[dict[str, Any]]:
+        if self.wrong is not None and op == "block" and self.loaded and self.mode == "graph":
+            raise self.wrong
+        if op != "block":
+            return [{}]
+        if self.side == "reference":
+            return self._block(self.reference_us)
+        return self._block(self.candidate_us, self.events_share, self.candidate_behind_us)
+
+    def collect_from(self, answers: Any, chosen: list[int], phase: str, swaps: Any = None, intact: Any = None) -> int:
+        assert {slot for _, *pair in self.plan["swaps"] for slot in pair} <= set(self.plan["copied"])
+        self.collected += chosen
+        return 0
+
+    def nothing(self, *_: Any, **__: Any) -> None: ...
+
+    open = generate_inputs = publish_inputs = discard = judge = count_collectives = recheck_output = nothing
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[World]:
+    worlds: list[World] = []
+    tick = lambda: worlds[-1].now_s  # noqa: E731
+    monkeypatch.setattr(race_module.time, "perf_counter", tick)
+    monkeypatch.setattr(race_module.time, "monotonic", tick)
+    return worlds
+
+
+def measure(worlds: list[World], mode: str = "graph", rules: TimingRules | None = None, **script: Any) -> Any:
+    world = World(**script)
+    worlds.append(world)
+    benchmark = Benchmark(world, (mode,), rules or TimingRules(), None, (), 80e9, 1e6)  # type: ignore[arg-type]
+    benchmark.baseline()
+    world.loaded = True
+    benchmark.measure(mode)  # type: ignore[arg-type]
+    return benchmark.record(mode)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_reference_against_itself_is_as_fast_and_a_candidate_of_half_the_time_is_twice_as_fast(mode: str, clock: list[World]) -> None:
+    same = measure(clock, mode)
+    assert same.speedup.median == pytest.approx(1.0, abs=0.02) and not same.faster and same.flags == ()
+    twice = measure(clock, mode, candidate_us=50.0)
+    assert twice.speedup.median == pytest.approx(2.0, rel=0.04) and twice.faster
+    assert twice.reference_us.median / twice.candidate_us.median == pytest.approx(twice.speedup.median)
+    assert clock[-1].collected, "outputs are compared"
+
+
+def test_forged_events_win_nothing_and_gross_ones_are_a_failure_of_integrity(clock: list[World]) -> None:
+    forged = measure(clock, events_share=0.6)
+    assert forged.speedup.median == pytest.approx(1.0, abs=0.08)
+    with pytest.raises(Rejected) as rejected:
+        measure(clock, events_share=0.05)
+    assert rejected.value.verdict.kind == "integrity_failure"
+
+
+def test_work_behind_the_last_event_counts(clock: list[World]) -> None:
+    assert measure(clock, candidate_us=50.0, candidate_behind_us=1_000.0).speedup.median == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_candidate_that_slows_the_reference_down_gains_nothing_and_is_flagged(clock: list[World]) -> None:
+    speed = measure(clock, beside=1.5)
+    assert speed.speedup.median == pytest.approx(1.0, abs=0.03) and speed.flags == ("slower_reference",)
+    assert speed.reference_slowdown == pytest.approx(1.5, rel=0.03)
+
+
+def test_a_race_ends_early_when_it_knows_enough_and_with_its_budget_when_it_does_not(clock: list[World]) -> None:
+    rules = TimingRules()
+    assert measure(clock, noise=0.002).rounds <= 12
+    noisy = measure(clock, noise=0.6)
+    blocks_s = sum(noisy.candidate_clock_us + noisy.reference_clock_us) * 1e-6
+    assert rules.budget_s * 0.9 <= blocks_s <= rules.budget_s * 1.1
+
+
+@pytest.mark.parametrize("failure", [GroupFailure("hang", "timing", "no answer", ranks=[1], deadline_s=30.0), Rejected(WRONG)])
+def test_what_goes_wrong_under_replay_fails_the_mode_with_evidence(failure: BaseException, clock: list[World]) -> None:
+    with pytest.raises(Unmeasurable) as found:
+        measure(clock, wrong=failure)
+    assert found.value.kind in ("hang", "wrong_result") and "rank" in str(found.value)
+    assert measure(clock, "eager", wrong=failure).speedup.median == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_plan_swaps_before_calls_and_copies_what_was_swapped_and_the_last() -> None:
+    for _ in range(50):
+        plan = BlockPlan.draw(12, [0] * 20, 2, 1)
+        assert 1 <= len(plan.swaps.steps) <= 2
+        assert all(0 < position < other < 12 for position, _, other in plan.swaps.steps)
+        assert {11, *(slot for _, *pair in plan.swaps.steps for slot in pair)} < set(plan.copied)
+    assert BlockPlan.draw(4, [-1] * 4, 2, 0).copied == [3], "contents that are too large stay"
+
+
+def test_the_hand_off_of_the_reference_is_taken_off_both_sides() -> None:
+    rounds = Rounds(calls=10, references=[BlockTimes(1000.0, 1200.0)] * 10, others=[BlockTimes(100.0, 1200.0)] * 10)
+    assert rounds.counted_us(rounds.others) == pytest.approx([100.0] * 10)
+    assert rounds.ratio().median == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("value", [None, "3", True, -1.0, float("nan"), float("inf")])
+def test_a_time_that_is_none_is_garbage(value: Any) -> None:
+    with pytest.raises(GroupFailure, match="not a number") as failure:
+        BlockTimes.of([{"events_us": 1.0}, {"events_us": value}], 10.0)
+    assert failure.value.rank == 1
+
+
+def test_calls_per_block() -> None:
+    assert choose_calls(20.0, 2000.0, 128, 4) == 100
+    assert choose_calls(1.0, 2000.0, 128, 4) == 128
+    assert choose_calls(90_000.0, 2000.0, 128, 4) == 4
