@@ -30,7 +30,7 @@ CHANGES: dict[int, dict[str, dict[str, str]]] = {
                 '"gloo", store=store, rank=self.rank, world_size=self.world_size)'
             ),
         },
-        "evaluate/evaluator.py": {"torch.cuda.device_count() if": "2 * torch.cuda.device_count() if"},
+        "evaluate/node.py": {"torch.cuda.device_count() if": "2 * torch.cuda.device_count() if"},
         "problems/contract/spec.py": {'return ("eager", "graph") if self.graph else ("eager",)': 'return ("eager",)'},
         "evaluate/processes/fork_client.py": {
             'if device == "cpu" else environment': 'if device == "cpu" else {**environment, "GLOO_SOCKET_IFNAME": "lo"}'
