@@ -12,7 +12,7 @@ from typing import Self
 from peerlane.errors import UsageError
 
 ARCHITECTURE = "9.0a"
-"""What torch extensions are compiled for, as torch names it, where the environment does not say."""
+"""What torch extensions are compiled for, as torch names it, where neither the environment nor a GPU says."""
 
 
 def cache_dir() -> Path:

@@ -21,7 +21,7 @@ from peerlane.evaluate.processes.rank_group import RankGroup
 from peerlane.evaluate.sandbox.caches import RunFolders
 from peerlane.evaluate.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.sandbox.trees import remove_tree
-from peerlane.settings import ARCHITECTURE
+from peerlane.hardware.architecture import extension_architectures
 
 RANK_PROGRAM = "peerlane.evaluate.ranks.serve"
 """The module whose ``serve`` every rank runs. It is named, not imported: it imports torch, and lies above this one."""
@@ -58,7 +58,7 @@ def start_ranks(
     """
     config: dict[str, Any] = {"device": device}
     if role == "candidate" and device == "cuda":
-        config["environment"] = {"TORCH_CUDA_ARCH_LIST": ARCHITECTURE}
+        config["environment"] = {"TORCH_CUDA_ARCH_LIST": extension_architectures()}
     group = fork_server.spawn(role, world_size, config, share if device == "cpu" else None)
     group.begin({"op": "init"}, "spawn", deadline_s)
     return group

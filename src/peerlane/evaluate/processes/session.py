@@ -17,8 +17,9 @@ from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.sandbox import linux
 from peerlane.evaluate.sandbox.confine import NOT_DUMPABLE
 from peerlane.evaluate.sandbox.isolation import NO_ISOLATION, Isolation
+from peerlane.hardware.architecture import extension_architectures
 from peerlane.problems.contract.spec import Case
-from peerlane.settings import ARCHITECTURE, Deadlines, PoolSettings
+from peerlane.settings import Deadlines, PoolSettings
 
 
 class Session:
@@ -150,7 +151,7 @@ class Session:
 
     def builder(self) -> RankGroup:
         """A process that compiles, on cores where no rank is timed; no GPU is visible to it."""
-        environment = {"CUDA_VISIBLE_DEVICES": "", "TORCH_CUDA_ARCH_LIST": ARCHITECTURE}
+        environment = {"CUDA_VISIBLE_DEVICES": "", "TORCH_CUDA_ARCH_LIST": extension_architectures()}
         config = {"device": "cpu", "environment": environment, "timed_ranks": self.world_size if self.device == "cuda" else 0}
         return self.fork_server.spawn("builder", 1, config)
 
