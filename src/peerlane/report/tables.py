@@ -141,10 +141,17 @@ def _speed_cells(speed: ModeSpeed) -> tuple[str, ...]:
         speed.mode,
         microseconds(speed.reference_us),
         microseconds(speed.candidate_us),
-        f"{speed.speedup.median:.2f} [{speed.speedup.low:.2f}, {speed.speedup.high:.2f}]",
+        f"{_shown_speedup(speed):.2f} [{speed.speedup.low:.2f}, {speed.speedup.high:.2f}]",
         "yes" if speed.faster else "no",
         _share(speed.utilisation),
     )
+
+
+def _shown_speedup(speed: ModeSpeed) -> float:
+    """The quotient of the two times shown, to which the recorded speedup is rounded. Records of earlier protocols have other times."""
+    reference_us, candidate_us = (float(microseconds(times)) for times in (speed.reference_us, speed.candidate_us))
+    quotient = reference_us / candidate_us if candidate_us else 0.0
+    return quotient if abs(quotient - speed.speedup.median) <= 0.02 * speed.speedup.median else speed.speedup.median
 
 
 def microseconds(estimate: Estimate) -> str:
