@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from device.judged import cases, judge
+from device.judged import cases, judge, require_correct
 from peerlane import problems, solutions
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cuda"
@@ -24,7 +24,7 @@ def number_of(path: Path) -> int:
 @pytest.mark.parametrize("name", QUICK)
 def test_a_solution_is_right_and_clean(name: int | str) -> None:
     number = number_of(FILES[name])
-    judge(FILES[name], number, cases(problems.get(number), 2)[0]).require_correct()
+    require_correct(judge(FILES[name], number, cases(problems.get(number), 2)[0]))
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_a_solution_is_right_and_clean(name: int | str) -> None:
 def test_a_solution_is_right_in_every_small_case(name: int | str, world_size: int) -> None:
     number = number_of(FILES[name])
     for case in cases(problems.get(number), world_size):
-        judge(FILES[name], number, case).require_correct()
+        require_correct(judge(FILES[name], number, case))
 
 
 def twin(tmp_path: Path, number: int, old: str, new: str) -> Path:

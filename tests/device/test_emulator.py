@@ -286,11 +286,25 @@ def test_a_file_without_scenarios_is_a_usage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty.py").write_text("")
+    (tmp_path / "mine_cuda.py").write_text("def solution(tensor):\n    return tensor\n")
     (tmp_path / "wrong.py").write_text("def race(world_size):\n    return [world_size]\n")
     for name, says in (
         ("absent.py", "is not a Python file"),
+        ("mine_cuda.py", "says no problem; name the file like 18_mine_cuda.py"),
         ("empty.py", "has no function race(world_size)"),
         ("wrong.py", "gave ['int']"),
     ):
         assert race(monkeypatch, str(tmp_path / name)) == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_solution_is_judged_whole_without_a_scenario(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = ROOT / "src" / "peerlane" / "solutions" / "p002_allgather.py"
+    assert race(monkeypatch, str(file), "--world-size", "2", "--schedules", "2") == 0
+    assert "ragged_bf16, 2 ranks: correct, nothing found" in capsys.readouterr().out
+    twin = tmp_path / "2_twin_cuda.py"
+    twin.write_text(file.read_text().replace("return gathered", "return gathered[:, :1]"))
+    assert race(monkeypatch, str(twin), "--world-size", "2", "--schedules", "2", "--json") == 3
+    assert "wrong type: output: got shape" in capsys.readouterr().out

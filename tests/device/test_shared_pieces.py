@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from device.judged import Judged, cases, judge
+from device.judged import cases, judge, require_correct
 from peerlane import problems, solutions
 from peerlane.device import compile_cubin, strided
 from peerlane.device.declare import F32, U32, DeclaredKernel, Epochs, Packets, Pointer, array, structure
 from peerlane.errors import CompileError, UsageError
+from peerlane.evaluate.correctness.emulated import EmulatedJudgement
 from peerlane.problems import Case
 
 INLINE = """
@@ -30,7 +31,7 @@ def case_of(number: int, label: str, world_size: int = 2) -> Case:
     return next(case for case in cases(problems.get(number), world_size) if case.label == label)
 
 
-def judged_with(monkeypatch: pytest.MonkeyPatch, body: str) -> Judged:
+def judged_with(monkeypatch: pytest.MonkeyPatch, body: str) -> EmulatedJudgement:
     """Problem 36 with this body in the kernel."""
     source = strided.SOURCE.replace("exchange_strided(peers, arena, args.out, args.x, args.block, epoch);", body)
     assert source != strided.SOURCE
@@ -53,12 +54,12 @@ def test_a_strided_exchange_without_one_step_is_caught(monkeypatch: pytest.Monke
 
 
 def test_the_strided_exchange_written_out_is_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    judged_with(monkeypatch, INLINE).require_correct()
+    require_correct(judged_with(monkeypatch, INLINE))
 
 
 @pytest.mark.parametrize(("number", "label"), [(18, "ragged_bf16"), (36, "padded_bf16"), (37, "padded_bf16"), (38, "padded_split_bf16")])
 def test_solutions_on_these_pieces_are_right(number: int, label: str) -> None:
-    judge(solutions.files()[number], number, case_of(number, label)).require_correct()
+    require_correct(judge(solutions.files()[number], number, case_of(number, label)))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_a_small_exchange_with_one_thing_wrong_is_caught(tmp_path: Path, old: st
 def test_a_row_reduction_of_a_real_shape_is_right_in_the_emulator() -> None:
     """The public benchmark's 1024 rows: many rows for every warp."""
     (case,) = problems.get(18).cases("pkb", 2)
-    judge(solutions.files()[18], 18, case, schedules=1).require_correct()
+    require_correct(judge(solutions.files()[18], 18, case, schedules=1))
 
 
 # ---- declarations

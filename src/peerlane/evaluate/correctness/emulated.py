@@ -1,0 +1,67 @@
+"""A solution on emulated ranks, judged by its problem's oracle. It runs in this process: for trusted files only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peerlane.device.emulator.ranks import Outcome, run
+from peerlane.device.group import Group
+from peerlane.problems import RANDOM, Case, Draw, GroupRef, Problem
+from peerlane.problems.contract.judge import score, type_mismatch
+
+CALLS = 3
+
+
+@dataclass
+class EmulatedJudgement:
+    """What a case showed: a failure, a wrong result, findings of the emulator, or nothing."""
+
+    outcome: Outcome
+    mismatch: str
+    """why the structure, a shape or a dtype of an output is wrong; empty if all are right"""
+    worst: float
+    """the largest error as a share of what is allowed"""
+
+    @property
+    def correct(self) -> bool:
+        return self.outcome.failure is None and not self.mismatch and self.worst <= 1 and not self.outcome.findings
+
+    def __str__(self) -> str:
+        if self.outcome.failure is not None:
+            rank, error = self.outcome.failure
+            return f"rank {rank} raised {type(error).__name__}: {error}"
+        if self.mismatch:
+            return f"wrong type: {self.mismatch}"
+        wrong = [f"wrong result: an error of {self.worst:.3g} times what is allowed"] if not self.worst <= 1 else []
+        return "\n".join([*wrong, *map(str, self.outcome.findings)]) or "correct, nothing found"
+
+
+def judge_emulated(file: Path, problem: Problem, case: Case, *, schedules: int = 4, seed: int = 0) -> EmulatedJudgement:
+    """Three calls in a row, with inputs of their own, whose launches are run under ``schedules`` schedules."""
+    ranks = range(case.world_size)
+    drawn = [
+        [problem.inputs(case, rank, Draw(secret=f"emulated {seed}", case_key=case.key, slot=0, block=call, rank=rank)) for rank in ranks]
+        for call in range(CALLS)
+    ]
+
+    def resolve(arguments: tuple[Any, ...], groups: Mapping[str, Group]) -> tuple[Any, ...]:
+        return tuple(groups[value.name] if isinstance(value, GroupRef) else value for value in arguments)
+
+    calls = [[tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in own) for own in call] for call in drawn]
+    outcome = run(file, calls, layouts=problem.process_groups(case), resolve=resolve, schedules=schedules, seed=seed)
+    if outcome.failure is not None:
+        return EmulatedJudgement(outcome, "", math.inf)
+    worst = 0.0
+    for inputs, outputs in zip(drawn, outcome.outputs, strict=True):
+        for rank, output in enumerate(outputs):
+            expected = problem.oracle(case, inputs, rank)
+            if mismatch := type_mismatch(output, expected):
+                return EmulatedJudgement(outcome, mismatch, math.inf)
+            worst = max([worst, *(item.ratio for item in score(problem, case, output, expected, RANDOM))])
+    return EmulatedJudgement(outcome, "", worst)
