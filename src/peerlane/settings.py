@@ -88,6 +88,10 @@ class Deadlines:
             if not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
                 raise UsageError(f"deadline {name}={seconds!r}: expected a positive number of seconds")
 
+    def times(self, factor: float) -> Self:
+        """The same, each so many times as long."""
+        return replace(self, **{name: seconds * factor for name, seconds in vars(self).items()})
+
     def with_calls(self, seconds: float) -> Self:
         """The same, with another deadline for everything that calls the candidate."""
         return replace(self, first_call=seconds, correctness=seconds, stress=seconds, timing=seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import resource
@@ -252,3 +253,35 @@ def test_overlapping_evaluators_leave_the_caller_as_it_was(monkeypatch: pytest.M
     assert not linux.set_dumpable(False)
     second.__exit__(None, None, None)
     assert linux.set_dumpable(before)
+
+
+def test_a_deadline_missed_on_an_overloaded_machine_is_no_final_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evaluation is repeated once, with more time; what hangs again is marked, and judged again when it is asked for again."""
+    busy = iter([True, False, True, True])
+    monkeypatch.setattr("peerlane.evaluate.evaluator.overloaded", lambda: next(busy))
+    options: Any = {"presets": ("small",), "deadlines": Deadlines().with_calls(0.3), "stress": STRESS, "out": tmp_path, "modes": ()}
+    with pl.Evaluator(2, "cpu", **options) as evaluator:
+        final = evaluator.evaluate(1, SLEEPS)
+        assert isinstance(final.verdict, Hang) and final.verdict.deadline_s == 0.6 and "overloaded" not in final.flags
+        marked_ = evaluator.evaluate(1, SLEEPS + "#")
+        assert "overloaded" in marked_.flags and evaluator._store is not None
+        assert evaluator._store.has(final.key) and not evaluator._store.has(marked_.key)
+
+
+def test_memory_that_the_machine_lacks_is_not_the_candidates_fault(evaluator: pl.Evaluator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may pick the process that guards the ranks; a candidate that kills it itself is to blame as before."""
+    kills = "import os, signal\n\n\ndef solution(tensor):\n    os.kill(os.getppid(), signal.SIGKILL)\n    import time; time.sleep(9)\n"
+    with pl.Evaluator(2, "cpu", presets=("small",), isolation="L0", deadlines=DEADLINES, modes=()) as open_:
+        assert open_.evaluate(1, kills).verdict.kind == "integrity_failure"
+        counts = itertools.count()
+        monkeypatch.setattr("peerlane.evaluate.processes.rank_group.out_of_memory_kills", lambda: next(counts))
+        got = open_.evaluate(1, kills)
+        assert got.verdict.kind == "harness_error" and "ran out of memory" in got.verdict.reason
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "python-api.md").read_text()
+    script = tmp_path / "example.py"
+    script.write_text(page.split("```python\n")[1].split("```")[0])
+    ran = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.stdout.splitlines()[:2] == ["correct", "1.0"], ran.stderr

@@ -95,3 +95,15 @@ def test_a_file_that_changes_while_it_waits_is_not_judged(tmp_path: Path) -> Non
     assert changed.verdict.kind == "not_run" and "has changed since the run began" in changed.verdict.reason
     assert good.correct, good.verdict
     assert judge(path)[0].correct
+
+
+def test_samples_in_subfolders_are_told_apart_and_a_bad_name_stops_nobody(tmp_path: Path) -> None:
+    for sample in ("sample0", "sample1", ".hidden", "__pycache__"):
+        (tmp_path / sample).mkdir()
+        (tmp_path / sample / "1_x_pytorch.py").write_bytes(SOURCE)
+    (tmp_path / "1_a\nb_pytorch.py").write_bytes(SOURCE)
+    (tmp_path / "999_x_pytorch.py").write_bytes(SOURCE)
+    notes: list[str] = []
+    found = discover([str(tmp_path)], notes.append)
+    assert [(item.name, item.problem) for item in found] == [("sample0/1_x_pytorch", 1), ("sample1/1_x_pytorch", 1)]
+    assert len(notes) == 2 and all("it is skipped" in text for text in notes)

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 def summary(result: Result) -> str:
-    """One line: what was judged, and the verdict."""
+    """One line: what was judged, and the verdict, whose reason stands below the table of results."""
     where = f"{result.candidate.name}  problem {result.problem.id} {result.preset} W={result.world_size}"
-    verdict = result.verdict.kind if result.correct else f"{result.verdict.kind}: {result.verdict.reason}"
-    return f"{where}  {verdict}"
+    return f"{where}  {result.verdict.kind}"
 
 
 class PlainProgress:

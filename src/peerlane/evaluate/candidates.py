@@ -29,7 +29,7 @@ class CandidateFile:
     """One thing to judge.
 
     Attributes:
-        name: the file's stem, or ``reference``.
+        name: the file's path below the folder that was asked for, without ``.py``; or ``reference``.
         path: None for the reference.
         sha256: of the file's bytes (of name and version for the reference).
         backend: by the file name's ending, else by what the source imports.
@@ -129,38 +129,55 @@ def _backend(stem: str, source: str) -> Backend:
 
 
 def discover(arguments: Sequence[str], note: Callable[[str], None] = lambda _: None) -> list[CandidateFile]:
-    """The candidates that the arguments name, in order. Folders give their numbered ``.py`` files, sorted by number and name.
+    """The candidates that the arguments name, in order. Folders give the numbered ``.py`` files in and below them, by number and name.
 
-    ``note`` hears which problem a file means whose number is another's. Files whose names mean none are skipped with a note.
+    ``note`` hears which problem a file means whose number is another's. Files whose names mean none, and files of a folder that cannot be
+    candidates, are skipped with a note.
 
     ``reference`` stands for the problems' references and ``solutions`` for peerlane's own solutions; ``./solutions`` is a folder.
     Raises :class:`CandidateNotFound` for a path that does not exist or is empty, and for a folder without candidates.
     """
     found: list[CandidateFile] = []
-    skipped: list[CandidateFile] = []
+    skipped: list[str] = []
     for argument in arguments:
         if not argument:  # an unset variable of a shell, more likely than the working directory
             raise CandidateNotFound("got '' for a candidate: expected a .py file or a folder; '.' is the current one")
         path = Path(peerlane.__file__).parent / SOLUTIONS if argument == SOLUTIONS else Path(argument)
         if argument == REFERENCE:
             found.append(reference_candidate())
-            continue
-        if path.is_dir():
-            files = [item for item in path.glob("*.py") if resolve(item.stem, slugs()) is not None]
-            if not files:
-                raise CandidateNotFound(f"no candidates in {path}: expected files named <id>_<name>_<backend>.py")
+        elif path.is_dir():
+            found += _in_folder(path, skipped)
         elif path.is_file():
-            files = [path]
+            found += _named([candidate_file(path)], skipped)
         else:
             raise CandidateNotFound(
                 f"there is no candidate {argument!r}: expected a .py file, a folder, or the word {REFERENCE!r} or {SOLUTIONS!r}"
             )
-        judged = sorted(map(candidate_file, files), key=lambda item: (item.problem or 0, item.name))
-        found += [item for item in judged if item.problem is not None or not item.note]
-        skipped += [item for item in judged if item.problem is None and item.note]
     if skipped and not found:
-        raise CandidateNotFound("; ".join(f"{item.path}: {item.note}" for item in skipped))
-    for item in (*skipped, *found):
-        if item.note:
-            note(f"{item.path}: {item.note}{'; it is skipped' if item in skipped else ''}")
+        raise CandidateNotFound("; ".join(skipped))
+    for text in (*(f"{text}; it is skipped" for text in skipped), *(f"{item.path}: {item.note}" for item in found if item.note)):
+        note(text)
     return found
+
+
+def _in_folder(folder: Path, skipped: list[str]) -> list[CandidateFile]:
+    """The candidates below a folder, each named by its path there: samples of one problem have the same file name."""
+    inside = []
+    files = [item for item in folder.rglob("*.py") if resolve(item.stem, slugs()) is not None]
+    for file in files:
+        parts = file.relative_to(folder).with_suffix("").parts
+        if any(part.startswith((".", "__")) for part in parts):
+            continue
+        try:
+            inside.append(replace(candidate_file(file), name="/".join(parts)))
+        except CandidateNotFound as error:
+            skipped.append(str(error))
+    if not inside and not skipped:
+        raise CandidateNotFound(f"no candidates in {folder}: expected files named <id>_<name>_<backend>.py, in it or below it")
+    return _named(sorted(inside, key=lambda item: (item.problem or 0, item.name)), skipped)
+
+
+def _named(candidates: list[CandidateFile], skipped: list[str]) -> list[CandidateFile]:
+    """Those whose names mean a problem, or say nothing of one."""
+    skipped += [f"{item.path}: {item.note}" for item in candidates if item.problem is None and item.note]
+    return [item for item in candidates if item.problem is not None or not item.note]

@@ -23,6 +23,7 @@ from peerlane.evaluate.pipeline import EvaluationPipeline, candidate_info, group
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
 from peerlane.evaluate.processes.gpu_health import lost_gpus
 from peerlane.evaluate.processes.limit import Cancelled, Limit
+from peerlane.evaluate.processes.overload import OVERLOADED, overloaded
 from peerlane.evaluate.processes.rank_group import RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.ranks.builds import Builds
@@ -266,6 +267,14 @@ class Evaluator:
     def _run(self, pipeline: EvaluationPipeline) -> Result:
         try:
             result = pipeline.run()
+            if result.verdict.kind == "hang" and "time_limit" not in result.flags and overloaded():
+                where = f"{pipeline.job.candidate.name} missed a deadline in {pipeline.phase}"
+                self._progress.note(f"{where} while other programs kept the machine busy; it is judged once more, with twice the time")
+                pipeline = pipeline.again()
+                with pipeline.session.longer_deadlines(2.0):
+                    result = pipeline.run()
+                if result.verdict.kind == "hang" and overloaded():
+                    result = result.model_copy(update={"flags": tuple(sorted({*result.flags, OVERLOADED}))})
         except Cancelled:
             self._kept = None
             raise

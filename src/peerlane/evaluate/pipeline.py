@@ -136,11 +136,19 @@ class EvaluationPipeline:
             return HarnessFailure(phase=self.phase, message=str(error))
 
     def _blame(self, failure: GroupFailure) -> Verdict:
-        if failure.phase == "build" or self.loaded:
+        if failure.kind != "machine" and (failure.phase == "build" or self.loaded):
             if failure.phase == "spawn":  # it was asked to map another case's memory
                 failure.phase = self.phase
             return verdict_of(failure, None if failure.phase in ("build", "import", "exit") else self.case)
-        return HarnessFailure(phase=self.phase, message=f"the ranks failed before any candidate code was loaded: {failure}")
+        what = "the machine failed" if failure.kind == "machine" else "the ranks failed before any candidate code was loaded"
+        return HarnessFailure(phase=self.phase, message=f"{what}: {failure}")
+
+    def again(self) -> EvaluationPipeline:
+        """The same evaluation from its begin, in a fresh group."""
+        self.end_group()
+        fresh = EvaluationPipeline(self.session, self.job, self.node, self.rules, self.tell, self.builds, self.later, None, self.stress)
+        fresh.limit = self.limit
+        return fresh
 
     def end_group(self) -> None:
         """Kills the group, if there is one."""

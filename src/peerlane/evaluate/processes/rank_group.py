@@ -8,6 +8,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate.processes.limit import Limit
@@ -23,7 +24,8 @@ class GroupFailure(Exception):
     """A rank group did not do what it was asked. The group must be killed.
 
     Attributes:
-        kind: ``hang``, ``exit``, ``garbage``, or the kind a rank reported (``runtime_error``, ``cuda_error``, ...).
+        kind: ``hang``, ``exit``, ``garbage``, ``machine`` (no rank is to blame), or the kind a rank reported
+            (``runtime_error``, ``cuda_error``, ...).
         phase: what was being done.
         rank: the first rank that failed, if one can be named.
         ranks: for a hang, the ranks that had not answered.
@@ -44,6 +46,15 @@ class GroupFailure(Exception):
         super().__init__(f"{kind} in {phase}: {message}")
         self.kind, self.phase, self.message = kind, phase, message
         self.rank, self.ranks, self.deadline_s = rank, tuple(ranks), deadline_s
+
+
+def out_of_memory_kills() -> int:
+    """How many processes the kernel has killed for memory since the machine's start; 0 where it does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
 
 def _cause(first: GroupFailure | None, second: GroupFailure) -> GroupFailure:
@@ -76,6 +87,7 @@ class RankGroup:
         self._sweep = sweep
         self._pending: tuple[str, float, float, set[int]] | None = None
         self.alive = True
+        self._kills = out_of_memory_kills()
         self.limit: Limit | None = None
         """of the evaluation that waits for this group: its end ends the wait, and leaves the group to be killed"""
 
@@ -207,6 +219,9 @@ class RankGroup:
     def _read_control(self, phase: str) -> GroupFailure | None:
         if not self._control.feed():
             self.alive = False
+            if out_of_memory_kills() > self._kills:
+                what = "this machine ran out of memory, and the kernel killed the process that guards the ranks"
+                return GroupFailure("machine", phase, what)
             return GroupFailure("garbage", phase, "the process that guards the ranks was killed")
         while (message := self._control.pop()) is not None:
             if "exited" in message:

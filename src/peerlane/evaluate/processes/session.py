@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -144,6 +144,16 @@ class Session:
             self.note(str(error))
         if self._trusted is not None and self.device == "cpu":  # what the trusted ranks still have of it has been judged
             self._trusted.empty_memory()
+
+    @contextlib.contextmanager
+    def longer_deadlines(self, factor: float) -> Iterator[None]:
+        """All phases may take so many times as long in here."""
+        before = self.deadlines
+        self.deadlines = before.times(factor)
+        try:
+            yield
+        finally:
+            self.deadlines = before
 
     def wait_for_starts(self) -> bool:
         """Waits until all warm groups are up, so that their start does not disturb what is timed next; False if none were coming up."""

@@ -59,7 +59,7 @@ class ResultsStore:
         return None if found is None else found.get(name) or list(found.values())[-1]
 
     def _index(self, result: Result) -> None:
-        if result.verdict.kind not in _TO_REPEAT:
+        if result.verdict.kind not in _TO_REPEAT and "overloaded" not in result.flags:
             self._final.setdefault(result.key, {})[result.candidate.name] = result
 
     def append(self, result: Result) -> None:
