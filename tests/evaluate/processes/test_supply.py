@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from peerlane.errors import HarnessError, RunStopped, UnknownProblem
+from peerlane.errors import CandidateNotFound, HarnessError, RunStopped
 from peerlane.evaluate import EvaluationPlan, discover, evaluate, evaluator
 from peerlane.evaluate.processes import gpu_health
 from peerlane.evaluate.processes.logs import KEPT_BYTES, LogTail
@@ -199,9 +199,8 @@ def test_a_full_disk_stops_the_run_with_what_it_has(tmp_path: Path, monkeypatch:
 
 def test_a_file_of_no_problem_is_named(tmp_path: Path) -> None:
     (tmp_path / "99_foo.py").write_text("def solution(): ...")
-    plan = EvaluationPlan(discover([str(tmp_path)]), problems=None, presets=("small",), world_sizes=(2,))
-    with pytest.raises(UnknownProblem, match=r"99_foo\.py: there is no problem 99;"):
-        evaluator.make_jobs(plan)
+    with pytest.raises(CandidateNotFound, match=r"99_foo\.py: there is no problem 99\b"):
+        discover([str(tmp_path)])
 
 
 @pytest.fixture
