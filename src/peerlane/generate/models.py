@@ -73,7 +73,7 @@ def open_model(options: ModelOptions) -> Model:
     if "/" not in options.name:
         raise UsageError(f"--model got {options.name!r}: expected PROVIDER/NAME, such as openai/gpt-5 or peerlane/expert")
     try:
-        return get_model(options.name, config=config, base_url=options.base_url, memoize=False, **options.arguments)
+        return get_model(options.name, config=config, base_url=options.base_url, **options.arguments)
     except (KeyboardInterrupt, UsageError):
         raise
     except Exception as error:  # providers raise what they like: a missing key, a missing package, an unknown argument
