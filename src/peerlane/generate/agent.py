@@ -1,0 +1,157 @@
+"""An agent that writes, tests and times candidates until it submits or a limit ends its episode. The best attempt so far counts."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from inspect_ai.dataset import Sample
+from inspect_ai.model import ChatMessageUser, execute_tools, get_model
+from inspect_ai.solver import Generate, Solver, TaskState, solver
+
+from peerlane.generate.attempts import Attempt, Usage, best_attempt
+from peerlane.generate.judging import Judge, Judged
+from peerlane.generate.models import ModelOptions, usage_of
+from peerlane.generate.prompt import Prompt
+from peerlane.generate.reply import extract_code
+from peerlane.generate.run_folder import RunFolder, SampleKey, SampleRecord, StepRecord
+from peerlane.generate.single_shot import Progress, run_inspect
+from peerlane.generate.tools import Workbench, workbench_tools
+
+INSTRUCTIONS = """
+# How to work
+
+You have tools. Call `write` with a whole file, then `compile`, `test` (right or wrong, and why) and `time` (how fast, in both modes).
+`lookup` has notes on the hardware, the device kit and common mistakes. Revise until it is right and fast, then call `submit`.
+You may take {steps} turns. Your best judged candidate counts, also if you run out of turns.
+"""
+NUDGE = "Use the tools: `write` a file, `test` it, and `submit` when it is right and fast."
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What ends an episode: turns of the model, tokens in and out, US dollars, seconds of work. None: no limit."""
+
+    steps: int = 20
+    tokens: int | None = None
+    cost_usd: float | None = None
+    seconds: float | None = None
+
+    def reached(self, turns: int, usage: Usage, seconds: float) -> str | None:
+        """The first limit that was reached, by name."""
+        spent = usage.input_tokens + usage.output_tokens
+        reached = {
+            "steps": turns >= self.steps,
+            "tokens": self.tokens is not None and spent >= self.tokens,
+            "cost": self.cost_usd is not None and (usage.cost_usd or 0.0) >= self.cost_usd,
+            "time": self.seconds is not None and seconds >= self.seconds,
+        }
+        return next((name for name, is_reached in reached.items() if is_reached), None)
+
+
+@dataclass
+class Episode:
+    """What an agent has done so far; keeps every judged candidate in the run's folder."""
+
+    run: RunFolder
+    key: SampleKey
+    steps: list[tuple[StepRecord, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        shutil.rmtree(self.run.path / self.key.folder / "steps", ignore_errors=True)  # of an episode that was killed
+
+    def keep(self, tool: str, source: str, found: Judged) -> None:
+        """A candidate was judged."""
+        record = StepRecord(
+            step=len(self.steps) + 1,
+            tool=tool,
+            verdict=found.verdict,
+            sha256=found.sha256,
+            speedups={mode: tuple(speedup) for mode, speedup in found.speedups.items()},  # type: ignore[misc]
+            feedback=found.feedback,
+        )
+        self.run.write_step(self.key, record, source)
+        self.steps.append((record, source))
+
+    def best(self) -> str | None:
+        """The source of the best judged candidate that is correct, if any is."""
+        from peerlane.generate.attempts import Speedup
+
+        attempts = [
+            Attempt(self.key.problem, self.key.sample, record.verdict, {mode: Speedup(*value) for mode, value in record.speedups.items()})
+            for record, _ in self.steps
+        ]
+        chosen = best_attempt(attempts)
+        return self.steps[attempts.index(chosen)][1] if chosen is not None and chosen.correct else None
+
+
+def run_agents(
+    run: RunFolder,
+    prompts: Mapping[int, Prompt],
+    keys: Sequence[SampleKey],
+    options: ModelOptions,
+    limits: Limits,
+    judge: Judge,
+    progress: Progress,
+) -> None:
+    """One episode for each of these samples; those that fail stay missing, and ``progress`` says why."""
+    text = {number: prompt.text + INSTRUCTIONS.format(steps=limits.steps) for number, prompt in prompts.items()}
+    for number in {key.problem for key in keys}:
+        run.write_prompt(number, text[number])
+    samples = [Sample(id=key.folder, input=text[key.problem], metadata=key._asdict()) for key in keys]
+    run_inspect(run, samples, _episode(run, options, limits, judge, progress), options)
+
+
+@solver
+def _episode(run: RunFolder, options: ModelOptions, limits: Limits, judge: Judge, progress: Progress) -> Solver:
+    async def solve(state: TaskState, generate: Generate) -> TaskState:
+        key = SampleKey(state.metadata["problem"], state.metadata["sample"])
+        began, usage, turns, limit = time.monotonic(), Usage(), 0, None
+        try:
+            progress.check()
+            episode = Episode(run, key)
+            bench = Workbench(key.problem, judge, episode.keep)
+            tools = workbench_tools(bench)
+            while not bench.submitted and limit is None:
+                output = await get_model().generate(state.messages, tools)
+                turns += 1
+                reply_usage = usage_of(output, options.prices)
+                usage += reply_usage
+                progress.spent(reply_usage.cost_usd)
+                state.messages.append(output.message)
+                state.output = output
+                if output.message.tool_calls:
+                    state.messages += (await execute_tools(state.messages, tools)).messages
+                elif (source := extract_code(output.completion)) is not None and source != bench.source:
+                    bench.source = source
+                    state.messages.append(ChatMessageUser(content=f"The file in your reply was written. {NUDGE}"))
+                else:
+                    state.messages.append(ChatMessageUser(content=NUDGE))
+                limit = limits.reached(turns, usage, time.monotonic() - began)
+            if bench.source is not None and bench.source not in [source for _, source in episode.steps]:
+                await bench.measure("submit", ("eager", "graph"))  # the last word counts too
+        except Exception as error:
+            progress.failed(key, error)
+            raise
+        source = episode.best() or bench.source
+        record = SampleRecord(
+            problem=key.problem,
+            sample=key.sample,
+            status="code" if source is not None else "no_code",
+            stop_reason="submitted" if bench.submitted else "limit",
+            limit=None if bench.submitted else limit,
+            input_tokens=usage.input_tokens,
+            output_tokens=usage.output_tokens,
+            reasoning_tokens=usage.reasoning_tokens,
+            cached_tokens=usage.cached_tokens,
+            cost_usd=usage.cost_usd,
+            calls=usage.calls,
+            seconds=time.monotonic() - began,
+        )
+        run.write_sample(record, state.output.completion, source)
+        progress.kept(record)
+        return state
+
+    return solve

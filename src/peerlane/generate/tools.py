@@ -1,0 +1,130 @@
+"""The tools of an agent. They work on the file that it wrote last; candidates run in the evaluator's ranks only."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+
+from inspect_ai.tool import Tool, ToolError, tool
+
+from peerlane import problems
+from peerlane.generate.judging import Judge, Judged
+
+_NOTES = Path(__file__).parent / "prompts" / "notes"
+_MOST_CHARACTERS = 6000
+_LAUNCH_MODES = ("eager", "graph")
+
+
+class Workbench:
+    """The file that an agent works on, and what was found out about it. ``keep`` hears of everything that was judged."""
+
+    def __init__(self, problem: int, judge: Judge, keep: Callable[[str, str, Judged], None]) -> None:
+        self.problem, self.submitted = problem, False
+        self.source: str | None = None
+        self._judge, self._keep = judge, keep
+
+    def written(self) -> str:
+        """The file; raises ToolError if there is none."""
+        if self.source is None:
+            raise ToolError("no file yet: call write first")
+        return self.source
+
+    async def measure(self, tool_name: str, modes: tuple[str, ...]) -> str:
+        """Has the file judged, keeps the result, and returns what its author may know."""
+        source = self.written()
+        found = await self._judge.judge(self.problem, source, modes)
+        self._keep(tool_name, source, found)
+        return found.feedback[:_MOST_CHARACTERS]
+
+
+def check_source(problem: int, source: str) -> str:
+    """What can be said of a file without running it; raises ToolError for one that Python cannot read or that lacks ``solution``."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError as error:
+        raise ToolError(f"candidate.py:{error.lineno}:{error.offset}: SyntaxError: {error.msg}") from None
+    except ValueError as error:
+        raise ToolError(f"candidate.py: {error}") from None
+    wanted = problems.get(problem).parameters
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "solution":
+            names = [item.arg for item in (*node.args.posonlyargs, *node.args.args)]
+            if node.args.vararg is None and len(names) < len(wanted):
+                raise ToolError(f"candidate.py:{node.lineno}: solution takes {', '.join(names)}: expected {', '.join(wanted)}")
+            return "The file is valid Python and defines solution. Device code is compiled by test and time."
+    if any(isinstance(node, ast.Assign | ast.ImportFrom) and "solution" in ast.unparse(node) for node in tree.body):
+        return "The file is valid Python and binds solution. Device code is compiled by test and time."
+    raise ToolError(f"candidate.py defines no solution: expected a function with the parameters {', '.join(wanted)}")
+
+
+def notes() -> list[str]:
+    """The topics of ``lookup``."""
+    return sorted(path.stem for path in _NOTES.glob("*.md"))
+
+
+def workbench_tools(bench: Workbench) -> list[Tool]:
+    """write, compile, test, time, lookup and submit."""
+
+    @tool(name="write")
+    def write() -> Tool:
+        async def execute(source: str) -> str:
+            """Replace the candidate file.
+
+            Args:
+                source: The whole file, which defines solution.
+            """
+            bench.source = source if source.endswith("\n") else source + "\n"
+            return f"{len(bench.source.splitlines())} lines written"
+
+        return execute
+
+    @tool(name="compile")
+    def compile_() -> Tool:
+        async def execute() -> str:
+            """Check the file without running it. Takes no GPU."""
+            return check_source(bench.problem, bench.written())
+
+        return execute
+
+    @tool(name="test")
+    def test() -> Tool:
+        async def execute() -> str:
+            """Run the file on all ranks: right or wrong, where and why."""
+            return await bench.measure("test", ("eager",))
+
+        return execute
+
+    @tool(name="time")
+    def time() -> Tool:
+        async def execute() -> str:
+            """Run the file on all ranks and time it against the reference and the hardware, eagerly and as a CUDA graph."""
+            return await bench.measure("time", _LAUNCH_MODES)
+
+        return execute
+
+    @tool(name="lookup")
+    def lookup() -> Tool:
+        async def execute(topic: str) -> str:
+            """Read a note.
+
+            Args:
+                topic: One of cuda, kit, mistakes, symmetric_memory.
+            """
+            if topic not in notes():
+                raise ToolError(f"no note on {topic!r}: expected one of {', '.join(notes())}")
+            return (_NOTES / f"{topic}.md").read_text()
+
+        return execute
+
+    @tool(name="submit")
+    def submit() -> Tool:
+        async def execute() -> str:
+            """End the work. The best candidate that was tested or timed counts; a file that was not is judged now."""
+            bench.written()
+            bench.submitted = True
+            return "submitted"
+
+        return execute
+
+    return [write(), compile_(), test(), time(), lookup(), submit()]
