@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import re
@@ -10,22 +9,20 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from generate.fake_provider import FakeServer
-from peerlane import cli
 from peerlane.cli._console import ExitCode
 from peerlane.generate.extra import require_models_extra
 from peerlane.generate.run_folder import RunFolder
 
 require_models_extra()  # says what to install
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's packages
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("model_surroundings")]  # warnings of other people's packages
 
 CODE = "def solution(*args):\n    return args[0]\n"
 MODEL = "openai-api/fake/model-x"
@@ -34,33 +31,6 @@ Peerlane = Callable[..., int]
 
 def answer(messages: list[dict[str, Any]], tools: list[str]) -> dict[str, Any]:
     return {"text": f"Here:\n```python\n{CODE}```", "reasoning": "so far"}
-
-
-@pytest.fixture(autouse=True)
-def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Keys for the fakes, nothing written outside the test's folder, and retries that do not wait."""
-    from tenacity import wait_none
-
-    for name in ("FAKE_API_KEY", "ANTHROPIC_API_KEY"):
-        monkeypatch.setenv(name, "none")
-    for name in ("XDG_CACHE_HOME", "XDG_DATA_HOME"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    monkeypatch.setattr("inspect_ai.model._retry.wait_exponential_jitter", lambda *_, **__: wait_none())
-    yield
-    with warnings.catch_warnings():  # clients leave their connections open
-        warnings.simplefilter("ignore")
-        gc.collect()
-
-
-@pytest.fixture
-def peerlane(monkeypatch: pytest.MonkeyPatch) -> Peerlane:
-    def run(*arguments: object) -> int:
-        monkeypatch.setattr(sys, "argv", ["peerlane", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0)
-
-    return run
 
 
 def settings(server: FakeServer, model: str = MODEL) -> list[str]:

@@ -12,6 +12,7 @@ import traceback
 import typer
 
 from peerlane.cli import (
+    agent,
     bench,
     calibrate,
     demo,
@@ -51,6 +52,7 @@ app.command("report")(report.report)
 app.command("demo")(demo.demo)
 app.command("selftest")(selftest.selftest)
 app.command("generate")(generate.generate)
+app.command("agent")(agent.agent)
 app.command("metrics")(metrics.metrics)
 app.command("prompt")(prompt.prompt)
 app.command("docs")(docs.docs)

@@ -12,7 +12,7 @@ from inspect_ai.model import ChatMessageUser, execute_tools, get_model
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
 from peerlane.generate.attempts import Attempt, Usage, best_attempt
-from peerlane.generate.judging import Judge, Judged
+from peerlane.generate.judging import MODES, Judge, Judged
 from peerlane.generate.models import ModelOptions, usage_of
 from peerlane.generate.prompt import Prompt
 from peerlane.generate.reply import extract_code
@@ -131,11 +131,14 @@ def _episode(run: RunFolder, options: ModelOptions, limits: Limits, judge: Judge
                     state.messages.append(ChatMessageUser(content=NUDGE))
                 limit = limits.reached(turns, usage, time.monotonic() - began)
             if bench.source is not None and bench.source not in [source for _, source in episode.steps]:
-                await bench.measure("submit", ("eager", "graph"))  # the last word counts too
+                await bench.measure("submit", MODES)  # the last word counts too
+            bench.source = episode.best() or bench.source
+            if bench.source is not None and bench.source not in [source for record, source in episode.steps if record.tool != "test"]:
+                await bench.measure("submit", MODES)  # what counts is timed
         except Exception as error:
             progress.failed(key, error)
             raise
-        source = episode.best() or bench.source
+        source = bench.source
         record = SampleRecord(
             problem=key.problem,
             sample=key.sample,

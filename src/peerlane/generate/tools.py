@@ -9,11 +9,10 @@ from pathlib import Path
 from inspect_ai.tool import Tool, ToolError, tool
 
 from peerlane import problems
-from peerlane.generate.judging import Judge, Judged
+from peerlane.generate.judging import MODES, Judge, Judged
 
 _NOTES = Path(__file__).parent / "prompts" / "notes"
 _MOST_CHARACTERS = 6000
-_LAUNCH_MODES = ("eager", "graph")
 
 
 class Workbench:
@@ -91,7 +90,7 @@ def workbench_tools(bench: Workbench) -> list[Tool]:
     def test() -> Tool:
         async def execute() -> str:
             """Run the file on all ranks: right or wrong, where and why."""
-            return await bench.measure("test", ("eager",))
+            return await bench.measure("test", ())
 
         return execute
 
@@ -99,7 +98,7 @@ def workbench_tools(bench: Workbench) -> list[Tool]:
     def time() -> Tool:
         async def execute() -> str:
             """Run the file on all ranks and time it against the reference and the hardware, eagerly and as a CUDA graph."""
-            return await bench.measure("time", _LAUNCH_MODES)
+            return await bench.measure("time", MODES)
 
         return execute
 

@@ -1,0 +1,77 @@
+"""Doubles from prompt to metrics on CPU ranks, candidates from elsewhere, and settings that are not mixed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from peerlane.cli._console import ExitCode
+from peerlane.generate.doubles import BROKEN, broken_reply, expert_source
+from peerlane.generate.extra import require_models_extra
+from peerlane.generate.reply import extract_code
+from peerlane.problems.reference_source import reference_source
+
+require_models_extra()  # says what to install
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("model_surroundings")]
+
+Peerlane = Callable[..., int]
+JUDGE = ["--preset", "small", "--world-size", "2", "--device", "cpu", "--mode", "eager"]
+
+
+def test_broken_model_fails_as_its_table_says(tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    words = ["1-8", "--model", "peerlane/broken", "--samples", 2, "--hardware", "h200x4", "--track", "open", "--out", run]
+    assert peerlane("generate", *words) == ExitCode.OK
+    assert peerlane("metrics", run, "--json") == ExitCode.OK
+    capsys.readouterr()
+    assert peerlane("eval", run, *JUDGE) == ExitCode.NOT_CORRECT
+    capsys.readouterr()
+    assert peerlane("metrics", run, "--json") == ExitCode.OK
+    (found,) = json.loads(capsys.readouterr().out)["models"]
+    wanted: dict[str, int] = {}
+    for verdict, _ in BROKEN:
+        wanted[verdict] = wanted.get(verdict, 0) + 2
+    assert found["verdicts"] == wanted and found["samples"] == 16 and found["unjudged_samples"] == 0
+    assert found["problems"] == 87 and found["pass_at_k"]["1"]["problems"] == found["pass_at_k"]["2"]["problems"] == 1
+    assert sum(row["problems"] for row in found["by_category"].values()) == 87
+    assert found["by_category"]["collective"] == {"problems": 8, "correct@1": 1.0, "correct@2": 1.0}
+    assert found["fast_p_at_k"] == {"eager": None, "graph": None}, "CPU ranks measure no speed"
+    assert found["by_problem"]["2"]["verdicts"] == ["wrong_result"] * 2
+    assert peerlane("metrics", run, run, "--published", "--compare", "--by-problem") == ExitCode.OK
+    said = capsys.readouterr().out
+    assert "correct@1: peerlane/broken minus peerlane/broken (2) is +0.0 points [+0.0, +0.0] over 87 problems" in said
+    assert "Not comparable" in said and "not measured" in said
+    # A second setting is not mixed with the first.
+    assert peerlane("eval", run, *JUDGE[:2], "--world-size", "4", *JUDGE[4:], "--problem", "1") == ExitCode.OK
+    assert peerlane("metrics", run) == ExitCode.USAGE and "choose one with" in capsys.readouterr().err
+    assert peerlane("metrics", run, "--world-size", 4) == ExitCode.OK and "samples are not judged" in capsys.readouterr().out
+    assert peerlane("metrics", run, "--world-size", 2, "--k", 3) == ExitCode.USAGE
+
+
+def test_candidates_from_elsewhere_become_a_run(tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]) -> None:
+    candidate = tmp_path / "theirs" / "001" / "0" / "candidate.py"
+    candidate.parent.mkdir(parents=True)
+    candidate.write_text(extract_code(broken_reply(1)) or "")
+    assert peerlane("eval", tmp_path / "theirs", "--model", "somebody", "--track", "open", *JUDGE) == ExitCode.OK
+    capsys.readouterr()
+    assert peerlane("metrics", tmp_path / "theirs", "--track", "open", "--json") == ExitCode.OK
+    (found,) = json.loads(capsys.readouterr().out)["models"]
+    assert found["model"] == "somebody" and found["verdicts"] == {"correct": 1}
+    assert peerlane("eval", tmp_path / "theirs", "--model", "another", *JUDGE) == ExitCode.USAGE
+    assert "is a run of 'somebody'" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert peerlane("eval", tmp_path / "empty", "--model", "somebody") == ExitCode.USAGE
+    assert "013/0/candidate.py" in capsys.readouterr().err and not list((tmp_path / "empty").iterdir())
+
+
+def test_expert_answers_with_the_packages_solutions_and_reference_with_the_reference() -> None:
+    from peerlane import problems, solutions
+
+    files = sorted(Path(solutions.__file__).parent.glob("p*.py"))
+    assert files and [expert_source(int(file.name[1:4])) for file in files] == [file.read_text() for file in files]
+    assert expert_source(86) is None or (Path(solutions.__file__).parent / "p086_tp_muon_newton_schulz.py").exists()
+    assert reference_source(problems.get(1)) in (extract_code(broken_reply(1)) or "")
