@@ -57,10 +57,12 @@ class Setting:
     preset: str
     world_size: int
     variant: str = "default"
+    cases: str = "all"
 
     def __str__(self) -> str:
         variant = "" if self.variant == "default" else f", variant {self.variant}"
-        return f"track {self.track}, preset {self.preset}, {self.world_size} ranks, {self.node_class}{variant}"
+        cases = "" if self.cases == "all" else f", {self.cases} case only"
+        return f"track {self.track}, preset {self.preset}, {self.world_size} ranks, {self.node_class}{variant}{cases}"
 
 
 @dataclass(frozen=True)

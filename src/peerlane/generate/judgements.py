@@ -51,6 +51,7 @@ def judgement(record: Mapping[str, Any]) -> Judgement:
             preset=record["preset"],
             world_size=record["world_size"],
             variant=record["problem"]["variant"],
+            cases=record.get("cases", "all"),
         )
         speeds = [speed for speed in record.get("speed", []) if speed["status"] == "measured"]
         return Judgement(
@@ -116,13 +117,18 @@ def _records(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def _node_class(record: Mapping[str, Any]) -> str:
-    """The class of machine in words."""
+    """The class of machine in words: ``4x NVIDIA H200, NVLink, driver 580``."""
     from peerlane.hardware.environment import node_class
 
-    named = record.get("node_class") or record.get("identity", {}).get("node_class")
-    if isinstance(named, str):
-        return named
-    if isinstance(named, Mapping):
-        return ", ".join(f"{name} {value}" for name, value in named.items() if value is not None)
-    environment = record.get("environment")
-    return "CPU ranks" if record.get("device") == "cpu" else node_class(environment) if isinstance(environment, Mapping) else "unknown node"
+    if record.get("device") == "cpu":
+        return "CPU ranks"
+    node, environment = record.get("node"), record.get("environment")
+    if not isinstance(node, Mapping):
+        return node_class(environment) if isinstance(environment, Mapping) else "unknown node"
+    driver = node.get("driver")
+    parts = [f"{node.get('gpus')}x {node.get('gpu')}", node.get("link"), f"driver {driver}" if driver else "unknown driver"]
+    if node.get("kind") == "virtual":
+        parts.append(f"virtual: {node.get('ranks_per_gpu')} ranks per GPU by {node.get('sharing')}")
+    elif node.get("kind") == "emulated":
+        parts = ["emulated"]
+    return ", ".join(part for part in parts if part)
