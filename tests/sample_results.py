@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from peerlane.evaluate.results.result import Audit, CandidateInfo, CaseEvidence, ProblemInfo, Result
 from peerlane.evaluate.results.speed_record import Estimate, ModeSpeed, NotMeasured, Utilisation
-from peerlane.evaluate.results.verdict import Audit, CandidateInfo, CaseEvidence, Correct, Hang, ProblemInfo, Result, WrongResult
+from peerlane.evaluate.results.verdict import Correct, Hang, WrongResult
 
 ENVIRONMENT = {
     "gpus": [{"name": "NVIDIA H200"}] * 4,
@@ -93,7 +94,7 @@ def wrong(**changes: Any) -> Result:
         rank=2,
         slot=3,
         output="sum",
-        error_ratio=float("inf"),
+        error_over_tolerance=float("inf"),
         detail="elementwise: error 3, allowed 0.1",
         index=(0, 7),
         got=1.0,

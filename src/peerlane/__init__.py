@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from peerlane.evaluate.candidates import discover as discover
     from peerlane.evaluate.evaluator import Evaluator as Evaluator
     from peerlane.evaluate.plan import EvaluationPlan as EvaluationPlan
-    from peerlane.evaluate.results.verdict import Result as Result
+    from peerlane.evaluate.results.result import Result as Result
     from peerlane.evaluate.results.verdict import Verdict as Verdict
 
     problem = problems.get
@@ -26,7 +26,7 @@ _HOMES = {
     "CandidateFile": "evaluate.candidates",
     "EvaluationPlan": "evaluate.plan",
     "Evaluator": "evaluate.evaluator",
-    "Result": "evaluate.results.verdict",
+    "Result": "evaluate.results.result",
     "Verdict": "evaluate.results.verdict",
     "discover": "evaluate.candidates",
     "evaluate": "",

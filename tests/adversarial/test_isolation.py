@@ -356,5 +356,5 @@ def test_verdicts_and_the_next_candidate(attacked: Attacked | None) -> None:
     assert attacked.attacker.verdict.kind == "runtime_error"
     assert attacked.good.correct, attacked.good.verdict
     for result in (attacked.attacker, attacked.good):
-        assert (result.isolation, result.isolation_measures) == (attacked.way.tier, attacked.way.measures)
+        assert (result.isolation, result.environment["isolation_measures"]) == (attacked.way.tier, list(attacked.way.measures))
     return None

@@ -220,7 +220,7 @@ def test_feedback_says_where_and_what_to_try_but_no_expected_value() -> None:
         rank=1,
         slot=2,
         output="sum",
-        error_ratio=7.5,
+        error_over_tolerance=7.5,
         detail="3 elements differ at [4]: got 1.5, expected 123.25",
         index=(4,),
         got=1.5,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from peerlane.evaluate.results.result import CandidateInfo, ProblemInfo, Result
 from peerlane.evaluate.results.speed_record import ModeSpeed
-from peerlane.evaluate.results.verdict import CandidateInfo, ProblemInfo, Result
 from peerlane.report.noise import acceptance_lines, deviation, noise_table
 from sample_results import measured, result
 

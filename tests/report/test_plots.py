@@ -17,7 +17,7 @@ from peerlane import cli, problems
 from peerlane.device import mechanisms
 from peerlane.device.mechanisms import Bandwidth, Latency, Mechanisms
 from peerlane.errors import MissingDependency, UsageError
-from peerlane.evaluate.results.verdict import CandidateInfo, Result
+from peerlane.evaluate.results.result import CandidateInfo, Result
 from peerlane.hardware import environment, topology
 from peerlane.hardware.ceilings import FIGURES
 from peerlane.report import sections

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.results.verdict import Mechanism
-from peerlane.report.records import read_results
+from peerlane.evaluate.results.reader import read_results
+from peerlane.evaluate.results.result import Mechanism
 from peerlane.report.tables import RESULT_COLUMNS, TextTable, environment_lines, mechanism_lines, reasons, result_table
 from sample_results import hung, measured, on_cpu, own_audit, result, wrong
 

@@ -18,7 +18,7 @@ from peerlane.settings import PROBLEM_FOLDERS
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from peerlane.evaluate.results.verdict import Result
+    from peerlane.evaluate.results.result import Result
 
 WIDE = 240
 """Columns to lay tables out in when the output is no terminal: enough for a row to stay on one line."""

@@ -17,7 +17,7 @@ from peerlane.cli._runs import run_to_judge
 from peerlane.errors import RunStopped, UsageError
 
 if TYPE_CHECKING:
-    from peerlane.evaluate.results.verdict import Result
+    from peerlane.evaluate.results.result import Result
 
 Device: TypeAlias = Literal["cuda", "cpu"]
 Mode: TypeAlias = Literal["eager", "graph"]

@@ -51,16 +51,16 @@ def _mechanisms(file: Path, plot: Path | None) -> None:
 
 
 def _sweep(files: list[Path], plot: Path) -> None:
+    from peerlane.evaluate.results.reader import read_results
     from peerlane.report.plots import sweep_plot, write_svg
-    from peerlane.report.records import read_results
 
     write_svg(sweep_plot(result for file in files for result in read_results(file)), plot)
     print(f"written: {plot}")
 
 
 def _results(files: list[Path], noise: bool) -> None:
+    from peerlane.evaluate.results.reader import read_results
     from peerlane.report.noise import acceptance_lines, noise_table
-    from peerlane.report.records import read_results
     from peerlane.report.tables import environment_lines, mechanism_lines, reasons, result_table
 
     results = [result for file in files for result in read_results(file)]

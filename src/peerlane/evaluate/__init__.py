@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from peerlane.evaluate.evaluator import Progress as Progress
     from peerlane.evaluate.evaluator import evaluate as evaluate
     from peerlane.evaluate.plan import EvaluationPlan as EvaluationPlan
+    from peerlane.evaluate.results.result import Result as Result
     from peerlane.evaluate.results.speed_record import ModeSpeed as ModeSpeed
     from peerlane.evaluate.results.speed_record import NotMeasured as NotMeasured
     from peerlane.evaluate.results.store import ResultsStore as ResultsStore
-    from peerlane.evaluate.results.verdict import Result as Result
     from peerlane.evaluate.results.verdict import Verdict as Verdict
 
 _HOMES = {
@@ -36,7 +36,7 @@ _HOMES = {
     "ResultsStore": "results.store",
     "ModeSpeed": "results.speed_record",
     "NotMeasured": "results.speed_record",
-    "Result": "results.verdict",
+    "Result": "results.result",
     "Verdict": "results.verdict",
 }
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import peerlane
 from peerlane.errors import CandidateChanged, CandidateNotFound
-from peerlane.evaluate.results.verdict import Track
+from peerlane.evaluate.results.record import Track
 from peerlane.problem_files import slugs
 from peerlane.problem_names import resolve
 

@@ -27,8 +27,10 @@ from peerlane.evaluate.processes.overload import OVERLOADED, overloaded
 from peerlane.evaluate.processes.rank_group import RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.ranks.builds import Builds
+from peerlane.evaluate.results.identity import Identity
+from peerlane.evaluate.results.result import Result
 from peerlane.evaluate.results.store import ResultsStore
-from peerlane.evaluate.results.verdict import EvaluationKey, NotRun, Result
+from peerlane.evaluate.results.verdict import NotRun
 
 _RUNS_WITHOUT_RANKS = 2  # so many evaluations in a row without rank groups, and the rest of the run is given up
 _LOOK_S = 0.1
@@ -99,7 +101,7 @@ class Evaluator:
             chosen = device if device != "auto" else "cuda" if torch.cuda.device_count() else "cpu"
             plan = _changed(EvaluationPlan(()), {"world_sizes": (world_size,), "device": chosen, **options})
         self._plan, self._progress = plan, progress or Silent()
-        self._node = describe_node(plan.device)
+        self._node = describe_node(plan)
         self.isolation = choose_isolation(plan)
         self._store = ResultsStore(plan.out) if plan.out is not None else None
         self._turns = _Turns()
@@ -206,14 +208,14 @@ class Evaluator:
         """The jobs that the store has no result for; of those that would have the same, the first."""
         if self._store is None:
             return list(jobs)
-        new: dict[EvaluationKey, Job] = {}
+        new: dict[Identity, Job] = {}
         for job in jobs:
-            if plan.rerun or not self._store.has(self._key(job)):
-                new.setdefault(self._key(job), job)
+            if plan.rerun or not self._store.has(self._identity(job)):
+                new.setdefault(self._identity(job), job)
         return list(new.values())
 
-    def _key(self, job: Job) -> EvaluationKey:
-        return job.key(self._plan.device, self.isolation.tier)
+    def _identity(self, job: Job) -> Identity:
+        return job.identity(self._node.node_class, self.isolation.tier, self._node.rules_hash)
 
     def _keep(self, result: Result, results: list[Result]) -> None:
         if self._store is None:
@@ -226,7 +228,7 @@ class Evaluator:
     def _from_store(self, job: Job) -> Result:
         """The stored result of what this job asks for, under the name of the file that was asked for, which is stored too."""
         assert self._store is not None
-        result = self._store.find(self._key(job), job.candidate.name)
+        result = self._store.find(self._identity(job), job.candidate.name)
         assert result is not None, "it was judged, or was there"
         if result.candidate.name != job.candidate.name:
             result = result.model_copy(update={"candidate": candidate_info(job.candidate)})

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.plan import Device, EvaluationPlan
+from peerlane.evaluate.plan import EvaluationPlan
 from peerlane.evaluate.processes.sharing import sharing_failure
+from peerlane.evaluate.results.identity import NodeClass
 from peerlane.evaluate.sandbox.isolation import NO_ISOLATION, Isolation, choose
 from peerlane.hardware.ceilings import load_ceilings
 from peerlane.hardware.environment import node_class, record
@@ -30,14 +31,22 @@ class Node:
     profile: HardwareProfile | None
     peaks: tuple[Peaks, ...]
     memory_bytes: float
+    rules_hash: str = ""
+    """of the settings that decide verdicts and speeds"""
+
+    @property
+    def node_class(self) -> NodeClass:
+        """Which results may be compared with those from here."""
+        return NodeClass.of(self.environment, self.device)
 
 
-def describe_node(device: Device) -> Node:
+def describe_node(plan: EvaluationPlan) -> Node:
     """This machine, as results record it; raises :class:`UsageError` if it has no GPU and one was asked for."""
+    device, rules = plan.device, plan.rules_hash
     environment: dict[str, Any] = record()
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     if device == "cpu":
-        return Node(secrets.token_hex(6), device, 0, environment, None, (), 0.0)
+        return Node(secrets.token_hex(6), device, 0, environment, None, (), 0.0, rules)
     if gpus == 0:
         raise UsageError("--device cuda: no GPU is visible here; use --device cpu, or see `peerlane doctor`")
     gpu = environment["gpus"][0]
@@ -47,7 +56,7 @@ def describe_node(device: Device) -> Node:
         peaks.append(datasheet_peaks(profile))
         if (ceilings := load_ceilings(node_class(environment))) is not None:
             peaks.append(measured_peaks(ceilings, profile))
-    return Node(secrets.token_hex(6), device, gpus, environment, profile, tuple(peaks), float(gpu["memory_bytes"]))
+    return Node(secrets.token_hex(6), device, gpus, environment, profile, tuple(peaks), float(gpu["memory_bytes"]), rules)
 
 
 def choose_isolation(plan: EvaluationPlan) -> Isolation:

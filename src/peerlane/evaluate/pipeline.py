@@ -28,21 +28,11 @@ from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.ranks.builds import Builds, lacks_compiler, needs_build
+from peerlane.evaluate.results.identity import source_hash
 from peerlane.evaluate.results.record import Mode
+from peerlane.evaluate.results.result import CandidateInfo, CaseEvidence, ProblemInfo, Result
 from peerlane.evaluate.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
-from peerlane.evaluate.results.verdict import (
-    CandidateInfo,
-    CaseEvidence,
-    Correct,
-    Hang,
-    HarnessFailure,
-    NotRun,
-    Phase,
-    ProblemInfo,
-    Result,
-    TrackViolation,
-    Verdict,
-)
+from peerlane.evaluate.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
 from peerlane.evaluate.sandbox.answers import answer_folders
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
 from peerlane.problems.contract.spec import Case
@@ -397,14 +387,15 @@ class EvaluationPipeline:
             evaluator_version=peerlane.__version__,
             run_id=self.node.run_id,
             candidate=candidate_info(job.candidate),
-            problem=ProblemInfo(id=job.problem.id, slug=job.problem.slug, variant=job.variant),
+            problem=ProblemInfo(id=job.problem.id, slug=job.problem.slug, variant=job.variant, source_hash=source_hash(job.problem)),
+            node=self.node.node_class,
+            rules_hash=self.node.rules_hash,
             preset=job.preset,
             world_size=job.world_size,
             device=self.node.device,
             modes=job.modes,
             cases=job.cases,
             isolation=self.session.isolation.tier,
-            isolation_measures=self.session.isolation.measures,
             track=job.track,
             verdict=verdict,
             correctness=tuple(self.evidence.values()),
@@ -414,7 +405,7 @@ class EvaluationPipeline:
             flags=tuple(sorted(self.flags)),
             stage_seconds=self.stage_seconds,
             log_tail=log,
-            environment=dict(self.node.environment),
+            environment={**self.node.environment, "isolation_measures": list(self.session.isolation.measures)},
         )
 
 

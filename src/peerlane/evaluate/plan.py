@@ -12,8 +12,8 @@ import peerlane
 from peerlane import problems
 from peerlane.errors import UnknownPreset, UnknownProblem, UsageError
 from peerlane.evaluate.candidates import REFERENCE, CandidateFile
-from peerlane.evaluate.results.record import Mode
-from peerlane.evaluate.results.verdict import EvaluationKey, Track
+from peerlane.evaluate.results.identity import Identity, NodeClass, hash_rules, source_hash
+from peerlane.evaluate.results.record import Mode, Track
 from peerlane.evaluate.sandbox.isolation import TIERS, Tier
 from peerlane.problems.contract.spec import Problem
 from peerlane.settings import Deadlines, PoolSettings, StressRules, TimingRules
@@ -87,6 +87,11 @@ class EvaluationPlan:
                 raise UsageError(f"out={self.out!r}: expected a folder, or None to keep nothing; '.' is the current one")
             object.__setattr__(self, "out", Path(self.out))
 
+    @property
+    def rules_hash(self) -> str:
+        """Names the settings that decide verdicts and speeds."""
+        return hash_rules(self.deadlines, self.rules, self.stress)
+
 
 _LISTS: tuple[tuple[str, type, str], ...] = (
     ("candidates", CandidateFile, "candidates, as peerlane.evaluate.discover gives them"),
@@ -134,20 +139,22 @@ class Job:
     cases: Cases = "all"
     timeout: float | None = None
 
-    def key(self, device: Device, isolation: Tier) -> EvaluationKey:
-        """The identity of the result that it will have; see :attr:`Result.key`."""
-        return EvaluationKey(
-            evaluator_version=peerlane.__version__,
+    def identity(self, node: NodeClass, isolation: Tier, rules_hash: str) -> Identity:
+        """The identity of the result that it will have; see :attr:`.Result.identity`."""
+        return Identity(
             sha256=self.candidate.sha256,
             problem=self.problem.id,
-            variant=self.variant,
             preset=self.preset,
             world_size=self.world_size,
-            device=device,
+            variant=self.variant,
             modes=self.modes,
+            cases=self.cases,
             track=self.track,
             isolation=isolation,
-            cases=self.cases,
+            node=node,
+            evaluator_version=peerlane.__version__,
+            rules_hash=rules_hash,
+            source_hash=source_hash(self.problem),
         )
 
 

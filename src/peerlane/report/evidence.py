@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from peerlane.evaluate.results.verdict import Result
-from peerlane.report.records import read_results
+from peerlane.evaluate.results.reader import read_results
+from peerlane.evaluate.results.result import Result
 from peerlane.selftest.calibrate import Calibration, CountedStep, read_calibrations
 
 RESULTS = Path("results")

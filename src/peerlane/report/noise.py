@@ -10,8 +10,8 @@ from peerlane.report.tables import TextTable
 
 if TYPE_CHECKING:
     from peerlane.evaluate.results.record import Mode
+    from peerlane.evaluate.results.result import Result
     from peerlane.evaluate.results.speed_record import ModeSpeed
-    from peerlane.evaluate.results.verdict import Result
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.results.verdict import Result
+from peerlane.evaluate.results.result import Result
 from peerlane.problems import Problem
 from peerlane.report.catalogue import Entry, problem_detail
 from peerlane.report.evidence import COUNTED_WORLD_SIZE, NODE_NAME, Evidence, PublicTimes

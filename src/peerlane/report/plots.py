@@ -19,8 +19,8 @@ from peerlane.hardware.environment import node_class
 from peerlane.report.mechanisms import MeasuredMechanisms, size_text
 
 if TYPE_CHECKING:
+    from peerlane.evaluate.results.result import Result
     from peerlane.evaluate.results.speed_record import Estimate
-    from peerlane.evaluate.results.verdict import Result
 
 INSTALL = "pip install 'peerlane[plot]'"
 REFERENCE = "reference"

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from peerlane.errors import UsageError
+from peerlane.evaluate.results.reader import read_results
 from peerlane.report.calibration import calibration_table
 from peerlane.report.corpus import rule_table, rules_table
 from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, NOISE, PRODUCTION, PRODUCTION_OF_TWO, REFERENCES, RESULTS, TWO_GPUS
 from peerlane.report.kernels import collectives_report, fused_report, product_report
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
 from peerlane.report.noise import acceptance_lines, noise_table
-from peerlane.report.records import read_results
 from peerlane.report.selftest import selftest_report
 from peerlane.report.sweep import MODES, sweep_table
 from peerlane.report.tables import environment_lines, reasons, result_table

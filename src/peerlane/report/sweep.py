@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peerlane.evaluate.results.record import Mode
-from peerlane.evaluate.results.verdict import Result
+from peerlane.evaluate.results.result import Result
 from peerlane.report.mechanisms import size_text
 from peerlane.report.plots import sweep_bytes
 from peerlane.report.tables import TextTable, microseconds

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from peerlane.evaluate.results.result import Result
     from peerlane.evaluate.results.speed_record import Estimate, ModeSpeed, Utilisation
-    from peerlane.evaluate.results.verdict import Result
 
 NOT_MEASURED = "not measured"
 FAILED = "failed"

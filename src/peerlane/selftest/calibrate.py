@@ -16,7 +16,7 @@ from peerlane.errors import UsageError
 from peerlane.evaluate.plan import Device, must_have_presets, presets_of
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session, case_request
-from peerlane.evaluate.results.store import append_line, make_appendable, whole_lines
+from peerlane.evaluate.results.lines import append_lines, make_appendable, whole_lines
 from peerlane.hardware.environment import record as record_environment
 from peerlane.problems.contract.calibration import Margins, worst
 from peerlane.problems.contract.count import Count, Step, cost_faults
@@ -174,7 +174,7 @@ def calibrate(plan: CalibrationPlan, tell: Callable[[str], None] = lambda _: Non
                 tell(f"[{number}/{len(jobs)}] {job.problem.id} {job.problem.slug} {job.preset} W={world_size}")
                 record = _record(job, device, [_margins(session, case) for case in job.cases])
                 if plan.out is not None:
-                    append_line(plan.out, record.model_dump_json().encode())
+                    append_lines(plan.out, record.model_dump_json().encode())
                 yield record
 
 

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from peerlane.errors import HarnessError, PeerlaneError
 from peerlane.evaluate.processes.early import early_start
-from peerlane.evaluate.results.verdict import Result
+from peerlane.evaluate.results.result import Result
 from peerlane.evaluate.sandbox.process_tree import die_with_parent
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from peerlane.errors import UsageError
+from peerlane.evaluate.results.lines import whole_lines
 from peerlane.evaluate.results.record import Record
+from peerlane.evaluate.results.result import Result
 from peerlane.evaluate.results.speed_record import Estimate
-from peerlane.evaluate.results.store import whole_lines
-from peerlane.evaluate.results.verdict import Result
 from peerlane.hardware.environment import node_class
 from peerlane.selftest.table import Entry
 

@@ -17,8 +17,8 @@ from peerlane.evaluate.candidates import CandidateFile, candidate_file, referenc
 from peerlane.evaluate.evaluator import Progress, Silent, evaluate
 from peerlane.evaluate.node import choose_isolation
 from peerlane.evaluate.plan import EvaluationPlan
-from peerlane.evaluate.results.store import append_line, make_appendable
-from peerlane.evaluate.results.verdict import Result
+from peerlane.evaluate.results.lines import append_lines, make_appendable
+from peerlane.evaluate.results.result import Result
 from peerlane.evaluate.sandbox.isolation import Tier
 from peerlane.hardware.topology import discover
 from peerlane.selftest.lanes import Lane, divide, evaluate_side_by_side
@@ -189,6 +189,6 @@ class _Recorder:
         entry = self._waiting[result.candidate.name].popleft()
         outcome = Outcome.of(entry, result, self.outcomes[-1][1].file if self.outcomes else None)
         if self._path is not None:
-            append_line(self._path, outcome.model_dump_json().encode())
+            append_lines(self._path, outcome.model_dump_json().encode())
         self.outcomes.append((entry, outcome))
         self._shown.finished(result)

@@ -18,7 +18,7 @@ from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
-from peerlane.evaluate.results.verdict import Track
+from peerlane.evaluate.results.record import Track
 from peerlane.problems.contract import Case
 from peerlane.settings import Deadlines, TimingRules
 

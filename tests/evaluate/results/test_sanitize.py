@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerlane.evaluate.results.result import Result
 from peerlane.evaluate.results.sanitize import LINE_CHARACTERS, TEXT_CHARACTERS, one_line, printable, sanitize, several_lines
-from peerlane.evaluate.results.verdict import Result, RuntimeFailure, WrongType
+from peerlane.evaluate.results.verdict import RuntimeFailure, WrongType
 from sample_results import result, wrong
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate.results import store as store_module
-from peerlane.evaluate.results.store import ResultsStore, append_line
-from peerlane.evaluate.results.verdict import Result
+from peerlane.evaluate.results.lines import append_lines
+from peerlane.evaluate.results.result import Result
+from peerlane.evaluate.results.store import ResultsStore
 from peerlane.selftest.calibrate import CalibrationPlan, calibrate
 from sample_results import on_cpu, own_audit, result, wrong
 
@@ -104,7 +105,7 @@ def test_a_file_of_something_else_is_refused_and_kept(text: str, tmp_path: Path)
     with pytest.raises(UsageError, match="without a line end"):
         next(calibrate(CalibrationPlan("1", world_sizes=(2,), out=file)))
     with pytest.raises(HarnessError, match="was not stored"):
-        append_line(file, b"{}")
+        append_lines(file, b"{}")
     assert file.read_text() == text
 
 
@@ -113,7 +114,7 @@ def test_what_a_killed_run_left_of_any_record_is_replaced(length: int, tmp_path:
     file = tmp_path / "records.jsonl"
     for record in Path(__file__).parents[3].glob("results/h200x2/*.jsonl"):
         file.write_bytes(record.read_bytes()[:length])
-        append_line(file, b'{"schema_version":1}')
+        append_lines(file, b'{"schema_version":1}')
         assert file.read_bytes() == b'{"schema_version":1}\n'
 
 

@@ -10,8 +10,9 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from peerlane.evaluate.results.record import Record
+from peerlane.evaluate.results.result import CaseEvidence, Result
 from peerlane.evaluate.results.speed_record import Estimate, NotMeasured
-from peerlane.evaluate.results.verdict import ARGUMENT, CHANGED, CaseEvidence, Result, Verdict
+from peerlane.evaluate.results.verdict import ARGUMENT, CHANGED, Verdict
 from sample_results import estimate, measured, on_cpu, own_audit, result
 
 SCHEMA = Path(__file__).with_name("result_schema_v1.json")
@@ -132,7 +133,7 @@ def test_a_limit_of_gloo_is_called_one() -> None:
 
 
 def test_a_changed_argument_is_not_called_a_wrong_output() -> None:
-    made = verdict("wrong_result", output=f"{ARGUMENT}`tensor`", detail=CHANGED, error_ratio=float("inf"))
+    made = verdict("wrong_result", output=f"{ARGUMENT}`tensor`", detail=CHANGED, error_over_tolerance=float("inf"))
     place = "(rank 0, case 1/small/ragged/w2, slot 2)"
     assert made.reason == f"argument `tensor` was changed, which the problem does not allow {place}"
 

@@ -21,7 +21,14 @@ from peerlane.settings import Deadlines, TimingRules
 
 HAND_OFF_US = 300.0
 WRONG = WrongResult(
-    case="c", phase="timing", rank=1, slot=3, output="sum", error_ratio=9.0, detail="elementwise: error 3, allowed 0.1", wrong_ranks=(1,)
+    case="c",
+    phase="timing",
+    rank=1,
+    slot=3,
+    output="sum",
+    error_over_tolerance=9.0,
+    detail="elementwise: error 3, allowed 0.1",
+    wrong_ranks=(1,),
 )
 
 

@@ -21,7 +21,8 @@ from peerlane.evaluate.processes.protocol import Message, is_count
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.results.record import Mode
-from peerlane.evaluate.results.verdict import Audit, IntegrityFailure, Mechanism, TrackViolation
+from peerlane.evaluate.results.result import Audit, Mechanism
+from peerlane.evaluate.results.verdict import IntegrityFailure, TrackViolation
 from peerlane.evaluate.timing.benchmark import Benchmark
 
 _MOST_NAMES_KEPT = 32  # of kernels, and of operators, in a record

@@ -17,11 +17,11 @@ from peerlane.evaluate.correctness.slot_swaps import SlotSwaps, kinds_of_slots
 from peerlane.evaluate.processes.protocol import Message, is_count
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session, case_request
+from peerlane.evaluate.results.result import CaseEvidence
 from peerlane.evaluate.results.verdict import (
     ARGUMENT,
     CHANGED,
     BuildError,
-    CaseEvidence,
     CudaError,
     Hang,
     ImportFailure,
@@ -353,7 +353,7 @@ class CaseRunner:
                     rank=rank,
                     slot=item["slot"],
                     output=item["output"],
-                    error_ratio=item["ratio"],
+                    error_over_tolerance=item["ratio"],
                     detail=item["detail"],
                     index=None if item["index"] is None else tuple(item["index"]),
                     got=item["got"],
@@ -395,7 +395,7 @@ class CaseRunner:
                 rank=rank,
                 slot=slot,
                 output=output,
-                error_ratio=math.inf,
+                error_over_tolerance=math.inf,
                 detail=detail,
                 wrong_ranks=(rank,),
             )

@@ -11,7 +11,7 @@ from peerlane.evaluate.results.messages import error_place, first_compiler_error
 from peerlane.evaluate.results.sanitize import one_line
 
 if TYPE_CHECKING:
-    from peerlane.evaluate.results.verdict import Result
+    from peerlane.evaluate.results.result import Result
 
 MOST_LINES = 60
 _MESSAGE_LINES = 20
@@ -60,7 +60,7 @@ def _failure(result: Result) -> Iterator[str]:
         value = getattr(verdict, name, None)
         if value is not None and value != ():
             yield f"{name.replace('_', ' ')}: {', '.join(map(str, value)) if isinstance(value, tuple) else value}"
-    if (ratio := getattr(verdict, "error_ratio", None)) is not None:
+    if (ratio := getattr(verdict, "error_over_tolerance", None)) is not None:
         yield f"error: {ratio:.4g} times what is allowed" if math.isfinite(ratio) else "error: the output must be exact"
     if (deadline_s := getattr(verdict, "deadline_s", None)) is not None:
         yield f"not done after {deadline_s:g} s"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
-    from peerlane.evaluate.results.verdict import Result
+    from peerlane.evaluate.results.result import Result
 
 RewardKind = Literal["correct", "log_speedup", "fast_p"]
 _KINDS = ("correct", "log_speedup", "fast_p")

@@ -1,137 +1,126 @@
-"""``results.jsonl``: one result a line, appended whole or not at all."""
+"""The results of a folder: ``results.jsonl``, and claims that keep two runs from judging the same thing."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
+import struct
 from pathlib import Path
+from typing import Any
 
-from pydantic import ValidationError
+from peerlane.errors import HarnessError
+from peerlane.evaluate.results.identity import Identity
+from peerlane.evaluate.results.lines import append_lines, make_appendable
+from peerlane.evaluate.results.reader import FILE, ResultsReader
+from peerlane.evaluate.results.result import EnvironmentLine, Result
 
-from peerlane.errors import HarnessError, UsageError
-from peerlane.evaluate.results.verdict import EvaluationKey, Result
-from peerlane.files import lock
-
-_PATIENCE_S = 5.0  # with other runs that append to the file, which takes milliseconds; any other holder of its lock is ignored
-_BEGINNING = b'{"schema_version"'  # of every record that is appended to a file
+CLAIMS = "results.claims"
 _TO_REPEAT = ("harness_error", "not_run")  # these say nothing about the candidate
 
 
 class ResultsStore:
-    """The results of a folder. A line that a killed run left unfinished is dropped; nothing else is ever changed.
+    """The results of a folder, indexed once. Lines that are no results of this version stay where they are; :attr:`notes` counts them.
 
-    Raises UsageError if the folder cannot be written, or holds a ``results.jsonl`` that is no such file of this version.
+    Raises UsageError if the folder cannot be written, or its ``results.jsonl`` is another kind of file.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "results.jsonl"
+        self.path = folder / FILE
         make_appendable(self.path)
-        self._results = self._read()
-        self._final: dict[EvaluationKey, dict[str, Result]] = {}
-        for result in self._results:
-            self._index(result)
-
-    def _read(self) -> list[Result]:
-        results = []
-        for number, line in enumerate(whole_lines(self.path), 1):
-            if not line.strip():
-                continue
-            try:
-                results.append(Result.model_validate_json(line))
-            except ValidationError as error:
-                first = error.errors()[0]
-                raise UsageError(
-                    f"{self.path}, line {number} is not a result of this version ({first['msg']} at {first['loc']}); "
-                    "move the file away or choose another folder with --out"
-                ) from None
-        return results
+        self._reader = ResultsReader(self.path)
+        self._results: list[Result] = []
+        self._final: dict[Identity, dict[str, Result]] = {}
+        for result in self._reader.results:
+            self._add(result)
+        self.notes = self._reader.notes()
+        self._claims: int | None = None
+        self._held: set[int] = set()
 
     def results(self) -> list[Result]:
         """All results, oldest first."""
         return list(self._results)
 
-    def has(self, key: EvaluationKey) -> bool:
+    def has(self, identity: Identity) -> bool:
         """True if this evaluation is done. One that failed in the harness, or could not be run, is to be done again."""
-        return key in self._final
+        return identity in self._final
 
-    def find(self, key: EvaluationKey, name: str) -> Result | None:
+    def find(self, identity: Identity, name: str) -> Result | None:
         """The newest result that is done: of the candidate with this name, else of another with the same source."""
-        found = self._final.get(key)
+        found = self._final.get(identity)
         return None if found is None else found.get(name) or list(found.values())[-1]
 
-    def _index(self, result: Result) -> None:
-        if result.verdict.kind not in _TO_REPEAT and "overloaded" not in result.flags:
-            self._final.setdefault(result.key, {})[result.candidate.name] = result
-
     def append(self, result: Result) -> None:
-        """Adds a result: written in one piece, flushed to the disk before this returns; raises HarnessError if it cannot be."""
-        append_line(self.path, _line(result))
+        """Adds a result: written in one piece, flushed to the disk before this returns; raises HarnessError if it cannot be.
+
+        Its environment is written before it, if the file does not have it yet.
+        """
+        lines = [_line(result, result.candidate.name)]
+        if result.environment_hash not in self._reader.environments:
+            told = EnvironmentLine(environment_hash=result.environment_hash, environment=result.environment)
+            lines.insert(0, _line(told, "the environment"))
+        append_lines(self.path, *lines)
+        self._reader.environments[result.environment_hash] = result.environment
+        self._add(result)
+
+    def refresh(self) -> None:
+        """Reads what other runs have added."""
+        mine = {(result.run_id, result.finished_at, result.identity, result.candidate.name) for result in self._results}
+        for result in self._reader.update():
+            if (result.run_id, result.finished_at, result.identity, result.candidate.name) not in mine:
+                self._add(result)
+
+    def claim(self, identity: Identity) -> Claim | None:
+        """The right to judge this now, until the claim is released or the process ends; None while another run has it.
+
+        Read :meth:`refresh` and :meth:`has` again after the claim: the other run may have finished just before.
+        """
+        if self._claims is None:
+            self._claims = os.open(self.path.with_name(CLAIMS), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        place = int.from_bytes(identity.digest[:7])
+        if place in self._held or not _lock_byte(self._claims, place, fcntl.F_WRLCK):
+            return None
+        self._held.add(place)
+        return Claim(self, place)
+
+    def release(self, place: int) -> None:
+        """Ends a claim; see :class:`Claim`."""
+        assert self._claims is not None
+        self._held.discard(place)
+        _lock_byte(self._claims, place, fcntl.F_UNLCK)
+
+    def _add(self, result: Result) -> None:
         self._results.append(result)
-        self._index(result)
+        if result.verdict.kind not in _TO_REPEAT and "overloaded" not in result.flags:
+            self._final.setdefault(result.identity, {})[result.candidate.name] = result
 
 
-def _line(result: Result) -> bytes:
-    """The result as it is written; it must be readable, or nothing in its file would be any more."""
+class Claim(contextlib.AbstractContextManager["Claim"]):
+    """Held until it is left. The kernel releases it when the process is killed."""
+
+    def __init__(self, store: ResultsStore, place: int) -> None:
+        self._store, self._place = store, place
+
+    def __exit__(self, *_: object) -> None:
+        self._store.release(self._place)
+
+
+def _lock_byte(descriptor: int, place: int, kind: int) -> bool:
+    """Locks or unlocks one byte, for this open file and not for the process. True where file systems have no locks: as without claims."""
+    request: Any = struct.pack("hhqqi4x", kind, os.SEEK_SET, place, 1, 0)
     try:
-        line = result.model_dump_json().encode()
-        Result.model_validate_json(line)
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
+    except OSError as error:
+        return error.errno not in (errno.EAGAIN, errno.EACCES)
+    return True
+
+
+def _line(record: Result | EnvironmentLine, name: str) -> bytes:
+    """The record as it is written; it must be readable again."""
+    try:
+        line = record.model_dump_json().encode()
+        type(record).model_validate_json(line)
     except ValueError as error:  # of pydantic's errors too
-        raise HarnessError(f"the result of {result.candidate.name!a} cannot be written so that it can be read: {error}") from None
+        raise HarnessError(f"the result of {name!a} cannot be written so that it can be read: {error}") from None
     return line
-
-
-def whole_lines(path: Path) -> list[bytes]:
-    """The lines of a file, without one at the end that a killed run left unfinished."""
-    data = path.read_bytes()
-    return data[: _end_of_last_line(data)].splitlines()
-
-
-def torn(tail: bytes) -> bool:
-    """Whether this, behind the last line of a file, is what a killed run left of a record (nothing is): it may be dropped."""
-    return tail.startswith(_BEGINNING) or _BEGINNING.startswith(tail)
-
-
-def make_appendable(path: Path) -> None:
-    """Makes the file if there is none; raises UsageError if :func:`append_line` could not add to it without harm."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab"):
-            pass
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"cannot write results to {path}: {error.strerror}; name a place that can be written with --out") from None
-    if not torn(tail := data[_end_of_last_line(data) :]):
-        raise UsageError(f"{path} {_ends_in(tail)}; move the file away or choose another place with --out")
-
-
-def append_line(path: Path, line: bytes) -> None:
-    """Adds a line to a file, whole or not at all, flushed to the disk before this returns. What a killed run left of a line is replaced.
-
-    Raises HarnessError if it cannot, and if the file ends in what is not such a rest.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+b", buffering=0) as file:  # a buffer would be written again by truncate and close
-            lock(file, _PATIENCE_S)
-            data = path.read_bytes()
-            end = _end_of_last_line(data)
-            if not torn(data[end:]):
-                raise HarnessError(f"cannot append to {path}: it {_ends_in(data[end:])}; the result was not stored")
-            try:
-                file.truncate(end)
-                left = memoryview(line + b"\n")
-                while left:
-                    left = left[file.write(left) :]
-                os.fsync(file.fileno())
-            except OSError:
-                file.truncate(end)
-                raise
-    except OSError as error:
-        raise HarnessError(f"cannot append to {path}: {error.strerror}; the result was not stored") from None
-
-
-def _end_of_last_line(data: bytes) -> int:
-    return data.rfind(b"\n") + 1
-
-
-def _ends_in(tail: bytes) -> str:
-    return f"ends in {tail[:40].decode(errors='replace')!a}, without a line end: expected records, one a line"

@@ -10,8 +10,9 @@ from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected, verd
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.results.record import Mode
+from peerlane.evaluate.results.result import CaseEvidence
 from peerlane.evaluate.results.speed_record import Estimate, ModeSpeed, Utilisation
-from peerlane.evaluate.results.verdict import CaseEvidence, IntegrityFailure
+from peerlane.evaluate.results.verdict import IntegrityFailure
 from peerlane.evaluate.timing.race import CaptureFailed, Race
 from peerlane.evaluate.timing.scoring import choose_calls
 from peerlane.evaluate.timing.statistics import Interval

@@ -1,0 +1,84 @@
+"""Files of records, one JSON object a line: a line is appended whole or not at all, and nothing that is there is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from peerlane.errors import HarnessError, UsageError
+from peerlane.files import lock
+
+_PATIENCE_S = 5.0  # with other runs that append to the file, which takes milliseconds; any other holder of its lock is ignored
+_BEGINNING = b'{"schema_version"'  # of every record
+_LOOK_BACK = 1 << 16
+
+
+def is_torn(line: bytes) -> bool:
+    """True for what a killed run may have left of a record."""
+    return line.startswith(_BEGINNING) or _BEGINNING.startswith(line)
+
+
+def is_json(line: bytes) -> bool:
+    """True for a whole value, such as a record that lacks its line end alone."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file, without one at the end that a killed run left unfinished."""
+    return path.read_bytes().split(b"\n")[:-1]
+
+
+def make_appendable(path: Path) -> None:
+    """Makes the file if there is none; raises UsageError if it cannot be written, or holds something and not one record."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab"):
+            pass
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UsageError(f"cannot write results to {path}: {error.strerror}; name a place that can be written with --out") from None
+    if any(lines) and not any(line.startswith(_BEGINNING) for line in lines) and not is_torn(lines[-1]):
+        found = next(filter(None, lines))[:40].decode(errors="replace")
+        raise UsageError(f"{path} begins with {found!a}: expected records, one a line; move the file away or choose another with --out")
+
+
+def append_lines(path: Path, *lines: bytes) -> None:
+    """Adds lines by one write, flushed to the disk before this returns: all of them, or none and a HarnessError.
+
+    What a killed run left of a line is replaced. Other runs may append at the same time.
+    """
+    data = b"".join(line + b"\n" for line in lines)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a+b", buffering=0) as file:
+            lock(file, _PATIENCE_S)
+            end = _end_of_lines(file.fileno())
+            if end is None:  # what is whole, or not ours, stays on a line of its own
+                data, end = b"\n" + data, os.fstat(file.fileno()).st_size
+            try:
+                file.truncate(end)
+                left = memoryview(data)
+                while left:  # once, unless the disk is full
+                    left = left[file.write(left) :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(end)
+                raise
+    except OSError as error:
+        raise HarnessError(f"cannot append to {path}: {error.strerror}; the result was not stored") from None
+
+
+def _end_of_lines(descriptor: int) -> int | None:
+    """Where the next line begins: at the end, or where an unfinished record begins. None behind something else that has no line end."""
+    size = os.fstat(descriptor).st_size
+    begin, tail = size, b""
+    while begin and b"\n" not in tail:
+        begin = max(0, begin - _LOOK_BACK) if tail else begin - 1  # one byte says it nearly always
+        tail = os.pread(descriptor, size - begin, begin)
+    unfinished = tail[tail.rfind(b"\n") + 1 :]
+    return size - len(unfinished) if is_torn(unfinished) and not is_json(unfinished) else None
