@@ -25,6 +25,7 @@ from peerlane.cli import (
     prompt,
     race,
     report,
+    results,
     selftest,
     show,
 )
@@ -49,6 +50,7 @@ app.command("calibrate")(calibrate.calibrate)
 app.command("race")(race.race)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)
+app.add_typer(results.results, name="results")
 app.command("demo")(demo.demo)
 app.command("selftest")(selftest.selftest)
 app.command("generate")(generate.generate)

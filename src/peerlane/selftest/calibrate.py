@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 import peerlane
 from peerlane import problems
@@ -17,21 +17,20 @@ from peerlane.evaluate.plan import Device, must_have_presets, presets_of
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session, case_request
 from peerlane.evaluate.results.lines import append_lines, make_appendable, whole_lines
+from peerlane.evaluate.results.record import Ratio, Record
 from peerlane.hardware.environment import record as record_environment
 from peerlane.problems.contract.calibration import Margins, worst
 from peerlane.problems.contract.count import Count, Step, cost_faults
 from peerlane.problems.contract.spec import Case, Problem
 from peerlane.settings import Deadlines
 
-Ratios = dict[str, float]
+Ratios = dict[str, Ratio]
 
 _NOT_CALIBRATED = "not calibrated"
 
 
-class CountedStep(BaseModel):
+class CountedStep(Record):
     """See :class:`peerlane.problems.contract.count.Step`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: str
     times: int
@@ -42,24 +41,20 @@ class CountedStep(BaseModel):
     touched_bytes: float
 
 
-class Reach(BaseModel):
+class Reach(Record):
     """How near a wrong answer comes to passing: the ratio of its best case, and which one that is."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="strings")
-
-    ratio: float
+    ratio: Ratio
     case: str
 
 
-class Calibration(BaseModel):
+class Calibration(Record):
     """The margins of one problem's preset at one world size: the worst over its cases and ranks.
 
     A ratio is an error divided by the allowed one; right iff at most 1.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True, ser_json_inf_nan="strings")
-
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     evaluator_version: str
     torch_version: str
     device: str
@@ -115,7 +110,8 @@ def read_calibrations(path: Path) -> list[Calibration]:
         return list({item.key: item for item in found}.values())
     except ValidationError as error:
         raise UsageError(
-            f"{path} holds a line that is no calibration of this version ({error.errors()[0]['msg']}); name another file with --out"
+            f"{path} holds a line that is no calibration of this version ({error.errors()[0]['msg']}); "
+            "bring it up to date with `peerlane results migrate`, or name another file with --out"
         ) from None
 
 

@@ -23,7 +23,7 @@ FILE = "selftest.jsonl"
 class Outcome(Record):
     """One judgement. The table's promise is not part of it: it is looked up when outcomes are read."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     evaluator_version: str
     finished_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
     row: str
@@ -40,8 +40,7 @@ class Outcome(Record):
     faster: bool = Field(description="its speedup counts as one, in some launch mode")
     speedups: dict[str, Estimate] = Field(default_factory=dict, description="by launch mode; missing in older outcomes")
     flags: tuple[str, ...]
-    seconds: float
-    stage_seconds: dict[str, float] = Field(default_factory=dict, description="what they were spent on; missing in older outcomes")
+    stage_seconds: dict[str, float] = Field(default_factory=dict, description="wall time by stage; one stage total in older outcomes")
     node: str
     torch: str
 
@@ -65,11 +64,15 @@ class Outcome(Record):
             faster=any(speed.faster for speed in measured.values()),
             speedups={mode: speed.speedup for mode, speed in measured.items()},
             flags=result.flags,
-            seconds=round(sum(result.stage_seconds.values()), 3),
             stage_seconds=dict(result.stage_seconds),
             node=node_class(result.environment),
             torch=str(result.environment["software"]["torch"]),
         )
+
+    @property
+    def seconds(self) -> float:
+        """What the judgement took."""
+        return round(sum(self.stage_seconds.values()), 3)
 
     @property
     def identity(self) -> tuple[str, ...]:
@@ -106,7 +109,7 @@ def read_outcomes(path: Path) -> list[Outcome]:
             first = error.errors()[0]
             raise UsageError(
                 f"{path}, line {number} is not an outcome of this version ({first['msg']} at {first['loc']}); "
-                "move the file away or choose another folder with --out"
+                "bring it up to date with `peerlane results migrate`, or choose another folder with --out"
             ) from None
     return outcomes
 

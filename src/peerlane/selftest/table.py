@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from peerlane.errors import UsageError
 from peerlane.evaluate.candidates import REFERENCE
@@ -44,6 +44,8 @@ Kinds = Annotated[tuple[VerdictKind, ...], Field(min_length=1)]
 
 class Entry(Record):
     """A candidate of the corpus. The comments of ``corpus.toml`` say what the fields mean."""
+
+    model_config = ConfigDict(extra="forbid")  # written by hand
 
     row: str = Field(pattern=_ROW.pattern)
     file: str

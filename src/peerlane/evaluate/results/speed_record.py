@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -61,17 +61,6 @@ class ModeSpeed(Record):
     candidate_clock_us: tuple[float, ...] = ()
     utilisation: tuple[Utilisation, ...]
     flags: tuple[str, ...] = Field(default=(), description="slower_reference: the reference's time before loading counts instead")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_earlier_protocol(cls, data: Any) -> Any:
-        """Reads what earlier evaluators wrote: their blocks' times are per call, and the rest has no successor."""
-        if isinstance(data, dict) and "slots_per_block" in data:
-            calls = data["slots_per_block"]
-            kept = {name: value for name, value in data.items() if name in cls.model_fields and value is not None}
-            blocks = {name: tuple(us * calls for us in data[name]) for name in ("reference_blocks_us", "candidate_blocks_us")}
-            return {**kept, **blocks, "calls_per_block": calls}
-        return data
 
     @property
     def faster(self) -> bool:
