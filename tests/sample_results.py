@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import Any
 
-from peerlane.evaluate.results.result import Audit, CandidateInfo, CaseEvidence, ProblemInfo, Result
+from peerlane.evaluate.results.result import Audit, CandidateInfo, CaseEvidence, EnvironmentLine, ProblemInfo, Result
 from peerlane.evaluate.results.speed_record import Estimate, ModeSpeed, NotMeasured, Utilisation
 from peerlane.evaluate.results.verdict import Correct, Hang, WrongResult
 
@@ -102,6 +103,18 @@ def wrong(**changes: Any) -> Result:
         wrong_ranks=(2,),
     )
     return result(**{"verdict": verdict, "speed": (), **changes})
+
+
+def text_of(*results: Result) -> str:
+    """The file that these results make."""
+    found = {item.environment_hash: item.environment for item in results}
+    environments = (EnvironmentLine(environment_hash=name, environment=environment) for name, environment in found.items())
+    return "".join(line.model_dump_json() + "\n" for line in (*environments, *results))
+
+
+def again(item: Result) -> Result:
+    """The result as a reader of its file gets it."""
+    return Result.model_validate({**json.loads(item.model_dump_json()), "environment": item.environment})
 
 
 def hung(**changes: Any) -> Result:

@@ -17,13 +17,14 @@ import typer.main
 from peerlane import cli, problems
 from peerlane.cli import _console, _progress, doctor
 from peerlane.cli._console import ExitCode
+from peerlane.cli.evaluation import print_results
 from peerlane.device import emulator
 from peerlane.device.emulator import Report
 from peerlane.errors import HarnessError, MissingDependency, UsageError
 from peerlane.evaluate.results.verdict import HarnessFailure, NotRun
 from peerlane.hardware import topology
 from peerlane.hardware.ceilings import Ceilings, Measurement
-from sample_results import ENVIRONMENT, hung, on_cpu, result, wrong
+from sample_results import hung, on_cpu, result, text_of, wrong
 
 MECHANISMS_FILE = Path(__file__).parents[2] / "results" / "h200x4" / "mechanisms.json"
 COMMAND_LINE = {
@@ -51,6 +52,7 @@ COMMAND_LINE = {
     "race": ["file", "--schedules", "--seed", "--world-size", "--json"],
     "bench": ["what", "--out", "--plot", "--json"],
     "report": ["files", "--noise", "--plot"],
+    "results": [],
     "demo": ["--examples", "--preset", "--world-size", "--device", "--json"],
     "selftest": ["--gpu", "--quick", "--repeat", "--rows", "--isolation", "--out", "--json"],
     "prompt": ["number", "--problems", "--backend", "--track", "--hardware", "--world-size", "--preset", "--variant", "--shots", "--json"],
@@ -390,12 +392,36 @@ def test_exit_codes_of_verdicts() -> None:
 
 
 def test_report_prints_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a file, or of the folder that `eval` names; lines that are no results are told of, and an empty file is no error."""
     file = tmp_path / "results.jsonl"
-    file.write_text(result().model_dump_json() + "\n" + hung(environment=ENVIRONMENT).model_dump_json() + "\n")
-    assert run(monkeypatch, "report", str(file)) == ExitCode.OK
+    file.write_text(text_of(result(), hung(preset="small")) + "my notes\n" + text_of(result()))
+    for argument in (str(file), str(tmp_path)):
+        assert run(monkeypatch, "report", argument) == ExitCode.OK
+        out, err = capsys.readouterr()
+        assert out.startswith("| candidate | problem | preset | W |") and out.count("2.00 [1.96, 2.04]") == 1
+        assert "4x NVIDIA H200" in out and "hang: first_call: rank(s) 1" in out and "line 4 is no result" in err
+    file.write_text("")
+    assert run(monkeypatch, "report", str(tmp_path)) == ExitCode.OK
+    assert capsys.readouterr() == ("", f"no results in {tmp_path}\n")
+    calibrations = MECHANISMS_FILE.parents[1] / "cpu" / "calibration.jsonl"
+    assert run(monkeypatch, "report", str(calibrations)) == ExitCode.USAGE
+    assert "no results" in capsys.readouterr().err
+
+
+def test_a_piped_table_fits_an_editor(capsys: pytest.CaptureFixture[str]) -> None:
+    print_results([result(), wrong(), on_cpu(preset="small")])
     out = capsys.readouterr().out
-    assert out.startswith("| candidate | problem | preset | W |")
-    assert "2.00 [1.96, 2.04]" in out and "4x NVIDIA H200" in out and "hang: first_call: rank(s) 1" in out
+    table = out.split("1_allreduce_cuda, problem")[0]
+    assert max(map(len, table.splitlines())) <= 120 and "speedup" in table
+
+
+def test_results_are_migrated_and_the_schema_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "results", "schema") == ExitCode.OK
+    assert json.loads(capsys.readouterr().out)["$id"] == "urn:peerlane:results:2"
+    assert run(monkeypatch, "results", "migrate", str(tmp_path / "absent.jsonl")) == ExitCode.USAGE
+    assert "No such file" in capsys.readouterr().err
 
 
 def test_bench_needs_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -446,7 +472,7 @@ def test_doctor_measures_mechanisms_too(ending: Any, why: str | None, monkeypatc
 def test_docs_are_written_checked_and_found_stale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(problems, "all_problems", lambda: (problems.get(1),))
+    monkeypatch.setattr(problems, "suite", lambda: (problems.get(1),))
     folder = ["--folder", str(tmp_path / "pages")]
     assert run(monkeypatch, "docs", "--write", *folder) == ExitCode.OK
     assert run(monkeypatch, "docs", "--check", *folder) == ExitCode.OK
@@ -473,7 +499,7 @@ def test_progress_without_a_terminal_is_plain_lines_on_stderr(capsys: pytest.Cap
     assert captured.err.splitlines() == [
         "2 evaluations to run; 3 already done with this evaluator and skipped",
         "[1/2] 1_allreduce_cuda  problem 1 pkb W=4  correct",
-        "[2/2] 1_allreduce_cuda  problem 1 pkb W=4  hang: first_call: rank(s) 1 not done after 20 s",
+        "[2/2] 1_allreduce_cuda  problem 1 pkb W=4  hang",
         "that is all",
     ]
 

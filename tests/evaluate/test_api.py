@@ -138,6 +138,28 @@ def test_a_repeated_candidate_gets_its_stored_result(tmp_path: Path) -> None:
     assert [item.candidate.name for item in pl.evaluate(plan)] == ["three", "one"]
 
 
+def test_two_runs_with_one_folder_judge_everything_once(tmp_path: Path) -> None:
+    """Each gets all results, its own and the other's."""
+    candidates = [candidate_text(f"{RIGHT}# {number}", 1, f"c{number}") for number in range(3)]
+    settings: Any = {"presets": ("small",), "deadlines": DEADLINES, "stress": STRESS, "modes": ()}
+    plan = pl.EvaluationPlan(candidates, world_sizes=(2,), out=tmp_path, **settings)
+    with ThreadPoolExecutor(2) as threads:
+        one, two = (future.result(120) for future in [threads.submit(pl.evaluate, plan) for _ in range(2)])
+    assert [item.candidate.name for item in one] == ["c0", "c1", "c2"] and one == two
+    assert len(ResultsStore(tmp_path).results()) == 3 and all(item.correct for item in one)
+
+
+def test_candidates_that_could_not_be_run_keep_a_row_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal sources are judged once, also where there is no verdict to keep."""
+    candidates = [candidate_text(RIGHT, 1, name) for name in ("one", "two")]
+    plan = pl.EvaluationPlan(candidates, world_sizes=(2,), presets=("small",), out=tmp_path, modes=())
+    with pl.Evaluator(plan=plan) as evaluator:
+        monkeypatch.setattr(evaluator, "_too_few_gpus", lambda _: "2 ranks need 2 GPUs")
+        found = evaluator.evaluate_plan(plan)
+    assert [(item.candidate.name, item.verdict.kind) for item in found] == [("one", "not_run"), ("two", "not_run")]
+    assert ResultsStore(tmp_path).results() == found
+
+
 def replace_name(item: pl.Result, name: str) -> pl.Result:
     return item.model_copy(update={"candidate": item.candidate.model_copy(update={"name": name})})
 
@@ -265,7 +287,7 @@ def test_a_deadline_missed_on_an_overloaded_machine_is_no_final_verdict(tmp_path
         assert isinstance(final.verdict, Hang) and final.verdict.deadline_s == 0.6 and "overloaded" not in final.flags
         marked_ = evaluator.evaluate(1, SLEEPS + "#")
         assert "overloaded" in marked_.flags and evaluator._store is not None
-        assert evaluator._store.has(final.key) and not evaluator._store.has(marked_.key)
+        assert evaluator._store.has(final.identity) and not evaluator._store.has(marked_.identity)
 
 
 def test_memory_that_the_machine_lacks_is_not_the_candidates_fault(evaluator: pl.Evaluator, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from peerlane.hardware.ceilings import FIGURES
 from peerlane.report import sections
 from peerlane.report.mechanisms import MeasuredMechanisms, as_ceilings, choice_table, mechanisms_report, read_mechanisms, size_text
 from peerlane.report.plots import Point, mechanisms_plot, sweep_bytes, sweep_plot, write_svg
-from sample_results import ENVIRONMENT, estimate, measured, on_cpu, result
+from sample_results import ENVIRONMENT, estimate, measured, on_cpu, result, text_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -181,7 +181,7 @@ def test_bench_records_prints_and_draws(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_results_of_a_sweep_are_drawn(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
-    file.write_text("".join(item.model_dump_json() + "\n" for item in SWEPT))
+    file.write_text(text_of(*SWEPT))
     drawn = CliRunner().invoke(cli.app, ["report", "--plot", str(tmp_path / "s.svg"), str(file)])
     assert drawn.exit_code == 0 and drawn.stdout.startswith("written: ") and "1 allreduce, 2 ranks" in texts(tmp_path / "s.svg")
 

@@ -9,7 +9,7 @@ import pytest
 from peerlane.errors import UsageError
 from peerlane.report import sections
 from peerlane.selftest.table import load
-from sample_results import result
+from sample_results import result, text_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +19,7 @@ def checkout(tmp_path: Path) -> Path:
     """A checkout with one result per file and documents with empty sections."""
     for source, _ in sections.SECTIONS.values():
         (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / source).write_text(result().model_dump_json() + "\n")
+        (tmp_path / source).write_text(text_of(result()))
     for path in sections.DOCUMENTS:
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text("before\n<!-- results:begin -->\n<!-- results:end -->\nafter\n<!-- other:begin -->\nkept\n")
@@ -45,7 +45,7 @@ def test_writing_fills_known_sections_and_leaves_the_rest(checkout: Path) -> Non
 def test_a_changed_result_makes_documents_stale(checkout: Path) -> None:
     sections.write(checkout)
     source = checkout / sections.SECTIONS["results"][0]
-    source.write_text(result(preset="small").model_dump_json() + "\n")
+    source.write_text(text_of(result(preset="small")))
     assert sections.stale(checkout) == [f"{path}: differs from what it shows" for path in sections.DOCUMENTS]
 
 

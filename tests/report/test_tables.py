@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from peerlane.errors import UsageError
-from peerlane.evaluate.results.reader import read_results
 from peerlane.evaluate.results.result import Mechanism
-from peerlane.report.tables import RESULT_COLUMNS, TextTable, environment_lines, mechanism_lines, reasons, result_table
-from sample_results import hung, measured, on_cpu, own_audit, result, wrong
+from peerlane.report.tables import RESULT_COLUMNS, TextTable, environment_lines, mechanism_lines, reasons, result_table, results_report
+from sample_results import ENVIRONMENT, hung, measured, on_cpu, own_audit, result, wrong
 
 
 def test_one_row_per_measured_mode() -> None:
@@ -53,12 +50,11 @@ def test_faster_needs_more_than_the_noise() -> None:
 
 
 def test_on_cpu_nothing_is_measured() -> None:
-    (row,) = result_table([on_cpu()]).rows
-    assert row[4:] == ("correct", "eager, graph", *["not measured"] * 5)
-    assert reasons([on_cpu()]) == [
-        "eager not measured: device times need CUDA GPUs",
-        "graph not measured: device times need CUDA GPUs",
-    ]
+    """Said once, not in five columns."""
+    table = result_table([on_cpu(), wrong()])
+    assert table.rows[0][4:] == ("correct", "eager, graph", *["not measured"] * 5)
+    assert table.markdown().splitlines()[0] == "| candidate | problem | preset | W | verdict | mode |"
+    assert reasons([on_cpu(), on_cpu(preset="small")]) == ["eager, graph not measured: device times need CUDA GPUs"]
 
 
 def test_a_failure_has_one_row_without_figures_and_one_reason() -> None:
@@ -118,58 +114,37 @@ def test_a_row_needs_every_cell() -> None:
 def test_environment_is_named_once() -> None:
     assert environment_lines([result(), wrong(), on_cpu(environment={})]) == [
         "Node: 4x NVIDIA H200, NVLink, driver 580; torch 2.11.0, nccl 2.28.9; evaluator 0.1.0.",
-        "Node: unknown; software unknown; evaluator 0.1.0.",
+        "Node: CPU ranks; software unknown; evaluator 0.1.0.",
     ]
 
 
-def test_results_are_read_back(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    file.write_text("\n".join(item.model_dump_json() for item in (result(), wrong())) + "\n")
-    assert read_results(file) == [result(), wrong()]
+def test_virtual_nodes_are_never_in_one_table_with_others() -> None:
+    shared = {**ENVIRONMENT, "virtual_node": {"node_kind": "virtual", "ranks_per_gpu": 4, "sharing": "time_slices"}}
+    told = results_report([result(), result(environment=shared), wrong(preset="small")])
+    assert told.count("| candidate |") == 2
+    real, virtual = told.split("Results of virtual node of 4 ranks per GPU by time slices, 4x NVIDIA H200")
+    assert real.count("| 1_allreduce_cuda |") == 3 and virtual.count("| 1_allreduce_cuda |") == 2
+    assert results_report([result()]).startswith("| candidate |")
 
 
-def test_a_last_line_that_a_killed_run_left_unfinished_is_left_out(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    lines = [item.model_dump_json() for item in (result(), wrong())]
-    file.write_text("\n".join(lines))
-    assert read_results(file) == [result(), wrong()], "a last line that lacks its end alone is whole"
-    file.write_text("\n".join([*lines, lines[0][:500]]))
-    assert read_results(file) == [result(), wrong()]
-    for other in ("my notes", lines[0][:500] + "\n"):
-        file.write_text("\n".join([*lines, other]))
-        with pytest.raises(UsageError, match="line 3 is not a result"):
-            read_results(file)
-
-
-def test_another_kind_of_file_is_told_in_one_line(tmp_path: Path) -> None:
-    calibrations = Path(__file__).parents[2] / "results" / "h200x2" / "calibration.jsonl"
-    with pytest.raises(UsageError, match=r"line 1 is not a result \(run_id: Field required\): expected a results.jsonl that"):
-        read_results(calibrations)
-    (tmp_path / "latin.jsonl").write_bytes(b"caf\xe9\n")
-    with pytest.raises(UsageError, match="line 1 is not a result"):
-        read_results(tmp_path / "latin.jsonl")
-
-
-def test_a_damaged_file_is_named_with_its_line(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    file.write_text(result().model_dump_json() + "\n{}\n")
-    with pytest.raises(UsageError, match=r"results\.jsonl, line 2 is not a result"):
-        read_results(file)
-    with pytest.raises(UsageError, match=r"there is no file"):
-        read_results(tmp_path / "absent.jsonl")
+def test_a_later_result_replaces_an_earlier_one() -> None:
+    """Of the same candidate: equal sources under two names keep a row each."""
+    other = result(candidate=result().candidate.model_copy(update={"name": "sample1/1_allreduce_cuda"}))
+    rerun = wrong(run_id="later")
+    assert results_report([result(), other, rerun]).count("| pkb |") == 1 + 2
 
 
 @pytest.mark.parametrize("room", [200, 110, 80, 60])
 def test_a_narrow_terminal_is_shown_what_matters(room: int) -> None:
-    """Every word of what is left fits on its line, and what is left out is named; first what says nothing anyway."""
-    results = [on_cpu(), wrong()]
+    """Every word of what is left fits on its line, and what is left out is named."""
+    results = [result(), wrong()]
     screen = Console(width=room, record=True, file=io.StringIO())
     screen.print(result_table(results).rich(screen.width))
     shown = screen.export_text()
     header, table = shown.splitlines()[1], shown.split("for ")[0]
     left_out = [name for name in RESULT_COLUMNS if name not in header]
     assert all(word in table for word in ("1_allreduce_cuda", "wrong_result", "correct"))
-    assert bool(left_out) == (room < 150) == ("--json" in shown)
+    assert bool(left_out) == (room < 170) == ("--json" in shown)
     assert all(name in " ".join(shown.split()) for name in left_out)
     if room == 110:
         assert "utilisation" in left_out and "problem" not in left_out and "preset" not in left_out

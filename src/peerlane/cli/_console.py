@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from peerlane.evaluate.results.result import Result
 
-WIDE = 240
-"""Columns to lay tables out in when the output is no terminal: enough for a row to stay on one line."""
+WIDE, PIPED_TABLE = 240, 120
+"""Columns when the output is no terminal: a sentence stays on one line, and a table fits an editor."""
 
 
 class ExitCode(enum.IntEnum):
@@ -53,6 +53,11 @@ def console(*, stderr: bool = False) -> Console:
 
     stream = sys.stderr if stderr else sys.stdout
     return Console(file=stream, width=None if stream.isatty() else WIDE, highlight=False, markup=False, emoji=False)
+
+
+def table_room(out: Console) -> int:
+    """Columns for a table: those of the terminal, else of an editor."""
+    return out.width if out.is_terminal else PIPED_TABLE
 
 
 def print_json(value: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import runpy
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, cast
 
 import typer
 
-from peerlane.cli._console import ProblemFolders, console, exit_code, one_of, positive_integers, print_json, words
+from peerlane.cli._console import ProblemFolders, console, exit_code, one_of, positive_integers, print_json, table_room, words
 from peerlane.cli._progress import progress
 from peerlane.cli._runs import run_to_judge
 from peerlane.errors import RunStopped, UsageError
@@ -149,7 +148,9 @@ def default_world_sizes(device: Device) -> tuple[int, ...]:
 
 def results_json(results: Sequence[Result]) -> dict[str, object]:
     """What ``--json`` prints."""
-    return {"results": [json.loads(result.model_dump_json()) for result in results]}
+    from peerlane.evaluate.results.reader import as_document
+
+    return as_document(results)
 
 
 def print_results(results: Sequence[Result]) -> None:
@@ -157,6 +158,6 @@ def print_results(results: Sequence[Result]) -> None:
     from peerlane.report.tables import reasons, result_table
 
     out = console()
-    out.print(result_table(results).rich(out.width))
+    out.print(result_table(results).rich(table_room(out)))
     for line in reasons(results):
         out.print(line)

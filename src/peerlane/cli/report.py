@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from peerlane.errors import UsageError
 
+if TYPE_CHECKING:
+    from peerlane.evaluate.results.result import Result
+
 
 def report(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FILE", help="Files of results, one JSON object a line (results.jsonl), or one mechanisms.json."),
+        typer.Argument(metavar="FOLDER|FILE", help="Folders of `peerlane eval --out`, their files, or one mechanisms.json."),
     ],
     noise: Annotated[
         bool, typer.Option("--noise", help="Only the reference against itself: the accuracy of the node and the protocol.")
@@ -23,7 +27,10 @@ def report(
         typer.Option(metavar="FILE.svg", help="Draw instead: times of a sweep against size, or bandwidths of the mechanisms."),
     ] = None,
 ) -> None:
-    """Print recorded results as a Markdown table, or draw them."""
+    """Print recorded results as a Markdown table for every class of machine, or draw them.
+
+    Example: peerlane report peerlane-results
+    """
     from peerlane.report import mechanisms
 
     if any(file.name == mechanisms.FILE for file in files):
@@ -51,21 +58,28 @@ def _mechanisms(file: Path, plot: Path | None) -> None:
 
 
 def _sweep(files: list[Path], plot: Path) -> None:
-    from peerlane.evaluate.results.reader import read_results
     from peerlane.report.plots import sweep_plot, write_svg
 
-    write_svg(sweep_plot(result for file in files for result in read_results(file)), plot)
+    write_svg(sweep_plot(_read(files)), plot)
     print(f"written: {plot}")
 
 
 def _results(files: list[Path], noise: bool) -> None:
-    from peerlane.evaluate.results.reader import read_results
-    from peerlane.report.noise import acceptance_lines, noise_table
-    from peerlane.report.tables import environment_lines, mechanism_lines, reasons, result_table
+    from peerlane.report.noise import noise_report
+    from peerlane.report.tables import results_report
 
-    results = [result for file in files for result in read_results(file)]
-    table = noise_table(results) if noise else result_table(results)
-    print(table.markdown(), end="")
-    told = acceptance_lines(results) if noise else mechanism_lines(results)
-    for line in [*told, *environment_lines(results), *reasons(results)]:
-        print(f"\n{line}")
+    if results := _read(files):
+        print(noise_report(results) if noise else results_report(results))
+    else:
+        print(f"no results in {', '.join(map(str, files))}", file=sys.stderr)
+
+
+def _read(files: list[Path]) -> list[Result]:
+    """The results in files and folders; what was left out is told on stderr."""
+    from peerlane.evaluate.results.reader import read_results
+
+    notes: list[str] = []
+    results = [result for file in files for result in read_results(file, notes)]
+    for note in notes:
+        print(f"peerlane: {note}", file=sys.stderr)
+    return results

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from peerlane.evaluate.results.verdict import NotRun
 
 _RUNS_WITHOUT_RANKS = 2  # so many evaluations in a row without rank groups, and the rest of the run is given up
 _LOOK_S = 0.1
+_OTHERS_S = 1800.0  # for results of another run with the same folder
 
 
 class Progress(Protocol):
@@ -110,10 +112,9 @@ class Evaluator:
         self._without_ranks: list[str] = []  # why the last evaluations had no ranks
         self._missing: str | None = None  # why there is no evaluating any more
         self._threads: ThreadPoolExecutor | None = None
-        self._closed = False
+        self._closed = self._introduced = False
 
     def __enter__(self) -> Self:
-        self._progress.note(f"isolation {self.isolation.describe()}")
         if self._warm and self._too_few_gpus(self._plan.world_sizes[0]) is None:
             session = self._session_of(self._plan.world_sizes[0])
             session.start_warm_groups(self._plan.pool_settings.warm_groups)
@@ -193,16 +194,29 @@ class Evaluator:
         with self._turns.turn(limit or Limit()) as granted:
             if self._closed:
                 raise UsageError("the evaluator is closed: use it inside its `with` block")
+            self._introduce()
             found: dict[int, Result] = {}
             waiting = self._waiting(jobs, plan)
             self._progress.started(len(waiting), len(jobs) - len(waiting))
             for world_size in dict.fromkeys(job.world_size for job in waiting):
-                with contextlib.closing(self.judge([job for job in waiting if job.world_size == world_size], granted)) as judged:
-                    for job, result in judged:
-                        found[id(job)] = result
-                        self._keep(result, list(found.values()))
-                        self._progress.finished(result)
-            return [found.get(id(job)) or self._from_store(job) for job in jobs]
+                due = [job for job in waiting if job.world_size == world_size]
+                while due:
+                    busy: list[Job] = []
+                    with contextlib.closing(self.judge(due, granted, None if plan.rerun else busy)) as judged:
+                        for job, result in judged:
+                            found[id(job)] = result
+                            self._keep(result, list(found.values()))
+                            self._progress.finished(result)
+                    due = self._await_others(busy, granted)
+            new = {self._identity(job): found[id(job)] for job in waiting if id(job) in found}
+            return [found.get(id(job)) or self._known(job, new) for job in jobs]
+
+    def _introduce(self) -> None:
+        """Says once under which conditions it judges, and what of the store it cannot read."""
+        if not self._introduced:
+            self._introduced = True
+            for note in (f"isolation {self.isolation.describe()}", *(self._store.notes if self._store is not None else ())):
+                self._progress.note(note)
 
     def _waiting(self, jobs: Sequence[Job], plan: EvaluationPlan) -> list[Job]:
         """The jobs that the store has no result for; of those that would have the same, the first."""
@@ -225,19 +239,58 @@ class Evaluator:
         except HarnessError as error:
             raise RunStopped(f"{error}; the run stops with {len(results) - 1} results stored", results) from None
 
-    def _from_store(self, job: Job) -> Result:
-        """The stored result of what this job asks for, under the name of the file that was asked for, which is stored too."""
+    def _known(self, job: Job, new: Mapping[Identity, Result]) -> Result:
+        """The result of what this job asks for, just made or stored, under the name of the file that was asked for; stored under it too."""
         assert self._store is not None
-        result = self._store.find(self._identity(job), job.candidate.name)
-        assert result is not None, "it was judged, or was there"
+        result = self._store.find(self._identity(job), job.candidate.name) or new[self._identity(job)]
         if result.candidate.name != job.candidate.name:
             result = result.model_copy(update={"candidate": candidate_info(job.candidate)})
             self._keep(result, [result])
         return result
 
-    def judge(self, jobs: Sequence[Job], limit: Limit | None = None) -> Generator[tuple[Job, Result], None, None]:
+    @contextlib.contextmanager
+    def _claimed(self, job: Job, busy: list[Job] | None) -> Iterator[bool]:
+        """True while this run alone may judge the job. False if another has done so, or is at it: then the job is added to ``busy``."""
+        if self._store is None or busy is None:
+            yield True
+            return
+        claim = self._store.claim(self._identity(job))
+        if claim is None:
+            busy.append(job)
+            yield False
+            return
+        with claim:
+            self._store.refresh()
+            yield not self._store.has(self._identity(job))
+
+    def _await_others(self, busy: list[Job], limit: Limit) -> list[Job]:
+        """Waits for other runs with the same folder; the jobs that they left undone. Raises :class:`HarnessError` after half an hour."""
+        if not busy or self._store is None:
+            return []
+        self._progress.note(f"{len(busy)} evaluations are at work in another run with the same folder; waiting for their results")
+        give_up = time.monotonic() + _OTHERS_S
+        while True:
+            self._store.refresh()
+            busy = [job for job in busy if not self._store.has(self._identity(job))]
+            for job in busy:
+                if (claim := self._store.claim(self._identity(job))) is not None:
+                    claim.release()
+                    limit.start()  # its time was spent on waiting
+                    return busy
+            if not busy:
+                return []
+            if limit.cancelled:
+                raise Cancelled
+            if time.monotonic() > give_up:
+                raise HarnessError(f"another run holds {self._store.path.parent} for {_OTHERS_S:g} s: end it, or choose another folder")
+            time.sleep(_LOOK_S)
+
+    def judge(
+        self, jobs: Sequence[Job], limit: Limit | None = None, busy: list[Job] | None = None
+    ) -> Generator[tuple[Job, Result], None, None]:
         """The results of jobs of one world size, as they come: in order, but for what is still being compiled when its turn comes, which
-        lets others pass. Every candidate gets fresh groups; the reference keeps one for all its problems."""
+        lets others pass. Every candidate gets fresh groups; the reference keeps one for all its problems. With ``busy``, jobs that another
+        run has claimed are added to it instead."""
         left = list(jobs)
         if not left:
             return
@@ -254,17 +307,20 @@ class Evaluator:
                     return
                 job = next((job for job in left if builds.ready(job.candidate)), left[0])  # GPUs do not wait for compilers
                 left = [other for other in left if other is not job]
-                later = self._plan.pool_settings.warm_groups if self._warm else 0
-                later += sum(groups_needed(other, self._plan.device) for other in left)
-                pipeline = EvaluationPipeline(
-                    session, job, self._node, self._plan.rules, self._reporter(job), builds, later, self._kept, self._plan.stress
-                )
-                pipeline.limit = limit
-                result = self._run(pipeline)
-                if cuda and not pipeline.healthy:
-                    gpus = [gpu["index"] for gpu in self._node.environment["gpus"]][:world_size]
-                    self._missing = self._missing or lost_gpus(gpus)
-                yield job, result
+                with self._claimed(job, busy) as mine:
+                    if not mine:
+                        continue
+                    later = self._plan.pool_settings.warm_groups if self._warm else 0
+                    later += sum(groups_needed(other, self._plan.device) for other in left)
+                    pipeline = EvaluationPipeline(
+                        session, job, self._node, self._plan.rules, self._reporter(job), builds, later, self._kept, self._plan.stress
+                    )
+                    pipeline.limit = limit
+                    result = self._run(pipeline)
+                    if cuda and not pipeline.healthy:
+                        gpus = [gpu["index"] for gpu in self._node.environment["gpus"]][:world_size]
+                        self._missing = self._missing or lost_gpus(gpus)
+                    yield job, result
 
     def _run(self, pipeline: EvaluationPipeline) -> Result:
         try:

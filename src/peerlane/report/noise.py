@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from peerlane.report.tables import TextTable
+from peerlane.report.tables import TextTable, by_node, environment_lines
 
 if TYPE_CHECKING:
     from peerlane.evaluate.results.record import Mode
@@ -65,6 +65,16 @@ def acceptance_lines(results: Sequence[Result]) -> list[str]:
             f"largest deviation {max(deviations):.1%} (promised: at most {promised.every:.0%}): {'met' if accepted else 'not met'}."
         )
     return lines
+
+
+def noise_report(results: Iterable[Result]) -> str:
+    """For every class of machine its table, as Markdown, its accuracy and where it was taken."""
+    return "\n\n".join(f"{noise_table(mine).markdown()}\n{accuracy(mine)}" for mine in by_node(results).values())
+
+
+def accuracy(results: Sequence[Result]) -> str:
+    """The accuracy that was reached, and where."""
+    return "\n".join([*(f"* {line}" for line in acceptance_lines(results)), "", *environment_lines(results)])
 
 
 def _measured(results: Iterable[Result]) -> list[tuple[Result, ModeSpeed]]:

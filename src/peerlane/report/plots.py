@@ -93,8 +93,10 @@ def sweep_plot(results: Iterable[Result]) -> Plot:
         Panel(title, tuple(Line(name, mode, points) for (panel, name, mode), points in lines.items() if panel == title))
         for title in dict.fromkeys(panel for panel, _, _ in lines)
     )
-    nodes = ", ".join(dict.fromkeys(node_class(result.environment) for result in measured))
-    return Plot(f"{nodes}; {_dates(result.finished_at for result in measured)}", "us per call", True, panels)
+    nodes = list(dict.fromkeys(str(result.node) for result in measured))
+    if len(nodes) > 1:
+        raise UsageError(f"got results of {' and of '.join(nodes)}: expected those of one class of machine; draw each alone")
+    return Plot(f"{nodes[0]}; {_dates(result.finished_at for result in measured)}", "us per call", True, panels)
 
 
 def mechanisms_plot(measured: MeasuredMechanisms) -> Plot:

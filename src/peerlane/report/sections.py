@@ -13,10 +13,10 @@ from peerlane.report.corpus import rule_table, rules_table
 from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, NOISE, PRODUCTION, PRODUCTION_OF_TWO, REFERENCES, RESULTS, TWO_GPUS
 from peerlane.report.kernels import collectives_report, fused_report, product_report
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
-from peerlane.report.noise import acceptance_lines, noise_table
+from peerlane.report.noise import accuracy, noise_report
 from peerlane.report.selftest import selftest_report
 from peerlane.report.sweep import MODES, sweep_table
-from peerlane.report.tables import environment_lines, reasons, result_table
+from peerlane.report.tables import environment_lines, results_report
 from peerlane.selftest import outcome
 from peerlane.selftest.calibrate import read_calibrations
 from peerlane.selftest.run import attributed
@@ -24,18 +24,15 @@ from peerlane.selftest.table import FILE, load
 
 
 def _speeds(path: Path) -> str:
-    results = read_results(path)
-    return "\n".join([result_table(results).markdown(), *environment_lines(results), *reasons(results)])
+    return results_report(read_results(path), mechanisms=False)
 
 
 def _noise(path: Path) -> str:
-    results = read_results(path)
-    return f"{noise_table(results).markdown()}\n{_accuracy(path)}"
+    return noise_report(read_results(path))
 
 
 def _accuracy(path: Path) -> str:
-    results = read_results(path)
-    return "\n".join([*(f"* {line}" for line in acceptance_lines(results)), "", *environment_lines(results)])
+    return accuracy(read_results(path))
 
 
 def _sweep(path: Path) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from peerlane.evaluate.results.reader import newest
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from peerlane.evaluate.results.identity import NodeClass
     from peerlane.evaluate.results.result import Result
     from peerlane.evaluate.results.speed_record import Estimate, ModeSpeed, Utilisation
 
@@ -32,8 +35,7 @@ RESULT_COLUMNS = (
 @dataclass
 class TextTable:
     """Rows of strings under ``columns``. ``right``: the columns that hold numbers. ``spare``: those that narrow terminals can do
-    without,
-    the least important first."""
+    without, the least important first."""
 
     columns: Sequence[str]
     right: Collection[str] = ()
@@ -47,16 +49,17 @@ class TextTable:
         self.rows.append(cells)
 
     def rich(self, room: int | None = None) -> Table:
-        """For a terminal with room for so many characters a line: without spare columns, as far as it takes, and says which.
-        First those
-        that say nothing in any row."""
+        """For a screen with room for so many characters a line: without spare columns that say nothing, and others as far as it takes.
+
+        A caption names columns that were left out for want of room.
+        """
         from rich import box
         from rich.table import Table
 
-        widths = {name: max(map(len, (name, *cells))) + 3 for name, *cells in zip(self.columns, *self.rows, strict=True)}
-        silent = [name for name, *cells in zip(self.columns, *self.rows, strict=True) if {*cells} <= {"-", NOT_MEASURED}]
+        shown = self._telling()
+        widths = {name: max(map(len, (name, *cells))) + 3 for name, *cells in zip(self.columns, *self.rows, strict=True) if name in shown}
         left_out: list[str] = []
-        for name in dict.fromkeys([*(name for name in self.spare if name in silent), *self.spare]):
+        for name in (name for name in self.spare if name in widths):
             if room is None or sum(widths.values()) <= room:
                 break
             left_out.append(name)
@@ -70,10 +73,17 @@ class TextTable:
         return table
 
     def markdown(self) -> str:
-        """GitHub's dialect, one line a row, ends with a newline."""
+        """GitHub's dialect, one line a row, ends with a newline; without spare columns that say nothing."""
+        shown = self._telling()
         rule = ["---:" if column in self.right else "---" for column in self.columns]
         lines = [self.columns, rule, *([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in self.rows)]
-        return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        kept = ([cell for column, cell in zip(self.columns, line, strict=True) if column in shown] for line in lines)
+        return "".join(f"| {' | '.join(line)} |\n" for line in kept)
+
+    def _telling(self) -> list[str]:
+        """The columns, but for spare ones that say nothing in any row."""
+        silent = {name for name, *cells in zip(self.columns, *self.rows, strict=True) if self.rows and {*cells} <= {"-", NOT_MEASURED}}
+        return [name for name in self.columns if name not in self.spare or name not in silent]
 
 
 def result_table(results: Iterable[Result]) -> TextTable:
@@ -105,6 +115,7 @@ def result_table(results: Iterable[Result]) -> TextTable:
 def reasons(results: Iterable[Result]) -> list[str]:
     """A line for every result that is not correct, and for every reason why a correct one was not timed."""
     lines: dict[str, None] = {}
+    unmeasured: dict[str, dict[str, None]] = {}
     for result in results:
         where = f"{result.candidate.name}, problem {_problem(result)}, {result.preset}, W={result.world_size}"
         if not result.correct:
@@ -113,8 +124,8 @@ def reasons(results: Iterable[Result]) -> list[str]:
             if speed.status == "failed":
                 lines[f"{where}: {speed.mode} failed: {speed.kind}: {speed.reason}"] = None
             if speed.status == "not_measured":
-                lines[f"{speed.mode} not measured: {speed.why}"] = None
-    return list(lines)
+                unmeasured.setdefault(speed.why, {})[speed.mode] = None
+    return [*lines, *(f"{', '.join(modes)} not measured: {why}" for why, modes in unmeasured.items())]
 
 
 def mechanism_lines(results: Iterable[Result]) -> list[str]:
@@ -170,16 +181,26 @@ def environment_lines(results: Iterable[Result]) -> list[str]:
     """Where the results were taken: a line per node class, software and evaluator version."""
     lines: dict[str, None] = {}
     for result in results:
-        environment = result.environment
-        software = environment.get("software", {})
+        software = result.environment.get("software", {})
         versions = ", ".join(f"{name} {software[name]}" for name in ("torch", "cuda", "nccl", "triton") if software.get(name))
-        lines[f"Node: {_node(environment)}; {versions or 'software unknown'}; evaluator {result.evaluator_version}."] = None
+        lines[f"Node: {result.node}; {versions or 'software unknown'}; evaluator {result.evaluator_version}."] = None
     return list(lines)
 
 
-def _node(environment: Mapping[str, Any]) -> str:
-    if "gpus" not in environment:
-        return "unknown"
-    from peerlane.hardware.environment import node_class
+def by_node(results: Iterable[Result]) -> dict[NodeClass, list[Result]]:
+    """Results by class of machine, without those that a later one replaces. Only results of one class may be compared."""
+    found: dict[NodeClass, list[Result]] = {}
+    for result in newest(results):
+        found.setdefault(result.node, []).append(result)
+    return found
 
-    return node_class(environment)
+
+def results_report(results: Iterable[Result], *, mechanisms: bool = True) -> str:
+    """A table for every class of machine, as Markdown, and the sentences that belong to it."""
+    groups = by_node(results)
+    parts = []
+    for node, mine in groups.items():
+        told = [*(mechanism_lines(mine) if mechanisms else ()), *environment_lines(mine), *reasons(mine)]
+        head = f"Results of {node}, which compare with no others here:\n\n" if len(groups) > 1 else ""
+        parts.append(f"{head}{result_table(mine).markdown()}\n" + "\n\n".join(told))
+    return "\n\n".join(parts)

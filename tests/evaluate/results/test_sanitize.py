@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from peerlane.evaluate.results.result import Result
 from peerlane.evaluate.results.sanitize import LINE_CHARACTERS, TEXT_CHARACTERS, one_line, printable, sanitize, several_lines
 from peerlane.evaluate.results.verdict import RuntimeFailure, WrongType
-from sample_results import result, wrong
+from sample_results import again, wrong
 
 
 @pytest.mark.parametrize(
@@ -51,5 +51,4 @@ def test_records_hold_what_can_be_printed() -> None:
     assert record.verdict.reason == "rank 0, import: [1/1] another  correct\\u202e"
     assert record.log_tail == "\\x1b[2J\n[1/1] another  correct\\u202e" and "\n" not in record.flags[0]
     assert WrongType(case="x", rank=0, detail=f"output holds a {hostile}").reason.isprintable()
-    assert Result.model_validate_json(record.model_dump_json()) == record
-    assert Result.model_validate_json(result().model_dump_json()) == result()
+    assert again(record) == record

@@ -42,7 +42,7 @@ def make_appendable(path: Path) -> None:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UsageError(f"cannot write results to {path}: {error.strerror}; name a place that can be written with --out") from None
-    if any(lines) and not any(line.startswith(_BEGINNING) for line in lines) and not is_torn(lines[-1]):
+    if any(lines) and not any(line.startswith(_BEGINNING) for line in lines) and not (lines[-1] and is_torn(lines[-1])):
         found = next(filter(None, lines))[:40].decode(errors="replace")
         raise UsageError(f"{path} begins with {found!a}: expected records, one a line; move the file away or choose another with --out")
 

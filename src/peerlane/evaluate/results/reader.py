@@ -88,7 +88,9 @@ class ResultsReader:
             if record.get("type") == "environment":
                 found = EnvironmentLine.model_validate(record)
                 self.environments[found.environment_hash] = found.environment
-            elif record.get("type") == "result":
+            elif "type" not in record:
+                self._garbage[self._number] = "no type"
+            elif record["type"] == "result":
                 environment = self.environments.get(record.get("environment_hash", ""), {})
                 self.results.append(Result.model_validate({**record, "environment": environment}))
         except ValidationError as error:

@@ -137,7 +137,7 @@ class Result(Record):
             return data
         environment = sanitize(data["environment"])
         derived = {"environment_hash": environment_hash(environment)}
-        return {"node": NodeClass.of(environment, data["device"]), **data, **derived, "environment": environment}
+        return {"node": NodeClass.of(environment, data.get("device", "cuda")), **data, **derived, "environment": environment}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import struct
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,13 @@ class ResultsStore:
         for result in self._reader.results:
             self._add(result)
         self.notes = self._reader.notes()
+        self._appended: set[Hashable] = set()  # own results that were not read back yet
         self._claims: int | None = None
         self._held: set[int] = set()
+
+    def __del__(self) -> None:
+        if getattr(self, "_claims", None) is not None:
+            os.close(self._claims)  # type: ignore[arg-type]
 
     def results(self) -> list[Result]:
         """All results, oldest first."""
@@ -62,13 +68,15 @@ class ResultsStore:
             lines.insert(0, _line(told, "the environment"))
         append_lines(self.path, *lines)
         self._reader.environments[result.environment_hash] = result.environment
+        self._appended.add(_place_of(result))
         self._add(result)
 
     def refresh(self) -> None:
         """Reads what other runs have added."""
-        mine = {(result.run_id, result.finished_at, result.identity, result.candidate.name) for result in self._results}
         for result in self._reader.update():
-            if (result.run_id, result.finished_at, result.identity, result.candidate.name) not in mine:
+            if _place_of(result) in self._appended:
+                self._appended.remove(_place_of(result))
+            else:
                 self._add(result)
 
     def claim(self, identity: Identity) -> Claim | None:
@@ -84,8 +92,8 @@ class ResultsStore:
         self._held.add(place)
         return Claim(self, place)
 
-    def release(self, place: int) -> None:
-        """Ends a claim; see :class:`Claim`."""
+    def end_claim(self, place: int) -> None:
+        """See :meth:`Claim.release`."""
         assert self._claims is not None
         self._held.discard(place)
         _lock_byte(self._claims, place, fcntl.F_UNLCK)
@@ -102,8 +110,16 @@ class Claim(contextlib.AbstractContextManager["Claim"]):
     def __init__(self, store: ResultsStore, place: int) -> None:
         self._store, self._place = store, place
 
+    def release(self) -> None:
+        """Another run may claim it."""
+        self._store.end_claim(self._place)
+
     def __exit__(self, *_: object) -> None:
-        self._store.release(self._place)
+        self.release()
+
+
+def _place_of(result: Result) -> Hashable:
+    return result.run_id, result.finished_at, result.candidate.name, result.identity
 
 
 def _lock_byte(descriptor: int, place: int, kind: int) -> bool:

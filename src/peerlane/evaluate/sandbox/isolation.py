@@ -88,7 +88,7 @@ class Isolation:
             why = "".join(f"; no {name}: {in_short(reason)}" for name, reason in self.missing.items())
             return f"L0 (unverified): own processes and deadlines{why}"
         absent = f"; without {', '.join(self.missing)}" if self.missing else ""
-        return f"{self.tier}: {', '.join(self.measures)}{absent}"
+        return f"{self.tier}: confined by the kernel{', in a sandbox' if self.tier == 'L2' else ''}{absent}"
 
 
 def in_short(reason: str) -> str:
