@@ -20,6 +20,7 @@ from peerlane.evaluate.results.verdict import Verdict
 from peerlane.hardware.profiles import PROFILES
 from peerlane.report import pages
 from peerlane.report.evidence import read_evidence
+from sample_results import result, text_of, wrong
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -99,6 +100,25 @@ def test_first_candidate_is_short_and_correct(tmp_path: Path) -> None:
     assert done.exit_code == ExitCode.OK, done.output
     (result,) = json.loads(done.stdout)["results"]
     assert result["verdict"] == {"kind": "correct"} and result["problem"]["id"] == 1
+
+
+def test_results_are_read_as_written(tmp_path: Path) -> None:
+    (tmp_path / "peerlane-results").mkdir()
+    (tmp_path / "peerlane-results" / "results.jsonl").write_text(text_of(result(), wrong(preset="small")))
+    source = code_block("docs/record.md", "read")
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", source], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == "1_allreduce_cuda 1 pkb 4 correct node"
+    assert done.stdout.splitlines()[-1] == "1_allreduce_cuda 1 small 4 wrong_result node"
+    assert done.stdout.count("graph") == 1
+
+
+def test_words_of_the_glossary_are_in_order_and_used() -> None:
+    words = re.findall(r"^\| ([^|]+) \|", text("docs/glossary.md"), re.MULTILINE)[2:]
+    assert words == sorted(words, key=str.casefold) and len(set(words)) == len(words)
+    written = " ".join(path.read_text(encoding="utf-8") for path in WRITTEN if path.name != "glossary.md")
+    plain = re.sub(r"[^a-z0-9]+", " ", written.casefold())
+    unused = [word for line in words for word in line.split(", ") if re.sub(r"[^a-z0-9]+", " ", word.casefold()) not in plain]
+    assert not unused
 
 
 def test_evaluating_from_python_works_as_written(tmp_path: Path) -> None:

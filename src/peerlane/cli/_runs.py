@@ -47,7 +47,8 @@ def run_to_judge(arguments: Sequence[str], model: str | None) -> RunToJudge | No
             run = RunFolder.open_or_create(path, run.settings)
     found: dict[tuple[int, str], CandidateFile] = {}
     for key, file in run.candidates():
-        candidate = replace(candidate_file(file), name=key.folder, problem=key.problem)
+        labels = (("model", run.settings.model), ("sample", key.sample))
+        candidate = replace(candidate_file(file), name=key.folder, problem=key.problem, labels=labels)
         found.setdefault((key.problem, candidate.sha256), candidate)
     if not found:
         raise UsageError(f"{path} holds no candidates: expected PROBLEM/SAMPLE/candidate.py, such as 013/0/candidate.py")

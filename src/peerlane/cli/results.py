@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from peerlane.words import counted
+
 results = typer.Typer(help="Work with files of results: bring old ones up to date, print their JSON Schema.", no_args_is_help=True)
 
 
@@ -27,7 +29,7 @@ def migrate(
         print(f"{old}: {line}", file=sys.stderr)
     kept = f", {done.kept} of another version kept as they are" if done.kept else ""
     where = f"{old}; the old file is {old}{BACKUP}" if out is None else f"{out}"
-    print(f"{done.migrated} record{'s' if done.migrated != 1 else ''} migrated{kept}: {where}")
+    print(f"{counted(done.migrated, 'record')} migrated{kept}: {where}")
 
 
 @results.command()

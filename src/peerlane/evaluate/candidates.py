@@ -37,6 +37,7 @@ class CandidateFile:
         problem: that the file's name means (``13_gemm_allreduce_cuda.py``, ``p013_gemm_allreduce.py``), if it begins with a number.
         track: in which it is judged; None: that of the plan.
         note: a sentence, where the file's name means no problem or its number is another problem's.
+        labels: who wrote it, as records say: pairs such as ``("model", "m")`` and ``("sample", 3)``.
         text: the source, of a candidate that was given as text; its ``path`` is then but a name.
     """
 
@@ -48,6 +49,7 @@ class CandidateFile:
     uses_extensions: bool = False
     track: Track | None = None
     note: str = ""
+    labels: tuple[tuple[str, str | int], ...] = ()
     text: bytes | None = field(default=None, repr=False)
 
     @property

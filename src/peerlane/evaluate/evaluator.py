@@ -32,6 +32,7 @@ from peerlane.evaluate.results.identity import Identity
 from peerlane.evaluate.results.result import Result
 from peerlane.evaluate.results.store import ResultsStore
 from peerlane.evaluate.results.verdict import NotRun
+from peerlane.words import counted
 
 _RUNS_WITHOUT_RANKS = 2  # so many evaluations in a row without rank groups, and the rest of the run is given up
 _LOOK_S = 0.1
@@ -267,7 +268,7 @@ class Evaluator:
         """Waits for other runs with the same folder; the jobs that they left undone. Raises :class:`HarnessError` after half an hour."""
         if not busy or self._store is None:
             return []
-        self._progress.note(f"{len(busy)} evaluations are at work in another run with the same folder; waiting for their results")
+        self._progress.note(f"waiting for {counted(len(busy), 'evaluation')} of another run with the same folder")
         give_up = time.monotonic() + _OTHERS_S
         while True:
             self._store.refresh()
@@ -369,7 +370,7 @@ class Evaluator:
     def _too_few_gpus(self, world_size: int) -> str | None:
         if self._plan.device == "cpu" or world_size <= self._node.gpus:
             return None
-        return f"{world_size} ranks need {world_size} GPUs; this machine has {self._node.gpus}"
+        return f"{counted(world_size, 'rank')} on {counted(world_size, 'GPU')}: this machine has {self._node.gpus}"
 
     def _not_run(self, jobs: Sequence[Job], missing: str) -> Iterator[tuple[Job, Result]]:
         for job in jobs:

@@ -37,6 +37,7 @@ from peerlane.evaluate.sandbox.answers import answer_folders
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
 from peerlane.problems.contract.spec import Case
 from peerlane.settings import StressRules, TimingRules
+from peerlane.words import counted
 
 CHECKED_SLOTS = 4
 
@@ -166,7 +167,7 @@ class EvaluationPipeline:
         cases = job.problem.cases(job.preset, job.world_size, job.variant)
         if not cases:
             which = f"{job.preset} ({job.variant} variant)" if job.variant != "default" else job.preset
-            return NotRun(missing=f"preset {which} of problem {job.problem.id} has no case for {job.world_size} ranks")
+            return NotRun(missing=f"preset {which} of problem {job.problem.id} has no case for {counted(job.world_size, 'rank')}")
         self.source = job.candidate.source()
         if needs_build(job.candidate):
             with self._in("build"):
@@ -412,7 +413,7 @@ class EvaluationPipeline:
 def candidate_info(candidate: CandidateFile) -> CandidateInfo:
     """What a record says of the candidate."""
     path = None if candidate.text is not None else _shown(candidate.path)
-    return CandidateInfo(name=candidate.name, path=path, sha256=candidate.sha256, backend=candidate.backend)
+    return CandidateInfo(name=candidate.name, labels=dict(candidate.labels), path=path, sha256=candidate.sha256, backend=candidate.backend)
 
 
 def _is_ours(path: Path | None) -> bool:

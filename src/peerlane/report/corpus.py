@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from peerlane.report.tables import TextTable
+from peerlane.words import counted
 
 if TYPE_CHECKING:
     from peerlane.selftest.table import Corpus, Entry
@@ -40,7 +41,7 @@ def rule_table(corpus: Corpus, rule: str) -> TextTable:
 def _condition(entry: Entry) -> str:
     parts = [f"isolation {entry.isolation}"] if entry.isolation != "L0" else []
     parts += [f"track {entry.track}"] if entry.track != "open" else []
-    parts += [f"{entry.world_size} ranks"] if entry.world_size != 2 else []
+    parts += [counted(entry.world_size, "rank")] if entry.world_size != 2 else []
     return f" ({', '.join(parts)})" if parts else ""
 
 

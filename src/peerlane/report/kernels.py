@@ -10,6 +10,7 @@ from peerlane.errors import UsageError
 from peerlane.hardware.environment import node_class
 from peerlane.report.mechanisms import size_text
 from peerlane.report.tables import TextTable
+from peerlane.words import counted
 
 
 def collectives_report(path: Path) -> str:
@@ -53,7 +54,8 @@ def _us(value: float) -> str:
 
 def _where(found: dict[str, Any]) -> str:
     software = found["environment"]["software"]
-    return f"Node: {node_class(found['environment'])}; {found['world_size']} ranks; torch {software['torch']}, nccl {software['nccl']}."
+    ranks = counted(found["world_size"], "rank")
+    return f"Node: {node_class(found['environment'])}; {ranks}; torch {software['torch']}, nccl {software['nccl']}."
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from peerlane.errors import MissingDependency, UsageError
 from peerlane.hardware.environment import node_class
 from peerlane.report.mechanisms import MeasuredMechanisms, size_text
+from peerlane.words import counted
 
 if TYPE_CHECKING:
     from peerlane.evaluate.results.result import Result
@@ -79,7 +80,7 @@ def sweep_plot(results: Iterable[Result]) -> Plot:
     measured: list[Result] = []
     estimates: dict[tuple[str, str, str], dict[int, list[Estimate]]] = {}
     for result, nbytes in sorted(swept, key=lambda item: (item[0].problem.id, item[0].world_size)):
-        panel = f"{result.problem.id} {result.problem.slug}, {result.world_size} ranks"
+        panel = f"{result.problem.id} {result.problem.slug}, {counted(result.world_size, 'rank')}"
         for mode in result.modes:
             if (speed := result.speed_in(mode)) is not None:
                 measured.append(result)

@@ -23,6 +23,7 @@ from peerlane.problems.contract.calibration import Margins, worst
 from peerlane.problems.contract.count import Count, Step, cost_faults
 from peerlane.problems.contract.spec import Case, Problem
 from peerlane.settings import Deadlines
+from peerlane.words import counted
 
 Ratios = dict[str, Ratio]
 
@@ -155,7 +156,8 @@ def calibrate(plan: CalibrationPlan, tell: Callable[[str], None] = lambda _: Non
     for world_size in plan.world_sizes:
         if not jobs_of(plan, world_size):
             raise UsageError(
-                f"nothing to calibrate on {world_size} ranks: expected world sizes for which a chosen problem and preset have cases, as "
+                f"nothing to calibrate on {counted(world_size, 'rank')}: expected world sizes for which a chosen problem and preset "
+                "have cases, as "
                 "`peerlane show NUMBER --world-size W` lists them"
             )
     if plan.out is not None:

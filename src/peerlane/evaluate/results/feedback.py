@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from peerlane.evaluate.results.messages import error_place, first_compiler_error, own_traceback
 from peerlane.evaluate.results.sanitize import one_line
+from peerlane.words import counted
 
 if TYPE_CHECKING:
     from peerlane.evaluate.results.result import Result
@@ -49,7 +50,7 @@ def feedback(result: Result) -> str:
 def _head(result: Result) -> Iterator[str]:
     problem = result.problem
     yield f"verdict: {result.verdict.kind}"
-    yield f"problem {problem.id} {problem.slug} ({problem.variant} variant), preset {result.preset}, {result.world_size} ranks"
+    yield f"problem {problem.id} {problem.slug} ({problem.variant} variant), preset {result.preset}, {counted(result.world_size, 'rank')}"
     if result.flags:
         yield f"flags: {', '.join(result.flags)}"
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from peerlane.errors import UsageError
 from peerlane.evaluate.results.lines import is_json, is_torn
 from peerlane.evaluate.results.result import SCHEMA_VERSION, EnvironmentLine, Result
+from peerlane.words import counted
 
 FILE = "results.jsonl"
 
@@ -52,7 +53,7 @@ class ResultsReader:
         """A sentence for every kind of line that was left out."""
         found = []
         for version, count in sorted(self._versions.items()):
-            lines = f"{self.path}: {count} line{'s' if count > 1 else ''}"
+            lines = f"{self.path}: {counted(count, 'line')}"
             if version < SCHEMA_VERSION:
                 found.append(f"{lines} of version {version} left out; `peerlane results migrate {self.path}` makes them readable")
             else:

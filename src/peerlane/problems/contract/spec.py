@@ -17,6 +17,7 @@ import torch
 from peerlane.errors import UnknownPreset, UsageError
 from peerlane.problems.contract.draw import Draw
 from peerlane.problems.contract.tree import Tree
+from peerlane.words import counted
 
 # Unit roundoff u: half the distance between 1 and the next representable number (IEEE 754; bfloat16 has 8 significant bits).
 UNIT_ROUNDOFF: Mapping[torch.dtype, float] = {
@@ -385,7 +386,7 @@ class Problem:
         chosen = variant if variant in self.variants else "default"
         if world_size not in self.world_sizes:
             allowed = ", ".join(map(str, self.world_sizes))
-            raise UsageError(f"problem {self.id} does not run on {world_size} ranks; it runs on {allowed}")
+            raise UsageError(f"problem {self.id} does not run on {counted(world_size, 'rank')}; it runs on {allowed}")
         return [
             Case(self.id, preset_name, spec.label, world_size, spec.dtype, spec.variant, spec.params)
             for spec in self.preset(preset_name).cases
@@ -398,4 +399,4 @@ class Problem:
             for item in self.cases(preset_name, world_size, variant):
                 if item.label == label:
                     return item
-        raise UsageError(f"preset {preset_name!r} of problem {self.id} has no case {label!r} on {world_size} ranks")
+        raise UsageError(f"preset {preset_name!r} of problem {self.id} has no case {label!r} on {counted(world_size, 'rank')}")
