@@ -243,6 +243,7 @@ class Evaluator:
     def _known(self, job: Job, new: Mapping[Identity, Result]) -> Result:
         """The result of what this job asks for, just made or stored, under the name of the file that was asked for; stored under it too."""
         assert self._store is not None
+        self._store.refresh()  # another run may have stored it under that name
         result = self._store.find(self._identity(job), job.candidate.name) or new[self._identity(job)]
         if result.candidate.name != job.candidate.name:
             result = result.model_copy(update={"candidate": candidate_info(job.candidate)})

@@ -11,6 +11,7 @@ from peerlane import problems
 from peerlane.evaluate.plan import EvaluationPlan
 from peerlane.evaluate.results import identity
 from peerlane.evaluate.results.identity import NodeClass, environment_hash, hash_rules, source_hash
+from peerlane.hardware.virtual_node import VirtualNode
 from peerlane.settings import Deadlines, PoolSettings, TimingRules
 from sample_results import ENVIRONMENT, on_cpu, own_audit, result
 
@@ -48,6 +49,8 @@ def test_classes_of_nodes() -> None:
     assert str(NodeClass.of(ENVIRONMENT, "cuda")) == "4x NVIDIA H200, NVLink, driver 580"
     assert NodeClass.of(ENVIRONMENT, "cpu") == NodeClass(kind="cpu") != NodeClass.of(ENVIRONMENT, "cuda")
     shared = NodeClass.of({**ENVIRONMENT, "virtual_node": {"ranks_per_gpu": 2, "sharing": "mps"}}, "cuda")
+    assert NodeClass.of({**ENVIRONMENT, "virtual_node": VirtualNode(4, 4, "mps").describe()}, "cuda") == NodeClass.of(ENVIRONMENT, "cuda")
+    assert NodeClass.of({**ENVIRONMENT, "virtual_node": VirtualNode(8, 4, "mps").describe()}, "cuda") == shared
     assert shared.kind == "virtual" and str(shared).startswith("virtual node of 2 ranks per GPU by mps, 4x")
 
 

@@ -49,6 +49,7 @@ class NodeClass(Record):
             return cls(kind="cpu" if device == "cpu" else "emulated")
         counts = Counter(gpu["name"] for gpu in environment.get("gpus") or ())
         shared = environment.get("virtual_node") or {}
+        shared = shared if shared.get("ranks_per_gpu", 1) > 1 else {}
         driver = environment.get("driver")
         return cls(
             kind="virtual" if shared else "node",
