@@ -45,9 +45,9 @@ def strangers():
     with open(AIMS["processes"]) as file:
         parents = {{int(pid): parent for pid, parent in json.load(file).items()}}
     leader = os.getppid()
-    fork server = parents[leader]
-    others = [pid for pid, parent in parents.items() if parent == fork server and pid != leader]
-    return {{"supervisor": [AIMS["supervisor"]], "fork server": [fork server],
+    fork_server = parents[leader]
+    others = [pid for pid, parent in parents.items() if parent == fork_server and pid != leader]
+    return {{"supervisor": [AIMS["supervisor"]], "fork server": [fork_server],
             "trusted": [pid for pid, parent in parents.items() if parent in others] + others}}
 
 
@@ -175,7 +175,7 @@ def solution(tensor):
     raise RuntimeError({report!r} + json.dumps({{"attacks": attacks_, "uses": used, "started in": STARTED_IN, "scratch": SCRATCH}}))
 '''
 
-_OTHERS = ("supervisor", "fork_server", "trusted")
+_OTHERS = ("supervisor", "fork server", "trusted")
 _MEMORY = ("trace {}", "read memory of {}", "read memory of {} by system call", "read environment of {}", "take a file of {}")
 STOPPED_BY = {
     **{f"signal {who}": {confine.OWN_UID, confine.LANDLOCK_SIGNALS} for who in _OTHERS},
