@@ -138,7 +138,7 @@ class _Telling:
         self._tell("phase", where)
 
     def finished(self, result: Result) -> None:
-        self._tell("finished", result.model_dump(mode="json"))
+        self._tell("finished", {**result.model_dump(mode="json"), "environment": result.environment})
 
     def note(self, text: str) -> None:
         self._tell("note", text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -34,6 +34,7 @@ class Answers:
     """Stands in for a trial or a speed trial of four slots on two ranks, which answer with these recordings."""
 
     slots = 4
+    calls: ClassVar = {"graph": 4}
 
     def __init__(self, *recordings: Message, collectives: int = 0, rank_1: tuple[Message, ...] | None = None) -> None:
         self.of_ranks = (recordings, recordings if rank_1 is None else rank_1)
