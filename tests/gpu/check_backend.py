@@ -364,7 +364,15 @@ def microseconds(at: Ranks, call: Callable[[], Any], mode: str) -> dict[str, Any
     at.synchronize()
     once = max(at.agree(time.perf_counter() - begin))
     calls = max(1, min(MOST_CALLS, int(STRETCH_S / max(once, 1e-6))))
-    run = capture(at, call, calls) if mode == "graph" else lambda: [call() for _ in range(calls)]
+    run: Callable[[], Any] = lambda: [call() for _ in range(calls)]  # noqa: E731
+    if mode == "graph":
+        try:
+            run = capture(at, call, calls)
+        except Exception as error:  # operators that use a stream of their own
+            problem = f"no capture: {type(error).__name__}: {error}".splitlines()[0][:200]
+        problems = at.agree(problem)
+        if any(problems):
+            return {"not_run": next(filter(None, problems))}
     times = []
     for number in range(STRETCHES + 1):
         dist.barrier()

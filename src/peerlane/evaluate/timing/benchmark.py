@@ -162,7 +162,7 @@ class Benchmark:
             speedup=_estimate(speedup),
             reference_us=_estimate(reference_us),
             candidate_us=_estimate(candidate_us),
-            noise_floor=offset.half_width if known else max(offset.high - 1, 1 - offset.low),
+            noise_floor=max(self.rules.target_half_width[mode], offset.half_width if known else max(offset.high - 1, 1 - offset.low)),
             group_offset=offset.median,
             group_offset_applied=known,
             reference_slowdown=slowdown,
