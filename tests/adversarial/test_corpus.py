@@ -98,6 +98,7 @@ def outcomes() -> dict[str, list[Outcome]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ON_CPU, ids=lambda entry: entry.file)
 def test_verdict(entry: Entry, outcomes: dict[str, list[Outcome]]) -> None:
     assert len(outcomes[entry.file]) >= entry.runs

@@ -87,7 +87,7 @@ def test_two_groups_take_their_halves_of_transposed_operands() -> None:
     assert report.clean, str(report)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_product_with_reduce_scatter_is_right_call_after_call(world_size: int) -> None:
     report = check(reduce_scatter(world_size), schedules=2)
     assert report.clean, str(report)
@@ -110,7 +110,7 @@ def test_own_tiles_among_the_others_are_right_and_lock_nobody(world_size: int) -
 
 
 @pytest.mark.parametrize("communicator_blocks", [0, 2], ids=["warps", "blocks"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_product_with_all_gather_is_right_call_after_call(world_size: int, communicator_blocks: int) -> None:
     report = check(all_gather(world_size, communicator_blocks=communicator_blocks), schedules=2)
     assert report.clean, str(report)
@@ -204,6 +204,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_line_wrong_is_caught(name: str, tmp_path: Path) -> None:
     twin = TWINS[name]

@@ -97,6 +97,7 @@ def test_a_run_that_fails_ends_the_others_and_says_why(lazy: Path, monkeypatch: 
     wait_for(lambda: not marked_processes("failing"), 10, "the end of all processes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_runs_whose_supervisor_is_stopped(how: signal.Signals, tmp_path: Path) -> None:
     endless = tmp_path / "1_endless_pytorch.py"

@@ -91,7 +91,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = options.results or run(options, Path(folder))
-        results = [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.is_file() else []
+        lines = path.read_text().splitlines() if path.is_file() else []
+        results = [item for item in map(json.loads, filter(str.strip, lines)) if item.get("type") == "result"]
     found = rows([result for result in results if result["candidate"]["backend"] == "reference"])
     print("problem   mode        us  speedup   [95 %      ]  floor  offset   slow    K rounds      s")
     for row in found:

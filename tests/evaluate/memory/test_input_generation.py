@@ -44,6 +44,7 @@ def test_whoever_asks_for_the_layout_or_has_another_ask_is_not_fixed() -> None:
     assert [plain.fixed, asked.fixed, passed_on.fixed] == [True, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("problem", "cases"), CASES)
 def test_what_all_ranks_draw_alike_is_drawn_alike_behind_each_other_too(problem: Problem, cases: list[Case]) -> None:
     """A rank that drew more of it than another would have other contents in all slots that follow."""
