@@ -179,7 +179,7 @@ class TimingRules:
     budget_s: float = 5.0
     """of a race"""
     slowdown_limit: Mapping[str, float] = field(default_factory=lambda: {"eager": 0.15, "graph": 0.05})
-    """by which the reference may be slower beside the candidate, by launch mode: noise stays below"""
+    """by which the reference may be slower beside the candidate, by launch mode: noise seldom exceeds it"""
     offset_half_width: float = 0.01
     """of the group offset, below which the speedup is corrected for it: a rough estimate would add noise"""
     judging_s: float = 0.5
