@@ -29,8 +29,8 @@ from sample_results import hung, on_cpu, result, text_of, wrong
 MECHANISMS_FILE = Path(__file__).parents[2] / "results" / "h200x4" / "mechanisms.json"
 COMMAND_LINE = {
     "doctor": ["--measure", "--json"],
-    "list": ["--problems", "--json"],
-    "show": ["number", "--problems", "--preset", "--world-size", "--profile", "--json"],
+    "list": ["--problems", "--category", "--parallelism", "--json"],
+    "show": ["problem_name", "--problems", "--preset", "--world-size", "--profile", "--source", "--json"],
     "eval": [
         "candidates",
         "--problem",
@@ -43,6 +43,7 @@ COMMAND_LINE = {
         "--device",
         "--isolation",
         "--model",
+        "--cases",
         "--timeout",
         "--rerun",
         "--out",
@@ -185,6 +186,31 @@ def test_list_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         ]
     }
     assert [entry["id"] for entry in printed["problems"]] == list(problems.numbers())
+
+
+def test_list_is_filtered_by_category_and_parallelism(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    first = problems.get(1)
+    assert run(monkeypatch, "list", "--json", "--category", first.category, "--parallelism", first.parallelism[0]) == ExitCode.OK
+    found = json.loads(capsys.readouterr().out)["problems"]
+    assert 0 < len(found) < len(problems.numbers()) and all(entry["category"] == first.category for entry in found)
+    assert run(monkeypatch, "list", "--category", "cooking") == ExitCode.USAGE
+    assert first.category in capsys.readouterr().err
+
+
+def test_a_problem_is_shown_by_its_name_and_its_reference_runs_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "show", "gemm_allreduce", "--source") == ExitCode.OK
+    text = capsys.readouterr().out
+    compile(text, "reference", "exec")
+    assert "all_reduce" in text and "import peerlane" not in text and "from peerlane" not in text
+
+
+def test_version_and_short_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--version") == ExitCode.OK
+    assert capsys.readouterr().out.startswith("peerlane 0.")
+    assert run(monkeypatch, "eval", "-h") == ExitCode.OK
+    assert "--cases" in capsys.readouterr().out
 
 
 def test_list_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

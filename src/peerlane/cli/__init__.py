@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
+from typing import Annotated
 
 import typer
 
+import peerlane
 from peerlane.cli import (
     agent,
     bench,
@@ -41,7 +43,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"peerlane {peerlane.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+) -> None: ...
+
+
 app.command("doctor")(doctor.doctor)
 app.command("list")(list_problems.list_problems)
 app.command("show")(show.show)

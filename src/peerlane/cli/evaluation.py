@@ -52,6 +52,7 @@ def evaluate_candidates(
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
     model: Annotated[str | None, typer.Option(help="The author of a folder PROBLEM/SAMPLE/candidate.py; makes it a run.")] = None,
+    cases: Annotated[str, typer.Option(help="all, or timed: the timed case alone, for candidates that know one shape.")] = "all",
     timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help="Limit for one evaluation as a whole; by default none.")] = None,
     rerun: Annotated[bool, typer.Option("--rerun", help="Judge again what the folder already holds.")] = False,
     out: Annotated[
@@ -97,6 +98,7 @@ def evaluate_candidates(
             out=folder,
             timeout=timeout,
             rerun=rerun,
+            cases=cast(Literal["all", "timed"], one_of(cases, ("all", "timed"), "--cases")),
             variant=variant,
             track=cast(Track, track),
             isolation=tier,

@@ -7,10 +7,13 @@ from typing import Annotated
 import typer
 
 from peerlane.cli._console import ProblemFolders, console, print_json
+from peerlane.errors import UsageError
 
 
 def list_problems(
     problems_folders: ProblemFolders = None,
+    category: Annotated[str | None, typer.Option(help="Only problems whose category holds this text.")] = None,
+    parallelism: Annotated[str | None, typer.Option(help="Only problems with a tag of parallelism that holds this text.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """List the problems."""
@@ -18,7 +21,16 @@ def list_problems(
     from peerlane.report.catalogue import problem_entry
     from peerlane.report.tables import TextTable
 
-    suite = problems.all_problems()
+    suite = [
+        problem
+        for problem in problems.all_problems()
+        if (category or "").lower() in problem.category.lower()
+        and any((parallelism or "").lower() in tag.lower() for tag in problem.parallelism)
+    ]
+    if not suite:
+        known = sorted({problem.category for problem in problems.all_problems()})
+        tags = sorted({tag for problem in problems.all_problems() for tag in problem.parallelism})
+        raise UsageError(f"no problem fits; categories: {', '.join(known)}; parallelism: {', '.join(tags)}")
     if as_json:
         print_json({"problems": [problem_entry(problem) for problem in suite]})
         return

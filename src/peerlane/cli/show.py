@@ -11,11 +11,12 @@ from peerlane.cli._console import ProblemFolders, console, print_json, words
 
 
 def show(
-    number: Annotated[int, typer.Argument(metavar="NUMBER", help="The problem's number, such as 13.")],
+    problem_name: Annotated[str, typer.Argument(metavar="PROBLEM", help="The problem's number or name, such as 13 or gemm_allreduce.")],
     problems_folders: ProblemFolders = None,
     preset: Annotated[str | None, typer.Option(help="Only these presets, separated by commas; production or sweep: all of those.")] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; 4 unless the problem forbids it.")] = None,
     profile: Annotated[str, typer.Option(help="Hardware profile whose datasheet the roofline uses.")] = "h200",
+    source: Annotated[bool, typer.Option("--source", help="Print the reference alone, as one file that runs by itself.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show one problem: signature, meaning, presets with shapes, cost and roofline, error model, known wrong answers."""
@@ -24,7 +25,16 @@ def show(
     from peerlane.report.evidence import read_evidence
     from peerlane.report.pages import page, page_world_size
 
-    problem = problems.get(number)
+    problem = problems.named(problem_name)
+    if source:
+        from peerlane.problems.reference_source import reference_source
+
+        text = reference_source(problem)
+        if as_json:
+            print_json({"problem": problem.id, "reference_source": text})
+        else:
+            print(text, end="" if text.endswith("\n") else "\n")
+        return
     detail = problem_detail(
         problem,
         world_size=page_world_size(problem) if world_size is None else world_size,

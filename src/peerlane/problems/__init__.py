@@ -1,7 +1,7 @@
 """The problem suite: see :class:`Problem` for the contract, ``all_problems()`` for the suite."""
 
 from peerlane.problems.contract.draw import INTEGER, RANDOM, Draw
-from peerlane.problems.contract.registry import all_problems, get, numbers, select, suite
+from peerlane.problems.contract.registry import all_problems, get, named, numbers, select, suite
 from peerlane.problems.contract.spec import (
     UNIT_ROUNDOFF,
     AlternativeSolution,
@@ -42,6 +42,7 @@ __all__ = [
     "case",
     "exactly",
     "get",
+    "named",
     "numbers",
     "preset",
     "select",

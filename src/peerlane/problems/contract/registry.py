@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import re
@@ -40,6 +41,18 @@ def _load(file: ProblemFile) -> Problem:
             f"{file.path} declares problem {problem.id} ({problem.slug}): expected {file.number} ({file.slug}), as its name says"
         )
     return problem
+
+
+def named(text: str) -> Problem:
+    """The problem with this number or slug; raises :class:`UnknownProblem`, with the closest slugs."""
+    if text.isdecimal():
+        return get(int(text))
+    slugs = {problem.slug: problem for problem in all_problems()}
+    if text in slugs:
+        return slugs[text]
+    close = difflib.get_close_matches(text, slugs, n=3, cutoff=0.5)
+    hint = f", perhaps {' or '.join(close)} is meant" if close else ""
+    raise UnknownProblem(f"there is no problem {text!r}{hint}; `peerlane list` prints those there are")
 
 
 def all_problems() -> tuple[Problem, ...]:
