@@ -33,7 +33,7 @@ from peerlane.evaluate.evaluator import Silent
 from peerlane.evaluate.sandbox.process_tree import children
 from peerlane.hardware.memory import gpu_memory
 from peerlane.hardware.topology import discover as discover_machine
-from peerlane.settings import SELFTEST_POOL_SETTINGS, Deadlines, StressRules, TimingRules
+from peerlane.settings import SELFTEST_POOL_SETTINGS, SELFTEST_RULES, Deadlines, StressRules
 
 BROKEN_SHARE = 0.2
 BROKEN = (
@@ -51,10 +51,9 @@ BROKEN = (
 BROKEN_ON_GPU = ("1_illegal_address_cuda", "1_spins_in_kernel_cuda")
 GOOD = ("1_allreduce_pytorch", "4_reduce_pytorch", "7_reducescatter_pytorch", "8_alltoall_pytorch", "18_tp_rms_norm_pytorch")
 DEADLINES = Deadlines(exit=4.0).with_calls(4.0)
-RULES = TimingRules(budget_s=0.2, min_rounds={"eager": 3, "graph": 3}, max_rounds=6, baseline_rounds=3)
 STRESS = StressRules(budget_s=0.1)
-MAY_GROW = {"processes": 1.0, "supervisor_fds": 2.0, "nursery_fds": 2.0, "temp_folders": 1.0, "shared_mb": 8.0, "gpu_mb": 200.0}
-MAY_GROW_PER_EVALUATION = {"supervisor_mb": 0.1, "nursery_mb": 0.02}
+MAY_GROW = {"processes": 1.0, "supervisor_fds": 2.0, "fork_server_fds": 2.0, "temp_folders": 1.0, "shared_mb": 8.0, "gpu_mb": 200.0}
+MAY_GROW_PER_EVALUATION = {"supervisor_mb": 0.1, "fork_server_mb": 0.02}
 WARM_RANK_MB = 600.0
 """of GPU memory that a rank takes before it has done anything: one part of a run may keep a group of warm groups more than another does"""
 MEGABYTE = 1 << 20
@@ -143,7 +142,7 @@ def open_files() -> Counter[str]:
 
 
 def grown(first: Figures, last: Figures, evaluations: int, warm_mb: float = 0.0) -> list[str]:
-    """The figures that grew by more than they may; ``spare_mb``: of GPU memory, for ranks that one moment has and the other has not."""
+    """The figures that grew by more than they may; ``warm_mb``: of GPU memory, for ranks that one moment has and the other has not."""
     limits = MAY_GROW | {name: 30 + limit * evaluations for name, limit in MAY_GROW_PER_EVALUATION.items()}
     limits["gpu_mb"] += warm_mb
     pairs = [(name, getattr(first, name), getattr(last, name)) for name in limits]
@@ -174,7 +173,7 @@ def soak(options: argparse.Namespace, temp: Path) -> dict[str, object]:
         device=options.device,
         deadlines=DEADLINES,
         pool_settings=SELFTEST_POOL_SETTINGS[options.device],
-        rules=RULES,
+        rules=SELFTEST_RULES,
         stress=STRESS,
     )
     torch.cuda.device_count()  # which a run asks as well, and for which the driver keeps files open

@@ -25,12 +25,9 @@ from e2e.runs import EXAMPLES, GOOD, MARK, alternate, marked, marked_processes
 from peerlane.cli.demo import can_run, read_expectation
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
 from peerlane.evaluate.evaluator import Silent
-from peerlane.settings import Deadlines, TimingRules
+from peerlane.settings import SELFTEST_RULES, Deadlines
 
 DEADLINES = Deadlines(exit=5.0).with_calls(8.0)
-RULES = TimingRules(
-    budget_s=0.2, min_rounds={"eager": 3, "graph": 3}, max_rounds=6, baseline_rounds=3
-)  # enough to tell a forged time from a true one
 MEMORY_MB = 100
 QUICK_WITH_GOOD = (
     "spins_in_kernel",
@@ -140,7 +137,7 @@ def judge_all(device: str, world_size: int, quick: bool) -> int:
         modes=("eager",),
         device=device,  # type: ignore[arg-type]
         deadlines=DEADLINES,
-        rules=RULES,
+        rules=SELFTEST_RULES,
     )
     watch = Watch(device)
     results = evaluate(plan, watch)
@@ -174,7 +171,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
-    print(f"rules: {dataclasses.asdict(RULES)}\ndeadlines: {dataclasses.asdict(DEADLINES)}", flush=True)
+    print(f"rules: {dataclasses.asdict(SELFTEST_RULES)}\ndeadlines: {dataclasses.asdict(DEADLINES)}", flush=True)
 
     before, mark = memory_mb(), f"verdicts-{os.getpid()}"
     with marked(mark):

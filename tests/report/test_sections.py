@@ -22,7 +22,7 @@ def checkout(tmp_path: Path) -> Path:
         (tmp_path / source).write_text(text_of(result()))
     for path in sections.DOCUMENTS:
         (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text("before\n<!-- results:begin -->\n<!-- results:end -->\nafter\n<!-- other:begin -->\nkept\n")
+        (tmp_path / path).write_text("before\n<!-- examples:begin -->\n<!-- examples:end -->\nafter\n<!-- other:begin -->\nkept\n")
     return tmp_path
 
 
@@ -33,25 +33,25 @@ def test_documents_show_the_committed_results() -> None:
 def test_writing_fills_known_sections_and_leaves_the_rest(checkout: Path) -> None:
     assert len(sections.stale(checkout)) == len(sections.DOCUMENTS)
     sections.write(checkout)
-    text = (checkout / "README.md").read_text()
+    text = (checkout / "docs/measurements.md").read_text()
     assert "| 1_allreduce_cuda |" in text
     assert text.startswith("before\n")
     assert text.endswith("after\n<!-- other:begin -->\nkept\n")
     assert sections.stale(checkout) == []
     sections.write(checkout)
-    assert (checkout / "README.md").read_text() == text
+    assert (checkout / "docs/measurements.md").read_text() == text
 
 
 def test_a_changed_result_makes_documents_stale(checkout: Path) -> None:
     sections.write(checkout)
-    source = checkout / sections.SECTIONS["results"][0]
+    source = checkout / sections.SECTIONS["examples"][0]
     source.write_text(text_of(result(preset="small")))
     assert sections.stale(checkout) == [f"{path}: differs from what it shows" for path in sections.DOCUMENTS]
 
 
 def test_a_section_without_an_end_is_an_error(checkout: Path) -> None:
     with pytest.raises(UsageError, match="no end"):
-        sections.filled("<!-- noise:begin -->\n", checkout)
+        sections.filled("<!-- accuracy:begin -->\n", checkout)
 
 
 def test_every_rule_of_the_corpus_has_its_page() -> None:

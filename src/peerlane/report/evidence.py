@@ -14,9 +14,10 @@ from peerlane.selftest.calibrate import Calibration, CountedStep, read_calibrati
 RESULTS = Path("results")
 NODE = RESULTS / "h200x4"
 NODE_NAME = "4x H200"
-NOISE, REFERENCES = NODE / "noise.jsonl", NODE / "references.jsonl"
+REFERENCES = NODE / "references.jsonl"
 PRODUCTION, PUBLIC = NODE / "production.jsonl", NODE / "public_references.json"
 TWO_GPUS = RESULTS / "h200x2"
+ONE_GPU = RESULTS / "h100x1"
 CALIBRATIONS = (RESULTS / "cpu" / "calibration.jsonl", TWO_GPUS / "calibration.jsonl")
 PRODUCTION_OF_TWO = TWO_GPUS / "production.jsonl"
 MECHANISMS = NODE / "mechanisms.json"

@@ -10,10 +10,10 @@ from peerlane.errors import UsageError
 from peerlane.evaluate.results.reader import read_results
 from peerlane.report.calibration import calibration_table
 from peerlane.report.corpus import rule_table, rules_table
-from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, NOISE, PRODUCTION, PRODUCTION_OF_TWO, REFERENCES, RESULTS, TWO_GPUS
+from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, ONE_GPU, PRODUCTION, PRODUCTION_OF_TWO, REFERENCES, RESULTS, TWO_GPUS
 from peerlane.report.kernels import collectives_report, fused_report, product_report
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
-from peerlane.report.noise import accuracy, noise_report
+from peerlane.report.noise import accuracy
 from peerlane.report.selftest import selftest_report
 from peerlane.report.sweep import MODES, sweep_table
 from peerlane.report.tables import environment_lines, results_report
@@ -25,10 +25,6 @@ from peerlane.selftest.table import FILE, load
 
 def _speeds(path: Path) -> str:
     return results_report(read_results(path), mechanisms=False)
-
-
-def _noise(path: Path) -> str:
-    return noise_report(read_results(path))
 
 
 def _accuracy(path: Path) -> str:
@@ -68,12 +64,13 @@ RULES = ("inputs", "outputs", "end_of_call", "clocks", "processes", "state", "ty
 """Of the corpus; each has a page."""
 
 SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
-    "results": (NODE / "examples.jsonl", _speeds),
     "examples": (NODE / "examples.jsonl", _speeds),
     "production": (PRODUCTION, _speeds),
-    "noise": (NOISE, _noise),
-    "noise_all": (REFERENCES, _noise),
-    "references_of_two": (TWO_GPUS / "references.jsonl", _noise),
+    "accuracy": (ONE_GPU / "references.jsonl", _accuracy),
+    "accuracy_again": (ONE_GPU / "references_again.jsonl", _accuracy),
+    "accuracy_third": (ONE_GPU / "references_third.jsonl", _accuracy),
+    "references": (REFERENCES, _accuracy),
+    "references_of_two": (TWO_GPUS / "references.jsonl", _accuracy),
     "production_of_two": (PRODUCTION_OF_TWO, _accuracy),
     "sweep_of_two": (TWO_GPUS / "sweep.jsonl", _sweep),
     "fused_production_of_two": (TWO_GPUS / "fused_production.jsonl", _speeds),
@@ -89,12 +86,11 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "corpus_rules": (CORPUS, _rules),
     **{f"corpus_{rule}": (CORPUS, _candidates_of(rule)) for rule in RULES},
     "selftest_cpu": (RESULTS / "cpu" / outcome.FILE, _selftest),
-    "selftest_gpu": (TWO_GPUS / outcome.FILE, _selftest),
+    "selftest_gpu": (ONE_GPU / outcome.FILE, _selftest),
 }
 """Name of a section -> the file of results it shows, relative to the checkout, and how."""
 
 DOCUMENTS = (
-    Path("README.md"),
     Path("docs/measurements.md"),
     Path("docs/calibration.md"),
     Path("docs/device/collectives.md"),

@@ -65,8 +65,8 @@ def node_lines(judged: Judged) -> list[str]:
 
 
 def selftest_report(corpus: Corpus, judged: Judged) -> str:
-    """All of it as Markdown."""
-    parts = [selftest_table(corpus, judged).markdown(), *(f"* {line}" for line in [*totals_lines(judged), *objections(judged)]), ""]
+    """The table, what it comes to, and where it was taken, as Markdown."""
+    parts = [selftest_table(corpus, judged).markdown(), *(f"* {line}" for line in totals_lines(judged)), ""]
     return "\n".join([*parts, *node_lines(judged)])
 
 

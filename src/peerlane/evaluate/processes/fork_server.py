@@ -4,7 +4,7 @@ supervisor -- fork server -- leader (one per group) -- rank processes
 
 A leader owns its group. It adopts orphans, so a daemon that a candidate leaves behind is still its descendant, and it kills the
 whole tree when it is told to or when the supervisor's end of its socket closes, for whatever reason. The fork server does so for a leader
-that was killed itself. Nursery and leaders never initialise CUDA and never run candidate code.
+that was killed itself. The fork server and leaders never initialise CUDA and never run candidate code.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def lacks_compiler(candidate: CandidateFile) -> bool:
 
 
 class Builds:
-    """The builds of a session, for its candidates in the order of their turns; see ``Supply.builds``.
+    """The builds of a session, for its candidates in the order of their turns; see ``PoolSettings.builds``.
 
     Each file is built once; what failed fails again without being compiled again.
     """
