@@ -330,7 +330,7 @@ def test_the_kernel_of_the_documentation_is_right() -> None:
     scenario = Scenario("documentation", block[1], 2, defines={"WORLD_SIZE": 2})
     arena = scenario.arena(1 << 16)
     places = [ctypes.c_uint64(arena.take(nbytes)) for nbytes in (1024, BLOCKS * 2 * 128, 4096)]
-    for launch, length in enumerate((301, 5, 64)):
+    for launch, length in enumerate((301, 5, 64, 3)):  # of 3 elements the second block has no part
         terms = [torch.arange(length, dtype=torch.float32) * (rank + launch) for rank in range(2)]
         source = scenario.buffer(f"in {launch}", terms)
         target = scenario.buffer(f"out {launch}", [torch.zeros(length)] * 2, [terms[0] + terms[1]] * 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -39,6 +40,16 @@ def test_ranks_that_share_a_device_share_its_sms() -> None:
     assert shares([("a", "gpu0", 32)] * 4, partitioned=True) == (4, 32)
     with pytest.raises(UsageError, match=r"ranks \[2\] are on another host than rank 0"):
         shares([("a", "gpu0", 132), ("a", "gpu1", 132), ("b", "gpu0", 132)], partitioned=False)
+
+
+def test_the_ranks_of_a_destroyed_process_group_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ipc, "ProcessGroupRanks", lambda group: object())  # the real one needs a GPU
+    group, other = dist.ProcessGroup(0, 1), dist.ProcessGroup(0, 1)
+    before = len(ipc._groups)
+    assert ipc.process_group(group) is ipc.process_group(group) is not ipc.process_group(other)
+    del group
+    gc.collect()
+    assert len(ipc._groups) == before + 1
 
 
 def test_a_group_keeps_one_object_for_each_set_of_arguments() -> None:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,8 @@ from peerlane.device.layout import LINE_BYTES, Layout
 from peerlane.errors import DeviceTimeout, UsageError
 
 _PATIENCE = timedelta(seconds=300)
-_groups: dict[dist.ProcessGroup, ProcessGroupRanks] = {}
+_groups: WeakKeyDictionary[dist.ProcessGroup, ProcessGroupRanks] = WeakKeyDictionary()
+"""Weak keys: an entry ends with its process group, once that is destroyed."""
 
 
 def process_group(group: dist.ProcessGroup | None) -> ProcessGroupRanks:

@@ -26,7 +26,6 @@ from peerlane.problems.contract import (
     case,
     compare_close,
     compare_exact,
-    constant,
     exactly,
     preset,
 )
@@ -36,7 +35,10 @@ from peerlane.problems.families.splat import (
     FP32,
     FP64,
     Scene,
+    edge_cameras,
+    edge_gaussians,
     project_covariances,
+    quaternion_products,
     rotations,
     settled_gaussians,
     viewpoints_on,
@@ -163,14 +165,14 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     quaternions, moves of their means by a fraction of a pixel, scales by 5 %, and the cameras' focal lengths and skew, which move what is
     at the picture's border by less than a quarter of a pixel.
 
-    ``case["pattern"]``: ``blind``, see :class:`Scene`; ``edges``, see :func:`_edges`.
+    ``case["pattern"]``: ``blind``, see :class:`Scene`; ``edges``, see :func:`edge_gaussians`.
     """
     scene, count = scene_of(case), scene_of(case).counts[rank]
     opacities = draw.uniform((count,), FP32, low=0.1, high=0.9)
     colors = draw.uniform((count, case["channels"]), FP32)
     rest = (case["width"], case["height"], scene.eps2d, scene.near, scene.far, "pinhole")
     if case.params.get("pattern") == "edges":
-        return (*_edges(draw, scene, count), opacities, colors, *_edge_cameras(draw, scene, rank), *rest)
+        return (*edge_gaussians(draw, scene, count), opacities, colors, *edge_cameras(draw, scene, rank), *rest)
     order = draw.permutation(count)
     means, quats, scales, reach = (tensor[order] for tensor in settled_gaussians(scene, rank, draw.device))
     means = means + 0.5 * reach * (2 * draw.uniform((count, 3), FP32) - 1)
@@ -179,7 +181,7 @@ def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     motion = F.normalize(draw.shared.normal((4,), FP64), dim=0)
     turn, shift = rotations(motion), draw.shared.normal((3,), FP64)
     means = means @ turn.to(FP32).t() + shift.to(FP32)
-    quats = _product(motion.to(FP32), quats) * torch.pow(10.0, 4 * draw.uniform((count, 1), FP32) - 2)
+    quats = quaternion_products(motion.to(FP32), quats) * torch.pow(10.0, 4 * draw.uniform((count, 1), FP32) - 2)
     own = slice(rank * scene.cameras, (rank + 1) * scene.cameras)
     views, intrinsics = (tensor[own].clone() for tensor in viewpoints_on(scene, draw.device))
     views[:, :3, :3] = views[:, :3, :3] @ turn.t()
@@ -211,36 +213,6 @@ def _undisturbed(context: AnswerContext) -> Outputs:
     points = F.pad(outputs[3].to(FP64), (0, 1), value=1.0).unsqueeze(2)
     outputs[3] = (before @ torch.linalg.inv(now) @ points)[:, :2, 0].to(FP32)
     return tuple(outputs)
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Products (N, 4) of one quaternion (4,) with many (N, 4): first the rotation on the right."""
-    w, u = left[0], left[1:].expand_as(right[:, 1:])
-    scalar = w * right[:, :1] - (u * right[:, 1:]).sum(-1, keepdim=True)
-    return torch.cat((scalar, w * right[:, 1:] + right[:, :1] * u + torch.linalg.cross(u, right[:, 1:])), dim=1)
-
-
-def _edges(draw: Draw, scene: Scene, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gaussians without size in places that float32 holds exactly, of radius 2 from eps2d alone, in random order.
-
-    Of every six one is somewhere in the picture, and others at the near plane, at the far plane, touching the picture's side from outside,
-    overlapping it by a quarter of a pixel, and behind the camera. Only the first and the fifth are seen.
-    """
-    places = [(0.0, 0.0, 1.0), (0.0, 0.0, scene.near), (0.0, 0.0, scene.far), (50 / 64, 0.0, 1.0), (49.75 / 64, 0.0, 1.0), (0.0, 0.0, -1.0)]
-    means = constant(places, draw.device).repeat(count // len(places), 1)
-    inside = means[:: len(places)]
-    inside[:, 2] = draw.integers(128, 256, (len(inside),), FP32) / 64
-    inside[:, :2] = draw.integers(-40, 41, (len(inside), 2), FP32) / 64 * inside[:, 2:]
-    means = means[draw.permutation(len(means))]
-    return means, draw.normal((len(means), 4), FP32), torch.zeros_like(means)
-
-
-def _edge_cameras(draw: Draw, scene: Scene, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cameras in the origin, looking along z, upside down on every other rank: 64 pixels per unit of slope, centred in the picture."""
-    views = torch.eye(4, device=draw.device).repeat(scene.cameras, 1, 1)
-    views[:, :2] *= 1 - 2 * (rank % 2)
-    row = [[64.0, 0.0, scene.width / 2], [0.0, 64.0, scene.height / 2], [0.0, 0.0, 1.0]]
-    return views, constant(row, draw.device).repeat(scene.cameras, 1, 1)
 
 
 @dataclass(kw_only=True)

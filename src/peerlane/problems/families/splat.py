@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peerlane.problems.contract import seeded_generator
+from peerlane.problems.contract import Draw, constant, seeded_generator
 
 FP32, FP64 = torch.float32, torch.float64
 
@@ -75,6 +75,13 @@ def rotations(quats: torch.Tensor) -> torch.Tensor:
     cross = torch.linalg.cross(u.unsqueeze(-2).expand_as(identity), identity).transpose(-1, -2)
     rotation: torch.Tensor = identity + 2 * w.unsqueeze(-1) * cross + 2 * cross @ cross
     return rotation
+
+
+def quaternion_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Products (N, 4) of one quaternion (4,) with many (N, 4): first the rotation on the right."""
+    w, u = left[0], left[1:].expand_as(right[:, 1:])
+    scalar = w * right[:, :1] - (u * right[:, 1:]).sum(-1, keepdim=True)
+    return torch.cat((scalar, w * right[:, 1:] + right[:, :1] * u + torch.linalg.cross(u, right[:, 1:])), dim=1)
 
 
 def project(
@@ -300,3 +307,26 @@ def visible_shares(scene: Scene) -> tuple[tuple[float, ...], ...]:
 def means_shape(device: torch.device) -> torch.Tensor:
     """Sides of the box of Gaussians relative to each other."""
     return torch.tensor([1.0, 1.0, 0.25], device=device)
+
+
+def edge_gaussians(draw: Draw, scene: Scene, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gaussians without size in places that float32 holds exactly, of radius 2 from eps2d alone, in random order.
+
+    Of every six one is somewhere in the picture, and others at the near plane, at the far plane, touching the picture's side from outside,
+    overlapping it by a quarter of a pixel, and behind the camera. Only the first and the fifth are seen.
+    """
+    places = [(0.0, 0.0, 1.0), (0.0, 0.0, scene.near), (0.0, 0.0, scene.far), (50 / 64, 0.0, 1.0), (49.75 / 64, 0.0, 1.0), (0.0, 0.0, -1.0)]
+    means = constant(places, draw.device).repeat(count // len(places), 1)
+    inside = means[:: len(places)]
+    inside[:, 2] = draw.integers(128, 256, (len(inside),), FP32) / 64
+    inside[:, :2] = draw.integers(-40, 41, (len(inside), 2), FP32) / 64 * inside[:, 2:]
+    means = means[draw.permutation(len(means))]
+    return means, draw.normal((len(means), 4), FP32), torch.zeros_like(means)
+
+
+def edge_cameras(draw: Draw, scene: Scene, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cameras in the origin, looking along z, upside down on every other rank: 64 pixels per unit of slope, centred in the picture."""
+    views = torch.eye(4, device=draw.device).repeat(scene.cameras, 1, 1)
+    views[:, :2] *= 1 - 2 * (rank % 2)
+    row = [[64.0, 0.0, scene.width / 2], [0.0, 64.0, scene.height / 2], [0.0, 0.0, 1.0]]
+    return views, constant(row, draw.device).repeat(scene.cameras, 1, 1)
