@@ -24,9 +24,11 @@ from peerlane.errors import HarnessError, MissingDependency, UsageError
 from peerlane.evaluate.results.verdict import HarnessFailure, NotRun
 from peerlane.hardware import topology
 from peerlane.hardware.ceilings import Ceilings, Measurement
+from peerlane.report.pages import GENERATED
 from sample_results import hung, on_cpu, result, text_of, wrong
 
-MECHANISMS_FILE = Path(__file__).parents[2] / "results" / "h200x4" / "mechanisms.json"
+ROOT = Path(__file__).parents[2]
+MECHANISMS_FILE = ROOT / "results" / "h200x4" / "mechanisms.json"
 COMMAND_LINE = {
     "doctor": ["--measure", "--json"],
     "list": ["--problems", "--category", "--parallelism", "--json"],
@@ -304,6 +306,15 @@ def test_show_leaves_a_sweep_out_unless_it_is_asked_for(monkeypatch: pytest.Monk
     assert shown("--preset", "sweep_1mib")[0] == ["sweep_1mib"]
     assert run(monkeypatch, "show", "1") == ExitCode.OK
     assert capsys.readouterr().out.count("### `sweep`: 2 KiB - 512 MiB") == 1
+
+
+def test_show_prints_the_committed_page_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "show", "13") == ExitCode.OK
+    page = (ROOT / "docs" / "problems" / "p013_gemm_allreduce.md").read_text()
+    assert page == f"{GENERATED}\n{capsys.readouterr().out}" and "us per call" in page
 
 
 def test_show_for_people_names_its_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,7 @@ from peerlane import cli, problems
 from peerlane.cli._console import ExitCode
 from peerlane.evaluate.results.verdict import Verdict
 from peerlane.hardware.profiles import PROFILES
-from peerlane.report import pages
-from peerlane.report.evidence import read_evidence
+from peerlane.report import evidence, pages
 from sample_results import result, text_of, wrong
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,8 +45,18 @@ def commands_in(document: str) -> Iterator[list[str]]:
             yield line.split("#")[0].split()[1:]
 
 
-def test_problem_pages_are_up_to_date() -> None:
-    assert pages.stale(ROOT / "docs" / "problems", pages.generate(problems.all_problems(), read_evidence(ROOT))) == [], "run `make docs`"
+def test_what_is_generated_is_up_to_date() -> None:
+    measured = evidence.read_evidence(ROOT)
+    assert pages.stale(ROOT / "docs" / "problems", pages.generate(problems.all_problems(), measured)) == [], "run `make docs`"
+    assert evidence.stale(ROOT, measured) == [], "run `make docs`"
+
+
+def test_changed_measurements_are_found_and_written(tmp_path: Path) -> None:
+    file, measured = tmp_path / evidence.MEASURED, evidence.packaged_evidence()
+    file.parent.mkdir(parents=True)
+    assert evidence.stale(tmp_path, measured) == evidence.write(tmp_path, measured) == [f"{evidence.MEASURED}: differs from the results"]
+    assert file.read_text() == (ROOT / evidence.MEASURED).read_text()
+    assert evidence.stale(tmp_path, measured) == [] and evidence.stale(tmp_path, {1: measured[1]}) != []
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: str(path.relative_to(ROOT)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from peerlane.hardware.profiles import B200_SXM, H200_SXM
 from peerlane.problems import Case, Cost, Draw, GroupRef, KnownWrongAnswer, Problem, Tolerance, case, preset
 from peerlane.problems.contract import describe
 from peerlane.report.catalogue import argument_text, find_profile, plain, problem_detail
-from peerlane.report.evidence import Evidence, PublicTimes, read_evidence
+from peerlane.report.evidence import Measured, PublicTimes, packaged_evidence, reference_times
 from peerlane.report.movement import MOST_STEPS, flowchart
 from peerlane.report.pages import FAR, beside_public, overview, page, page_world_size
 from peerlane.selftest.calibrate import CountedStep
@@ -92,7 +91,7 @@ def test_cost_is_the_busiest_ranks_and_the_roofline_follows_the_profile() -> Non
 
 
 def test_page() -> None:
-    text = page(problem_detail(SAMPLE, world_size=4), Evidence())
+    text = page(problem_detail(SAMPLE, world_size=4))
     for line in (
         "solution(x: torch.Tensor, scale: float, group: object = None) -> torch.Tensor",
         "* **Launch modes:** eager (no CUDA graph: it synchronises)",
@@ -115,7 +114,7 @@ def test_page() -> None:
 
 
 def test_overview_escapes_what_would_break_the_table() -> None:
-    rows = [line for line in overview([problem_detail(SAMPLE, world_size=4)], Evidence()).splitlines() if "sample" in line]
+    rows = [line for line in overview([problem_detail(SAMPLE, world_size=4)], {}).splitlines() if "sample" in line]
     assert rows == [
         "| 900 | [sample](p900_sample.md): A sample \\| with a bar | tensor, data | 1.35 MB | 3 | 3 | nvlink | not measured | - |",
     ]
@@ -168,7 +167,7 @@ def step(kind: str, **more: float) -> CountedStep:
 
 def test_movement_is_drawn_from_what_was_counted() -> None:
     steps = [step("compute", flops=2.5e9, touched_bytes=3e6), step("all_reduce", egress_bytes=1.5e6, ingress_bytes=1.5e6)]
-    text = page(problem_detail(SAMPLE, world_size=4), Evidence(counts={900: steps}))
+    text = page(problem_detail(SAMPLE, world_size=4), Measured(steps=tuple(steps)))
     assert '["2 operators<br/>2.5 GFLOP<br/>touch 3 MB"]' in text
     assert '{{"all-reduce x2<br/>1.5 MB out, 1.5 MB in"}}' in text
     assert "in --> s0 --> s1 --> out" in text
@@ -180,25 +179,24 @@ def test_a_long_chain_is_cut_in_the_middle_and_says_so() -> None:
 
 
 def test_times_compare_with_the_public_reference_and_say_why() -> None:
-    measured = result()
     sample = dataclasses.replace(SAMPLE, speed_note="A better idiom.")
-    evidence = Evidence(references={900: [measured]}, public={900: PublicTimes(80.0, 60.0)})
+    measured = Measured(times=tuple(reference_times(result())), public=PublicTimes(mean_us=80.0, min_us=60.0))
     detail = problem_detail(sample, world_size=4)
-    text = page(detail, evidence)
+    text = page(detail, measured)
     assert "takes 80 us per call in eager mode on such a node, this one 40 us. A better idiom." in text
     assert "| `pkb` | 4 | eager | 40 |" in text
-    assert "| 40 | 30 |" in overview([detail], evidence)
-    assert "not measured | - |" in overview([detail], Evidence())
+    assert "| 40 | 30 |" in overview([detail], {900: measured})
+    assert "not measured | - |" in overview([detail], {})
 
 
 @pytest.mark.parametrize(
     ("eager_us", "graph_us", "public", "why"),
     [
-        (100.0, 90.0, PublicTimes(100.0, 90.0), ""),
-        (131.0, 40.0, PublicTimes(100.0, 90.0), "replayed from a graph this one takes 40 us"),
-        (131.0, 131.0, PublicTimes(100.0, 90.0), ""),
-        (69.0, 40.0, PublicTimes(100.0, 90.0), "the shortest took 90 us"),
-        (60.0, 40.0, PublicTimes(100.0, 90.0), ""),
+        (100.0, 90.0, PublicTimes(mean_us=100.0, min_us=90.0), ""),
+        (131.0, 40.0, PublicTimes(mean_us=100.0, min_us=90.0), "replayed from a graph this one takes 40 us"),
+        (131.0, 131.0, PublicTimes(mean_us=100.0, min_us=90.0), ""),
+        (69.0, 40.0, PublicTimes(mean_us=100.0, min_us=90.0), "the shortest took 90 us"),
+        (60.0, 40.0, PublicTimes(mean_us=100.0, min_us=90.0), ""),
     ],
 )
 def test_what_the_times_themselves_explain_is_said(eager_us: float, graph_us: float, public: PublicTimes, why: str) -> None:
@@ -208,17 +206,18 @@ def test_what_the_times_themselves_explain_is_said(eager_us: float, graph_us: fl
 
 
 def test_without_a_graph_nothing_is_said_of_one() -> None:
-    assert "graph" not in beside_public(PublicTimes(100.0, 90.0), {"eager": 200.0})
+    assert "graph" not in beside_public(PublicTimes(mean_us=100.0, min_us=90.0), {"eager": 200.0})
 
 
 def test_every_reference_that_is_far_from_the_public_one_has_a_page_that_says_why() -> None:
-    evidence = read_evidence(Path(__file__).parents[2])
+    evidence = packaged_evidence()
     far = []
     for problem in problems.all_problems():
-        public = evidence.public[problem.id]
-        (timed,) = (item for item in evidence.references[problem.id] if item.preset == "pkb" and item.world_size == 4)
-        own = {mode: speed.reference_us.median for mode in timed.modes if (speed := timed.speed_in(mode)) is not None}
-        if not 1 - FAR <= own["eager"] / public.mean_us <= 1 + FAR:
+        measured = evidence[problem.id]
+        own = {time.mode: time.reference_us for time in measured.times if time.preset == "pkb" and time.world_size == 4}
+        assert measured.public is not None
+        if not 1 - FAR <= own["eager"] / measured.public.mean_us <= 1 + FAR:
             far.append(problem.id)
-            assert problem.speed_note or beside_public(public, own).count(". ") > 0, f"nothing says why problem {problem.id} is far off"
+            why = problem.speed_note or beside_public(measured.public, own).count(". ") > 0
+            assert why, f"nothing says why problem {problem.id} is far off"
     assert len(far) > 10

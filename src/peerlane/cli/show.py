@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,7 +21,7 @@ def show(
     """Show one problem: signature, meaning, presets with shapes, cost and roofline, error model, known wrong answers."""
     from peerlane import problems
     from peerlane.report.catalogue import find_profile, problem_detail
-    from peerlane.report.evidence import read_evidence
+    from peerlane.report.evidence import NOTHING, packaged_evidence
     from peerlane.report.pages import page, page_world_size
 
     problem = problems.named(problem_name)
@@ -44,7 +43,7 @@ def show(
     if as_json:
         print_json(detail)
         return
-    out, text = console(), page(detail, read_evidence(Path()))
+    out, text = console(), page(detail, packaged_evidence().get(problem.id, NOTHING))
     if not out.is_terminal:
         print(text, end="")
         return

@@ -1,13 +1,14 @@
-"""What has been measured of every problem: reference times, margins and counts, from the files in ``results``."""
+"""What has been measured of every problem: reference times, margins and counts, from the files in ``results`` or from the package."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 from peerlane.evaluate.results.reader import read_results
+from peerlane.evaluate.results.record import Record
 from peerlane.evaluate.results.result import Result
 from peerlane.selftest.calibrate import Calibration, CountedStep, read_calibrations
 
@@ -24,53 +25,123 @@ MECHANISMS = NODE / "mechanisms.json"
 COUNTED_WORLD_SIZE = 4
 
 
-@dataclass(frozen=True)
-class PublicTimes:
+MEASURED = Path("src/peerlane/report/measured.jsonl")
+"""What pages show of the results of a checkout. It comes with the package, so that ``peerlane show`` needs no checkout."""
+
+
+class ReferenceTime(Record):
+    """The reference of one problem in one preset, world size and launch mode."""
+
+    preset: str
+    world_size: int
+    mode: str
+    reference_us: float
+    """median"""
+    bound_us: float
+    bound_by: str
+    utilisation: float
+
+
+class PublicTimes(Record):
     """Eager calls back to back, on unchanged inputs: microseconds per call, on average and at least."""
 
     mean_us: float
     min_us: float
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """Recorded results of the references, by problem number.
+class Measured(Record):
+    """What is recorded of one problem.
 
     Attributes:
-        references: evaluations of the reference as its own candidate, one for every preset and world size.
-        counts: what the reference does in one call of the timed ``pkb`` case on rank 0 of four; see
-        :mod:`peerlane.problems.contract.count`.
+        times: of the reference, evaluated as its own candidate, in order of their files.
+        steps: what the reference does in one call of the timed ``pkb`` case on rank 0 of four; see
+            :mod:`peerlane.problems.contract.count`.
         public: what the public benchmark's reference of the same number takes on the same class of node.
     """
 
-    references: Mapping[int, Sequence[Result]] = field(default_factory=dict)
-    counts: Mapping[int, Sequence[CountedStep]] = field(default_factory=dict)
-    public: Mapping[int, PublicTimes] = field(default_factory=dict)
+    times: tuple[ReferenceTime, ...] = ()
+    steps: tuple[CountedStep, ...] = ()
+    public: PublicTimes | None = None
+
+    def reference_us(self, preset: str) -> dict[str, float]:
+        """The newest time per launch mode."""
+        return {time.mode: time.reference_us for time in self.times if time.preset == preset}
+
+
+NOTHING = Measured()
+Evidence: TypeAlias = Mapping[int, Measured]
+"""By problem number; what is not there has not been measured."""
+
+
+def packaged_evidence() -> Evidence:
+    """The evidence that comes with the package."""
+    rows = map(json.loads, Path(__file__).with_name(MEASURED.name).read_text(encoding="utf-8").splitlines())
+    return {row["problem"]: Measured.model_validate(row["measured"]) for row in rows}
+
+
+def stale(root: Path, evidence: Evidence) -> list[str]:
+    """``MEASURED`` below a checkout with the reason, if it does not hold this evidence."""
+    path = root / MEASURED
+    return [] if path.is_file() and path.read_text(encoding="utf-8") == _text(evidence) else [f"{MEASURED}: differs from the results"]
+
+
+def write(root: Path, evidence: Evidence) -> list[str]:
+    """Make ``MEASURED`` below a checkout hold this evidence; returns what changed."""
+    changes = stale(root, evidence)
+    (root / MEASURED).write_text(_text(evidence), encoding="utf-8")
+    return changes
+
+
+def _text(evidence: Evidence) -> str:
+    """One line of JSON for each problem."""
+    rows = ({"problem": number, "measured": measured.model_dump(exclude_defaults=True)} for number, measured in sorted(evidence.items()))
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
 def read_evidence(root: Path) -> Evidence:
-    """The evidence below a checkout; what is not there has not been measured."""
-    references: dict[int, dict[tuple[str, int], Result]] = {}
+    """The evidence from the results below a checkout."""
+    results: dict[int, dict[tuple[str, int], Result]] = {}
     for name in (REFERENCES, PRODUCTION, PRODUCTION_OF_TWO):
         for result in _results(root / name):
             if result.candidate.backend == "reference" and result.correct:
-                references.setdefault(result.problem.id, {})[result.preset, result.world_size] = result
-    counts: dict[int, Sequence[CountedStep]] = {}
+                results.setdefault(result.problem.id, {})[result.preset, result.world_size] = result
+    steps: dict[int, tuple[CountedStep, ...]] = {}
     for item in all_calibrations(root):
         if item.preset == "pkb" and item.world_size == COUNTED_WORLD_SIZE and item.variant == "default" and item.steps:
-            counts.setdefault(item.problem, item.steps)
-    return Evidence(
-        {number: list(results.values()) for number, results in references.items()},
-        counts,
-        _public_times(root / PUBLIC),
-    )
+            steps.setdefault(item.problem, item.steps)
+    public = _public_times(root / PUBLIC)
+    return {
+        number: Measured(
+            times=tuple(time for result in results.get(number, {}).values() for time in reference_times(result)),
+            steps=steps.get(number, ()),
+            public=public.get(number),
+        )
+        for number in results.keys() | steps.keys() | public.keys()
+    }
+
+
+def reference_times(result: Result) -> Iterator[ReferenceTime]:
+    """Of a reference that was its own candidate: one for every launch mode that was timed."""
+    for mode in result.modes:
+        if (speed := result.speed_in(mode)) is None:
+            continue
+        bound = next((item for item in speed.utilisation if item.ceilings == "measured"), *speed.utilisation[:1])
+        yield ReferenceTime(
+            preset=result.preset,
+            world_size=result.world_size,
+            mode=mode,
+            reference_us=speed.reference_us.median,
+            bound_us=bound.bound_us,
+            bound_by=bound.bound_by,
+            utilisation=bound.reference,
+        )
 
 
 def _public_times(path: Path) -> dict[int, PublicTimes]:
     if not path.is_file():
         return {}
     recorded = json.loads(path.read_text(encoding="utf-8"))
-    return {int(number): PublicTimes(mean_us, recorded["min_us"][number]) for number, mean_us in recorded["mean_us"].items()}
+    return {int(number): PublicTimes(mean_us=mean_us, min_us=recorded["min_us"][number]) for number, mean_us in recorded["mean_us"].items()}
 
 
 def _results(path: Path) -> list[Result]:

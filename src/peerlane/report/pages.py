@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.results.result import Result
 from peerlane.problems import Problem
 from peerlane.report.catalogue import Entry, problem_detail
-from peerlane.report.evidence import COUNTED_WORLD_SIZE, NODE_NAME, Evidence, PublicTimes
+from peerlane.report.evidence import COUNTED_WORLD_SIZE, NODE_NAME, NOTHING, Evidence, Measured, PublicTimes
 from peerlane.report.movement import flowchart
 from peerlane.report.tables import TextTable
 
@@ -29,7 +28,7 @@ def page_name(problem: Problem) -> str:
 def generate(suite: Sequence[Problem], evidence: Evidence) -> dict[str, str]:
     """File name -> contents, of every page and of the overview."""
     details = [problem_detail(problem, world_size=page_world_size(problem)) for problem in suite]
-    pages = {page_name(problem): page(detail, evidence) for problem, detail in zip(suite, details, strict=True)}
+    pages = {page_name(problem): page(detail, evidence.get(problem.id, NOTHING)) for problem, detail in zip(suite, details, strict=True)}
     pages["README.md"] = overview(details, evidence)
     return {name: f"{GENERATED}\n{text}" for name, text in pages.items()}
 
@@ -115,7 +114,7 @@ def _category_table(details: Sequence[Entry], evidence: Evidence) -> str:
     table = TextTable(columns, right={"id", "pkb moves", "pkb bound us", "production bound us", "eager us", "graph us"})
     for detail in details:
         pkb, production = timed_case(detail["presets"][1]), largest_production(detail)
-        times = _reference_us(evidence.references.get(detail["id"], ()), "pkb")
+        times = evidence.get(detail["id"], NOTHING).reference_us("pkb")
         table.add(
             str(detail["id"]),
             f"[{detail['slug']}](p{detail['id']:03d}_{detail['slug']}.md): {detail['title']}",
@@ -129,18 +128,7 @@ def _category_table(details: Sequence[Entry], evidence: Evidence) -> str:
     return table.markdown()
 
 
-def _reference_us(results: Sequence[Result], preset: str) -> dict[str, float]:
-    """The newest time per launch mode."""
-    return {
-        mode: speed.reference_us.median
-        for result in results
-        if result.preset == preset
-        for mode in result.modes
-        if (speed := result.speed_in(mode)) is not None
-    }
-
-
-def page(detail: Entry, evidence: Evidence) -> str:
+def page(detail: Entry, measured: Measured = NOTHING) -> str:
     """One problem's page, from :func:`problem_detail` and what was measured."""
     world_size = detail["world_size"]
     parts = [
@@ -153,8 +141,8 @@ def page(detail: Entry, evidence: Evidence) -> str:
         *(_preset(preset) for preset in detail["presets"]),
         *_sweep(detail["sweep"]),
         _cost(detail),
-        _movement(detail, evidence),
-        _times(detail, evidence),
+        _movement(measured),
+        _times(detail, measured),
         _error_model(detail),
         _wrong_answers(detail),
     ]
@@ -298,43 +286,30 @@ def _cost(detail: Entry) -> str:
     )
 
 
-def _movement(detail: Entry, evidence: Evidence) -> str:
-    steps = evidence.counts.get(detail["id"])
-    if not steps:
+def _movement(measured: Measured) -> str:
+    if not measured.steps:
         return "## Data movement\n\nNo count is recorded here: `peerlane calibrate --preset pkb` makes one.\n"
     return (
         "## Data movement\n\n"
         f"What rank 0 of {COUNTED_WORLD_SIZE} does in one call of the reference at `pkb`, counted by watching its operators; bytes of "
-        "collectives are those of their best algorithms.\n\n" + flowchart(steps, COUNTED_WORLD_SIZE)
+        "collectives are those of their best algorithms.\n\n" + flowchart(measured.steps, COUNTED_WORLD_SIZE)
     )
 
 
-def _times(detail: Entry, evidence: Evidence) -> str:
+def _times(detail: Entry, measured: Measured) -> str:
     """Measured times of the reference; and how they compare with the public benchmark's, where that is recorded."""
-    results = evidence.references.get(detail["id"], ())
     parts = ["## The reference's speed\n"]
-    if not results:
+    if not measured.times:
         return parts[0] + "\nNo measurement is recorded here.\n"
     columns = ("preset", "ranks", "mode", "us per call", "bound us", "bound by", "utilisation")
     table = TextTable(columns, right={"ranks", "us per call", "bound us", "utilisation"})
-    for result in results:
-        for mode in result.modes:
-            if (speed := result.speed_in(mode)) is None:
-                continue
-            measured = next((item for item in speed.utilisation if item.ceilings == "measured"), *speed.utilisation[:1])
-            table.add(
-                f"`{result.preset}`",
-                str(result.world_size),
-                mode,
-                _us(speed.reference_us.median),
-                _us(measured.bound_us),
-                measured.bound_by,
-                f"{measured.reference:.1%}",
-            )
+    for time in measured.times:
+        times = (_us(time.reference_us), _us(time.bound_us))
+        table.add(f"`{time.preset}`", str(time.world_size), time.mode, *times, time.bound_by, f"{time.utilisation:.1%}")
     parts.append(f"One H200 for each rank; bounds from the node's measured ceilings.\n\n{table.markdown()}")
-    public, own = evidence.public.get(detail["id"]), _reference_us(results, "pkb")
-    if public is not None and "eager" in own:
-        parts.append(f"{beside_public(public, own)} {detail['speed_note']}".rstrip() + "\n")
+    own = measured.reference_us("pkb")
+    if measured.public is not None and "eager" in own:
+        parts.append(f"{beside_public(measured.public, own)} {detail['speed_note']}".rstrip() + "\n")
     return "\n".join(parts)
 
 
