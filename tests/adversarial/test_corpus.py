@@ -109,7 +109,7 @@ def test_verdict(entry: Entry, outcomes: dict[str, list[Outcome]]) -> None:
 def test_public_style_is_recognised() -> None:
     """A file of the public benchmark needs no change: its backend follows from its name or from what it imports."""
     found = candidate_file(CORPUS.folder / "1_a15_public_style_cuda.py")
-    assert (found.backend, found.problem, found.uses_extensions) == ("cuda", 1, True)
+    assert (found.backend, found.problem, found.compiles) == ("cuda", 1, True)
 
 
 def test_a_wheel_has_the_corpus(tmp_path: Path) -> None:

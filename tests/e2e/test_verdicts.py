@@ -72,6 +72,34 @@ def test_good_example(index: int, good_results: list[Result]) -> None:
     assert [(item.name, item.confidence) for item in result.mechanisms] == [("gloo", "seen")]
 
 
+ON_CPU = {
+    "1_syntax_cuda": ("import cupy\ndef solution(:\n", "import_error", "SyntaxError"),
+    "1_name_cuda": ("from peerlane.device import Kernel, cuda_graphs\n", "import_error", "cannot import name"),
+    "1_no_solution_cuda": ("import peerlane.device\n", "import_error", "no function named solution"),
+    "1_syntax_without_marks_cuda": ("def solution(:\n", "import_error", "SyntaxError"),
+    "1_lazy_cuda": ("from peerlane.device import compile_cubin\ndef solution(x): compile_cubin('no C++')\n", "not_run", "not compiled"),
+    "1_at_import_cuda": (
+        "from torch.utils.cpp_extension import load_inline\n"
+        "kernels = load_inline('x', '', 'no C++', build_directory='.')\n"
+        "def solution(x): kernels.f(x)\n",
+        "not_run",
+        "not compiled",
+    ),
+    "1_calls_cuda": ("import torch\ndef solution(x, **_): torch.empty(1, device='cuda')\n", "not_run", "needs a GPU: AssertionError: Torch"),
+    "1_plain_cuda": ((EXAMPLES / "pytorch" / "1_allreduce_pytorch.py").read_text(), "correct", "right"),
+}
+
+
+def test_cuda_candidates_on_cpu(tmp_path: Path) -> None:
+    """What can be found without a GPU is reported, and no more is claimed than was tried."""
+    for name, (source, *_) in ON_CPU.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    results = {result.candidate.name: result for result in judge(*(tmp_path / f"{name}.py" for name in ON_CPU))}
+    for name, (_, kind, words) in ON_CPU.items():
+        assert results[name].verdict.kind == kind and words in results[name].verdict.reason, results[name].verdict
+    assert getattr(results["1_syntax_cuda"].verdict, "phase", "") == "import"
+
+
 def test_four_ranks() -> None:
     broken = EXAMPLES / "broken" / "1_right_on_rank_0_only_pytorch.py"
     begin = time.monotonic()

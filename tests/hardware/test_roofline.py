@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peerlane import problems
 from peerlane.errors import UsageError
 from peerlane.hardware.ceilings import Ceilings, Measurement
 from peerlane.hardware.profiles import H200_SXM
@@ -119,13 +120,20 @@ def test_floor_by_hand() -> None:
     # The clock may be 1.98 GHz instead of 1.83: 2 x 8192^3 operations then take 1111.3 / 1.082 us.
     assert physical_floor_us([Cost(0, 0, 0, {"bf16": 2.0 * 8192**3})], H200_SXM) == pytest.approx(1111.3 * 1.83 / 1.98, rel=1e-4)
     # Two L2 caches of 60 MiB need not cross the memory bus: of 605.8291 MB, 480 MB remain: 100 us.
-    assert physical_floor_us([Cost(480e6 + 120 * 2**20, 0, 0)], H200_SXM) == pytest.approx(100)
-    assert physical_floor_us([Cost(100e6, 0, 0)], H200_SXM) == 0
+    assert physical_floor_us([Cost(480e6 + 120 * 2**20, 0, 0, {"fp32": 1.0})], H200_SXM) == pytest.approx(100)
+    assert physical_floor_us([Cost(100e6, 0, 0, {"fp32": 1.0})], H200_SXM) < 1e-6
     # Ten calls have one cache between them: 10 x 100 MB less 125.83 MB at 4.8 TB/s.
-    assert physical_floor_us([Cost(100e6, 0, 0)], H200_SXM, calls=10) == pytest.approx((1000e6 - 120 * 2**20) / 4.8e6)
+    assert physical_floor_us([Cost(100e6, 0, 0, {"fp32": 1.0})], H200_SXM, calls=10) == pytest.approx((1000e6 - 120 * 2**20) / 4.8e6)
     # 45 MB through a port of 450 GB/s: 100 us, or half where the switches may reduce.
     assert physical_floor_us([Cost(0, 45e6, 9e6)], H200_SXM) == pytest.approx(100)
     assert physical_floor_us([Cost(0, 45e6, 9e6)], H200_SXM, in_network=True) == pytest.approx(50)
+
+
+def test_an_exchange_among_one_rank_may_return_its_input() -> None:
+    case = dataclasses.replace(problems.get(27).cases("pkb", 2)[0], world_size=1)
+    cost = problems.get(27).cost(case, 0)
+    assert cost.hbm_bytes > 0 and physical_floor_us([cost], H200_SXM, calls=128) == 0
+    assert physical_floor_us([dataclasses.replace(cost, egress_bytes=1.0)], H200_SXM, calls=128) > 0
 
 
 def test_measured_peaks_replace_the_datasheets_and_name_what_they_lack() -> None:

@@ -20,8 +20,7 @@ Backend = Literal["pytorch", "cuda", "triton", "reference"]
 REFERENCE = "reference"
 SOLUTIONS = "solutions"
 _MOST_BYTES = 2 << 20  # of a file: a message carries it, in which a byte may take six
-_EXTENSION_MARKS = ("cpp_extension", "load_inline", "compile_cuda_extension")
-_CUDA_MARKS = (*_EXTENSION_MARKS, "peerlane.device", "cuda.core", "cuda.bindings", "cupy")
+_CUDA_MARKS = ("cpp_extension", "load_inline", "compile_cuda_extension", "peerlane.device", "cuda.core", "cuda.bindings", "cupy")
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class CandidateFile:
         path: None for the reference.
         sha256: of the file's bytes (of name and version for the reference).
         backend: by the file name's ending, else by what the source imports.
-        uses_extensions: compiles with torch.utils.cpp_extension.
+        compiles: its source names something that compiles device code.
         problem: that the file's name means (``13_gemm_allreduce_cuda.py``, ``p013_gemm_allreduce.py``), if it begins with a number.
         track: in which it is judged; None: that of the plan.
         note: a sentence, where the file's name means no problem or its number is another problem's.
@@ -46,7 +45,7 @@ class CandidateFile:
     sha256: str
     backend: Backend
     problem: int | None
-    uses_extensions: bool = False
+    compiles: bool = False
     track: Track | None = None
     note: str = ""
     labels: tuple[tuple[str, str | int], ...] = ()
@@ -113,7 +112,7 @@ def _candidate(name: str, path: Path, data: bytes, problem: int | None) -> Candi
         hashlib.sha256(data).hexdigest(),
         _backend(path.stem, source),
         problem,
-        any(mark in source for mark in _EXTENSION_MARKS),
+        any(mark in source for mark in _CUDA_MARKS),
     )
 
 

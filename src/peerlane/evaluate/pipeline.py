@@ -27,7 +27,8 @@ from peerlane.evaluate.processes.pool import NoRanks
 from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
-from peerlane.evaluate.ranks.builds import Builds, lacks_compiler, needs_build
+from peerlane.evaluate.ranks.builds import Builds
+from peerlane.evaluate.ranks.rank import wants_gpu
 from peerlane.evaluate.results.identity import source_hash
 from peerlane.evaluate.results.record import Mode
 from peerlane.evaluate.results.result import CandidateInfo, CaseEvidence, ProblemInfo, Result
@@ -40,6 +41,8 @@ from peerlane.settings import StressRules, TimingRules
 from peerlane.words import counted
 
 CHECKED_SLOTS = 4
+_RAISED = ("runtime_error", "import_error", "cuda_error")
+_GPU_ONLY = "needs a GPU: its import was tried here, and what it compiles when it is called was not compiled; run it on a GPU node"
 
 
 def groups_needed(job: Job, device: str) -> int:
@@ -127,7 +130,10 @@ class EvaluationPipeline:
             return HarnessFailure(phase=self.phase, message=str(error))
 
     def _blame(self, failure: GroupFailure) -> Verdict:
-        if failure.kind != "machine" and (failure.phase == "build" or self.loaded):
+        line = failure.message.strip().splitlines()[-1:]
+        if failure.kind in _RAISED and self.job.candidate.backend == "cuda" and self.node.device == "cpu" and wants_gpu("".join(line)):
+            return NotRun(missing=f"needs a GPU: {line[0]}; run it on a GPU node")
+        if failure.kind != "machine" and (failure.phase in ("build", "import") or self.loaded):
             if failure.phase == "spawn":  # it was asked to map another case's memory
                 failure.phase = self.phase
             return verdict_of(failure, None if failure.phase in ("build", "import", "exit") else self.case)
@@ -169,10 +175,11 @@ class EvaluationPipeline:
             which = f"{job.preset} ({job.variant} variant)" if job.variant != "default" else job.preset
             return NotRun(missing=f"preset {which} of problem {job.problem.id} has no case for {counted(job.world_size, 'rank')}")
         self.source = job.candidate.source()
-        if needs_build(job.candidate):
+        if job.candidate.compiles:
             with self._in("build"):
-                if (missing := self._build()) is not None:
-                    return NotRun(missing=missing)
+                (self.builds or Builds(self.session, [])).finish(job.candidate, self.limit)
+            if job.candidate.backend == "cuda" and self.node.device == "cpu":
+                return NotRun(missing=_GPU_ONLY)
         with self._in("spawn"):
             if self.group is None:
                 needed = max(1, groups_needed(job, self.node.device)) + self.later
@@ -223,16 +230,6 @@ class EvaluationPipeline:
         with self._in("import"):
             self.loaded = True
             self.group.ask({**request, "blame": "import_error"}, "import", self.session.deadlines.load)
-
-    def _build(self) -> str | None:
-        """Compiles what the candidate compiles at import; the reason if this machine lacks what it needs."""
-        candidate = self.job.candidate
-        if lacks_compiler(candidate):
-            return "needs a GPU, and a CUDA build of torch to compile its extension; run it on a GPU node"
-        (self.builds or Builds(self.session, [])).finish(candidate, self.limit)
-        if candidate.backend == "cuda" and self.node.device == "cpu":
-            return "compiles, but needs a GPU to run; run it on a GPU node"
-        return None
 
     def _check(self, case: Case, *, first: bool) -> CaseRunner:
         """Judges the candidate on a case, at rest; the trial knows what that cost."""

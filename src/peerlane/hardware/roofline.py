@@ -175,6 +175,7 @@ def physical_floor_us(costs: Sequence[Cost], profile: HardwareProfile, *, calls:
     * tensor cores at their highest clock, not at the one that datasheets assume;
     * vector work at the tensor cores' rate for its type (tf32, fp64) where that is higher: sums may be written as matrix products;
     * memory bytes less twice the L2 cache, once for all calls: inputs may lie in it at the start, outputs at the end;
+    * no memory bytes of a rank that neither computes nor exchanges anything: it may return its input as it is;
     * no latency term: a rank that starts late may find its data delivered;
     * half of it all where the costs are means over layouts or contents (``Cost.typical``), of which a block's calls may fall short;
     * half the link bytes where the switches may reduce and multicast (``in_network``): an all-reduce then crosses each port (1 + 1/W) times
@@ -196,9 +197,13 @@ def physical_floor_us(costs: Sequence[Cost], profile: HardwareProfile, *, calls:
         calls * _busiest(_operations_us(cost, tensor) for cost in costs),
         # The two vector types may run side by side, on the vector units and the tensor cores.
         calls * _busiest(max(cost.flops.get(dtype, 0.0) / (rate * _TFLOPS_PER_US) for dtype, rate in vector.items()) for cost in costs),
-        _busiest(max(calls * cost.hbm_bytes - cached_bytes, 0.0) for cost in costs) / (profile.hbm_tbps * _TBPS_PER_US),
+        _busiest(max(calls * cost.hbm_bytes - cached_bytes, 0.0) for cost in costs if _works(cost)) / (profile.hbm_tbps * _TBPS_PER_US),
         calls * _busiest(max(cost.egress_bytes, cost.ingress_bytes) for cost in costs) / (ports * profile.nvlink_gbps * _GBPS_PER_US),
     )
+
+
+def _works(cost: Cost) -> bool:
+    return any(cost.flops.values()) or cost.egress_bytes > 0 or cost.ingress_bytes > 0
 
 
 def _busiest(values: Iterable[float]) -> float:

@@ -249,6 +249,7 @@ class Builder(Group):
 class Building:
     """A session that has builders only; ``built`` are those that it gave."""
 
+    device = "cuda"
     pool_settings = PoolSettings()
     deadlines = EvaluationPlan([]).deadlines
 
@@ -264,7 +265,7 @@ class Building:
 def compiled(tmp_path: Path) -> Any:
     """A candidate that is to be built."""
     path = tmp_path / "1_x_cuda.py"
-    path.write_text("")
+    path.write_text("import cupy")
     (candidate,) = discover([str(path)])
     return candidate
 
@@ -332,7 +333,7 @@ def test_a_candidate_is_ready_when_its_build_is_done(compiled: Any) -> None:
 def test_what_is_still_compiled_lets_others_pass(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     names = ["1_a_cuda.py", "1_b_pytorch.py", "1_c_pytorch.py"]
     for name in names:
-        (tmp_path / name).write_text("")
+        (tmp_path / name).write_text("import cupy" if "cuda" in name else "")
     plan = EvaluationPlan(discover([str(tmp_path / name) for name in names]), presets=("small",), world_sizes=(2,))
     turns: list[str] = []
 

@@ -13,6 +13,7 @@ import pytest
 from peerlane.evaluate.ranks import extensions
 from peerlane.evaluate.ranks.builder import Builder
 from peerlane.evaluate.ranks.candidate import import_candidate
+from peerlane.evaluate.ranks.rank import wants_gpu
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def request_of(candidate: Path) -> dict[str, Any]:
-    return {"path": str(candidate), "source": candidate.read_bytes().decode("latin-1"), "cache": None}
+    return {"path": str(candidate), "source": candidate.read_bytes().decode("latin-1"), "cache": None, "gpu_only": False}
 
 
 def test_two_sources_build_in_two_folders(tmp_path: Path) -> None:
@@ -45,11 +46,25 @@ def test_builder_removes_the_lock_of_a_killed_build(tmp_path: Path) -> None:
     assert not lock.exists()
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("AssertionError: Torch not compiled with CUDA enabled", True),
+        ("OSError: CUDA_HOME environment variable is not set", True),
+        ("OSError: libcuda.so.1: cannot open shared object file", True),
+        ("NameError: name 'cuda' is not defined", False),
+        ("ImportError: 1_x_cuda.py has no function", False),
+    ],
+)
+def test_what_a_gpu_would_mend(line: str, expected: bool) -> None:
+    assert wants_gpu(line) is expected
+
+
 def test_builder_leaves_other_errors_to_the_ranks(tmp_path: Path) -> None:
     candidate = tmp_path / "1_allreduce_cuda.py"
     candidate.write_text("raise RuntimeError('no GPU here')\n")
     builder = Builder({"world_size": 1, "device": "cpu", "timed_ranks": 0}, 0, -1)
-    assert "no GPU here" in builder.build(request_of(candidate))["note"]
+    assert builder.build(request_of(candidate)) == {}
 
 
 def test_public_helper_compiles_once_and_loads_the_result_after_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,25 +196,25 @@ def test_any_description_is_judged(described: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "backend", "problem", "extensions"),
+    ("name", "source", "backend", "problem", "compiles"),
     [
         ("1_x_pytorch.py", "import torch", "pytorch", 1, False),
         ("13_x_cuda.py", "import torch", "cuda", 13, False),
         ("18_x_triton.py", "import torch", "triton", 18, False),
         ("1_x.py", "from utils.cuda_helpers import compile_cuda_extension", "cuda", 1, True),
         ("1_x.py", "from torch.utils.cpp_extension import load_inline", "cuda", 1, True),
-        ("1_x.py", "from peerlane.device import Kernel", "cuda", 1, False),
+        ("1_x.py", "from peerlane.device import Kernel", "cuda", 1, True),
         ("1_x.py", "import triton", "triton", 1, False),
         ("1_x.py", "    import triton.language as tl", "triton", 1, False),
         ("1_x.py", "# nothing about triton", "pytorch", 1, False),
         ("mine.py", "import torch", "pytorch", None, False),
     ],
 )
-def test_backend_and_problem_of_a_file(name: str, source: str, backend: str, problem: int | None, extensions: bool, tmp_path: Any) -> None:
+def test_backend_and_problem_of_a_file(name: str, source: str, backend: str, problem: int | None, compiles: bool, tmp_path: Any) -> None:
     path = tmp_path / name
     path.write_text(source + "\n")
     candidate = candidate_file(path)
-    assert (candidate.backend, candidate.problem, candidate.uses_extensions) == (backend, problem, extensions)
+    assert (candidate.backend, candidate.problem, candidate.compiles) == (backend, problem, compiles)
 
 
 @pytest.mark.parametrize(("wanted", "got"), [(False, False), (True, True), (False, True), (True, False)])

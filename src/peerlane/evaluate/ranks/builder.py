@@ -1,6 +1,7 @@
 """The builder: one process that imports a candidate with no GPU in sight, before it takes any time of a GPU.
 
-What the import compiles is in the cache when the ranks come to it."""
+What the import compiles is in the cache when the ranks come to it.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +9,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks import extensions, out_of_reach
-from peerlane.evaluate.ranks.candidate import import_candidate
-from peerlane.evaluate.ranks.rank import Rank, classify
+from peerlane.evaluate.ranks.candidate import import_candidate, solution_of
+from peerlane.evaluate.ranks.rank import Rank, classify, wants_gpu
 from peerlane.evaluate.timing.cores import cores_beside
 
 _NICE = 10  # candidates may be timed meanwhile
@@ -28,15 +31,25 @@ class Builder(Rank):
         self.handlers |= {"init": lambda _: {}, "build": self.build}
 
     def build(self, request: Message) -> dict[str, Any]:
-        """Imports the candidate. Compiler errors are raised; anything else is left for the ranks to meet, where it may well work."""
+        """Imports the candidate. Compiler errors are raised; anything else is left to the ranks, where it may well work.
+
+        With ``gpu_only`` no rank here will run it: all errors are raised, but for those that a GPU or a CUDA build of torch would mend.
+        """
         path, source = Path(request["path"]), request["source"].encode("latin-1")
         extensions.use_cache(request["cache"])
         extensions.remove_stale_locks(extensions.use_own_build_folder(source))
         out_of_reach.refuse_answers()
+        gpu_only = request["gpu_only"]
         try:
-            import_candidate(path, source)
+            module = import_candidate(path, source)
         except Exception as error:
             if classify(error) == "build_error":
+                mended = gpu_only and torch.version.cuda is None
+            else:
+                mended = not gpu_only or wants_gpu(f"{type(error).__name__}: {error}")
+            if not mended:
                 raise
-            return {"note": f"{type(error).__name__}: {error}"[:1000]}
+            return {}
+        if gpu_only:
+            solution_of(module, path)
         return {}

@@ -1,4 +1,4 @@
-"""Builds on CPU cores, ahead of their candidates' turn, while the ranks judge others. See build.py for the process that compiles."""
+"""Builds on CPU cores, ahead of their candidates' turn, while the ranks judge others. See builder.py for the process that compiles."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import shutil
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-
-import torch
 
 from peerlane.errors import CandidateChanged, HarnessError
 from peerlane.evaluate.candidates import CandidateFile
@@ -20,16 +18,6 @@ from peerlane.settings import cache_dir
 _FULL_BYTES = 64 << 20  # a disk with less than this is full, as far as a compiler is concerned
 
 
-def needs_build(candidate: CandidateFile) -> bool:
-    """Whether importing the candidate may compile device code."""
-    return candidate.backend == "cuda" or candidate.uses_extensions
-
-
-def lacks_compiler(candidate: CandidateFile) -> bool:
-    """Whether it compiles an extension with nvcc, for which this torch is not built."""
-    return candidate.backend == "cuda" and candidate.uses_extensions and torch.version.cuda is None
-
-
 class Builds:
     """The builds of a session, for its candidates in the order of their turns; see ``PoolSettings.builds``.
 
@@ -38,7 +26,7 @@ class Builds:
 
     def __init__(self, session: Session, candidates: Iterable[CandidateFile]) -> None:
         self._session = session
-        self._candidates = {item.sha256: item for item in candidates if needs_build(item) and not lacks_compiler(item)}
+        self._candidates = {item.sha256: item for item in candidates if item.compiles}
         self._upcoming = deque(self._candidates)
         self._running: dict[str, RankGroup] = {}
         self._done: dict[str, GroupFailure | None] = {}
@@ -48,7 +36,7 @@ class Builds:
         return candidate.sha256 not in self._candidates or candidate.sha256 in self._done or self._session.pool_settings.builds == 0
 
     def ahead(self) -> None:
-        """Ends builds that are done or take too long, and begins the next ones, as many at a time as the session's supply allows."""
+        """Ends builds that are done or take too long, and begins the next ones, as many at a time as the session's settings allow."""
         for sha256 in [sha256 for sha256, builder in self._running.items() if builder.overdue or builder.answering]:
             with contextlib.suppress(Exception):  # whatever it is, it is met again in the candidate's own turn, and told of there
                 self._done[sha256] = self._await(sha256)
@@ -85,8 +73,9 @@ class Builds:
                 self._end(sha256)
                 raise HarnessError(f"the process that compiles did not start: {failure}") from None
             cache = builder.admit(sha256)
-            request = {"op": "build", "path": str(candidate.path), "source": source, "cache": cache}
-            builder.begin(request, "build", self._session.deadlines.build)
+            gpu_only = self._session.device == "cpu" and candidate.backend == "cuda"
+            request = {"op": "build", "path": str(candidate.path), "source": source, "cache": cache, "gpu_only": gpu_only}
+            builder.begin({**request, "blame": "import_error"}, "build", self._session.deadlines.build)
 
     def _await(self, sha256: str) -> GroupFailure | None:
         try:
@@ -97,6 +86,7 @@ class Builds:
                 raise HarnessError(
                     f"cannot build: the disk of {cache_dir()} is full ({free_bytes >> 20} MiB free); free some, or set PEERLANE_CACHE_DIR"
                 ) from None
+            failure.phase = "import" if failure.kind == "import_error" else failure.phase
             return failure
         finally:
             self._end(sha256)

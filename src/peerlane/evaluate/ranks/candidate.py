@@ -72,6 +72,14 @@ def import_candidate(path: Path, source: bytes) -> ModuleType:
     return module
 
 
+def solution_of(module: ModuleType, path: Path) -> Solution:
+    """The candidate's function; raises ImportError if it has none."""
+    solution = getattr(module, "solution", None)
+    if not callable(solution):
+        raise ImportError(f"{path} has no function named solution: expected `def solution(...)` with the problem's parameters")
+    return solution  # type: ignore[no-any-return]
+
+
 @dataclass
 class AttachedCase:
     """A space that is mapped: its arguments and its output regions."""
@@ -168,12 +176,8 @@ class CandidateRank(Rank):
         if request["own_communication"]:
             out_of_reach.refuse_library()
         monkeypatch_check.remember_originals()
-        solution = getattr(import_candidate(Path(request["path"]), request["source"].encode("latin-1")), "solution", None)
-        if not callable(solution):
-            raise ImportError(
-                f"{request['path']} has no function named solution: expected `def solution(...)` with the problem's parameters"
-            )
-        self._solution = solution
+        path = Path(request["path"])
+        self._solution = solution_of(import_candidate(path, request["source"].encode("latin-1")), path)
         return {}
 
     def _side(self, request: Message) -> Solution:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ _MEMORY_WORDS = (
     "can't allocate memory",
     "Cannot allocate memory",
 )
+_GPU_WORDS = re.compile(r"\b(cuda|nvidia|gpus?|nvrtc|nvcc)\b|CUDA_HOME|libcuda|libnv", re.IGNORECASE)
 
 
 def classify(error: BaseException, default: str = "runtime_error") -> str:
@@ -52,6 +54,11 @@ def classify(error: BaseException, default: str = "runtime_error") -> str:
     if isinstance(error, DeviceTimeout) or any(word in text for word in _CUDA_WORDS):
         return "cuda_error"
     return default
+
+
+def wants_gpu(line: str) -> bool:
+    """Whether an error, as the last line of a traceback has it, says that there is no GPU, or nothing that goes with one."""
+    return _GPU_WORDS.search(line) is not None and not line.startswith(("SyntaxError", "IndentationError", "NameError"))
 
 
 class Rank:
