@@ -85,7 +85,11 @@ ON_CPU = {
         "not_run",
         "not compiled",
     ),
-    "1_calls_cuda": ("import torch\ndef solution(x, **_): torch.empty(1, device='cuda')\n", "not_run", "needs a GPU: AssertionError: Torch"),
+    "1_calls_cuda": (
+        "import torch\ndef solution(x, **_): torch.empty(1, device='cuda')\n",
+        "not_run",
+        "needs a GPU: AssertionError",
+    ),
     "1_plain_cuda": ((EXAMPLES / "pytorch" / "1_allreduce_pytorch.py").read_text(), "correct", "right"),
 }
 
