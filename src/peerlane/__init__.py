@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from peerlane import evaluate as evaluate
     from peerlane import problems as problems
     from peerlane import solutions as solutions
+    from peerlane.errors import UsageError as UsageError
     from peerlane.evaluate.candidates import CandidateFile as CandidateFile
     from peerlane.evaluate.candidates import discover as discover
     from peerlane.evaluate.evaluator import Evaluator as Evaluator
@@ -27,6 +28,7 @@ _HOMES = {
     "EvaluationPlan": "evaluate.plan",
     "Evaluator": "evaluate.evaluator",
     "Result": "evaluate.results.result",
+    "UsageError": "errors",
     "Verdict": "evaluate.results.verdict",
     "discover": "evaluate.candidates",
     "evaluate": "",
