@@ -32,7 +32,7 @@ def metrics(
     published: Annotated[bool, typer.Option("--published", help="Show published figures of others below, labelled.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Count what models solved: pass@k, fast_p@k, speedups, failures, tokens and cost.
+    """Count what models solved: correct@k, fast_p@k, speedups, failures, tokens and cost.
 
     Results of different tracks, nodes, presets or numbers of ranks are never counted together. Speedups count by the lower end of their
     interval.
