@@ -169,7 +169,7 @@ class TimingRules:
     rounds_per_capture: int = 5
     """graphs are captured anew: how fast a graph is depends on its place in memory"""
     warm_rounds: int = 3
-    """before those that count: clocks, caches and connections settle"""
+    """before those that count: clocks, caches and connections become steady"""
     min_rounds: int = 9
     """of a race: fewer have no meaningful interval"""
     baseline_s: float = 1.0

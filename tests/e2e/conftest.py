@@ -22,7 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="module")
 def lent() -> Iterator[ForkServer]:
-    """The fork server of all the module's tests that ask for it: what it bears starts in milliseconds, and nothing of that may be left."""
+    """The fork server of all the module's tests that ask for it: what it starts is up in milliseconds, and nothing of that may be left."""
     with marked(MARKED):
         fork_server = LentForkServer({"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"})
         fork_server.await_start()  # here, not in a process that is forked from this one

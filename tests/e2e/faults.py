@@ -99,7 +99,7 @@ class Switchboard:
 
 
 def ranks_of(leader: int) -> set[int]:
-    """A leader's children that stay: who bears the ranks is one of them for some milliseconds."""
+    """A leader's children that stay: the parent of the ranks is one of them for some milliseconds."""
     before = children(leader)
     time.sleep(0.1)
     return before & children(leader)

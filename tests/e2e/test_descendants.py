@@ -1,4 +1,4 @@
-"""No process of a candidate is there once its group has ended, whatever it bears and whatever tells the group from everybody else."""
+"""No process of a candidate is there once its group has ended, whatever it starts and whatever tells the group from everybody else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ int main(int count, char** words) {
 }
 """
 LEAVES_A_COMET = '''
-"""All-reduce; at the end of rank 0 a process is left that bears its successor and ends, over and over, for twenty seconds."""
+"""All-reduce; at the end of rank 0 a process is left that starts its successor and ends, over and over, for twenty seconds."""
 
 import atexit
 import subprocess

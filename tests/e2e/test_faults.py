@@ -127,7 +127,7 @@ def test_builders(board: Switchboard, tmp_path: Path) -> None:
         assert conversation.evaluate().verdict.kind == "not_run"
 
 
-def test_a_killed_nursery_is_replaced(board: Switchboard, fork_server: ForkServer, tmp_path: Path) -> None:
+def test_a_killed_fork_server_is_replaced(board: Switchboard, fork_server: ForkServer, tmp_path: Path) -> None:
     conversation = Conversation(board, tmp_path, [GOOD] * 3)
 
     def kill_fork_server(board: Switchboard, group: RankGroup) -> None:

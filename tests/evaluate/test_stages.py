@@ -80,7 +80,7 @@ class ScriptedSession:
         self.stage.log.append(f"warm groups {expected}")
 
     def wait_for_starts(self) -> None:
-        self.stage.log.append("settle")
+        self.stage.log.append("wait for starts")
 
     def end(self, group: ScriptedGroup) -> None:
         self.stage.log.append(f"end {group.name}")
@@ -195,7 +195,7 @@ def test_a_right_candidate_is_timed_in_a_second_group_after_the_reference(run: R
     cases = len(problems.get(1).cases("small", 2))
     judged = ["group1 load", "group1 first_call", *["group1 correctness"] * cases]
     judged += [*["group1 stress"] * cases, "group1 exit", "end group1"]
-    timed = ["take 2", "settle", "group2 baseline", "group2 load", "group2 first calls", "group2 eager", "group2 graph"]
+    timed = ["take 2", "wait for starts", "group2 baseline", "group2 load", "group2 first calls", "group2 eager", "group2 graph"]
     timed += ["group2 audit", "group2 exit"]
     assert stage.log == ["warm groups 7", "take 1", "warm groups 6", *judged, *timed]
 

@@ -232,7 +232,7 @@ class EvaluationPipeline:
             self.group.ask({**request, "blame": "import_error"}, "import", self.session.deadlines.load)
 
     def _check(self, case: Case, *, first: bool) -> CaseRunner:
-        """Judges the candidate on a case, at rest; the trial knows what that cost."""
+        """Judges the candidate on a case, at rest; the runner knows what that cost."""
         assert self.group is not None
         self.case, limits = case, self.session.deadlines
         runner = CaseRunner(self.session, self.group, self.job.problem, case, "check", CHECKED_SLOTS)

@@ -53,7 +53,7 @@ def session(isolation: Isolation, device: str = "cpu") -> Session:
 
 
 @pytest.mark.parametrize("module", ["evaluate.processes.fork_client", "evaluate.processes.early", "selftest.lanes", "cli.evaluation"])
-def test_what_starts_a_nursery_does_not_import_torch(module: str) -> None:
+def test_what_starts_a_fork_server_does_not_import_torch(module: str) -> None:
     subprocess.run([sys.executable, "-c", f"import sys, peerlane.{module}; assert 'torch' not in sys.modules"], check=True)
 
 

@@ -1,4 +1,4 @@
-"""Spares, logs and quarantine: what a run keeps ready, keeps small, and keeps away from."""
+"""Warm groups, builds, logs and lost GPUs: what a run keeps ready, keeps small, and keeps away from."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 from peerlane.evaluate.processes.protocol import is_count
 
 MOST_NAMES, NAME_CHARACTERS = 4_000, 300
-"""different names that one rank may report of one stretch, and what is kept of each"""
+"""different names that one rank may report of one span, and what is kept of each"""
 
 # What the CUDA libraries and PyTorch call their kernels. Names of candidates' own kernels are theirs to choose: one called ncclDevKernel_x
 # speaks against its owner only.
@@ -51,10 +51,10 @@ def kernel_kind(name: str, triton: Collection[str] = ()) -> str:
 
 @dataclass
 class Activity:
-    """Counts of one stretch of ``calls`` calls on one rank.
+    """Counts of one span of ``calls`` calls on one rank.
 
     Attributes:
-        calls: how many calls lie in the stretch.
+        calls: how many calls lie in the span.
         kernels: by name, as CUPTI demangles it.
         copies: ``peer`` (between GPUs), ``same_gpu``, ``host``.
         memsets: on the device.
@@ -118,10 +118,10 @@ def _copy_kind(source: str, target: str) -> str:
     return "same_gpu" if (source, target) == ("D", "D") else "host"
 
 
-def most_per_call(stretches: Iterable[Mapping[str, int]], calls: Iterable[int]) -> dict[str, int]:
-    """For every key the largest count per call (rounded up) in any of the stretches."""
+def most_per_call(spans: Iterable[Mapping[str, int]], calls: Iterable[int]) -> dict[str, int]:
+    """For every key the largest count per call (rounded up) in any of the spans."""
     largest: dict[str, int] = {}
-    for counts, number in zip(stretches, calls, strict=True):
+    for counts, number in zip(spans, calls, strict=True):
         for key, count in counts.items():
             largest[key] = max(largest.get(key, 0), math.ceil(count / number))
     return dict(sorted(largest.items()))

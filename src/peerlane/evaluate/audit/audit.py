@@ -36,11 +36,11 @@ class Auditor:
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        calls: one stretch for every rank and audited call.
-        blocks: one stretch for every rank and recorded block, without what copying outputs may have added.
+        calls: one span for every rank and audited call.
+        blocks: one span for every rank and recorded block, without what copying outputs may have added.
         unrecorded_collectives: those that process groups counted in calls that were not recorded, once set-up was over.
-        faults: signs that the profiler or the evaluator's own functions were integrity_failure with.
-        patches: those of them that say so of the evaluator's.
+        faults: signs that the profiler or the evaluator's own functions were interfered with.
+        monkeypatches: those of them that say so of the evaluator's.
     """
 
     device: str
@@ -50,7 +50,7 @@ class Auditor:
     block_modes: list[Mode] = field(default_factory=list)
     unrecorded_collectives: int = 0
     faults: list[str] = field(default_factory=list)
-    monkeypatch_check: list[str] = field(default_factory=list)
+    monkeypatches: list[str] = field(default_factory=list)
     loaded: list[LoadedKernel] = field(default_factory=list)
 
     def audit_calls(self, runner: CaseRunner) -> None:
@@ -105,7 +105,7 @@ class Auditor:
             names = sorted(item["replaced"], key=lambda name: not name.startswith(_OWN))
             self.faults.append(f"replaced on rank {rank}: {', '.join(names[:4])}")
             if names[0].startswith(_OWN):
-                self.monkeypatch_check.append(self.faults[-1])
+                self.monkeypatches.append(self.faults[-1])
         elif item.get("marked") is not True:
             self.faults.append(
                 f"the marks at the ends of an audited call are not in its record on rank {rank}: the profiler was interfered with"
@@ -124,14 +124,14 @@ class Auditor:
     @property
     def integrity_failure(self) -> IntegrityFailure | None:
         """What is allowed in no track."""
-        return IntegrityFailure(phase="audit", what=self.monkeypatch_check[0]) if self.monkeypatch_check else None
+        return IntegrityFailure(phase="audit", what=self.monkeypatches[0]) if self.monkeypatches else None
 
     def violation(self, *, must_move: bool) -> IntegrityFailure | TrackViolation | None:
         """What the custom track objects to. ``must_move``: the answer cannot be had without bytes from another rank."""
         if self.faults:
             return IntegrityFailure(phase="audit", what=self.faults[0])
-        for stretches, where in ((self.calls, "an audited call"), (self.blocks, "an audited block")):
-            if names := sorted({name for item in stretches for name in item.forbidden()}):
+        for spans, where in ((self.calls, "an audited call"), (self.blocks, "an audited block")):
+            if names := sorted({name for item in spans for name in item.forbidden()}):
                 return TrackViolation(what=f"{', '.join(names[:4])} ran in {where}; {CUSTOM_RULE}")
         if self.unrecorded_collectives:
             return TrackViolation(
@@ -148,16 +148,16 @@ class Auditor:
         if not self.audited:
             return None
         triton = {kernel.name for kernel in self.loaded if kernel.origin == "triton"}
-        stretches = [*self.calls, *self.blocks]
-        calls = [item.calls for item in stretches]
-        names: Counter[str] = sum((item.kernels for item in stretches), Counter())
+        spans = [*self.calls, *self.blocks]
+        calls = [item.calls for item in spans]
+        names: Counter[str] = sum((item.kernels for item in spans), Counter())
         return Audit(
             calls=self.audited,
             block_modes=tuple(self.block_modes),
-            kernels=most_per_call([_by_kind(item.kernels, triton) for item in stretches], calls),
-            copies=most_per_call([item.copies for item in stretches], calls),
+            kernels=most_per_call([_by_kind(item.kernels, triton) for item in spans], calls),
+            copies=most_per_call([item.copies for item in spans], calls),
             memsets=max(item.memsets for item in self.calls),
-            operators=_most_frequent(most_per_call([item.operators for item in stretches], calls)),
+            operators=_most_frequent(most_per_call([item.operators for item in spans], calls)),
             other=max(item.other for item in self.calls),
             kernel_names=tuple(name for name, _ in names.most_common(_MOST_NAMES_KEPT)),
             unrecorded_collectives=self.unrecorded_collectives,

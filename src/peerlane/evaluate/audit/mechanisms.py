@@ -40,17 +40,17 @@ def loaded_kernels(message: Any) -> list[LoadedKernel]:
     ]
 
 
-def mechanisms(stretches: Iterable[Activity], loaded: Sequence[LoadedKernel]) -> tuple[Mechanism, ...]:
-    """What the audited stretches and the loaded code show, in a fixed order; each mechanism once, with the best there is to say for it."""
-    stretches = list(stretches)
-    found = [*_from_activity(stretches), *_from_code(stretches, loaded)]
+def mechanisms(spans: Iterable[Activity], loaded: Sequence[LoadedKernel]) -> tuple[Mechanism, ...]:
+    """What the audited spans and the loaded code show, in a fixed order; each mechanism once, with the best there is to say for it."""
+    spans = list(spans)
+    found = [*_from_activity(spans), *_from_code(spans, loaded)]
     best = {item.name: item for item in sorted(found, key=lambda item: _ORDER.index(item.confidence), reverse=True)}
     return tuple(best[name] for name in get_args(MechanismName) if name in best)
 
 
-def _from_activity(stretches: Sequence[Activity]) -> list[Mechanism]:
+def _from_activity(spans: Sequence[Activity]) -> list[Mechanism]:
     found = []
-    for item in stretches:
+    for item in spans:
         for name in item.forbidden():
             if name.startswith("gloo:"):
                 found.append(Mechanism(name="gloo", confidence="seen", evidence=_short(name)))
@@ -64,8 +64,8 @@ def _from_activity(stretches: Sequence[Activity]) -> list[Mechanism]:
     return found
 
 
-def _from_code(stretches: Sequence[Activity], loaded: Sequence[LoadedKernel]) -> list[Mechanism]:
-    ran = {name for item in stretches for name in item.kernels}
+def _from_code(spans: Sequence[Activity], loaded: Sequence[LoadedKernel]) -> list[Mechanism]:
+    ran = {name for item in spans for name in item.kernels}
     triton = {kernel.name for kernel in loaded if kernel.origin == "triton"}
     found = []
     for kernel in loaded:

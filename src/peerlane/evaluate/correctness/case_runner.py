@@ -1,5 +1,4 @@
-"""One candidate group on one case: input generation, revealing, calling, judging. Turns what the ranks report into failures with a
-verdict."""
+"""One candidate group on one case: generates and publishes inputs, calls, judges. Turns what ranks report into verdicts."""
 
 from __future__ import annotations
 
@@ -283,9 +282,10 @@ class CaseRunner:
     def collect(
         self, slots: Sequence[int], contents: Sequence[int], outputs: Sequence[list[Any]], phase: Phase, intact: Sequence[int] = ()
     ) -> int:
-        """Has the trusted ranks take copies of the snapshots of ``slots``, which were called on what was generated for the slots
-        ``contents``,
-        ``outputs[rank][i]`` describing the i-th; the bytes that wait. The inputs of the slots ``intact`` may not have changed."""
+        """Has the trusted ranks copy the snapshots of ``slots``, whose calls got what was generated for the slots ``contents``.
+
+        ``outputs[rank][i]`` describes the i-th. The inputs of the slots ``intact`` may not have changed. Returns the bytes that wait.
+        """
         common = {"op": "collect", "slots": list(slots), "contents": list(contents), "intact": list(intact)}
         try:
             answers = self.trusted([{**common, "outputs": described} for described in outputs])

@@ -75,7 +75,7 @@ def draw_time_slicing(passes: int, world_size: int, rules: StressRules, *, on_gp
 
 @dataclass
 class Stress:
-    """The stress of one case. ``checked`` is the trial in which the candidate was right at rest: it knows what a call costs."""
+    """The stress of one case. ``checked`` is the run in which the candidate was right at rest: it knows what a call costs."""
 
     checked: CaseRunner
     rules: StressRules
@@ -85,7 +85,7 @@ class Stress:
     def run(self, end: float) -> CaseRunner:
         """Passes until ``rules.calls`` calls are done or time is up: ``end`` on the clock ``time.monotonic``. At least two, however slow.
 
-        Raises :class:`Rejected` and GroupFailure. Returns the trial, which has the evidence.
+        Raises :class:`Rejected` and GroupFailure. Returns the runner, which has the evidence.
         """
         checked = self.checked
         slots = choose_slots(checked.call_s, checked.judge_s, checked.slot_bytes, self.rules)
@@ -133,7 +133,7 @@ class Stress:
         plans = draw_jitter(len(runner.layouts), len(order), self.rules, on_gpu=_on_gpu(runner))
         poisoned = [position for position in range(len(order)) if _dice.random() < _POISONED_CALLS]
         common = {"op": "stress", "space": runner.space, "side": "candidate", "order": order, "poisoned": poisoned, "kept": kept}
-        return [{**common, "exchanges": slot_swaps.steps, "jitter": plan} for plan in plans]
+        return [{**common, "swaps": slot_swaps.steps, "jitter": plan} for plan in plans]
 
 
 def _on_gpu(runner: CaseRunner) -> bool:

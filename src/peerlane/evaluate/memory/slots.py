@@ -112,7 +112,7 @@ class ArgumentSlots:
         return exchange
 
     def swappers(self, steps: Iterable[tuple[int, int, int]]) -> dict[int, Callable[[], None]]:
-        """By position, what carries out the steps of :class:`Exchanges`."""
+        """By position, what carries out the steps of :class:`SlotSwaps`."""
         return {position: self.swapper(slot, other) for position, slot, other in steps}
 
     def _regions(self, slot: int) -> Iterator[torch.Tensor]:

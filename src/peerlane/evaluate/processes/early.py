@@ -1,6 +1,7 @@
-"""A fork server and the first rank groups, which come up while the supervisor imports torch itself, for the first session that would
-start the
-same. No torch here."""
+"""A fork server and the first rank groups, which come up while the supervisor imports torch itself. No torch here.
+
+The first session that would start the same takes them over.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +18,7 @@ _waiting: list[ForkServer] = []  # one, or none
 
 @contextlib.contextmanager
 def early_start(device: str, tier: Tier | None, world_size: int) -> Iterator[None]:
-    """Starts the fork server, the trusted ranks and a warm group group that an evaluation with these will want; ends them if nobody
-    has taken them
-    by the end of the block.
+    """Starts the fork server, the trusted ranks and a warm group for an evaluation with these; ends them if nobody takes them in the block.
 
     Raises nothing: what cannot be started here is started by the session, which says why not. L2 depends on the candidates, and waits.
     """

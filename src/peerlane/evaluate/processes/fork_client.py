@@ -124,7 +124,7 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        """False once the process has ended: somebody killed it. Groups that it has borne live on."""
+        """False once the process has ended: somebody killed it. Its groups live on."""
         return self._process.poll() is None
 
     @property
@@ -188,7 +188,7 @@ class ForkServer:
         """Has what is left of the group with this folder killed, and waits until that is done."""
         self._order({"end": folder}, [])
         if not self._up:
-            return  # it has borne nothing
+            return  # it has started nothing
         self._orders.settimeout(_SWEEP_S)
         with contextlib.suppress(TimeoutError):
             while self._orders.recv(4096) not in (folder.encode(), b""):  # an answer that came too late for an earlier one
@@ -201,7 +201,7 @@ class ForkServer:
         return tuple(group for group in self._groups if group.alive)
 
     def close(self) -> None:
-        """Kills all groups, then the fork server; before them, if nobody has waited for it: it may not be up, and would bear them yet."""
+        """Kills all groups, then the fork server; before them, if nobody has waited for it: it may not be up, and would start them yet."""
         if not self._up:
             self._reap()
         self.end_groups()
@@ -217,7 +217,7 @@ class ForkServer:
     def _reap(self) -> None:
         self._orders.close()
         if not self._up:
-            self._process.kill()  # it has borne nothing, and would not look at its orders before it is up
+            self._process.kill()  # it has started nothing, and would not look at its orders before it is up
         try:
             self._process.wait(5)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The process that bears rank groups: torch is imported once here, every group is forked from it in milliseconds.
+"""The process that starts rank groups: torch is imported once here, every group is forked from it in milliseconds.
 
 supervisor -- fork server -- leader (one per group) -- rank processes
 
@@ -69,7 +69,7 @@ def _run_rank(config: dict[str, Any], rank: int, fds: list[int], log: int, leade
 def _fork_ranks(config: dict[str, Any], fds: list[int], logs: list[tuple[int, int]]) -> list[int]:
     """Forks the ranks of the leader that calls it; their process numbers. They print to ``logs``, which are pipes.
 
-    Who bears them ends at once, and they become the leader's children: so they are in a domain that it is not in.
+    Their parent ends at once, and they become the leader's children: so they are in a domain that it is not in.
     """
     leader, (reading, writing) = os.getpid(), os.pipe()
     if (forker := os.fork()) == 0:
@@ -101,7 +101,7 @@ def _end_group(config: dict[str, Any]) -> list[int]:
 
 
 def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
-    """Bears the ranks and watches them until the group is to end."""
+    """Starts the ranks and watches them until the group is to end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     adopt_orphans()

@@ -42,7 +42,7 @@ class WarmPool:
             try:
                 self._waiting.append(self._start())
             except HarnessError as error:  # nobody needs it yet; who does will try again
-                self._note(f"a warm group rank group could not be started: {error}")
+                self._note(f"a warm rank group could not be started: {error}")
                 return
 
     def take(self) -> RankGroup:
@@ -76,7 +76,7 @@ class WarmPool:
                 group.wait()
             except GroupFailure as failure:
                 self._waiting.remove(group)
-                self._note(f"a warm group rank group did not start: {_ended(group, failure)}")
+                self._note(f"a warm rank group did not start: {_ended(group, failure)}")
         return bool(coming)
 
     def clear(self) -> None:
@@ -90,7 +90,7 @@ class WarmPool:
         for group in lost:
             self._waiting.remove(group)
             _end(group)
-            self._note("a warm group rank group died while it waited; another takes its place")
+            self._note("a warm rank group died while it waited; another takes its place")
 
 
 def _ended(group: RankGroup, failure: GroupFailure) -> str:

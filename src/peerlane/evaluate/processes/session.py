@@ -1,4 +1,4 @@
-"""The processes of a run: the fork server, one trusted group, warm warm groups for the next candidates, builders. No CUDA context here."""
+"""The processes of a run: the fork server, one trusted group, warm groups for the next candidates, builders. No CUDA context here."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ class CandidateRank(Rank):
         """Calls the solution on the slots in ``order`` with no wait between them, and lets nothing rest.
 
         ``jitter`` lists ``[position, way, us]``: what happens before which call; ``poisoned`` the positions before which freed memory is
-        filled with NaN; ``exchanges`` are the steps of :class:`SlotSwaps`. A call's inputs are overwritten in stream order behind its
+        filled with NaN; ``swaps`` are the steps of :class:`SlotSwaps`. A call's inputs are overwritten in stream order behind its
         snapshot, for what a peer reads then, it reads too late. Those of the calls at the positions ``kept`` stay, to be looked at, and the
         last call's, so that what it returned, which may be its inputs, can be looked at again. When this rank has been held up behind a
         call, what that returned is copied once more: it has to last until the next one, however far the peers are by then.
@@ -255,7 +255,7 @@ class CandidateRank(Rank):
         for position, way, us in request["jitter"]:
             before.setdefault(position, []).append((way, us))
         poisoned, kept = set(request["poisoned"]), {*request["kept"], len(order) - 1}
-        first = attached.arguments.swappers(request["exchanges"])
+        first = attached.arguments.swappers(request["swaps"])
 
         def hold_up(position: int) -> bool:
             for way, us in before.get(position, ()):

@@ -223,8 +223,7 @@ class TrustedRank(Rank):
     def collect(self, request: Message) -> dict[str, Any]:
         """Copies the candidate's snapshots of ``slots`` out of the arena: whatever is written there afterwards comes too late.
 
-        Their inputs are kept too, as they were generated for the slots ``contents``. ``outputs`` are the candidate's own descriptions
-        of what
+        Their inputs are kept too, as they were generated for the slots ``contents``. ``outputs``: how the candidate's rank described what
         it returned. The arguments of the slots ``intact`` are compared with what was generated: nobody else has touched them since.
         Returns the bytes that wait for :meth:`judge`.
         """

@@ -66,7 +66,7 @@ class Confinement:
         return cls(tuple(data["measures"]), int(data["uid"]))
 
     def enter_fork_server(self) -> None:
-        """For the process that bears all ranks, before it imports anything that starts threads."""
+        """For the process that starts all ranks, before it imports anything that starts threads."""
         if LOOPBACK_ONLY in self.measures and BUBBLEWRAP not in self.measures:
             linux.enter_namespaces(linux.CLONE_NEWNET)
             linux.raise_loopback()
@@ -74,7 +74,7 @@ class Confinement:
             linux.set_dumpable(False)
 
     def enter_group(self, role: str, device: str, folder: str, writable: Sequence[str]) -> None:
-        """For the leader of a group, before it bears ranks.
+        """For the leader of a group, before it starts ranks.
 
         Args:
             role: ``trusted`` groups are not confined.
@@ -118,7 +118,7 @@ class Confinement:
         return ["/proc"] if device == "cuda" and (GUARDED_PROC in self.measures or os.geteuid() != 0) else []
 
     def enter_ranks(self, role: str) -> None:
-        """For the process that bears a group's ranks: a domain within the leader's, which they share, and from which it is out of reach."""
+        """For the process that starts a group's ranks: a domain within the leader's, which they share, and from which it is out of reach."""
         if role in _UNTRUSTED and LANDLOCK_SIGNALS in self.measures:
             linux.landlock(None, keep_signals=True)
 
@@ -163,7 +163,7 @@ def _in_child(action: Any) -> str:
     with open(reading, errors="replace") as text:
         reason = text.read()
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return reason or (f"the trial ended with status {ended}" if ended else "")
+    return reason or (f"the attempt ended with status {ended}" if ended else "")
 
 
 def _refused(action: Any, what: str) -> None:

@@ -55,7 +55,7 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_within_reach() -> None:
-    """SIGKILL at one stroke for every process that this one may signal: none can bear its successor meanwhile.
+    """SIGKILL at one stroke for every process that this one may signal: none can start its successor meanwhile.
 
     Does nothing where that would reach further than a group, which is where the parent can be signalled: leaders have a parent outside.
     """
