@@ -137,9 +137,6 @@ def scripted(stage: Stage) -> tuple[type, type, type]:
         def record(self, mode: str) -> Any:
             return measured(mode, 100.0, 50.0).model_copy(update=stage.measured)
 
-        def merged(self, evidence: Any) -> Any:
-            return evidence
-
     return ScriptedRunner, ScriptedStress, ScriptedSpeed
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -296,7 +297,7 @@ class Evaluator:
         left = list(jobs)
         if not left:
             return
-        world_size, cuda = left[0].world_size, self._plan.device == "cuda"
+        world_size = left[0].world_size
         if (missing := self._too_few_gpus(world_size)) is not None:
             yield from self._not_run(left, missing)
             return
@@ -314,23 +315,34 @@ class Evaluator:
                         continue
                     later = self._plan.pool_settings.warm_groups if self._warm else 0
                     later += sum(groups_needed(other, self._plan.device) for other in left)
-                    pipeline = EvaluationPipeline(
-                        session, job, self._node, self._plan.rules, self._reporter(job), builds, later, self._kept, self._plan.stress
+                    plan, tell = self._plan, self._reporter(job)
+                    yield (
+                        job,
+                        self._run(
+                            partial(
+                                EvaluationPipeline,
+                                session,
+                                job,
+                                self._node,
+                                plan.rules,
+                                tell,
+                                builds,
+                                later,
+                                stress=plan.stress,
+                                limit=limit,
+                            )
+                        ),
                     )
-                    pipeline.limit = limit
-                    result = self._run(pipeline)
-                    if cuda and not pipeline.healthy:
-                        gpus = [gpu["index"] for gpu in self._node.environment["gpus"]][:world_size]
-                        self._missing = self._missing or lost_gpus(gpus)
-                    yield job, result
 
-    def _run(self, pipeline: EvaluationPipeline) -> Result:
+    def _run(self, start: Callable[..., EvaluationPipeline]) -> Result:
+        pipeline = start(group=self._kept)
         try:
             result = pipeline.run()
             if result.verdict.kind == "hang" and "time_limit" not in result.flags and overloaded():
                 where = f"{pipeline.job.candidate.name} missed a deadline in {pipeline.phase}"
                 self._progress.note(f"{where} while other programs kept the machine busy; it is judged once more, with twice the time")
-                pipeline = pipeline.again()
+                pipeline.end_group()
+                pipeline = start()
                 with pipeline.session.longer_deadlines(2.0):
                     result = pipeline.run()
                 if result.verdict.kind == "hang" and overloaded():
@@ -345,6 +357,8 @@ class Evaluator:
         self._without_ranks = [*self._without_ranks, result.verdict.reason] if pipeline.no_ranks else []
         if len(self._without_ranks) == _RUNS_WITHOUT_RANKS:
             self._missing = f"rank groups do not start here any more: {self._without_ranks[-1]}"
+        if self._plan.device == "cuda" and not pipeline.healthy and self._missing is None:
+            self._missing = lost_gpus([gpu["index"] for gpu in self._node.environment["gpus"]][: pipeline.job.world_size])
         return result
 
     def _session_of(self, world_size: int) -> Session:

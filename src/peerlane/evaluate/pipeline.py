@@ -18,7 +18,7 @@ import peerlane
 from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
 from peerlane.evaluate.audit.audit import Auditor, profiler_works
 from peerlane.evaluate.candidates import CandidateFile
-from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected, verdict_of
+from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected, verdict_of
 from peerlane.evaluate.correctness.stress import Stress
 from peerlane.evaluate.node import Node
 from peerlane.evaluate.plan import Job
@@ -140,13 +140,6 @@ class EvaluationPipeline:
         what = "the machine failed" if failure.kind == "machine" else "the ranks failed before any candidate code was loaded"
         return HarnessFailure(phase=self.phase, message=f"{what}: {failure}")
 
-    def again(self) -> EvaluationPipeline:
-        """The same evaluation from its begin, in a fresh group."""
-        self.end_group()
-        fresh = EvaluationPipeline(self.session, self.job, self.node, self.rules, self.tell, self.builds, self.later, None, self.stress)
-        fresh.limit = self.limit
-        return fresh
-
     def end_group(self) -> None:
         """Kills the group, if there is one."""
         if self.group is not None:
@@ -249,10 +242,14 @@ class EvaluationPipeline:
                 runner.close()
         finally:
             if runner.evidence.slots:
-                self.evidence[case.key] = runner.evidence.record(case)
+                self._keep_evidence(runner)
             if runner.aliased:
                 self.flags.add("aliased_output")
         return runner
+
+    def _keep_evidence(self, runner: CaseRunner) -> None:
+        found, known = runner.evidence.record(runner.case), self.evidence.get(runner.case.key)
+        self.evidence[runner.case.key] = found if known is None else known.joined(found)
 
     def _stress(self, checked: list[CaseRunner]) -> None:
         """Stresses the timed case, and of the others, in random order, those that there is time for."""
@@ -262,12 +259,10 @@ class EvaluationPipeline:
             if runner is not timed and time.monotonic() >= end:
                 break
             self.case = runner.case
-            stressed = Stress(runner, self.stress).run(end).evidence.record(runner.case)
-            self.evidence[runner.case.key] = self.evidence[runner.case.key].joined(stressed)
+            self._keep_evidence(Stress(runner, self.stress).run(end))
 
     def _time(self, checked: CaseRunner) -> Benchmark:
         """Times a candidate that is right, in ranks where its code is loaded only after the reference has been timed there."""
-        case = checked.case
         speed = self._baseline(checked, {})
         if speed.broken:  # a group in which a capture failed is in a state that nobody knows: another one, without that mode
             self.reusable = False
@@ -279,7 +274,7 @@ class EvaluationPipeline:
             modes = sorted(self.job.modes)  # eager first: a failed capture must not reach it
             missing = {mode: why for mode in modes if (why := self._measure(speed, mode)) is not None}
             self.speeds = [missing.get(mode) or self._record(speed, mode) for mode in self.job.modes]
-            self.evidence[case.key] = speed.merged(self.evidence[case.key])
+            self._keep_evidence(speed.runner)
         return speed
 
     def _baseline(self, checked: CaseRunner, unmeasurable: dict[str, str]) -> Benchmark:
@@ -347,11 +342,11 @@ class EvaluationPipeline:
                 if isinstance(item, ModeSpeed):
                     auditor.audit_block(speed, item.mode)
             auditor.count_timed(speed.runner.collectives)
-        runner = CaseRunner(self.session, self.group, self.job.problem, case, "check", CHECKED_SLOTS, Evidence.of(self.evidence[case.key]))
+        runner = CaseRunner(self.session, self.group, self.job.problem, case, "check", CHECKED_SLOTS)
         try:
             auditor.audit_calls(runner)
         finally:
-            self.evidence[case.key] = runner.evidence.record(case)
+            self._keep_evidence(runner)
         if (integrity_failure := auditor.integrity_failure) is not None:
             raise Rejected(integrity_failure)
         if self.node.device == "cuda":

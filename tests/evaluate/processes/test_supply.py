@@ -341,7 +341,7 @@ def test_what_is_still_compiled_lets_others_pass(monkeypatch: pytest.MonkeyPatch
         healthy = reusable = no_ranks = False
         group = None
 
-        def __init__(self, session: Any, job: Any, *_: Any) -> None:
+        def __init__(self, session: Any, job: Any, *_: Any, **__: Any) -> None:
             self.session, self.job = session, job
 
         def run(self) -> Any:

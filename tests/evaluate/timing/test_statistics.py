@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from peerlane.evaluate.timing.statistics import Interval, median_interval
+from peerlane.evaluate.results.speed_record import Estimate
+from peerlane.evaluate.timing.statistics import median_interval
 
 
 def test_the_interval_holds_the_true_median_in_about_95_of_100_samples() -> None:
@@ -18,7 +19,7 @@ def test_outliers_move_nothing_and_scaling_scales() -> None:
     values = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 40.0, 50.0]
     found = median_interval(values)
     assert found.median == 1.0 and found.low <= 1.0 and found.n == 9
-    assert found.scaled(2.0) == Interval(2.0, 2 * found.low, 2 * found.high, 9)
+    assert found.scaled(2.0) == Estimate(median=2.0, low=2 * found.low, high=2 * found.high, n=9)
     assert median_interval([3.0] * 4).half_width == 0.0
 
 

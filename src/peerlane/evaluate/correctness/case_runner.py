@@ -88,22 +88,9 @@ class Evidence:
     stressed_calls: int = 0
     max_error_over_tolerance: float = 0.0
 
-    @classmethod
-    def of(cls, record: CaseEvidence) -> Evidence:
-        """What is to be added to."""
-        return cls(**record.model_dump(exclude={"case"}))
-
     def record(self, case: Case) -> CaseEvidence:
         """The immutable form."""
-        return CaseEvidence(
-            case=case.key,
-            slots=self.slots,
-            integer_slots=self.integer_slots,
-            timed_slots=self.timed_slots,
-            stressed_slots=self.stressed_slots,
-            stressed_calls=self.stressed_calls,
-            max_error_over_tolerance=self.max_error_over_tolerance,
-        )
+        return CaseEvidence(case=case.key, **vars(self))
 
 
 @dataclass

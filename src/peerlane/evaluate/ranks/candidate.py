@@ -99,8 +99,7 @@ class AttachedCase:
 
 
 class CandidateRank(Rank):
-    """Serves ``arm``, ``attach_case``, ``detach``, ``load``, ``call``, ``stress``, ``prepare``, ``outputs``, ``copy_again``; to be
-    audited: ``profile_block``, ``loaded_code``, ``probe``."""
+    """Calls the candidate, and the reference before the candidate is loaded."""
 
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         super().__init__(config, rank, memory_fd)
@@ -110,20 +109,8 @@ class CandidateRank(Rank):
         self._reference: Solution | None = None
         self._spaces: dict[str, AttachedCase] = {}
         self._jitter = Jitter(self.device)
-        self.handlers |= {
-            "arm": self.arm,
-            "attach_case": self.attach_case,
-            "prepare": self.prepare,
-            "outputs": self.describe_outputs,
-            "load": self.load,
-            "call": self.call,
-            "stress": self.stress,
-            "copy_again": self.copy_again,
-            "profile_block": self.profile_block,
-            "loaded_code": self.loaded_code,
-            "probe": self.probe,
-            "detach": self.detach,
-        }
+        self.serve("arm", "attach_case", "detach", "load", "call", "stress", "prepare", "outputs", "copy_again")
+        self.serve("profile_block", "loaded_code", "probe")  # to be audited
 
     def init(self, request: Message) -> dict[str, Any]:
         """As every rank's; and what :meth:`arm` needs is imported, while nobody waits for it."""
@@ -206,7 +193,7 @@ class CandidateRank(Rank):
         attached.latest = self.block.latest
         return {"captured": True}
 
-    def describe_outputs(self, request: Message) -> dict[str, Any]:
+    def outputs(self, request: Message) -> dict[str, Any]:
         """What the calls of the latest block returned, as far as it was copied."""
         return {"outputs": self._spaces[request["space"]].outputs.descriptions}
 

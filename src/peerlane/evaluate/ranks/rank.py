@@ -69,19 +69,16 @@ class Rank:
         self.world_size: int = config["world_size"]
         self.device = torch.device("cuda", rank) if config["device"] == "cuda" else torch.device("cpu")
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
-        self.handlers: dict[str, Handler] = {
-            "init": self.init,
-            "lend": self.lend,
-            "borrow": self.borrow,
-            "exit": self.exit,
-            "warm": self.warm,
-            "ready": self.ready,
-            "block": self.timed_block,
-        }
+        self.handlers: dict[str, Handler] = {}
+        self.serve("init", "lend", "borrow", "exit", "warm", "ready", "time_block")
         self.leaving = False
         self._pin = Pin(cores_of_rank(rank, self.world_size))
         self.block: Block | None = None
         """what was prepared; one at a time, for live graphs with collectives slow down eager calls"""
+
+    def serve(self, *operations: str) -> None:
+        """From now on requests for these reach the methods of the same names."""
+        self.handlers |= {name: getattr(self, name) for name in operations}
 
     def init(self, request: Message) -> dict[str, Any]:
         """Joins the process group and runs one collective, so that connections exist."""
@@ -138,7 +135,7 @@ class Rank:
         self.prepared.ready()
         return {}
 
-    def timed_block(self, request: Message) -> dict[str, Any]:
+    def time_block(self, request: Message) -> dict[str, Any]:
         """Runs the prepared block; as little as possible besides, for the supervisor's clock runs meanwhile."""
         try:
             return self.prepared.run()

@@ -65,24 +65,8 @@ class TrustedRank(Rank):
         self._arenas: dict[str, Arena] = {}
         self._open: dict[str, OpenCase] = {}
         self._layouts = KnownLayouts(rank, self.world_size, self.device)
-        self.handlers |= {
-            "secret": self.secret,
-            "open_case": self.open_case,
-            "generate_inputs": self.generate_inputs,
-            "publish_inputs": self.publish_inputs,
-            "prepare": self.prepare,
-            "restore": self.restore,
-            "copies": self.copies,
-            "keep_busy": self.keep_busy,
-            "collect": self.collect,
-            "discard": self.discard,
-            "checksum_output": self.checksum_output,
-            "compare_checksum": self.compare_checksum,
-            "judge": self.judge,
-            "close_case": self.close_case,
-            "margins": self.margins,
-            "ping": lambda _: {},
-        }
+        self.serve("secret", "open_case", "generate_inputs", "publish_inputs", "prepare", "restore", "copies", "keep_busy", "margins")
+        self.serve("collect", "discard", "checksum_output", "compare_checksum", "judge", "close_case")
 
     def secret(self, request: Message) -> dict[str, Any]:
         """Takes the run's secret, which seeds all inputs. ``arms`` in the answer: what candidates' ranks need and may not compile."""

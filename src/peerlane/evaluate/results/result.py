@@ -60,8 +60,8 @@ class CaseEvidence(Record):
         """The evidence of two trials of one case together."""
         counts = ("slots", "integer_slots", "timed_slots", "stressed_slots", "stressed_calls")
         added = {name: getattr(self, name) + getattr(other, name) for name in counts}
-        return CaseEvidence(
-            case=self.case, **added, max_error_over_tolerance=max(self.max_error_over_tolerance, other.max_error_over_tolerance)
+        return self.model_copy(
+            update={**added, "max_error_over_tolerance": max(self.max_error_over_tolerance, other.max_error_over_tolerance)}
         )
 
 

@@ -23,6 +23,15 @@ class Estimate(Record):
             raise ValueError(f"an estimate needs low <= median <= high, got {self.low}, {self.median}, {self.high}")
         return self
 
+    @property
+    def half_width(self) -> float:
+        """Half the interval's length, relative to the median."""
+        return (self.high - self.low) / 2 / self.median
+
+    def scaled(self, factor: float) -> Estimate:
+        """This many times as much."""
+        return Estimate(median=self.median * factor, low=self.low * factor, high=self.high * factor, n=self.n)
+
 
 class Utilisation(Record):
     """Time at the roofline bound, and the share of it that was reached (1.0: at the bound)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -17,14 +17,21 @@ ARGUMENT = "argument "
 CHANGED = "changed, which the problem does not allow"
 
 
-class Correct(Record):
-    """Right on every rank, in every slot that was compared."""
+class _Verdict(Record):
+    """A verdict whose reason is its ``said``, with its fields in their places."""
 
-    kind: Literal["correct"] = "correct"
+    said: ClassVar[str]
 
     @property
     def reason(self) -> str:
-        return "right on every rank in every compared slot"
+        return self.said.format_map(vars(self))
+
+
+class Correct(_Verdict):
+    """Right on every rank, in every slot that was compared."""
+
+    kind: Literal["correct"] = "correct"
+    said: ClassVar[str] = "right on every rank in every compared slot"
 
 
 class WrongResult(Record):
@@ -53,17 +60,14 @@ class WrongResult(Record):
         return f"{self.output} is wrong on rank {self.rank} (case {self.case}, slot {self.slot}); {self.detail}{place}"
 
 
-class WrongType(Record):
+class WrongType(_Verdict):
     """Wrong structure, shape or dtype."""
 
     kind: Literal["wrong_type"] = "wrong_type"
     case: str
     rank: int = Field(ge=0)
     detail: str = Field(min_length=1)
-
-    @property
-    def reason(self) -> str:
-        return f"rank {self.rank}, case {self.case}: {self.detail}"
+    said: ClassVar[str] = "rank {rank}, case {case}: {detail}"
 
 
 class _InCase(Record):
@@ -141,7 +145,7 @@ class Hang(_InCase):
         return f"{self.phase}{self._case}: rank(s) {', '.join(map(str, self.ranks))} not done after {self.deadline_s:g} s"
 
 
-class Unstable(Record):
+class Unstable(_Verdict):
     """Right at rest, wrong under jitter: a race."""
 
     kind: Literal["unstable"] = "unstable"
@@ -151,33 +155,24 @@ class Unstable(Record):
     detail: str
     wrong_slots: int = Field(ge=1)
     compared_slots: int = Field(ge=1)
-
-    @property
-    def reason(self) -> str:
-        return f"{self.output} wrong in {self.wrong_slots} of {self.compared_slots} slots (rank {self.rank}): {self.detail}"
+    said: ClassVar[str] = "{output} wrong in {wrong_slots} of {compared_slots} slots (rank {rank}): {detail}"
 
 
-class IntegrityFailure(Record):
+class IntegrityFailure(_Verdict):
     """The clock, the processes or the harness's state were interfered with."""
 
     kind: Literal["integrity_failure"] = "integrity_failure"
     phase: Phase
     what: str = Field(min_length=1)
-
-    @property
-    def reason(self) -> str:
-        return f"{self.phase}: {self.what}"
+    said: ClassVar[str] = "{phase}: {what}"
 
 
-class TrackViolation(Record):
+class TrackViolation(_Verdict):
     """Uses what the track forbids."""
 
     kind: Literal["track_violation"] = "track_violation"
     what: str = Field(min_length=1)
-
-    @property
-    def reason(self) -> str:
-        return self.what
+    said: ClassVar[str] = "{what}"
 
 
 class HarnessFailure(Record):
@@ -192,15 +187,12 @@ class HarnessFailure(Record):
         return f"{self.phase}: {one_line(self.message.strip().splitlines()[-1])}"
 
 
-class NotRun(Record):
+class NotRun(_Verdict):
     """This machine lacks what the candidate needs."""
 
     kind: Literal["not_run"] = "not_run"
     missing: str = Field(min_length=1, description="what is lacking, and what to do about it")
-
-    @property
-    def reason(self) -> str:
-        return self.missing
+    said: ClassVar[str] = "{missing}"
 
 
 Verdict = Annotated[

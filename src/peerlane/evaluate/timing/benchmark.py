@@ -10,12 +10,10 @@ from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected, verd
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.results.record import Mode
-from peerlane.evaluate.results.result import CaseEvidence
 from peerlane.evaluate.results.speed_record import Estimate, ModeSpeed, Utilisation
 from peerlane.evaluate.results.verdict import IntegrityFailure
 from peerlane.evaluate.timing.race import CaptureFailed, Race
 from peerlane.evaluate.timing.scoring import choose_calls
-from peerlane.evaluate.timing.statistics import Interval
 from peerlane.hardware.profiles import HardwareProfile
 from peerlane.hardware.roofline import Peaks, physical_floor_us, roofline
 from peerlane.settings import TimingRules
@@ -163,9 +161,9 @@ class Benchmark:
         reference_us = candidate_us.scaled(speedup.median)
         return ModeSpeed(
             mode=mode,
-            speedup=_estimate(speedup),
-            reference_us=_estimate(reference_us),
-            candidate_us=_estimate(candidate_us),
+            speedup=speedup,
+            reference_us=reference_us,
+            candidate_us=candidate_us,
             noise_floor=floor,
             group_offset=offset.median,
             group_offset_applied=known,
@@ -196,7 +194,7 @@ class Benchmark:
             what = f"{race.calls} calls in {fastest_us:.1f} us; the hardware needs at least {floor_us:.1f} us"
             raise Rejected(IntegrityFailure(phase="timing", what=what))
 
-    def _utilisation(self, peaks: Peaks, reference_us: Interval, candidate_us: Interval) -> Utilisation:
+    def _utilisation(self, peaks: Peaks, reference_us: Estimate, candidate_us: Estimate) -> Utilisation:
         assert self.profile is not None, "peaks come from a profile"
         bound = roofline(self._costs(), peaks)
         return Utilisation(
@@ -207,20 +205,3 @@ class Benchmark:
             reference=bound.utilisation(reference_us.median),
             candidate=bound.utilisation(candidate_us.median),
         )
-
-    def merged(self, checked: CaseEvidence) -> CaseEvidence:
-        """The case's evidence from correctness and timing together."""
-        timed = self.runner.evidence
-        return checked.model_copy(
-            update={
-                "slots": checked.slots + timed.slots,
-                "timed_slots": timed.timed_slots,
-                "max_error_over_tolerance": max(
-                    checked.max_error_over_tolerance, timed.max_error_over_tolerance if timed.max_error_over_tolerance <= 1 else 0.0
-                ),
-            }
-        )
-
-
-def _estimate(interval: Interval) -> Estimate:
-    return Estimate(median=interval.median, low=interval.low, high=interval.high, n=interval.n)

@@ -163,7 +163,7 @@ class Race(Rounds):
     def _trusted_block(self, core: int) -> BlockTimes:
         runner = self.runner
         runner.trusted("ready", core=core)
-        answers, clock_us = _timed(lambda: runner.trusted("block"))
+        answers, clock_us = _timed(lambda: runner.trusted("time_block"))
         runner.trusted("restore")
         try:
             return BlockTimes.of(answers, clock_us)
@@ -175,7 +175,7 @@ class Race(Rounds):
         if renews:
             runner.publish_inputs(self.calls)
         runner.ask("ready", "timing", limit_s, core=core)
-        answers, clock_us = _timed(lambda: runner.ask("block", "timing", limit_s))
+        answers, clock_us = _timed(lambda: runner.ask("time_block", "timing", limit_s))
         ended = time.monotonic()
         times = BlockTimes.of(answers, clock_us)
         if compared:

@@ -9,7 +9,8 @@ import numpy as np
 
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import GroupFailure
-from peerlane.evaluate.timing.statistics import Interval, median_interval
+from peerlane.evaluate.results.speed_record import Estimate
+from peerlane.evaluate.timing.statistics import median_interval
 
 HAND_OFF_QUANTILE = 0.9
 _FOREVER_US = 1e12
@@ -57,7 +58,7 @@ class Rounds:
         whole = [max(block.events_us, block.clock_us - hand_off_us) for block in blocks]
         return [max(us - self.copies_us, _LEAST_SHARE * us) / self.calls for us in whole]
 
-    def ratio(self) -> Interval:
+    def ratio(self) -> Estimate:
         """Reference over other, round by round: the median and its interval."""
         pairs = zip(self.counted_us(self.references), self.counted_us(self.others), strict=True)
         return median_interval([reference / max(other, 1e-6) for reference, other in pairs])
@@ -66,7 +67,7 @@ class Rounds:
         """The reference's usual time per call."""
         return statistics.median(self.counted_us(self.references))
 
-    def other_us(self) -> Interval:
+    def other_us(self) -> Estimate:
         """The other side's time per call."""
         return median_interval([max(us, 1e-6) for us in self.counted_us(self.others)])
 
