@@ -118,7 +118,7 @@ class Confinement:
         return ["/proc"] if device == "cuda" and (GUARDED_PROC in self.measures or os.geteuid() != 0) else []
 
     def enter_ranks(self, role: str) -> None:
-        """For the process that starts a group's ranks: a domain within the leader's, which they share, and from which it is out of reach."""
+        """Before a group's ranks are started: a domain within the leader's, which they share and from which it is out of reach."""
         if role in _UNTRUSTED and LANDLOCK_SIGNALS in self.measures:
             linux.landlock(None, keep_signals=True)
 
