@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from peerlane.errors import CompileError
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import import_candidate, solution_of
@@ -44,7 +45,7 @@ class Builder(Rank):
             module = import_candidate(path, source)
         except Exception as error:
             if classify(error) == "build_error":
-                mended = gpu_only and torch.version.cuda is None
+                mended = gpu_only and torch.version.cuda is None and not isinstance(error, CompileError)
             else:
                 mended = not gpu_only or wants_gpu(f"{type(error).__name__}: {error}")
             if not mended:
