@@ -61,7 +61,7 @@ def test_eval_prints_one_json_object_and_exits_by_the_verdicts(examples: Path, t
     assert json.loads(again.stdout) == json.loads(first.stdout)
 
 
-def test_eval_starts_its_nursery_early(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_starts_its_fork_server_early(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peerlane.evaluate.processes.session.ForkServer", None)
     shared = ["--preset", "small", "--world-size", "2", "--device", "cpu", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(cli.app, ["eval", str(examples / "pytorch"), *shared])

@@ -106,20 +106,6 @@ def test_a_daemon_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch, 
     assert not list(tmp_path.glob("peerlane-mps-*"))
 
 
-def test_readiness_is_polled_after_a_fault_and_a_dead_daemon_is_told() -> None:
-    answers = [807, 807, 0]
-    with MpsDaemon() as daemon:
-        daemon.wait_until_ready(lambda environment: answers.pop(0))
-        assert not answers
-        with pytest.raises(HarnessError, match=r"refuses clients for 0.2 s with CUDA error 807"):
-            daemon.wait_until_ready(lambda environment: 807, limit_s=0.2)
-        os.kill(pid_of(daemon), signal.SIGKILL)
-        assert within(5.0, lambda: not daemon.is_alive())
-        with pytest.raises(HarnessError, match="the MPS daemon has ended"):
-            daemon.wait_until_ready(lambda environment: 805)
-    assert not daemon.folder.exists()
-
-
 def test_ranks_get_their_device_their_share_and_a_name_of_their_own() -> None:
     node = VirtualNode(8, 2, "mps")
     with node.daemon() as daemon:
@@ -153,16 +139,6 @@ def test_without_mps_ranks_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-@pytest.mark.parametrize(("ranks_per_gpu", "spares"), [(4, 8), (8, 4), (2, 8), (12, 2), (24, 0)])
-def test_spare_groups_fit_the_clients_of_a_server(ranks_per_gpu: int, spares: int) -> None:
-    node = VirtualNode(ranks_per_gpu, 1, "mps")
-    assert node.spare_groups(8, busy=2) == spares
-    assert (node.spare_groups(8, busy=2) + 2) * ranks_per_gpu <= virtual_node.MPS_CLIENTS
-    assert VirtualNode(ranks_per_gpu, 1, "time_slices").spare_groups(8, busy=2) == 8
-
-
 def test_what_can_not_be_is_refused() -> None:
     with pytest.raises(UsageError, match="5 ranks on 2 GPUs"):
         VirtualNode(5, 2, "mps")
-    with pytest.raises(UsageError, match="2 groups of 32 ranks a GPU are 64 processes; an MPS server has at most 48"):
-        VirtualNode(32, 1, "mps").spare_groups(1, busy=2)

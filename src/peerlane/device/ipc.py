@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,6 +20,7 @@ from peerlane.device.group import Small
 from peerlane.device.layout import LINE_BYTES, Layout
 from peerlane.errors import DeviceTimeout, UsageError
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PATIENCE = timedelta(seconds=300)
 _groups: WeakKeyDictionary[dist.ProcessGroup, ProcessGroupRanks] = WeakKeyDictionary()
 """Weak keys: an entry ends with its process group, once that is destroyed."""
@@ -44,7 +46,7 @@ class ProcessGroupRanks(CudaGroup):
             raise UsageError(f"{type(group).__name__} has no store; pass a group that init_process_group or new_group has made")
         self._exchange = StoreExchange(store, self.rank, self.world_size)
         properties = torch.cuda.get_device_properties(self.device)
-        seen = self.exchange([socket.gethostname(), str(properties.uuid), properties.multi_processor_count])
+        seen = self.exchange([host_name(), str(properties.uuid), properties.multi_processor_count])
         self.ranks_per_device, self.sm_count = shares(
             [(host, device, count) for host, device, count in seen], partitioned=settings.has_sm_partition()
         )
@@ -54,6 +56,12 @@ class ProcessGroupRanks(CudaGroup):
 
     def allocate(self, nbytes: int) -> IpcMemory:
         return IpcMemory(self, nbytes)
+
+
+def host_name() -> str:
+    """This machine's. Containers of one machine can have one name, so the boot identifier is a part of it."""
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    return f"{socket.gethostname()}/{boot}"
 
 
 class StoreExchange:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,9 +27,7 @@ from peerlane.hardware import _mps_watcher
 from peerlane.settings import shared_gpu_environment
 
 CONTROL = "nvidia-cuda-mps-control"
-MPS_CLIENTS = 48
-"""Most processes that one MPS server, hence one GPU, serves."""
-START_LIMIT_S, READY_LIMIT_S, END_LIMIT_S, POLL_S = 15.0, 30.0, 10.0, 0.1
+START_LIMIT_S, END_LIMIT_S, POLL_S = 15.0, 10.0, 0.1
 
 Sharing = Literal["mps", "time_slices"]
 
@@ -65,18 +63,6 @@ class VirtualNode:
         if daemon is not None:
             environment |= {**daemon.environment, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // self.ranks_per_gpu)}
         return environment
-
-    def spare_groups(self, wanted: int, *, busy: int) -> int:
-        """How many rank groups can wait beside ``busy`` ones, at most ``wanted``, within the clients of an MPS server."""
-        if self.sharing != "mps":
-            return wanted
-        room = MPS_CLIENTS // self.ranks_per_gpu - busy
-        if room < 0:
-            raise UsageError(
-                f"{busy} groups of {self.ranks_per_gpu} ranks a GPU are {busy * self.ranks_per_gpu} processes; an MPS server has at most "
-                f"{MPS_CLIENTS}: use fewer ranks a GPU"
-            )
-        return min(wanted, room)
 
     def describe(self) -> dict[str, str | int]:
         """For the record of a result."""
@@ -135,19 +121,6 @@ class MpsDaemon:
         """True if a process of the daemon is there."""
         return bool(_mps_watcher.processes(self.folder))
 
-    def wait_until_ready(self, probe: Callable[[Mapping[str, str]], int] | None = None, limit_s: float = READY_LIMIT_S) -> None:
-        """Return when a new client would be served; after a fault of a client the server refuses all for some seconds.
-
-        ``probe`` returns what CUDA says to a new client, 0 for success. Raises HarnessError after ``limit_s`` or if the daemon is gone.
-        """
-        end = time.monotonic() + limit_s
-        while status := (probe or client_status)(self.environment):
-            if not self.is_alive():
-                raise HarnessError(f"the MPS daemon has ended; {self._log_end()}")
-            if time.monotonic() > end:
-                raise HarnessError(f"MPS refuses clients for {limit_s:g} s with CUDA error {status}; {self._log_end()}")
-            time.sleep(POLL_S)
-
     def close(self) -> None:
         """End the daemon and remove its folder. May be called twice."""
         watcher, self._watcher = self._watcher, None
@@ -180,19 +153,3 @@ class MpsDaemon:
         path = self.folder / "log" / "control.log"
         lines = path.read_text(errors="replace").splitlines()[-3:] if path.exists() else []
         return f"its log ends with: {' / '.join(lines)}" if lines else "it has no log"
-
-
-_PROBE = """
-import ctypes
-cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-raise SystemExit(1 if cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) else 0)
-"""
-
-
-def client_status(environment: Mapping[str, str]) -> int:
-    """0 if a process with this environment gets a CUDA context, else something else."""
-    command = [sys.executable, "-I", "-S", "-c", _PROBE]
-    try:
-        return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, timeout=READY_LIMIT_S).returncode
-    except subprocess.TimeoutExpired:
-        return -1

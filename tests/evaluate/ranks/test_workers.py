@@ -227,7 +227,7 @@ def test_an_output_must_be_in_the_memory_that_the_problem_names(wanted: bool, go
         assert reason == "counts: got a tensor on the rank's device, expected it in host memory"
 
 
-def test_arguments_are_compared_with_what_was_minted_for_the_slot_that_they_came_from() -> None:
+def test_arguments_are_compared_with_what_was_generated_for_the_slot_that_they_came_from() -> None:
     """Slots 0 and 1 have exchanged contents; a call has changed the weight, which it may not, and the counter, which it may."""
     generated = [(torch.full((3,), float(slot)), [torch.empty(0), torch.full((2,), slot)], 5) for slot in range(2)]
     now = [tuple(map_leaves(item, torch.clone) for item in generated[other]) for other in (1, 0)]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
-from torch._C._distributed_c10d import Store
 
+from peerlane.device.ipc import host_name
 from peerlane.settings import shared_gpu_environment
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -26,18 +21,10 @@ class Seat:
 
     @classmethod
     def own(cls) -> Seat:
-        """This process's. Containers of one machine can have one name, so the boot identifier is a part of the host's."""
-        boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+        """This process's."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         gpus = tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(count))
-        return cls(f"{socket.gethostname()}/{boot}", gpus)
-
-
-def exchange_seats(store: Store, rank: int, world_size: int) -> list[Seat]:
-    """The seats of all ranks of a group, through its store. Waits for every rank, within the store's timeout."""
-    store.set(f"seat/{rank}", json.dumps(asdict(Seat.own())))
-    read = (json.loads(store.get(f"seat/{other}")) for other in range(world_size))
-    return [Seat(seat["host"], tuple(seat["gpus"])) for seat in read]
+        return cls(host_name(), gpus)
 
 
 def share_gpus(seats: Sequence[Seat]) -> bool:

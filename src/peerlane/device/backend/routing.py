@@ -14,9 +14,10 @@ from torch.distributed import distributed_c10d
 
 from peerlane.device.backend import kit
 from peerlane.device.backend.kit import Collectives, KitProvider, Provider
-from peerlane.device.backend.neighbours import exchange_seats, prepare_shared_gpus
+from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus
 from peerlane.device.backend.ordering import FinishedWork, JointWork
 from peerlane.device.backend.tally import count
+from peerlane.device.ipc import StoreExchange
 from peerlane.errors import PeerlaneError, UsageError
 
 c10d: Any = distributed_c10d
@@ -57,7 +58,9 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         self._kit_device: torch.device | None = None
         self._coalescing: _Coalescing | None = None
         self._store = PrefixStore("peerlane", store)
-        seats = exchange_seats(self._store, rank, world_size)
+        self._exchange = StoreExchange(PrefixStore("backend", store), rank, world_size)
+        own = Seat.own()
+        seats = [Seat(host, tuple(gpus)) for host, gpus in self._exchange([own.host, list(own.gpus)])]
         self._refusal = kit.refused_group(world_size, [seat.host for seat in seats])
         prepare_shared_gpus(seats, f"rank{ranks[rank] if ranks else rank}")  # before gloo, which reads its variables when it starts
         self._children: dict[str, Any] = {"cpu": c10d.ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, timeout=timeout)}
@@ -94,9 +97,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             opened = self._provider.open(self, device)
         except (PeerlaneError, ImportError, RuntimeError) as error:
             problem = f"{type(error).__name__}: {error}"
-        self._store.set(f"opened/{self.rank()}", problem or "yes")
-        answers = [self._store.get(f"opened/{rank}").decode() for rank in range(self.size())]
-        failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer != "yes"]
+        failed = [f"rank {rank}: {answer}" for rank, answer in enumerate(self._exchange(problem)) if answer]
         if failed:
             self._refusal = f"the kit could not be opened on {'; '.join(failed)}"
             if opened is not None:
