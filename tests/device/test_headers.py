@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from peerlane.device import ArenaView, compile_cubin, workspace
-from peerlane.device.arena import FAULT_WORDS, ROLES
+from peerlane.device.arena import ROLES
+from peerlane.device.group import FAULT_WORDS
 from peerlane.device.jit import INCLUDE_DIR
 from peerlane.device.kernels import ELEMENT_TYPES
 

@@ -12,9 +12,10 @@ import pytest
 from generate.fake_provider import FakeServer
 from peerlane import problems
 from peerlane.cli._console import ExitCode
+from peerlane.evaluate.results.reader import read_results
 from peerlane.generate.attempts import Speedup
 from peerlane.generate.extra import require_models_extra
-from peerlane.generate.judgements import attempts_of, read_judgements, settings_of
+from peerlane.generate.judgements import attempts_of, settings_of
 from peerlane.generate.judging import Judged
 from peerlane.generate.run_folder import RunFolder
 from peerlane.problems.reference_source import reference_source
@@ -76,9 +77,9 @@ def test_an_episode_from_a_syntax_error_to_a_right_answer(tmp_path: Path, peerla
     record = run.sample(key)
     assert record.stop_reason == "submitted" and record.calls == 10 and record.limit is None
     assert (tmp_path / "run" / "001" / "0" / "candidate.py").read_text() == RIGHT
-    judgements = read_judgements([tmp_path / "run" / "results.jsonl"])
-    (setting,) = settings_of(run, judgements)
-    (attempt,) = attempts_of(run, judgements, setting)
+    results = read_results(tmp_path / "run")
+    (setting,) = settings_of(run, results)
+    (attempt,) = attempts_of(run, results, setting)
     assert attempt.correct and [attempt.after(steps).correct for steps in (1, 2)] == [False, True]
 
 

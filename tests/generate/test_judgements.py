@@ -1,71 +1,53 @@
-"""Results of both versions of the record are read alike, and what differs in its setting is told apart."""
+"""Results are joined with samples by the candidate's hash, and results of other settings are told apart."""
 
 from __future__ import annotations
 
-import json
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from peerlane.errors import UsageError
-from peerlane.generate.attempts import Speedup
-from peerlane.generate.judgements import judgement, read_judgements
+from peerlane.evaluate.results.result import CandidateInfo, ProblemInfo
+from peerlane.generate.attempts import NO_CODE, NOT_JUDGED, Speedup, Usage
+from peerlane.generate.judgements import attempts_of, setting_of, settings_of
+from peerlane.generate.run_folder import RunFolder, RunSettings, SampleKey, SampleRecord
+from sample_results import ENVIRONMENT, on_cpu, result, wrong
 
-FIRST: dict[str, Any] = {
-    "schema_version": 1,
-    "candidate": {"sha256": "ab"},
-    "problem": {"id": 13, "slug": "gemm_allreduce", "variant": "default"},
-    "preset": "pkb",
-    "world_size": 4,
-    "device": "cuda",
-    "track": "custom",
-    "verdict": {"kind": "correct"},
-    "speed": [
-        {"status": "measured", "mode": "eager", "speedup": {"low": 1.1, "median": 1.2, "high": 1.3, "n": 9}},
-        {"status": "not_measured", "mode": "graph", "why": "no"},
-    ],
-    "mechanisms": [{"name": "tma", "confidence": "seen"}, {"name": "nvls", "confidence": "possible"}],
-    "environment": {"gpus": [{"name": "NVIDIA H200"}] * 4, "interconnect": "NVLink", "driver": "580.65", "cpu": {"cores": 8}},
-}
-SECOND = {name: value for name, value in FIRST.items() if name != "environment"} | {
-    "schema_version": 2,
-    "type": "result",
-    "environment_hash": "cd",
-    "cases": "all",
-    "node": {"kind": "real", "gpu": "NVIDIA H200", "gpus": 4, "link": "NVLink", "driver": "580", "ranks_per_gpu": 1, "sharing": None},
-}
-
-
-def test_both_versions_say_the_same() -> None:
-    first, second = judgement(FIRST), judgement(SECOND)
-    assert first == second and first.speedups == {"eager": Speedup(1.1, 1.2, 1.3)} and first.mechanisms == ("tma",)
-    assert str(first.setting) == "track custom, preset pkb, 4 ranks, 4x NVIDIA H200, NVLink, driver 580"
+SOURCE = "def solution(*args): ..."
+CANDIDATE = CandidateInfo(name="001/0", sha256=hashlib.sha256(SOURCE.encode()).hexdigest(), backend="pytorch")
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"track": "open"},
+        {"track": "custom"},
         {"preset": "small"},
         {"world_size": 2},
         {"cases": "timed"},
-        {"device": "cpu"},
-        {"node": {**SECOND["node"], "kind": "virtual", "ranks_per_gpu": 4, "sharing": "mps"}},
-        {"problem": {**FIRST["problem"], "variant": "pkb"}},
+        {"environment": {**ENVIRONMENT, "virtual_node": {"ranks_per_gpu": 4, "sharing": "mps"}}},
+        {"problem": ProblemInfo(id=1, slug="allreduce", variant="pkb")},
     ],
 )
 def test_other_settings_are_told_apart(change: dict[str, Any]) -> None:
-    assert judgement(SECOND | change).setting != judgement(SECOND).setting
+    assert setting_of(wrong(**change)) != setting_of(wrong()) != setting_of(on_cpu())
 
 
-def test_files_with_other_lines_are_read_and_others_refused(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    file.write_text("\n".join([json.dumps({"type": "environment", "hash": "cd"}), json.dumps(SECOND), '{"schema_version": 2, "ty']))
-    assert read_judgements([file]) == [judgement(SECOND)]
-    file.write_text("no results\n")
-    for bad in (file, tmp_path / "missing"):
-        with pytest.raises(UsageError):
-            read_judgements([bad])
-    with pytest.raises(UsageError, match="lacks 'preset'"):
-        judgement({name: value for name, value in SECOND.items() if name != "preset"})
+def test_samples_get_the_result_of_their_candidate(tmp_path: Path) -> None:
+    run = RunFolder.open_or_create(tmp_path, RunSettings(kind="generate", model="m"))
+    for sample, source in enumerate((SOURCE, None, "other")):
+        run.write_sample(SampleRecord.of(SampleKey(1, sample), source, Usage(calls=1), seconds=1.0, stop_reason="stop"), "reply", source)
+    timed = result(candidate=CANDIDATE)
+    results = [
+        timed,
+        result(candidate=CANDIDATE, modes=("eager",), speed=timed.speed[:1]),
+        wrong(candidate=CANDIDATE, preset="small"),
+        result(),
+    ]
+    assert settings_of(run, results) == [setting_of(timed), setting_of(results[2])]
+    attempts = attempts_of(run, results, setting_of(timed))
+    assert [attempt.verdict for attempt in attempts] == ["correct", NO_CODE, NOT_JUDGED]
+    measured = timed.speed_in("eager")
+    assert measured is not None and list(attempts[0].speedups) == ["eager", "graph"]
+    assert attempts[0].speedups["eager"] == Speedup(measured.speedup.low, measured.speedup.median, measured.speedup.high)
+    assert {attempt.verdict for attempt in attempts_of(run, results, None)} == {NOT_JUDGED, NO_CODE}

@@ -70,6 +70,17 @@ def print_error(message: str) -> None:
     print(f"peerlane: {message}", file=sys.stderr)
 
 
+def read_result_files(files: Sequence[Path]) -> list[Result]:
+    """The results in files and folders. A note on stderr says what was left out."""
+    from peerlane.evaluate.results.reader import read_results
+
+    notes: list[str] = []
+    results = [result for file in files for result in read_results(file, notes)]
+    for note in notes:
+        print_error(note)
+    return results
+
+
 def words(text: str, option: str) -> tuple[str, ...]:
     """A comma-separated list; raises UsageError when it holds nothing or an empty entry."""
     parts = tuple(part.strip() for part in text.split(","))

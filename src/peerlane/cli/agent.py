@@ -18,9 +18,9 @@ from peerlane.cli.generate import (
     model_options,
     new_progress,
     open_run,
-    prompt_settings,
     read_arguments,
     read_prices,
+    run_machine,
 )
 from peerlane.cli.prompt import BACKEND_HELP, HARDWARE_HELP, TRACK_HELP
 from peerlane.errors import UsageError
@@ -61,13 +61,13 @@ def agent(
     Candidates run in the evaluator's ranks only. The same command goes on where an earlier one stopped. Exit codes as of generate.
     """
     from peerlane import problems
-    from peerlane.generate.prompt import render_prompt
+    from peerlane.generate.prompt import PromptSettings, render_prompt
 
     chosen = problems.select(problem)
     judged_on = choose_device(device)
     ranks = world_size or max(default_world_sizes(judged_on))
     path = out or default_folder(f"{model}_agent")
-    settings = prompt_settings(path, backend, track, hardware, ranks, preset, variant, shots)
+    settings = PromptSettings(run_machine(path, hardware), backend, track, ranks, preset, variant, shots)
     if export is not None:
         from peerlane.generate.export import export_task
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,9 +14,11 @@ from peerlane.cli.prompt import BACKEND_HELP, HARDWARE_HELP, TRACK_HELP
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
+    from peerlane.generate.machine import Machine
     from peerlane.generate.models import ModelOptions, Prices
     from peerlane.generate.prompt import PromptSettings
-    from peerlane.generate.run_folder import Kind, RunFolder
+    from peerlane.generate.run_folder import Kind, RunFolder, SampleKey
+    from peerlane.generate.single_shot import Progress
 
 MODEL_HELP = (
     "As inspect_ai names it: openai/..., anthropic/..., google/..., openrouter/..., vllm/..., openai-api/NAME/MODEL for any server that "
@@ -59,7 +63,7 @@ def generate(
 
     require_models_extra()
     from peerlane import problems
-    from peerlane.generate.prompt import render_prompt
+    from peerlane.generate.prompt import PromptSettings, render_prompt
     from peerlane.generate.single_shot import generate_samples
 
     chosen = problems.select(problem)
@@ -78,7 +82,7 @@ def generate(
         arguments=read_arguments(model_arg or []),
     )
     path = out or default_folder(model)
-    settings = prompt_settings(path, backend, track, hardware, world_size, preset, variant, shots)
+    settings = PromptSettings(run_machine(path, hardware), backend, track, world_size, preset, variant, shots)
     prompts = {item.id: render_prompt(item, settings) for item in chosen}
     run = open_run(path, "generate", options, settings)
     with locked(run):
@@ -98,24 +102,13 @@ def model_options(**values: Any) -> ModelOptions:
     return ModelOptions(**values)
 
 
-def prompt_settings(
-    path: Path, backend: str, track: str, hardware: str, world_size: int | None, preset: str, variant: str, shots: int
-) -> PromptSettings:
-    """The settings of a run's prompts. A run that goes on keeps its node, if none is named."""
+def run_machine(path: Path, hardware: str) -> Machine:
+    """The node that prompts of a run describe. A run that goes on keeps its node, if none is named."""
     from peerlane.generate.machine import choose_machine
-    from peerlane.generate.prompt import BACKENDS, TRACKS, Backend, PromptSettings, Track
     from peerlane.generate.run_folder import RunFolder, is_run
 
     kept = RunFolder.open(path).settings.machine if is_run(path) and hardware == "auto" else None
-    return PromptSettings(
-        machine=kept or choose_machine(hardware),
-        backend=cast(Backend, one_of(backend, BACKENDS, "--backend")),
-        track=cast(Track, one_of(track, TRACKS, "--track")),
-        world_size=world_size,
-        preset=preset,
-        variant=one_of(variant, ("default", "pkb"), "--variant"),
-        shots=shots,
-    )
+    return kept or choose_machine(hardware)
 
 
 def open_run(path: Path, kind: Kind, options: ModelOptions, settings: PromptSettings, steps: int | None = None) -> RunFolder:
@@ -129,7 +122,7 @@ def open_run(path: Path, kind: Kind, options: ModelOptions, settings: PromptSett
         kind=kind,
         model=options.name,
         backend=settings.backend,
-        track=settings.track,
+        track=settings.track,  # type: ignore[arg-type]  # which PromptSettings has checked
         preset=settings.preset,
         variant=settings.variant,
         world_size=settings.world_size,
@@ -150,23 +143,18 @@ def default_folder(model: str) -> Path:
     return Path("peerlane-runs") / model.replace("/", "_").replace(":", "_")
 
 
-def locked(run: RunFolder) -> Any:
+@contextmanager
+def locked(run: RunFolder) -> Iterator[None]:
     """Holds the run for this process; raises UsageError if another one is at it."""
-    from contextlib import contextmanager
-
     from peerlane.files import lock
 
-    @contextmanager
-    def hold() -> Any:
-        with (run.path / ".lock").open("w") as file:
-            if not lock(file, 1.0):
-                raise UsageError(f"another process is working on {run.path}: wait for it, or use another --out")
-            yield
-
-    return hold()
+    with (run.path / ".lock").open("w") as file:
+        if not lock(file, 1.0):
+            raise UsageError(f"another process is working on {run.path}: wait for it, or use another --out")
+        yield
 
 
-def new_progress(missing: int, wanted: int, max_cost: float | None) -> Any:
+def new_progress(missing: int, wanted: int, max_cost: float | None) -> Progress:
     """Progress whose lines go to stderr."""
     from peerlane.generate.single_shot import Progress
 
@@ -175,7 +163,7 @@ def new_progress(missing: int, wanted: int, max_cost: float | None) -> Any:
     return Progress(missing, max_cost, error.print)
 
 
-def finish(run: RunFolder, asked: list[Any], progress: Any) -> None:
+def finish(run: RunFolder, asked: list[SampleKey], progress: Progress) -> None:
     """Says where everything is and what is missing, and ends the command."""
     lacking = [key for key in asked if not run.is_done(key)]
     if not lacking:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peerlane.cli._console import ProblemFolders, console, one_of, positive_integers, print_json, words
+from peerlane.cli._console import ProblemFolders, console, one_of, positive_integers, print_json, read_result_files, words
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
+    from peerlane.evaluate.results.result import Result
     from peerlane.generate.attempts import Setting
+    from peerlane.generate.run_folder import RunFolder
     from peerlane.generate.summary import Scored
 
 
@@ -38,16 +40,16 @@ def metrics(
     interval.
     """
     from peerlane import problems
+    from peerlane.evaluate.results.reader import FILE
     from peerlane.generate import summary
-    from peerlane.generate.judgements import RESULTS_FILE, read_judgements, settings_of
+    from peerlane.generate.judgements import settings_of
     from peerlane.generate.run_folder import RunFolder
 
     one_of(mode, summary.MODES, "--mode")
     thresholds = [_number(text) for text in words(p, "--p")]
     counted = {item.id: item.category for item in problems.select(problem)}
     opened = [RunFolder.open(path) for path in runs]
-    files = {run.path: results or [file for file in [run.path / RESULTS_FILE] if file.is_file()] for run in opened}
-    judged = {run.path: read_judgements(files[run.path]) for run in opened}
+    judged = {run.path: read_result_files(results or [file for file in [run.path / FILE] if file.is_file()]) for run in opened}
     settings = {
         run.path: [
             setting
@@ -107,11 +109,11 @@ def _print(
             out.print(line)
 
 
-def _scored(run: object, name: str, judged: Sequence[object], setting: Setting | None, counted: dict[int, str]) -> Scored:
+def _scored(run: RunFolder, name: str, judged: Sequence[Result], setting: Setting | None, counted: dict[int, str]) -> Scored:
     from peerlane.generate.judgements import attempts_of
     from peerlane.generate.summary import Scored
 
-    attempts = attempts_of(run, judged, setting)  # type: ignore[arg-type]
+    attempts = attempts_of(run, judged, setting)
     return Scored(name, setting, [attempt for attempt in attempts if attempt.problem in counted], counted)
 
 

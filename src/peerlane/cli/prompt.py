@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
-from peerlane.cli._console import ProblemFolders, one_of, print_json
+from peerlane.cli._console import ProblemFolders, print_json
 
 HARDWARE_HELP = "auto (the GPUs of this machine, or h200x4 without any), a node such as h200x8, or a JSON file."
 BACKEND_HELP = "cuda, kit (peerlane's device kit), triton, pytorch or parallelkittens."
@@ -28,15 +28,15 @@ def prompt(
     """Print the exact text that a model gets for a problem."""
     from peerlane import problems
     from peerlane.generate.machine import choose_machine
-    from peerlane.generate.prompt import BACKENDS, TRACKS, Backend, PromptSettings, Track, render_prompt
+    from peerlane.generate.prompt import PromptSettings, render_prompt
 
     settings = PromptSettings(
         machine=choose_machine(hardware),
-        backend=cast(Backend, one_of(backend, BACKENDS, "--backend")),
-        track=cast(Track, one_of(track, TRACKS, "--track")),
+        backend=backend,
+        track=track,
         world_size=world_size,
         preset=preset,
-        variant=one_of(variant, ("default", "pkb"), "--variant"),
+        variant=variant,
         shots=shots,
     )
     made = render_prompt(problems.get(number), settings)

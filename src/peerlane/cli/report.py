@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from peerlane.cli._console import read_result_files
 from peerlane.errors import UsageError
-
-if TYPE_CHECKING:
-    from peerlane.evaluate.results.result import Result
 
 
 def report(
@@ -60,7 +58,7 @@ def _mechanisms(file: Path, plot: Path | None) -> None:
 def _sweep(files: list[Path], plot: Path) -> None:
     from peerlane.report.plots import sweep_plot, write_svg
 
-    write_svg(sweep_plot(_read(files)), plot)
+    write_svg(sweep_plot(read_result_files(files)), plot)
     print(f"written: {plot}")
 
 
@@ -68,18 +66,7 @@ def _results(files: list[Path], noise: bool) -> None:
     from peerlane.report.noise import noise_report
     from peerlane.report.tables import results_report
 
-    if results := _read(files):
+    if results := read_result_files(files):
         print(noise_report(results) if noise else results_report(results))
     else:
         print(f"no results in {', '.join(map(str, files))}", file=sys.stderr)
-
-
-def _read(files: list[Path]) -> list[Result]:
-    """The results in files and folders; what was left out is told on stderr."""
-    from peerlane.evaluate.results.reader import read_results
-
-    notes: list[str] = []
-    results = [result for file in files for result in read_results(file, notes)]
-    for note in notes:
-        print(f"peerlane: {note}", file=sys.stderr)
-    return results

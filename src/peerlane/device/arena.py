@@ -20,7 +20,6 @@ from peerlane.errors import DeviceTimeout, UsageError
 
 ROLES = ("block", "loader", "consumer", "storer", "communicator")
 """Names of ``peerlane::Role``, in order."""
-FAULT_WORDS = 8
 
 
 class ArenaView(ctypes.Structure):
@@ -104,7 +103,7 @@ def check_sizes(sizes: Sequence[int]) -> None:
 
 def describe_fault(words: Sequence[int], timeout_ns: int) -> str:
     """What the words of a fault record say, or an empty string if none was written."""
-    found, rank, role, source, block, slot, expected, seen = words
+    found, rank, role, source, block, slot, expected, seen = (word & 0xFFFFFFFF for word in words)
     if not found:
         return ""
     name = ROLES[role] if role < len(ROLES) else f"role {role}"

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from peerlane.device import _cuda
-from peerlane.device.group import Group
+from peerlane.device.group import FAULT_WORDS, Group
 from peerlane.device.jit import compile_cubin
 from peerlane.device.launch import Kernel
 from peerlane.device.tensor_map import TensorMap, TensorMapSpec
 from peerlane.errors import DeviceError
 
 GRANULARITY_BYTES = 2 << 20
-FAULT_WORDS = 8
 
 
 class CudaGroup(Group):
@@ -52,3 +51,26 @@ def checked(result: tuple[Any, ...], what: str) -> Any:
     if status:
         raise DeviceError(f"{what} failed: {_cuda.describe(status)}")
     return values[0] if values else None
+
+
+def enable_peer_access(count: int) -> None:
+    """Let every GPU address every other one's memory. torch's own copies do so too, and do not mind that it is done already."""
+    driver = _cuda.driver()
+    contexts = []
+    for gpu in range(count):
+        torch.zeros(1, device=f"cuda:{gpu}")
+        status, context = driver.cuDevicePrimaryCtxRetain(gpu)
+        if status:
+            raise DeviceError(f"GPU {gpu} has no context: {_cuda.describe(status)}")
+        contexts.append(context)
+    already: Any = driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
+    for gpu in range(count):
+        with torch.cuda.device(gpu):
+            for other in range(count):
+                if other == gpu:
+                    continue
+                (status,) = driver.cuCtxEnablePeerAccess(contexts[other], 0)
+                if status and status != already:
+                    raise DeviceError(
+                        f"GPU {gpu} can not address GPU {other}: {_cuda.describe(status)}; see what `nvidia-smi topo -p2p rw` says"
+                    )

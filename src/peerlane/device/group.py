@@ -34,6 +34,8 @@ Made = TypeVar("Made")
 Arguments = ParamSpec("Arguments")
 
 MAX_RANKS = 8
+FAULT_WORDS = 8
+"""32-bit words of a fault record: found, rank, role, source, block, slot, expected, seen."""
 
 
 class Memory(Protocol):
@@ -59,7 +61,7 @@ class Memory(Protocol):
         ...
 
     def fault_words(self) -> list[int]:
-        """The fault record, also after the device was lost."""
+        """The fault record as signed 32-bit words, also after the device was lost."""
         ...
 
     def close(self) -> None:

@@ -125,7 +125,7 @@ class IpcMemory:
         return self._memory[offset : offset + nbytes]
 
     def fault_words(self) -> list[int]:
-        return [value & 0xFFFFFFFF for value in self._fault.tolist()]
+        return self._fault.tolist()
 
     def close(self) -> None:
         if self._memory is None:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from peerlane.device.cuda_group import CudaGroup, pinned_fault
+from peerlane.device.cuda_group import CudaGroup, enable_peer_access, pinned_fault
 from peerlane.device.group import Small, entered
 from peerlane.device.layout import LINE_BYTES, Layout
-from peerlane.device.mechanisms import _enable_peer_access
 from peerlane.errors import UsageError
 
 
@@ -65,7 +64,7 @@ class LocalMemory:
         return self._own[offset : offset + nbytes]
 
     def fault_words(self) -> list[int]:
-        return [value & 0xFFFFFFFF for value in self._fault.tolist()]
+        return self._fault.tolist()
 
     def close(self) -> None:
         self._own = None
@@ -77,7 +76,7 @@ class LocalRanks:
     def __init__(self, world_size: int) -> None:
         self.gpus = world_size if torch.cuda.device_count() >= world_size else 1
         if self.gpus > 1:
-            _enable_peer_access(world_size)
+            enable_peer_access(world_size)
         streams = [torch.cuda.Stream(torch.device("cuda", rank % self.gpus)) for rank in range(world_size)]  # type: ignore[no-untyped-call, unused-ignore]
         shared = _Shared(streams, self.gpus)
         self.groups = [LocalRank(rank, world_size, shared) for rank in range(world_size)]

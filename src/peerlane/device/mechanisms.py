@@ -13,12 +13,12 @@ import ctypes
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from peerlane.device import _cuda
 from peerlane.device.arena import ArenaView
+from peerlane.device.cuda_group import enable_peer_access
 from peerlane.device.group import MAX_RANKS
 from peerlane.device.jit import Cubin, compile_cubin
 from peerlane.device.launch import Kernel, Launch
@@ -186,7 +186,7 @@ class _Bench:
     def __init__(self, count: int) -> None:
         self.count = count
         self.sm_count = torch.cuda.get_device_properties(0).multi_processor_count
-        _enable_peer_access(count)
+        enable_peer_access(count)
         layout = Layout(1 << 62, reserved=LINE_BYTES)
         self.flags = layout.take(_FLAG_SLOTS * count * LINE_BYTES)  # raised behind bulk stores; nobody waits for them
         self.turns = layout.take(2 * count * LINE_BYTES)
@@ -307,26 +307,3 @@ class _Bench:
                     raise DeviceError(f"GPU {gpu} can not copy {part} bytes to or from a peer: {_cuda.describe(status)}")
 
         return copy
-
-
-def _enable_peer_access(count: int) -> None:
-    """Let every GPU address every other one's memory. torch's own copies do so too, and do not mind that it is done already."""
-    driver = _cuda.driver()
-    contexts = []
-    for gpu in range(count):
-        torch.zeros(1, device=f"cuda:{gpu}")
-        status, context = driver.cuDevicePrimaryCtxRetain(gpu)
-        if status:
-            raise DeviceError(f"GPU {gpu} has no context: {_cuda.describe(status)}")
-        contexts.append(context)
-    already: Any = driver.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
-    for gpu in range(count):
-        with torch.cuda.device(gpu):
-            for other in range(count):
-                if other == gpu:
-                    continue
-                (status,) = driver.cuCtxEnablePeerAccess(contexts[other], 0)
-                if status and status != already:
-                    raise DeviceError(
-                        f"GPU {gpu} can not address GPU {other}: {_cuda.describe(status)}; see what `nvidia-smi topo -p2p rw` says"
-                    )

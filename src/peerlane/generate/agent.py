@@ -11,7 +11,7 @@ from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageUser, execute_tools, get_model
 from inspect_ai.solver import Generate, Solver, TaskState, solver
 
-from peerlane.generate.attempts import Attempt, Usage, best_attempt
+from peerlane.generate.attempts import Usage, best_attempt
 from peerlane.generate.judging import MODES, Judge, Judged
 from peerlane.generate.models import ModelOptions, usage_of
 from peerlane.generate.prompt import Prompt
@@ -77,12 +77,7 @@ class Episode:
 
     def best(self) -> str | None:
         """The source of the best judged candidate that is correct, if any is."""
-        from peerlane.generate.attempts import Speedup
-
-        attempts = [
-            Attempt(self.key.problem, self.key.sample, record.verdict, {mode: Speedup(*value) for mode, value in record.speedups.items()})
-            for record, _ in self.steps
-        ]
+        attempts = [record.attempt(self.key) for record, _ in self.steps]
         chosen = best_attempt(attempts)
         return self.steps[attempts.index(chosen)][1] if chosen is not None and chosen.correct else None
 
@@ -139,20 +134,8 @@ def _episode(run: RunFolder, options: ModelOptions, limits: Limits, judge: Judge
             progress.failed(key, error)
             raise
         source = bench.source
-        record = SampleRecord(
-            problem=key.problem,
-            sample=key.sample,
-            status="code" if source is not None else "no_code",
-            stop_reason="submitted" if bench.submitted else "limit",
-            limit=None if bench.submitted else limit,
-            input_tokens=usage.input_tokens,
-            output_tokens=usage.output_tokens,
-            reasoning_tokens=usage.reasoning_tokens,
-            cached_tokens=usage.cached_tokens,
-            cost_usd=usage.cost_usd,
-            calls=usage.calls,
-            seconds=time.monotonic() - began,
-        )
+        ending = ("submitted", None) if bench.submitted else ("limit", limit)
+        record = SampleRecord.of(key, source, usage, seconds=time.monotonic() - began, stop_reason=ending[0], limit=ending[1])
         run.write_sample(record, state.output.completion, source)
         progress.kept(record)
         return state

@@ -40,6 +40,10 @@ class Judge:
 
 def judged(result: Result, sha256: str) -> Judged:
     """A result as an author may see it."""
-    speeds = {mode: speed for mode in MODES if (speed := result.speed_in(mode)) is not None}
-    speedups = {mode: Speedup(speed.speedup.low, speed.speedup.median, speed.speedup.high) for mode, speed in speeds.items()}
-    return Judged(result.verdict.kind, result.feedback(), speedups, sha256)
+    return Judged(result.verdict.kind, result.feedback(), speedups_of(result), sha256)
+
+
+def speedups_of(result: Result) -> dict[str, Speedup]:
+    """By launch mode, where one was measured."""
+    speeds = {mode: speed.speedup for mode in MODES if (speed := result.speed_in(mode)) is not None}
+    return {mode: Speedup(speedup.low, speedup.median, speedup.high) for mode, speedup in speeds.items()}

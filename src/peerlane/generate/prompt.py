@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jinja2
 
@@ -20,10 +20,9 @@ from peerlane.problems import Problem
 from peerlane.problems.reference_source import reference_source
 from peerlane.report.catalogue import problem_detail
 
-Backend = Literal["cuda", "kit", "triton", "pytorch", "parallelkittens"]
-Track = Literal["custom", "open"]
-BACKENDS: tuple[str, ...] = get_args(Backend)
-TRACKS: tuple[str, ...] = get_args(Track)
+BACKENDS = ("cuda", "kit", "triton", "pytorch", "parallelkittens")
+TRACKS = ("custom", "open")
+VARIANTS = ("default", "pkb")
 
 VERSION = 1
 """Of the templates; raised when their meaning changes. :func:`template_version` also tells edits apart."""
@@ -36,7 +35,7 @@ _TITLES = {"cuda": "CUDA C++", "kit": "the device kit", "triton": "Triton", "pyt
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """What a prompt depends on besides the problem.
+    """What a prompt depends on besides the problem. Raises UsageError for values that there are not.
 
     Attributes:
         machine: the node that is described, whose number of GPUs sets the world size.
@@ -46,12 +45,19 @@ class PromptSettings:
     """
 
     machine: Machine
-    backend: Backend = "cuda"
-    track: Track = "custom"
+    backend: str = "cuda"
+    track: str = "custom"
     world_size: int | None = None
     preset: str = "pkb"
     variant: str = "default"
     shots: int = 1
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("backend", BACKENDS), ("track", TRACKS), ("variant", VARIANTS)):
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"--{name} got {getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        if not 0 <= self.shots <= MAX_SHOTS:
+            raise UsageError(f"--shots got {self.shots}: expected 0 to {MAX_SHOTS}")
 
 
 @dataclass(frozen=True)
@@ -65,9 +71,7 @@ class Prompt:
 
 
 def render_prompt(problem: Problem, settings: PromptSettings) -> Prompt:
-    """The prompt of a problem; raises UsageError for settings that cannot be, and for a prompt of more than MAX_TOKENS."""
-    if not 0 <= settings.shots <= MAX_SHOTS:
-        raise UsageError(f"--shots got {settings.shots}: expected 0 to {MAX_SHOTS}")
+    """The prompt of a problem; raises UsageError for a case that the problem lacks, and for a prompt of more than MAX_TOKENS."""
     template = _templates().get_template("prompt.md.jinja")
     text = template.render(_context(problem, settings)).rstrip() + "\n"
     tokens = math.ceil(len(text) / _CHARACTERS_PER_TOKEN)

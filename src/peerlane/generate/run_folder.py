@@ -16,6 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
@@ -25,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 import peerlane
 from peerlane.errors import UsageError
 from peerlane.files import write_atomically
-from peerlane.generate.attempts import Usage
+from peerlane.generate.attempts import Attempt, Speedup, Usage
 from peerlane.generate.machine import Machine
 
 FORMAT = 1
@@ -84,6 +85,19 @@ class SampleRecord(_Record):
     seconds: float = 0.0
     finished_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
 
+    @classmethod
+    def of(cls, key: SampleKey, source: str | None, usage: Usage, *, seconds: float, stop_reason: str, limit: str | None = None) -> Self:
+        """A sample that ended with this source, or with None."""
+        return cls(
+            problem=key.problem,
+            sample=key.sample,
+            status="code" if source is not None else "no_code",
+            stop_reason=stop_reason,
+            limit=limit,
+            seconds=seconds,
+            **asdict(usage),
+        )
+
     @property
     def usage(self) -> Usage:
         """Tokens, cost and calls."""
@@ -99,6 +113,10 @@ class StepRecord(_Record):
     sha256: str
     speedups: dict[str, tuple[float, float, float]] = Field(default_factory=dict, description="by mode: low, median, high")
     feedback: str = ""
+
+    def attempt(self, key: SampleKey) -> Attempt:
+        """The step as metrics count it."""
+        return Attempt(key.problem, key.sample, self.verdict, {mode: Speedup(*values) for mode, values in self.speedups.items()})
 
 
 class SampleKey(NamedTuple):

@@ -107,19 +107,7 @@ def _ask_once(run: RunFolder, options: ModelOptions, progress: Progress) -> Solv
             progress.failed(key, error)
             raise
         source, usage = extract_code(reply), usage_of(output, options.prices)
-        record = SampleRecord(
-            problem=key.problem,
-            sample=key.sample,
-            status="code" if source is not None else "no_code",
-            stop_reason=str(output.stop_reason),
-            input_tokens=usage.input_tokens,
-            output_tokens=usage.output_tokens,
-            reasoning_tokens=usage.reasoning_tokens,
-            cached_tokens=usage.cached_tokens,
-            cost_usd=usage.cost_usd,
-            calls=usage.calls,
-            seconds=time.monotonic() - began,
-        )
+        record = SampleRecord.of(key, source, usage, seconds=time.monotonic() - began, stop_reason=str(output.stop_reason))
         run.write_sample(record, reply, source)
         progress.spent(usage.cost_usd)
         progress.kept(record)

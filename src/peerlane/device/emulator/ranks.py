@@ -21,14 +21,13 @@ from typing import Any
 
 import torch
 
-from peerlane.device.arena import FAULT_WORDS
 from peerlane.device.emulator.check import Finding, Report
 from peerlane.device.emulator.host_memory import AddressSpace, Part
 from peerlane.device.emulator.job import PAGE_BYTES, Launch
 from peerlane.device.emulator.scenario import GUARDED_TAKES
 from peerlane.device.emulator.sequence import Code, LaunchSequence, Step, findings
 from peerlane.device.emulator.turns import Meeting, Turns
-from peerlane.device.group import Group, Small, entered
+from peerlane.device.group import FAULT_WORDS, Group, Small, entered
 from peerlane.device.launch import argument, three
 from peerlane.device.layout import LINE_BYTES, Layout
 from peerlane.device.roles import BlockNeeds
@@ -178,7 +177,7 @@ class EmulatedMemory:
         return self._parts[start].memory[offset - start : offset - start + nbytes]
 
     def fault_words(self) -> list[int]:
-        return [value & 0xFFFFFFFF for value in self._fault.memory.view(torch.int32).tolist()]
+        return self._fault.memory.view(torch.int32).tolist()
 
     def close(self) -> None:
         """Memory of emulated ranks is given back at the end of the run."""
