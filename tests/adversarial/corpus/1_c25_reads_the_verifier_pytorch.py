@@ -31,9 +31,9 @@ def readable(pid):
 
 
 parent, leader = parents(), os.getppid()
-fork_server = parent.get(leader, 0)
-relatives = [pid for pid, its in parent.items() if its == fork_server and pid != leader] if fork_server > 1 else []
-verifiers = [pid for pid, its in parent.items() if its in relatives] + ([parent[fork_server]] if parent.get(fork_server, 0) > 1 else [])
+nursery = parent.get(leader, 0)
+relatives = [pid for pid, its in parent.items() if its == nursery and pid != leader] if nursery > 1 else []
+verifiers = [pid for pid, its in parent.items() if its in relatives] + ([parent[nursery]] if parent.get(nursery, 0) > 1 else [])
 seen = any(readable(pid) for pid in verifiers)
 
 
