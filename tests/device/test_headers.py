@@ -61,7 +61,7 @@ def initialised(structure: ctypes.Structure, first: int = 0xA0) -> str:
     """
     parts = []
     for position, (name, kind) in enumerate(structure._fields_):
-        if name in ("base", "fault", "multicast", "timeline"):
+        if name in ("base", "fault", "timeline"):
             continue
         if issubclass(kind, ctypes.Structure):
             parts.append(f".{name} = {initialised(getattr(structure, name), first + 0x10 * position)}")

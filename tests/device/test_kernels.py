@@ -81,28 +81,6 @@ def test_kernels_compile_with_delays_and_with_a_timeline(defines: dict[str, int]
     assert watched.ptx().count(mark) > usual.ptx().count(mark)
 
 
-MULTICAST = """
-#include <peerlane/multimem.cuh>
-using namespace peerlane;
-extern "C" __global__ void step(const __grid_constant__ Arena arena, char* out, u32 number) {
-    const MulticastPeers<4> peers(arena, 4096);
-    peers.barrier(blockIdx.x, number);
-    peers.reduce<BFloat16>(out, 1 << 20, 4098);
-    peers.reduce<Float16>(out, 1 << 20, 4098);
-    peers.all_reduce<Float32>(1 << 20, 4100);
-}
-"""
-
-
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
-def test_multicast_forms_compile_and_are_told_from_the_others(arch: str) -> None:
-    ptx = compile_cubin(MULTICAST, arch=arch).ptx()
-    for instruction in ("multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.bf16x2", "multimem.st.relaxed.sys.global"):
-        assert instruction in ptx
-    assert {finding.rule for finding in lint(ptx)} == {"multicast"}
-    assert lint(ptx, allow=["multicast"]) == []
-
-
 BROKEN = {
     "signal after a .read wait": """
         ptx::bulk_store(data, ptx::dynamic_shared(), 1024);
@@ -133,8 +111,3 @@ def test_a_full_wait_makes_the_signal_right() -> None:
     body = BROKEN["signal after a .read wait"].replace("ptx::fence_system();", "ptx::bulk_wait<0>(); ptx::fence_system();")
     source = '#include <peerlane/ptx_async.cuh>\nusing namespace peerlane;\nextern "C" __global__ void k(u32* flag, u32* data) {'
     assert lint(compile_cubin(source + body + "}").ptx()) == []
-
-
-def test_only_rules_that_exist_can_be_allowed() -> None:
-    with pytest.raises(UsageError, match="no lint rule named"):
-        lint("", allow=["multicas"])

@@ -31,7 +31,6 @@ class ArenaView(ctypes.Structure):
         ("world_size", ctypes.c_uint32),
         ("timeout_ns", ctypes.c_uint64),
         ("fault", ctypes.c_uint64),
-        ("multicast", ctypes.c_uint64),
         ("timeline", ctypes.c_uint64),
         ("timeline_events", ctypes.c_uint64),
     )

@@ -34,7 +34,6 @@ struct Arena {
     u32 world_size;
     u64 timeout_ns;
     FaultRecord* fault;
-    char* multicast;          // all copies at once, or null: where stores reach every rank and loads sum
     TimelineEvent* timeline;  // a ring of timeline_events, behind one event whose first word counts; null where nothing is recorded
     u64 timeline_events;
 
