@@ -43,9 +43,10 @@ def metrics(
     from peerlane.evaluate.results.reader import FILE
     from peerlane.generate import summary
     from peerlane.generate.judgements import settings_of
+    from peerlane.generate.judging import MODES
     from peerlane.generate.run_folder import RunFolder
 
-    one_of(mode, summary.MODES, "--mode")
+    one_of(mode, MODES, "--mode")
     thresholds = [_number(text) for text in words(p, "--p")]
     counted = {item.id: item.category for item in problems.select(problem)}
     opened = [RunFolder.open(path) for path in runs]

@@ -35,8 +35,10 @@ _MESSAGES, _IN, _OUT = 2, 3, 4
 class Communicator:
     """The collectives of one group of 2 to 8 ranks of one node, on the current device. Creating one is collective.
 
-    Tensors are contiguous and on that device. The first call of each shape compiles and loads; do that before a graph is captured.
-    A wait of more than ``timeout_s`` ends in DeviceTimeout, which says who waited for whom. ``rings`` is for tuning, the same on all ranks.
+    Tensors are contiguous, on that device and of any shape. Sums take bfloat16, float16, float32, int32 and both float8 types; moves take
+    any dtype. Other tensors, sizes that do not fit, and roots outside the group raise UsageError. The first call of each shape compiles and
+    loads; do that before a graph is captured. A wait of more than ``timeout_s`` ends in DeviceTimeout, which says who waited for whom.
+    ``rings`` is for tuning, the same on all ranks.
     """
 
     def __init__(self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0, rings: Rings = RINGS) -> None:

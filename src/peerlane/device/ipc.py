@@ -27,7 +27,10 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, ProcessGroupRanks] = WeakKeyDictio
 
 
 def process_group(group: dist.ProcessGroup | None) -> ProcessGroupRanks:
-    """The ranks of ``group`` (default: all). The first call for a process group is collective."""
+    """The ranks of ``group`` (default: all). The first call for a process group is collective.
+
+    Close its arenas and communicators before the process group is destroyed: their device memory is not freed with it.
+    """
     chosen = group if group is not None else dist.group.WORLD
     if chosen is None:
         raise UsageError("there is no process group; call torch.distributed.init_process_group first")

@@ -1,10 +1,7 @@
 """Which kernel a collective uses for a size, with which grid: pure functions of what all ranks know, so that all ranks plan alike.
 
-The limits come from a model (packets carry a third more bytes than data, a port takes in 343 GB/s) and from what was measured on 4x H200:
-where all ports are busy both ways, packets carry 190 to 215 GB/s at 6 to 24 MiB of data a port, in rounds too, and rings 180 at 12 MiB,
-230 at 48 MiB and 280 at 192 MiB. To one root rings carry 350 GB/s from 12 MiB on, and packets in rounds 215; from one root 240, and 215.
-These rings still stopped for fences, as those between two H200 do not: there they are level with packets at 4 MiB of data a port and ahead
-from 6 MiB on, one way and both ways, and at 16 MiB in an all-reduce.
+The limits come from a model (packets carry a third more bytes than data) and from the sweeps in results/h200x4 and results/h200x2:
+collectives.json compares the kernels by size, and rings.json the settings of rings.
 """
 
 from __future__ import annotations

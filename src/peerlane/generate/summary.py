@@ -10,9 +10,9 @@ from typing import Any
 
 from peerlane.generate import metrics
 from peerlane.generate.attempts import Attempt, Setting
+from peerlane.generate.judging import MODES
 from peerlane.report.tables import NOT_MEASURED, TextTable
 
-MODES = ("eager", "graph")
 PUBLISHED_FILE = Path(__file__).with_name("published.json")
 
 
@@ -22,7 +22,6 @@ class Scored:
 
     Attributes:
         problems: number -> category, of all problems that count.
-        samples: the largest k that a table has.
     """
 
     model: str
