@@ -76,9 +76,8 @@ class Deadlines:
     build: float = 300.0
     load: float = 60.0
     first_call: float = 90.0
-    correctness: float = 30.0
-    stress: float = 30.0
-    timing: float = 30.0
+    calls: float = 30.0
+    """for one request that calls the candidate at rest, under stress or to be timed"""
     exit: float = 5.0
     trusted: float = 120.0
     """for one request to the trusted ranks, which run our code only: input generation, the reference, the oracle"""
@@ -94,7 +93,7 @@ class Deadlines:
 
     def with_calls(self, seconds: float) -> Self:
         """The same, with another deadline for everything that calls the candidate."""
-        return replace(self, first_call=seconds, correctness=seconds, stress=seconds, timing=seconds)
+        return replace(self, first_call=seconds, calls=seconds)
 
 
 @dataclass(frozen=True)
@@ -109,27 +108,9 @@ class StressRules:
     overtime_s: float = 1.5
     """for these; after it, two passes must do, the second of them a late one"""
     min_slots: int = 10
-    """per pass, however long a call takes; where memory does not hold them, ``fewest_slots``"""
-    fewest_slots: int = 3
+    """per pass, however long a call takes, where memory holds them"""
     max_slots: int = 25
     """so that there are a few passes"""
-    max_bytes: int = 512 << 20
-    """of a pass's inputs on one rank, and of its outputs"""
-    delayed_share: float = 0.25
-    """of the calls; before these, one rank waits"""
-    shortest_delay_us: float = 10.0
-    longest_delay_us: float = 10_000.0
-    late_share: float = 2 / 3
-    """of the passes behind the first two, and the second: in them every call's contents come to its slot right before it"""
-    sm_contention_probability: float = 0.5
-    """of the passes on GPUs: there an eighth of the calls runs beside a kernel that holds SMs"""
-    time_slicing_probability: float = 2 / 3
-    """of the passes on GPUs behind the first two, which tell how long one takes: in them one GPU is shared with a trusted rank, in time
-    slices. Quick calls make four passes, so eight of nine cases with such calls have one that is sliced"""
-    shortest_time_slicing_s: float = 0.01
-    """for as long as the pass before took, but not below this: slices last milliseconds, and calls must meet the ends of some"""
-    longest_time_slicing_s: float = 0.04
-    """nor beyond this: slow calls meet enough of them in that time, and there is ``budget_s`` for all passes"""
 
 
 @dataclass(frozen=True)
@@ -137,9 +118,7 @@ class PoolSettings:
     """What is kept ready ahead of its use, and how hard it is tried to get it."""
 
     warm_groups: int = 2
-    """rank groups that wait, warm, for the next candidates; a timed candidate takes two"""
-    refill_below: int = 2
-    """fewer warm groups than these, and all that are missing are started at once: timing waits for starts, and so waits seldom"""
+    """rank groups that wait, warm, for the next candidates; a timed candidate takes two, and timing waits for starts"""
     timed_alone: bool = True
     """nothing is timed while ranks start, which takes GPUs and cores; else they are waited for where a round turns out to be disturbed"""
     builds: int = 2
@@ -156,20 +135,8 @@ class TimingRules:
 
     min_block_us: Mapping[str, float] = field(default_factory=lambda: {"eager": 5_000.0, "graph": 2_000.0})
     """of a reference block, by launch mode: the hand-off and the host's hiccups must be small beside it"""
-    max_calls: int = 128
-    """per block: more take long to capture"""
-    min_calls: int = 4
-    """per block: fewer leave no room for swaps"""
-    arena_share: float = 0.04
-    """of the GPU's memory, for the inputs of a block, and as much for its outputs: candidates need the rest"""
     swaps: int = 2
     """slot swaps per block: each catches a candidate that works ahead"""
-    compared_others: int = 1
-    """outputs compared per block besides those of swapped calls and the last: any call may be compared"""
-    rounds_per_capture: int = 5
-    """graphs are captured anew: how fast a graph is depends on its place in memory"""
-    warm_rounds: int = 3
-    """before those that count: clocks, caches and connections become steady"""
     min_rounds: int = 9
     """of a race: fewer have no meaningful interval"""
     baseline_s: float = 1.0
@@ -182,8 +149,6 @@ class TimingRules:
     """by which the reference may be slower beside the candidate, by launch mode: noise seldom exceeds it"""
     offset_half_width: float = 0.01
     """of the group offset, below which the speedup is corrected for it: a rough estimate would add noise"""
-    judging_s: float = 0.5
-    """for comparing the outputs of a race: oracles may take longer than the calls"""
 
 
 SELFTEST_DEADLINES = Deadlines(load=12.0, exit=4.0).with_calls(6.0)
@@ -191,8 +156,8 @@ SELFTEST_DEADLINES = Deadlines(load=12.0, exit=4.0).with_calls(6.0)
 SELFTEST_RULES = TimingRules(budget_s=0.3, min_rounds=5, baseline_s=0.2)
 """Enough to tell a forged time from a true one."""
 SELFTEST_POOL_SETTINGS: Mapping[str, PoolSettings] = {
-    "cuda": PoolSettings(warm_groups=8, refill_below=8, timed_alone=False),
-    "cpu": PoolSettings(warm_groups=4, refill_below=4),
+    "cuda": PoolSettings(warm_groups=8, timed_alone=False),
+    "cpu": PoolSettings(warm_groups=4),
 }
 """By device. Most of the corpus fails at once, and takes its ranks along. Ranks on GPUs take seconds to start, and verdicts need no exact
 speeds."""

@@ -46,7 +46,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     for kind, then in FAILURES.items():
         later[kind] = tmp_path_factory.mktemp(kind) / "1_later_pytorch.py"
         later[kind].write_text(HONEST_FOR_A_WHILE.format(at_rest=at_rest, then=then), encoding="utf-8")
-    deadlines = dataclasses.replace(DEADLINES, stress=1.0)
+    deadlines = dataclasses.replace(DEADLINES, calls=1.0)
     run = judge(GOOD, *later.values(), "reference", problems="1,21", stress=StressRules(budget_s=BUDGET_S), deadlines=deadlines)
     return dict(zip(["good", *later, "allreduce", "clipping"], run, strict=True))
 

@@ -173,9 +173,9 @@ def run(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_the_first_call_of_every_case_may_compile_and_tune(run: Run, stage: Stage) -> None:
     assert run().result.correct
     limits, cases = Deadlines(), len(problems.get(1).cases("small", 2))
-    first = [("first_call", 1, None, limits.first_call), ("correctness", 3, None, limits.correctness)]
-    assert stage.limits == [*first, *[("correctness", 4, limits.first_call, limits.correctness)] * (cases - 1)]
-    assert limits.first_call > limits.correctness
+    first = [("first_call", 1, None, limits.first_call), ("correctness", 3, None, limits.calls)]
+    assert stage.limits == [*first, *[("correctness", 4, limits.first_call, limits.calls)] * (cases - 1)]
+    assert limits.first_call > limits.calls
 
 
 def test_flags_of_a_mode_are_flags_of_the_result(run: Run, stage: Stage) -> None:

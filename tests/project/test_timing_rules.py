@@ -8,7 +8,7 @@ from pathlib import Path
 from peerlane import settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "evaluating.md"
-MOST_SETTINGS = 15
+MOST_SETTINGS = 8
 
 
 def rows() -> list[str]:

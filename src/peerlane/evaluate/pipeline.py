@@ -238,7 +238,7 @@ class EvaluationPipeline:
                     runner.check("first_call", limits.first_call, [0])
             with self._in("correctness"):
                 rest, first_s = (range(1, CHECKED_SLOTS), None) if first else (range(CHECKED_SLOTS), limits.first_call)
-                runner.check("correctness", limits.correctness, rest, first_s=first_s)  # other shapes may be compiled or tuned for
+                runner.check("correctness", limits.calls, rest, first_s=first_s)  # other shapes may be compiled or tuned for
                 runner.close()
         finally:
             if runner.evidence.slots:

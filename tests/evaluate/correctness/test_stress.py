@@ -45,9 +45,9 @@ CPU = torch.device("cpu")
         (1e-5, 1e-4, 1e3, RULES.max_slots),
         (RULES.budget_s / 200, RULES.budget_s / 200, 1e3, 25),  # a quarter of the time for one pass
         (10.0, 10.0, 1e3, RULES.min_slots),
-        (1e-5, 1e-4, RULES.max_bytes / 12, 12),
-        (10.0, 10.0, RULES.max_bytes / 5, 5),
-        (1e-5, 1e-4, 1e12, RULES.fewest_slots),
+        (1e-5, 1e-4, stress._MOST_BYTES / 12, 12),
+        (10.0, 10.0, stress._MOST_BYTES / 5, 5),
+        (1e-5, 1e-4, 1e12, stress._FEWEST_SLOTS),
         (0.0, 0.0, 0.0, RULES.max_slots),
     ],
 )
@@ -76,8 +76,12 @@ def test_the_last_call_and_some_that_others_followed_are_compared(judge_s: float
     ],
 )
 def test_passes_end_with_the_calls_or_the_time(calls: int, passes: int, seconds_left: float, goes_on: bool) -> None:
-    stress = Stress(None, RULES)  # type: ignore[arg-type]
-    assert stress._goes_on(calls, passes, time.monotonic() + seconds_left) == goes_on
+    assert (
+        Stress(None, RULES)._goes_on(  # type: ignore[arg-type]
+            calls, passes, time.monotonic() + seconds_left
+        )
+        == goes_on
+    )
 
 
 class ScriptedRanks:
@@ -131,34 +135,34 @@ def test_writing_outside_an_argument_is_a_wrong_result_that_names_it() -> None:
 
 def test_one_rank_at_a_time_is_held_up_for_times_of_every_magnitude() -> None:
     calls = 20_000
-    plans = draw_jitter(4, calls, RULES, on_gpu=False)
+    plans = draw_jitter(4, calls, on_gpu=False)
     assert all({way for _, way, _ in plan} == {"host"} for plan in plans)
     positions = [position for plan in plans for position, _, _ in plan]
     assert len(positions) == len(set(positions)) and set(positions) <= set(range(calls))
-    assert len(positions) / calls == pytest.approx(RULES.delayed_share, rel=0.1)
+    assert len(positions) / calls == pytest.approx(stress._DELAYED_CALLS, rel=0.1)
     delays_us = [us for plan in plans for _, _, us in plan]
-    assert min(delays_us) >= RULES.shortest_delay_us and max(delays_us) <= RULES.longest_delay_us
+    assert min(delays_us) >= stress._SHORTEST_DELAY_US and max(delays_us) <= stress._LONGEST_DELAY_US
     for decade in (1, 2, 3):  # as many between 10 and 100 us as between 1 and 10 ms
         share = sum(decade <= math.log10(us) < decade + 1 for us in delays_us) / len(delays_us)
         assert share == pytest.approx(1 / 3, rel=0.15)
 
 
 def test_on_gpus_streams_wait_too_and_sms_are_held_in_a_part_of_the_passes() -> None:
-    passes = [{way for plan in draw_jitter(2, 200, RULES, on_gpu=True) for _, way, _ in plan} for _ in range(100)]
+    passes = [{way for plan in draw_jitter(2, 200, on_gpu=True) for _, way, _ in plan} for _ in range(100)]
     assert all({"host", "stream"} <= ways <= {"host", "stream", "crowd"} for ways in passes)
     assert 20 <= sum("crowd" in ways for ways in passes) <= 80
 
 
 def test_one_gpu_is_shared_in_some_passes_behind_the_first_two() -> None:
-    drawn = [draw_time_slicing(passes, 4, RULES, on_gpu=True) for passes in range(2, 3000)]
+    drawn = [draw_time_slicing(passes, 4, on_gpu=True) for passes in range(2, 3000)]
     shared = [rank for rank in drawn if rank is not None]
-    assert len(shared) / len(drawn) == pytest.approx(RULES.time_slicing_probability, rel=0.1)
+    assert len(shared) / len(drawn) == pytest.approx(stress._SLICED_PASSES, rel=0.1)
     assert all(shared.count(rank) / len(shared) == pytest.approx(1 / 4, rel=0.3) for rank in range(4))
-    assert not any(draw_time_slicing(passes, 4, RULES, on_gpu=True) is not None for passes in (0, 1) for _ in range(100))
+    assert not any(draw_time_slicing(passes, 4, on_gpu=True) is not None for passes in (0, 1) for _ in range(100))
 
 
 def test_cpu_ranks_share_no_gpu() -> None:
-    assert all(draw_time_slicing(passes, 2, RULES, on_gpu=False) is None for passes in range(200))
+    assert all(draw_time_slicing(passes, 2, on_gpu=False) is None for passes in range(200))
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.03])
@@ -205,7 +209,7 @@ class StressedRunner:
         return lambda *_, **__: None
 
 
-@pytest.mark.parametrize(("pass_s", "busy_s"), [(1e-3, RULES.shortest_time_slicing_s), (0.02, 0.02), (0.5, RULES.longest_time_slicing_s)])
+@pytest.mark.parametrize(("pass_s", "busy_s"), [(1e-3, stress._SHORTEST_SLICING_S), (0.02, 0.02), (0.5, stress._LONGEST_SLICING_S)])
 def test_a_gpu_is_kept_busy_for_as_long_as_a_pass_takes_that_shares_none(
     pass_s: float, busy_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,17 +74,15 @@ def test_spares_are_taken_in_the_order_of_their_start() -> None:
     assert len(made) == 2 and queue.take() is made[0] and len(queue) == 1 and notes == []
 
 
-def test_spares_are_started_in_a_batch_when_few_are_left() -> None:
+def test_missing_warm_groups_are_started_and_no_more() -> None:
     made: list[Group] = []
-    queue = WarmPool("candidate", Starts(iter(()), made), PoolSettings(warm_groups=5, refill_below=2), lambda _: None)
+    queue = WarmPool("candidate", Starts(iter(()), made), PoolSettings(warm_groups=5), lambda _: None)
     counts = []
-    for _ in range(9):
-        queue.refill(5)
+    for wanted in (5, 5, 2, 1):
+        queue.refill(wanted)
         counts.append(len(made))
         queue.take()
-    assert counts == [5, 5, 5, 5, 9, 9, 9, 9, 13]
-    queue.refill(1)  # what is left of a run needs no more
-    assert len(made) == 13
+    assert counts == [5, 6, 6, 6] and len(queue) == 2
 
 
 def test_a_group_that_does_not_start_is_tried_again_and_said_so() -> None:

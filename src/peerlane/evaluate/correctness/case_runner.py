@@ -289,7 +289,7 @@ class CaseRunner:
         """
         self.trusted("checksum_output", slot=slot)
         time.sleep(max(0.0, ended + _SETTLING_S - time.monotonic()))
-        self.ask("copy_again", phase, self.session.deadlines.stress, slot=slot)
+        self.ask("copy_again", phase, self.session.deadlines.calls, slot=slot)
         answers = self.trusted("compare_checksum")
         for rank, answer in enumerate(answers):
             if answer["changed"] is not None:

@@ -23,6 +23,16 @@ _CROWDED_CALLS = 1 / 8
 _FEWEST_PASSES = 2  # the second is a late one
 _POISONED_CALLS = 1 / 2
 _KEPT_CALLS = 1 / 5
+_FEWEST_SLOTS = 3  # per pass, where memory does not hold ``StressRules.min_slots``
+_MOST_BYTES = 512 << 20  # of a pass's inputs on one rank, and of its outputs
+_DELAYED_CALLS = 1 / 4  # before these, one rank waits
+_SHORTEST_DELAY_US, _LONGEST_DELAY_US = 10.0, 10_000.0
+_LATE_PASSES = 2 / 3  # of those behind the first two: in them every call's contents come to its slot right before it
+_CROWDED_PASSES = 1 / 2  # on GPUs: there an eighth of the calls runs beside a kernel that holds SMs
+# Of the passes on GPUs behind the first two, which tell how long one takes. Quick calls make four passes, so eight of nine cases have one.
+_SLICED_PASSES = 2 / 3
+# As long as the pass before took, within these: slices last milliseconds, and calls must meet the ends of some.
+_SHORTEST_SLICING_S, _LONGEST_SLICING_S = 0.01, 0.04
 
 _dice = random.SystemRandom()
 
@@ -33,9 +43,9 @@ def choose_slots(call_s: float, judge_s: float, slot_bytes: float, rules: Stress
     ``judge_s``, which holds one input generation for every rank, stands for all that a slot costs besides its call.
     """
     in_time = _SHARE_OF_BUDGET * rules.budget_s / max(call_s + judge_s, 1e-9)
-    in_memory = rules.max_bytes / max(slot_bytes, 1.0)
+    in_memory = _MOST_BYTES / max(slot_bytes, 1.0)
     wanted = min(max(in_time, rules.min_slots), rules.max_slots)
-    return max(rules.fewest_slots, int(min(wanted, in_memory)))
+    return max(_FEWEST_SLOTS, int(min(wanted, in_memory)))
 
 
 def choose_compared(order: list[int], judge_s: float, rules: StressRules) -> list[int]:
@@ -48,27 +58,27 @@ def choose_compared(order: list[int], judge_s: float, rules: StressRules) -> lis
     return sorted([last, *_dice.sample(others, min(max(1, affordable), len(others)))])
 
 
-def draw_jitter(world_size: int, calls: int, rules: StressRules, *, on_gpu: bool) -> list[list[tuple[int, str, float]]]:
+def draw_jitter(world_size: int, calls: int, *, on_gpu: bool) -> list[list[tuple[int, str, float]]]:
     """For every rank, what is to happen before which of its calls: ``(position, way, us)``. See :class:`jitter.Jitter` for the ways."""
     plans: list[list[tuple[int, str, float]]] = [[] for _ in range(world_size)]
-    shortest, longest = math.log(rules.shortest_delay_us), math.log(rules.longest_delay_us)
-    crowded = on_gpu and _dice.random() < rules.sm_contention_probability
+    shortest, longest = math.log(_SHORTEST_DELAY_US), math.log(_LONGEST_DELAY_US)
+    crowded = on_gpu and _dice.random() < _CROWDED_PASSES
 
     def hold_up(position: int, ways: tuple[str, ...]) -> None:
         us = math.exp(_dice.uniform(shortest, longest))
         _dice.choice(plans).append((position, _dice.choice(ways), round(us, 1)))
 
     for position in range(calls):
-        if _dice.random() < rules.delayed_share:
+        if _dice.random() < _DELAYED_CALLS:
             hold_up(position, ("host", "stream") if on_gpu else ("host",))
         if crowded and _dice.random() < _CROWDED_CALLS:
             hold_up(position, ("crowd",))
     return plans
 
 
-def draw_time_slicing(passes: int, world_size: int, rules: StressRules, *, on_gpu: bool) -> int | None:
+def draw_time_slicing(passes: int, world_size: int, *, on_gpu: bool) -> int | None:
     """The rank whose GPU is shared in time slices during the pass that comes behind so many; None: no GPU is."""
-    if not on_gpu or passes < _FEWEST_PASSES or _dice.random() >= rules.time_slicing_probability:
+    if not on_gpu or passes < _FEWEST_PASSES or _dice.random() >= _SLICED_PASSES:
         return None
     return _dice.randrange(world_size)
 
@@ -94,10 +104,10 @@ class Stress:
         order: list[int] = []
         passes = 0
         while self._goes_on(runner.evidence.stressed_calls, passes, end):
-            late = passes == 1 or (passes > 1 and _dice.random() < self.rules.late_share)
+            late = passes == 1 or (passes > 1 and _dice.random() < _LATE_PASSES)
             if not late:  # else the order of the pass before: who has learned which slot comes next finds it so, and its contents changed
                 order = _dice.sample(range(runner.slots), runner.slots)
-            time_slicing = draw_time_slicing(passes, len(runner.layouts), self.rules, on_gpu=_on_gpu(runner))
+            time_slicing = draw_time_slicing(passes, len(runner.layouts), on_gpu=_on_gpu(runner))
             self._pass(runner, order, late=late, time_slicing=time_slicing)
             passes += 1
         runner.close()
@@ -116,10 +126,10 @@ class Stress:
         runner.publish_inputs()
         kept = [position for position in range(len(order)) if _dice.random() < _KEPT_CALLS]
         requests = self._requests(runner, order, slot_swaps, kept)
-        busy_s = min(max(self.pass_s, self.rules.shortest_time_slicing_s), self.rules.longest_time_slicing_s)
+        busy_s = min(max(self.pass_s, _SHORTEST_SLICING_S), _LONGEST_SLICING_S)
         with runner.time_slicing(time_slicing, busy_s):
             begin = time.monotonic()
-            answers = runner.group.ask(requests, "stress", runner.session.deadlines.stress)
+            answers = runner.group.ask(requests, "stress", runner.session.deadlines.calls)
             ended = time.monotonic()
         if time_slicing is None:
             self.pass_s = ended - begin
@@ -130,7 +140,7 @@ class Stress:
         runner.evidence.stressed_calls += runner.slots
 
     def _requests(self, runner: CaseRunner, order: list[int], slot_swaps: SlotSwaps, kept: list[int]) -> list[Message]:
-        plans = draw_jitter(len(runner.layouts), len(order), self.rules, on_gpu=_on_gpu(runner))
+        plans = draw_jitter(len(runner.layouts), len(order), on_gpu=_on_gpu(runner))
         poisoned = [position for position in range(len(order)) if _dice.random() < _POISONED_CALLS]
         common = {"op": "stress", "space": runner.space, "side": "candidate", "order": order, "poisoned": poisoned, "kept": kept}
         return [{**common, "swaps": slot_swaps.steps, "jitter": plan} for plan in plans]

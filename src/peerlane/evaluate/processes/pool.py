@@ -34,10 +34,8 @@ class WarmPool:
         self._waiting.append(group)
 
     def refill(self, wanted: int) -> None:
-        """Starts what is missing to ``wanted`` groups once there are few. They use cores and GPUs until :meth:`wait_for_starts`."""
+        """Starts what is missing to ``wanted`` groups. They use cores and GPUs until :meth:`wait_for_starts`."""
         self._drop_lost()
-        if len(self._waiting) >= min(wanted, self._pool_settings.refill_below):
-            return
         while len(self._waiting) < wanted:
             try:
                 self._waiting.append(self._start())

@@ -19,6 +19,8 @@ from peerlane.hardware.roofline import Peaks, physical_floor_us, roofline
 from peerlane.settings import TimingRules
 
 _PROBE_CALLS = 8
+_FEWEST_CALLS, _MOST_CALLS = 4, 128  # per block: fewer leave no room for swaps, more take long to capture
+_ARENA_SHARE = 0.04  # of the GPU's memory, for a block's inputs, and as much for its outputs: candidates need the rest
 
 
 class Unmeasurable(Exception):
@@ -60,8 +62,8 @@ class Benchmark:
         problem, rules, runner = self.runner.problem, self.rules, self.runner
         for mode in set(self.modes) - set(problem.modes):
             self.unmeasurable[mode] = f"the reference cannot be captured: {problem.graph_reason}"
-        fitting = int(rules.arena_share * self.memory_bytes / max(self.slot_bytes, 1.0))
-        runner.slots = max(rules.min_calls, min(rules.max_calls, fitting))
+        fitting = int(_ARENA_SHARE * self.memory_bytes / max(self.slot_bytes, 1.0))
+        runner.slots = max(_FEWEST_CALLS, min(_MOST_CALLS, fitting))
         runner.open()
         modes = sorted(set(self.modes) - set(self.unmeasurable))  # eager first
         runner.generate_inputs(slots=min(_PROBE_CALLS, runner.slots))
@@ -72,7 +74,7 @@ class Benchmark:
             except CaptureFailed as failure:
                 self._break(mode, str(failure))
                 return
-            self.calls[mode] = choose_calls(call_us, rules.min_block_us[mode], runner.slots, rules.min_calls)
+            self.calls[mode] = choose_calls(call_us, rules.min_block_us[mode], runner.slots, _FEWEST_CALLS)
         if modes:
             self._call_every_slot("reference")
         for mode in modes:

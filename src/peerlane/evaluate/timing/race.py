@@ -18,6 +18,10 @@ from peerlane.evaluate.timing.scoring import BlockTimes, Rounds
 from peerlane.settings import TimingRules
 
 _ROUNDS_PER_LOOK = 3
+_ROUNDS_PER_CAPTURE = 5  # graphs are captured anew: how fast a graph is depends on its place in memory
+_WARM_ROUNDS = 3  # clocks, caches and connections become steady
+_COMPARED_OTHERS = 1  # outputs per block besides those of swapped calls and the last: any call may be compared
+_JUDGING_S = 0.5  # for comparing the outputs of a race: oracles may take longer than the calls
 _RECHECKED_SHARE = 1 / 3
 _FEWEST_COMPARED = 2
 _USUAL_ROUNDS = 30
@@ -71,15 +75,15 @@ class Race(Rounds):
     def run(self, budget_s: float) -> None:
         """Warm-up, then rounds until the interval is narrow or the budget is spent. Raises :class:`CaptureFailed`, :class:`Rejected` and
         GroupFailure."""
-        runner, rules = self.runner, self.rules
+        runner = self.runner
         runner.discard()
         self._renew()
         self.prepare()
-        for _ in range(rules.warm_rounds):
+        for _ in range(_WARM_ROUNDS):
             self._round(compared=False)
         begin = time.monotonic()
         while not self._knows_enough(time.monotonic() - begin, budget_s):
-            if self._rounds_since >= (rules.rounds_per_capture if self.mode == "graph" else 1):
+            if self._rounds_since >= (_ROUNDS_PER_CAPTURE if self.mode == "graph" else 1):
                 self.prepare()
             reference, other = self._round(compared=self.side == "candidate")
             self.references.append(reference)
@@ -106,13 +110,13 @@ class Race(Rounds):
         if self.mode == "graph":
             self.runner.trusted("warm")
             self.runner.trusted("restore")
-            self.runner.ask("warm", "timing", self.runner.session.deadlines.timing)
+            self.runner.ask("warm", "timing", self.runner.session.deadlines.calls)
         if not self.copies_us:
             self.copies_us = max(float(answer["copies_us"]) for answer in self.runner.trusted("copies"))
             self.runner.trusted("restore")
 
     def _draw(self, swaps: int) -> None:
-        self._plan, self._rounds_since = BlockPlan.draw(self.calls, self.runner.alike, swaps, self.rules.compared_others), 0
+        self._plan, self._rounds_since = BlockPlan.draw(self.calls, self.runner.alike, swaps, _COMPARED_OTHERS), 0
 
     def _build(self) -> None:
         runner = self.runner
@@ -171,7 +175,7 @@ class Race(Rounds):
             raise HarnessError(f"the trusted reference cannot be timed: {failure.message}") from None
 
     def _other_block(self, core: int, *, renews: bool, compared: bool) -> BlockTimes:
-        runner, limit_s = self.runner, self.runner.session.deadlines.timing
+        runner, limit_s = self.runner, self.runner.session.deadlines.calls
         if renews:
             runner.publish_inputs(self.calls)
         runner.ask("ready", "timing", limit_s, core=core)
@@ -188,7 +192,7 @@ class Race(Rounds):
         looked at once more, for it must not change any more."""
         runner, chosen = self.runner, self._choose_compared()
         if chosen:
-            answers = runner.ask("outputs", "timing", runner.session.deadlines.timing)
+            answers = runner.ask("outputs", "timing", runner.session.deadlines.calls)
             bytes_ = runner.collect_from(answers, chosen, "timing", self._plan.swaps, [_dice.choice(chosen)])
             if bytes_ > _MOST_WAITING_BYTES:
                 runner.judge("timing")
@@ -199,7 +203,7 @@ class Race(Rounds):
         """The copied slots, or as many of them at random as can be judged in time. The r-th round has one with a chance of 2/r at least,
         however long judging takes: that is up to the candidate, too."""
         copied, rounds = self._plan.copied, len(self.others) + 1
-        affordable = self.rules.judging_s / _USUAL_ROUNDS / max(self.runner.judge_s, 1e-9)
+        affordable = _JUDGING_S / _USUAL_ROUNDS / max(self.runner.judge_s, 1e-9)
         affordable = max(affordable, min(1.0, _FEWEST_COMPARED / rounds))
         if affordable >= len(copied):
             return copied
