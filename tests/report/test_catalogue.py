@@ -13,11 +13,11 @@ from peerlane.errors import UsageError
 from peerlane.hardware.profiles import B200_SXM, H200_SXM
 from peerlane.problems import Case, Cost, Draw, GroupRef, KnownWrongAnswer, Problem, Tolerance, case, preset
 from peerlane.problems.contract import describe
+from peerlane.problems.contract.count import Step
 from peerlane.report.catalogue import argument_text, find_profile, plain, problem_detail
 from peerlane.report.evidence import Measured, PublicTimes, packaged_evidence, reference_times
 from peerlane.report.movement import MOST_STEPS, flowchart
 from peerlane.report.pages import FAR, beside_public, overview, page, page_world_size
-from peerlane.selftest.calibrate import CountedStep
 from sample_results import result
 
 
@@ -160,9 +160,9 @@ def test_profiles_are_found_by_their_first_word() -> None:
         find_profile("h20")
 
 
-def step(kind: str, **more: float) -> CountedStep:
+def step(kind: str, **more: float) -> Step:
     amounts = {"egress_bytes": 0.0, "ingress_bytes": 0.0, "flops": 0.0, "touched_bytes": 0.0} | more
-    return CountedStep(kind=kind, times=2, ranks=0 if kind == "compute" else 4, **amounts)
+    return Step(kind=kind, times=2, ranks=0 if kind == "compute" else 4, **amounts)
 
 
 def test_movement_is_drawn_from_what_was_counted() -> None:

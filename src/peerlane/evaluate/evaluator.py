@@ -23,9 +23,8 @@ from peerlane.evaluate.candidates import CandidateFile, candidate_file, candidat
 from peerlane.evaluate.node import choose_isolation, describe_node
 from peerlane.evaluate.pipeline import EvaluationPipeline, candidate_info, groups_needed
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
-from peerlane.evaluate.processes.gpu_health import lost_gpus
 from peerlane.evaluate.processes.limit import Cancelled, Limit
-from peerlane.evaluate.processes.overload import OVERLOADED, overloaded
+from peerlane.evaluate.processes.machine import OVERLOADED, lost_gpus, overloaded
 from peerlane.evaluate.processes.rank_group import RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.ranks.builds import Builds

@@ -10,7 +10,8 @@ from typing import TypeAlias
 from peerlane.evaluate.results.reader import read_results
 from peerlane.evaluate.results.record import Record
 from peerlane.evaluate.results.result import Result
-from peerlane.selftest.calibrate import Calibration, CountedStep, read_calibrations
+from peerlane.problems.contract.count import Step
+from peerlane.selftest.calibrate import Calibration, read_calibrations
 
 RESULTS = Path("results")
 NODE = RESULTS / "h200x4"
@@ -60,7 +61,7 @@ class Measured(Record):
     """
 
     times: tuple[ReferenceTime, ...] = ()
-    steps: tuple[CountedStep, ...] = ()
+    steps: tuple[Step, ...] = ()
     public: PublicTimes | None = None
 
     def reference_us(self, preset: str) -> dict[str, float]:
@@ -105,7 +106,7 @@ def read_evidence(root: Path) -> Evidence:
         for result in _results(root / name):
             if result.candidate.backend == "reference" and result.correct:
                 results.setdefault(result.problem.id, {})[result.preset, result.world_size] = result
-    steps: dict[int, tuple[CountedStep, ...]] = {}
+    steps: dict[int, tuple[Step, ...]] = {}
     for item in all_calibrations(root):
         if item.preset == "pkb" and item.world_size == COUNTED_WORLD_SIZE and item.variant == "default" and item.steps:
             steps.setdefault(item.problem, item.steps)

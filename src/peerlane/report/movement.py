@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peerlane.selftest.calibrate import CountedStep
+from peerlane.problems.contract.count import Step
 
 MOST_STEPS = 14
 
 
-def flowchart(steps: Sequence[CountedStep], ranks: int) -> str:
+def flowchart(steps: Sequence[Step], ranks: int) -> str:
     """From one rank's view; long chains are cut in the middle, and say so."""
     shown = list(steps)
     cut = len(shown) - MOST_STEPS
@@ -29,7 +29,7 @@ def flowchart(steps: Sequence[CountedStep], ranks: int) -> str:
     return "\n".join(["```mermaid", *lines, f"    {chain}", "```", ""])
 
 
-def _label(step: CountedStep) -> str:
+def _label(step: Step) -> str:
     if not step.ranks:
         work = [f"{_quantity(step.flops)}FLOP"] if step.flops else []
         return "<br/>".join([f"{step.times} operator{'s' if step.times > 1 else ''}", *work, f"touch {_quantity(step.touched_bytes)}B"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,18 +28,6 @@ from peerlane.words import counted
 Ratios = dict[str, Ratio]
 
 _NOT_CALIBRATED = "not calibrated"
-
-
-class CountedStep(Record):
-    """See :class:`peerlane.problems.contract.count.Step`."""
-
-    kind: str
-    times: int
-    ranks: int
-    egress_bytes: float
-    ingress_bytes: float
-    flops: float
-    touched_bytes: float
 
 
 class Reach(Record):
@@ -70,7 +58,7 @@ class Calibration(Record):
     """by output"""
     variants: dict[str, Ratios]
     wrong_answers: dict[str, Reach]
-    steps: tuple[CountedStep, ...]
+    steps: tuple[Step, ...]
     """what the reference did on rank 0 in the timed case: its collectives, and the operators between them"""
     complaints: tuple[str, ...]
 
@@ -219,7 +207,7 @@ def _record(job: Job, device: str, found: Sequence[Margins | str]) -> Calibratio
             if name not in wrong_answers or ratio < wrong_answers[name].ratio:
                 wrong_answers[name] = Reach(ratio=_rounded(ratio), case=case.label)
     timed = found[0]
-    steps = () if isinstance(timed, str) or not timed.counts else tuple(CountedStep(**asdict(step)) for step in timed.counts[0].steps)
+    steps = () if isinstance(timed, str) or not timed.counts else tuple(timed.counts[0].steps)
     return Calibration(
         evaluator_version=peerlane.__version__,
         torch_version=torch.__version__,

@@ -13,7 +13,7 @@ import pytest
 
 from peerlane.errors import CandidateNotFound, HarnessError, RunStopped
 from peerlane.evaluate import EvaluationPlan, discover, evaluate, evaluator
-from peerlane.evaluate.processes import gpu_health
+from peerlane.evaluate.processes import machine
 from peerlane.evaluate.processes.logs import KEPT_BYTES, LogTail
 from peerlane.evaluate.processes.pool import NoRanks, WarmPool
 from peerlane.evaluate.processes.rank_group import GroupFailure
@@ -150,8 +150,8 @@ def test_a_log_keeps_its_end_and_stays_small() -> None:
 def test_gpus_are_given_up_only_when_the_driver_says_so(faults: Any, told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """However full their memory is: others may have filled it. And nobody is told to reset what others use."""
     full = [GpuMemory(99 << 30, 100 << 30, fault) for fault in faults]
-    monkeypatch.setattr(gpu_health, "gpu_memory", lambda indices: full)
-    said = gpu_health.lost_gpus([0, 1])
+    monkeypatch.setattr(machine, "gpu_memory", lambda indices: full)
+    said = machine.lost_gpus([0, 1])
     assert (said is None) if told is None else (said is not None and told in said and "reset" not in said)
 
 

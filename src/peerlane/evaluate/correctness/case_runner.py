@@ -160,19 +160,9 @@ class CaseRunner:
         self.trusted("close_case")
 
     @property
-    def input_bytes(self) -> int:
-        """Of all slots, on the rank that has most."""
-        return max(int(layout["input_bytes"]) for layout in self.layouts)
-
-    @property
-    def output_bytes(self) -> int:
-        """Of all slots, on the rank that has most."""
-        return max(int(layout["output_bytes"]) for layout in self.layouts)
-
-    @property
     def slot_bytes(self) -> float:
         """Of one slot's inputs, or of its outputs if they are larger, on the rank that has most."""
-        return max(self.input_bytes, self.output_bytes) / self.slots
+        return max(int(layout[side]) for layout in self.layouts for side in ("input_bytes", "output_bytes")) / self.slots
 
     def generate_inputs(self, *, mixed: bool = False, slots: int | None = None) -> None:
         """New contents in every slot, or in the first ``slots``. ``mixed``: about a third integer draws, at random, where the problem has

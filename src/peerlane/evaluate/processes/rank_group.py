@@ -111,16 +111,10 @@ class RankGroup:
     @property
     def answering(self) -> bool:
         """True if one of its ranks has begun to answer, or has ended: :meth:`finish` waits for the rest at most. Does not wait."""
-        return bool(self.answering_ranks)
-
-    @property
-    def answering_ranks(self) -> set[int]:
-        """The ranks that have begun to answer, or have ended; all of them where the leader has something to tell. Does not wait."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ, range(self.world_size))
-            for rank, channel in enumerate(self._ranks):
-                selector.register(channel, selectors.EVENT_READ, (rank,))
-            return {rank for key, _ in selector.select(0) for rank in key.data}
+            for channel in (self._control, *self._ranks):
+                selector.register(channel, selectors.EVENT_READ)
+            return bool(selector.select(0))
 
     @property
     def lost(self) -> bool:

@@ -1,8 +1,11 @@
-"""Whether other programs keep the machine so busy that a missed deadline says nothing about a candidate."""
+"""Failures of the machine that say nothing about a candidate: too few cores for the programs that run, and GPUs that do not answer."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+
+from peerlane.hardware.memory import gpu_memory
 
 OVERLOADED = "overloaded"
 """The flag of a result whose deadline was missed on an overloaded machine: no final verdict."""
@@ -21,3 +24,9 @@ def cpu_share(seconds: float = _LOOK_S) -> float:
 def overloaded() -> bool:
     """True if more programs want cores than there are. Takes 0.2 s; the candidate's ranks must have ended."""
     return cpu_share() < _SHARE
+
+
+def lost_gpus(indices: Sequence[int]) -> str | None:
+    """Why the GPUs with these numbers cannot be used, and what to do; None if they all answer, or there is no driver to ask."""
+    found = [f"GPU {index} does not answer: {gpu.fault}" for index, gpu in zip(indices, gpu_memory(indices), strict=False) if gpu.fault]
+    return f"{'; '.join(found)}. Leave it out with CUDA_VISIBLE_DEVICES, and tell the machine's administrator" if found else None
