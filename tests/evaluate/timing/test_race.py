@@ -78,16 +78,16 @@ class World:
             return [{"captured": True}]
         if op == "copies":
             return [{"copies_us": 40.0}]
-        return self._block(self.reference_us * (self.beside if self.loaded else 1.0)) if op == "time_block" else [{}]
+        return self._block(self.reference_us * (self.beside if self.loaded else 1.0)) if op == "timed_block" else [{}]
 
     def prepare(self, mode: str, side: str, plan: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         self.mode, self.plan, self.side = mode, plan, side
         return [{"captured": True}], [{"captured": True}]
 
     def ask(self, op: str, phase: str, deadline_s: float, **more: Any) -> list[dict[str, Any]]:
-        if self.wrong is not None and op == "time_block" and self.loaded and self.mode == "graph":
+        if self.wrong is not None and op == "timed_block" and self.loaded and self.mode == "graph":
             raise self.wrong
-        if op != "time_block":
+        if op != "timed_block":
             return [{}]
         if self.side == "reference":
             return self._block(self.reference_us)

@@ -70,7 +70,7 @@ class Rank:
         self.device = torch.device("cuda", rank) if config["device"] == "cuda" else torch.device("cpu")
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
         self.handlers: dict[str, Handler] = {}
-        self.serve("init", "lend", "borrow", "exit", "warm", "ready", "time_block")
+        self.serve("init", "lend", "borrow", "exit", "warm", "ready", "timed_block")
         self.leaving = False
         self._pin = Pin(cores_of_rank(rank, self.world_size))
         self.block: Block | None = None
@@ -135,7 +135,7 @@ class Rank:
         self.prepared.ready()
         return {}
 
-    def time_block(self, request: Message) -> dict[str, Any]:
+    def timed_block(self, request: Message) -> dict[str, Any]:
         """Runs the prepared block; as little as possible besides, for the supervisor's clock runs meanwhile."""
         try:
             return self.prepared.run()

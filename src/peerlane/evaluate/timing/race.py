@@ -167,7 +167,7 @@ class Race(Rounds):
     def _trusted_block(self, core: int) -> BlockTimes:
         runner = self.runner
         runner.trusted("ready", core=core)
-        answers, clock_us = _timed(lambda: runner.trusted("time_block"))
+        answers, clock_us = _timed(lambda: runner.trusted("timed_block"))
         runner.trusted("restore")
         try:
             return BlockTimes.of(answers, clock_us)
@@ -179,7 +179,7 @@ class Race(Rounds):
         if renews:
             runner.publish_inputs(self.calls)
         runner.ask("ready", "timing", limit_s, core=core)
-        answers, clock_us = _timed(lambda: runner.ask("time_block", "timing", limit_s))
+        answers, clock_us = _timed(lambda: runner.ask("timed_block", "timing", limit_s))
         ended = time.monotonic()
         times = BlockTimes.of(answers, clock_us)
         if compared:
