@@ -157,9 +157,9 @@ def _single(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.T
 def _late_bias(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
     """As one matrix product over unfolded patches, rounded, and the bias added to that."""
     _, weight, bias, stride, _, _ = inputs[rank]
-    monkeypatch_check = F.unfold(_padded(case, inputs, rank).to(FP32), case["kernel"], stride=stride)
-    result = torch.matmul(weight.to(FP32).flatten(1), monkeypatch_check).to(case.dtype)
-    result = result.view(monkeypatch_check.shape[0], -1, *_output_size(case, rank))
+    patches = F.unfold(_padded(case, inputs, rank).to(FP32), case["kernel"], stride=stride)
+    result = torch.matmul(weight.to(FP32).flatten(1), patches).to(case.dtype)
+    result = result.view(patches.shape[0], -1, *_output_size(case, rank))
     return result if bias is None else result + bias.view(-1, 1, 1)
 
 

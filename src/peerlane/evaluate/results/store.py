@@ -41,7 +41,7 @@ class ResultsStore:
         self._held: set[int] = set()
 
     def __del__(self) -> None:
-        if getattr(self, "_claims", None) is not None:
+        if getattr(self, "_claims", None) is not None and os is not None:  # modules are gone at the interpreter's end
             os.close(self._claims)  # type: ignore[arg-type]
 
     def results(self) -> list[Result]:

@@ -159,7 +159,9 @@ class Benchmark:
         corrected = slower and mode == "graph"
         speedup = race.ratio().scaled((1 / offset.median if known else 1.0) * (1 / slowdown if corrected else 1.0))
         noise = offset.half_width if known else max(offset.high - 1, 1 - offset.low)
-        floor = max(self.rules.target_half_width[mode], noise, slowdown - 1 if slower and not corrected else 0.0)
+        floor = max(self.rules.target_half_width[mode], noise)
+        if slower and not corrected:
+            floor = (1 + floor) * slowdown - 1
         reference_us = candidate_us.scaled(speedup.median)
         return ModeSpeed(
             mode=mode,

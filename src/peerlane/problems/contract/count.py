@@ -49,7 +49,7 @@ _OPERATIONS: Mapping[Any, Callable[..., float]] = {
 SLACK = 1.01
 """A declared minimum may exceed a count by so much: bounds are real numbers, tensors have whole elements."""
 
-TYPICAL_SLACK, TYPICAL_WARM_BYTES = 2.0, 1024.0
+TYPICAL_SLACK, TYPICAL_SPARE_BYTES = 2.0, 1024.0
 """The same for a mean over layouts or contents (:attr:`Cost.typical`): one call may need less, and a tiny one none at all."""
 
 COMPUTE = "compute"
@@ -141,11 +141,11 @@ def cost_faults(costs: Sequence[Cost], counts: Sequence[Count]) -> list[str]:
         ),
     }
     typical = any(cost.typical for cost in costs)
-    allowed, warm_group = (TYPICAL_SLACK, TYPICAL_WARM_BYTES) if typical else (SLACK, 0.0)
+    allowed, spare_bytes = (TYPICAL_SLACK, TYPICAL_SPARE_BYTES) if typical else (SLACK, 0.0)
     return [
         f"the cost model's {name} are {declared:.6g}, but the reference needs only {counted:.6g}"
         for name, (declared, counted) in pairs.items()
-        if declared > allowed * counted + warm_group
+        if declared > allowed * counted + spare_bytes
     ]
 
 

@@ -98,5 +98,5 @@ def terms_bound(x: torch.Tensor, weight: torch.Tensor, *, stride: Sequence[int],
         positions = _positions(energy.shape[axis], taps, step, spread)
         windows = [_window(tap, positions, step, spread) for tap in range(taps)]
         energy = torch.stack([energy[(slice(None),) * axis + (window,)] for window in windows]).sum(0)
-    monkeypatch_check = energy.sqrt_().repeat_interleave(weight.shape[0] // groups, 1)
-    return monkeypatch_check.mul_(weight.to(FP64).flatten(1).norm(dim=1).view(-1, *[1] * (x.dim() - 2)))
+    patches = energy.sqrt_().repeat_interleave(weight.shape[0] // groups, 1)
+    return patches.mul_(weight.to(FP64).flatten(1).norm(dim=1).view(-1, *[1] * (x.dim() - 2)))
