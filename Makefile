@@ -12,14 +12,15 @@ STAMP := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all check docs clean
+.PHONY: help setup demo test test-slow test-all check docs site clean
 
 help:
 	@echo "make demo    evaluate the bundled candidates, good and broken, on CPU ranks and print the table"
 	@echo "make test    run the quick tests, in about five minutes: something of everything"
 	@echo "make test-all run every test"
 	@echo "make check   the gate: lint, format, types, generated docs, all tests"
-	@echo "make docs    regenerate docs/problems from the problems"
+	@echo "make docs    regenerate what is generated in docs"
+	@echo "make site    build the documentation as a site, in site/"
 	@echo "make clean   remove the virtual environment and everything generated"
 
 setup: $(STAMP)
@@ -61,6 +62,10 @@ check: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/peerlane docs --write
 
+site: $(STAMP)
+	$(BIN)/peerlane docs --site build/site
+	$(BIN)/zensical build --strict
+
 clean:
-	rm -rf .venv build dist demo-results peerlane-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site demo-results peerlane-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,14 +14,24 @@ from peerlane.errors import UsageError
 def docs(
     write: Annotated[bool, typer.Option("--write", help="Write the pages.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the pages do not match the code.")] = False,
+    site: Annotated[
+        Path | None, typer.Option("--site", metavar="FOLDER", help="Copy all pages into this folder, ready for a site generator.")
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Where the pages are.")] = Path("docs/problems"),
 ) -> None:
-    """Write or check the pages of the problems, the tables in the other pages, and the times and counts that `peerlane show` prints."""
-    if write == check:
-        raise UsageError("docs got " + ("both --write and --check" if write else "neither --write nor --check") + ": expected one of them")
+    """Write or check what is generated in the documentation: problems, command line, tables, and the times that `peerlane show` prints."""
+    asked = [name for name, wanted in (("--write", write), ("--check", check), ("--site", site is not None)) if wanted]
+    if len(asked) != 1:
+        raise UsageError(f"docs got {' and '.join(asked) or 'nothing to do'}: expected one of --write, --check and --site")
     from peerlane import problems
+    from peerlane.cli import _reference
     from peerlane.report import evidence, pages, sections
+    from peerlane.report.site import stage
 
+    if site is not None:
+        pages.must_exist(folder)
+        print(f"{stage(folder.parent.parent, site)} pages in {site}")
+        return
     if check:
         pages.must_exist(folder)
     root = folder.parent.parent
@@ -31,14 +41,14 @@ def docs(
     if write:
         changes = pages.write(folder, generated)
         if documents:
-            changes += [*evidence.write(root, measured), *sections.write(root)]
+            changes += [*evidence.write(root, measured), *sections.write(root), *_reference.write(root)]
         for change in changes:
             print(f"written: {change}")
         print(f"{len(generated)} pages in {folder}")
         return
     changes = pages.stale(folder, generated)
     if documents:
-        changes += [*evidence.stale(root, measured), *sections.stale(root)]
+        changes += [*evidence.stale(root, measured), *sections.stale(root), *_reference.stale(root)]
     for change in changes:
         print(change)
     if changes:
