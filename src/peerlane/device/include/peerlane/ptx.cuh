@@ -206,5 +206,19 @@ __device__ inline u16 pack_e5m2x2(float low, float high) {
     return pair;
 }
 
+// ---- functions of the special unit: relative errors of about 2^-22; powers and inputs below the normal numbers count as zero ---------------
+
+__device__ inline float exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline float log2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 }  // namespace ptx
 }  // namespace peerlane

@@ -49,15 +49,27 @@ __device__ inline void wgmma_hold(float (&d)[count]) {
     for (int i = 0; i < count; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Widths that there are.
+template <int N>
+constexpr bool mma_columns = N == 32 || N == 64 || N == 96 || N == 128 || N == 160 || N == 176 || N == 256;
+
 #define PEERLANE_NAMES_16 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define PEERLANE_NAMES_32 \
     PEERLANE_NAMES_16 \
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define PEERLANE_NAMES_64 \
+#define PEERLANE_NAMES_48 \
     PEERLANE_NAMES_32 \
-    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define PEERLANE_NAMES_64 \
+    PEERLANE_NAMES_48 \
     ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define PEERLANE_NAMES_80 \
+    PEERLANE_NAMES_64 \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define PEERLANE_NAMES_88 \
+    PEERLANE_NAMES_80 \
+    ", %80, %81, %82, %83, %84, %85, %86, %87"
 #define PEERLANE_NAMES_128 \
     PEERLANE_NAMES_64 \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
@@ -68,7 +80,10 @@ __device__ inline void wgmma_hold(float (&d)[count]) {
 #define PEERLANE_HOLD_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define PEERLANE_HOLD_16(i) PEERLANE_HOLD_4(i), PEERLANE_HOLD_4(i + 4), PEERLANE_HOLD_4(i + 8), PEERLANE_HOLD_4(i + 12)
 #define PEERLANE_HOLD_32(i) PEERLANE_HOLD_16(i), PEERLANE_HOLD_16(i + 16)
+#define PEERLANE_HOLD_48(i) PEERLANE_HOLD_32(i), PEERLANE_HOLD_16(i + 32)
 #define PEERLANE_HOLD_64(i) PEERLANE_HOLD_32(i), PEERLANE_HOLD_32(i + 32)
+#define PEERLANE_HOLD_80(i) PEERLANE_HOLD_64(i), PEERLANE_HOLD_16(i + 64)
+#define PEERLANE_HOLD_88(i) PEERLANE_HOLD_80(i), PEERLANE_HOLD_4(i + 80), PEERLANE_HOLD_4(i + 84)
 #define PEERLANE_HOLD_128(i) PEERLANE_HOLD_64(i), PEERLANE_HOLD_64(i + 64)
 
 // D has `count` registers; the operands after it are numbered %count, %count + 1, ...: spelled out as o0, o1, ...
@@ -86,22 +101,28 @@ __device__ inline void wgmma_hold(float (&d)[count]) {
                  : PEERLANE_HOLD_##count(0)                                                                             \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(static_cast<int>(b_major)))
 
-#define PEERLANE_WGMMA_SHARED_ANY(type)                                                                    \
-    if constexpr (N == 32) PEERLANE_WGMMA_SHARED(32, type, 16, "16", "17", "18", "19", "20");              \
-    if constexpr (N == 64) PEERLANE_WGMMA_SHARED(64, type, 32, "32", "33", "34", "35", "36");              \
-    if constexpr (N == 128) PEERLANE_WGMMA_SHARED(128, type, 64, "64", "65", "66", "67", "68");            \
+#define PEERLANE_WGMMA_SHARED_ANY(type)                                                              \
+    if constexpr (N == 32) PEERLANE_WGMMA_SHARED(32, type, 16, "16", "17", "18", "19", "20");        \
+    if constexpr (N == 64) PEERLANE_WGMMA_SHARED(64, type, 32, "32", "33", "34", "35", "36");        \
+    if constexpr (N == 96) PEERLANE_WGMMA_SHARED(96, type, 48, "48", "49", "50", "51", "52");        \
+    if constexpr (N == 128) PEERLANE_WGMMA_SHARED(128, type, 64, "64", "65", "66", "67", "68");      \
+    if constexpr (N == 160) PEERLANE_WGMMA_SHARED(160, type, 80, "80", "81", "82", "83", "84");      \
+    if constexpr (N == 176) PEERLANE_WGMMA_SHARED(176, type, 88, "88", "89", "90", "91", "92");      \
     if constexpr (N == 256) PEERLANE_WGMMA_SHARED(256, type, 128, "128", "129", "130", "131", "132")
 
-#define PEERLANE_WGMMA_REGISTERS_ANY(type)                                                                              \
-    if constexpr (N == 32) PEERLANE_WGMMA_REGISTERS(32, type, 16, "16", "17", "18", "19", "20", "21", "22");            \
-    if constexpr (N == 64) PEERLANE_WGMMA_REGISTERS(64, type, 32, "32", "33", "34", "35", "36", "37", "38");            \
-    if constexpr (N == 128) PEERLANE_WGMMA_REGISTERS(128, type, 64, "64", "65", "66", "67", "68", "69", "70");          \
+#define PEERLANE_WGMMA_REGISTERS_ANY(type)                                                                            \
+    if constexpr (N == 32) PEERLANE_WGMMA_REGISTERS(32, type, 16, "16", "17", "18", "19", "20", "21", "22");          \
+    if constexpr (N == 64) PEERLANE_WGMMA_REGISTERS(64, type, 32, "32", "33", "34", "35", "36", "37", "38");          \
+    if constexpr (N == 96) PEERLANE_WGMMA_REGISTERS(96, type, 48, "48", "49", "50", "51", "52", "53", "54");          \
+    if constexpr (N == 128) PEERLANE_WGMMA_REGISTERS(128, type, 64, "64", "65", "66", "67", "68", "69", "70");        \
+    if constexpr (N == 160) PEERLANE_WGMMA_REGISTERS(160, type, 80, "80", "81", "82", "83", "84", "85", "86");        \
+    if constexpr (N == 176) PEERLANE_WGMMA_REGISTERS(176, type, 88, "88", "89", "90", "91", "92", "93", "94");        \
     if constexpr (N == 256) PEERLANE_WGMMA_REGISTERS(256, type, 128, "128", "129", "130", "131", "132", "133", "134")
 
 // A and B in shared memory, by mma_descriptor. `add` 0 starts a new sum.
 template <MmaType type, int N, Major a_major, Major b_major>
 __device__ inline void wgmma(float (&d)[N / 2], u64 a, u64 b, u32 add) {
-    static_assert(N == 32 || N == 64 || N == 128 || N == 256);
+    static_assert(mma_columns<N>);
     if constexpr (type == MmaType::bf16) {
         PEERLANE_WGMMA_SHARED_ANY(bf16);
     } else {
@@ -112,7 +133,7 @@ __device__ inline void wgmma(float (&d)[N / 2], u64 a, u64 b, u32 add) {
 // A in registers, in the fragment given at the top.
 template <MmaType type, int N, Major b_major>
 __device__ inline void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, u32 add) {
-    static_assert(N == 32 || N == 64 || N == 128 || N == 256);
+    static_assert(mma_columns<N>);
     if constexpr (type == MmaType::bf16) {
         PEERLANE_WGMMA_REGISTERS_ANY(bf16);
     } else {
@@ -123,11 +144,17 @@ __device__ inline void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, u32 ad
 #undef PEERLANE_NAMES_16
 #undef PEERLANE_NAMES_32
 #undef PEERLANE_NAMES_64
+#undef PEERLANE_NAMES_88
+#undef PEERLANE_NAMES_80
+#undef PEERLANE_NAMES_48
 #undef PEERLANE_NAMES_128
 #undef PEERLANE_HOLD_4
 #undef PEERLANE_HOLD_16
 #undef PEERLANE_HOLD_32
 #undef PEERLANE_HOLD_64
+#undef PEERLANE_HOLD_88
+#undef PEERLANE_HOLD_80
+#undef PEERLANE_HOLD_48
 #undef PEERLANE_HOLD_128
 #undef PEERLANE_WGMMA_SHARED
 #undef PEERLANE_WGMMA_REGISTERS

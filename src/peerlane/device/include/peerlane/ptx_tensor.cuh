@@ -36,6 +36,13 @@ __device__ inline void tensor_load(void* shared, const TensorMap* map, u64* barr
                  : "memory");
 }
 
+__device__ inline void tensor_load(void* shared, const TensorMap* map, u64* barrier, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(
+                     shared_address(shared)),
+                 "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
+}
+
 // The same into every block of the cluster whose bit is set in `blocks`: to where `shared` lies in it, counted at its own `barrier`.
 __device__ inline void tensor_load_to(u16 blocks, void* shared, const TensorMap* map, u64* barrier, int x, int y, int z) {
     asm volatile(
@@ -56,6 +63,12 @@ __device__ inline void tensor_store(const TensorMap* map, const void* shared, in
 __device__ inline void tensor_store(const TensorMap* map, const void* shared, int x, int y, int z) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                  "r"(shared_address(shared)), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
+__device__ inline void tensor_store(const TensorMap* map, const void* shared, int x, int y, int z, int w) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+                 "r"(shared_address(shared)), "r"(x), "r"(y), "r"(z), "r"(w)
                  : "memory");
 }
 

@@ -86,9 +86,25 @@ concept Watches = requires { &Kernel::watch; };
 
 constexpr int ready_slots = 4;
 
+// A kernel that keeps something for all of a tile's steps, such as an operand that they share, has a type `Kept`, `kept_slots` of it, and
+// `load(tile, in, kept)` and `compute(tile, group, in, kept, out)`: the ends of one more ring (`load` with tokens: `load(tile, in, kept, ready)`).
+template <class Kernel>
+concept Keeps = requires { typename Kernel::Kept; };
+
+template <class Kernel>
+struct KeptTiles {};
+template <Keeps Kernel>
+struct KeptTiles<Kernel> {
+    typename Kernel::Kept kept[Kernel::kept_slots];
+};
+template <class Kernel>
+struct KeptRing {};
+template <Keeps Kernel>
+struct KeptRing<Kernel> : Ring<Kernel::kept_slots> {};
+
 // A block's shared memory.
 template <class Kernel>
-struct RoleMemory {
+struct RoleMemory : KeptTiles<Kernel> {
     typename Kernel::Input input[Kernel::input_slots];
     typename Kernel::Output output[Kernel::roles.consumer_groups][Kernel::output_slots];
     Ring<Kernel::input_slots> input_ring;
@@ -97,6 +113,7 @@ struct RoleMemory {
     u32 claimed[claim_slots];
     Ring<ready_slots> ready_ring;
     u32 ready[ready_slots];
+    KeptRing<Kernel> kept_ring;
 };
 
 // The tiles of a block, for one of its roles: every role sees the same ones in the same order.
@@ -155,6 +172,11 @@ using OutputProducer = StoreProducer<typename Kernel::Output, Kernel::output_slo
 template <class Kernel>
 using OutputConsumer = Consumer<typename Kernel::Output, Kernel::output_slots>;
 
+template <class Kernel>
+using KeptProducer = CopyProducer<typename Kernel::Kept, Kernel::kept_slots>;
+template <class Kernel>
+using KeptConsumer = Consumer<typename Kernel::Kept, Kernel::kept_slots>;
+
 using ReadyProducer = StoreProducer<u32, ready_slots>;
 using ReadyConsumer = Consumer<u32, ready_slots>;
 
@@ -174,6 +196,7 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
         for (auto& ring : memory.output_ring) ring.init(4, 1);
         memory.claim_ring.init(1, 5 * roles.consumer_groups);
         memory.ready_ring.init(1, 1);
+        if constexpr (Keeps<Kernel>) memory.kept_ring.init(1, 4 * roles.consumer_groups);
         ptx::mbarrier_init_fence();
     }
     if constexpr (blocks == 1) {
@@ -198,13 +221,24 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
         if (warp == 0) {
             InputProducer<Kernel> in(memory.input, memory.input_ring);
             ReadyConsumer ready(memory.ready, memory.ready_ring);
-            tiles.template each<true>([&](const auto& tile) {
-                if constexpr (Watches<Kernel>) {
-                    kernel.load(tile, in, ready);
-                } else {
-                    kernel.load(tile, in);
-                }
-            });
+            if constexpr (Keeps<Kernel>) {
+                KeptProducer<Kernel> kept(memory.kept, memory.kept_ring);
+                tiles.template each<true>([&](const auto& tile) {
+                    if constexpr (Watches<Kernel>) {
+                        kernel.load(tile, in, kept, ready);
+                    } else {
+                        kernel.load(tile, in, kept);
+                    }
+                });
+            } else {
+                tiles.template each<true>([&](const auto& tile) {
+                    if constexpr (Watches<Kernel>) {
+                        kernel.load(tile, in, ready);
+                    } else {
+                        kernel.load(tile, in);
+                    }
+                });
+            }
             if constexpr (blocks > 1) in.drain();
         } else if (warp <= roles.consumer_groups) {
             const u32 group = warp - 1;
@@ -226,7 +260,12 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
         const u32 group = warp / 4 - 1;
         InputConsumer<Kernel> in(memory.input, memory.input_ring);
         OutputProducer<Kernel> out(memory.output[group], memory.output_ring[group]);
-        tiles.template each<false>([&](const auto& tile) { kernel.compute(tile, group, in, out); });
+        if constexpr (Keeps<Kernel>) {
+            KeptConsumer<Kernel> kept(memory.kept, memory.kept_ring);
+            tiles.template each<false>([&](const auto& tile) { kernel.compute(tile, group, in, kept, out); });
+        } else {
+            tiles.template each<false>([&](const auto& tile) { kernel.compute(tile, group, in, out); });
+        }
     }
 }
 

@@ -24,6 +24,10 @@ struct Place3 {
     int x, y, z;
 };
 
+struct Place4 {
+    int x, y, z, w;
+};
+
 // A tile of `Rows` x `Columns` elements as it lies in shared memory, in the 128-byte swizzle: panels of 64 columns, one after the other, each
 // of `Rows` rows of 128 bytes; the 16-byte pieces of row r change places by r % 8. One panel is the box of a tensor map.
 template <class Element, int Rows, int Columns>
@@ -53,11 +57,28 @@ struct alignas(swizzle_atom) SharedTile {
         for (int p = 0; p < panels; ++p) ptx::tensor_load(panel(p), map, barrier, at.x + p * panel_columns, at.y, at.z);
     }
 
+    __device__ void load(const TensorMap* map, u64* barrier, Place4 at) {
+#pragma unroll
+        for (int p = 0; p < panels; ++p) ptx::tensor_load(panel(p), map, barrier, at.x + p * panel_columns, at.y, at.z, at.w);
+    }
+
     // The whole tile to `at`; the caller commits and waits (`ptx::bulk_commit`, `ptx::bulk_wait`). For one thread.
     __device__ void store(const TensorMap* map, Place3 at) const {
 #pragma unroll
         for (int p = 0; p < panels; ++p) ptx::tensor_store(map, panel(p), at.x + p * panel_columns, at.y, at.z);
     }
+    __device__ void store(const TensorMap* map, Place4 at) const {
+#pragma unroll
+        for (int p = 0; p < panels; ++p) ptx::tensor_store(map, panel(p), at.x + p * panel_columns, at.y, at.z, at.w);
+    }
+
+    // What wgmma number `step` reads of the tile as an operand: along the columns, from row `first` on (rows are m or n, columns k) ...
+    __device__ u64 along_columns(int first, int step) const {
+        constexpr int steps = panel_columns / mma_depth;
+        return mma_descriptor(panel(step / steps) + first * 128 + step % steps * (mma_depth * element_bytes), 16, swizzle_atom);
+    }
+    // ... or along the rows (rows are k, columns n).
+    __device__ u64 along_rows(int step) const { return mma_descriptor(data + step * (mma_depth * 128), panel_bytes, swizzle_atom); }
 };
 
 // One operand of a product in shared memory: `Span` rows of A (or columns of B) by 64 k.

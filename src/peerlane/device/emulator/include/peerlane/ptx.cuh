@@ -72,6 +72,9 @@ PEERLANE_INLINE u16 pack_e5m2x2(float low, float high) {
     return static_cast<u16>(emulator::narrow_float8<2, 15, 57344>(low) | emulator::narrow_float8<2, 15, 57344>(high) << 8);
 }
 
+PEERLANE_INLINE float exp2(float x) { return __builtin_exp2f(x); }
+PEERLANE_INLINE float log2(float x) { return __builtin_log2f(x); }
+
 // The block's dynamic shared memory.
 PEERLANE_INLINE char* dynamic_shared() { return emulator::peerlane_dynamic_shared(); }
 

@@ -118,7 +118,7 @@ inline void wgmma_hold(float (&)[count]) {}
 
 template <MmaType type, int N, Major a_major, Major b_major>
 PEERLANE_INLINE void wgmma(float (&d)[N / 2], u64 a, u64 b, u32 add) {
-    static_assert(N == 32 || N == 64 || N == 128 || N == 256);
+    static_assert(N % 16 == 0 && N <= 256);
     const matrix::SharedOperand left(a, a_major), right(b, b_major);
     const u32 first = matrix::first_row();
     emulator::Segments segments;
@@ -130,7 +130,7 @@ PEERLANE_INLINE void wgmma(float (&d)[N / 2], u64 a, u64 b, u32 add) {
 
 template <MmaType type, int N, Major b_major>
 PEERLANE_INLINE void wgmma(float (&d)[N / 2], const u32 (&a)[4], u64 b, u32 add) {
-    static_assert(N == 32 || N == 64 || N == 128 || N == 256);
+    static_assert(N % 16 == 0 && N <= 256);
     const matrix::SharedOperand right(b, b_major);
     emulator::Segments segments;
     right.append(0, N, segments);

@@ -25,7 +25,7 @@ namespace tensor {
 
 struct Place {
     u32 rank;
-    int at[3];
+    int at[4];
 };
 
 // Pieces of the box at `place`: use(address in global memory or null, address in shared memory, bytes), in steps of at most 16 bytes. All
@@ -39,10 +39,12 @@ PEERLANE_UNCHECKED void each_piece(const TensorMap& map, const void* shared, con
     if (map.swizzle_bytes && row_bytes > map.swizzle_bytes) emulator::peerlane_trap();
     char* const window = static_cast<char*>(emulator::peerlane_shared_pointer(start)) - start;
     u32 linear = start;
-    for (u32 z = 0; z < map.box[2]; ++z) {
+    const auto within = [&](long long at, int dimension) { return at >= 0 && at < static_cast<long long>(map.extent[dimension]); };
+    for (u32 outer = 0; outer < map.box[3] * map.box[2]; ++outer) {
         for (u32 y = 0; y < map.box[1]; ++y) {
-            const long long row = place.at[1] + static_cast<long long>(y), plane = place.at[2] + static_cast<long long>(z);
-            const bool row_inside = row >= 0 && row < static_cast<long long>(map.extent[1]) && plane >= 0 && plane < static_cast<long long>(map.extent[2]);
+            const long long row = place.at[1] + static_cast<long long>(y), plane = place.at[2] + static_cast<long long>(outer % map.box[2]);
+            const long long volume = place.at[3] + static_cast<long long>(outer / map.box[2]);
+            const bool row_inside = within(row, 1) && within(plane, 2) && within(volume, 3);
             for (u32 x = 0; x < row_bytes; x += 16, linear += 16) {
                 char* const piece = window + (map.swizzle_bytes ? linear ^ (linear >> 7 & 7) << 4 : linear);
                 const long long first = place.at[0] + static_cast<long long>(x / map.element_bytes);
@@ -54,7 +56,7 @@ PEERLANE_UNCHECKED void each_piece(const TensorMap& map, const void* shared, con
                     };
                     u32 end = done + map.element_bytes;
                     while (end < 16 && inside(end) == inside(done)) end += map.element_bytes;
-                    const u64 offset = (first * map.element_bytes + done) + row * map.stride[0] + plane * map.stride[1];
+                    const u64 offset = (first * map.element_bytes + done) + row * map.stride[0] + plane * map.stride[1] + volume * map.stride[2];
                     use(inside(done) ? reinterpret_cast<char*>(map.address + offset) : nullptr, piece + done, end - done);
                     done = end;
                 }
@@ -94,25 +96,31 @@ PEERLANE_INLINE void store(const TensorMap* map, const void* shared, emulator::C
 inline void tensor_prefetch_map(const TensorMap*) {}
 
 PEERLANE_INLINE void tensor_load(void* shared, const TensorMap* map, u64* barrier, int x, int y) {
-    tensor::load(shared, map, barrier, {2, {x, y, 0}});
+    tensor::load(shared, map, barrier, {2, {x, y, 0, 0}});
 }
 PEERLANE_INLINE void tensor_load(void* shared, const TensorMap* map, u64* barrier, int x, int y, int z) {
-    tensor::load(shared, map, barrier, {3, {x, y, z}});
+    tensor::load(shared, map, barrier, {3, {x, y, z, 0}});
+}
+PEERLANE_INLINE void tensor_load(void* shared, const TensorMap* map, u64* barrier, int x, int y, int z, int w) {
+    tensor::load(shared, map, barrier, {4, {x, y, z, w}});
 }
 PEERLANE_INLINE void tensor_load_to(u16 blocks, void* shared, const TensorMap* map, u64* barrier, int x, int y, int z) {
-    tensor::load_to(blocks, shared, map, barrier, {3, {x, y, z}});
+    tensor::load_to(blocks, shared, map, barrier, {3, {x, y, z, 0}});
 }
 PEERLANE_INLINE void tensor_store(const TensorMap* map, const void* shared, int x, int y) {
-    tensor::store(map, shared, emulator::Combine::replace, {2, {x, y, 0}});
+    tensor::store(map, shared, emulator::Combine::replace, {2, {x, y, 0, 0}});
 }
 PEERLANE_INLINE void tensor_store(const TensorMap* map, const void* shared, int x, int y, int z) {
-    tensor::store(map, shared, emulator::Combine::replace, {3, {x, y, z}});
+    tensor::store(map, shared, emulator::Combine::replace, {3, {x, y, z, 0}});
+}
+PEERLANE_INLINE void tensor_store(const TensorMap* map, const void* shared, int x, int y, int z, int w) {
+    tensor::store(map, shared, emulator::Combine::replace, {4, {x, y, z, w}});
 }
 PEERLANE_INLINE void tensor_add(const TensorMap* map, const void* shared, int x, int y) {
-    tensor::store(map, shared, static_cast<emulator::Combine>(map->combine), {2, {x, y, 0}});
+    tensor::store(map, shared, static_cast<emulator::Combine>(map->combine), {2, {x, y, 0, 0}});
 }
 PEERLANE_INLINE void tensor_add(const TensorMap* map, const void* shared, int x, int y, int z) {
-    tensor::store(map, shared, static_cast<emulator::Combine>(map->combine), {3, {x, y, z}});
+    tensor::store(map, shared, static_cast<emulator::Combine>(map->combine), {3, {x, y, z, 0}});
 }
 
 }  // namespace ptx

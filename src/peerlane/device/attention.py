@@ -1,0 +1,224 @@
+"""Host side of ``peerlane/attention.cuh``: which tiles for which sizes, the maps of the operands, and attention on one rank."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from peerlane.device.gemm import ELEMENT_BYTES, ELEMENT_TYPES, PANEL
+from peerlane.device.group import DeviceKernel, DeviceLaunch, Group, group_of, per_group
+from peerlane.device.roles import GROUP_THREADS
+from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
+from peerlane.errors import UsageError
+
+MAX_DEPTH = 128
+_LEAST_SCALE = 1e-30
+
+
+class Parameters(ctypes.Structure):
+    """Mirrors ``peerlane::AttentionParameters``."""
+
+    _fields_ = (
+        ("q", TensorMap),
+        ("k", TensorMap),
+        ("v", TensorMap),
+        ("out", TensorMap),
+        ("logarithms", ctypes.c_uint64),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_uint32) for name in ("batch", "heads", "key_heads", "queries", "keys", "causal")),
+        ("offset", ctypes.c_int32),
+        ("padding", ctypes.c_uint32 * 6),
+    )
+
+
+@dataclass(frozen=True)
+class AttentionTiling:
+    """One instance of ``peerlane::AttentionShape``: tiles of 64 ``groups`` queries, blocks of ``keys`` keys, heads of at most ``depth``
+    elements, ``slots`` blocks of keys or values and ``output_slots`` pieces of results of each group in flight."""
+
+    groups: int
+    keys: int
+    depth: int
+    slots: int
+    output_slots: int = 2
+    turns: bool = True
+
+    @property
+    def queries(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return GROUP_THREADS * (1 + self.groups)
+
+    @property
+    def shared_bytes(self) -> int:
+        """``sizeof(RoleMemory)``: queries, blocks, results on their way out, and barriers in the last 1024 bytes."""
+        output = self.groups * self.output_slots * 64 * PANEL
+        return (self.queries * self.depth + self.slots * self.keys * self.depth + output) * ELEMENT_BYTES + 1024
+
+    def define(self, dtype: torch.dtype) -> str:
+        numbers = f"{self.groups}, {self.keys}, {self.depth}, {self.slots}, {self.output_slots}, {str(self.turns).lower()}"
+        return f"peerlane::AttentionShape<{ELEMENT_TYPES[dtype]}, {numbers}>"
+
+    def tiles(self, queries: int) -> int:
+        """Tiles of one head."""
+        return -(-queries // self.queries)
+
+
+TILINGS = (
+    AttentionTiling(2, 128, 128, 5),
+    AttentionTiling(2, 128, 64, 8),
+    AttentionTiling(1, 64, 128, 4),
+    AttentionTiling(1, 64, 64, 4),
+)
+
+
+def choose_tiling(queries: int, depth: int) -> AttentionTiling:
+    """Depends on its arguments alone, so ranks that must agree pass the same."""
+    return next(item for item in TILINGS if item.depth >= depth > item.depth - PANEL and (item.groups == 1 or queries > PANEL))
+
+
+def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise UsageError unless there is a kernel for q (B, S_q, h, D), k (B, S_k, h_kv, D), v (B, S_k, h_kv, D_v)."""
+    if len({q.dtype, k.dtype, v.dtype}) > 1 or q.dtype not in ELEMENT_TYPES:
+        raise UsageError(f"attention of {q.dtype}, {k.dtype} and {v.dtype}: expected all bfloat16 or all float16; convert the tensors")
+    shapes = f"attention of q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}"
+    if not (q.dim() == k.dim() == v.dim() == 4) or 0 in (*q.shape, *k.shape, *v.shape):
+        raise UsageError(f"{shapes}: expected (batch, tokens, heads, depth) each, none of them 0")
+    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+        raise UsageError(f"{shapes}: expected one batch, one depth of q and k, one length of k and v, and heads of q a multiple of k's")
+    if max(q.shape[3], v.shape[3]) > MAX_DEPTH or q.shape[3] % 8 or v.shape[3] % 8:
+        raise UsageError(f"{shapes}: expected depths that are multiples of 8 up to {MAX_DEPTH}; pad them with zeros")
+
+
+def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether ``check_operands`` finds nothing."""
+    try:
+        check_operands(q, k, v)
+    except UsageError:
+        return False
+    return True
+
+
+def check_scale(scale: float | None, depth: int) -> float:
+    """The scale of scores, as powers of two; None stands for depth^-0.5."""
+    value = depth**-0.5 if scale is None else float(scale)
+    if not 0 <= value < math.inf:
+        raise UsageError(f"a softmax scale of {value}: expected a finite number that is not negative; scale q instead")
+    return max(value, _LEAST_SCALE) * math.log2(math.e)  # 0 times an infinite score would not be a number
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a contiguous copy, with rows that the copy unit can address."""
+    fits = tensor.stride(-1) == 1 and all(stride % 8 == 0 for stride in tensor.stride()[:-1]) and tensor.data_ptr() % 16 == 0
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def operand_map(place: TensorPlace, rows: int) -> TensorMapSpec:
+    """The map of a tensor (batch, tokens, heads, depth), for ``rows`` tokens of one head."""
+    return place.map((rows, 1, PANEL))
+
+
+SOURCE = r"""
+#include <peerlane/attention.cuh>
+
+using Shape = SHAPE;
+
+extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
+    attention(const __grid_constant__ peerlane::AttentionParameters parameters) {
+    peerlane::run_roles(peerlane::Attention<Shape>(parameters));
+}
+"""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of one call: ``q`` (B, S_q, h, D), ``k`` (B, S_k, h_kv, D)."""
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    key_heads: int
+    causal: bool
+    offset: int
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor, causal: bool, offset: int | None) -> Sizes:
+        chosen = k.shape[1] - q.shape[1] if offset is None else offset
+        return cls(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], causal, chosen)
+
+    def parameters(self, maps: Mapping[str, TensorMap], scale: float, logarithms: int) -> Parameters:
+        return Parameters(
+            **maps,
+            logarithms=logarithms,
+            scale=scale,
+            batch=self.batch,
+            heads=self.heads,
+            key_heads=self.key_heads,
+            queries=self.queries,
+            keys=self.keys,
+            causal=int(self.causal),
+            offset=self.offset,
+        )
+
+
+def specs(places: Mapping[str, TensorPlace], tiling: AttentionTiling) -> dict[str, TensorMapSpec]:
+    """All maps of a launch, by the field they go to."""
+    rows = {"q": tiling.queries, "k": tiling.keys, "v": tiling.keys, "out": 64}
+    return {name: operand_map(place, rows[name]) for name, place in places.items()}
+
+
+@per_group
+def _kernel(group: Group, tiling: AttentionTiling, dtype: torch.dtype) -> DeviceKernel:
+    return group.kernel(SOURCE, "attention", defines={"SHAPE": tiling.define(dtype)})
+
+
+def bind(
+    group: Group,
+    tensors: Mapping[str, torch.Tensor],
+    sizes: Sizes,
+    scale: float,
+    logarithms: torch.Tensor | None = None,
+    tiling: AttentionTiling | None = None,
+) -> DeviceLaunch:
+    """The launch for ``tensors`` q, k, v and out, all ``aligned``; ``scale`` as ``check_scale`` gives it.
+    It holds addresses, not tensors."""
+    depth = max(tensors["q"].shape[3], tensors["v"].shape[3])
+    tiling = tiling or choose_tiling(sizes.queries, depth)
+    kernel = _kernel(group, tiling, tensors["q"].dtype)
+    places = {name: TensorPlace.of(tensor, group) for name, tensor in tensors.items()}
+    maps = {name: group.encode(spec) for name, spec in specs(places, tiling).items()}
+    arguments = sizes.parameters(maps, scale, 0 if logarithms is None else group.address(logarithms))
+    grid = min(group.sm_count, tiling.tiles(sizes.queries) * sizes.heads * sizes.batch)
+    return kernel.bind(grid, tiling.threads, (arguments,), shared_bytes=tiling.shared_bytes)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    offset: int | None = None,
+    group: Group | None = None,
+    tiling: AttentionTiling | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(scale q k^T) v on this rank alone, and the natural logarithm of the sum of exponentials: (B, S_q, h, D_v) and (B, h, S_q).
+
+    q (B, S_q, h, D), k (B, S_k, h_kv, D), v (B, S_k, h_kv, D_v): bfloat16 or float16; h / h_kv consecutive query heads share a key head.
+    ``causal``: key j counts for query i if j <= i + ``offset``, by default S_k - S_q. Queries without keys get 0 and -inf.
+    """
+    check_operands(q, k, v)
+    member, sizes, power = group or group_of(), Sizes.of(q, k, causal, offset), check_scale(scale, q.shape[3])
+    out = v.new_empty((*q.shape[:3], v.shape[3]))
+    logarithms = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
+    tensors = {"q": aligned(q), "k": aligned(k), "v": aligned(v), "out": out}
+    bind(member, tensors, sizes, power, logarithms, tiling)()
+    return out, logarithms

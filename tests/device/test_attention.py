@@ -1,0 +1,158 @@
+"""Attention on one rank: within its registers and shared memory, right numbers in the emulator, and broken twins are caught."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from peerlane.device import attention as kit
+from peerlane.device import compile_cubin
+from peerlane.device.attention import MAX_DEPTH, TILINGS, AttentionTiling, choose_tiling
+from peerlane.device.emulator import ranks
+from peerlane.device.jit import INCLUDE_DIR, compiler_report
+from peerlane.device.roles import BlockNeeds
+from peerlane.errors import UsageError
+
+BF16, FP16 = torch.bfloat16, torch.float16
+CALLER = """
+from peerlane.device.attention import AttentionTiling, attention
+
+def solution(q, k, v, scale, causal):
+    return attention(q, k, v, scale=scale, causal=causal, tiling={tiling})
+"""
+
+
+def operands(
+    queries: int, keys: int, *, heads: int = 1, key_heads: int = 1, depth: int = 64, value_depth: int = 64, dtype: torch.dtype = BF16
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(queries + keys)
+    shapes = (queries, heads, depth), (keys, key_heads, depth), (keys, key_heads, value_depth)
+    q, k, v = (torch.randn(1, *shape, generator=generator).to(dtype) for shape in shapes)
+    return 2 * q, k, v
+
+
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float64 attention and logarithms of sums of exponentials."""
+    heads = q.shape[2]
+    q, k, v = (tensor.transpose(1, 2).double() for tensor in (q, k, v))
+    k, v = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        scores.masked_fill_(torch.ones_like(scores[0, 0], dtype=torch.bool).triu_(1 + k.shape[2] - q.shape[2]), -math.inf)
+    logarithms = scores.logsumexp(-1)
+    return (torch.exp(scores - logarithms.unsqueeze(-1)).nan_to_num(0.0) @ v).transpose(1, 2), logarithms
+
+
+def run(
+    folder: Path, tensors: tuple[torch.Tensor, ...], *, scale: float | None = None, causal: bool, tiling: object = None
+) -> ranks.Outcome:
+    file = folder / "attends.py"
+    file.write_text(CALLER.format(tiling=tiling))
+    return ranks.run(file, [[(*tensors, scale, causal)]], schedules=1)
+
+
+def error(outcome: ranks.Outcome, tensors: tuple[torch.Tensor, ...], *, scale: float | None = None, causal: bool) -> float:
+    """Of the results, relative to their norm, and of logarithms, whichever is larger."""
+    if outcome.failure is not None:
+        raise outcome.failure[1]
+    out, logarithms = outcome.outputs[0][0]
+    wanted, wanted_logarithms = expected(*tensors, scale, causal)
+    finite = wanted_logarithms.isfinite()
+    assert torch.equal(finite, logarithms.isfinite())
+    return max(float((out - wanted).norm() / wanted.norm()), float((logarithms - wanted_logarithms)[finite].abs().max()))
+
+
+CASES = {
+    "causal, heads share keys, both ends ragged": (operands(70, 130, heads=2), True, None),
+    "a block that all of a tile's queries miss": (operands(72, 40), True, None),
+    "narrow heads of two depths, scaled": (operands(20, 70, depth=16, value_depth=8), False, 0.3),
+}
+SLOW = {
+    "two groups in turns": (operands(130, 200, depth=128, value_depth=128, dtype=FP16), True, None),
+    "deep heads": (operands(70, 130, depth=96, value_depth=128), False, None),
+    "one query": (operands(1, 1), True, None),
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_attention_is_right_and_nothing_in_it_is_unordered(name: str, tmp_path: Path) -> None:
+    tensors, causal, scale = {**CASES, **SLOW}[name]
+    tiling = None if name in SLOW else AttentionTiling(1, 64, 64, 3)
+    outcome = run(tmp_path, tensors, scale=scale, causal=causal, tiling=tiling)
+    assert error(outcome, tensors, scale=scale, causal=causal) < 3e-3
+    assert not outcome.findings, outcome.findings
+
+
+TWINS = {
+    "sum is not rescaled": ("            state.rescale();\n", "", "wrong"),
+    "mask off by one": ("query + row(r) + step.diagonal + 1)", "query + row(r) + step.diagonal)", "wrong"),
+    "values given back before they are read": (
+        "            ptx::wgmma_wait<0>();\n            ptx::wgmma_hold(state.sum.value);\n",
+        "",
+        "race",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, instead, kind = TWINS[name]
+    text = (INCLUDE_DIR / "peerlane" / "attention.cuh").read_text()
+    assert text.count(line) == 1
+    monkeypatch.setattr(
+        kit, "SOURCE", kit.SOURCE.replace("#include <peerlane/attention.cuh>", text.replace(line, instead).replace("#pragma once", ""))
+    )
+    tensors = operands(70, 200)
+    outcome = run(tmp_path, tensors, causal=True, tiling=AttentionTiling(1, 64, 64, 2))
+    if kind == "wrong":
+        assert error(outcome, tensors, causal=True) > 0.01
+    else:
+        assert kind in {finding.kind for finding in outcome.findings}
+
+
+@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: AttentionTiling) -> None:
+    layout = f"static_assert(sizeof(peerlane::RoleMemory<peerlane::Attention<Shape>>) == {tiling.shared_bytes});\n"
+    layout += f"static_assert(Shape::roles.threads() == {tiling.threads});\n"
+    report = compiler_report(kit.SOURCE + layout, defines={"SHAPE": tiling.define(BF16)})
+    assert "0 bytes spill stores, 0 bytes spill loads" in report and "Potential Performance Loss" not in report
+    registers = int(report.split("Used ")[1].split()[0])
+    assert BlockNeeds(tiling.threads, registers, tiling.shared_bytes).per_sm() >= 1
+
+
+def test_host_structures_have_the_devices_layout() -> None:
+    places = [f"static_assert(sizeof(AttentionParameters) == {ctypes.sizeof(kit.Parameters)});"]
+    places += [
+        f"static_assert(__INTADDR__(&((AttentionParameters*)0)->{field[0]}) == {getattr(kit.Parameters, field[0]).offset});"
+        for field in kit.Parameters._fields_
+        if field[0] != "padding"
+    ]
+    compile_cubin("#include <peerlane/attention.cuh>\nusing namespace peerlane;\n" + "\n".join(places) + "\n")
+
+
+@pytest.mark.parametrize("depth", range(8, MAX_DEPTH + 1, 8))
+def test_every_depth_has_tiles(depth: int) -> None:
+    assert choose_tiling(1, depth).groups == 1 and choose_tiling(4096, depth).groups == 2
+    assert choose_tiling(4096, depth).depth >= depth
+
+
+@pytest.mark.parametrize(
+    ("tensors", "scale", "says"),
+    [
+        (operands(4, 4, depth=256), None, r"expected depths that are multiples of 8 up to 128"),
+        (operands(4, 4, depth=12), None, r"pad them with zeros"),
+        (operands(4, 4, dtype=torch.float32), None, r"convert the tensors"),
+        (operands(4, 4, heads=3, key_heads=2), None, r"heads of q a multiple of k's"),
+        (operands(4, 4), -1.0, r"a softmax scale of -1.0"),
+    ],
+)
+def test_what_there_is_no_kernel_for_is_said(tensors: tuple[torch.Tensor, ...], scale: float | None, says: str, tmp_path: Path) -> None:
+    outcome = run(tmp_path, tensors, scale=scale, causal=False)
+    assert outcome.failure is not None
+    with pytest.raises(UsageError, match=says):
+        raise outcome.failure[1]

@@ -1,0 +1,210 @@
+"""Attention on this machine's first GPU: right numbers for many shapes, then its speed beside torch's attention.
+
+    PYTHONPATH=src python tests/gpu/check_attention.py [--tilings all|chosen] [--seconds 60] [--out FOLDER]
+
+Results are compared with float32 attention of the same inputs. A speed is the median of stretches that take turns, in TFLOP/s of products
+that the mask leaves. Torch's is that of its flash or its cuDNN back end, whichever is faster. The script writes attention.json, and
+failures.txt if something is wrong. It exits with 1 if a result was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from peerlane.device import attention as kit
+from peerlane.device.attention import TILINGS, AttentionTiling, Sizes
+from peerlane.device.jit import compiler_report
+from peerlane.device.local import LocalRanks
+from peerlane.hardware.environment import record
+
+BF16, FP16 = torch.bfloat16, torch.float16
+VARIANTS = (
+    AttentionTiling(2, 128, 128, 5),
+    AttentionTiling(2, 128, 128, 5, turns=False),
+    AttentionTiling(2, 96, 128, 6),
+    AttentionTiling(2, 160, 128, 4),
+    AttentionTiling(2, 176, 128, 4, output_slots=1),
+    AttentionTiling(2, 176, 128, 4, output_slots=1, turns=False),
+    AttentionTiling(2, 128, 64, 8),
+    AttentionTiling(2, 128, 64, 8, turns=False),
+    AttentionTiling(2, 176, 64, 6),
+    AttentionTiling(3, 128, 64, 6),
+)
+# batch, queries, keys, heads, key heads, depth, depth of values, causal, dtype
+SHAPES = (
+    (2, 256, 256, 4, 4, 128, 128, False, BF16),
+    (2, 256, 256, 4, 4, 64, 64, True, FP16),
+    (1, 1000, 1000, 8, 2, 128, 128, True, BF16),
+    (3, 333, 777, 6, 1, 64, 64, True, BF16),
+    (2, 777, 333, 2, 2, 128, 128, False, FP16),
+    (16, 4, 16, 8, 8, 64, 64, False, BF16),
+    (2, 5, 10, 3, 3, 16, 8, True, BF16),
+    (1, 130, 4100, 5, 5, 96, 128, False, BF16),
+    (1, 4096, 4096, 16, 4, 128, 128, True, BF16),
+    (2, 200, 130, 2, 1, 128, 128, True, FP16),
+)
+SPEEDS = tuple((depth, length, causal) for depth in (128, 64) for length in (4096, 8192, 16384, 32768) for causal in (False, True))
+TOKENS, HIDDEN = 32768, 2048
+TORCH = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+STRETCHES = 5
+
+
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 attention and logarithms of sums of exponentials."""
+    q, k, v = (tensor.transpose(1, 2).float() for tensor in (q, k, v))
+    k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], 1) for tensor in (k, v))
+    scores = q @ k.transpose(-1, -2) * scale
+    if causal:
+        scores.masked_fill_(torch.ones_like(scores[0, 0], dtype=torch.bool).triu_(1 + k.shape[2] - q.shape[2]), -math.inf)
+    logarithms = scores.logsumexp(-1)
+    weights = torch.exp(scores - logarithms.unsqueeze(-1)).nan_to_num_(0.0)
+    return (weights @ v).transpose(1, 2), logarithms
+
+
+def check(group: Any, shape: tuple[Any, ...], tiling: AttentionTiling | None) -> str:
+    """What is wrong, or nothing."""
+    batch, queries, keys, heads, key_heads, depth, value_depth, causal, dtype = shape
+    q = torch.randn(batch, queries, heads, depth, device="cuda").to(dtype) * 2
+    k, v = (torch.randn(batch, keys, key_heads, d, device="cuda").to(dtype) for d in (depth, value_depth))
+    out, logarithms = kit.attention(q, k, v, causal=causal, group=group, tiling=tiling)
+    torch.cuda.synchronize()
+    wanted, wanted_logarithms = expected(q, k, v, causal, depth**-0.5)
+    error = float((out.float() - wanted).norm() / wanted.norm())
+    finite = wanted_logarithms.isfinite()
+    off = float((logarithms - wanted_logarithms)[finite].abs().max())
+    same = torch.equal(finite, logarithms.isfinite())
+    limit = 5e-3 if dtype == BF16 else 1e-3
+    wrong = not (error < limit and off < 1e-4 * max(1, float(wanted_logarithms[finite].abs().max())) and same)
+    return f"{shape} by {tiling}: error {error:.2e} of {limit}, logarithms off by {off:.2e}, same finite {same}" if wrong else ""
+
+
+def flops(batch: int, length: int, heads: int, depth: int, causal: bool) -> float:
+    return 4 * batch * heads * depth * length**2 / (2 if causal else 1)
+
+
+def milliseconds(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Medians of stretches of about 30 ms; kinds of calls take turns."""
+    counts: dict[str, int] = {}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for name, call in calls.items():
+        for _ in range(2):
+            call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        counts[name] = max(2, min(50, int(0.03 / (time.perf_counter() - start))))
+    for _ in range(STRETCHES):
+        for name, call in calls.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            call()
+            start.record()
+            for _ in range(counts[name]):
+                call()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / counts[name])
+    return {name: statistics.median(known) for name, known in times.items()}
+
+
+def speed(group: Any, depth: int, length: int, causal: bool, tilings: list[AttentionTiling]) -> dict[str, Any]:
+    batch, heads = TOKENS // length, HIDDEN // depth
+    q, k, v = (torch.randn(batch, length, heads, depth, device="cuda").to(BF16) for _ in range(3))
+    out, sizes, scale = torch.empty_like(q), Sizes.of(q, k, causal, None), kit.check_scale(None, depth)
+    tensors = {"q": q, "k": k, "v": v, "out": out}
+    calls: dict[str, Callable[[], Any]] = {str(tiling): kit.bind(group, tensors, sizes, scale, None, tiling) for tiling in tilings}
+    ours = list(calls)
+    flat = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
+    for name, backend in TORCH.items():
+
+        def torch_call(backend: SDPBackend = backend) -> None:
+            with sdpa_kernel(backend):
+                scaled_dot_product_attention(*flat, is_causal=causal)
+
+        try:
+            torch_call()
+            calls[name] = torch_call
+        except RuntimeError as error:
+            print(f"{name} does not take this: {error}", file=sys.stderr)
+    work = flops(batch, length, heads, depth, causal)
+    rates = {name: round(work / ms / 1e9, 1) for name, ms in milliseconds(calls).items()}
+    best = max((rate for name, rate in rates.items() if name in TORCH), default=math.nan)
+    kit_best = max(rates[name] for name in ours)
+    return {"depth": depth, "length": length, "causal": causal, "tflops": rates, "share_of_best_torch": round(kit_best / best, 3)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tilings", choices=["all", "chosen"], default="all")
+    parser.add_argument("--seconds", type=float, default=70.0, help="speeds that would begin later are left out")
+    parser.add_argument("--out", type=Path, default=Path("."))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    begin, failures = time.perf_counter(), []
+    (group,) = LocalRanks(1).groups
+    torch.manual_seed(1)
+    variants = list(VARIANTS if options.tilings == "all" else [tiling for tiling in TILINGS if tiling.groups > 1])
+    broken = set()
+    for tiling in variants:
+        try:
+            report = compiler_report(kit.SOURCE, defines={"SHAPE": tiling.define(BF16)})
+            spills = next((line.strip() for line in report.splitlines() if "spill" in line), "no report")
+            print(f"{tiling}: {spills}", flush=True)
+        except Exception:
+            failures.append(f"{tiling}\n{traceback.format_exc()}")
+    for shape in SHAPES:
+        depth = max(shape[5:7])
+        for tiling in [None, *(item for item in variants if item.depth >= depth > item.depth - 64 and shape[1] > 64)]:
+            try:
+                told = check(group, shape, tiling)
+            except Exception:
+                told = f"{shape} by {tiling}\n{traceback.format_exc()}"
+            if told:
+                broken.add(tiling)
+                failures.append(told)
+    print(f"{len(failures)} failures in {len(SHAPES)} shapes, {time.perf_counter() - begin:.0f} s", flush=True)
+    rows = []
+    for depth, length, causal in SPEEDS if not failures or len(broken) < len(variants) else ():
+        if time.perf_counter() - begin > options.seconds:
+            break
+        usable = [item for item in variants if item.depth == depth and item not in broken]
+        if not usable:
+            continue
+        if length != 8192 and rows:  # all of them once, then the faster half
+            known = [row for row in rows if row["depth"] == depth and row["causal"] == causal]
+            if known:
+                usable.sort(key=lambda item: -known[0]["tflops"].get(str(item), 0))
+                usable = usable[:2]
+        try:
+            rows.append(speed(group, depth, length, causal, usable))
+            print(json.dumps(rows[-1]), flush=True)
+        except Exception:
+            failures.append(f"speed of {depth} {length} {causal}\n{traceback.format_exc()}")
+            break
+    (options.out / "attention.json").write_text(json.dumps({"environment": record(), "speeds": rows}, indent=1, default=str))
+    if failures:
+        (options.out / "failures.txt").write_text("\n\n".join(failures))
+        print("\n".join(told[:400] for told in failures[:8]))
+    print("depth  length causal  kit  torch  share")
+    for row in rows:
+        kit_rate = max(rate for name, rate in row["tflops"].items() if name not in TORCH)
+        torch_rate = max((rate for name, rate in row["tflops"].items() if name in TORCH), default=math.nan)
+        print(f"{row['depth']:5} {row['length']:7} {row['causal']!s:6} {kit_rate:6} {torch_rate:6} {row['share_of_best_torch']}")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
