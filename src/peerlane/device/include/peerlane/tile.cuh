@@ -26,6 +26,7 @@ struct Place3 {
 
 struct Place4 {
     int x, y, z, w;
+    __device__ Place4(int x_, int y_, int z_, int w_) : x(x_), y(y_), z(z_), w(w_) {}  // so that three numbers in braces are no Place4
 };
 
 // A tile of `Rows` x `Columns` elements as it lies in shared memory, in the 128-byte swizzle: panels of 64 columns, one after the other, each
