@@ -79,7 +79,7 @@ struct alignas(swizzle_atom) SharedTile {
         return mma_descriptor(panel(step / steps) + first * 128 + step % steps * (mma_depth * element_bytes), 16, swizzle_atom);
     }
     // ... or along the rows (rows are k, columns n).
-    __device__ u64 along_rows(int step) const { return mma_descriptor(data + step * (mma_depth * 128), panel_bytes, swizzle_atom); }
+    __device__ u64 along_rows(int step) const { return mma_descriptor(data + 128 * mma_depth * step, panel_bytes, swizzle_atom); }
 };
 
 // One operand of a product in shared memory: `Span` rows of A (or columns of B) by 64 k.
