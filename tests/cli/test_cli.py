@@ -53,6 +53,7 @@ COMMAND_LINE = {
     ],
     "calibrate": ["--problem", "--problems", "--preset", "--world-size", "--device", "--out", "--json"],
     "race": ["file", "--schedules", "--seed", "--world-size", "--json"],
+    "trace": ["candidate", "--problem", "--problems", "--preset", "--world-size", "--mode", "--device", "--out", "--json"],
     "bench": ["what", "--out", "--plot", "--json"],
     "report": ["files", "--noise", "--plot"],
     "results": [],

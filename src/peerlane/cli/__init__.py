@@ -30,6 +30,7 @@ from peerlane.cli import (
     results,
     selftest,
     show,
+    trace,
 )
 from peerlane.cli._console import ExitCode, print_error
 from peerlane.errors import MissingDependency, PeerlaneError, UsageError
@@ -65,6 +66,7 @@ app.command("show")(show.show)
 app.command("eval")(evaluation.evaluate_candidates)
 app.command("calibrate")(calibrate.calibrate)
 app.command("race")(race.race)
+app.command("trace")(trace.trace)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)
 app.add_typer(results.results, name="results")

@@ -329,6 +329,7 @@ class Evaluator:
                                 later,
                                 stress=plan.stress,
                                 limit=limit,
+                                timelines=plan.timelines,
                             )
                         ),
                     )

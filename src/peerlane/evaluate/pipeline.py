@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import secrets
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 import peerlane
 from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
 from peerlane.evaluate.audit.audit import Auditor, profiler_works
+from peerlane.evaluate.audit.timeline import timeline_of
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected, verdict_of
 from peerlane.evaluate.correctness.stress import Stress
@@ -69,6 +71,8 @@ class EvaluationPipeline:
     stress: StressRules = field(default_factory=StressRules)
     limit: Limit | None = None
     """the end of the evaluation that its caller sets"""
+    timelines: Path | None = None
+    """folder for what every rank did when, if that is wanted"""
     source: str | None = None
     """what is judged, read once: later changes of the file are nothing to this evaluation"""
     phase: Phase = "spawn"
@@ -195,6 +199,9 @@ class EvaluationPipeline:
         if not job.candidate.is_reference:
             with self._in("audit"):
                 self._audit(cases[0], speed)
+        if self.timelines is not None and self.healthy:
+            with self._in("audit"):
+                self._write_timelines(self.timelines, cases[0], speed)
         if speed is not None and self.healthy:
             speed.runner.close()
         if self.healthy:
@@ -358,6 +365,31 @@ class EvaluationPipeline:
             if auditor.saw_nothing and not profiler_works(self.session):
                 raise Rejected(NotRun(missing="the profiler sees nothing of what a GPU does here, and the custom track needs it"))
             raise Rejected(objection)
+
+    def _write_timelines(self, folder: Path, case: Case, speed: Benchmark | None) -> None:
+        """A timeline of every mode that was measured; on CPU ranks of one call."""
+        assert self.group is not None
+        job, moving = self.job, {kernel.name: kernel.mechanisms for kernel in self.auditor.loaded} if self.auditor else {}
+        labels = {"candidate": job.candidate.name, "problem": job.problem.id, "slug": job.problem.slug, "case": case.label}
+        labels |= {"preset": job.preset, "world_size": job.world_size, "device": self.node.device}
+        if speed is None:
+            runner = CaseRunner(self.session, self.group, job.problem, case, "check", CHECKED_SLOTS)
+            runner.open()
+            runner.generate_inputs()
+            runner.publish_inputs()
+            limit_s = self.session.deadlines.first_call
+            runner.check("audit", limit_s, [0])
+            answers = runner.check("audit", limit_s, [1], marker=secrets.token_hex(16), timeline=True)
+            runner.close()
+            timeline_of(answers, 1, moving, {**labels, "mode": "call"}).write(folder / f"{job.candidate.name}.call.json")
+            return
+        for item in self.speeds:
+            if isinstance(item, ModeSpeed):
+                answers = speed.profile_block(item.mode, secrets.token_hex(16), timeline=True)
+                measured: dict[str, object] = {"mode": item.mode, "measured_us": item.candidate_us.median}
+                measured |= {"bound_us": item.utilisation[0].bound_us, "bound_by": item.utilisation[0].bound_by} if item.utilisation else {}
+                timeline = timeline_of(answers, speed.calls[item.mode], moving, {**labels, **measured})
+                timeline.write(folder / f"{job.candidate.name}.{item.mode}.json")
 
     def _must_move(self, case: Case) -> bool:
         return any(self.job.problem.cost(case, rank).ingress_bytes > 0 for rank in range(case.world_size))

@@ -43,6 +43,8 @@ class EvaluationPlan:
         out: folder of ``results.jsonl``; None keeps nothing.
         timeout: seconds that one evaluation may take, waiting for its turn apart; None: no limit but the deadlines of its phases.
         rerun: judge again what ``out`` already holds.
+        timelines: folder that gets a file ``NAME.MODE.json`` for every evaluation and launch mode: what every rank did when, in the timed
+            case; on CPU ranks in one call. See :mod:`peerlane.evaluate.audit.timeline`.
         deadlines, pool_settings, rules, stress: see :mod:`peerlane.settings`.
     """
 
@@ -59,6 +61,7 @@ class EvaluationPlan:
     isolation: Tier | None = None
     timeout: float | None = None
     rerun: bool = False
+    timelines: Path | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
     pool_settings: PoolSettings = field(default_factory=PoolSettings)
     rules: TimingRules = field(default_factory=TimingRules)

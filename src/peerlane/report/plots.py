@@ -8,7 +8,8 @@ from __future__ import annotations
 import importlib
 import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -135,8 +136,12 @@ def _dates(moments: Iterable[datetime]) -> str:
     return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
-def write_svg(plot: Plot, path: Path) -> None:
-    """Draw it; raises MissingDependency without matplotlib, UsageError if the file's name does not end in .svg or it cannot be written."""
+@contextmanager
+def svg_figure(path: Path, width: float, height: float) -> Iterator[Any]:
+    """A matplotlib Figure of so many inches, which is written when the block ends.
+
+    Raises MissingDependency without matplotlib, UsageError if the file's name does not end in .svg or it cannot be written.
+    """
     if path.suffix != ".svg":
         raise UsageError(f"cannot draw {path}: expected a name that ends in .svg")
     try:
@@ -144,22 +149,28 @@ def write_svg(plot: Plot, path: Path) -> None:
         figures = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise MissingDependency(f"plots need matplotlib, which can not be imported ({error}): run {INSTALL}") from error
-    across = min(len(plot.panels), _PANELS_ACROSS)
-    down = -(-len(plot.panels) // across)
     # Text stays text, and the same plot gives the same bytes.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "peerlane"}):
-        figure = figures.Figure(figsize=(_PANEL_INCHES[0] * across, _PANEL_INCHES[1] * down + 0.5), layout="constrained")
+        figure = figures.Figure(figsize=(width, height), layout="constrained")
+        yield figure
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, format="svg", metadata={"Date": None})
+        except OSError as error:
+            raise UsageError(f"cannot write {path}: {error.strerror}; name a file that can be written") from None
+
+
+def write_svg(plot: Plot, path: Path) -> None:
+    """Draws it; raises what :func:`svg_figure` raises."""
+    across = min(len(plot.panels), _PANELS_ACROSS)
+    down = -(-len(plot.panels) // across)
+    with svg_figure(path, _PANEL_INCHES[0] * across, _PANEL_INCHES[1] * down + 0.5) as figure:
         axes = figure.subplots(down, across, squeeze=False).flatten()
         for panel, area in zip(plot.panels, axes, strict=False):
             _draw(panel, plot, area)
         for area in axes[len(plot.panels) :]:
             area.set_axis_off()
         figure.suptitle(plot.title)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, format="svg", metadata={"Date": None})
-        except OSError as error:
-            raise UsageError(f"cannot write {path}: {error.strerror}; name a file that can be written") from None
 
 
 def _draw(panel: Panel, plot: Plot, area: Any) -> None:

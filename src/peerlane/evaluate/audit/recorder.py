@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as _c10d
 
 from peerlane.evaluate.audit import monkeypatch_check
 from peerlane.evaluate.audit.activity import MOST_NAMES, NAME_CHARACTERS
+from peerlane.evaluate.audit.timeline import HOST_LANE, MOST_EVENTS
 
 _front: Any = torch.autograd.profiler
 _Activity, _Settings, _KINETO, _CPU = _front.ProfilerActivity, _front.ProfilerConfig, _front.ProfilerState.KINETO, _front.DeviceType.CPU
@@ -81,12 +82,24 @@ class Recording:
             "replaced": [*replaced(), *monkeypatch_check.replaced()],
         }
 
+    def keep_events(self, events: list[Any], marker: str) -> None:
+        """Adds ``events``: name, lane (the stream, or that of the host), start and end in nanoseconds of the host's clock."""
+        found = []
+        for event in events:
+            name, on_host = event.name()[:NAME_CHARACTERS], event.device_type() == _CPU
+            if event.is_user_annotation() or name.startswith(marker):
+                continue
+            start = event.start_ns()
+            found.append([name, HOST_LANE if on_host else int(event.device_resource_id()), start, start + event.duration_ns()])
+        found.sort(key=lambda event: (event[1] == HOST_LANE, event[2]))  # if there are too many, those of the host go
+        self.message["events"] = found[:MOST_EVENTS]
+
 
 @contextlib.contextmanager
-def recording(device: torch.device, marker: str) -> Iterator[Recording]:
+def recording(device: torch.device, marker: str, *, timeline: bool = False) -> Iterator[Recording]:
     """Records all threads' operators and, on a GPU, what the device does, until everything that was launched has ended.
 
-    ``marker``: a word that nobody can know beforehand, set at both ends.
+    ``marker``: a word that nobody can know beforehand, set at both ends. ``timeline``: the events themselves are kept too.
     """
     result = Recording()
     on_gpu = device.type == "cuda"
@@ -109,3 +122,5 @@ def recording(device: torch.device, marker: str) -> Iterator[Recording]:
         after = collectives()
         events = _disable().events()
     result.keep(events, marker, before, after)
+    if timeline:
+        result.keep_events(events, marker)

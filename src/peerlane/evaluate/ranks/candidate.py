@@ -206,10 +206,11 @@ class CandidateRank(Rank):
         attached = self._spaces[request["space"]]
         solution, outputs, slots = self._side(request), attached.outputs, request["slots"]
         marker, recordings, before = request.get("marker"), [], collectives()
+        timeline = request.get("timeline", False)
         for slot in slots:
             self._poison(outputs.layout[slot])
             args = outputs.fresh(attached.arguments.args[slot])
-            with recording(self.device, marker) if marker else contextlib.nullcontext() as record:
+            with recording(self.device, marker, timeline=timeline) if marker else contextlib.nullcontext() as record:
                 output = solution(*args)
             if record is not None:
                 recordings.append(record.message)
@@ -279,7 +280,7 @@ class CandidateRank(Rank):
     def profile_block(self, request: Message) -> dict[str, Any]:
         """The block that was prepared, recorded and without clocks; what its calls returned."""
         attached = self._spaces[request["space"]]
-        with recording(self.device, request["marker"]) as record:
+        with recording(self.device, request["marker"], timeline=request["timeline"]) as record:
             self.prepared.profile()
         return {"recordings": [record.message], "outputs": attached.outputs.descriptions}
 

@@ -120,10 +120,13 @@ class Benchmark:
                 raise
             raise Unmeasurable(rejected.verdict.reason, kind=rejected.verdict.kind) from None
 
-    def profile_block(self, mode: Mode, marker: str) -> list[Message]:
-        """A block of a mode that was measured, under the profiler; what the ranks answered. Raises :class:`Rejected` or GroupFailure."""
+    def profile_block(self, mode: Mode, marker: str, *, timeline: bool = False) -> list[Message]:
+        """A block of a mode that was measured, under the profiler; what the ranks answered, with all events if ``timeline``.
+
+        Raises :class:`Rejected` or GroupFailure.
+        """
         try:
-            return self._new_race(mode, "candidate", calls=self.calls[mode]).profile_block(marker)
+            return self._new_race(mode, "candidate", calls=self.calls[mode]).profile_block(marker, timeline=timeline)
         except CaptureFailed as failure:
             if failure.trusted:
                 raise HarnessError(f"the reference could not be captured again: {failure}") from None

@@ -135,13 +135,13 @@ class Race(Rounds):
             raise CaptureFailed(why, trusted=True)
         return min(self._trusted_block(core=0).events_us for _ in range(3)) / self.calls
 
-    def profile_block(self, marker: str) -> list[Message]:
+    def profile_block(self, marker: str, *, timeline: bool) -> list[Message]:
         """A block of the candidate's on new contents, without swaps, recorded instead of timed; its outputs are judged."""
         runner = self.runner
         self._renew()
         self._draw(0)
         self._build()
-        answers = runner.ask("profile_block", "audit", runner.session.deadlines.first_call, marker=marker)
+        answers = runner.ask("profile_block", "audit", runner.session.deadlines.first_call, marker=marker, timeline=timeline)
         runner.collect_from(answers, self._plan.copied, "audit")
         runner.judge("audit")
         return answers

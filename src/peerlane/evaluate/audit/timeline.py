@@ -1,0 +1,183 @@
+"""Timelines: what every rank did when, in recorded calls of one side, as a file that Perfetto (ui.perfetto.dev) opens.
+
+All ranks of a node stamp their events with the host's clock, into which the profiler converts the GPUs' clocks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from peerlane.errors import UsageError
+from peerlane.evaluate.audit.activity import COMMUNICATION, NAME_CHARACTERS, kernel_kind
+from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.files import write_atomically
+
+MOST_EVENTS = 20_000
+"""that one rank may report of one recording"""
+HOST_LANE = -1
+Kind = Literal["compute", "communication", "both", "host"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One kernel, copy or operator: its rank, its stream (:data:`HOST_LANE` for operators of the host), microseconds since the first."""
+
+    name: str
+    rank: int
+    lane: int
+    kind: Kind
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of one side's spans on the device: microseconds per call on the busiest rank, and shares of that rank's time.
+
+    Attributes:
+        us_per_call: from the first span's start to the last one's end, over the number of calls.
+        computing, communicating: shares of that time; a kernel that does both counts in both.
+        overlap: share of the communication that something is computed during; 0 without communication.
+        idle: share in which nothing runs.
+    """
+
+    us_per_call: float
+    computing: float
+    communicating: float
+    overlap: float
+    idle: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The spans of ``calls`` calls of one side on all ranks. ``labels``: candidate, problem, preset, launch mode, measured time, bound."""
+
+    ranks: int
+    calls: int
+    spans: tuple[Span, ...]
+    labels: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether spans of a device were recorded; on CPU ranks there are those of the host alone."""
+        return any(span.lane != HOST_LANE for span in self.spans)
+
+    def timed_spans(self, rank: int) -> list[Span]:
+        """Of the device, or on CPU ranks of the host."""
+        device = self.on_device
+        return [span for span in self.spans if span.rank == rank and (span.lane != HOST_LANE) == device]
+
+    def shares(self) -> Shares:
+        """See :class:`Shares`; raises UsageError if nothing was recorded."""
+        by_rank = [spans for rank in range(self.ranks) if (spans := self.timed_spans(rank))]
+        if not by_rank:
+            raise UsageError(f"the timeline of {self.labels.get('candidate', 'this side')} is empty: the profiler saw nothing run")
+        return max((_shares(spans, self.calls) for spans in by_rank), key=lambda item: item.us_per_call)
+
+    def write(self, path: Path) -> None:
+        """As JSON, for :meth:`read`."""
+        write_atomically(path, json.dumps(asdict(self)).encode())
+
+    @staticmethod
+    def read(path: Path) -> Timeline:
+        """What :meth:`write` wrote."""
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Timeline(found["ranks"], found["calls"], tuple(Span(**span) for span in found["spans"]), found["labels"])
+
+
+def timeline_of(answers: Sequence[Message], calls: int, mechanisms: Mapping[str, Iterable[str]], labels: dict[str, Any]) -> Timeline:
+    """From what the ranks answered to a request with ``timeline``; raises GroupFailure for anything else.
+
+    ``mechanisms``: of kernels whose code was found, what in it moves data between ranks; such a kernel does both.
+    """
+    recorded = [(rank, *event) for rank, answer in enumerate(answers) for event in _events(answer, rank)]
+    begin = min((start for _, _, lane, start, _ in recorded if lane != HOST_LANE), default=None)
+    begin = min((start for _, _, _, start, _ in recorded), default=0) if begin is None else begin
+    spans = [
+        Span(name, rank, lane, _kind(name, lane, mechanisms), (start - begin) / 1e3, (end - begin) / 1e3)
+        for rank, name, lane, start, end in sorted(recorded, key=lambda item: item[3])
+    ]
+    return Timeline(len(answers), calls, tuple(spans), labels)
+
+
+def perfetto(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """One Chrome trace of all sides, one below the other: a process per side and rank, a track per stream."""
+    events: list[dict[str, Any]] = []
+    for side, timeline in enumerate(timelines):
+        for rank in range(timeline.ranks):
+            pid = side * 1000 + rank
+            title = f"{timeline.labels.get('candidate', 'side')} rank {rank}"
+            events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": title}})
+            events.append({"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}})
+            lanes = sorted({span.lane for span in timeline.spans if span.rank == rank})
+            names = ({"name": "host" if lane == HOST_LANE else f"stream {lane}"} for lane in lanes)
+            events += [
+                {"ph": "M", "pid": pid, "tid": lane + 1, "name": "thread_name", "args": name}
+                for lane, name in zip(lanes, names, strict=True)
+            ]
+        events += [
+            {
+                "ph": "X",
+                "pid": side * 1000 + span.rank,
+                "tid": span.lane + 1,
+                "name": span.name,
+                "cat": span.kind,
+                "ts": span.start_us,
+                "dur": span.end_us - span.start_us,
+            }
+            for span in timeline.spans
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"sides": json.dumps([item.labels for item in timelines])}}
+
+
+def _events(answer: Message, rank: int) -> list[tuple[str, int, int, int]]:
+    recordings = answer.get("recordings")
+    events = recordings[-1].get("events") if isinstance(recordings, list) and recordings and isinstance(recordings[-1], dict) else None
+    if not isinstance(events, list) or len(events) > MOST_EVENTS or not all(map(_is_event, events)):
+        raise GroupFailure("garbage", "audit", "a rank reported when its calls ran in a form that is not a timeline's", rank=rank)
+    return [(str(event[0]), int(event[1]), int(event[2]), int(event[3])) for event in events]
+
+
+def _is_event(event: Any) -> bool:
+    if not isinstance(event, list) or len(event) != 4 or not isinstance(event[0], str) or len(event[0]) > NAME_CHARACTERS:
+        return False
+    numbers = event[1:]
+    return all(type(number) is int and -1 <= number < 1 << 63 for number in numbers) and 0 <= event[2] <= event[3]
+
+
+def _kind(name: str, lane: int, mechanisms: Mapping[str, Iterable[str]]) -> Kind:
+    if lane == HOST_LANE:
+        return "communication" if name.startswith(COMMUNICATION) else "host"
+    if kernel_kind(name) == "nccl" or name.startswith("Memcpy PtoP"):
+        return "communication"
+    return "both" if any(mechanisms.get(name, ())) else "compute"
+
+
+def _shares(spans: Sequence[Span], calls: int) -> Shares:
+    whole = max(span.end_us for span in spans) - min(span.start_us for span in spans)
+    computing = _union([span for span in spans if span.kind != "communication"])
+    communicating = _union([span for span in spans if span.kind in ("communication", "both")])
+    busy = _length(_union(spans))
+    both = _length(computing) + _length(communicating) - busy
+    part = whole or 1.0
+    moving = _length(communicating)
+    return Shares(whole / calls, _length(computing) / part, moving / part, both / moving if moving else 0.0, 1 - busy / part)
+
+
+def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted((span.start_us, span.end_us) for span in spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _length(intervals: Iterable[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in intervals)

@@ -1,0 +1,82 @@
+"""Timelines of a reference and a candidate as one picture and one table: what computes, what communicates, what overlaps, what waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peerlane.evaluate.audit.timeline import Shares, Timeline
+from peerlane.report.plots import svg_figure
+from peerlane.report.tables import TextTable
+
+COLOURS = {"compute": "#0072B2", "communication": "#D55E00", "both": "#009E73", "host": "#808080"}
+LABELS = {"compute": "computes", "communication": "communicates", "both": "does both", "host": "host operators"}
+_CALLS_SHOWN = 2
+_LANE = 0.8
+
+
+def shares_table(timelines: Sequence[Timeline]) -> TextTable:
+    """A row per side: microseconds per call and the shares of :class:`Shares`, of the busiest rank."""
+    columns = ("side", "us per call", "measured us", "bound us", "computes", "communicates", "overlap", "idle")
+    table = TextTable(columns, right=set(columns[1:]), spare=("bound us",))
+    for timeline in timelines:
+        found, labels = timeline.shares(), timeline.labels
+        numbers = [f"{labels[key]:.1f}" if key in labels else "" for key in ("measured_us", "bound_us")]
+        shares = [f"{100 * share:.0f} %" for share in (found.computing, found.communicating, found.overlap, found.idle)]
+        table.add(str(labels["candidate"]), f"{found.us_per_call:.1f}", *numbers, *shares)
+    return table
+
+
+def draw_timelines(timelines: Sequence[Timeline], path: Path) -> None:
+    """Writes an SVG: a panel per side on one time scale, a row per rank and stream, two calls from the middle of what was recorded.
+
+    Raises MissingDependency without matplotlib, and UsageError for an empty timeline or a path that cannot be written.
+    """
+    shares = [timeline.shares() for timeline in timelines]
+    shown_us = _CALLS_SHOWN * max(item.us_per_call for item in shares)
+    heights = [max(2, len(_rows(timeline))) for timeline in timelines]
+    with svg_figure(path, 9, 1.2 + 0.7 * len(timelines) + 0.26 * sum(heights)) as figure:
+        panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        for timeline, found, panel in zip(timelines, shares, panels, strict=True):
+            _draw(panel, timeline, found, shown_us)
+        panels[-1].set_xlabel("us")
+        drawn = {span.kind for timeline in timelines for rank in range(timeline.ranks) for span in timeline.timed_spans(rank)}
+        kinds = [kind for kind in COLOURS if kind in drawn]
+        for kind in kinds:
+            panels[0].broken_barh([], (0, 0), facecolors=COLOURS[kind], label=LABELS[kind])
+        figure.legend(loc="outside upper right", ncols=len(kinds), frameon=False, fontsize=8)
+        labels = timelines[0].labels
+        title = f"Problem {labels['problem']}, {labels['slug']}: {labels['world_size']} ranks, {labels['preset']}, {labels['mode']} mode"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+
+
+def _rows(timeline: Timeline) -> list[tuple[int, int]]:
+    return sorted({(span.rank, span.lane) for rank in range(timeline.ranks) for span in timeline.timed_spans(rank)})
+
+
+def _draw(panel: Any, timeline: Timeline, found: Shares, shown_us: float) -> None:
+    rows = _rows(timeline)
+    labels = timeline.labels
+    start = _start_of_call(timeline, timeline.calls // 2)
+    for row, (rank, lane) in enumerate(rows):
+        for kind, colour in COLOURS.items():
+            spans = [span for span in timeline.timed_spans(rank) if span.lane == lane and span.kind == kind]
+            bars = [(span.start_us - start, span.end_us - span.start_us) for span in spans if 0 <= span.start_us - start <= shown_us]
+            panel.broken_barh(bars, (row - _LANE / 2, _LANE), facecolors=colour, edgecolor="white", linewidth=0.2)
+    several = len(rows) > timeline.ranks
+    names = [f"rank {rank}, stream {lane}" if several else f"rank {rank}" for rank, lane in rows]
+    panel.set_yticks(range(len(rows)), names)
+    panel.invert_yaxis()
+    panel.set_xlim(0, shown_us)
+    panel.tick_params(labelsize=8)
+    if "bound_us" in labels:
+        panel.axvline(labels["bound_us"], color="black", linewidth=0.8, linestyle=":")
+    shares = f"{100 * found.overlap:.0f} % of the communication overlapped, {100 * found.idle:.0f} % idle"
+    panel.set_title(f"{labels['candidate']}: {found.us_per_call:.1f} us per call, {shares}", loc="left", fontsize=8)
+
+
+def _start_of_call(timeline: Timeline, call: int) -> float:
+    """Microseconds at which a call begins on the first rank, if all calls have equally many spans."""
+    spans = timeline.timed_spans(0)
+    return spans[min(len(spans) - 1, call * len(spans) // timeline.calls)].start_us if spans else 0.0

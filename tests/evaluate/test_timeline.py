@@ -1,0 +1,101 @@
+"""Timelines: what is read of ranks' recordings, what is computed from them, and the files that people open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peerlane.errors import UsageError
+from peerlane.evaluate.audit.timeline import HOST_LANE, Span, Timeline, perfetto, timeline_of
+from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.report.timeline import draw_timelines, shares_table
+
+LABELS = {"candidate": "mine", "problem": 13, "slug": "gemm_allreduce", "preset": "pkb", "world_size": 2, "mode": "graph"}
+
+
+def answer(*events: Any) -> dict[str, Any]:
+    return {"recordings": [{"events": list(events)}]}
+
+
+def span(kind: str, start: float, end: float, rank: int = 0, lane: int = 7) -> Span:
+    return Span("kernel", rank, lane, kind, start, end)  # type: ignore[arg-type]
+
+
+def test_times_start_with_the_first_event_on_a_device_and_kinds_come_from_names_and_code() -> None:
+    answers = [
+        answer(["aten::mm", -1, 900, 950], ["gemm", 7, 1_000, 3_000], ["ncclDevKernel_AllReduce", 8, 2_000, 4_000]),
+        answer(["fused", 7, 1_500, 5_500], ["c10d::allreduce_", -1, 1_000, 1_100]),
+    ]
+    timeline = timeline_of(answers, 1, {"fused": {"sm_load_store"}, "gemm": set()}, LABELS)
+    assert {(item.name, item.kind) for item in timeline.spans} == {
+        ("aten::mm", "host"),
+        ("gemm", "compute"),
+        ("ncclDevKernel_AllReduce", "communication"),
+        ("fused", "both"),
+        ("c10d::allreduce_", "communication"),
+    }
+    assert [(item.start_us, item.end_us) for item in timeline.timed_spans(0)] == [(0.0, 2.0), (1.0, 3.0)]
+
+
+def test_shares_are_those_of_the_busiest_rank() -> None:
+    spans = (span("compute", 0, 40), span("communication", 30, 60), span("communication", 80, 90), span("compute", 0, 10, rank=1))
+    found = Timeline(2, 2, spans, LABELS).shares()
+    assert found.us_per_call == 45
+    assert (found.computing, found.communicating) == pytest.approx((40 / 90, 40 / 90))
+    assert (found.overlap, found.idle) == pytest.approx((10 / 40, 20 / 90))
+
+
+def test_a_kernel_that_does_both_hides_all_of_its_communication() -> None:
+    found = Timeline(1, 1, (span("both", 0, 50),), LABELS).shares()
+    assert (found.computing, found.communicating, found.overlap, found.idle) == (1, 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {},
+        {"recordings": []},
+        {"recordings": [{"events": "none"}]},
+        answer(["kernel", 7, 5]),
+        answer(["kernel", 7, 9, 5]),
+        answer([7, 7, 5, 9]),
+        answer(["kernel", 7, 5, True]),
+        answer(["kernel", 7, 5, 1 << 64]),
+        answer(["k" * 5_000, 7, 5, 9]),
+        answer(*[["kernel", 7, 5, 9]] * 20_001),
+    ],
+)
+def test_a_malformed_recording_is_the_ranks_fault(bad: dict[str, Any]) -> None:
+    with pytest.raises(GroupFailure, match="not a timeline's") as failure:
+        timeline_of([answer(["kernel", 7, 5, 9]), bad], 1, {}, LABELS)
+    assert failure.value.kind == "garbage"
+
+
+def test_the_file_has_a_process_per_side_and_rank_and_survives_hostile_names(tmp_path: Path) -> None:
+    hostile = Span('</script>"\n', 1, HOST_LANE, "host", 0, 1)
+    sides = [Timeline(2, 1, (span("compute", 0, 5), hostile), LABELS), Timeline(2, 1, (span("both", 0, 3),), {**LABELS, "candidate": "b"})]
+    sides[0].write(tmp_path / "side.json")
+    assert Timeline.read(tmp_path / "side.json") == sides[0]
+    events = json.loads(json.dumps(perfetto(sides)))["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {0: "mine rank 0", 1: "mine rank 1", 1000: "b rank 0", 1001: "b rank 1"}
+    assert [event["dur"] for event in events if event["ph"] == "X"] == [5, 1, 3]
+
+
+def test_the_picture_and_the_table_show_both_sides(tmp_path: Path) -> None:
+    sides = [
+        Timeline(1, 1, (span("compute", 0, 5), span("communication", 5, 9)), {**LABELS, "candidate": "reference", "bound_us": 2.0}),
+        Timeline(1, 1, (span("both", 0, 6),), LABELS),
+    ]
+    draw_timelines(sides, tmp_path / "out.svg")
+    picture = (tmp_path / "out.svg").read_text()
+    assert "reference: 9.0 us per call, 0 % of the communication overlapped" in picture and "mine: 6.0 us per call" in picture
+    assert shares_table(sides).rows[1][:2] == ("mine", "6.0")
+
+
+def test_an_empty_timeline_is_said_to_be_one() -> None:
+    with pytest.raises(UsageError, match="the timeline of mine is empty"):
+        Timeline(2, 1, (), LABELS).shares()
