@@ -59,7 +59,7 @@ COMMAND_LINE = {
     "results": [],
     "demo": ["--examples", "--preset", "--world-size", "--device", "--json"],
     "selftest": ["--gpu", "--quick", "--repeat", "--rows", "--isolation", "--out", "--json"],
-    "prompt": ["number", "--problems", "--backend", "--track", "--hardware", "--world-size", "--preset", "--variant", "--shots", "--json"],
+    "prompt": ["problem_name", "--problems", "--backend", "--track", "--hardware", "--world-size", "--preset", "--variant", "--shots", "--json"],
     "docs": ["--write", "--check", "--site", "--folder"],
     "generate": [
         "problem",

@@ -14,7 +14,7 @@ TRACK_HELP = "custom: communication must be the candidate's own; open: anything 
 
 
 def prompt(
-    number: Annotated[int, typer.Argument(metavar="NUMBER", help="The problem's number, such as 13.")],
+    problem_name: Annotated[str, typer.Argument(metavar="PROBLEM", help="The problem's number or name, such as 13 or gemm_allreduce.")],
     problems_folders: ProblemFolders = None,
     backend: Annotated[str, typer.Option(help=BACKEND_HELP)] = "cuda",
     track: Annotated[str, typer.Option(help=TRACK_HELP)] = "custom",
@@ -39,7 +39,7 @@ def prompt(
         variant=variant,
         shots=shots,
     )
-    made = render_prompt(problems.get(number), settings)
+    made = render_prompt(problems.named(problem_name), settings)
     if not as_json:
         print(made.text, end="")
         return
