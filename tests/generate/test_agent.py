@@ -56,6 +56,7 @@ def test_an_episode_from_a_syntax_error_to_a_right_answer(tmp_path: Path, peerla
         ("write", {"source": RIGHT}),
         ("compile", {}),
         ("test", {}),
+        ("trace", {}),
         ("submit", {}),
     ]
     with FakeServer(script(calls)) as server:
@@ -66,7 +67,7 @@ def test_an_episode_from_a_syntax_error_to_a_right_answer(tmp_path: Path, peerla
         asked = len(server.requests)
         assert peerlane("agent", *common, *how) == ExitCode.OK and len(server.requests) == asked
     assert "call write first" in said[0] and "candidate.py:1" in said[2] and "wrong_result" in said[4]
-    assert "release at system scope" in said[5] and "valid Python" in said[7] and "correct" in said[8]
+    assert "release at system scope" in said[5] and "valid Python" in said[7] and "correct" in said[8] and "communicates" in said[9]
     run = RunFolder.open(tmp_path / "run")
     (key,) = run.sample_keys()
     assert [(step.tool, step.verdict) for step in run.steps(key)] == [
@@ -75,7 +76,7 @@ def test_an_episode_from_a_syntax_error_to_a_right_answer(tmp_path: Path, peerla
         ("submit", "correct"),
     ]
     record = run.sample(key)
-    assert record.stop_reason == "submitted" and record.calls == 10 and record.limit is None
+    assert record.stop_reason == "submitted" and record.calls == 11 and record.limit is None
     assert (tmp_path / "run" / "001" / "0" / "candidate.py").read_text() == RIGHT
     results = read_results(tmp_path / "run")
     (setting,) = settings_of(run, results)

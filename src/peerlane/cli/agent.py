@@ -56,7 +56,7 @@ def agent(
     episode_cost: Annotated[float | None, typer.Option(min=0.0, help="US dollars that end an episode; needs --prices.")] = None,
     episode_seconds: Annotated[float | None, typer.Option(min=1.0, help="Seconds that end an episode.")] = None,
 ) -> None:
-    """Let a model work on problems with tools: write, compile, test, time, lookup, submit. The best attempt counts.
+    """Let a model work on problems with tools: write, compile, test, time, trace, lookup, submit. The best attempt counts.
 
     Candidates run in the evaluator's ranks only. The same command goes on where an earlier one stopped. Exit codes as of generate.
     """

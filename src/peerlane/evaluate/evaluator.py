@@ -329,7 +329,6 @@ class Evaluator:
                                 later,
                                 stress=plan.stress,
                                 limit=limit,
-                                timelines=plan.timelines,
                             )
                         ),
                     )

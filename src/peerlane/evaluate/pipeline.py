@@ -71,8 +71,6 @@ class EvaluationPipeline:
     stress: StressRules = field(default_factory=StressRules)
     limit: Limit | None = None
     """the end of the evaluation that its caller sets"""
-    timelines: Path | None = None
-    """folder for what every rank did when, if that is wanted"""
     source: str | None = None
     """what is judged, read once: later changes of the file are nothing to this evaluation"""
     phase: Phase = "spawn"
@@ -199,9 +197,9 @@ class EvaluationPipeline:
         if not job.candidate.is_reference:
             with self._in("audit"):
                 self._audit(cases[0], speed)
-        if self.timelines is not None and self.healthy:
+        if job.timelines is not None and self.healthy:
             with self._in("audit"):
-                self._write_timelines(self.timelines, cases[0], speed)
+                self._write_timelines(job.timelines, cases[0], speed)
         if speed is not None and self.healthy:
             speed.runner.close()
         if self.healthy:

@@ -141,6 +141,7 @@ class Job:
     track: Track = "open"
     cases: Cases = "all"
     timeout: float | None = None
+    timelines: Path | None = None
 
     def identity(self, node: NodeClass, isolation: Tier, rules_hash: str) -> Identity:
         """The identity of the result that it will have; see :attr:`.Result.identity`."""
@@ -178,7 +179,9 @@ def make_jobs(plan: EvaluationPlan, note: Callable[[str], None] = lambda _: None
                     problem.cases(preset, world_size)  # raises for a world size that the mathematics forbids
                     variant = plan.variant if plan.variant in problem.variants else "default"
                     track = candidate.track or plan.track
-                    jobs.append(Job(candidate, problem, preset, world_size, plan.modes, variant, track, plan.cases, plan.timeout))
+                    jobs.append(
+                        Job(candidate, problem, preset, world_size, plan.modes, variant, track, plan.cases, plan.timeout, plan.timelines)
+                    )
     if not jobs:
         raise UsageError("nothing to evaluate: no candidate belongs to the chosen problems, or none of them has the chosen presets")
     return jobs

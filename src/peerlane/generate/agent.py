@@ -24,7 +24,8 @@ INSTRUCTIONS = """
 # How to work
 
 You have tools. Call `write` with a whole file, then `compile`, `test` (right or wrong, and why) and `time` (how fast, in both modes).
-`lookup` has notes on the hardware, the device kit and common mistakes. Revise until it is right and fast, then call `submit`.
+`trace` shows what every rank does when. `lookup` has notes on the hardware, the device kit and common mistakes.
+Revise until the file is right and fast, then call `submit`.
 You may take {steps} turns. Your best judged candidate counts, also if you run out of turns.
 """
 NUDGE = "Use the tools: `write` a file, `test` it, and `submit` when it is right and fast."

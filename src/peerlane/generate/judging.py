@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from peerlane.evaluate.audit.timeline import Timeline
 from peerlane.generate.attempts import Speedup
 
 if TYPE_CHECKING:
@@ -36,6 +39,14 @@ class Judge:
         variant = self._variant
         result = await self._evaluator.evaluate_async(problem, data, modes=modes, presets=(self._preset,), variant=variant)
         return judged(result, hashlib.sha256(data).hexdigest())
+
+    async def trace(self, problem: int, source: str) -> str:
+        """What every rank does when, reference apart, in a few lines per launch mode; the verdict's feedback if there is no timeline."""
+        data, common = source.encode(errors="replace"), {"presets": (self._preset,), "variant": self._variant, "rerun": True}
+        with tempfile.TemporaryDirectory(prefix="peerlane-trace-") as folder:
+            result = await self._evaluator.evaluate_async(problem, data, modes=MODES, timelines=Path(folder), **common)
+            found = [Timeline.read(file).summary() for file in sorted(Path(folder).glob("*.json"))]
+        return "\n\n".join(found) or result.feedback()
 
 
 def judged(result: Result, sha256: str) -> Judged:

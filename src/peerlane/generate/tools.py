@@ -21,7 +21,7 @@ class Workbench:
     def __init__(self, problem: int, judge: Judge, keep: Callable[[str, str, Judged], None]) -> None:
         self.problem, self.submitted = problem, False
         self.source: str | None = None
-        self._judge, self._keep = judge, keep
+        self.judge, self._keep = judge, keep
 
     def written(self) -> str:
         """The file; raises ToolError if there is none."""
@@ -32,7 +32,7 @@ class Workbench:
     async def measure(self, tool_name: str, modes: tuple[str, ...]) -> str:
         """Has the file judged, keeps the result, and returns what its author may know."""
         source = self.written()
-        found = await self._judge.judge(self.problem, source, modes)
+        found = await self.judge.judge(self.problem, source, modes)
         self._keep(tool_name, source, found)
         return found.feedback[:_MOST_CHARACTERS]
 
@@ -63,7 +63,7 @@ def notes() -> list[str]:
 
 
 def workbench_tools(bench: Workbench) -> list[Tool]:
-    """write, compile, test, time, lookup and submit."""
+    """write, compile, test, time, trace, lookup and submit."""
 
     @tool(name="write")
     def write() -> Tool:
@@ -102,6 +102,14 @@ def workbench_tools(bench: Workbench) -> list[Tool]:
 
         return execute
 
+    @tool(name="trace")
+    def trace() -> Tool:
+        async def execute() -> str:
+            """Record what the file does when, on every rank: hidden communication, idle time, longest kernels."""
+            return (await bench.judge.trace(bench.problem, bench.written()))[:_MOST_CHARACTERS]
+
+        return execute
+
     @tool(name="lookup")
     def lookup() -> Tool:
         async def execute(topic: str) -> str:
@@ -126,4 +134,4 @@ def workbench_tools(bench: Workbench) -> list[Tool]:
 
         return execute
 
-    return [write(), compile_(), test(), time(), lookup(), submit()]
+    return [write(), compile_(), test(), time(), trace(), lookup(), submit()]

@@ -6,6 +6,7 @@ All ranks of a node stamp their events with the host's clock, into which the pro
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from peerlane.files import write_atomically
 MOST_EVENTS = 20_000
 """that one rank may report of one recording"""
 HOST_LANE = -1
+_MOST_NAMES_SAID = 8
 Kind = Literal["compute", "communication", "both", "host"]
 
 
@@ -78,6 +80,25 @@ class Timeline:
         if not by_rank:
             raise UsageError(f"the timeline of {self.labels.get('candidate', 'this side')} is empty: the profiler saw nothing run")
         return max((_shares(spans, self.calls) for spans in by_rank), key=lambda item: item.us_per_call)
+
+    def summary(self) -> str:
+        """The shares and the kernels that take longest, in a few lines; raises UsageError if nothing was recorded."""
+        found, device = self.shares(), self.on_device
+        totals: Counter[tuple[str, str]] = Counter()
+        for rank in range(self.ranks):
+            for span in self.timed_spans(rank):
+                totals[span.name[:80], span.kind] += span.end_us - span.start_us  # type: ignore[assignment]
+        names = "kernels and copies" if device else "operators of the host; on CPU ranks nothing else is recorded"
+        lines = [
+            f"{self.labels['candidate']}, {self.labels['mode']} mode: {found.us_per_call:.1f} us per call on the busiest rank (profiled)",
+            f"computes {found.computing:.0%}, communicates {found.communicating:.0%} ({found.overlap:.0%} of that during computation), "
+            f"idle {found.idle:.0%}",
+            f"longest {names}, us per call and rank:",
+        ]
+        calls = self.calls * self.ranks
+        return "\n".join(
+            [*lines, *(f"  {us / calls:9.1f}  {kind:13}  {name}" for (name, kind), us in totals.most_common(_MOST_NAMES_SAID))]
+        )
 
     def write(self, path: Path) -> None:
         """As JSON, for :meth:`read`."""
