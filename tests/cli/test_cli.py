@@ -43,6 +43,8 @@ COMMAND_LINE = {
         "--track",
         "--mode",
         "--device",
+        "--ranks-per-gpu",
+        "--baseline",
         "--isolation",
         "--model",
         "--cases",

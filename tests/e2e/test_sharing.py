@@ -49,7 +49,7 @@ def test_the_doctor_finds_out_whether_confined_ranks_can_share_memory(monkeypatc
     monkeypatch.setattr(isolation, "choose", lambda tier, device: confined)
     tried: list[str] = []
 
-    def fails(isolation: object, device: str, deadlines: object) -> str:
+    def fails(isolation: object, device: str, deadlines: object, mps: bool = False) -> str:
         tried.append(device)
         return "candidate ranks did not start\nTraceback\nPermissionError: no"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import runpy
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ Device: TypeAlias = Literal["cuda", "cpu"]
 Mode: TypeAlias = Literal["eager", "graph"]
 Track: TypeAlias = Literal["open", "custom"]
 Tier: TypeAlias = Literal["L0", "L1", "L2"]
+Baseline: TypeAlias = Literal["peerlane", "nccl"]
 
 CANDIDATES_HELP = (
     "Files named <id>_<name>_<backend>.py, folders of them, the words reference and solutions (peerlane's own), or a run of "
@@ -33,6 +35,11 @@ TRACK_HELP = (
     "A run has its own."
 )
 WORLD_SIZES_HELP = "Numbers of ranks, separated by commas; by default 2,4 on CPU, and those of 2,4,8 that the GPUs allow on CUDA."
+RANKS_PER_GPU_HELP = (
+    "How many ranks may share a GPU: a number, or auto: as many as needed. Ranks that share GPUs are a virtual node, whose times are not a "
+    "node's."
+)
+BASELINE_HELP = "What serves torch.distributed: nccl, or on virtual nodes peerlane, the kit's collectives (there the default)."
 
 
 def evaluate_candidates(
@@ -50,6 +57,8 @@ def evaluate_candidates(
     track: Annotated[str | None, typer.Option(help=TRACK_HELP)] = None,
     mode: Annotated[str, typer.Option(help="Launch modes to time, separated by commas.")] = "eager,graph",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    ranks_per_gpu: Annotated[str, typer.Option(metavar="NUMBER", help=RANKS_PER_GPU_HELP)] = "auto",
+    baseline: Annotated[str | None, typer.Option(help=BASELINE_HELP)] = None,
     isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
     model: Annotated[str | None, typer.Option(help="The author of a folder PROBLEM/SAMPLE/candidate.py; makes it a run.")] = None,
     cases: Annotated[str, typer.Option(help="all, or timed: the timed case alone, for candidates that know one shape.")] = "all",
@@ -81,11 +90,12 @@ def evaluate_candidates(
     for note in notes:
         console(stderr=True).print(note, highlight=False)
     folder = Path(out) if out is not None else Path("peerlane-results") if run is None else run.folder
-    sizes = sizes or default_world_sizes(chosen)
+    shared = parse_ranks_per_gpu(ranks_per_gpu)
+    sizes = sizes or default_world_sizes(chosen, shared)
     variant = one_of(variant, ("default", "pkb"), "--variant")
     track = one_of(track or ("open" if run is None else run.track), ("open", "custom"), "--track")
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
-    with early_start(chosen, tier, sizes[0]):
+    with early_start(chosen, tier, sizes[0]) if shared < 2 else contextlib.nullcontext():
         from peerlane.evaluate import EvaluationPlan, evaluate  # torch, which takes seconds
 
         plan = EvaluationPlan(
@@ -95,6 +105,8 @@ def evaluate_candidates(
             world_sizes=sizes,
             modes=modes,
             device=chosen,
+            ranks_per_gpu=shared,
+            baseline=None if baseline is None else cast(Baseline, one_of(baseline, ("peerlane", "nccl"), "--baseline")),
             out=folder,
             timeout=timeout,
             rerun=rerun,
@@ -125,6 +137,15 @@ def choose_device(text: str) -> Device:
     return cast(Device, text)
 
 
+def parse_ranks_per_gpu(text: str) -> int:
+    """What ``--ranks-per-gpu`` says; 0 for auto, as in a plan. Raises UsageError."""
+    if text == "auto":
+        return 0
+    if not text.isdecimal() or not 1 <= int(text) <= 8:
+        raise UsageError(f"--ranks-per-gpu got {text!r}: expected 1 to 8, or auto for as many as needed")
+    return int(text)
+
+
 def torch_has_cuda() -> bool:
     """Whether torch is built for CUDA, from its ``version.py``: importing all of it takes seconds."""
     found = importlib.util.find_spec("torch")
@@ -140,11 +161,11 @@ def gpu_count() -> int:
     return len(discover().gpus)
 
 
-def default_world_sizes(device: Device) -> tuple[int, ...]:
-    """2 and 4 on CPU ranks; of 2, 4 and 8 what the GPUs allow (2 where there are fewer, which the verdict then says)."""
+def default_world_sizes(device: Device, ranks_per_gpu: int = 1) -> tuple[int, ...]:
+    """2 and 4 on CPU ranks; of 2, 4 and 8 what the GPUs allow (2 where there are fewer: a virtual node, or the verdict says so)."""
     if device == "cpu":
         return (2, 4)
-    available = gpu_count()
+    available = gpu_count() * max(ranks_per_gpu, 1)
     return tuple(size for size in (2, 4, 8) if size <= available) or (2,)
 
 

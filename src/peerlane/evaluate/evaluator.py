@@ -20,7 +20,7 @@ import torch
 
 from peerlane.errors import HarnessError, RunStopped, UsageError
 from peerlane.evaluate.candidates import CandidateFile, candidate_file, candidate_text
-from peerlane.evaluate.node import choose_isolation, describe_node
+from peerlane.evaluate.node import Node, TooFewGpus, choose_isolation, describe_node, place_ranks
 from peerlane.evaluate.pipeline import EvaluationPipeline, candidate_info, groups_needed
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
 from peerlane.evaluate.processes.limit import Cancelled, Limit
@@ -32,6 +32,7 @@ from peerlane.evaluate.results.identity import Identity
 from peerlane.evaluate.results.result import Result
 from peerlane.evaluate.results.store import ResultsStore
 from peerlane.evaluate.results.verdict import NotRun
+from peerlane.hardware.virtual_node import VirtualNode
 from peerlane.words import counted
 
 _RUNS_WITHOUT_RANKS = 2  # so many evaluations in a row without rank groups, and the rest of the run is given up
@@ -116,7 +117,7 @@ class Evaluator:
         self._closed = self._introduced = False
 
     def __enter__(self) -> Self:
-        if self._warm and self._too_few_gpus(self._plan.world_sizes[0]) is None:
+        if self._warm and not isinstance(self._placement(self._plan.world_sizes[0]), str):
             session = self._session_of(self._plan.world_sizes[0])
             session.start_warm_groups(self._plan.pool_settings.warm_groups)
         return self
@@ -230,7 +231,7 @@ class Evaluator:
         return list(new.values())
 
     def _identity(self, job: Job) -> Identity:
-        return job.identity(self._node.node_class, self.isolation.tier, self._node.rules_hash)
+        return job.identity(self._node_of(job.world_size).node_class, self.isolation.tier, self._node.rules_hash)
 
     def _keep(self, result: Result, results: list[Result]) -> None:
         if self._store is None:
@@ -297,7 +298,7 @@ class Evaluator:
         if not left:
             return
         world_size = left[0].world_size
-        if (missing := self._too_few_gpus(world_size)) is not None:
+        if isinstance(missing := self._placement(world_size), str):
             yield from self._not_run(left, missing)
             return
         session = self._session_of(world_size)
@@ -322,7 +323,7 @@ class Evaluator:
                                 EvaluationPipeline,
                                 session,
                                 job,
-                                self._node,
+                                self._node_of(world_size),
                                 plan.rules,
                                 tell,
                                 builds,
@@ -346,6 +347,14 @@ class Evaluator:
                     result = pipeline.run()
                 if result.verdict.kind == "hang" and overloaded():
                     result = result.model_copy(update={"flags": tuple(sorted({*result.flags, OVERLOADED}))})
+            if result.verdict.kind == "harness_error" and pipeline.session.shares_faults:
+                # What is left of the fault of an earlier candidate costs this one nothing.
+                self._progress.note(f"{pipeline.job.candidate.name} is judged once more: {result.verdict.reason.splitlines()[0]}")
+                pipeline.end_group()
+                self._recover(pipeline.session)
+                if self._missing is None:
+                    pipeline = start()
+                    result = pipeline.run()
         except Cancelled:
             self._kept = None
             raise
@@ -353,19 +362,34 @@ class Evaluator:
             self._end_session()
             raise
         self._kept = _keep_or_end(pipeline, result)
+        if not (result.correct and pipeline.healthy):
+            self._recover(pipeline.session)
         self._without_ranks = [*self._without_ranks, result.verdict.reason] if pipeline.no_ranks else []
         if len(self._without_ranks) == _RUNS_WITHOUT_RANKS:
             self._missing = f"rank groups do not start here any more: {self._without_ranks[-1]}"
         if self._plan.device == "cuda" and not pipeline.healthy and self._missing is None:
-            self._missing = lost_gpus([gpu["index"] for gpu in self._node.environment["gpus"]][: pipeline.job.world_size])
+            place = pipeline.session.node
+            used = pipeline.job.world_size if place is None else place.gpus
+            self._missing = lost_gpus([gpu["index"] for gpu in self._node.environment["gpus"]][:used])
         return result
+
+    def _recover(self, session: Session) -> None:
+        try:
+            session.recover_from_fault()
+        except HarnessError as error:
+            self._missing = f"ranks can share GPUs no more: {error}"
 
     def _session_of(self, world_size: int) -> Session:
         """The running session with so many ranks; one with another number ends."""
         if self._session is None or self._session.world_size != world_size:
             self._end_session()
             plan = self._plan
-            session = Session(plan.device, world_size, plan.deadlines, plan.pool_settings, self.isolation, self._progress.note)
+            place = self._placement(world_size)
+            assert not isinstance(place, str), "there are too few GPUs"
+            note = self._progress.note
+            if place is not None:
+                note(str(place))
+            session = Session(plan.device, world_size, plan.deadlines, plan.pool_settings, self.isolation, note, place)
             self._session = session.__enter__()
         return self._session
 
@@ -381,20 +405,29 @@ class Evaluator:
 
         return tell
 
-    def _too_few_gpus(self, world_size: int) -> str | None:
-        if self._plan.device == "cpu" or world_size <= self._node.gpus:
-            return None
-        return f"{counted(world_size, 'rank')} on {counted(world_size, 'GPU')}: this machine has {self._node.gpus}"
+    def _placement(self, world_size: int) -> VirtualNode | str | None:
+        """The virtual node where these ranks share GPUs; why they have no place here; None where each has a GPU or a CPU of its own."""
+        try:
+            return place_ranks(self._plan, world_size, self._node.gpus)
+        except TooFewGpus as error:
+            return str(error)
+
+    def _node_of(self, world_size: int) -> Node:
+        place = self._placement(world_size)
+        return self._node if isinstance(place, str) else self._node.shared_by(place)
 
     def _not_run(self, jobs: Sequence[Job], missing: str) -> Iterator[tuple[Job, Result]]:
         for job in jobs:
             session = Session(self._plan.device, job.world_size, self._plan.deadlines, isolation=self.isolation)
-            pipeline = EvaluationPipeline(session, job, self._node, self._plan.rules, lambda _: None)
+            pipeline = EvaluationPipeline(session, job, self._node_of(job.world_size), self._plan.rules, lambda _: None)
             yield job, pipeline.give_up(NotRun(missing=missing))
 
 
 _ASYNC_CALLS = 64  # of one evaluator that may wait at a time, each in a thread
-_OF_ALL_CALLS = {"world_sizes", "device", "isolation", "out", "candidates", "deadlines", "pool_settings", "rules", "stress"}
+_OF_ALL_CALLS = {
+    *("world_sizes", "device", "ranks_per_gpu", "baseline", "isolation", "out", "candidates"),
+    *("deadlines", "pool_settings", "rules", "stress"),
+}
 
 
 class _Turns:

@@ -1,4 +1,4 @@
-"""The machine that evaluations run on: as records describe it, and the isolation that it gives."""
+"""The machine that evaluations run on: as records describe it, where its ranks are, and the isolation that it gives."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ from peerlane.hardware.ceilings import load_ceilings
 from peerlane.hardware.environment import node_class, record
 from peerlane.hardware.profiles import HardwareProfile, profile_for
 from peerlane.hardware.roofline import Peaks, datasheet_peaks, measured_peaks
+from peerlane.hardware.virtual_node import Sharing, VirtualNode, share_gpus
+from peerlane.words import counted
+
+
+class TooFewGpus(Exception):
+    """The ranks have no place on this machine."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,14 @@ class Node:
     memory_bytes: float
     rules_hash: str = ""
     """of the settings that decide verdicts and speeds"""
+
+    def shared_by(self, virtual: VirtualNode | None) -> Node:
+        """This machine where its ranks share GPUs as they do on ``virtual``: a rank has a part of the memory, and no link to a peer."""
+        if virtual is None:
+            return self
+        environment = {**self.environment, "virtual_node": virtual.describe()}
+        part = self.memory_bytes / virtual.ranks_per_gpu
+        return replace(self, environment=environment, profile=None, peaks=(), memory_bytes=part)
 
     @property
     def node_class(self) -> NodeClass:
@@ -59,12 +73,34 @@ def describe_node(plan: EvaluationPlan) -> Node:
     return Node(secrets.token_hex(6), device, gpus, environment, profile, tuple(peaks), float(gpu["memory_bytes"]), rules)
 
 
+def place_ranks(plan: EvaluationPlan, world_size: int, gpus: int) -> VirtualNode | None:
+    """The virtual node that so many ranks are on; None where each has a GPU, or a CPU. Raises :class:`TooFewGpus`."""
+    if plan.device == "cpu":
+        return None
+    sharing: Sharing | None = "time_slices" if plan.isolation == "L2" else None  # MPS does not reach into the sandbox's namespaces
+    node = share_gpus(world_size, gpus, plan.ranks_per_gpu or None, sharing)
+    if node is None:
+        allowed = f", {counted(plan.ranks_per_gpu, 'rank')} on each" if plan.ranks_per_gpu > 1 else ""
+        raise TooFewGpus(f"{counted(world_size, 'rank')} on {counted(gpus, 'GPU')}{allowed}: use --ranks-per-gpu auto, or fewer ranks")
+    if node.ranks_per_gpu > 1:
+        return replace(node, baseline=plan.baseline or "peerlane")
+    if plan.baseline == "peerlane":
+        raise UsageError("--baseline peerlane: where every rank has a GPU, references run on NCCL; see --ranks-per-gpu")
+    return None
+
+
+def _uses_mps(plan: EvaluationPlan) -> bool:
+    gpus = torch.cuda.device_count()
+    nodes = [share_gpus(size, gpus, plan.ranks_per_gpu or None) for size in plan.world_sizes]
+    return any(node.ranks_per_gpu > 1 and node.sharing == "mps" for node in nodes if node) and plan.isolation != "L2"
+
+
 def choose_isolation(plan: EvaluationPlan) -> Isolation:
     """The tier that the plan asks for, or the best of L0 and L1 that this machine gives; raises :class:`UsageError`."""
     isolation = choose(plan.isolation, plan.device)  # no candidate's file is shown: each is sent to its own ranks
     if plan.device == "cpu" or isolation.tier == "L0":
         return isolation
-    if not (failure := sharing_failure(isolation, plan.device, plan.deadlines)):
+    if not (failure := sharing_failure(isolation, plan.device, plan.deadlines, _uses_mps(plan))):
         return isolation
     if plan.isolation is None:
         return replace(NO_ISOLATION, missing={"GPU memory shared with confined ranks": failure})

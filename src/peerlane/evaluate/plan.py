@@ -15,11 +15,13 @@ from peerlane.evaluate.candidates import REFERENCE, CandidateFile
 from peerlane.evaluate.results.identity import Identity, NodeClass, hash_rules, source_hash
 from peerlane.evaluate.results.record import Mode, Track
 from peerlane.evaluate.sandbox.isolation import TIERS, Tier
+from peerlane.hardware.virtual_node import Baseline
 from peerlane.problems.contract.spec import Problem
 from peerlane.settings import Deadlines, PoolSettings, StressRules, TimingRules
 
 Device = Literal["cuda", "cpu"]
 Cases = Literal["all", "timed"]
+MAX_RANKS_PER_GPU = 8
 PRODUCTION, PRODUCTION_FIRST, SWEEP = "production", "production_first", "sweep"
 
 
@@ -40,6 +42,8 @@ class EvaluationPlan:
         cases: ``all`` cases of the preset and of ``small``, or the ``timed`` one alone, which is a preset's first.
         device: ``cuda``, or ``cpu`` (gloo ranks: correctness is real, speed is not measured).
         isolation: ``L0``, ``L1`` or ``L2``, see docs/isolation.md; None: the best of L0 and L1 that this machine gives.
+        ranks_per_gpu: how many ranks may share a GPU; 0: as many as needed. Where some do, the machine is a virtual node.
+        baseline: what serves torch.distributed: ``nccl``, or on virtual nodes ``peerlane``, the kit's collectives; None: the latter there.
         out: folder of ``results.jsonl``; None keeps nothing.
         timeout: seconds that one evaluation may take, waiting for its turn apart; None: no limit but the deadlines of its phases.
         rerun: judge again what ``out`` already holds.
@@ -55,6 +59,8 @@ class EvaluationPlan:
     modes: tuple[Mode, ...] = ("eager", "graph")
     cases: Cases = "all"
     device: Device = "cpu"
+    ranks_per_gpu: int = 0
+    baseline: Baseline | None = None
     out: Path | None = None
     variant: str = "default"
     track: Track = "open"
@@ -80,6 +86,8 @@ class EvaluationPlan:
             raise UsageError("presets=(): expected one or more names, such as ('small',)")
         if self.problems is not None and not isinstance(self.problems, str):
             raise UsageError(f"problems={self.problems!r}: expected text such as '1-8,13', or None")
+        if not isinstance(self.ranks_per_gpu, int) or not 0 <= self.ranks_per_gpu <= MAX_RANKS_PER_GPU:
+            raise UsageError(f"ranks_per_gpu={self.ranks_per_gpu!r}: expected 1 to {MAX_RANKS_PER_GPU}, or 0 for as many as needed")
         if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < math.inf):
             raise UsageError(f"timeout={self.timeout!r}: expected a positive number of seconds, or None for no limit")
         for name, kind in _SETTINGS.items():
@@ -108,6 +116,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "track": get_args(Track),
     "variant": ("default", "pkb"),
     "isolation": (None, *TIERS),
+    "baseline": (None, *get_args(Baseline)),
     "rerun": (True, False),
 }
 _SETTINGS = {"deadlines": Deadlines, "pool_settings": PoolSettings, "rules": TimingRules, "stress": StressRules}

@@ -1,6 +1,6 @@
 """A node out of fewer GPUs than ranks: several ranks share a GPU, at once through MPS, or in turns.
 
-    node = VirtualNode(ranks=4, gpus=1, sharing=available_sharing())
+    node = share_gpus(ranks=4, gpus=1)                  or None: there are too few GPUs
     with node.daemon() as daemon:                       a daemon of its own; ended here, also if this process is killed
         environment = node.rank_environment(rank, daemon)
 
@@ -27,9 +27,12 @@ from peerlane.hardware import _mps_watcher
 from peerlane.settings import shared_gpu_environment
 
 CONTROL = "nvidia-cuda-mps-control"
-START_LIMIT_S, END_LIMIT_S, POLL_S = 15.0, 10.0, 0.1
+START_LIMIT_S, END_LIMIT_S, READY_LIMIT_S, ASK_LIMIT_S, POLL_S = 15.0, 10.0, 10.0, 2.0, 0.1
+MPS_CLIENTS = 48
+"""processes that one MPS server admits"""
 
 Sharing = Literal["mps", "time_slices"]
+Baseline = Literal["peerlane", "nccl"]
 
 
 def available_sharing() -> Sharing:
@@ -37,13 +40,28 @@ def available_sharing() -> Sharing:
     return "mps" if shutil.which(CONTROL) else "time_slices"
 
 
+def share_gpus(ranks: int, gpus: int, ranks_per_gpu: int | None = None, sharing: Sharing | None = None) -> VirtualNode | None:
+    """The node for ``ranks`` on a machine with ``gpus``: equally many on every GPU, and no more than ``ranks_per_gpu``.
+
+    None for ``ranks_per_gpu``: as few on a GPU as there can be. Returns None where there are too few GPUs.
+    """
+    counts = [count for count in range(1, min(ranks, gpus) + 1) if ranks % count == 0]
+    if ranks_per_gpu is not None:
+        counts = [count for count in counts if ranks <= count * ranks_per_gpu][:1]
+    return VirtualNode(ranks, counts[-1], sharing or available_sharing()) if counts else None
+
+
 @dataclass(frozen=True)
 class VirtualNode:
-    """``ranks`` ranks on ``gpus`` GPUs, ``sharing`` them through MPS or in time slices."""
+    """``ranks`` ranks on ``gpus`` GPUs, ``sharing`` them through MPS or in time slices.
+
+    ``baseline``: what serves torch.distributed in all ranks. NCCL can only reach ranks that share a GPU through sockets.
+    """
 
     ranks: int
     gpus: int
     sharing: Sharing
+    baseline: Baseline = "peerlane"
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.gpus < 1 or self.ranks % self.gpus:
@@ -64,9 +82,24 @@ class VirtualNode:
             environment |= {**daemon.environment, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // self.ranks_per_gpu)}
         return environment
 
+    @property
+    def most_groups(self) -> int:
+        """How many rank groups can be up at a time."""
+        return MPS_CLIENTS // self.ranks_per_gpu if self.sharing == "mps" else MPS_CLIENTS
+
+    @property
+    def patience(self) -> float:
+        """By how much a deadline grows: in time slices every rank waits while the others have their turns."""
+        return float(self.ranks_per_gpu) if self.sharing == "time_slices" else 1.0
+
     def describe(self) -> dict[str, str | int]:
         """For the record of a result."""
-        return {"node_kind": "virtual" if self.ranks_per_gpu > 1 else "node", "ranks_per_gpu": self.ranks_per_gpu, "sharing": self.sharing}
+        kind = "virtual" if self.ranks_per_gpu > 1 else "node"
+        return {"node_kind": kind, "ranks_per_gpu": self.ranks_per_gpu, "sharing": self.sharing, "baseline": self.baseline}
+
+    def __str__(self) -> str:
+        how = "at once, by MPS" if self.sharing == "mps" else f"in time slices: there is no {CONTROL} on PATH"
+        return f"virtual node: {self.ranks_per_gpu} ranks share a GPU, {how}; torch.distributed runs on {self.baseline}"
 
     @contextlib.contextmanager
     def daemon(self) -> Iterator[MpsDaemon | None]:
@@ -120,6 +153,39 @@ class MpsDaemon:
     def is_alive(self) -> bool:
         """True if a process of the daemon is there."""
         return bool(_mps_watcher.processes(self.folder))
+
+    def await_ready(self, limit_s: float = READY_LIMIT_S) -> None:
+        """Wait until its servers admit clients. After a fault of one client a server refuses others until all its clients have ended.
+
+        Starts the daemon anew if it takes longer than ``limit_s``; raises HarnessError if that fails.
+        """
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end:
+            if self._is_ready():
+                return
+            time.sleep(POLL_S)
+        control = shutil.which(CONTROL) or CONTROL
+        _mps_watcher.end_daemon(self.folder, control)
+        for name in ("pipe", "log"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+            (self.folder / name).mkdir()
+        self._start(control)
+
+    def _is_ready(self) -> bool:
+        servers = self._ask("get_server_list")
+        if servers is None:
+            return False
+        return all("ACTIVE" in (self._ask(f"get_server_status {pid}") or "") for pid in servers.split() if pid.isdecimal())
+
+    def _ask(self, command: str) -> str | None:
+        """What the daemon answers; None if it does not."""
+        try:
+            asked = subprocess.run(
+                [CONTROL], env={**os.environ, **self.environment}, input=f"{command}\n", capture_output=True, text=True, timeout=ASK_LIMIT_S
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return asked.stdout if asked.returncode == 0 else None
 
     def close(self) -> None:
         """End the daemon and remove its folder. May be called twice."""

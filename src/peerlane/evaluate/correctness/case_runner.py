@@ -138,6 +138,10 @@ class CaseRunner:
                     f"{self.case.key} needs more memory than there is beside the candidate: the evaluator's rank {failure.rank} ran out of "
                     f"it at {what}; use more ranks, a smaller preset, or larger GPUs"
                 ) from None
+            if failure.kind == "cuda_error" and self.session.shares_faults:
+                # The trusted ranks ran code of ours alone; what they report here is a fault of the candidate's that they share.
+                told = f"a fault ended all ranks that share a GPU, the evaluator's at {what} of {self.case.key}: {failure.message}"
+                raise GroupFailure("cuda_error", "spawn", told) from None
             raise HarnessError(f"{tail}\ntrusted ranks failed at {what} of {self.case.key}: {failure}".strip()) from None
 
     def ask(self, op: str, phase: Phase, deadline_s: float, **more: Any) -> list[Message]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from peerlane.evaluate.processes.fork_client import ForkServer, fork_server_environment, start_ranks
+from peerlane.evaluate.processes.fork_client import ForkServer, RankPlaces, fork_server_environment, start_ranks
 from peerlane.evaluate.sandbox.isolation import Isolation, Tier, choose
 from peerlane.hardware.topology import discover
 from peerlane.settings import Deadlines
@@ -37,8 +37,9 @@ def _start(device: str, isolation: Isolation, world_size: int, deadline_s: float
         return
     fork_server = ForkServer(fork_server_environment(device), deadline_s, isolation)
     _waiting.append(fork_server)
-    trusted = start_ranks(fork_server, "trusted", device, world_size, deadline_s)
-    start_ranks(fork_server, "candidate", device, world_size, deadline_s, trusted)
+    places = RankPlaces(device, world_size)
+    trusted = start_ranks(fork_server, "trusted", places, deadline_s)
+    start_ranks(fork_server, "candidate", places, deadline_s, trusted)
 
 
 def take(environment: dict[str, str], isolation: Isolation, world_size: int) -> ForkServer | None:

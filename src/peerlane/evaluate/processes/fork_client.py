@@ -13,6 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from peerlane.errors import HarnessError
@@ -22,6 +23,7 @@ from peerlane.evaluate.sandbox.caches import RunFolders
 from peerlane.evaluate.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.sandbox.trees import remove_tree
 from peerlane.hardware.architecture import extension_architectures
+from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode
 
 RANK_PROGRAM = "peerlane.evaluate.ranks.serve"
 """The module whose ``serve`` every rank runs. It is named, not imported: it imports torch, and lies above this one."""
@@ -49,17 +51,37 @@ def fork_server_environment(device: str) -> dict[str, str]:
     return environment | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else environment
 
 
-def start_ranks(
-    fork_server: ForkServer, role: str, device: str, world_size: int, deadline_s: float, share: RankGroup | None = None
-) -> RankGroup:
+@dataclass(frozen=True)
+class RankPlaces:
+    """Where the ranks of a group run: on CPUs, each on a GPU of its own, or several on each GPU of a virtual ``node``."""
+
+    device: str
+    world_size: int
+    node: VirtualNode | None = None
+    daemon: MpsDaemon | None = None
+    """what the ranks of the node share their GPUs through"""
+
+    def config(self, role: str) -> dict[str, Any]:
+        """What the processes of a group have to know."""
+        ranks, node = range(self.world_size), self.node
+        config: dict[str, Any] = {"device": self.device, "backend": "gloo" if self.device == "cpu" else "nccl"}
+        if role == "candidate" and self.device == "cuda":
+            config["environment"] = {"TORCH_CUDA_ARCH_LIST": extension_architectures()}
+        if node is not None:
+            config["backend"] = node.baseline
+            config["gpu_of_rank"] = [node.device_index(rank) for rank in ranks]
+            config["rank_environment"] = [node.rank_environment(rank, self.daemon) for rank in ranks]
+        if self.daemon is not None:
+            config["writable"] = [str(self.daemon.folder)]
+        return config
+
+
+def start_ranks(fork_server: ForkServer, role: str, places: RankPlaces, deadline_s: float, share: RankGroup | None = None) -> RankGroup:
     """A group of trusted or candidate ranks that is coming up; ``finish`` waits for it.
 
     On CPU the two sides ``share`` memory files, on GPUs they use CUDA IPC.
     """
-    config: dict[str, Any] = {"device": device}
-    if role == "candidate" and device == "cuda":
-        config["environment"] = {"TORCH_CUDA_ARCH_LIST": extension_architectures()}
-    group = fork_server.spawn(role, world_size, config, share if device == "cpu" else None)
+    group = fork_server.spawn(role, places.world_size, places.config(role), share if places.device == "cpu" else None)
     group.begin({"op": "init"}, "spawn", deadline_s)
     return group
 
@@ -164,7 +186,7 @@ class ForkServer:
                     "role": role,
                     "world_size": world_size,
                     "folder": folder,
-                    "writable": [folder] if slot is None else [folder, str(slot.folder)],
+                    "writable": [folder, *([] if slot is None else [str(slot.folder)]), *config.get("writable", ())],
                     "confinement": confinement.to_json(),
                 }
                 ends = [there.fileno() for _, there in pairs]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from peerlane.errors import HarnessError
 from peerlane.evaluate.processes import early
-from peerlane.evaluate.processes.fork_client import ForkServer, fork_server_environment, start_ranks
+from peerlane.evaluate.processes.fork_client import ForkServer, RankPlaces, fork_server_environment, start_ranks
 from peerlane.evaluate.processes.pool import WarmPool
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
@@ -18,14 +19,19 @@ from peerlane.evaluate.sandbox import linux
 from peerlane.evaluate.sandbox.confine import NOT_DUMPABLE
 from peerlane.evaluate.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.hardware.architecture import extension_architectures
+from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode
 from peerlane.problems.contract.spec import Case
 from peerlane.settings import Deadlines, PoolSettings
+
+_BUSY_GROUPS = 2  # beside those that are warm: the trusted ranks, and a candidate's
+_USE_S = 5.0
 
 
 class Session:
     """Everything that runs for one world size. Use as a context manager: leaving it ends every process.
 
-    ``isolation`` is that of candidates and builders. ``note`` hears what went wrong and was mended.
+    ``isolation`` is that of candidates and builders. ``note`` hears what went wrong and was mended. On a virtual ``node`` the session owns
+    the daemon through which ranks share GPUs.
     """
 
     def __init__(
@@ -36,10 +42,16 @@ class Session:
         pool_settings: PoolSettings | None = None,
         isolation: Isolation = NO_ISOLATION,
         note: Callable[[str], None] = lambda _: None,
+        node: VirtualNode | None = None,
     ) -> None:
         self.device, self.world_size, self.deadlines, self.isolation = device, world_size, deadlines, isolation
-        self._hidden = contextlib.ExitStack()
-        self.pool_settings, self.note = pool_settings or PoolSettings(), note
+        self._kept_open = contextlib.ExitStack()
+        self.pool_settings, self.note, self.node = pool_settings or PoolSettings(), note, node
+        if node is not None:
+            self.deadlines = deadlines.times(node.patience)
+            most = max(1, node.most_groups - _BUSY_GROUPS)
+            self.pool_settings = replace(self.pool_settings, warm_groups=min(self.pool_settings.warm_groups, most))
+        self._daemon: MpsDaemon | None = None
         self._fork_server: ForkServer | None = None
         self._trusted: RankGroup | None = None
         self._suspected = False
@@ -51,9 +63,11 @@ class Session:
     def __enter__(self) -> Self:
         environment = fork_server_environment(self.device)
         if NOT_DUMPABLE in self.isolation.measures:
-            self._hidden.enter_context(linux.not_dumpable())
+            self._kept_open.enter_context(linux.not_dumpable())
         try:
-            begun = early.take(environment, self.isolation, self.world_size)
+            if self.node is not None:
+                self._daemon = self._kept_open.enter_context(self.node.daemon())
+            begun = early.take(environment, self.isolation, self.world_size) if self.node is None else None
             self._fork_server = begun or ForkServer(environment, self.deadlines.spawn, self.isolation)
             self._fork_server.await_start()
             for group in self._fork_server.groups:
@@ -67,7 +81,8 @@ class Session:
         if self._fork_server is not None:
             self._fork_server.close()
             self._fork_server = None
-        self._hidden.close()
+        self._daemon = None
+        self._kept_open.close()
 
     @property
     def fork_server(self) -> ForkServer:
@@ -76,11 +91,15 @@ class Session:
         return self._fork_server
 
     def _spawn_trusted(self) -> RankGroup:
-        return start_ranks(self.fork_server, "trusted", self.device, self.world_size, self.deadlines.spawn)
+        return start_ranks(self.fork_server, "trusted", self._places, self.deadlines.spawn)
 
     def _spawn_candidate(self) -> RankGroup:
         share = self.trusted if self.device == "cpu" else None
-        return start_ranks(self.fork_server, "candidate", self.device, self.world_size, self.deadlines.spawn, share)
+        return start_ranks(self.fork_server, "candidate", self._places, self.deadlines.spawn, share)
+
+    @property
+    def _places(self) -> RankPlaces:
+        return RankPlaces(self.device, self.world_size, self.node, self._daemon)
 
     @property
     def trusted(self) -> RankGroup:
@@ -108,6 +127,29 @@ class Session:
         self._trusted, self._suspected = None, False
         if self.device == "cpu":
             self._pool.clear()
+
+    @property
+    def shares_faults(self) -> bool:
+        """True where a fault of one rank ends all: those of all groups are clients of one MPS server."""
+        return self._daemon is not None
+
+    def recover_from_fault(self) -> None:
+        """After ranks failed: where these share faults, and the trusted ranks have lost their GPUs too, all groups end, and those that come
+        next start when the MPS server is ready again. Raises :class:`HarnessError` if there is no server any more."""
+        if self._daemon is None or (self._trusted is not None and self._works(self._trusted)):
+            return
+        self.note("a fault ended all ranks that share a GPU through MPS; others take their place")
+        self.drop_trusted()
+        self._pool.clear()
+        self._trusted_source.clear()
+        self._daemon.await_ready()
+
+    @staticmethod
+    def _works(group: RankGroup) -> bool:
+        with contextlib.suppress(GroupFailure, HarnessError):
+            group.ask({"op": "use_device"}, "spawn", _USE_S)
+            return True
+        return False
 
     def suspect_trusted(self) -> None:
         """After a capture failed in the trusted ranks nobody knows their state: others take their place before the next group is taken."""

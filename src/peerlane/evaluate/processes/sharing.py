@@ -19,6 +19,7 @@ from peerlane.errors import HarnessError
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.sandbox.isolation import Isolation
+from peerlane.hardware.virtual_node import VirtualNode
 from peerlane.settings import Deadlines, PoolSettings, cache_dir
 
 _ONE_ATTEMPT = PoolSettings(warm_groups=1, start_attempts=1)
@@ -28,12 +29,12 @@ Device = Literal["cuda", "cpu"]
 
 
 @functools.cache
-def sharing_failure(isolation: Isolation, device: Device, deadlines: Deadlines) -> str:
-    """Why a candidate rank could not start, or could not map an arena of a trusted rank; empty if it could."""
-    mark = _mark(isolation, device)
+def sharing_failure(isolation: Isolation, device: Device, deadlines: Deadlines, mps: bool = False) -> str:
+    """Why a candidate rank could not start, or could not map an arena of a trusted rank; empty if it could. ``mps``: through MPS."""
+    mark = _mark(isolation, f"{device} mps" if mps else device)
     if mark.exists():
         return ""
-    failure = _try(isolation, device, deadlines)
+    failure = _try(isolation, device, deadlines, VirtualNode(1, 1, "mps") if mps else None)
     if not failure:
         with contextlib.suppress(OSError):  # it is tried again next time
             mark.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +42,7 @@ def sharing_failure(isolation: Isolation, device: Device, deadlines: Deadlines) 
     return failure
 
 
-def _mark(isolation: Isolation, device: Device) -> Path:
+def _mark(isolation: Isolation, device: str) -> Path:
     """The file that stands for success under this isolation, with this software, on this machine since its start."""
     parts = [peerlane.__version__, torch.__version__, device, isolation.tier, *isolation.measures, *isolation.sandbox]
     for path in _MACHINE:
@@ -50,9 +51,9 @@ def _mark(isolation: Isolation, device: Device) -> Path:
     return cache_dir() / "sharing" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _try(isolation: Isolation, device: Device, deadlines: Deadlines) -> str:
+def _try(isolation: Isolation, device: Device, deadlines: Deadlines, node: VirtualNode | None) -> str:
     try:
-        with Session(device, 1, deadlines, _ONE_ATTEMPT, isolation) as session:
+        with Session(device, 1, deadlines, _ONE_ATTEMPT, isolation, node=node) as session:
             session.start_warm_groups(1)
             (lent,) = session.trusted.ask({"op": "lend"}, "spawn", deadlines.spawn)
             group = session.take_group()

@@ -6,6 +6,7 @@ Imports the standard library, torch and peerlane's problems; the candidate's sid
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import re
 from collections.abc import Callable
@@ -67,10 +68,11 @@ class Rank:
     def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
         self.config, self.rank, self.memory_fd = config, rank, memory_fd
         self.world_size: int = config["world_size"]
-        self.device = torch.device("cuda", rank) if config["device"] == "cuda" else torch.device("cpu")
+        gpus = config.get("gpu_of_rank", range(self.world_size))
+        self.device = torch.device("cuda", gpus[rank]) if config["device"] == "cuda" else torch.device("cpu")
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
         self.handlers: dict[str, Handler] = {}
-        self.serve("init", "lend", "borrow", "exit", "warm", "ready", "timed_block")
+        self.serve("init", "lend", "borrow", "exit", "warm", "ready", "timed_block", "use_device")
         self.leaving = False
         self._pin = Pin(cores_of_rank(rank, self.world_size))
         self.block: Block | None = None
@@ -88,12 +90,16 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             cache_flush.bind()
-            dist.init_process_group("nccl", store=store, rank=self.rank, world_size=self.world_size, device_id=self.device)
+            backend = self.config["backend"]
+            device_id = self.device if backend == "nccl" else None  # a group written in Python connects at its first call
+            if backend == "peerlane":
+                importlib.import_module("peerlane.device.backend")
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, device_id=device_id)
             dist.all_reduce(torch.zeros(1, device=self.device))
             torch.cuda.synchronize()
         else:
             torch.set_num_threads(1)
-            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+            dist.init_process_group(self.config["backend"], store=store, rank=self.rank, world_size=self.world_size)
             dist.barrier()
         return {"pid": os.getpid()}
 
@@ -111,6 +117,12 @@ class Rank:
         mark = int(arena.data[0])
         arena.close()
         return {"byte": mark}
+
+    def use_device(self, request: Message) -> dict[str, Any]:
+        """Does something on the device and waits for it."""
+        torch.zeros(1, device=self.device).add_(1).cpu()
+        self.synchronize()
+        return {}
 
     def exit(self, request: Message) -> dict[str, Any]:
         """Ends the serving loop after this answer."""

@@ -19,12 +19,14 @@ _KINDS: dict[str, type[Rank]] = {"trusted": TrustedRank, "builder": Builder, "ca
 
 def _set_environment(config: dict[str, Any], rank: int) -> None:
     """The variables that launchers set, for code that reads them."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(config["world_size"]), LOCAL_WORLD_SIZE=str(config["world_size"])
-    )
+    size, gpus = config["world_size"], config.get("gpu_of_rank")
+    local = rank if gpus is None else gpus[rank]  # what programs take for the number of their GPU
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29500")
     os.environ.update(config.get("environment", {}))
+    if "rank_environment" in config:
+        os.environ.update(config["rank_environment"][rank])
 
 
 def _error(kind: str, error: BaseException) -> Message:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 from pydantic import Field
 
 from peerlane.evaluate.results.record import Mode, Record
+from peerlane.hardware.virtual_node import Baseline, Sharing
 from peerlane.problem_files import OWN_PACKAGE, problem_files
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ HASH_CHARACTERS = 16
 _CONTRACT = tuple(f"peerlane.problems.contract.{name}" for name in ("draw", "judge", "spec", "tree"))
 """decide on the inputs and on what is right, for every problem"""
 _FAMILIES = "peerlane.problems.families."
-
-Sharing = Literal["mps", "time_slices"]
 
 
 class NodeClass(Record):
@@ -41,10 +40,12 @@ class NodeClass(Record):
     driver: str | None = Field(default=None, description="major version of the GPU driver")
     ranks_per_gpu: int = Field(default=1, ge=1)
     sharing: Sharing | None = Field(default=None, description="how ranks share a GPU of a virtual node")
+    baseline: Baseline | None = Field(default=None, description="what serves torch.distributed on a virtual node")
 
     @classmethod
     def of(cls, environment: Mapping[str, Any], device: str) -> Self:
-        """From a :func:`peerlane.hardware.environment.record`. Its optional key ``virtual_node`` has ``ranks_per_gpu`` and ``sharing``."""
+        """From a :func:`peerlane.hardware.environment.record`. Its optional key ``virtual_node`` has ``ranks_per_gpu``, ``sharing`` and
+        ``baseline``."""
         if device != "cuda":
             return cls(kind="cpu" if device == "cpu" else "emulated")
         counts = Counter(gpu["name"] for gpu in environment.get("gpus") or ())
@@ -57,13 +58,14 @@ class NodeClass(Record):
             gpus=sum(counts.values()),
             link=environment.get("interconnect"),
             driver=driver.split(".")[0] if driver else None,
-            **{name: shared[name] for name in ("ranks_per_gpu", "sharing") if name in shared},
+            **{name: shared[name] for name in ("ranks_per_gpu", "sharing", "baseline") if name in shared},
         )
 
     def __str__(self) -> str:
         if self.kind in ("cpu", "emulated"):
             return {"cpu": "CPU ranks", "emulated": "emulated ranks"}[self.kind]
-        shared = f"virtual node of {self.ranks_per_gpu} ranks per GPU by {(self.sharing or 'unknown').replace('_', ' ')}"
+        how = {"mps": "MPS", "time_slices": "time slices", None: "unknown means"}[self.sharing]
+        shared = f"virtual node of {self.ranks_per_gpu} ranks per GPU by {how}, on {self.baseline or 'an unknown'} baseline"
         parts = [
             shared if self.kind == "virtual" else None,
             f"{self.gpus}x {self.gpu or 'unknown GPU'}",

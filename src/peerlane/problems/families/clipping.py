@@ -49,7 +49,7 @@ def present(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
 def power_sum(gradients: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Sum of |g|^p over all elements, a float32 scalar; zero for no gradients."""
     if not gradients:
-        return torch.zeros((), device="cuda" if dist.get_backend() == "nccl" else "cpu")
+        return torch.zeros((), device="cpu" if dist.get_backend() == "gloo" else "cuda")
     norms = torch._foreach_norm(gradients, norm_type, dtype=FP32)
     return torch.stack(norms).pow(norm_type).sum()
 
