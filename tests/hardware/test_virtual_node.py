@@ -124,7 +124,7 @@ def test_ranks_get_their_device_their_share_and_a_name_of_their_own() -> None:
         "CUDA_MPS_LOG_DIRECTORY": environments[1]["CUDA_MPS_LOG_DIRECTORY"],
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
     }
-    assert node.describe() == {"node_kind": "virtual", "ranks_per_gpu": 4, "sharing": "mps"}
+    assert node.describe() == {"node_kind": "virtual", "ranks_per_gpu": 4, "sharing": "mps", "baseline": "peerlane"}
     assert VirtualNode(4, 4, "time_slices").describe()["node_kind"] == "node"
 
 
