@@ -57,7 +57,7 @@ COMMAND_LINE = {
     "race": ["file", "--schedules", "--seed", "--world-size", "--json"],
     "trace": ["candidate", "--problem", "--problems", "--preset", "--world-size", "--mode", "--device", "--out", "--json"],
     "bench": ["what", "--out", "--plot", "--json"],
-    "report": ["files", "--noise", "--plot"],
+    "report": ["files", "--noise", "--plot", "--html", "--title"],
     "results": [],
     "demo": ["--examples", "--preset", "--world-size", "--device", "--json"],
     "selftest": ["--gpu", "--quick", "--repeat", "--rows", "--isolation", "--out", "--json"],
@@ -365,6 +365,8 @@ def test_show_for_people_names_its_profile(monkeypatch: pytest.MonkeyPatch, caps
         (["docs", "--check", "--folder", "/nonexistent"], "there is no folder /nonexistent"),
         (["docs", "--write", "--folder", "/proc/absent"], "cannot make the folder /proc/absent"),
         (["report", "/nonexistent.jsonl"], "there is no file /nonexistent.jsonl"),
+        (["report", "/nonexistent.jsonl", "--html", "page.html"], "there is no /nonexistent.jsonl"),
+        (["report", "--noise", "--html", "page.html", "results.jsonl"], "--html got --noise or --plot as well"),
     ],
 )
 def test_user_errors_are_one_block_on_stderr(
@@ -440,6 +442,13 @@ def test_exit_codes_of_verdicts() -> None:
     assert _console.exit_code([result(), wrong()]) == 3
     assert _console.exit_code([result(), absent]) == 3
     assert _console.exit_code([wrong(), harness]) == 4
+
+
+def test_report_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "results.jsonl").write_text(text_of(result(), hung(preset="small")))
+    assert run(monkeypatch, "report", str(tmp_path), "--html", str(tmp_path / "page.html"), "--title", "My <kernels>") == ExitCode.OK
+    assert capsys.readouterr() == (f"written: {tmp_path / 'page.html'}\n", "")
+    assert "<h1>My &lt;kernels&gt;</h1>" in (tmp_path / "page.html").read_text()
 
 
 def test_report_prints_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

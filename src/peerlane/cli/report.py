@@ -1,4 +1,4 @@
-"""``peerlane report``: recorded results as a Markdown table, or as a plot."""
+"""``peerlane report``: recorded results as a Markdown table, as a plot, or as a page."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Annotated
 
 import typer
 
-from peerlane.cli._console import read_result_files
+from peerlane.cli._console import print_error, read_result_files
 from peerlane.errors import UsageError
+from peerlane.words import counted
 
 
 def report(
     files: Annotated[
         list[Path],
-        typer.Argument(metavar="FOLDER|FILE", help="Folders of `peerlane eval --out`, their files, or one mechanisms.json."),
+        typer.Argument(metavar="FOLDER|FILE", help="Runs, folders of `peerlane eval --out`, their files, or one mechanisms.json."),
     ],
     noise: Annotated[
         bool, typer.Option("--noise", help="Only the reference against itself: the accuracy of the node and the protocol.")
@@ -24,11 +25,22 @@ def report(
         Path | None,
         typer.Option(metavar="FILE.svg", help="Draw instead: times of a sweep against size, or bandwidths of the mechanisms."),
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="PAGE.html", help="Write a page to publish instead; it opens without a network.")
+    ] = None,
+    title: Annotated[str, typer.Option(help="Title of the page.")] = "peerlane results",
 ) -> None:
-    """Print recorded results as a Markdown table for every class of machine, or draw them.
+    """Print recorded results as a Markdown table for every class of machine, draw them, or write a page that others can open.
 
     Example: peerlane report peerlane-results
+
+    Example: peerlane report runs/model-a runs/model-b --html page.html
     """
+    if html is not None:
+        if noise or plot is not None:
+            raise UsageError("--html got --noise or --plot as well: expected one of them; run report once with each")
+        _page(files, html, title)
+        return
     from peerlane.report import mechanisms
 
     if any(file.name == mechanisms.FILE for file in files):
@@ -41,6 +53,19 @@ def report(
         _sweep(files, plot)
     else:
         _results(files, noise)
+
+
+def _page(files: list[Path], html: Path, title: str) -> None:
+    from peerlane.publish.gather import gather
+    from peerlane.publish.page import write_page
+
+    gathered = gather(files)
+    for note in [*gathered.notes, *gathered.skipped]:
+        print_error(note)
+    page = write_page(gathered, html, title)
+    print(f"written: {html}")
+    if page.beside:
+        print(f"written: {counted(len(page.beside), 'page')} of candidates in {html.parent / page.folder}")
 
 
 def _mechanisms(file: Path, plot: Path | None) -> None:

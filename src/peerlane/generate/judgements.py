@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from peerlane.evaluate.results.result import Result
 from peerlane.generate.attempts import NO_CODE, NO_REPLY, NOT_JUDGED, Attempt, Setting
@@ -25,24 +26,29 @@ def settings_of(run: RunFolder, results: Iterable[Result]) -> list[Setting]:
 
 def attempts_of(run: RunFolder, results: Iterable[Result], setting: Setting | None) -> list[Attempt]:
     """Every sample of the run as it was judged under one setting; with None, as if nothing had been judged."""
+    return [attempt for attempt, _ in judged_samples(run, results, setting)]
+
+
+def judged_samples(run: RunFolder, results: Iterable[Result], setting: Setting | None) -> list[tuple[Attempt, Result | None]]:
+    """What :func:`attempts_of` returns, each attempt with the result that judged it, or None."""
     chosen = sorted((result for result in results if setting_of(result) == setting), key=lambda result: len(speedups_of(result)))
     known = {(result.problem.id, result.candidate.sha256): result for result in chosen}  # that with most speeds counts, then the last
-    return [_attempt(run, key, known) for key in run.sample_keys()]
+    return [_judged_sample(run, key, known) for key in run.sample_keys()]
 
 
-def _attempt(run: RunFolder, key: SampleKey, known: Mapping[tuple[int, str], Result]) -> Attempt:
+def attempt_of(result: Result, sample: int) -> Attempt:
+    """A candidate's result as the sample of that number."""
+    seen = tuple(item.name for item in result.mechanisms if item.confidence == "seen")
+    return Attempt(result.problem.id, sample, result.verdict.kind, speedups_of(result), seen)
+
+
+def _judged_sample(run: RunFolder, key: SampleKey, known: Mapping[tuple[int, str], Result]) -> tuple[Attempt, Result | None]:
     record = run.sample(key)
     judged = known.get((key.problem, record.sha256)) if record.sha256 is not None else None
-    if record.error is not None and record.sha256 is None:
-        verdict = NO_REPLY
+    if judged is not None:
+        attempt = attempt_of(judged, key.sample)
+    elif record.sha256 is not None:
+        attempt = Attempt(key.problem, key.sample, NOT_JUDGED)
     else:
-        verdict = NO_CODE if record.sha256 is None else judged.verdict.kind if judged is not None else NOT_JUDGED
-    return Attempt(
-        problem=key.problem,
-        sample=key.sample,
-        verdict=verdict,
-        speedups=speedups_of(judged) if judged is not None else {},
-        mechanisms=tuple(item.name for item in judged.mechanisms if item.confidence == "seen") if judged is not None else (),
-        usage=record.usage,
-        steps=tuple(step.attempt(key) for step in run.steps(key)),
-    )
+        attempt = Attempt(key.problem, key.sample, NO_CODE if record.error is None else NO_REPLY)
+    return replace(attempt, usage=record.usage, steps=tuple(step.attempt(key) for step in run.steps(key))), judged

@@ -1,0 +1,249 @@
+"""Groups samples into boards, whose results may be compared, and counts on each what its authors solved."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from peerlane import problems
+from peerlane.evaluate.results.identity import NodeClass
+from peerlane.evaluate.results.speed_record import Utilisation
+from peerlane.generate import metrics
+from peerlane.generate.attempts import Attempt, Usage
+from peerlane.generate.judging import MODES
+from peerlane.publish.gather import Sample, Standing, Task
+
+OTHER = "not in this suite"
+_KINDS = ("node", "virtual", "cpu", "emulated")
+THRESHOLDS = tuple(0.125 * 2 ** (step / 8) for step in range(8 * 7 + 1))
+"""Speedups of the fast_p curve: an eighth to 16, eight to a factor of two."""
+
+
+class BoardKey(NamedTuple):
+    """What results must share to stand on one board. ``family``: of presets, such as production."""
+
+    node: NodeClass
+    track: str
+    family: str
+    world_size: int
+    variant: str
+    cases: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a leaderboard. Estimates are shares of the board's tasks, or geometric means of speedups; None: not measured."""
+
+    author: str
+    standing: Standing
+    samples: int
+    unjudged: int
+    attempted: int
+    pass_at: Mapping[int, metrics.Estimate]
+    fast: Mapping[str, metrics.Estimate | None]
+    mean: Mapping[str, metrics.Estimate | None]
+    usage: Usage
+
+
+class Cell(NamedTuple):
+    """Of one author in one category, expected numbers of tasks solved with one sample. ``faster``: None where not measured."""
+
+    correct: float
+    faster: float | None
+
+
+class Reached(NamedTuple):
+    """The share of the roofline bound that someone reached in one launch mode."""
+
+    sample: Sample
+    mode: str
+    share: float
+    bound: Utilisation
+
+
+class Board:
+    """Samples whose results may be compared. Pure figures: nothing here knows of HTML."""
+
+    def __init__(self, key: BoardKey, samples: Sequence[Sample]) -> None:
+        self.key = key
+        self.samples = [sample for sample in samples if not sample.is_reference]
+        self.references = [sample for sample in samples if sample.is_reference]
+        self.tasks = sorted({sample.task for sample in self.samples})
+        self.authors = list(dict.fromkeys(sample.author for sample in self.samples))
+        numbers = {task: number for number, task in enumerate(self.tasks)}
+        self._attempts = {
+            author: [_renumbered(sample.attempt, numbers[sample.task]) for sample in self.samples if sample.author == author]
+            for author in self.authors
+        }
+        self._categories = {number: category_of(task.problem) for task, number in numbers.items()}
+        self.modes = [mode for mode in MODES if any(mode in sample.attempt.speedups for sample in samples)]
+
+    @property
+    def title(self) -> str:
+        """``pkb, 4 ranks, open track``."""
+        key = self.key
+        parts = [key.family, f"{key.world_size} rank{'' if key.world_size == 1 else 's'}", f"{key.track} track"]
+        parts += [f"variant {key.variant}"] if key.variant != "default" else []
+        return ", ".join(parts + (["timed case only"] if key.cases == "timed" else []))
+
+    @property
+    def main_mode(self) -> str | None:
+        """The launch mode that ranks: graph where it was measured."""
+        return self.modes[-1] if self.modes else None
+
+    @functools.cached_property
+    def ks(self) -> list[int]:
+        """1, and 3 or the most samples that an author has of a task."""
+        most = max((self._samples_a_task(author) for author in self.authors), default=1)
+        return sorted({1, min(3, most)})
+
+    def rows(self) -> list[Row]:
+        """The leaderboard, the best first: by fast_1 in the main mode, then by pass@1, then by the geometric mean."""
+        return sorted(map(self._row, self.authors), key=self._rank, reverse=True)
+
+    def _rank(self, row: Row) -> tuple[float, float, float]:
+        fast, mean = (found.get(self.main_mode or "") for found in (row.fast, row.mean))
+        return (fast.value if fast else -1.0, row.pass_at[1].value, mean.value if mean else -1.0)
+
+    def _row(self, author: str) -> Row:
+        attempts = self._attempts[author]
+        standings = {sample.standing for sample in self.samples if sample.author == author}
+        numbers = range(len(self.tasks))
+        fast: dict[str, metrics.Estimate | None] = dict.fromkeys(self.modes)
+        mean: dict[str, metrics.Estimate | None] = dict.fromkeys(self.modes)
+        for mode in self.modes:
+            if metrics.is_timed(attempts, mode):
+                fast[mode] = self._share(author, metrics.is_faster(1.0, mode), 1)
+                mean[mode] = metrics.geometric_mean(metrics.log_speedups(attempts, numbers, mode, 1))
+        return Row(
+            author=author,
+            standing=standings.pop() if len(standings) == 1 else "own",
+            samples=len(attempts),
+            unjudged=metrics.unjudged(attempts),
+            attempted=len({attempt.problem for attempt in attempts}),
+            pass_at={k: self._share(author, metrics.is_correct, k) for k in self.ks if k <= self._samples_a_task(author)},
+            fast=fast,
+            mean=mean,
+            usage=metrics.total_usage(attempts),
+        )
+
+    def _samples_a_task(self, author: str) -> int:
+        return max(Counter(attempt.problem for attempt in self._attempts[author]).values())
+
+    def _solved(self, author: str, test: metrics.Test, k: int = 1) -> dict[int, float]:
+        return metrics.solved(self._attempts[author], range(len(self.tasks)), test, k)
+
+    def _share(self, author: str, test: metrics.Test, k: int) -> metrics.Estimate:
+        return metrics.bootstrap_mean(list(self._solved(author, test, k).values()))
+
+    def heat(self) -> dict[str, tuple[int, dict[str, Cell]]]:
+        """By category: its number of tasks, and a cell for each author."""
+        sizes = metrics.by_category(dict.fromkeys(self._categories, 1.0), self._categories)
+        found: dict[str, tuple[int, dict[str, Cell]]] = {category: (int(size), {}) for category, size in sorted(sizes.items())}
+        for author in self.authors:
+            correct = metrics.by_category(self._solved(author, metrics.is_correct), self._categories)
+            mode = self.main_mode
+            timed = mode is not None and metrics.is_timed(self._attempts[author], mode)
+            faster = metrics.by_category(self._solved(author, metrics.is_faster(1.0, mode)), self._categories) if mode and timed else {}
+            for category, value in correct.items():
+                found[category][1][author] = Cell(value, faster.get(category))
+        return found
+
+    def fast_p(self) -> list[dict[str, Any]]:
+        """Points of the fast_p curves: the expected share of tasks with a speedup above p."""
+        timed = [(author, mode) for author in self.authors for mode in self.modes if metrics.is_timed(self._attempts[author], mode)]
+        return [
+            {"author": author, "mode": mode, "p": p, "share": sum(solved.values()) / len(self.tasks)}
+            for author, mode in timed
+            for p in THRESHOLDS
+            if (solved := self._solved(author, metrics.is_faster(p, mode)))
+        ]
+
+    def verdicts(self) -> list[dict[str, Any]]:
+        """How many samples of each author ended in each verdict."""
+        return [
+            {"author": author, "verdict": verdict, "n": count}
+            for author in self.authors
+            for verdict, count in metrics.verdicts(self._attempts[author]).items()
+        ]
+
+    def mechanisms(self) -> list[dict[str, Any]]:
+        """In how many correct samples of each author there is evidence for each mechanism, by its confidence."""
+        counts = Counter(
+            (sample.author, item.name, item.confidence)
+            for sample in self.samples
+            if sample.result is not None and sample.attempt.correct
+            for item in sample.result.mechanisms
+        )
+        return [{"author": who, "mechanism": name, "confidence": sure, "n": n} for (who, name, sure), n in sorted(counts.items())]
+
+    def reached(self) -> list[Reached]:
+        """Of every task, launch mode and author the best candidate's share of the roofline; and the reference's, by itself or beside it."""
+        best: dict[tuple[Task, str, str], Reached] = {}
+        for sample in [*self.references, *self.samples]:
+            for mode in self.modes if sample.result is not None else ():
+                speed = sample.result.speed_in(mode) if sample.result is not None else None
+                bound = None if speed is None else measured_bound(speed.utilisation)
+                if bound is None:
+                    continue
+                found = Reached(sample, mode, bound.candidate, bound)
+                key = (sample.task, mode, sample.author)
+                if key not in best or best[key].share < found.share:
+                    best[key] = found
+        return list(best.values())
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Of agents, the expected share of tasks solved after so many steps."""
+        numbers = range(len(self.tasks))
+        found: list[dict[str, Any]] = []
+        tests: dict[str, metrics.Test] = {"correct": metrics.is_correct}
+        tests |= {f"faster, {mode}": metrics.is_faster(1.0, mode) for mode in self.modes}
+        for author in self.authors:
+            for what, test in tests.items():
+                curve = metrics.step_curve(self._attempts[author], numbers, test)
+                found += [
+                    {"author": author, "what": what, "step": step, "share": value / len(self.tasks)} for step, value in enumerate(curve, 1)
+                ]
+        return found
+
+
+def _renumbered(attempt: Attempt, number: int) -> Attempt:
+    """The attempt and its steps, counted under a task's number."""
+    return replace(attempt, problem=number, steps=tuple(replace(step, problem=number) for step in attempt.steps))
+
+
+def measured_bound(utilisation: Sequence[Utilisation]) -> Utilisation | None:
+    """Against the measured ceilings where there are some, else against the datasheet; None of none, or without a bound."""
+    found = next((item for item in utilisation if item.ceilings == "measured"), *utilisation[:1]) if utilisation else None
+    return found if found is not None and found.bound_us > 0 else None
+
+
+def boards(samples: Iterable[Sample]) -> list[Board]:
+    """A board for each class of machine and setting: nodes first, then virtual nodes, then ranks without GPUs; the fullest first."""
+    groups: dict[BoardKey, list[Sample]] = {}
+    for sample in samples:
+        like = sample.like
+        family = like.preset.split("_")[0]
+        key = BoardKey(like.node, like.track, family, like.world_size, like.problem.variant, like.cases)
+        groups.setdefault(key, []).append(sample)
+    found = [Board(key, group) for key, group in groups.items()]
+    most = {key.node: max(len(board.samples) for board in found if board.key.node == key.node) for key in groups}
+    return sorted(
+        found,
+        key=lambda board: (_KINDS.index(board.key.node.kind), -most[board.key.node], str(board.key.node), -len(board.samples)),
+    )
+
+
+@functools.cache
+def category_of(problem: int) -> str:
+    """The category of a problem's number."""
+    return categories().get(problem, OTHER)
+
+
+@functools.cache
+def categories() -> Mapping[int, str]:
+    """Number -> category of all problems that are known here."""
+    return {item.id: item.category for item in problems.all_problems()}

@@ -1,0 +1,126 @@
+"""What a page shows of one candidate: its code with highlighting, the verdict with its evidence, and the times of its blocks.
+
+Everything here may be hostile text. Text leaves as ``Markup`` only where this module made all of its tags.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from markupsafe import Markup, escape
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+
+import peerlane
+from peerlane.evaluate.results.result import Result
+from peerlane.evaluate.results.sanitize import printable
+from peerlane.evaluate.results.speed_record import ModeSpeed
+from peerlane.publish.gather import Sample
+
+_HIGHLIGHTED_CHARACTERS = 200_000
+_FORMATTER = HtmlFormatter(nowrap=True)
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 170, 56, 22, 10
+
+
+@dataclass(frozen=True)
+class Source:
+    """The code as HTML, or a sentence that says why there is none."""
+
+    html: Markup | None
+    note: str = ""
+
+
+def source_of(sample: Sample) -> Source:
+    """The code that was judged: a file counts if it still has the hash of the result."""
+    result = sample.result
+    if result is None:
+        return Source(None, "The sample holds no candidate.") if sample.source is None else _shown(sample.source.read_bytes())
+    if sample.is_reference:
+        return Source(None, f"The problem's reference: `peerlane show {result.problem.id} --source` prints it.")
+    packaged = Path(peerlane.__file__).parent / "solutions" / f"{Path(result.candidate.name).name}.py"
+    for path in filter(None, (sample.source, packaged)):
+        try:
+            data = path.read_bytes()
+        except OSError:
+            continue
+        if hashlib.sha256(data).hexdigest() == result.candidate.sha256:
+            return _shown(data)
+    return Source(None, "The code with this hash was not at hand when the page was made.")
+
+
+@functools.lru_cache(maxsize=256)
+def _shown(data: bytes) -> Source:
+    """Characters that hide or reorder text appear as escapes."""
+    text = printable(data.decode(errors="replace").replace("\r\n", "\n"), kept="\n\t")
+    if len(text) > _HIGHLIGHTED_CHARACTERS:
+        return Source(escape(text), f"{len(text):,} characters, without highlighting.")
+    return Source(Markup(highlight(text, PythonLexer(stripnl=False), _FORMATTER)))
+
+
+def facts(result: Result) -> Iterator[tuple[str, str]]:
+    """Where the result comes from, as names and values."""
+    yield "sha256", result.candidate.sha256
+    yield "judged", f"{result.finished_at:%Y-%m-%d %H:%M} UTC, run {result.run_id}"
+    yield "machine", str(result.node)
+    yield "environment", result.environment_hash
+    yield "evaluator", f"{result.evaluator_version}, rules {result.rules_hash or 'not recorded'}, isolation {result.isolation}"
+    if result.problem.source_hash:
+        yield "problem's source", result.problem.source_hash
+    if result.flags:
+        yield "flags", ", ".join(result.flags)
+    if result.audit is not None:
+        kernels = ", ".join(f"{count} {whose}" for whose, count in result.audit.kernels.items())
+        copies = ", ".join(f"{count} {where.replace('_', ' ')}" for where, count in result.audit.copies.items())
+        yield "kernels a call", kernels or "none"
+        yield "copies a call", copies or "none"
+        if result.audit.kernel_names:
+            yield "kernels", ", ".join(result.audit.kernel_names[:8])
+
+
+def block_times(speed: ModeSpeed) -> Markup:
+    """Both sides' blocks by both clocks, microseconds a call, as an SVG."""
+    series = [
+        ("reference", "events", speed.reference_blocks_us),
+        ("candidate", "events", speed.candidate_blocks_us),
+        ("reference", "clock", speed.reference_clock_us),
+        ("candidate", "clock", speed.candidate_clock_us),
+    ]
+    a_call = [(side, clock, [value / speed.calls_per_block for value in values]) for side, clock, values in series if values]
+    top = 1.08 * max(value for *_, values in a_call for value in values)
+    longest = max(len(values) for *_, values in a_call)
+    parts = [*_axis(top)]
+    for side, clock, values in a_call:
+        places = [(_x(index, longest), _y(value, top)) for index, value in enumerate(values)]
+        if clock == "events":
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+            parts.append(f'<polyline class="{side}" points="{points}"/>')
+        radius = 3.2 if clock == "events" else 2
+        parts += [f'<circle class="{side} {clock}" cx="{x:.1f}" cy="{y:.1f}" r="{radius}"/>' for x, y in places]
+    label = f"{speed.mode}: block times in microseconds a call"
+    return Markup(f'<svg class="blocks" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>')
+
+
+def _axis(top: float) -> Iterator[str]:
+    for share in (0.0, 0.5, 1.0):
+        y = _y(share * top, top)
+        yield f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{share * top:.3g}</text>'
+    yield f'<text x="{_WIDTH}" y="{_HEIGHT - 4}" text-anchor="end">block, in order</text>'
+
+
+def _x(index: int, count: int) -> float:
+    return _LEFT + 8 + (_WIDTH - _LEFT - 16) * (index / max(count - 1, 1))
+
+
+def _y(value: float, top: float) -> float:
+    return _HEIGHT - _BOTTOM - (_HEIGHT - _BOTTOM - _TOP) * value / top
+
+
+def speeds(result: Result) -> Sequence[ModeSpeed]:
+    """The measured speeds, by launch mode."""
+    return [speed for mode in result.modes if (speed := result.speed_in(mode)) is not None]

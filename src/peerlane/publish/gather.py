@@ -1,0 +1,168 @@
+"""Reads what a page shows: runs, files of results and folders of both, as one list of candidates, each with its author and its result."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from peerlane.errors import UsageError
+from peerlane.evaluate.results.reader import FILE, newest, read_results
+from peerlane.evaluate.results.result import Result
+from peerlane.generate.attempts import Attempt
+from peerlane.generate.judgements import attempt_of, judged_samples, setting_of, settings_of
+from peerlane.generate.run_folder import RunFolder, is_run
+
+REFERENCE = "reference"
+UNNAMED = "candidates"
+
+Standing = Literal["own", "verified", "unverified", "differs"]
+"""How far a result can be trusted: judged by the page's author, judged anew from a bundle, only claimed in one, or found to differ."""
+
+
+class Task(NamedTuple):
+    """What is counted: a problem at a preset."""
+
+    problem: int
+    preset: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample of an author as it was judged.
+
+    Attributes:
+        author: a model, or the folder that the candidate lay in; ``reference`` for the reference as its own candidate.
+        like: a result of the same setting, which says on what machine, preset and track the sample counts.
+        result: None where there was no code to judge, or no evaluation yet.
+        source: the candidate's file, if it is at hand; its contents may have changed since.
+    """
+
+    author: str
+    attempt: Attempt
+    like: Result
+    result: Result | None
+    source: Path | None = None
+    standing: Standing = "own"
+
+    @property
+    def is_reference(self) -> bool:
+        """True for the built-in reference."""
+        return self.result is not None and self.result.candidate.backend == REFERENCE
+
+    @property
+    def task(self) -> Task:
+        """The problem and the preset."""
+        return Task(self.attempt.problem, self.like.preset)
+
+    @property
+    def name(self) -> str:
+        """The candidate's own name; of a sample without a candidate, where it lies in its run."""
+        return self.result.candidate.name if self.result is not None else f"{self.attempt.problem:03d}/{self.attempt.sample}"
+
+
+@dataclass
+class Gathered:
+    """Samples in the order of their files, the files with their hashes, lines that were left out of them, and files without results."""
+
+    samples: list[Sample] = field(default_factory=list)
+    files: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+
+def gather(paths: Sequence[Path]) -> Gathered:
+    """What lies under these paths; a folder gives the runs and the files of results in and below it.
+
+    Raises UsageError for a path that does not exist, and if nothing was judged.
+    """
+    found = Gathered()
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"there is no {path}: expected a run, a {FILE}, or a folder of them")
+    runs, files = _below(paths)
+    taken: Counter[str] = Counter()
+    for run in map(RunFolder.open, runs):
+        taken[run.settings.model] += 1
+        number = taken[run.settings.model]
+        author = run.settings.model if number == 1 else f"{run.settings.model} ({number})"
+        results = _read(run.path / FILE, found)
+        found.samples += _samples_of_run(run, results, author)
+    found.samples += _samples_of_results(newest(result for file in files for result in _read(file, found)))
+    if not found.samples:
+        where = ", ".join(map(str, paths))
+        raise UsageError("\n".join([f"nothing in {where} was judged: expected results of `peerlane eval`", *found.skipped]))
+    return found
+
+
+def _below(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+    """Runs, and files of results that are in no run."""
+    runs: dict[Path, None] = {}
+    files: dict[Path, None] = {}
+    for path in paths:
+        if path.is_file():
+            files[path] = None
+            continue
+        for folder in [path, *sorted(item.parent for item in path.rglob("run.json"))]:
+            if is_run(folder):
+                runs[folder] = None
+        found = [path / FILE] if (path / FILE).is_file() else sorted(path.rglob("*.jsonl"))
+        files |= dict.fromkeys(file for file in found if not any(run in file.parents for run in runs))
+    return list(runs), list(files)
+
+
+def _read(path: Path, found: Gathered) -> list[Result]:
+    """The results in a file. A file of something else, such as calibrations, is left out with a message."""
+    if not path.is_file():
+        return []
+    try:
+        results = read_results(path, found.notes)
+    except UsageError as error:
+        found.skipped.append(str(error))
+        return []
+    if results:
+        found.files.append((str(path), hashlib.sha256(path.read_bytes()).hexdigest()))
+    return results
+
+
+def _samples_of_run(run: RunFolder, results: Sequence[Result], author: str) -> Iterator[Sample]:
+    files = {key.folder: path for key, path in run.candidates()}
+    for setting in settings_of(run, results):
+        judged = judged_samples(run, results, setting)
+        like = next(result for _, result in judged if result is not None)
+        for attempt, result in judged:
+            folder = f"{attempt.problem:03d}/{attempt.sample}"
+            named = None if result is None else _named(result, folder)
+            yield Sample(author, attempt, like, named, files.get(folder))
+
+
+def _named(result: Result, name: str) -> Result:
+    """The result by the name of this sample: equal candidates share one."""
+    return result.model_copy(update={"candidate": result.candidate.model_copy(update={"name": name})})
+
+
+def _samples_of_results(results: Iterable[Result]) -> Iterator[Sample]:
+    """Of several results of one name and setting, such as those of an edited file, the last counts."""
+    last = {(author_of(result), setting_of(result), result.problem.id, result.candidate.name): result for result in results}
+    taken: Counter[tuple[object, ...]] = Counter()
+    for (author, setting, problem, _), result in last.items():
+        attempt = attempt_of(result, taken[author, setting, problem])
+        taken[author, setting, problem] += 1
+        yield Sample(author, attempt, result, result, None if result.candidate.path is None else Path(result.candidate.path))
+
+
+def author_of(result: Result) -> str:
+    """The model that a result names; else the folder of the candidate's file."""
+    if result.candidate.backend == REFERENCE:
+        return REFERENCE
+    if (model := result.candidate.labels.get("model")) is not None:
+        return str(model)
+    return (Path(result.candidate.path).parent.name if result.candidate.path else "") or UNNAMED
+
+
+def with_standing(samples: Iterable[Sample], standing: Standing) -> list[Sample]:
+    """The samples, trusted so far."""
+    return [replace(sample, standing=standing) for sample in samples]

@@ -1,0 +1,173 @@
+"""The page without a browser: complete, inert and self-contained. tests/publish/test_browser.py opens it in one."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from peerlane.errors import UsageError
+from peerlane.evaluate.results.result import CandidateInfo
+from peerlane.publish.boards import boards
+from peerlane.publish.gather import gather
+from peerlane.publish.page import INLINE_CANDIDATES, render_page, write_page
+from sample_results import ENVIRONMENT, on_cpu, result, text_of, wrong
+from sample_runs import CODE, make_run, reference_results
+
+ROOT = Path(__file__).parents[2]
+VIRTUAL = {**ENVIRONMENT, "virtual_node": {"ranks_per_gpu": 4, "sharing": "mps"}}
+HOSTILE = "</script><img src=x onerror=alert(1)>'\"&{{ 7*7 }}"
+
+
+class Elements(HTMLParser):
+    """Every start tag with its attributes, and the text of scripts and of the rest."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        script = bool(self.tags) and self.tags[-1][0] == "script" and self.cdata_elem == "script"
+        (self.scripts if script else self.text).append(data)
+
+
+def data_of(html: str) -> list[dict[str, object]]:
+    return json.loads(Elements(html).scripts[0])  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder / "a", "model-a", range(1, 13), 3)
+    make_run(folder / "b", "model-b", range(1, 13), kind="agent", good=0.8)
+    make_run(folder / "virtual", "model-a", range(1, 5), environment=VIRTUAL)
+    (folder / "references.jsonl").write_text(text_of(*reference_results(range(1, 13))))
+    return folder
+
+
+def test_a_page_of_runs_has_every_section(runs: Path) -> None:
+    html = render_page(gather([runs]), "The title").html
+    text = "".join(Elements(html).text)
+    headings = (
+        "Leaderboard",
+        "Speedups",
+        "How samples ended",
+        "Categories",
+        "How data moved",
+        "Progress of agents",
+        "Against the roofline",
+    )
+    assert [heading for heading in headings if heading not in text] == []
+    first = data_of(html)[0]
+    assert sorted(first["authors"]) == ["model-a", "model-b"]  # type: ignore[call-overload]
+    assert all(first[name] for name in ("fast", "verdicts", "mechanisms", "steps", "reached"))
+    assert "torch 2.11.0" in text and "peerlane 0.1.0" in text and "pass@3" in text
+
+
+def test_virtual_nodes_are_never_ranked_with_nodes(runs: Path) -> None:
+    found = boards(gather([runs]).samples)
+    assert [board.key.node.kind for board in found] == ["node", "virtual"]
+    assert {sample.like.node.kind for sample in found[0].samples} == {"node"}
+    html = render_page(gather([runs]), "t").html
+    assert html.count("Virtual node: several ranks share a GPU.") == 1
+
+
+def test_the_leaderboard_counts_what_the_metrics_count(tmp_path: Path) -> None:
+    results = make_run(tmp_path / "a", "m", range(1, 9), 2, good=0.6)
+    (board,) = boards(gather([tmp_path]).samples)
+    (row,) = board.rows()
+    correct = sum(item.correct for item in results)
+    assert row.samples == 16 and row.unjudged == 0 and row.attempted == 8
+    assert row.pass_at[1].value == pytest.approx(correct / 16)
+    low = [speedup.low for item in results if item.correct and (speedup := item.speedup("graph")) is not None]
+    fast = row.fast["graph"]
+    assert fast is not None and fast.value == pytest.approx(sum(value > 1 for value in low) / 16)
+    at_one = [point["share"] for point in board.fast_p() if point["mode"] == "graph" and point["p"] == 1.0]
+    assert at_one == [pytest.approx(fast.value)]
+
+
+def test_hostile_names_and_code_are_inert(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", HOSTILE, (1, 2), code=f"# {HOSTILE.replace('{', '{{').replace('}', '}}')}\n" + CODE, name=HOSTILE)
+    page = render_page(gather([tmp_path]), HOSTILE)
+    found = Elements(page.html)
+    assert [tag for tag, _ in found.tags].count("script") == 4 and "img" not in {tag for tag, _ in found.tags}
+    assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
+    assert HOSTILE in "".join(found.text) and data_of(page.html)[0]["authors"] == [HOSTILE]
+    hrefs = [attributes["href"] for tag, attributes in found.tags if tag == "a"]
+    assert hrefs and all(re.fullmatch(r"#[a-z0-9-]+", str(href)) for href in hrefs)
+
+
+def test_code_cannot_hide_text(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "m", (1,), code="# \u202e reversed \u2066\n" + CODE)
+    html = render_page(gather([tmp_path]), "t").html
+    assert "\u202e" not in html and "\\u202e" in "".join(Elements(html).text)
+
+
+def test_the_policy_allows_the_own_scripts_alone_and_nothing_is_fetched(runs: Path) -> None:
+    html = render_page(gather([runs]), "t").html
+    found = [attributes for _, attributes in Elements(html).tags]
+    policy = next(str(item["content"]) for item in found if item.get("http-equiv") == "Content-Security-Policy")
+    assert "default-src 'none'" in policy and "unsafe-eval" not in policy and "unsafe-inline" not in policy.partition("script-src")[2]
+    for script in re.findall(r"<script>(.*?)</script>", html, re.DOTALL):
+        assert f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" in policy
+    assert not [
+        attributes for _, attributes in Elements(html).tags if "src" in attributes or str(attributes.get("href", "#"))[:4] == "http"
+    ]
+
+
+def test_many_candidates_have_pages_of_their_own(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "m", range(1, 69), 3)
+    page = write_page(gather([tmp_path]), tmp_path / "out" / "page.html", "t")
+    assert len(page.beside) == 204 > INLINE_CANDIDATES and "def solution" not in page.html
+    links = re.findall(r'href="(page_candidates/c\d+\.html)"', page.html)
+    assert len(links) == 204 and all((tmp_path / "out" / link).is_file() for link in links)
+    own = (tmp_path / "out" / links[0]).read_text()
+    assert "solution" in own and 'href="../page.html#candidates"' in own and "<script" not in own and "default-src 'none'" in own
+
+
+def test_code_is_shown_only_if_it_is_what_was_judged(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "m", (1, 2), good=1.0)
+    shown = render_page(gather([tmp_path / "run"]), "t").html
+    gone = CandidateInfo(name="x", path="gone/x.py", sha256="2" * 64, backend="cuda")
+    (tmp_path / "one.jsonl").write_text(text_of(result(candidate=gone)))
+    missing = render_page(gather([tmp_path / "one.jsonl"]), "t").html
+    assert 'class="code"' in shown and 'class="code"' not in missing and "was not at hand" in missing
+    assert data_of(missing)[0]["authors"] == ["gone"]
+
+
+def test_on_cpu_ranks_nothing_speaks_of_speed(tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text(text_of(on_cpu(), wrong(device="cpu", environment=ENVIRONMENT)))
+    html = render_page(gather([tmp_path]), "t").html
+    text = "".join(Elements(html).text)
+    assert "Speed needs GPUs" in text and "fast_1" not in text and "Not shown: speedups and the roofline" in text
+    assert 'data-plot="fast"' not in html and 'data-plot="reached"' not in html
+
+
+def test_committed_results_give_a_page_without_an_empty_section() -> None:
+    gathered = gather([ROOT / "results"])
+    page = render_page(gathered, "Committed results")
+    for board, view in zip(boards(gathered.samples), data_of(page.html), strict=True):
+        assert view["reached"] or not board.modes, board.title
+        assert not board.samples or (view["verdicts"] and (view["fast"] or not board.modes)), board.title
+    assert not gathered.notes
+
+
+def test_what_cannot_be_shown_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no"):
+        gather([tmp_path / "nothing"])
+    with pytest.raises(UsageError, match="was judged: expected results"):
+        gather([tmp_path])
+    (tmp_path / "results.jsonl").write_text(text_of(result()))
+    with pytest.raises(UsageError, match=r"ends in \.html"):
+        write_page(gather([tmp_path]), tmp_path / "page.htm", "t")
