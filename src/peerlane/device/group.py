@@ -106,6 +106,8 @@ class Group(ABC):
         self.rank, self.world_size, self.device = rank, world_size, device
         self.sm_count = 0
         """SMs of a rank's share of its device: the smallest number of any rank, the same on all"""
+        self.max_threads = 1024
+        """threads of a block that host code should not exceed: fewer on emulated ranks, whose barriers cost the square of it"""
         self.ranks_per_device = 1
         """how many ranks share a device: the largest number of any device"""
         self.cache: dict[Hashable, Any] = {}

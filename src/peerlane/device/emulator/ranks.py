@@ -35,7 +35,7 @@ from peerlane.device.tensor_map import TensorMap, TensorMapSpec
 from peerlane.errors import UsageError
 
 Arguments = tuple[Any, ...]
-SM_COUNT = 2
+SM_COUNT, MAX_THREADS = 2, 128
 
 
 @dataclass
@@ -128,7 +128,7 @@ class EmulatedGroup(Group):
     def __init__(self, team: Team, member: int) -> None:
         super().__init__(team.members.index(member), len(team.members), torch.device("cpu"))
         self.team, self.member = team, member
-        self.sm_count = team.world.sm_count
+        self.sm_count, self.max_threads = team.world.sm_count, MAX_THREADS
 
     def exchange(self, value: Small) -> list[Small]:
         return list(self.team.meeting.meet(self.member, "an exchange", value))

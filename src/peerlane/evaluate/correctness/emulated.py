@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from peerlane.device.emulator.ranks import Outcome, run
 from peerlane.device.group import Group
@@ -53,14 +54,14 @@ def judge_emulated(file: Path, problem: Problem, case: Case, *, schedules: int =
     def resolve(arguments: tuple[Any, ...], groups: Mapping[str, Group]) -> tuple[Any, ...]:
         return tuple(groups[value.name] if isinstance(value, GroupRef) else value for value in arguments)
 
-    calls = [[tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in own) for own in call] for call in drawn]
+    calls = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, drawn)
     outcome = run(file, calls, layouts=problem.process_groups(case), resolve=resolve, schedules=schedules, seed=seed)
     if outcome.failure is not None:
         return EmulatedJudgement(outcome, "", math.inf)
     worst = 0.0
-    for inputs, outputs in zip(drawn, outcome.outputs, strict=True):
-        for rank, output in enumerate(outputs):
-            expected = problem.oracle(case, inputs, rank)
+    for inputs, own, outputs in zip(drawn, calls, outcome.outputs, strict=True):
+        for rank, returned in enumerate(outputs):
+            output, expected = problem.answer(returned, own[rank]), problem.oracle(case, inputs, rank)
             if mismatch := type_mismatch(output, expected):
                 return EmulatedJudgement(outcome, mismatch, math.inf)
             worst = max([worst, *(item.ratio for item in score(problem, case, output, expected, RANDOM))])

@@ -8,6 +8,8 @@
 
 namespace peerlane {
 
+constexpr float infinity = __builtin_bit_cast(float, 0x7f800000u), not_a_number = __builtin_bit_cast(float, 0x7fc00000u);
+
 struct BFloat16 {
     using Sum = float;
     static constexpr int lanes = 2;

@@ -8,10 +8,24 @@ namespace peerlane {
 
 // ---- reductions: every thread of the warp or block gets the result, the same bits in each --------------------------------------------------
 
-template <class T, class Join>
+// Another lane's value, of any type of whole words.
+template <class T>
+__device__ inline T shuffle_xor(const T& value, int bits) {
+    static_assert(sizeof(T) % 4 == 0);
+    struct Words {
+        u32 word[sizeof(T) / 4];
+    };
+    Words words = __builtin_bit_cast(Words, value);
+#pragma unroll
+    for (u32& word : words.word) word = __shfl_xor_sync(0xffffffffu, word, bits);
+    return __builtin_bit_cast(T, words);
+}
+
+// Among lanes that agree in all bits of their number but the lowest; `lanes` is a power of two.
+template <int lanes = 32, class T, class Join>
 __device__ inline T warp_reduce(T value, const Join& join) {
 #pragma unroll
-    for (int bits = 16; bits > 0; bits /= 2) value = join(value, __shfl_xor_sync(0xffffffffu, value, bits));
+    for (int bits = lanes / 2; bits > 0; bits /= 2) value = join(value, shuffle_xor(value, bits));
     return value;
 }
 template <class T>
@@ -81,6 +95,26 @@ class RowOf {
     u64 size_;
 };
 
+// Single elements of an array of E.
+template <int lanes>
+struct ElementBits { using type = u32; };
+template <>
+struct ElementBits<2> { using type = u16; };
+template <>
+struct ElementBits<4> { using type = u8; };
+template <class E>
+__device__ inline typename E::Sum element_of(const char* array, u64 i) {
+    typename E::Sum value[E::lanes];
+    E::widen(reinterpret_cast<const typename ElementBits<E::lanes>::type*>(array)[i], value);
+    return value[0];
+}
+template <class E>
+__device__ inline void set_element(char* array, u64 i, typename E::Sum number) {
+    const typename E::Sum value[E::lanes] = {number};
+    using Bits = typename ElementBits<E::lanes>::type;
+    reinterpret_cast<Bits*>(array)[i] = static_cast<Bits>(E::narrow(value));
+}
+
 // What is left of the values where they are stored as E and loaded again.
 template <class E>
 __device__ inline void round_as(float (&value)[row_lanes]) {
@@ -112,37 +146,76 @@ class SmallExchange {
     __device__ SmallExchange(const Arena& arena, const PacketSpace& space, u32 epoch)
         : arena_(arena), stride_(u64(space.count) * sizeof(Vec16)), buffer_(space.at + (epoch & 1) * W * stride_), epoch_(epoch) {}
 
-    // The warp's lane 0 sends `value` to every other rank.
-    __device__ void push(u32 i, const T& value) const {
-        if (Warp{}.thread() != 0) return;
-        u32 data[packet_words] = {};
-        const Words words = __builtin_bit_cast(Words, value);
+    // The caller sends `value` to every other rank.
+    __device__ void send(u32 i, const T& value) const {
+        u32 data[packet_words];
+        pack(value, data);
+        push_packet_to_all<W>(arena_, place(arena_.rank, i), data, epoch_);
+    }
+    // All ranks' values of index i, folded in rank order, the own one included, for the caller alone.
+    template <class Fold>
+    __device__ T receive(u32 i, const T& own, const Fold& fold) const {
+        u32 data[W][packet_words];
+        pull_packets<W>(arena_, arena_.local(place(0, i)), stride_, i, epoch_, data);
+        T total{};
 #pragma unroll
-        for (int w = 0; w < int(sizeof(T) / 4); ++w) data[w] = words.word[w];
-        push_packet_to_all<W>(arena_, buffer_ + arena_.rank * stride_ + i * sizeof(Vec16), data, epoch_);
+        for (int q = 0; q < W; ++q) {
+            const T term = q == arena_.rank ? own : unpack(data[q]);
+            total = q == 0 ? term : fold(total, term);
+        }
+        return total;
     }
 
-    // All ranks' values of index i, folded in rank order, the own one included; every lane of the warp gets the result.
+    // The same by a warp: its lane 0 sends, and every lane gets the result.
+    __device__ void push(u32 i, const T& value) const {
+        if (Warp{}.thread() == 0) send(i, value);
+    }
     template <class Fold>
     __device__ T pull(u32 i, const T& own, const Fold& fold) const {
         T total = own;
-        if (Warp{}.thread() == 0) {
-            u32 data[W][packet_words];
-            pull_packets<W>(arena_, arena_.local(buffer_ + i * sizeof(Vec16)), stride_, i, epoch_, data);
-#pragma unroll
-            for (int q = 0; q < W; ++q) {
-                Words words;
-#pragma unroll
-                for (int w = 0; w < int(sizeof(T) / 4); ++w) words.word[w] = data[q][w];
-                const T term = q == arena_.rank ? own : __builtin_bit_cast(T, words);
-                total = q == 0 ? term : fold(total, term);
-            }
-        }
+        if (Warp{}.thread() == 0) total = receive(i, own, fold);
         Words words = __builtin_bit_cast(Words, total);
 #pragma unroll
         for (u32& word : words.word) word = __shfl_sync(0xffffffffu, word, 0);
         return __builtin_bit_cast(T, words);
     }
+
+    // The same where a warp that pulls no longer knows its own value: that goes through the own arena. use(rank, value) for every rank in order,
+    // in every lane.
+    __device__ void push_everywhere(u32 i, const T& value) const {
+        if (Warp{}.thread() >= W) return;
+        u32 data[packet_words];
+        pack(value, data);
+        push_packet(arena_.peer(rank_after<W>(arena_.rank, Warp{}.thread()), place(arena_.rank, i)), data, epoch_);
+    }
+    template <class Use>
+    __device__ void pull_everything(u32 i, const Use& use) const {
+        u32 data[packet_words] = {};
+        const u32 source = Warp{}.thread();
+        if (source < W) pull_packet(arena_, source, arena_.local(place(source, i)), i, epoch_, data);
+        __syncwarp();
+#pragma unroll
+        for (int q = 0; q < W; ++q) {
+            u32 of_rank[packet_words];
+#pragma unroll
+            for (int w = 0; w < packet_words; ++w) of_rank[w] = __shfl_sync(0xffffffffu, data[w], q);
+            use(q, unpack(of_rank));
+        }
+    }
+
+    __device__ static void pack(const T& value, u32 (&data)[packet_words]) {
+        const Words words = __builtin_bit_cast(Words, value);
+#pragma unroll
+        for (int w = 0; w < packet_words; ++w) data[w] = w < int(sizeof(T) / 4) ? words.word[w < int(sizeof(T) / 4) ? w : 0] : 0;
+    }
+    __device__ static T unpack(const u32 (&data)[packet_words]) {
+        Words words;
+#pragma unroll
+        for (int w = 0; w < int(sizeof(T) / 4); ++w) words.word[w] = data[w];
+        return __builtin_bit_cast(T, words);
+    }
+    // Where in every arena rank `source`'s packet lies.
+    __device__ u64 place(u32 source, u32 i) const { return buffer_ + source * stride_ + i * sizeof(Vec16); }
 
   private:
     const Arena& arena_;

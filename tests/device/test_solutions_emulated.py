@@ -1,0 +1,75 @@
+"""Solutions on emulated ranks: right as they are, and refused with one thing broken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from device.judged import judge, require_correct
+from peerlane import problems, solutions
+from peerlane.device import clipping, fp8_history
+from peerlane.device.declare import DeclaredKernel
+from peerlane.device.emulator import sequence
+from peerlane.device.emulator.build import Program
+from peerlane.device.jit import Cubin, compile_cubin
+from peerlane.problems import Case
+
+QUICK = {23: "idle_bf16", 43: "bf16", 73: "special_fp32"}
+"""One case of solutions whose kernels are small."""
+TWINS = [
+    (21, "ragged", "args.sums, epoch,", "args.sums, 2,"),
+    (22, "grid", "args.expert_weight[q] * of_rank[q].expert", "of_rank[q].expert * (q == arena.rank)"),
+    (23, "ragged_fp32", "sums.push(0, loss * tokens)", "sums.push(0, loss)"),
+    (43, "fp32", "peers.wait_all(0, epoch);", ""),
+    (52, "history_4_bf16", "barrier(blockIdx.x, epoch)", "signal_all(blockIdx.x, epoch)"),
+    (53, "history_4_bf16", "(epoch & 1) * WORLD_SIZE", "0 * WORLD_SIZE"),
+    (73, "scaled_fp32", "target / args.columns == q", "target / args.columns == arena.rank"),
+]
+"""Of a solution and a case: what stands in its kernel, and what a careless author would write."""
+SHARED = {21: clipping, 22: clipping, 52: fp8_history, 53: fp8_history}
+
+
+def case_of(number: int, label: str, world_size: int) -> Case:
+    return problems.get(number).case("small", label, world_size)
+
+
+@pytest.mark.parametrize("number", QUICK)
+def test_solutions_are_right(number: int) -> None:
+    require_correct(judge(solutions.files()[number], number, case_of(number, QUICK[number], 2), schedules=2))
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Cubin]:
+    """What NVRTC makes of every kernel that the emulator runs."""
+    emulated, found = sequence.compile_program, []
+
+    def both(source: str | Path, *, defines: Mapping[str, str | int]) -> Program:
+        found.append(compile_cubin(source, arch="sm_90a", defines=defines))
+        return emulated(source, defines=defines)
+
+    monkeypatch.setattr(sequence, "compile_program", both)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "label"), {number: label for number, label, _, _ in TWINS}.items())
+def test_all_solutions_are_right_on_four_ranks_and_compile(number: int, label: str, compiled: list[Cubin]) -> None:
+    require_correct(judge(solutions.files()[number], number, case_of(number, label, 4), schedules=2))
+    assert compiled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "label", "old", "new"), TWINS)
+def test_a_broken_twin_is_refused(number: int, label: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = solutions.files()[number]
+    if (module := SHARED.get(number)) is not None:
+        (name, kernel) = next((name, value) for name, value in vars(module).items() if isinstance(value, DeclaredKernel))
+        assert module.SOURCE.count(old) == 1
+        monkeypatch.setattr(module, name, DeclaredKernel(kernel.name, module.SOURCE.replace(old, new), **kernel.fields))
+    else:
+        assert file.read_text().count(old) == 1
+        file = tmp_path / file.name
+        file.write_text(solutions.files()[number].read_text().replace(old, new))
+    assert not judge(file, number, case_of(number, label, 2)).correct
