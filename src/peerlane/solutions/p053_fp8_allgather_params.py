@@ -1,6 +1,6 @@
 """Problem 53, all-gather of parameters as e4m3 codes: one kernel; codes travel, every receiver decodes them with the source's scale.
 
-One byte an element crosses the links, half of bfloat16. Bound by HBM at large sizes: W shards are written by each rank. Small ones are bound
+One byte an element crosses the links, half of bfloat16. Bound by HBM at large sizes: each rank writes W shards. Small ones are bound
 by the launch, one trip of packets and one of a flag. ``device/fp8_history.py``."""
 
 from __future__ import annotations
