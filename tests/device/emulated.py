@@ -3,12 +3,16 @@ bits."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from peerlane.device import all_gather_gemm, gemm, gemm_reduce_scatter
-from peerlane.device.emulator import Buffer, Scenario
+from peerlane.device import all_gather_gemm, gemm
+from peerlane.device.emulator import Buffer, Scenario, ranks
+from peerlane.device.emulator.ranks import Outcome
 from peerlane.device.gemm import Tiling
 from peerlane.device.tensor_map import TensorPlace
 
@@ -71,37 +75,48 @@ def products(rows: int, depths: Sequence[int], columns: int, call: int) -> tuple
     return a, b
 
 
-def gemm_reduce_scatter_calls(
-    space: gemm_reduce_scatter.Workspace, depths: Sequence[int], *, calls: int, grid: int, source: str = gemm_reduce_scatter.SOURCE
-) -> Scenario:
-    """``calls`` calls, one behind the other, with nothing between them."""
-    world, tiling, rows, n = space.world_size, space.tiling, space.local_rows, space.n
-    defines = {**tiling.defines(space.dtype, "k", "mn"), "WORLD_SIZE": world}
-    scenario = Scenario("gemm_reduce_scatter", source, world, defines=defines)
-    arena = scenario.arena(space.nbytes)
-    slots, flags, epochs = arena.take(space.slots_bytes, align=1024), arena.take(space.flags_bytes), arena.take(4 * 256)
-    bases = [address + slots for address in arena.memory.addresses]
-    for call in range(calls):
-        a, b = products(world * rows, depths, n, call)
-        total = sum((left.float() @ right.float()) for left, right in zip(a, b, strict=True))
-        assert isinstance(total, torch.Tensor)
-        out = result(scenario, [total[rank * rows : (rank + 1) * rows].bfloat16() for rank in range(world)])
-        widest = max(gemm.row_stride(depth) for depth in depths)
-        a_buffer = scenario.buffer(f"a of call {call}", [widened(padded(matrix), world * rows * widest) for matrix in a])
-        b_buffer = scenario.buffer(f"b of call {call}", [widened(padded(matrix), max(depths) * gemm.row_stride(n)) for matrix in b])
+FUSED = """
+from peerlane.device import gemm, group_of, per_group
+from peerlane.device.{module} import {name}
 
-        def parameters(
-            rank: int, a_buffer: Buffer = a_buffer, b_buffer: Buffer = b_buffer, out: Buffer = out
-        ) -> gemm_reduce_scatter.Parameters:
-            depth = depths[rank]
-            places = place(a_buffer, rank, world * rows, depth), place(b_buffer, rank, depth, n), place(out, rank, rows, n)
-            maps = {name: spec.emulated() for name, spec in space.specs(*places, bases, rank).items()}
-            return space.parameters(maps, depth, flags, epochs)
+@per_group
+def kernel(group, m, n, dtype):
+    return {name}(m, n, dtype, group, tiling=gemm.{tiling}, epilogue=gemm.{epilogue})
 
-        scenario.launch(
-            "gemm_reduce_scatter", grid, tiling.threads, (parameters, arena), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks
-        )
-    return scenario
+def solution(a, b, **others):
+    out = kernel(group_of(), a.shape[0], b.shape[1], a.dtype)(gemm.aligned(a), gemm.aligned(b), **others)
+    return out
+"""
+
+
+@dataclass(frozen=True)
+class SumCalls:
+    """Calls of a product that is summed over ranks, behind each other, on emulated ranks of ``sm_count`` SMs."""
+
+    name: str
+    m: int
+    n: int
+    depths: tuple[int, ...]
+    tiling: Tiling
+    sm_count: int = 2
+    calls: int = 2
+    schedules: int = 2
+
+    def run(self, folder: Path) -> Outcome:
+        """Raises AssertionError where a result is not exact."""
+        module = re.sub("(?<!^)(?=[A-Z])", "_", self.name).lower()
+        path = folder / "fused.py"
+        path.write_text(FUSED.format(module=module, name=self.name, tiling=self.tiling, epilogue=gemm.PLAIN))
+        drawn = [products(self.m, self.depths, self.n, call) for call in range(self.calls)]
+        calls = [list(zip(a, b, strict=True)) for a, b in drawn]
+        outcome = ranks.run(path, calls, schedules=self.schedules, sm_count=self.sm_count)
+        if outcome.failure is None and not outcome.findings:
+            for operands, outputs in zip(calls, outcome.outputs, strict=True):
+                total = torch.stack([left.float() @ right.float() for left, right in operands]).sum(0).bfloat16()
+                parts = total.chunk(len(outputs)) if self.name == "GemmReduceScatter" else [total] * len(outputs)
+                for got, expected in zip(outputs, parts, strict=True):
+                    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        return outcome
 
 
 def all_gather_gemm_calls(
@@ -133,10 +148,3 @@ def all_gather_gemm_calls(
             "all_gather_gemm", plan.grid, tiling.threads, (parameters, arena), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks
         )
     return scenario
-
-
-def widened(matrix: torch.Tensor, elements: int) -> torch.Tensor:
-    """The matrix in memory of ``elements`` elements: a buffer has the same size on every rank."""
-    whole = matrix.new_full((elements,), GUARD)
-    whole[: matrix.numel()] = matrix.flatten()
-    return whole

@@ -3,6 +3,7 @@ caught."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from device import emulated
-from peerlane.device import all_gather_gemm, gemm, gemm_reduce_scatter
-from peerlane.device.emulator import Scenario, check
+from device.emulated import SumCalls
+from peerlane.device import all_gather_gemm, gemm
+from peerlane.device.emulator import Scenario, build, check
 from peerlane.device.gemm import Tiling
 from peerlane.device.jit import INCLUDE_DIR
 
@@ -33,16 +35,29 @@ def plain_of_pairs() -> Scenario:
     return emulated.plain_product(136, 136, 136, PAIR, grid=4)
 
 
-def reduce_scatter(world_size: int = 2, calls: int = 2) -> Scenario:
+def reduce_scatter(world_size: int = 2) -> SumCalls:
     """Ranks of unequal depth, rows that end within a tile."""
-    space = gemm_reduce_scatter.Workspace(40, 72, torch.bfloat16, world_size, SMALL)
-    return emulated.gemm_reduce_scatter_calls(space, [72, 13, 64, 8][:world_size], calls=calls, grid=1)
+    return SumCalls("GemmReduceScatter", 40 * world_size, 72, (72, 13, 64, 8)[:world_size], SMALL, sm_count=1)
 
 
-def reduce_scatter_of_pairs(world_size: int = 2) -> Scenario:
+def reduce_scatter_of_pairs(world_size: int = 2) -> SumCalls:
     """One cluster of two blocks; of the second of two tiles' rows the first block has some and the second none."""
-    space = gemm_reduce_scatter.Workspace(140, 136, torch.bfloat16, world_size, PAIR)
-    return emulated.gemm_reduce_scatter_calls(space, [72, 13, 64][:world_size], calls=2, grid=2)
+    return SumCalls("GemmReduceScatter", 140 * world_size, 136, (72, 13, 64)[:world_size], PAIR)
+
+
+def lagging(world_size: int = 2) -> SumCalls:
+    """Own tiles one number behind the others'."""
+    return SumCalls("GemmReduceScatter", 136 * world_size, 72, (72, 13, 64)[:world_size], SMALL)
+
+
+def all_reduce(world_size: int = 2) -> SumCalls:
+    """Three tiles by six: the last round lacks some. Two blocks."""
+    return SumCalls("GemmAllReduce", 136, 72, (72, 13, 64, 8)[:world_size], SMALL, calls=3)
+
+
+def all_reduce_of_pairs(world_size: int = 3) -> SumCalls:
+    """Four tiles of three ranks, by one cluster of two blocks."""
+    return SumCalls("GemmAllReduce", 140, 136, (72, 13, 64)[:world_size], PAIR)
 
 
 def all_gather(world_size: int = 2, calls: int = 3, communicator_blocks: int = 0) -> Scenario:
@@ -74,8 +89,8 @@ def test_blocks_of_a_cluster_share_an_operand(b_major: gemm.Major) -> None:
 
 @pytest.mark.parametrize(
     "scenario",
-    [reduce_scatter_of_pairs, all_gather_of_pairs, lambda: all_gather_of_pairs(3, communicator_blocks=2)],
-    ids=["reduce_scatter", "all_gather by warps", "all_gather by blocks"],
+    [all_gather_of_pairs, lambda: all_gather_of_pairs(3, communicator_blocks=2)],
+    ids=["all_gather by warps", "all_gather by blocks"],
 )
 def test_clusters_communicate_as_blocks_do(scenario: Callable[[], Scenario]) -> None:
     report = check(scenario(), schedules=2)
@@ -87,26 +102,19 @@ def test_two_groups_take_their_halves_of_transposed_operands() -> None:
     assert report.clean, str(report)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_product_with_reduce_scatter_is_right_call_after_call(world_size: int) -> None:
-    report = check(reduce_scatter(world_size), schedules=2)
-    assert report.clean, str(report)
-
-
-@dataclass(frozen=True)
-class Lagging(gemm_reduce_scatter.Workspace):
-    """Own tiles one number behind the others', where there are several."""
-
-    @property
-    def lag(self) -> int:
-        return 1
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_own_tiles_among_the_others_are_right_and_lock_nobody(world_size: int) -> None:
-    space = Lagging(136, 72, torch.bfloat16, world_size, SMALL)
-    report = check(emulated.gemm_reduce_scatter_calls(space, [72, 13, 64][:world_size], calls=2, grid=2), schedules=2)
-    assert report.clean, str(report)
+@pytest.mark.parametrize(
+    ("calls", "world_size"),
+    [
+        (reduce_scatter, 2),
+        (lagging, 3),
+        (all_reduce, 2),
+        *(pytest.param(calls, size, marks=pytest.mark.slow) for calls, size in ((reduce_scatter, 4), (lagging, 2), (all_reduce, 4))),
+        *(pytest.param(calls, size, marks=pytest.mark.slow) for calls, size in ((reduce_scatter_of_pairs, 2), (all_reduce_of_pairs, 3))),
+    ],
+)
+def test_a_sum_of_products_is_right_call_after_call(calls: Callable[[int], SumCalls], world_size: int, tmp_path: Path) -> None:
+    outcome = calls(world_size).run(tmp_path)
+    assert outcome.failure is None and not outcome.findings, (outcome.failure, *map(str, outcome.reports))
 
 
 @pytest.mark.parametrize("communicator_blocks", [0, 2], ids=["warps", "blocks"])
@@ -154,16 +162,16 @@ TWINS = {
     ),
     "no signal": Twin(
         "reduce_scatter",
-        "gemm_reduce_scatter.cuh",
+        "owner_sum.cuh",
         "peers(storer).signal(tile.owner, flag_of(tile, group), epoch);",
         "",
         frozenset({"deadlock", "trap"}),
     ),
     "wrong slot": Twin(
         "reduce_scatter",
-        "gemm_reduce_scatter.cuh",
-        "{tile.column, row, slot_of(arena.rank)}",
-        "{tile.column, row, slot_of(tile.owner)}",
+        "owner_sum.cuh",
+        "Shape::first_row(group), slot_of(arena.rank)}",
+        "Shape::first_row(group), slot_of(tile.owner)}",
         frozenset({"wrong_result"}),
     ),
     "no wait": Twin(
@@ -185,37 +193,55 @@ TWINS = {
     ),
     "own tile before the others'": Twin(
         "reduce_scatter",
-        "gemm_reduce_scatter.cuh",
+        "owner_sum.cuh",
         "distance = 1 + index % (W - 1);",
         "distance = W - index % (W - 1);",
         frozenset({"deadlock", "trap"}),
     ),
+    "tile told of before it is stored": Twin(
+        "all_reduce",
+        "gemm_all_reduce.cuh",
+        "        store_sum<Shape>(out, {tile.column",
+        "        this->peers(storer).signal_all(finished() + Base::flag_of(tile, group), this->epoch);\n"
+        "        store_sum<Shape>(out, {tile.column",
+        frozenset({"race"}),
+    ),
+    "end before all tiles have come": Twin(
+        "all_reduce",
+        "gemm_all_reduce.cuh",
+        "            this->peers(storer).wait_slots(owner, finished() + first, end - first, this->epoch);\n",
+        "",
+        frozenset({"race"}),
+    ),
+    "one buffer of slots": Twin("all_reduce", "owner_sum.cuh", "(epoch & 1) * W + source", "source", frozenset({"race", "wrong_result"})),
     "one buffer for all calls": Twin(
         "all_gather", "all_gather_gemm.cuh", "(epoch & 1) * W + source", "source", frozenset({"race", "wrong_result"})
     ),
 }
 
 
-SCENARIOS: dict[str, Callable[[], Scenario]] = {
-    "plain": plain,
-    "plain_of_pairs": plain_of_pairs,
-    "reduce_scatter": reduce_scatter,
-    "all_gather": all_gather,
-}
+SCENARIOS: dict[str, Callable[[], Scenario]] = {"plain": plain, "plain_of_pairs": plain_of_pairs, "all_gather": all_gather}
+SUMS: dict[str, Callable[[], SumCalls]] = {"reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TWINS)
-def test_a_twin_with_one_line_wrong_is_caught(name: str, tmp_path: Path) -> None:
+def test_a_twin_with_one_line_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     twin = TWINS[name]
     text = (INCLUDE_DIR / "peerlane" / twin.header).read_text()
     assert text.count(twin.line) == 1
-    (tmp_path / "peerlane").mkdir()
-    (tmp_path / "peerlane" / twin.header).write_text(text.replace(twin.line, twin.instead))
-    scenario = SCENARIOS[twin.scenario]()
-    scenario.include_dirs = (tmp_path,)
-    report = check(scenario, schedules=3)
-    assert {finding.kind for finding in report.findings} & twin.kinds, str(report)
+    if twin.scenario in SUMS:
+        shutil.copytree(INCLUDE_DIR, tmp_path / "include")
+        (tmp_path / "include" / "peerlane" / twin.header).write_text(text.replace(twin.line, twin.instead))
+        monkeypatch.setattr(build, "INCLUDE_DIR", tmp_path / "include")
+        found = SUMS[twin.scenario]().run(tmp_path).findings
+    else:
+        (tmp_path / "peerlane").mkdir()
+        (tmp_path / "peerlane" / twin.header).write_text(text.replace(twin.line, twin.instead))
+        scenario = SCENARIOS[twin.scenario]()
+        scenario.include_dirs = (tmp_path,)
+        found = check(scenario, schedules=3).findings
+    assert {finding.kind for finding in found} & twin.kinds, found
 
 
 CLAIMING = r"""

@@ -28,7 +28,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ra
 
 import torch
 
-from peerlane.device import all_gather_gemm, collectives, gemm, gemm_reduce_scatter
+from peerlane.device import all_gather_gemm, collectives, gemm, gemm_all_reduce, gemm_reduce_scatter
 from peerlane.device.arena import describe_fault
 from peerlane.device.local import LocalRanks
 from peerlane.hardware.environment import record
@@ -148,11 +148,13 @@ def collectives_sum_dtypes() -> tuple[torch.dtype, ...]:
 
 
 def fused_workloads(ranks: LocalRanks, m: int, n: int, k: int) -> Iterator[Workload]:
-    """GEMM + reduce-scatter and all-gather + GEMM; (m, n) is the size of the product, k the depth on each rank."""
+    """GEMM + reduce-scatter, GEMM + all-reduce and all-gather + GEMM; (m, n) is the size of the product, k the depth on each rank."""
     count = len(ranks.groups)
-    multiply, gathered = {}, {}
+    multiply, reduced, gathered = {}, {}, {}
     for group in ranks.each():
         multiply[group.rank] = gemm_reduce_scatter.GemmReduceScatter(m, n, BF16)
+    for group in ranks.each():
+        reduced[group.rank] = gemm_all_reduce.GemmAllReduce(m, n, BF16)
     for group in ranks.each():
         gathered[group.rank] = all_gather_gemm.AllGatherGemm(m, k, BF16)
 
@@ -160,9 +162,12 @@ def fused_workloads(ranks: LocalRanks, m: int, n: int, k: int) -> Iterator[Workl
         # Sums of so many products of -1, 0 and 1 stay far below 256, up to which bfloat16 holds every integer: partial ones travel in it.
         return [gemm.aligned(integers((rows, columns), BF16, ranks.groups[rank].device, largest=1)) for rank in range(count)]
 
+    def summed(pairs: tuple[Tensors, Tensors]) -> torch.Tensor:
+        first = ranks.groups[0].device
+        return torch.stack([a.to(first).float() @ b.to(first).float() for a, b in zip(*pairs, strict=True)]).sum(0).to(BF16)
+
     def rows_of_sum(pairs: tuple[Tensors, Tensors]) -> list[torch.Tensor | None]:
-        total = sum(a.to(ranks.groups[0].device).float() @ b.to(ranks.groups[0].device).float() for a, b in zip(*pairs, strict=True))
-        return [part.to(BF16).to(ranks.groups[rank].device) for rank, part in enumerate(total.chunk(count))]  # type: ignore[union-attr]
+        return [part.to(ranks.groups[rank].device) for rank, part in enumerate(summed(pairs).chunk(count))]
 
     def product_of_all(pairs: tuple[Tensors, Tensors]) -> list[torch.Tensor | None]:
         whole = torch.cat([a.to(ranks.groups[0].device) for a in pairs[0]], dim=1).float()
@@ -173,6 +178,12 @@ def fused_workloads(ranks: LocalRanks, m: int, n: int, k: int) -> Iterator[Workl
         lambda: (matrices(m, k), matrices(k, n)),
         lambda rank, a, b: multiply[rank](a, b),
         rows_of_sum,
+    )
+    yield Workload(
+        f"gemm_all_reduce {m}x{n}x{k}",
+        lambda: (matrices(m, k), matrices(k, n)),
+        lambda rank, a, b: reduced[rank](a, b),
+        lambda pairs: list(spread(ranks, summed(pairs))),
     )
     yield Workload(
         f"all_gather_gemm {m}x{n}x{k}",

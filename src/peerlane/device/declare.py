@@ -27,10 +27,13 @@ import torch
 from peerlane.device.arena import Arena
 from peerlane.device.group import Group
 from peerlane.device.layout import LINE_BYTES
+from peerlane.device.roles import BlockNeeds, require_resident
+from peerlane.device.tensor_map import TensorMap, TensorMapSpec
 from peerlane.errors import UsageError
 
 MAX_EPOCH_BLOCKS = 256  # of arena.cuh
 PACKET_BYTES = 16  # of packet.cuh
+MAP_ALIGNMENT = 64  # of tensor maps, in C++; ctypes knows nothing of it
 
 
 class PacketSpace(ctypes.Structure):
@@ -70,6 +73,19 @@ def array(field: Field, count: int) -> Field:
 def structure(cpp: str, twin: type[ctypes.Structure]) -> Field:
     """A structure of a header, by its C++ name and its twin; sizes are compared by the compiler."""
     return Field(cpp, twin)
+
+
+class Map(Field):
+    """A tensor map, or ``count`` of them: what a caller gives is encoded, unless it is already."""
+
+    def __init__(self, count: int = 0) -> None:
+        super().__init__("TensorMap", TensorMap, count)
+
+    def value(self, group: Group, given: Any) -> Any:
+        def encoded(one: TensorMap | TensorMapSpec) -> TensorMap:
+            return group.encode(one) if isinstance(one, TensorMapSpec) else one
+
+        return (TensorMap * self.count)(*map(encoded, given)) if self.count else encoded(given)
 
 
 class Pointer(Field):
@@ -141,8 +157,7 @@ class DeclaredKernel:
     def __init__(self, name: str, source: str | Path, **fields: Field) -> None:
         self.name, self.fields = name, fields
         self.struct = "".join(word.capitalize() for word in name.split("_"))
-        twins = [(field, kind.ctype()) for field, kind in fields.items()]
-        self.arguments: type[ctypes.Structure] = type(self.struct, (ctypes.Structure,), {"_fields_": twins})
+        self.arguments: type[ctypes.Structure] = type(self.struct, (ctypes.Structure,), {"_fields_": _padded(fields)})
         self._given = source
 
     @property
@@ -176,10 +191,13 @@ class DeclaredKernel:
         sizes: Mapping[str, int] | None = None,
         shared_bytes: int = 0,
         cluster: int = 1,
+        resident: bool = False,
         timeout_s: float = 10.0,
         **values: Any,
     ) -> BoundKernel:
         """Collective: a launch on every rank of ``group``, with an arena of its own. ``WORLD_SIZE`` is always defined.
+
+        ``resident``: raise LaunchError where the blocks, which wait for other ranks', do not all fit on the GPU at a time.
 
         ``sizes`` say how much each arena field holds, the same on all ranks. ``values`` are fields that do not change from call to call.
         """
@@ -195,10 +213,36 @@ class DeclaredKernel:
         arguments = self.arguments(**{name: in_arena[name].taken(offset, sizes.get(name, 0)) for name, offset in offsets.items()})
         macros = {"WORLD_SIZE": group.world_size, **(defines or {})}
         kernel = group.kernel(self.source, self.name, defines=macros, on_failure=arena.raise_fault)
+        if resident:
+            attributes = kernel.attributes()
+            needs = BlockNeeds(block, attributes["registers"], attributes["shared_bytes"] + shared_bytes)
+            require_resident(self.name, grid, needs, group.sm_count)
         launch = kernel.bind(grid, block, (arena.view, arguments), shared_bytes=shared_bytes, cluster=cluster)
         bound = BoundKernel(self, group, arena, offsets, launch)
         bound.set(**values)
         return bound
+
+
+def _padded(fields: Mapping[str, Field]) -> list[tuple[str, Any]]:
+    """The twin's fields, with what the alignment of tensor maps leaves free before and behind them."""
+    twins: list[tuple[str, Any]] = []
+    end = 0
+
+    def pad() -> None:
+        nonlocal end
+        if gap := -end % MAP_ALIGNMENT:
+            twins.append((f"free_{end}", ctypes.c_uint8 * gap))
+        end += gap
+
+    for name, field in fields.items():
+        twin = field.ctype()
+        if isinstance(field, Map):
+            pad()
+        twins.append((name, twin))
+        end = -(-end // ctypes.alignment(twin)) * ctypes.alignment(twin) + ctypes.sizeof(twin)
+    if any(isinstance(field, Map) for field in fields.values()):
+        pad()
+    return twins
 
 
 class BoundKernel:
@@ -221,6 +265,10 @@ class BoundKernel:
     def __call__(self, **values: Any) -> None:
         self.set(**values)
         self._launch()
+
+    def addresses(self, name: str) -> list[int]:
+        """Where the arena field ``name`` lies on every rank, as kernels of this rank address it."""
+        return [self.arena.view.base[rank] + self.offsets[name] for rank in range(self.group.world_size)]
 
     def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """This rank's own memory of the arena field ``name``."""

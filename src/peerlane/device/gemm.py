@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -32,6 +32,8 @@ _SM_BYTES_PER_US = 1e5
 _L2_BYTES_PER_US = 5.9e6
 _TILE_OVERHEAD_US = 1.5
 
+_KEPT_MAPS = 4096
+
 
 class GroupedTiles(ctypes.Structure):
     """Mirrors ``peerlane::GroupedTiles``."""
@@ -46,10 +48,80 @@ class Parameters(ctypes.Structure):
         ("a", TensorMap),
         ("b", TensorMap),
         ("c", TensorMap),
+        ("residual", TensorMap),
         ("tiles", GroupedTiles),
+        ("n", ctypes.c_uint32),
         ("k", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32 * 12),
+        ("scale", ctypes.c_float),
+        ("bias", ctypes.c_uint64),
+        ("padding", ctypes.c_uint32 * 8),
     )
+
+
+Activation = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What a sum becomes before it is rounded: ``activation(scale * sum + bias) + residual``. It is part of a kernel; which bias, residual
+    and scale, each call says."""
+
+    activation: Activation = "none"
+    bias: bool = False
+    """for each column, in the operands' dtype"""
+    residual: bool = False
+    """as large as the result, in the operands' dtype"""
+    scale: bool = False
+
+    @property
+    def cpp(self) -> str:
+        parts = ", ".join("true" if part else "false" for part in (self.bias, self.residual, self.scale))
+        return f"peerlane::Epilogue<peerlane::Activation::{self.activation}, {parts}>"
+
+    def fields(
+        self,
+        maps: TensorMaps,
+        shape: tuple[int, int],
+        block_rows: int,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        scale: float,
+    ) -> dict[str, Any]:
+        """The kernel's fields for a call whose result has this shape; raises UsageError unless it gives what there is, and nothing else."""
+        for name, wanted, given in (("bias", self.bias, bias), ("residual", self.residual, residual)):
+            size = shape if name == "residual" else shape[1:]
+            if wanted != (given is not None) or (given is not None and tuple(given.shape) != size):
+                got = "none" if given is None else f"one of {tuple(given.shape)}"
+                raise UsageError(f"a product with the epilogue {self}: got {name} {got}; expected {f'one of {size}' if wanted else 'none'}")
+        if scale != 1 and not self.scale:
+            raise UsageError(f"a product with the epilogue {self}: got the scale {scale}; create it with Epilogue(scale=True)")
+        fields: dict[str, Any] = {"scale": scale} if self.scale else {}
+        if bias is not None:
+            fields["bias"] = bias
+        if residual is not None:
+            fields["residual"] = maps(aligned(residual), (block_rows, PANEL))
+        return fields
+
+
+PLAIN = Epilogue()
+
+
+class TensorMaps:
+    """Maps of tensors that come again and again, kept by address and layout."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._kept: dict[Hashable, TensorMap] = {}
+
+    def __call__(self, tensor: torch.Tensor, box: tuple[int, int], parts: int = 1) -> TensorMap:
+        """The map of a matrix, cut along its first dimension into ``parts``."""
+        key = self.group.address(tensor), tensor.shape, tensor.stride(), tensor.dtype, box, parts
+        found = self._kept.get(key)
+        if found is None:
+            if len(self._kept) == _KEPT_MAPS:
+                self._kept.clear()
+            found = self._kept[key] = self.group.encode(TensorPlace.of(tensor, self.group).split(parts).map(box))
+        return found
 
 
 @dataclass(frozen=True)
@@ -94,10 +166,10 @@ class Tiling:
         group_rows = round(math.sqrt(TYPICAL_SM_COUNT / self.blocks * self.columns / self.rows) / parts)
         return GroupedTiles(rows=rows, columns=columns, group_rows=max(1, min(group_rows, rows)))
 
-    def defines(self, dtype: torch.dtype, a: Major, b: Major) -> dict[str, str | int]:
+    def defines(self, dtype: torch.dtype, a: Major, b: Major, epilogue: Epilogue | None = None) -> dict[str, str | int]:
         return {
             "SHAPE": f"peerlane::GemmShape<{ELEMENT_TYPES[dtype]}, {self.groups}, {self.columns}, {self.slots}, "
-            f"peerlane::Major::{a}, peerlane::Major::{b}, {self.blocks}>"
+            f"peerlane::Major::{a}, peerlane::Major::{b}, {self.blocks}, {(epilogue or PLAIN).cpp}>"
         }
 
 
@@ -129,12 +201,16 @@ def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1) -> Tili
 def operand_map(place: TensorPlace, major: Major, span: int) -> TensorMapSpec:
     """The map of A or B, (parts, outer, k) or (parts, k, outer), for what a block loads of a ``peerlane::Operand``: ``span`` of its
     rows (A) or columns (B)."""
-    return place.map((span if major == "k" else PANEL, PANEL))
+    return place.map(operand_box(major, span))
 
 
 def result_map(place: TensorPlace) -> TensorMapSpec:
     """The map of a result (parts, m, n), for pieces of 64 x 64."""
     return place.map((64, PANEL))
+
+
+def operand_box(major: Major, span: int) -> tuple[int, int]:
+    return (span if major == "k" else PANEL, PANEL)
 
 
 def row_stride(columns: int) -> int:
@@ -204,4 +280,4 @@ def specs(
 
 
 def parameters(maps: Mapping[str, TensorMap], m: int, n: int, k: int, tiling: Tiling) -> Parameters:
-    return Parameters(**maps, tiles=tiling.grouped(m, n), k=k)
+    return Parameters(**maps, tiles=tiling.grouped(m, n), n=n, k=k)

@@ -9,11 +9,34 @@
 
 namespace peerlane {
 
+// What a sum becomes before it is rounded: activation(scale sum + bias) + residual. Each part is there if the type says so; the kernel's parameters
+// then have a member for it:
+//   float scale
+//   const char* bias      `n` elements, one for each column of the result
+//   TensorMap residual    as large as the result, boxes of a block's rows of a tile
+enum class Activation { none, relu, silu, gelu, gelu_tanh };
+
+template <Activation Function = Activation::none, bool Bias = false, bool Residual = false, bool Scale = false>
+struct Epilogue {
+    static constexpr Activation activation = Function;
+    static constexpr bool bias = Bias, residual = Residual, scale = Scale;
+};
+
+template <Activation activation>
+__device__ inline float activate(float x) {
+    if constexpr (activation == Activation::relu) return x < 0 ? 0 : x;  // NaN stays NaN
+    if constexpr (activation == Activation::silu) return x / (1 + expf(-x));
+    if constexpr (activation == Activation::gelu) return 0.5f * x * (1 + erff(x * 0.70710678f));
+    if constexpr (activation == Activation::gelu_tanh) return 0.5f * x * (1 + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));
+    return x;
+}
+
 // Tiles of 64 Groups Blocks x N by a cluster of that many blocks: each has 64 Groups rows, and loads its part of B's tile for all of them, so that
 // B is read from L2 once for the cluster. `Slots` steps of 64 k in flight. A_major and B_major: how the operands lie in memory (tile.cuh).
-template <class Element, int Groups, int N, int Slots, Major A_major, Major B_major, int Blocks = 1>
+template <class Element, int Groups, int N, int Slots, Major A_major, Major B_major, int Blocks = 1, class Last = Epilogue<>>
 struct GemmShape {
     using E = Element;
+    using Epilogue = Last;
     static constexpr int cluster_blocks = Blocks;
     static constexpr RoleTable roles{.consumer_groups = Groups, .service_registers = 56, .consumer_registers = 224};
     static constexpr int block_rows = 64 * Groups;
@@ -77,6 +100,49 @@ __device__ inline void multiply_steps(typename Shape::Sum& sum, u32 group, u32 s
     in.release();
 }
 
+// A tile of another sum that is to be added, from `at` in the map on, in place of operands; `add_partial` is the consumers' side.
+template <class Shape, class Producer>
+__device__ inline void load_partial(Producer& in, const TensorMap* map, Place3 at) {
+    for (int column = 0; column < Shape::columns; column += Shape::Partial::columns) {
+        in.fill(Shape::Partial::bytes, [&](auto& slot, u64* full) { slot.partial.load(map, full, {at.x + column, at.y, at.z}); });
+    }
+}
+
+template <class Shape, class Consumer>
+__device__ inline void add_partial(typename Shape::Sum& sum, u32 group, Consumer& in) {
+#pragma unroll
+    for (int column = 0; column < Shape::columns; column += Shape::Partial::columns) {
+        sum.add(in.wait().partial, 64 * group, column);
+        in.release();
+    }
+}
+
+// The epilogue: the loader's part, behind all else of a tile whose first row and column of the result these are, and the consumers'.
+template <class Shape, class Parameters, class Producer>
+__device__ inline void load_epilogue(const Parameters& parameters, Place3 at, Producer& in) {
+    if constexpr (Shape::Epilogue::residual) load_partial<Shape>(in, &parameters.residual, at);
+}
+
+template <class Shape, class Parameters, class Consumer>
+__device__ inline void apply_epilogue(typename Shape::Sum& sum, const Parameters& parameters, u32 group, int first_column, Consumer& in) {
+    using Last = typename Shape::Epilogue;
+    if constexpr (Last::scale || Last::bias || Last::activation != Activation::none) {
+#pragma unroll
+        for (int i = 0; i < Shape::columns / 2; ++i) {
+            float& value = sum.value[i];
+            if constexpr (Last::scale) value *= parameters.scale;
+            if constexpr (Last::bias) {
+                const u32 column = first_column + i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;  // mma.cuh says where elements lie
+                float bias[2] = {};
+                if (column < parameters.n) Shape::E::widen(reinterpret_cast<const u16*>(parameters.bias)[column], bias);
+                value += bias[0];
+            }
+            value = activate<Last::activation>(value);
+        }
+    }
+    if constexpr (Last::residual) add_partial<Shape>(sum, group, in);
+}
+
 // Rounds the sum and hands it to the group's storer, 64 columns at a time.
 template <class Shape, class Producer>
 __device__ inline void emit(const typename Shape::Sum& sum, Producer& out) {
@@ -87,15 +153,15 @@ __device__ inline void emit(const typename Shape::Sum& sum, Producer& out) {
     }
 }
 
-// Copies what `emit` has handed over to `at` in the tensor, which may be a peer's. When it returns the ring's slots have been read; that the
-// peer has it all, a signal says (it waits for that).
-template <class Shape, class Consumer>
-__device__ inline void store_sum(Consumer& out, const TensorMap* map, Place3 at) {
+// Copies what `emit` has handed over to `at` in some tensors, which may be peers': `each` calls what it gets with every one's map. When it returns the
+// ring's slots have been read; that the peers have it all, a signal says (it waits for that).
+template <class Shape, class Consumer, class Each>
+__device__ inline void store_sum(Consumer& out, Place3 at, const Each& each) {
 #pragma unroll 1
     for (int column = 0; column < Shape::columns; column += panel_columns) {
         const auto& chunk = out.wait();
         if (ptx::elect_one()) {
-            chunk.store(map, {at.x + column, at.y, at.z});
+            each([&](const TensorMap* map) { chunk.store(map, {at.x + column, at.y, at.z}); });
             ptx::bulk_commit();
             ptx::bulk_wait_read<1>();
         }
@@ -105,10 +171,19 @@ __device__ inline void store_sum(Consumer& out, const TensorMap* map, Place3 at)
     out.release();
 }
 
+// The same to one tensor.
+template <class Shape, class Consumer>
+__device__ inline void store_sum(Consumer& out, const TensorMap* map, Place3 at) {
+    store_sum<Shape>(out, at, [&](const auto& store) { store(map); });
+}
+
 struct GemmParameters {
-    TensorMap a, b, c;  // as (k, m, 1) or (m, k, 1); (n, k, 1) or (k, n, 1); (n, m, 1): innermost first, with boxes of one panel or part
+    TensorMap a, b, c;   // as (k, m, 1) or (m, k, 1); (n, k, 1) or (k, n, 1); (n, m, 1): innermost first, with boxes of one panel or part
+    TensorMap residual;  // this and the last ones: see Epilogue
     GroupedTiles tiles;
-    u32 k;
+    u32 n, k;
+    float scale;
+    const char* bias;
 };
 
 // The product by itself.
@@ -126,10 +201,12 @@ struct Gemm : Shape {
             load_step<Shape>(in, {&parameters.a, row, static_cast<int>(k), 0},
                              {&parameters.b, tile.column * Shape::columns, static_cast<int>(k), 0});
         }
+        load_epilogue<Shape>(parameters, {tile.column * Shape::columns, row, 0}, in);
     }
-    __device__ void compute(const GroupedTiles::Tile&, u32 group, InputConsumer<Gemm>& in, OutputProducer<Gemm>& out) const {
+    __device__ void compute(const GroupedTiles::Tile& tile, u32 group, InputConsumer<Gemm>& in, OutputProducer<Gemm>& out) const {
         typename Shape::Sum sum;
         multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in);
+        apply_epilogue<Shape>(sum, parameters, group, tile.column * Shape::columns, in);
         emit<Shape>(sum, out);
     }
     __device__ void store(const GroupedTiles::Tile& tile, u32 group, OutputConsumer<Gemm>& out) const {

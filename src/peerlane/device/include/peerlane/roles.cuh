@@ -250,6 +250,10 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
                 }
                 kernel.store(tile, group, out);
             });
+            if constexpr (requires { &Kernel::finish; }) {
+                const u32 blocks_at_work = gridDim.x - communicator_blocks;
+                kernel.finish((blockIdx.x - communicator_blocks) * roles.consumer_groups + group, blocks_at_work * roles.consumer_groups);
+            }
         } else if (warp == 3) {
             if constexpr (requires { &Kernel::communicate; }) {
                 kernel.communicate(blockIdx.x - communicator_blocks, gridDim.x - communicator_blocks);
