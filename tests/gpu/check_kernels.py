@@ -1,12 +1,12 @@
 """Every kernel of the kit on this machine's GPUs, against exact answers, from one process.
 
-    PYTHONPATH=src python tests/gpu/check_kernels.py [--ranks 2] [--launches 20000] [--small] [--out FILE]
+    PYTHONPATH=src python tests/gpu/check_kernels.py [--ranks 2] [--launches 20000] [--small] [--fused] [--out FILE]
     compute-sanitizer --tool memcheck python tests/gpu/check_kernels.py --small
 
 A rank is a stream on a GPU of its own; where there are fewer GPUs than ranks, ranks share one, each with its part of the SMs. Contents are
 small integers, so that every sum is exact, or rounded once where 8 bits do not hold it. First each kernel for many sizes and dtypes, then
 soaks: replayed graphs with contents that change from launch to launch, random ranks delayed, and every word of every result compared.
-``--small`` leaves soaks and what is large out.
+``--small`` leaves soaks and what is large out, ``--fused`` the collectives.
 Prints a line per kernel; exits with 1 if a word was wrong.
 """
 
@@ -281,6 +281,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--launches", type=int, default=20_000, help="of each kernel, while it is soaked")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--fused", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     ranks, rows = LocalRanks(options.ranks), []
@@ -292,21 +293,23 @@ def main() -> None:
     with faults_told(ranks):
         communicators = [collectives.Communicator() for _ in ranks.each()]
         sizes = (4, 100, 4096, 50_000) if options.small else (4, 100, 4096, 300_001, 2 << 20, 9_000_003, 12 << 20, 20_000_003, 48 << 20)
-        for nbytes, dtype in [(nbytes, BF16) for nbytes in sizes] + [(50_000, dtype) for dtype in (*collectives_sum_dtypes(), torch.uint8)]:
+        moved = [(nbytes, BF16) for nbytes in sizes] + [(50_000, dtype) for dtype in (*collectives_sum_dtypes(), torch.uint8)]
+        for nbytes, dtype in [] if options.fused else moved:
             for work in collective_workloads(ranks, communicators, nbytes, dtype):
                 begin = time.time()
                 note("check", work.name, 3, check(ranks, work), begin)
         shapes = (
             [(64 * len(ranks.groups), 72, 40)]
             if options.small
-            else [(64 * len(ranks.groups), 72, 40), (1000 * len(ranks.groups), 520, 264), (4096, 4096, 1024)]
+            else [(64 * len(ranks.groups), 72, 40), (1000 * len(ranks.groups), 520, 264), (1024, 1024, 512), (4096, 4096, 1024)]
         )
         for shape in shapes:
             for work in fused_workloads(ranks, *shape):
                 begin = time.time()
                 note("check", work.name, 3, check(ranks, work), begin)
         if not options.small:
-            soaked = [work for nbytes in (4096, 1 << 20, 12 << 20) for work in collective_workloads(ranks, communicators, nbytes, BF16)]
+            lengths = () if options.fused else (4096, 1 << 20, 12 << 20)
+            soaked = [work for nbytes in lengths for work in collective_workloads(ranks, communicators, nbytes, BF16)]
             for work in [*soaked, *fused_workloads(ranks, 256 * len(ranks.groups), 512, 256)]:
                 launches = options.launches if "12582912" not in work.name else options.launches // 10
                 begin = time.time()
