@@ -1,8 +1,8 @@
 """Problem 13, row-parallel matrix product and all-reduce: one persistent kernel.
 
-Each tile of the product has an owner, and goes to it from shared memory. The owner adds all parts in fp32 in a fixed order, rounds
-once, and stores the tile at every rank. ``device/include/peerlane/gemm_all_reduce.cuh`` is the device code. float32, which its tensor cores do not
-take, is a product and one more launch."""
+Each tile of the product has an owner, and goes to it from shared memory. The owner adds all parts in fp32 in a fixed order,
+rounds once, and stores the tile at every rank. The device code is ``device/include/peerlane/gemm_all_reduce.cuh``. float32,
+which its tensor cores do not take, is a product and one more launch."""
 
 from __future__ import annotations
 
