@@ -212,7 +212,9 @@ TWINS = {
         "",
         frozenset({"race"}),
     ),
-    "one buffer of slots": Twin("all_reduce", "owner_sum.cuh", "(epoch & 1) * W + source", "source", frozenset({"race", "wrong_result"})),
+    "one buffer of slots": Twin(
+        "reduce_scatter", "owner_sum.cuh", "epoch % buffers * W + source", "source", frozenset({"race", "wrong_result"})
+    ),
     "one buffer for all calls": Twin(
         "all_gather", "all_gather_gemm.cuh", "(epoch & 1) * W + source", "source", frozenset({"race", "wrong_result"})
     ),

@@ -53,7 +53,7 @@ class GemmAllReduce(OwnerSum):
         tiles = tiling.grouped(m, n)
         numbers = -(-tiles.rows * tiles.columns // ranks.world_size)
         flags = 2 * numbers * (tiling.rows // 64)
-        plan = SumPlan(m, n, dtype, tiling, tiles, numbers, numbers * tiling.rows, tiling.columns, flags)
+        plan = SumPlan(m, n, dtype, tiling, tiles, numbers, numbers * tiling.rows, tiling.columns, flags, buffers=1)
         stride = gemm.row_stride(n)
         super().__init__(GEMM_ALL_REDUCE, plan, ranks, epilogue, timeout_s, {"result": m * stride * gemm.ELEMENT_BYTES})
         places = [TensorPlace(address, dtype, (m, n), (stride, 1)) for address in self.bound.addresses("result")]

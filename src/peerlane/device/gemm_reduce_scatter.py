@@ -53,7 +53,7 @@ class GemmReduceScatter(OwnerSum):
         tiling = tiling or gemm.choose_tiling(rows, n, owner_sum.TYPICAL_DEPTH, ranks.sm_count, parts=world_size)
         tiles = tiling.grouped(rows, n, parts=world_size)
         count = tiles.rows * tiles.columns
-        plan = SumPlan(rows, n, dtype, tiling, tiles, count, rows, n, flags=count * (tiling.rows // 64))
+        plan = SumPlan(rows, n, dtype, tiling, tiles, count, rows, n, flags=count * (tiling.rows // 64), buffers=2)
         super().__init__(GEMM_REDUCE_SCATTER, plan, ranks, epilogue, timeout_s, {})
         self.bound.set(local_rows=rows)
 

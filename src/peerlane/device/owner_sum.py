@@ -34,7 +34,7 @@ TYPICAL_DEPTH = 2048
 
 @dataclass(frozen=True)
 class SumPlan:
-    """One kernel: rows and columns of a result that a call gives, the tiles of a rank, and its slots, (2 W, slot_rows, slot_columns)."""
+    """One kernel: rows and columns of a result that a call gives, the tiles of a rank, and its slots, (buffers W, slot_rows, slot_columns)."""
 
     rows: int
     n: int
@@ -46,6 +46,7 @@ class SumPlan:
     slot_rows: int
     slot_columns: int
     flags: int
+    buffers: int
 
     def lag(self, group: Group) -> int:
         """Own tiles come about a wave of tiles behind the others' of their number, which are on their way meanwhile."""
@@ -70,14 +71,14 @@ class OwnerSum:
             resident=True,
             timeout_s=timeout_s,
             defines=tiling.defines(plan.dtype, "k", "mn", epilogue),
-            sizes={"slot_memory": 2 * world_size * plan.slot_rows * stride * gemm.ELEMENT_BYTES, "flags": plan.flags, **sizes},
+            sizes={"slot_memory": plan.buffers * world_size * plan.slot_rows * stride * gemm.ELEMENT_BYTES, "flags": plan.flags, **sizes},
             tiles=plan.tiles,
             n=plan.n,
             lag=plan.lag(group),
         )
 
         def slots(address: int, box_rows: int) -> TensorMapSpec:
-            shape = (2 * world_size, plan.slot_rows, plan.slot_columns)
+            shape = (plan.buffers * world_size, plan.slot_rows, plan.slot_columns)
             return TensorMapSpec(address, plan.dtype, shape, (plan.slot_rows * stride, stride, 1), (1, box_rows, gemm.PANEL))
 
         bases = self.bound.addresses("slot_memory")

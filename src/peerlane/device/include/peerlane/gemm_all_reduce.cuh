@@ -5,6 +5,7 @@
 // launch, so its stream has done what read the result of the launch before.
 //
 // Behind its last tile each storer waits for its part of all tiles. Owners wait for nothing but parts, which nobody holds back: so these waits end.
+// Behind them every owner has read its slots, so one buffer of them will do.
 #pragma once
 
 #include <peerlane/owner_sum.cuh>
@@ -14,10 +15,10 @@ namespace peerlane {
 // Parameters have, besides those of OwnerSum,
 //   TensorMap out[max_ranks]  of every rank: (n, m, 1)
 //   GroupedTiles tiles        of the product; tile t is number t / W of rank t % W
-// Slots are (columns of a tile, numbers * rows of a tile, 2 W). There is a second flag for each number and 64 rows, behind all first ones.
+// Slots are (columns of a tile, numbers * rows of a tile, W). There is a second flag for each number and 64 rows, behind all first ones.
 template <class Shape, int W, class Parameters>
-struct GemmAllReduceRoles : OwnerSum<Shape, W, Parameters> {
-    using Base = OwnerSum<Shape, W, Parameters>;
+struct GemmAllReduceRoles : OwnerSum<Shape, W, Parameters, 1> {
+    using Base = OwnerSum<Shape, W, Parameters, 1>;
     using typename Base::Tile;
     using Base::Base;
 

@@ -12,8 +12,8 @@ namespace peerlane {
 //   u32 local_rows
 // Slots are (n, local_rows, 2 W).
 template <class Shape, int W, class Parameters>
-struct GemmReduceScatterRoles : OwnerSum<Shape, W, Parameters> {
-    using Base = OwnerSum<Shape, W, Parameters>;
+struct GemmReduceScatterRoles : OwnerSum<Shape, W, Parameters, 2> {
+    using Base = OwnerSum<Shape, W, Parameters, 2>;
     using typename Base::Tile;
     using Base::Base;
 

@@ -4,8 +4,9 @@
 // of the same number about a wave later, and adds the others' to it in fp32, from the next rank before it backwards (a fixed order), before it
 // rounds once. So each rank's port is used evenly while it computes, nothing is zeroed, and own tiles never see memory before they are final.
 //
-// Slots are double-buffered by the launch's epoch. A rank that finishes launch e has had tiles of launch e from every other rank (or a sum in which
-// they are), which had therefore finished launch e - 1: the slots of launch e - 1 may be written again in launch e + 1.
+// With two buffers slots take turns by the launch's epoch. A rank that finishes launch e has had tiles of launch e from every other rank, which had
+// therefore finished launch e - 1: the slots of launch e - 1 may be written again in launch e + 1. One buffer will do if no rank finishes a launch
+// before every owner has read its slots.
 //
 // Blocks that are resident together can not lock each other. All ranks go through the same sequence of places: place s of every rank is a tile of
 // the same number and the same distance to its owner. Only own tiles wait, for tiles of their number, whose places come before theirs. A block
@@ -21,12 +22,12 @@ namespace peerlane {
 
 // Parameters have
 //   TensorMap a, b              as in GemmParameters, third dimension of extent 1
-//   TensorMap partials          own slots, third index buffer * W + source, boxes of a block's rows of a tile
+//   TensorMap partials          own slots, third index the source (of the odd launches' buffer W + source), boxes of a block's rows of a tile
 //   TensorMap slots[max_ranks]  the same of every other rank, boxes of 64 rows
 //   u32 k, lag                  k of this rank; how many numbers own tiles come behind the others', the same on all ranks
 //   u64 flags, epochs           in the arena: Peers::flag_bytes of a flag for each number and 64 rows of a tile; u32[max_epoch_blocks]
 // and what the epilogue has.
-template <class Shape, int W, class Parameters>
+template <class Shape, int W, class Parameters, int buffers>
 struct OwnerSum : Shape {
     const Parameters& parameters;
     const Arena& arena;
@@ -111,7 +112,7 @@ struct OwnerSum : Shape {
     static constexpr u32 tile_flags = Shape::rows / 64;
     __device__ static u32 flag_of(const Tile& tile, u32 group) { return tile.number * tile_flags + Shape::group_of_tile(group); }
     __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
-    __device__ int slot_of(u32 source) const { return static_cast<int>((epoch & 1) * W + source); }
+    __device__ int slot_of(u32 source) const { return static_cast<int>(epoch % buffers * W + source); }
 };
 
 }  // namespace peerlane
