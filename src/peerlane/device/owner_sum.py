@@ -34,7 +34,7 @@ TYPICAL_DEPTH = 2048
 
 @dataclass(frozen=True)
 class SumPlan:
-    """One kernel: rows and columns of a result that a call gives, the tiles of a rank, and its slots, (buffers W, slot_rows, slot_columns)."""
+    """One kernel: the result of a call, the tiles of a rank, and its slots, (buffers W, slot_rows, slot_columns)."""
 
     rows: int
     n: int
