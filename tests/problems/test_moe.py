@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from peerlane import problems
 from peerlane.problems import Case, Draw
 from peerlane.problems.families import moe, moe_layer
-from peerlane.problems.p026_moe_token_preprocess import metadata
+from peerlane.problems.p026_moe_token_preprocess import lists_accepted, metadata
 
 FP64 = torch.float64
 LAYERS = (31, 32, 49, 50, 51)
@@ -330,3 +330,15 @@ def test_tokens_of_both_patterns_over_ranks() -> None:
             if args[0].numel():
                 chosen, _ = chosen_gap(*args[:3], 2, FP64)
                 assert (chosen.view(-1, 4, 4).amax(2).sum(1) == ranks).all()
+
+
+def test_split_sizes_may_be_lists_in_the_variant_of_the_public_benchmark() -> None:
+    problem, counts = problems.get(26), torch.tensor([[2.0, 3.0]])
+
+    def published(*_: Any) -> Any:
+        return [2, 3], [2.0, 4.0], counts, counts[0]
+
+    sent, received, *rest = problem.accepting("pkb", published)()
+    assert sent.equal(torch.tensor([2, 3])) and received.equal(torch.tensor([2, 4])) and rest[0] is counts
+    assert problem.accepting("default", published) is published
+    assert lists_accepted(([2.5], ["x"], counts, counts))[:2] == ([2.5], ["x"])

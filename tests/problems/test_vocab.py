@@ -12,7 +12,10 @@ import torch
 from peerlane import problems
 from peerlane.problems import Case, Draw
 from peerlane.problems.contract import rounded
-from peerlane.problems.families.vocab import check_chunks
+from peerlane.problems.contract.judge import score
+from peerlane.problems.families.vocab import check_chunks, filter_in_own_dtype
+from peerlane.problems.families.vocab_logprob import log_probability_answer
+from peerlane.problems.p084_vocab_parallel_sampled_logprob_backward import gradient_answer
 
 CHUNKED, BACKWARD = problems.get(83), problems.get(84)
 
@@ -130,14 +133,30 @@ def test_a_clear_cut_has_one_gradient() -> None:
 
 def test_either_side_of_a_cut_within_the_margin_is_right() -> None:
     weights = [0.4, 0.2, 0.3, 0.1]
-    for top_p in (0.7, 0.6995, 0.7005):
+    for top_p in (0.7, 0.69999, 0.70001):
         assert accepts(weights, 1, 0.0, top_p=top_p)
         assert accepts(weights, 1, -2 * 2 / 9, top_p=top_p)
         assert accepts(weights, 0, 2 * (1 - 4 / 7), top_p=top_p)
         assert accepts(weights, 0, 2 * (1 - 4 / 9), top_p=top_p)
         assert not accepts(weights, 0, 0.0, top_p=top_p)
-    assert not accepts(weights, 1, -2 * 2 / 9, top_p=0.697)
-    assert not accepts(weights, 1, 0.0, top_p=0.703)
+    assert not accepts(weights, 1, -2 * 2 / 9, top_p=0.6999)
+    assert not accepts(weights, 1, 0.0, top_p=0.7001)
+
+
+@pytest.mark.parametrize("number", [82, 83, 84])
+@pytest.mark.parametrize(("label", "right"), [("bf16", False), ("public_bf16", True)])
+def test_a_filter_in_bfloat16_gets_the_same_verdict_for_every_secret(number: int, label: str, right: bool) -> None:
+    """It is wrong in the default variant, and right in the variant pkb."""
+    problem, verdicts = problems.get(number), set()
+    case = problem.case("pkb", label, 4)
+    answer = gradient_answer if number == 84 else log_probability_answer
+    for secret in range(10):
+        draws = [Draw(secret=str(secret), case_key=case.key, slot=0, block=0, rank=rank) for rank in range(4)]
+        inputs = [problem.inputs(case, rank, draw) for rank, draw in enumerate(draws)]
+        kept = filter_in_own_dtype(case, inputs, 0)
+        results = [score(problem, case, answer(case, rank, inputs[rank], kept), problem.oracle(case, inputs, rank)) for rank in range(4)]
+        verdicts.add(all(item.passed for scores in results for item in scores))
+    assert verdicts == {right}
 
 
 def test_chunks_must_be_multiples_of_the_ranks() -> None:

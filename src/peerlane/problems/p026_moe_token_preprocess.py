@@ -18,6 +18,7 @@ from peerlane.problems.contract import (
     GroupRef,
     KnownWrongAnswer,
     Problem,
+    Tree,
     case,
     exactly,
     preset,
@@ -38,6 +39,18 @@ def reference(expert_mask: torch.Tensor, num_experts: int, group: dist.ProcessGr
     host = torch.cat([counts.view(ranks, -1), mine]).cpu()  # the only wait: all results travel together
     sent, received = host[:ranks], host[ranks:]
     return sent.sum(1).to(INT64), received.sum(1).to(INT64), received, received.sum(0)
+
+
+def lists_accepted(returned: Tree) -> Tree:
+    """The same, with split sizes that are lists of whole numbers made int64 tensors."""
+    if not isinstance(returned, tuple) or len(returned) != 4:
+        return returned
+    return (*(_as_tensor(item) if isinstance(item, list) else item for item in returned[:2]), *returned[2:])
+
+
+def _as_tensor(sizes: list[Any]) -> Tree:
+    whole = all(type(size) is int or (type(size) is float and size.is_integer()) for size in sizes)
+    return torch.tensor(sizes, dtype=INT64) if whole else sizes
 
 
 def _selection(case: Case, rank: int, draw: Draw) -> torch.Tensor:
@@ -160,12 +173,14 @@ PRESETS = (
         _small("wide_int32", torch.int32, experts=64, k=6),
         _small("strided_group_int64", INT64, group="strided", world_sizes=(4, 8)),
         _small("alone_int64", INT64, group="strided", world_sizes=(2,)),
+        _small("public_fp32", FP32, tokens=997, k=2, replacement=True, permuted=True, variant="pkb"),
     ),
     preset(
         "pkb",
         "the public benchmark's shape and strides, experts drawn without and with replacement",
         case("fp32", FP32, tokens=1024, experts=8, k=2, exponent=0.3, permuted=True),
         case("replacement_fp32", FP32, tokens=1024, experts=8, k=2, replacement=True, permuted=True),
+        case("public_fp32", FP32, tokens=1024, experts=8, k=2, replacement=True, permuted=True, variant="pkb"),
     ),
     preset(
         "production_qwen3_235b",
@@ -266,11 +281,13 @@ PROBLEM = Problem(
         ),
     ),
     excused=_excused(),
+    variant_results={"pkb": lists_accepted},
     process_groups=group_layout,
     graph=False,
     graph_reason="the answer lies in host memory, so that a call ends by waiting for the device",
     notes=(
         "The public benchmark compares counts with a tolerance of a percent; here they are exact.",
+        "In the variant pkb, input_splits and output_splits may be lists of whole numbers too. It has the public mask alone.",
         "The public benchmark draws experts with replacement, which no router does, and about equally often; here a token's experts are "
         "distinct, apart from the cases that say otherwise, and popularity follows Zipf's law in a new order for every call.",
         "A bfloat16 mask, which would round counts above 256, does not occur.",

@@ -107,7 +107,10 @@ def _nodes(case: Case, ranks: int) -> int:
 
 
 def inputs(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
-    """A graph as ``_neighbours.Structure`` has it. Each rank stores the edges of its own nodes, and empty lists for all others."""
+    """A graph as ``_neighbours.Structure`` has it. Each rank stores the edges of its own nodes, and empty lists for all others.
+
+    ``case["replicated"]``: every rank stores all edges.
+    """
     members = group_members(case, rank)
     seeds, pointer, column, owner = graph_arguments(case, members.index(rank), len(members), draw)
     group = next((GroupRef(name) for name in group_layout(case)), None)
@@ -201,7 +204,7 @@ def cost(case: Case, rank: int) -> Cost:
         different = expected_distinct(int(sampled * share), nodes, params.get("skew", 1.0))
         frontier = 0.9 * different * (1 - known / nodes)
         known += frontier
-    remote = (ranks - 1) / ranks * (4 * served + 4 * edges)
+    remote = 0.0 if params.get("replicated") else (ranks - 1) / ranks * (4 * served + 4 * edges)
     return Cost(
         hbm_bytes=INT64.itemsize * (2 * served + edges + known + 3 * edges + case["seeds"]),
         egress_bytes=remote,
@@ -257,12 +260,25 @@ PRESETS = (
         _small("int32_nodes", index=torch.int32, replace=True),
         _small("sparse", nodes=500, max_degree=1, fanouts=(2, 2, 2, 2)),
         _small("strided_group", nodes=120, group="strided", world_sizes=(4, 8)),
+        _small("public_replicated", nodes=320, parts="modulo", replicated=True, variant="pkb"),
     ),
     preset(
         "pkb",
         "the public benchmark's sizes: 10 000 nodes of 16 neighbours, 512 seeds, fanouts 10 and 5; and with degrees from 0 to 32",
         case("int64", INT64, nodes=10_000, degree=16, seeds=512, fanouts=(10, 5), parts="modulo", near=0.25),
         case("varied_degrees", INT64, nodes=10_000, max_degree=32, seeds=512, fanouts=(10, 5), parts="modulo", near=0.25),
+        case(
+            "public_replicated",
+            INT64,
+            nodes=10_000,
+            degree=16,
+            seeds=512,
+            fanouts=(10, 5),
+            parts="modulo",
+            near=0.25,
+            replicated=True,
+            variant="pkb",
+        ),
     ),
     preset(
         "production_ogbn_products",
@@ -283,6 +299,7 @@ PRESETS = (
 
 _DEEP = ("small/two_hops", "small/all_neighbours", "small/int32_nodes", "small/isolated_seeds", "pkb/int64", "pkb/varied_degrees")
 _PRODUCTION = tuple(f"{item.name}/int64" for item in PRESETS[2:])
+_PARTITIONED = tuple(f"{item.name}/{spec.label}" for item in PRESETS for spec in item.cases if "replicated" not in spec.params)
 
 PROBLEM = Problem(
     id=64,
@@ -305,11 +322,11 @@ PROBLEM = Problem(
     cost=cost,
     presets=PRESETS,
     known_wrong_answers=(
-        KnownWrongAnswer("own_adjacency", "only what the rank itself stores", _spoilt(local=True)),
+        KnownWrongAnswer("own_adjacency", "only what the rank itself stores", _spoilt(local=True), cases=_PARTITIONED),
         KnownWrongAnswer("owner_order", "frontiers sorted by owner", _spoilt(by_owner=True)),
         KnownWrongAnswer("ascending_nodes", "new nodes in ascending order", _spoilt(ascending=True)),
         KnownWrongAnswer("last_neighbours", "a node's last neighbours", _spoilt(last=True), cases=(*_DEEP, *_PRODUCTION)),
-        KnownWrongAnswer("own_positions", "edge ids counted in the rank's own arrays", _own_positions),
+        KnownWrongAnswer("own_positions", "edge ids counted in the rank's own arrays", _own_positions, cases=_PARTITIONED),
         KnownWrongAnswer("places", "edge ids counted from each node's first", _places),
         KnownWrongAnswer("global_names", "row and col by name instead of place", _global_names),
         KnownWrongAnswer("directions_swapped", "row and col exchanged", lambda c: (c.answer[0], c.answer[2], c.answer[1], c.answer[3])),
@@ -324,6 +341,7 @@ PROBLEM = Problem(
     ),
     excused={
         "previous/col@pkb/int64": "every node has more neighbours than are sampled, so that col is the same for every graph",
+        "previous/col@pkb/public_replicated": "every node has more neighbours than are sampled, so that col is the same for every graph",
         "previous/row@small/sparse": "so few edges may well lie as before",
         "previous/col@small/sparse": "so few edges may well lie as before",
     },
@@ -332,7 +350,8 @@ PROBLEM = Problem(
     graph_reason="how many nodes and edges a hop finds depends on the graph, and the host must know it to exchange and allocate them",
     notes=(
         "The public benchmark replicates the whole graph on every rank and samples consecutive seeds on a ring, so that a solution that "
-        "never communicates is right; here ranks store their own nodes' edges alone, and names are a random permutation.",
+        "never communicates is right; here ranks store their own nodes' edges alone, and names are a random permutation. The variant pkb "
+        "replicates the graph.",
         "In the public reference a rank whose frontier is empty leaves, and the others hang; here it must not. Seeds are distinct: the "
         "public version skips new nodes if they are not.",
         "The graph behind the names is constant per slot, so that samples keep their sizes; names and the order of seeds are new in every "

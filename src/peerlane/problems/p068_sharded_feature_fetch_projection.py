@@ -277,11 +277,13 @@ PROBLEM = Problem(
             case("int32_ids_bf16", BF16, nodes_per_rank=20, depth=33, width=17, queries=16, index=INT32, projection="shared"),
             case("identity_bf16", BF16, nodes_per_rank=10, extra=1, depth=8, width=8, queries=12, projection="identity"),
             case("strided_group_fp32", FP32, nodes_per_rank=10, extra=1, depth=8, width=6, queries=9, group="strided", world_sizes=(4, 8)),
+            case("public_bf16", BF16, nodes_per_rank=20, depth=16, width=16, queries=24, variant="pkb"),
         ),
         preset(
             "pkb",
             "the public benchmark's shape but for the table, of 2 million rows in place of 111 million",
             case("bf16", BF16, nodes=2_000_000, depth=256, width=256, queries=20_000),
+            case("public_bf16", BF16, nodes=2_000_000, depth=256, width=256, queries=20_000, variant="pkb"),
         ),
         preset(
             "production_papers100m",
@@ -332,6 +334,7 @@ PROBLEM = Problem(
     notes=(
         "The public benchmark's table has 111 million rows, of which its ids touch some 140 000 per shard, in ascending order and in turn "
         "from every owner. Here ids are random over the whole table, which has 2 million rows at that shape: 1 GB, twenty times the cache.",
+        "The public benchmark's ids are int64, its features bfloat16, and its shards of one size. The variant pkb has no other cases.",
         "MAG240M's whole table, 187 GB, leaves no room for the oracle, which holds all shards; here it is an eighth of it. On two ranks, "
         "ogbn-papers100M's is halved.",
         "Projections have variance 1 / D, so that outputs have about the size of features.",

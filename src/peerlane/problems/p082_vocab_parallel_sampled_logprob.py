@@ -57,8 +57,14 @@ PRESETS = (
         _small("wide_bf16", BF16, vocab_per_rank=1003, top_p=0.95),
         _small("strided_group_bf16", BF16, sequence_per_rank=8, scale=2.0, top_k=6, top_p=0.8, group="strided", world_sizes=(4, 8)),
         _small("wide_top_k_bf16", BF16, vocab_per_rank=130, top_k=4, outside=0.1),
+        _small("public_both_bf16", BF16, scale=2.0, top_k=6, top_p=0.8, variant="pkb"),
     ),
-    preset("pkb", "the public benchmark's shape", case("bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9)),
+    preset(
+        "pkb",
+        "the public benchmark's shape",
+        case("bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9),
+        case("public_bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9, variant="pkb"),
+    ),
     preset(
         "production_llama3_rl",
         "8192 tokens, vocabulary 128256, nucleus of 0.95",
@@ -116,8 +122,12 @@ PROBLEM = Problem(
     replicated=True,
     notes=(
         "The public reference filters in the logits' dtype: in bfloat16 its cumulative sum, and with it the number of tokens kept, is off. "
-        "Here the filter is exact; a token within 0.001 of cumulative probability of the cut may fall to either side, and so may tokens "
-        "whose equal logits the cut divides.",
+        "Here the filter is exact. Tokens whose equal logits the cut divides may fall to either side. So may tokens within 8 n u of "
+        "cumulative probability of the cut, where n logits are in the softmax and u is the roundoff of float32; this room is at least "
+        "0.00002 and at most 0.001.",
+        "Where that room is small, a sixth of the tokens have two logits that hold all the weight, with the cut between two probabilities "
+        "that are one number in bfloat16. A filter in bfloat16 is always wrong there. The variant pkb has no such tokens, and room for a "
+        "filter in bfloat16.",
         "The public benchmark raises the target's logit by 8, so that nearly every answer is exactly 0 and no target is ever dropped; here "
         "targets are sampled from the filtered distribution, with some at its edge and some outside.",
     ),

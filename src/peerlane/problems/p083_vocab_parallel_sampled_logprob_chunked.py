@@ -78,11 +78,13 @@ PRESETS = (
         _small("disabled_fp32", FP32, top_k=0, top_p=None),
         _small("one_hot_fp32", FP32, chunk_per_rank=6, scale=200.0),
         _small("one_hot_both_bf16", BF16, chunk_per_rank=6, scale=200.0, top_k=6, top_p=0.8),
+        _small("public_both_bf16", BF16, scale=2.0, top_k=6, top_p=0.8, variant="pkb"),
     ),
     preset(
         "pkb",
         "the public benchmark's shape, 4, 2 or 1 chunks on 2, 4 or 8 ranks",
         case("bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9, chunk_per_rank=1),
+        case("public_bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9, chunk_per_rank=1, variant="pkb"),
     ),
     preset(
         "production_llama3_rl",
@@ -144,7 +146,8 @@ PROBLEM = Problem(
     process_groups=group_layout,
     replicated=True,
     notes=(
-        "The public reference filters in the logits' dtype; here the filter is exact, with the same room at its cut as in problem 82.",
+        "The public reference filters in the logits' dtype; here the filter is exact, with the same room at its cut as in problem 82. The "
+        "variant pkb takes both.",
         "The public benchmark raises the target's logit by 8, so that nearly every answer is exactly 0; here targets are sampled from the "
         "filtered distribution, with some at its edge and some outside. Its last chunk is never partial; here some are.",
         "NaN logits are left out: the public versions of problems 82 and 83 treat them differently.",

@@ -26,7 +26,7 @@ from peerlane.problems.contract import (
 )
 from peerlane.problems.families import vocab
 from peerlane.problems.families.collective import group_layout, group_members
-from peerlane.problems.families.vocab import BF16, CUT_MARGIN, FP32, FP64
+from peerlane.problems.families.vocab import BF16, FP32, FP64, cut_margin
 
 # Relative error of a probability: that of a sum over the vocabulary, and of exponents of size up to 1000, in float32. What lies below its
 # smallest normal number may be flushed to zero.
@@ -121,6 +121,7 @@ def _gradient(case: Case, logits: torch.Tensor, target: torch.Tensor, weight: to
         certain = kept = possible = torch.ones_like(weight).unsqueeze(-1)
         keeps, may_keep, may_drop = survives, survives, ~survives
     else:
+        margin = cut_margin(case, width)
         ranked, order = logits.flip(-1).sort(dim=-1, descending=True, stable=True)
         probabilities = ranked.exp()
         above = probabilities.cumsum(-1) - probabilities
@@ -129,14 +130,14 @@ def _gradient(case: Case, logits: torch.Tensor, target: torch.Tensor, weight: to
         keeps = torch.empty_like(is_kept).scatter_(-1, width - 1 - order, is_kept)[:, own] & survives
         certain, kept, possible = (
             (probabilities * (above < cut)).sum(-1, keepdim=True).clamp(min=probabilities[:, :1])
-            for cut in (top_p - CUT_MARGIN, top_p, top_p + CUT_MARGIN)
+            for cut in (top_p - margin, top_p, top_p + margin)
         )
         # Mass above an entry if it is the first, or the last, among the logits that equal it.
         first = torch.searchsorted(-ranked, -entries)
         last = torch.searchsorted(-ranked, -entries, right=True) - 1
         largest, alone = first == 0, first == last
-        may_keep = survives & ((above.gather(-1, first.clamp(max=width - 1)) < top_p + CUT_MARGIN) | largest)
-        may_drop = ~survives | ((above.gather(-1, last.clamp(max=width - 1)) >= top_p - CUT_MARGIN) & ~(largest & alone))
+        may_keep = survives & ((above.gather(-1, first.clamp(max=width - 1)) < top_p + margin) | largest)
+        may_drop = ~survives | ((above.gather(-1, last.clamp(max=width - 1)) >= top_p - margin) & ~(largest & alone))
     column = torch.arange(own.start, own.stop, device=logits.device)
     hit = (column == target.unsqueeze(-1)).to(FP64)
     share, weight = entries.exp(), weight.unsqueeze(-1)
@@ -274,11 +275,13 @@ PRESETS = (
         _small("strided_group_bf16", BF16, sequence_per_rank=8, scale=2.0, top_k=6, top_p=0.8, group="strided", world_sizes=(4, 8)),
         _small("wide_top_k_bf16", BF16, vocab_per_rank=130, top_k=4, outside=0.1),
         _small("disabled_fp32", FP32, top_k=0, top_p=None),
+        _small("public_both_bf16", BF16, scale=2.0, top_k=6, top_p=0.8, variant="pkb"),
     ),
     preset(
         "pkb",
         "the public benchmark's shape, 4, 2 or 1 chunks on 2, 4 or 8 ranks",
         case("bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9, chunk_per_rank=1),
+        case("public_bf16", BF16, batch=2, sequence=8, vocab=256, top_k=10, top_p=0.9, chunk_per_rank=1, variant="pkb"),
     ),
     preset(
         "production_llama3_rl",
@@ -348,8 +351,8 @@ PROBLEM = Problem(
     alternative_solutions=vocab.filter_variants(gradient_answer),
     process_groups=group_layout,
     notes=(
-        "The public reference filters in the logits' dtype; here the filter is exact. An entry within 0.001 of cumulative probability of "
-        "the cut may be kept or dropped, and so may entries whose equal logits the cut divides.",
+        "The public reference filters in the logits' dtype; here the filter is exact, with the room at its cut that problem 82 gives. "
+        "The variant pkb takes both.",
         "The public benchmark raises the target's logit by 8, so that nearly all gradients are exactly 0; here targets are sampled from "
         "the filtered distribution, with some at its edge and some outside, and upstream gradients are normal instead of a ramp.",
     ),

@@ -164,7 +164,8 @@ class CandidateRank(Rank):
             out_of_reach.refuse_library()
         monkeypatch_check.remember_originals()
         path = Path(request["path"])
-        self._solution = solution_of(import_candidate(path, request["source"].encode("latin-1")), path)
+        solution = solution_of(import_candidate(path, request["source"].encode("latin-1")), path)
+        self._solution = problems.get(request["problem"]).accepting(request["variant"], solution)
         return {}
 
     def _side(self, request: Message) -> Solution:

@@ -281,6 +281,7 @@ class Problem:
         cost(case, rank): the :class:`Cost` of one call.
         compare(case, got, expected, kind): replaces the standard comparison where an answer is not unique (ties); a list of Scores.
         variant_references: the reference of another variant, where no argument tells the variants apart.
+        variant_results: by variant, what makes one of several forms that a candidate may return the form that is compared.
 
     Attributes:
         parallelism: every kind that applies: data, tensor, sequence, context, pipeline, expert, fsdp, zero, vocabulary, graph,
@@ -316,6 +317,7 @@ class Problem:
     excused: Mapping[str, str] = field(default_factory=dict)
     compare: Callable[[Case, Tree, Tree, str], list[Score]] | None = None
     variant_references: Mapping[str, Callable[..., Tree]] = field(default_factory=dict)
+    variant_results: Mapping[str, Callable[[Tree], Tree]] = field(default_factory=dict)
     process_groups: Callable[[Case], GroupLayout] = lambda _: {}
     world_sizes: tuple[int, ...] = (2, 4, 8)
     graph: bool = True
@@ -355,6 +357,11 @@ class Problem:
     def reference_of(self, variant: str) -> Callable[..., Tree]:
         """The reference of a variant."""
         return self.variant_references.get(variant, self.reference)
+
+    def accepting(self, variant: str, solution: Callable[..., Tree]) -> Callable[..., Tree]:
+        """A candidate's function, returning the form that is compared."""
+        unify = self.variant_results.get(variant)
+        return solution if unify is None else lambda *args: unify(solution(*args))
 
     def answer(self, returned: Tree, args: Sequence[Any]) -> Tree:
         """What is compared after a call: what it returned and, if it updates parameters in place, the pair of that and those."""

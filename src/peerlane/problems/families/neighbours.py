@@ -120,7 +120,9 @@ def graph_arguments(case: Case, me: int, ranks: int, draw: Draw) -> tuple[torch.
     order = torch.empty_like(name)  # The structure's number of every name.
     order[name] = torch.arange(structure.nodes, device=device)
     owner = structure.owner(order)
-    degree = structure.degree(order).masked_fill_(owner != me, 0)
+    degree = structure.degree(order)
+    if not case.params.get("replicated"):
+        degree = degree.masked_fill(owner != me, 0)
     pointer = torch.zeros(structure.nodes + 1, dtype=INT64, device=device)
     torch.cumsum(degree, 0, out=pointer[1:])
     column = torch.empty(int(pointer[-1]), dtype=INT64, device=device)

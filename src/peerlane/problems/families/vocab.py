@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import AlternativeSolution, AnswerContext, Case, Draw, GroupRef, KnownWrongAnswer, Preset
+from peerlane.problems.contract import UNIT_ROUNDOFF, AlternativeSolution, AnswerContext, Case, Draw, GroupRef, KnownWrongAnswer, Preset
 from peerlane.problems.families.collective import all_gather_single, group_layout, group_members
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -28,8 +28,8 @@ _HEAD = 512
 # How much smaller the logits are of tokens whose largest are all on one rank, so that the last of top_k still weighs something.
 _CLOSE = 0.3
 
-# Cumulative probability within which the top-p cut may fall to either side: room for a sum over the vocabulary in float32.
-CUT_MARGIN = 1e-3
+# The least and the most of :func:`cut_margin` where the filter is exact: room for a softmax of a few logits, and of a whole vocabulary.
+_LEAST_MARGIN, _MOST_MARGIN = 2e-5, 1e-3
 
 
 def vocabulary(case: Case, rank: int) -> tuple[int, int]:
@@ -63,6 +63,19 @@ def filters(case: Case, vocab: int) -> tuple[int | None, float | None]:
         min(top_k, vocab) if top_k is not None and top_k > 0 else None,
         top_p if top_p is not None and top_p < 1.0 else None,
     )
+
+
+def cut_margin(case: Case, vocab: int) -> float:
+    """Cumulative probability within which the top-p cut may fall to either side: room for rounding errors of sums.
+
+    With n logits in the softmax, an exact filter adds up n numbers in float32: 8 n u. The variant ``pkb`` filters in the logits' dtype:
+    probabilities, their sums up to the cut and the cut itself are rounded to it, n + 2 times, each by at most u of 1 - top_p.
+    """
+    top_k, top_p = filters(case, vocab)
+    summed = vocab if top_k is None else top_k
+    if case.variant == "pkb" and top_p is not None:
+        return min(0.5, (summed + 2) * (1.0 - top_p) * UNIT_ROUNDOFF[case.dtype])
+    return min(_MOST_MARGIN, max(_LEAST_MARGIN, 8 * summed * UNIT_ROUNDOFF[FP32]))
 
 
 def whole_rows(logits: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -111,7 +124,7 @@ def arguments(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     """(logits, target, group, top_k, top_p). Logits are N(0, s^2) with s in [scale / 2, 3 scale / 2) per token; for targets see _targets.
 
     Without a pattern, and with a top_k that fits into a shard, a quarter of the tokens have all of their largest logits on one rank, and
-    close to each other.
+    close to each other. For what top-p does to a sixth of the tokens see :func:`_straddle_the_cut`.
 
     All ranks draw the whole vocabulary and keep their part of it, for targets depend on all of it. The last ``case["padding"]`` logits are
     -inf. ``case["pattern"]``:
@@ -127,8 +140,9 @@ def arguments(case: Case, rank: int, draw: Draw) -> tuple[Any, ...]:
     for first in range(0, tokens, rows):
         part = slice(first, min(first + rows, tokens))
         drawn = _logits(case, part.stop - first, vocab, shard, draw.shared)
-        logits[part] = drawn[:, place * shard : (place + 1) * shard]
         target[part] = _targets(case, drawn.to(FP32), draw.shared)
+        _straddle_the_cut(case, drawn, target[part], draw.shared)
+        logits[part] = drawn[:, place * shard : (place + 1) * shard]
     group = next((GroupRef(name) for name in group_layout(case)), None)
     return (
         logits.view(batch, sequence, shard),
@@ -157,6 +171,45 @@ def _logits(case: Case, tokens: int, vocab: int, shard: int, shared: Draw) -> to
     if padding := case.params.get("padding"):
         logits[:, vocab - padding :] = -math.inf
     return logits.to(case.dtype)
+
+
+def either_side(top_p: float, dtype: torch.dtype) -> tuple[float, float]:
+    """Two probabilities, below and above 1 - top_p, that round to the same number in ``dtype``; they and 1 - top_p lie well inside its
+    interval of rounding."""
+    cut = 1.0 - top_p
+    spacing = 2.0 ** math.floor(math.log2(cut)) * 2 * UNIT_ROUNDOFF[dtype]
+    room = spacing / 2 - abs(cut - round(cut / spacing) * spacing)
+    return cut - 0.7 * room, cut + 0.7 * room
+
+
+def straddles(case: Case) -> bool:
+    """Whether :func:`_straddle_the_cut` changes anything: the cut is sharper than the logits' dtype can find."""
+    vocab, _ = vocabulary(case, 0)
+    _, top_p = filters(case, vocab)
+    if top_p is None or not 0.5 < top_p < 1.0 or case.dtype != BF16 or case.variant != "default" or "pattern" in case.params:
+        return False
+    _, above = either_side(top_p, case.dtype)
+    return bool(case.params.get("scale", 3.0) <= 3.0 and 2 * cut_margin(case, vocab) < above - (1.0 - top_p))
+
+
+def _straddle_the_cut(case: Case, logits: torch.Tensor, target: torch.Tensor, shared: Draw) -> None:
+    """Gives a sixth of the tokens two logits that hold all the weight, the target being one of them.
+
+    For half of these, top-p just keeps the smaller one, for half it just drops it; in the logits' dtype both have one probability. So a
+    filter in that dtype is wrong for one kind or the other, wherever it rounds.
+    """
+    (tokens, vocab), (_, top_p) = logits.shape, filters(case, logits.shape[-1])
+    if not straddles(case) or top_p is None:
+        return
+    rows = shared.permutation(tokens)[: 2 * max(1, tokens // 12)]
+    ids = shared.uniform((len(rows), vocab - case.params.get("padding", 0)), FP32).topk(2, dim=-1).indices
+    share = torch.tensor(either_side(top_p, case.dtype), dtype=FP64, device=logits.device).repeat(len(rows) // 2)
+    distance = ((1.0 - share) / share).log()
+    # A number near zero has the finest steps: there the smaller logit lies.
+    larger = (distance * 32).ceil() / 32
+    pair = torch.stack((larger, larger - distance), dim=-1).to(logits.dtype)
+    logits[rows] = (-30.0 - logits[rows].abs()).scatter_(-1, ids, pair)
+    target[rows] = ids.gather(-1, shared.integers(0, 2, (len(rows), 1))).squeeze(-1)
 
 
 def _targets(case: Case, logits: torch.Tensor, shared: Draw) -> torch.Tensor:
@@ -249,13 +302,25 @@ def threshold_filter(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -
 Answer = Callable[[Case, int, tuple[Any, ...], torch.Tensor], torch.Tensor]
 
 
-def filter_variants(answer: Answer) -> tuple[AlternativeSolution, AlternativeSolution]:
-    """Two honest ways to filter, each with ``answer`` made of the result."""
+def filter_in_own_dtype(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+    """The filtered logits (B, S, V), in float32, of a filter in the dtype of the logits."""
+    logits = torch.cat([inputs[q][0] for q in group_members(case, rank)], dim=-1)
+    return filtered_rows(logits.flatten(0, -2), *filters(case, logits.shape[-1])).view(logits.shape).to(FP32)
+
+
+def filter_variants(answer: Answer) -> tuple[AlternativeSolution, ...]:
+    """Honest ways to filter, each with ``answer`` made of the result. The last is the public benchmark's, in the variant of its name."""
+
+    def published(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> torch.Tensor:
+        kept = filter_in_own_dtype if case.variant == "pkb" else direct_filter
+        return answer(case, rank, inputs[rank], kept(case, inputs, rank))
+
     return (
         AlternativeSolution("direct_fp32", lambda case, inputs, rank: answer(case, rank, inputs[rank], direct_filter(case, inputs, rank))),
         AlternativeSolution(
             "by_threshold_fp32", lambda case, inputs, rank: answer(case, rank, inputs[rank], threshold_filter(case, inputs, rank))
         ),
+        AlternativeSolution("published_filter", published),
     )
 
 
@@ -304,7 +369,7 @@ def labels(presets: Sequence[Preset], *names: str, without: Sequence[str] = ()) 
         f"{item.name}/{spec.label}"
         for item in presets
         for spec in item.cases
-        if all(name in spec.params for name in names) and spec.label not in without
+        if all(name in spec.params for name in names) and spec.label not in without and spec.variant == "default"
     )
 
 
@@ -326,12 +391,21 @@ def filter_wrong_answers(
     def wrong(name: str, why: str, kept: Callable[[AnswerContext], torch.Tensor], cases: Sequence[str] | None = None) -> KnownWrongAnswer:
         return KnownWrongAnswer(name, why, lambda c: answer(c.case, c.rank, c.args, kept(c)), None if cases is None else tuple(cases))
 
+    straddling = [
+        f"{item.name}/{spec.label}"
+        for item in presets
+        for spec in item.cases
+        if straddles(Case(0, item.name, spec.label, 8, spec.dtype, spec.variant, spec.params))
+    ]
     return (
         wrong("no_top_k", "top_k ignored", _without_top_k, labels(presets, "top_k", without=idle_top_k)),
         wrong("no_top_p", "top_p ignored", _without_top_p, labels(presets, "top_p", without=idle_top_p)),
         wrong("nucleus_first", "top-p before top-k", _nucleus_first, labels(presets, "top_k", "top_p", without=idle_top_k)),
         wrong("exactly_k", "logits that equal the k-th largest left out", _exactly_k, ties),
         wrong("one_short_per_rank", "the k - 1 largest logits of every shard alone", _one_short, one_rank),
+        wrong(
+            "filter_in_bfloat16", "top-p in the dtype of the logits", lambda c: filter_in_own_dtype(c.case, c.inputs, c.rank), straddling
+        ),
     )
 
 

@@ -13,9 +13,9 @@ from peerlane.problems.contract import AnswerContext, Case, Cost, Expected, Know
 from peerlane.problems.families.collective import group_members
 from peerlane.problems.families.vocab import (
     CHUNK_BYTES,
-    CUT_MARGIN,
     FP32,
     FP64,
+    cut_margin,
     direct_filter,
     filter_wrong_answers,
     filters,
@@ -70,11 +70,11 @@ def _log_probability(case: Case, logits: torch.Tensor, target: torch.Tensor) -> 
     if top_p is None:
         return plain, survives, ~survives, plain, plain
 
-    probabilities = logits.exp()
+    margin, probabilities = cut_margin(case, vocab), logits.exp()
     ranked = probabilities.sort(dim=-1, descending=True).values
     above = ranked.cumsum(-1) - ranked
     above[:, 0] = -math.inf  # the largest is always kept
-    certain, kept, possible = ((ranked * (above < cut)).sum(-1).log() for cut in (top_p - CUT_MARGIN, top_p, top_p + CUT_MARGIN))
+    certain, kept, possible = ((ranked * (above < cut)).sum(-1).log() for cut in (top_p - margin, top_p, top_p + margin))
 
     # Mass above the target if it is the first, in its true place, or the last among the logits that equal it.
     equal = logits == own
@@ -84,8 +84,8 @@ def _log_probability(case: Case, logits: torch.Tensor, target: torch.Tensor) -> 
     last = first + (equal.sum(-1) - 1) * own_probability
     largest = logits.amax(-1) == plain
     keeps = survives & ((first + ahead * own_probability < top_p) | (largest & (ahead == 0)))
-    may_keep = survives & ((first < top_p + CUT_MARGIN) | largest)
-    may_drop = ~survives | ((last >= top_p - CUT_MARGIN) & ~(largest & (equal.sum(-1) == 1)))
+    may_keep = survives & ((first < top_p + margin) | largest)
+    may_drop = ~survives | ((last >= top_p - margin) & ~(largest & (equal.sum(-1) == 1)))
     return (plain - kept).masked_fill(~keeps, -math.inf), may_keep, may_drop, plain - possible, plain - certain
 
 
