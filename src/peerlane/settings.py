@@ -32,6 +32,23 @@ def has_sm_partition() -> bool:
     return os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100") not in ("", "100")
 
 
+def thunderkittens_root() -> Path | None:
+    """The ThunderKittens checkout that THUNDERKITTENS_ROOT names, for candidates that compile against it; None without one."""
+    named = os.environ.get("THUNDERKITTENS_ROOT")
+    return Path(named) if named and (Path(named) / "include").is_dir() else None
+
+
+MULTICAST_REASON = (
+    "NVLink multicast, which is off here: a program that uses it can take shared GPUs out of service. TORCH_SYMM_MEM_DISABLE_MULTICAST=0 "
+    "allows it on a machine of your own"
+)
+
+
+def multicast_allowed() -> bool:
+    """Whether candidates may use NVLink multicast."""
+    return os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "0"
+
+
 PROBLEM_FOLDERS = "PEERLANE_PROBLEMS"
 
 
@@ -42,7 +59,7 @@ def problem_folders() -> tuple[Path, ...]:
 
 
 _NEEDED_BY_RANKS = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TERM|TMPDIR|CC|CXX|CFLAGS|CXXFLAGS|CPATH|LIBRARY_PATH|MAX_JOBS|VIRTUAL_ENV|XDG_CACHE_HOME|"
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TERM|TMPDIR|CC|CXX|CFLAGS|CXXFLAGS|CPATH|LIBRARY_PATH|MAX_JOBS|THUNDERKITTENS_ROOT|VIRTUAL_ENV|XDG_CACHE_HOME|"
     r"(LD|PYTHON|CUDA|CUBLAS|CUDNN|NVCC|NVRTC|NVIDIA|NVSHMEM|NCCL|GLOO|TORCH|PYTORCH|TRITON|OMP|MKL|OPENBLAS|PEERLANE)_?\w*"
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|AUTH", re.IGNORECASE)

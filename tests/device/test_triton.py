@@ -10,6 +10,7 @@ from triton.compiler import ASTSource
 
 from peerlane.device import triton as kit
 from peerlane.device.lint import lint
+from peerlane.evaluate.ranks.public_helpers import triton_utils
 
 
 @triton.jit
@@ -40,3 +41,20 @@ def test_a_kernel_of_the_primitives_compiles_and_obeys_the_rules(world_size: int
     assert ptx.count("@first st.relaxed.sys.global.u32") == 2 * others + 1
     assert ptx.count("bar.sync") >= 2 * others + 3
     assert lint(ptx) == []
+
+
+@triton.jit
+def barrier_of_blocks(pads, rank, WORLD_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    triton_utils.blockwise_barrier(pads, None, rank, WORLD_SIZE, "acq_rel")
+    triton_utils.send_signal(pads, "relaxed")
+
+
+def test_the_public_barrier_has_one_thread_per_peer_and_waits_with_a_limit() -> None:
+    source = ASTSource(
+        fn=barrier_of_blocks, signature={"pads": "*i64", "rank": "i32", "WORLD_SIZE": "constexpr"}, constexprs={"WORLD_SIZE": 4}
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert ptx.count("atom.global.acq_rel.sys.cas.b32") == 2
+    assert ptx.count("atom.global.relaxed.sys.cas.b32") == ptx.count("trap;") - 2 == 1
+    before = ptx.partition("atom.global.acq_rel.sys.cas.b32")[0]
+    assert "bra" in before and ptx.count("bar.sync") == 2

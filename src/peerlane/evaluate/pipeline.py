@@ -22,12 +22,13 @@ from peerlane.evaluate.audit.timeline import timeline_of
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected, verdict_of
 from peerlane.evaluate.correctness.stress import Stress
+from peerlane.evaluate.missing import missing_before, missing_behind
 from peerlane.evaluate.node import Node
 from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.limit import Cancelled, Limit, OutOfTime
 from peerlane.evaluate.processes.pool import NoRanks
 from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS
-from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
+from peerlane.evaluate.processes.rank_group import BuildTime, GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
@@ -112,7 +113,10 @@ class EvaluationPipeline:
         try:
             return self._run_stages()
         except Rejected as rejected:
-            return rejected.verdict
+            missing = None
+            if self.node.device == "cpu":
+                missing = missing_behind(rejected.verdict, self.job.candidate, self.source or "", self.job.world_size)
+            return rejected.verdict if missing is None else NotRun(missing=missing)
         except GroupFailure as failure:
             self.healthy = False
             return self._blame(failure)
@@ -133,7 +137,8 @@ class EvaluationPipeline:
 
     def _blame(self, failure: GroupFailure) -> Verdict:
         line = failure.message.strip().splitlines()[-1:]
-        if failure.kind in _RAISED and self.job.candidate.backend == "cuda" and self.node.device == "cpu" and wants_gpu("".join(line)):
+        compiles = self.job.candidate.backend == "cuda" or self.job.candidate.compiles
+        if failure.kind in _RAISED and compiles and self.node.device == "cpu" and wants_gpu("".join(line)):
             return NotRun(missing=f"needs a GPU: {line[0]}; run it on a GPU node")
         if failure.kind != "machine" and (failure.phase in ("build", "import") or self.loaded):
             if failure.phase == "spawn":  # it was asked to map another case's memory
@@ -170,6 +175,8 @@ class EvaluationPipeline:
             which = f"{job.preset} ({job.variant} variant)" if job.variant != "default" else job.preset
             return NotRun(missing=f"preset {which} of problem {job.problem.id} has no case for {counted(job.world_size, 'rank')}")
         self.source = job.candidate.source()
+        if self.source is not None and (missing := missing_before(self.source)) is not None:
+            return NotRun(missing=missing)
         if job.candidate.compiles:
             with self._in("build"):
                 (self.builds or Builds(self.session, [])).finish(job.candidate, self.limit)
@@ -211,6 +218,7 @@ class EvaluationPipeline:
         self.group = None
         self.group = self.session.take_group()
         self.group.limit = self.limit
+        self.group.building = BuildTime(self.session.deadlines.build)
 
     def _load(self) -> None:
         assert self.group is not None

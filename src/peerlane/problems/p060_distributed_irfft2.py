@@ -75,7 +75,7 @@ def legacy_reference(
     d0, d1 = (axis % x.dim() for axis in dim)
     spectrum = torch.cat(exchange(torch.stack([x] * ranks), group).unbind(), dim=d0)
     rows = extended(spectrum, d0, d1, 2 * (x.shape[d1] - 1)).narrow(d0, 0, x.shape[d0])
-    field = torch.fft.ifft2(rows, dim=(d0, d1), norm=norm).real
+    field: torch.Tensor = torch.fft.ifft2(rows, dim=(d0, d1), norm=norm).real
     return field.chunk(ranks, dim=d1)[rank].contiguous()
 
 
@@ -144,9 +144,10 @@ def inverse(spectrum: torch.Tensor, case: Case, ranks: int, norm: str) -> torch.
     """
     (d0, d1), (n0, n1) = axes(case), sizes(case, ranks)
     if is_cropped(case):
-        return torch.fft.ifft2(extended(spectrum, d0, d1, n1).narrow(d0, 0, n0 // ranks), dim=(d0, d1), norm=norm).real
-    rows = torch.fft.ifft(spectrum * bin_weights(n1, spectrum.device), n=n1, dim=d1, norm=norm)
-    field: torch.Tensor = torch.fft.ifft(rows, n=n0, dim=d0, norm=norm).real
+        field: torch.Tensor = torch.fft.ifft2(extended(spectrum, d0, d1, n1).narrow(d0, 0, n0 // ranks), dim=(d0, d1), norm=norm).real
+    else:
+        rows = torch.fft.ifft(spectrum * bin_weights(n1, spectrum.device), n=n1, dim=d1, norm=norm)
+        field = torch.fft.ifft(rows, n=n0, dim=d0, norm=norm).real
     return field
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import pytest
 
 from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, MAX_MESSAGE_BYTES, Channel
-from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
+from peerlane.evaluate.processes.rank_group import BuildTime, GroupFailure, RankGroup
 
 
 @dataclass
@@ -72,6 +73,40 @@ def test_a_rank_that_does_not_answer_hangs_and_is_named(pair: tuple[RankGroup, F
     with pytest.raises(GroupFailure) as caught:
         group.finish()
     assert (caught.value.kind, caught.value.phase, caught.value.ranks, caught.value.deadline_s) == ("hang", "first_call", (1,), 0.1)
+
+
+def test_time_to_compile_is_not_taken_from_a_call(pair: tuple[RankGroup, Far]) -> None:
+    group, far = pair
+    group.building = BuildTime(60)
+    group.begin({"op": "call"}, "first_call", 0.1)
+
+    def compile_and_answer() -> None:
+        time.sleep(0.4)
+        for channel in far.ranks:
+            channel.send({"building": False})
+            channel.send({"ok": True})
+
+    for channel in far.ranks:
+        channel.send({"building": True})
+    thread = threading.Thread(target=compile_and_answer)
+    thread.start()
+    assert len(group.finish()) == 2
+    thread.join()
+    assert 59 < group.building.left_s < 59.8
+
+
+def test_who_compiles_for_too_long_hangs_in_the_build(pair: tuple[RankGroup, Far]) -> None:
+    """Also who only says that it does, and again and again."""
+    group, far = pair
+    group.building = BuildTime(0.2)
+    for _ in range(2):
+        group.begin({"op": "call"}, "first_call", 0.1)
+        far.ranks[1].send({"building": True})
+        far.ranks[0].send({"ok": True})
+        with pytest.raises(GroupFailure) as caught:
+            group.finish()
+        assert (caught.value.kind, caught.value.phase, caught.value.ranks, caught.value.deadline_s) == ("hang", "build", (1,), 0.2)
+    assert group.building.left_s == 0
 
 
 def test_a_failure_ends_the_wait_for_the_others(pair: tuple[RankGroup, Far]) -> None:

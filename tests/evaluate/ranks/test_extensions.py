@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from peerlane.evaluate.ranks import extensions
 from peerlane.evaluate.ranks.builder import Builder
@@ -20,12 +22,12 @@ from peerlane.evaluate.ranks.rank import wants_gpu
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "restored afterwards")
-    for name in ("utils", "utils.cuda_helpers"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def request_of(candidate: Path) -> dict[str, Any]:
-    return {"path": str(candidate), "source": candidate.read_bytes().decode("latin-1"), "cache": None, "gpu_only": False}
+    return {"path": str(candidate), "source": candidate.read_bytes().decode("latin-1"), "cache": None, "gpu_only": False, "on_cpu": False}
 
 
 def test_two_sources_build_in_two_folders(tmp_path: Path) -> None:
@@ -90,6 +92,44 @@ def test_public_helper_compiles_once_and_loads_the_result_after_that(tmp_path: P
     assert calls[0]["extra_cuda_cflags"] == ["-O3", "-lineinfo"]
     assert calls[0]["cuda_sources"] == "source"
     assert len(calls) == 2
+
+
+def test_public_helpers_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    extensions.install_public_helpers()
+    runtime = importlib.import_module("utils.parallelkittens_runtime")
+    made: list[tuple[Any, ...]] = []
+
+    class Extension:
+        TKParallelTensor = staticmethod(lambda *args: made.append(args) or object())
+
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 4)
+    first, second = (runtime.get_or_create_parallel_tensor(Extension, (2, 3), multicast=False) for _ in range(2))
+    assert first is second
+    assert made == [([2, 3], torch.bfloat16, 1, 4, False)]
+    with pytest.raises(RuntimeError, match="multicast=False does without"):
+        runtime.get_or_create_barrier(Extension, num_devices=4)
+    with pytest.raises(RuntimeError, match="8 devices on 4 ranks"):
+        runtime.get_or_create_barrier(Extension, num_devices=8)
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "0")
+    assert runtime.get_or_create_barrier(Extension, num_devices=4) is runtime.get_or_create_barrier(Extension, num_devices=4)
+    assert made[1:] == [([64], torch.int32, 1, 4, True)]
+
+
+def test_every_build_of_the_extension_loader_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that fails, and whoever imported the loader before."""
+    from torch.utils import cpp_extension
+
+    def fail(*_: Any, **__: Any) -> None:
+        told.append("building")
+        raise RuntimeError("no compiler")
+
+    told: list[Any] = []
+    monkeypatch.setattr(cpp_extension, "_jit_compile", fail)
+    extensions.report_builds(told.append)
+    with pytest.raises(RuntimeError, match="no compiler"):
+        cpp_extension.load("kernel", ["kernel.cpp"], build_directory="/nowhere")
+    assert told == [True, "building", False]
 
 
 def test_a_lock_that_somebody_else_holds_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

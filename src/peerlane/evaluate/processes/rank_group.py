@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -64,6 +65,25 @@ def _cause(first: GroupFailure | None, second: GroupFailure) -> GroupFailure:
     return first
 
 
+class BuildTime:
+    """How long the ranks of a group may compile, all their builds together: that time is not taken from what they are asked meanwhile."""
+
+    def __init__(self, total_s: float) -> None:
+        self.total_s = self.left_s = total_s
+        self.ranks: set[int] = set()
+        """those that compile now"""
+
+    def report(self, rank: int, begun: bool) -> None:
+        """Takes in that a rank begins or ends a build."""
+        (self.ranks.add if begun else self.ranks.discard)(rank)
+
+    def spend(self, seconds: float) -> float:
+        """Takes off what was spent; how much of it was there."""
+        spent = min(seconds, self.left_s)
+        self.left_s -= spent
+        return spent
+
+
 class RankGroup:
     """The supervisor's handle on a leader and its ranks. ``sweep`` has all killed that is left of them where the leader cannot."""
 
@@ -87,6 +107,7 @@ class RankGroup:
         self._sweep = sweep
         self._pending: tuple[str, float, float, set[int]] | None = None
         self.alive = True
+        self.building = BuildTime(0.0)
         self._kills = out_of_memory_kills()
         self.limit: Limit | None = None
         """of the evaluation that waits for this group: its end ends the wait, and leaves the group to be killed"""
@@ -149,8 +170,7 @@ class RankGroup:
         self._pending = None
         answers: dict[int, Message] = {}
         failure: GroupFailure | None = None
-        if self.limit is not None:
-            end = min(end, self.limit.end)
+        last_end = math.inf if self.limit is None else self.limit.end
         with selectors.DefaultSelector() as selector:
             selector.register(self._control, selectors.EVENT_READ, None)
             if self.limit is not None:
@@ -159,9 +179,13 @@ class RankGroup:
                 selector.register(self._ranks[rank], selectors.EVENT_READ, rank)
             expired = False  # the last look comes after the deadline: answers that lay waiting for longer than that count
             while waiting and not expired:
-                left = end - time.monotonic()
+                now, building = time.monotonic(), bool(self.building.ranks)
+                left = min(last_end - now, self.building.left_s if building else end - now)
                 expired = left <= 0
-                for key, _ in selector.select(max(left, 0)):
+                ready = selector.select(max(left, 0))
+                if building:
+                    end += self.building.spend(time.monotonic() - now)
+                for key, _ in ready:
                     if key.data is None:
                         failure = self._read_control(phase) or failure
                         continue
@@ -182,6 +206,7 @@ class RankGroup:
                     waiting.discard(rank)
                     failure = _cause(failure, self._exit_failure(rank, phase))
                 if failure is not None:
+                    self.building.ranks.clear()
                     end = min(end, time.monotonic() + _GRACE_S)
         if failure is not None:
             raise failure
@@ -189,6 +214,8 @@ class RankGroup:
             stuck = tuple(sorted(waiting))
             if self.limit is not None:
                 self.limit.check(phase, stuck)
+            if self.building.ranks:
+                phase, deadline_s, stuck = "build", self.building.total_s, tuple(sorted(self.building.ranks))
             raise GroupFailure("hang", phase, f"no answer from rank(s) {stuck}", ranks=stuck, deadline_s=deadline_s)
         return [answers[rank] for rank in range(self.world_size)]
 
@@ -196,7 +223,8 @@ class RankGroup:
         channel = self._ranks[rank]
         open_ = channel.feed()
         try:
-            message = channel.pop()
+            while (message := channel.pop()) is not None and isinstance(message.get("building"), bool):
+                self.building.report(rank, message["building"])
         except ProtocolError as error:
             return GroupFailure("garbage", phase, str(error), rank=rank)
         if message is not None:

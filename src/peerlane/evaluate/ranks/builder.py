@@ -45,7 +45,7 @@ class Builder(Rank):
             module = import_candidate(path, source)
         except Exception as error:
             if classify(error) == "build_error":
-                mended = gpu_only and torch.version.cuda is None and not isinstance(error, CompileError)
+                mended = request["on_cpu"] and torch.version.cuda is None and not isinstance(error, CompileError)
             else:
                 mended = not gpu_only or wants_gpu(f"{type(error).__name__}: {error}")
             if not mended:

@@ -73,8 +73,9 @@ class Builds:
                 self._end(sha256)
                 raise HarnessError(f"the process that compiles did not start: {failure}") from None
             cache = builder.admit(sha256)
-            gpu_only = self._session.device == "cpu" and candidate.backend == "cuda"
-            request = {"op": "build", "path": str(candidate.path), "source": source, "cache": cache, "gpu_only": gpu_only}
+            on_cpu = self._session.device == "cpu"
+            request = {"op": "build", "path": str(candidate.path), "source": source, "cache": cache, "on_cpu": on_cpu}
+            request["gpu_only"] = on_cpu and candidate.backend == "cuda"
             builder.begin({**request, "blame": "import_error"}, "build", self._session.deadlines.build)
 
     def _await(self, sha256: str) -> GroupFailure | None:

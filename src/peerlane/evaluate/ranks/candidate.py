@@ -157,6 +157,7 @@ class CandidateRank(Rank):
         self._loaded, self._reference = True, None
         self._own_libraries = mapped_libraries()
         extensions.use_cache(request["cache"])
+        extensions.report_builds(lambda begun: self.tell({"building": begun}))
         if self.device.type == "cpu":
             _interpret_triton()
         out_of_reach.refuse_answers()

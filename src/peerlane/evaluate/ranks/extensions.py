@@ -1,15 +1,16 @@
 """CUDA extensions of candidates: compiled once per source and node, then loaded from the cache.
 
-Candidates written for the public benchmark import ``utils.cuda_helpers``; :func:`install_public_helpers` provides it.
+Candidates written for the public benchmark import ``utils``; :func:`install_public_helpers` provides it.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -107,9 +108,29 @@ def remove_stale_locks(folder: Path) -> None:
 
 
 def install_public_helpers() -> None:
-    """Makes ``from utils.cuda_helpers import compile_cuda_extension`` work."""
-    package, helpers = ModuleType("utils"), ModuleType("utils.cuda_helpers")
-    package.__path__ = []
-    helpers.compile_cuda_extension = compile_cuda_extension  # type: ignore[attr-defined]
-    package.cuda_helpers = helpers  # type: ignore[attr-defined]
-    sys.modules["utils"], sys.modules["utils.cuda_helpers"] = package, helpers
+    """Makes ``utils.cuda_helpers``, ``utils.triton_utils`` and ``utils.parallelkittens_runtime`` importable."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
+        del sys.modules[name]
+    package = sys.modules["utils"] = ModuleType("utils")
+    package.__path__ = [str(Path(__file__).parent / "public_helpers")]
+
+
+Tell = Callable[[bool], None]
+
+
+def report_builds(tell: Tell) -> None:
+    """Has ``tell`` called with True when torch's extension loader begins to compile in this process, or to wait for another one that
+    does, and with False when it is done."""
+    from torch.utils import cpp_extension
+
+    build = cpp_extension._jit_compile
+
+    @functools.wraps(build)
+    def reported(*args: Any, **kwargs: Any) -> Any:
+        tell(True)
+        try:
+            return build(*args, **kwargs)
+        finally:
+            tell(False)
+
+    cpp_extension._jit_compile = reported

@@ -74,6 +74,8 @@ class Rank:
         self.handlers: dict[str, Handler] = {}
         self.serve("init", "lend", "borrow", "exit", "warm", "ready", "timed_block", "use_device")
         self.leaving = False
+        self.tell: Callable[[Message], None] = lambda _: None
+        """sends a message to the supervisor between a request and its answer"""
         self._pin = Pin(cores_of_rank(rank, self.world_size))
         self.block: Block | None = None
         """what was prepared; one at a time, for live graphs with collectives slow down eager calls"""

@@ -39,6 +39,7 @@ def serve(config: dict[str, Any], rank: int, channel: Channel, memory_fd: int) -
     _set_environment(config, rank)
     me = _KINDS[config["role"]](config, rank, memory_fd)
     receive, send, handlers = channel.receive, channel.send, me.handlers
+    me.tell = send
     while (request := receive()) is not None:
         try:
             answer: Message = {"ok": True, **handlers[request["op"]](request)}

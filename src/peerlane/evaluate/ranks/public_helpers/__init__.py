@@ -1,0 +1,1 @@
+"""The package ``utils`` that candidates of the public benchmark import; see docs/candidates.md."""
