@@ -17,6 +17,7 @@ from peerlane.generate.judging import MODES
 from peerlane.publish.gather import Sample, Standing, Task
 
 OTHER = "not in this suite"
+SWEEP = "sweep"
 _KINDS = ("node", "virtual", "cpu", "emulated")
 THRESHOLDS = tuple(0.125 * 2 ** (step / 8) for step in range(8 * 7 + 1))
 """Speedups of the fast_p curve: an eighth to 16, eight to a factor of two."""
@@ -231,10 +232,12 @@ def boards(samples: Iterable[Sample]) -> list[Board]:
         groups.setdefault(key, []).append(sample)
     found = [Board(key, group) for key, group in groups.items()]
     most = {key.node: max(len(board.samples) for board in found if board.key.node == key.node) for key in groups}
-    return sorted(
-        found,
-        key=lambda board: (_KINDS.index(board.key.node.kind), -most[board.key.node], str(board.key.node), -len(board.samples)),
-    )
+
+    def rank(board: Board) -> tuple[int, int, str, bool, int]:
+        node = board.key.node
+        return _KINDS.index(node.kind), -most[node], str(node), board.key.family == SWEEP, -len(board.samples)
+
+    return sorted(found, key=rank)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ function plots(board, shown) {
   const mine = (rows) => rows.filter((d) => who.includes(d.author) && (!d.mode || shown.modes.has(d.mode)));
   const base = { width: 560, marginLeft: 60, style: { fontSize: "12px", background: "transparent" } };
   const rowHeight = 26;
-  const labels = (names) => Math.min(220, 14 + 7 * Math.max(6, ...names.map((name) => name.length)));
+  const labels = (names) => Math.min(240, 24 + 7.5 * Math.max(6, ...names.map((name) => name.length)));
   const short = (name) => (name.length > 28 ? `${name.slice(0, 27)}…` : name);
   return {
     fast: () => {

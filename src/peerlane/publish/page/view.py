@@ -151,7 +151,7 @@ class View:
             (f"{len(board.tasks):,}", "tasks"),
             (f"{len(board.authors):,}", "author" if len(board.authors) == 1 else "authors"),
             (f"{len(board.samples):,}", "samples"),
-            (f"{len(correct) / len(board.samples):.0%}", "of samples correct"),
+            (f"{len(correct) / len(board.samples):.0%}".replace("%", " %"), "of samples correct"),
             (f"{len(solved):,}", "tasks solved by anyone"),
         ]
         return found + ([(f"{len(faster):,}", f"tasks faster, {mode}")] if mode is not None else [])
