@@ -137,8 +137,9 @@ def test_host_structures_have_the_devices_layout() -> None:
 
 @pytest.mark.parametrize("depth", range(8, MAX_DEPTH + 1, 8))
 def test_every_depth_has_tiles(depth: int) -> None:
-    assert choose_tiling(1, depth).groups == 1 and choose_tiling(4096, depth).groups == 2
-    assert choose_tiling(4096, depth).depth >= depth
+    for queries, keys, groups in ((1, 1, 1), (64, 4096, 1), (4096, 4096, 2), (65, 1, 2)):
+        tiling = choose_tiling(queries, keys, depth)
+        assert tiling.groups == groups and tiling.depth >= depth
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Attention on this machine's first GPU: right numbers for many shapes, then its speed beside torch's attention.
 
-    PYTHONPATH=src python tests/gpu/check_attention.py [--tilings all|chosen] [--seconds 60] [--out FOLDER]
+    PYTHONPATH=src python tests/gpu/check_attention.py [--tilings all|chosen] [--seconds 60] [--ring 4] [--out FOLDER]
 
 Results are compared with float32 attention of the same inputs. A speed is the median of stretches that take turns, in TFLOP/s of products
 that the mask leaves. Torch's is that of its flash or its cuDNN back end, whichever is faster. The script writes attention.json, and
 failures.txt if something is wrong. It exits with 1 if a result was wrong.
+
+``--ring`` checks and times ring attention instead, of ranks that share the GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -20,14 +23,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ranks that share a GPU do not wait for each other
+
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from peerlane.device import attention as kit
+from peerlane.device.arena import describe_fault
 from peerlane.device.attention import TILINGS, AttentionTiling, Sizes
 from peerlane.device.jit import compiler_report
 from peerlane.device.local import LocalRanks
+from peerlane.device.ring_attention import RingAttention, Shape
 from peerlane.hardware.environment import record
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -146,14 +153,122 @@ def speed(group: Any, depth: int, length: int, causal: bool, tilings: list[Atten
     return {"depth": depth, "length": length, "causal": causal, "tflops": rates, "share_of_best_torch": round(kit_best / best, 3)}
 
 
+# batch, length of a shard, heads, key heads, depth, depth of values, causal, whether ranks compute each other's tiles, dtype
+RINGS = (
+    (2, 5, 3, 3, 16, 8, False, None, BF16),
+    (16, 4, 8, 8, 64, 64, True, None, BF16),
+    (1, 1000, 4, 2, 128, 128, False, None, BF16),
+    (2, 1000, 4, 4, 64, 64, True, True, FP16),
+    (1, 1024, 8, 1, 128, 128, True, False, BF16),
+    (1, 1024, 8, 8, 128, 128, True, True, BF16),
+)
+RING_SPEEDS = ((1, 2048, 16, 16, 128), (1, 4096, 16, 16, 128))
+
+
+def rings(ranks: LocalRanks, shape: Shape, balanced: bool | None) -> list[RingAttention]:
+    return [RingAttention(shape, balanced=balanced) for _ in ranks.each()]
+
+
+def check_ring(ranks: LocalRanks, case: tuple[Any, ...], calls: int = 4) -> str:
+    """What is wrong in calls behind each other, or nothing."""
+    batch, length, heads, key_heads, depth, value_depth, causal, balanced, dtype = case
+    shape = Shape(batch, length, heads, key_heads, depth, value_depth, dtype, causal)
+    attends, world = rings(ranks, shape, balanced), len(ranks.groups)
+    drawn, got = [], []
+    for _ in range(calls):
+        whole = [
+            torch.randn(batch, world * length, h, d, device="cuda").to(dtype)
+            for h, d in ((heads, depth), (key_heads, depth), (key_heads, value_depth))
+        ]
+        drawn.append((whole, [[tensor[:, r * length : (r + 1) * length].contiguous() for tensor in whole] for r in range(world)]))
+    torch.cuda.synchronize()
+    for _, shards in drawn:
+        for group in ranks.each():
+            attends[group.rank](*shards[group.rank])
+        got.append([(attend.out.clone(), attend.logarithms.clone()) for attend, _ in zip(attends, ranks.each(), strict=True)])
+    ranks.synchronize()
+    worst = off = 0.0
+    for (whole, _), results in zip(drawn, got, strict=True):
+        wanted, wanted_logarithms = expected(*whole, causal, depth**-0.5)
+        out = torch.cat([result for result, _ in results], 1).float()
+        worst = max(worst, float((out - wanted).norm() / wanted.norm()) if out.isfinite().all() else math.inf)
+        off = max(off, float((torch.cat([item for _, item in results], 2) - wanted_logarithms).abs().max()))
+    for attend in attends:
+        attend.arena.close()
+    limit = 5e-3 if dtype == BF16 else 1e-3
+    return "" if worst < limit and off < 1e-3 else f"ring of {world}, {case}: error {worst:.2e} of {limit}, logarithms off by {off:.2e}"
+
+
+def ring_speed(ranks: LocalRanks, sizes: tuple[int, ...], causal: bool, balanced: bool) -> dict[str, Any]:
+    """Milliseconds of all ranks together, and of attention over the whole sequence in one launch that has all SMs."""
+    batch, length, heads, key_heads, depth = sizes
+    world = len(ranks.groups)
+    attends = rings(ranks, Shape(batch, length, heads, key_heads, depth, depth, BF16, causal), balanced)
+    shards = [[torch.randn(batch, length, h, depth, device="cuda").to(BF16) for h in (heads, key_heads, key_heads)] for _ in range(world)]
+    torch.cuda.synchronize()
+    launches = [attends[group.rank].bind(*shards[group.rank]) for group in ranks.each()]
+
+    def together(count: int) -> float:
+        ranks.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            for launch, _ in zip(launches, ranks.each(), strict=True):
+                launch()
+        ranks.synchronize()
+        return (time.perf_counter() - start) / count * 1e3
+
+    together(2)
+    ring_ms = statistics.median(together(10) for _ in range(STRETCHES))
+    q, k, v = (torch.cat([own[i] for own in shards], 1) for i in range(3))
+    (alone,) = LocalRanks(1).groups
+    tensors = {"q": q, "k": k, "v": v, "out": torch.empty_like(q)}
+    whole = kit.bind(alone, tensors, Sizes.of(q, k, causal, None), kit.check_scale(None, depth))
+    whole_ms = milliseconds({"whole": whole})["whole"]
+    for attend in attends:
+        attend.arena.close()
+    return {
+        "ring": sizes,
+        "ranks": world,
+        "causal": causal,
+        "balanced": balanced,
+        "ms": round(ring_ms, 3),
+        "one_launch_ms": round(whole_ms, 3),
+    }
+
+
+def ring_part(count: int, failures: list[str]) -> list[dict[str, Any]]:
+    ranks, rows = LocalRanks(count), []
+    try:
+        for case in RINGS:
+            if told := check_ring(ranks, case):
+                failures.append(told)
+        print(f"ring of {count}: {len(failures)} failures so far", flush=True)
+        for sizes in RING_SPEEDS if not failures else ():
+            for causal, balanced in ((False, False), (True, False), (True, True)):
+                rows.append(ring_speed(ranks, sizes, causal, balanced))
+                print(json.dumps(rows[-1]), flush=True)
+    except Exception:
+        said = [describe_fault(memory.fault_words(), 10**10) for group in ranks.groups for memory in group.memories]
+        failures.append("\n".join([*filter(None, said), traceback.format_exc()]))
+    return rows
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tilings", choices=["all", "chosen"], default="all")
     parser.add_argument("--seconds", type=float, default=70.0, help="speeds that would begin later are left out")
+    parser.add_argument("--ring", type=int, default=0, help="ranks of ring attention, 0 for none; nothing else is done then")
     parser.add_argument("--out", type=Path, default=Path("."))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    begin, failures = time.perf_counter(), []
+    begin, failures = time.perf_counter(), list[str]()
+    if options.ring:
+        torch.manual_seed(1)
+        ring_rows = ring_part(options.ring, failures)
+        (options.out / "ring_attention.json").write_text(json.dumps({"environment": record(), "rows": ring_rows}, indent=1, default=str))
+        (options.out / "ring_failures.txt").write_text("\n\n".join(failures))
+        print("\n".join(told[-1500:] for told in failures[:4]))
+        return bool(failures)
     (group,) = LocalRanks(1).groups
     torch.manual_seed(1)
     variants = list(VARIANTS if options.tilings == "all" else [tiling for tiling in TILINGS if tiling.groups > 1])

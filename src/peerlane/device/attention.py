@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -75,12 +75,16 @@ TILINGS = (
     AttentionTiling(2, 128, 64, 8),
     AttentionTiling(1, 64, 128, 4),
     AttentionTiling(1, 64, 64, 4),
+    AttentionTiling(1, 32, 128, 4),
+    AttentionTiling(1, 32, 64, 4),
 )
 
 
-def choose_tiling(queries: int, depth: int) -> AttentionTiling:
-    """Depends on its arguments alone, so ranks that must agree pass the same."""
-    return next(item for item in TILINGS if item.depth >= depth > item.depth - PANEL and (item.groups == 1 or queries > PANEL))
+def choose_tiling(queries: int, keys: int, depth: int, *, parcels: bool = False) -> AttentionTiling:
+    """Depends on its arguments alone, so ranks that must agree pass the same. ``parcels``: with some shared memory left for them."""
+    groups, block = (1, 32) if max(queries, keys) <= 32 else (1, 64) if queries <= 64 else (2, 128)
+    chosen = next(item for item in TILINGS if item.depth >= depth > item.depth - PANEL and (item.groups, item.keys) == (groups, block))
+    return replace(chosen, output_slots=1) if parcels else chosen
 
 
 def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -190,7 +194,7 @@ def bind(
     """The launch for ``tensors`` q, k, v and out, all ``aligned``; ``scale`` as ``check_scale`` gives it.
     It holds addresses, not tensors."""
     depth = max(tensors["q"].shape[3], tensors["v"].shape[3])
-    tiling = tiling or choose_tiling(sizes.queries, depth)
+    tiling = tiling or choose_tiling(sizes.queries, sizes.keys, depth)
     kernel = _kernel(group, tiling, tensors["q"].dtype)
     places = {name: TensorPlace.of(tensor, group) for name, tensor in tensors.items()}
     maps = {name: group.encode(spec) for name, spec in specs(places, tiling).items()}
@@ -222,3 +226,24 @@ def attention(
     tensors = {"q": aligned(q), "k": aligned(k), "v": aligned(v), "out": out}
     bind(member, tensors, sizes, power, logarithms, tiling)()
     return out, logarithms
+
+
+def wide_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`attention` of any dtype by torch, in float32, for as many keys as queries if ``causal``. It holds all scores at a time."""
+    share = q.shape[2] // k.shape[2]
+    queries, keys, values = (tensor.transpose(1, 2).float() for tensor in (q, k, v))
+    keys, values = (tensor.repeat_interleave(share, 1) for tensor in (keys, values))
+    scores = torch.matmul(queries, keys.transpose(-1, -2)) * scale
+    if causal:
+        scores.masked_fill_(torch.ones_like(scores[0, 0], dtype=torch.bool).triu_(1), -math.inf)
+    logarithms = scores.logsumexp(-1)
+    return torch.matmul(torch.exp(scores - logarithms.unsqueeze(-1)), values).transpose(1, 2), logarithms
+
+
+def merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to all keys from that to several sets of them: results (B, S, h, D) and logarithms (B, h, S), as :func:`attention` gives
+    them. Both in float32; queries without any key get 0 and -inf."""
+    logarithms = torch.stack([part for _, part in parts])
+    whole = logarithms.logsumexp(0)
+    weights = torch.exp(logarithms - whole).masked_fill(whole == -math.inf, 0.0).transpose(-1, -2).unsqueeze(-1)
+    return sum((out.float() * weight for (out, _), weight in zip(parts, weights, strict=True)), start=torch.zeros(())), whole

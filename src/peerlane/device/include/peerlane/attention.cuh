@@ -257,15 +257,28 @@ __device__ inline void attend(OnlineSoftmax<Shape>& state, const Kernel& kernel,
 }
 
 // The copies that `attend` uses: load_keys(buffer, full, step) and load_values, each of one block, for every step of the tile. A step's values come
-// behind the next one's keys.
-template <class Shape, class Kernel, class Tile, class Input, class LoadKeys, class LoadValues>
-__device__ inline void load_blocks(const Kernel& kernel, const Tile& tile, Input& in, const LoadKeys& load_keys, const LoadValues& load_values) {
+// behind the next one's keys. The whole warp calls prepare(step) before a step's copies.
+template <class Shape, class Kernel, class Tile, class Input, class Prepare, class LoadKeys, class LoadValues>
+__device__ inline void load_blocks(const Kernel& kernel, const Tile& tile, Input& in, const Prepare& prepare, const LoadKeys& load_keys,
+                                   const LoadValues& load_values) {
     AttentionStep before{};
     for (u32 number = 0; number <= tile.steps; ++number) {
         const AttentionStep step = number < tile.steps ? kernel.step(tile, number) : before;
+        if (number < tile.steps) prepare(step);
         if (number < tile.steps) in.fill(Shape::Input::bytes, [&](auto& buffer, u64* full) { load_keys(buffer, full, step); });
         if (number > 0) in.fill(Shape::Input::bytes, [&](auto& buffer, u64* full) { load_values(buffer, full, before); });
         before = step;
+    }
+}
+
+// By the group, to line[query ...], as far as there are queries.
+template <class Shape>
+__device__ inline void write_logarithms(const OnlineSoftmax<Shape>& state, float* line, u32 query, u32 queries) {
+    if (threadIdx.x % 4 != 0) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const u32 at = query + state.row(r);
+        if (at < queries) line[at] = state.top[r];
     }
 }
 
@@ -348,7 +361,7 @@ struct Attention : Shape {
         const auto copy = [&](const TensorMap* map) {
             return [=](auto& block, u64* full, const AttentionStep& step) { block.load(map, full, Place4{0, head, step.key, tile.batch}); };
         };
-        load_blocks<Shape>(*this, tile, in, copy(&parameters.k), copy(&parameters.v));
+        load_blocks<Shape>(*this, tile, in, [](const AttentionStep&) {}, copy(&parameters.k), copy(&parameters.v));
     }
 
     __device__ void compute(const Tile& tile, u32 group, InputConsumer<Attention>& in, KeptConsumer<Attention>& kept,
@@ -364,16 +377,6 @@ struct Attention : Shape {
 
     __device__ void store(const Tile& tile, u32 group, OutputConsumer<Attention>& out) const {
         store_attention<Shape>(out, &parameters.out, {0, tile.head, tile.query + 64 * static_cast<int>(group), tile.batch});
-    }
-
-    // By the group, to line[query ...], as far as there are queries.
-    __device__ static void write_logarithms(const OnlineSoftmax<Shape>& state, float* line, u32 query, u32 queries) {
-        if (threadIdx.x % 4 != 0) return;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const u32 at = query + state.row(r);
-            if (at < queries) line[at] = state.top[r];
-        }
     }
 
   private:

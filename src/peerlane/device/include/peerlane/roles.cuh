@@ -102,9 +102,25 @@ struct KeptRing {};
 template <Keeps Kernel>
 struct KeptRing<Kernel> : Ring<Kernel::kept_slots> {};
 
+// A kernel whose communicator warps copy through shared memory has a type `Parcel`, `parcel_slots` of it, and
+// `communicate(part, parts, fill, drain)`: both ends of a ring, for the one warp.
+template <class Kernel>
+concept SendsParcels = requires { typename Kernel::Parcel; };
+
+template <class Kernel>
+struct ParcelSlots {};
+template <SendsParcels Kernel>
+struct ParcelSlots<Kernel> {
+    typename Kernel::Parcel parcel[Kernel::parcel_slots];
+};
+template <class Kernel>
+struct ParcelRing {};
+template <SendsParcels Kernel>
+struct ParcelRing<Kernel> : Ring<Kernel::parcel_slots> {};
+
 // A block's shared memory.
 template <class Kernel>
-struct RoleMemory : KeptTiles<Kernel> {
+struct RoleMemory : KeptTiles<Kernel>, ParcelSlots<Kernel> {
     typename Kernel::Input input[Kernel::input_slots];
     typename Kernel::Output output[Kernel::roles.consumer_groups][Kernel::output_slots];
     Ring<Kernel::input_slots> input_ring;
@@ -114,6 +130,7 @@ struct RoleMemory : KeptTiles<Kernel> {
     Ring<ready_slots> ready_ring;
     u32 ready[ready_slots];
     KeptRing<Kernel> kept_ring;
+    ParcelRing<Kernel> parcel_ring;
 };
 
 // The tiles of a block, for one of its roles: every role sees the same ones in the same order.
@@ -176,6 +193,10 @@ template <class Kernel>
 using KeptProducer = CopyProducer<typename Kernel::Kept, Kernel::kept_slots>;
 template <class Kernel>
 using KeptConsumer = Consumer<typename Kernel::Kept, Kernel::kept_slots>;
+template <class Kernel>
+using ParcelProducer = CopyProducer<typename Kernel::Parcel, Kernel::parcel_slots>;
+template <class Kernel>
+using ParcelConsumer = Consumer<typename Kernel::Parcel, Kernel::parcel_slots>;
 
 using ReadyProducer = StoreProducer<u32, ready_slots>;
 using ReadyConsumer = Consumer<u32, ready_slots>;
@@ -197,6 +218,7 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
         memory.claim_ring.init(1, 5 * roles.consumer_groups);
         memory.ready_ring.init(1, 1);
         if constexpr (Keeps<Kernel>) memory.kept_ring.init(1, 4 * roles.consumer_groups);
+        if constexpr (SendsParcels<Kernel>) memory.parcel_ring.init(1, 1);
         ptx::mbarrier_init_fence();
     }
     if constexpr (blocks == 1) {
@@ -255,7 +277,11 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
                 kernel.finish((blockIdx.x - communicator_blocks) * roles.consumer_groups + group, blocks_at_work * roles.consumer_groups);
             }
         } else if (warp == 3) {
-            if constexpr (requires { &Kernel::communicate; }) {
+            if constexpr (SendsParcels<Kernel>) {
+                ParcelProducer<Kernel> fill(memory.parcel, memory.parcel_ring);
+                ParcelConsumer<Kernel> drain(memory.parcel, memory.parcel_ring);
+                kernel.communicate(blockIdx.x - communicator_blocks, gridDim.x - communicator_blocks, fill, drain);
+            } else if constexpr (requires { &Kernel::communicate; }) {
                 kernel.communicate(blockIdx.x - communicator_blocks, gridDim.x - communicator_blocks);
             }
         }

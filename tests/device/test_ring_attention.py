@@ -1,0 +1,146 @@
+"""Ring attention on emulated ranks: right numbers, nothing unordered, and twins with one thing wrong are caught."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from device.judged import cases, judge, require_correct
+from device.test_attention import BF16, expected
+from peerlane import problems, solutions
+from peerlane.device import attention, compile_cubin, ring_attention
+from peerlane.device.attention import TILINGS, AttentionTiling
+from peerlane.device.emulator import ranks
+from peerlane.device.jit import INCLUDE_DIR, compiler_report
+from peerlane.device.ring_attention import PARCEL_BYTES, PARCELS, Shape, Workspace
+from peerlane.device.roles import BlockNeeds
+
+CALLER = """
+from peerlane.device.attention import AttentionTiling
+from peerlane.device.group import group_of, per_group
+from peerlane.device.ring_attention import RingAttention, Shape
+
+@per_group
+def made(group, shape):
+    return RingAttention(shape, group, balanced={balanced}, tiling=AttentionTiling(1, 32, 64, 3, 1))
+
+def solution(q, k, v, causal):
+    return made(group_of(), Shape.of(q, k, v, causal))(q, k, v)
+"""
+
+
+def run(
+    folder: Path, world_size: int, length: int, *, heads: int = 1, causal: bool, balanced: bool = False, calls: int = 3
+) -> tuple[ranks.Outcome, float]:
+    """What came of it, and the largest error of a result or a logarithm."""
+    file = folder / "attends.py"
+    file.write_text(CALLER.format(balanced=balanced))
+    generator = torch.Generator().manual_seed(length)
+    arguments = [
+        [(*(torch.randn(1, length, h, 32, generator=generator).to(BF16) for h in (heads, 1, 1)), causal) for _ in range(world_size)]
+        for _ in range(calls)
+    ]
+    outcome = ranks.run(file, arguments, schedules=1)
+    worst = 0.0
+    for given, got in zip(arguments, outcome.outputs, strict=True):
+        if outcome.failure is not None:
+            break
+        q, k, v = (torch.cat([own[i] for own in given], 1) for i in range(3))
+        wanted, logarithms = expected(q, k, v, None, causal)
+        out, found = torch.cat([own[0] for own in got], 1), torch.cat([own[1] for own in got], 2)
+        worst = max(worst, float((out - wanted).norm() / wanted.norm()), float((found - logarithms).abs().max()))
+    return outcome, worst
+
+
+@pytest.mark.parametrize("label", ["narrow_values_bf16", "one_kv_head_bf16", "scaled_full_fp32"])
+def test_the_solution_is_right(label: str) -> None:
+    case = next(case for case in cases(problems.get(54), 2) if case.label == label)
+    require_correct(judge(solutions.files()[54], 54, case, schedules=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "label"), [(4, "nan_last_bf16"), (4, "interleaved_groups_bf16")])
+def test_the_solution_is_right_on_more_ranks(world_size: int, label: str) -> None:
+    case = next(case for case in cases(problems.get(54), world_size) if case.label == label)
+    require_correct(judge(solutions.files()[54], 54, case, schedules=1))
+
+
+@pytest.mark.parametrize(("world_size", "length"), [(2, 130), pytest.param(3, 130, marks=pytest.mark.slow)])
+def test_ranks_that_compute_for_others_are_right(world_size: int, length: int, tmp_path: Path) -> None:
+    outcome, worst = run(tmp_path, world_size, length, causal=True, balanced=True, calls=2)
+    if outcome.failure is not None:
+        raise outcome.failure[1]
+    assert worst < 3e-3 and not outcome.findings, outcome.findings
+
+
+TWINS = {
+    "no wait for a piece": ("            peers(storer).wait(source, flag, epoch);\n", ""),
+    "results told of to nobody": ("        peers(storer).signal(tile.owner, result_flag(tile, group), epoch);\n", ""),
+    "pushed before the other has begun": ("if (targets >> q & 1) told.wait(q, begun, epoch - 1);", ""),
+    "one buffer for all calls": ("((epoch & 1) * W + source)", "source"),
+    "parcel given back too early": ("            if (held) drain.release();\n            held = true;\n", "            drain.release();\n"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, instead = TWINS[name]
+    text = (INCLUDE_DIR / "peerlane" / "ring_attention.cuh").read_text()
+    assert text.count(line) == 1
+    body = text.replace(line, instead).replace("#pragma once", "")
+    monkeypatch.setattr(ring_attention, "SOURCE", ring_attention.SOURCE.replace("#include <peerlane/ring_attention.cuh>", body))
+    outcome, worst = run(tmp_path, 2, 130, causal=True, balanced=True)
+    assert outcome.findings or worst > 0.01
+
+
+@pytest.mark.parametrize("tiling", [item for item in TILINGS if item.keys != 32], ids=str)
+def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: AttentionTiling) -> None:
+    shared = replace(tiling, output_slots=1).shared_bytes + PARCELS * PARCEL_BYTES
+    layout = f"static_assert(sizeof(peerlane::RoleMemory<Fused>) == {shared});\n"
+    report = compiler_report(
+        ring_attention.SOURCE + layout, defines={"SHAPE": replace(tiling, output_slots=1).define(BF16), "WORLD_SIZE": 8}
+    )
+    assert "0 bytes spill stores, 0 bytes spill loads" in report and "Potential Performance Loss" not in report
+    registers = int(report.split("Used ")[1].split()[0])
+    assert BlockNeeds(tiling.threads, registers, shared).per_sm() >= 1
+
+
+def test_host_structures_have_the_devices_layout() -> None:
+    kind = ring_attention.Parameters
+    places = [f"static_assert(sizeof(RingAttentionParameters) == {ctypes.sizeof(kind)});"]
+    places += [
+        f"static_assert(__INTADDR__(&((RingAttentionParameters*)0)->{field[0]}) == {getattr(kind, field[0]).offset});"
+        for field in kind._fields_
+    ]
+    compile_cubin("#include <peerlane/ring_attention.cuh>\nusing namespace peerlane;\n" + "\n".join(places) + "\n")
+
+
+@pytest.mark.parametrize("world_size", range(2, 9))
+def test_balanced_shares_are_even_and_complete(world_size: int) -> None:
+    shape = Shape(1, 4096, 32, 32, 128, 128, BF16, causal=True)
+    space = Workspace.of(shape, world_size)
+    blocks, shard = space.tiling.tiles(4096), 4096 // space.tiling.keys
+    taken, costs = [], []
+    for rank, share in enumerate(space.shares):
+        tiles = [(rank, block) for block in range(share.own)] + [(share.owner, share.first + i) for i in range(share.count)]
+        taken += tiles
+        costs.append(sum(owner * shard + block + 1 for owner, block in tiles))
+    assert sorted(taken) == [(rank, block) for rank in range(world_size) for block in range(blocks)]
+    assert max(costs) < 1.05 * sum(costs) / world_size
+    assert space.targets(0) == 2**world_size - 2 and space.needed(0) == world_size - 1
+
+
+def test_partial_results_merge() -> None:
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(2, length, 3, 16) for length in (4, 9, 9))
+    parts = [attention.wide_attention(q, k[:, part], v[:, part], scale=0.25, causal=False) for part in (slice(0, 2), slice(2, 9))]
+    parts.append((torch.zeros(2, 4, 3, 16), torch.full((2, 3, 4), -torch.inf)))
+    out, logarithms = attention.merge(parts)
+    wanted, wanted_logarithms = expected(q, k, v, 0.25, False)
+    torch.testing.assert_close(out, wanted.float())
+    torch.testing.assert_close(logarithms, wanted_logarithms.float())
