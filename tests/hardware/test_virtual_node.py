@@ -15,7 +15,7 @@ import pytest
 from peerlane.errors import HarnessError, UsageError
 from peerlane.hardware import virtual_node
 from peerlane.hardware._mps_watcher import PID_FILE, is_alive, processes
-from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode, available_sharing
+from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode, available_sharing, share_gpus
 
 DAEMON = f"""#!/bin/sh
 pid="$CUDA_MPS_PIPE_DIRECTORY/{PID_FILE}"
@@ -29,6 +29,10 @@ if [ "$1" = -d ]; then
     exit 0
 fi
 read command
+case $command in
+    get_server_list) [ -e "$CUDA_MPS_LOG_DIRECTORY/status" ] && echo 4711 ;;
+    "get_server_status 4711") head -n 1 "$CUDA_MPS_LOG_DIRECTORY/status"; sed -i 1d "$CUDA_MPS_LOG_DIRECTORY/status" ;;
+esac
 if [ "$command" = quit ] && [ -z "$DEAF" ]; then kill "$(cat "$pid")"; fi
 """
 
@@ -137,6 +141,35 @@ def test_without_mps_ranks_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         assert daemon is None and "CUDA_MPS_PIPE_DIRECTORY" not in node.rank_environment(0, daemon)
     with pytest.raises(UsageError, match="no nvidia-cuda-mps-control on PATH"), MpsDaemon():
         pass
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "ranks_per_gpu", "used"),
+    [
+        *((4, 4, None, 4), (4, 8, None, 4), (4, 1, None, 1), (4, 3, None, 2), (6, 4, None, 3), (5, 4, None, 1), (4, 0, None, None)),
+        *((4, 4, 4, 1), (4, 4, 2, 2), (4, 4, 1, 4), (8, 2, 4, 2), (2, 1, 4, 1), (6, 8, 4, 2), (4, 1, 2, None), (4, 2, 1, None)),
+    ],
+)
+def test_ranks_are_spread_evenly(ranks: int, gpus: int, ranks_per_gpu: int | None, used: int | None) -> None:
+    node = share_gpus(ranks, gpus, ranks_per_gpu)
+    assert (None if node is None else node.gpus) == used
+
+
+def test_the_clients_of_a_server_and_the_patience_of_time_slices_are_planned_for() -> None:
+    assert VirtualNode(8, 1, "mps").most_groups == 6 and VirtualNode(4, 1, "mps").most_groups == 12
+    assert VirtualNode(4, 1, "mps").patience == 1 and VirtualNode(4, 1, "time_slices").patience == 4
+
+
+def test_a_daemon_is_ready_when_no_server_is_in_a_fault_and_is_started_anew_where_that_does_not_end() -> None:
+    with MpsDaemon() as daemon:
+        pid, status = pid_of(daemon), daemon.folder / "log" / "status"
+        daemon.await_ready()
+        status.write_text("FAULT\nINITIALIZING\nACTIVE\n")
+        daemon.await_ready()
+        assert status.read_text() == "" and pid_of(daemon) == pid
+        status.write_text("FAULT\n" * 1000)
+        daemon.await_ready(0.2)
+        assert pid_of(daemon) != pid and not is_alive(pid) and not status.exists() and daemon.is_alive()
 
 
 def test_what_can_not_be_is_refused() -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from peerlane.cli._console import ExitCode, ProblemFolders, console, positive_integers, print_json, words
-from peerlane.cli.evaluation import WORLD_SIZES_HELP, choose_device, default_world_sizes
+from peerlane.cli.evaluation import RANKS_PER_GPU_HELP, WORLD_SIZES_HELP, choose_device, default_world_sizes, parse_ranks_per_gpu
 
 
 def calibrate(
@@ -21,6 +21,7 @@ def calibrate(
     ] = "small",
     world_size: Annotated[str | None, typer.Option(help=WORLD_SIZES_HELP)] = None,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    ranks_per_gpu: Annotated[str, typer.Option(metavar="NUMBER", help=RANKS_PER_GPU_HELP)] = "auto",
     out: Annotated[Path | None, typer.Option(help="File that records are added to; what it holds is not done again.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -36,7 +37,8 @@ def calibrate(
     from peerlane.selftest.calibrate import CalibrationPlan, device_name, job_key, jobs_of, read_calibrations, sound
     from peerlane.selftest.calibrate import calibrate as run
 
-    plan = CalibrationPlan(problem, presets, sizes or default_world_sizes(chosen), chosen, out)
+    shared = parse_ranks_per_gpu(ranks_per_gpu)
+    plan = CalibrationPlan(problem, presets, sizes or default_world_sizes(chosen, shared), chosen, out, ranks_per_gpu=shared)
     if sizes is None:
         plan = replace(plan, world_sizes=tuple(size for size in plan.world_sizes if jobs_of(plan, size)) or plan.world_sizes)
     notes = console(stderr=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import runpy
 from collections.abc import Sequence
@@ -95,7 +94,7 @@ def evaluate_candidates(
     variant = one_of(variant, ("default", "pkb"), "--variant")
     track = one_of(track or ("open" if run is None else run.track), ("open", "custom"), "--track")
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
-    with early_start(chosen, tier, sizes[0]) if shared < 2 else contextlib.nullcontext():
+    with early_start(chosen, tier, sizes[0], shared=shared > 1):
         from peerlane.evaluate import EvaluationPlan, evaluate  # torch, which takes seconds
 
         plan = EvaluationPlan(

@@ -10,7 +10,7 @@ import typer
 
 from peerlane.cli._console import ExitCode, console, one_of, print_json
 from peerlane.cli._progress import progress
-from peerlane.cli.evaluation import ISOLATION_HELP, Device, Tier, choose_device
+from peerlane.cli.evaluation import ISOLATION_HELP, RANKS_PER_GPU_HELP, Device, Tier, choose_device, parse_ranks_per_gpu
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ def selftest(
     quick: Annotated[bool, typer.Option("--quick", help="Only the quick set: one or two candidates of every kind.")] = False,
     repeat: Annotated[int, typer.Option(help="How many times each candidate is judged.")] = 1,
     rows: Annotated[str | None, typer.Option(help="Rows of the corpus, such as C01-C10,B14; by default all.")] = None,
+    ranks_per_gpu: Annotated[str, typer.Option(metavar="NUMBER", help=RANKS_PER_GPU_HELP)] = "auto",
     isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
     out: Annotated[Path | None, typer.Option(help="Folder that outcomes are added to; those that it holds count.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -49,8 +50,9 @@ def selftest(
             f"none of {', '.join(entry.file for entry in chosen)} is judged on {device}" + ("" if gpu else "; add --gpu on a GPU node")
         )
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
+    shared = parse_ranks_per_gpu(ranks_per_gpu)
     with progress() as shown:
-        judged = run(SelftestPlan(corpus, chosen, device, repeat, out, tier), shown)
+        judged = run(SelftestPlan(corpus, chosen, device, repeat, out, tier, shared), shown)
     files = {outcome.file for _, outcome in judged}
     left_out = [entry.file for entry in chosen if entry.file not in files]
     if as_json:

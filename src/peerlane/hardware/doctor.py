@@ -20,6 +20,7 @@ import torch
 from peerlane.hardware.environment import installed_version, software_versions
 from peerlane.hardware.profiles import profile_for
 from peerlane.hardware.topology import Topology, discover
+from peerlane.hardware.virtual_node import CONTROL, available_sharing
 
 Status = Literal["ok", "warn", "fail", "absent"]
 
@@ -131,6 +132,12 @@ def check_links(topology: Topology) -> Check:
 def check_ranks(topology: Topology) -> Check:
     if len(topology.gpus) >= 2:
         return Check("ranks", "ok", f"up to {len(topology.gpus)} on GPUs, one each; {topology.cpu_cores} CPU cores")
+    if topology.gpus:
+        found = "several on the GPU, a virtual node: real concurrency, no links"
+        if available_sharing() == "mps":
+            return Check("ranks", "ok", f"{found}; at once, by MPS")
+        what = f"install {CONTROL} (in the driver's package), and put it on PATH"
+        return Check("ranks", "warn", f"{found}; in time slices, for there is no {CONTROL}", what)
     cores = f"{topology.cpu_cores} CPU core{'s' if topology.cpu_cores != 1 else ''}"
     return Check(
         "ranks", "warn", f"2, 4 or 8 on the CPU with gloo, for correctness only, on {cores}", "for timing: a machine with two GPUs or more"

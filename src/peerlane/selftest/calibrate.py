@@ -19,6 +19,7 @@ from peerlane.evaluate.processes.session import Session, case_request
 from peerlane.evaluate.results.lines import append_lines, make_appendable, whole_lines
 from peerlane.evaluate.results.record import Ratio, Record
 from peerlane.hardware.environment import record as record_environment
+from peerlane.hardware.virtual_node import VirtualNode, share_gpus
 from peerlane.problems.contract.calibration import Margins, worst
 from peerlane.problems.contract.count import Count, Step, cost_faults
 from peerlane.problems.contract.spec import Case, Problem
@@ -80,7 +81,10 @@ class Calibration(Record):
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """What to calibrate: problems (``"1-8,13"`` or ``"all"``), presets, world sizes, a device, a file of records to add to."""
+    """What to calibrate: problems (``"1-8,13"`` or ``"all"``), presets, world sizes, a device, a file of records to add to.
+
+    ``ranks_per_gpu``: as in an evaluation.
+    """
 
     problems: str = "all"
     presets: tuple[str, ...] = ("small",)
@@ -88,6 +92,7 @@ class CalibrationPlan:
     device: Device = "cpu"
     out: Path | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
+    ranks_per_gpu: int = 0
 
 
 def read_calibrations(path: Path) -> list[Calibration]:
@@ -155,7 +160,7 @@ def calibrate(plan: CalibrationPlan, tell: Callable[[str], None] = lambda _: Non
         jobs = [job for job in jobs_of(plan, world_size) if job_key(job, device) not in done]
         if not jobs:
             continue
-        with Session(plan.device, world_size, plan.deadlines) as session:
+        with Session(plan.device, world_size, plan.deadlines, node=_shared_node(plan, world_size)) as session:
             for number, job in enumerate(jobs, 1):
                 tell(f"[{number}/{len(jobs)}] {job.problem.id} {job.problem.slug} {job.preset} W={world_size}")
                 record = _record(job, device, [_margins(session, case) for case in job.cases])
@@ -168,9 +173,18 @@ def device_name(plan: CalibrationPlan) -> str:
     """As records name the device; raises UsageError if the machine has too few GPUs."""
     if plan.device == "cpu":
         return "cpu"
-    if torch.cuda.device_count() < max(plan.world_sizes):
-        raise UsageError(f"{max(plan.world_sizes)} ranks need as many GPUs; this machine has {torch.cuda.device_count()}")
-    return str(record_environment()["gpus"][0]["name"])
+    name, node = str(record_environment()["gpus"][0]["name"]), _shared_node(plan, max(plan.world_sizes))
+    return name if node is None else f"{name}, {counted(node.ranks_per_gpu, 'rank')} on each"
+
+
+def _shared_node(plan: CalibrationPlan, world_size: int) -> VirtualNode | None:
+    """The virtual node where ranks share GPUs; raises UsageError if the machine has too few GPUs for them."""
+    if plan.device == "cpu":
+        return None
+    node = share_gpus(world_size, torch.cuda.device_count(), plan.ranks_per_gpu or None)
+    if node is None:
+        raise UsageError(f"{counted(world_size, 'rank')} on {counted(torch.cuda.device_count(), 'GPU')}: use --ranks-per-gpu auto")
+    return node if node.ranks_per_gpu > 1 else None
 
 
 def _margins(session: Session, case: Case) -> Margins | str:

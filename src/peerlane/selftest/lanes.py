@@ -40,14 +40,16 @@ class Lane:
     cores: tuple[int, ...]
 
 
-def divide(gpus: Sequence[str], cores: Collection[int], world_size: int, most: int) -> list[Lane]:
-    """As many lanes with ``world_size`` GPUs each as the machine has GPUs and cores for, ``most`` at most; one in any case."""
-    count = max(1, min(most, len(gpus) // world_size, len(cores) // (_CORES_PER_RANK * world_size)))
+def divide(gpus: Sequence[str], cores: Collection[int], world_size: int, most: int, gpus_each: int = 0) -> list[Lane]:
+    """As many lanes with ``gpus_each`` GPUs (default: one for each rank) as the machine has GPUs and cores for, ``most`` at most; one in
+    any case."""
+    each = gpus_each or world_size
+    count = max(1, min(most, len(gpus) // each, len(cores) // (_CORES_PER_RANK * world_size)))
     ordered, share = sorted(cores), len(cores) // count
     if count == 1:
         return [Lane(tuple(gpus), tuple(ordered))]
     return [
-        Lane(tuple(gpus[number * world_size : (number + 1) * world_size]), tuple(ordered[number * share : (number + 1) * share]))
+        Lane(tuple(gpus[number * each : (number + 1) * each]), tuple(ordered[number * share : (number + 1) * share]))
         for number in range(count)
     ]
 
@@ -87,7 +89,7 @@ class _Running:
         assert self._process.stdin is not None and self._process.stdout is not None
         self.said = self._process.stdout.fileno()
         with contextlib.suppress(BrokenPipeError), self._process.stdin as given:
-            pickle.dump((os.getpid(), lane.cores, plan.device, plan.isolation, plan.world_sizes[0]), given)
+            pickle.dump((os.getpid(), lane.cores, plan.device, plan.isolation, plan.world_sizes[0], plan.ranks_per_gpu > 1), given)
             pickle.dump(plan, given)
 
     def pump(self) -> bool:
@@ -149,13 +151,13 @@ class _Telling:
 
 def main() -> int:
     """The process of a lane: reads its plan from stdin, tells of it on stdout."""
-    parent, cores, device, tier, world_size = pickle.load(sys.stdin.buffer)
+    parent, cores, device, tier, world_size, shared = pickle.load(sys.stdin.buffer)
     die_with_parent(parent)
     os.sched_setaffinity(0, cores)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing else goes there
     try:
-        with early_start(device, tier, world_size):
+        with early_start(device, tier, world_size, shared=shared):
             from peerlane.evaluate.evaluator import evaluate  # torch, which takes seconds
 
             evaluate(pickle.load(sys.stdin.buffer), _Telling(out))

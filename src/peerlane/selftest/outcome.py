@@ -65,7 +65,7 @@ class Outcome(Record):
             speedups={mode: speed.speedup for mode, speed in measured.items()},
             flags=result.flags,
             stage_seconds=dict(result.stage_seconds),
-            node=node_class(result.environment),
+            node=str(result.node) if result.node.kind == "virtual" else node_class(result.environment),
             torch=str(result.environment["software"]["torch"]),
         )
 

@@ -21,6 +21,7 @@ from peerlane.evaluate.results.lines import append_lines, make_appendable
 from peerlane.evaluate.results.result import Result
 from peerlane.evaluate.sandbox.isolation import Tier
 from peerlane.hardware.topology import discover
+from peerlane.hardware.virtual_node import share_gpus
 from peerlane.selftest.lanes import Lane, divide, evaluate_side_by_side
 from peerlane.selftest.outcome import FILE, Outcome, identity, read_outcomes
 from peerlane.selftest.table import Corpus, Device, Entry
@@ -44,6 +45,7 @@ class SelftestPlan:
         repeat: how many times each is judged.
         out: folder of ``selftest.jsonl``, whose outcomes count towards ``repeat``; None keeps nothing.
         isolation: as in :class:`EvaluationPlan`; entries that are promised from a higher tier on are left out.
+        ranks_per_gpu: as in :class:`EvaluationPlan`.
     """
 
     corpus: Corpus
@@ -52,6 +54,7 @@ class SelftestPlan:
     repeat: int = 1
     out: Path | None = None
     isolation: Tier | None = None
+    ranks_per_gpu: int = 0
 
 
 def selftest(plan: SelftestPlan, progress: Progress | None = None) -> list[tuple[Entry, Outcome]]:
@@ -73,7 +76,15 @@ class _Run:
     def __init__(self, plan: SelftestPlan, progress: Progress) -> None:
         self.plan, self.progress = plan, progress
         self.files = {entry.file: _candidate(plan.corpus, entry) for entry in plan.corpus.entries}
-        self.tier = choose_isolation(EvaluationPlan(list(self.files.values()), device=plan.device, isolation=plan.isolation)).tier
+        self.tier = choose_isolation(
+            EvaluationPlan(
+                list(self.files.values()),
+                world_sizes=tuple({entry.world_size for entry in plan.entries}),
+                device=plan.device,
+                isolation=plan.isolation,
+                ranks_per_gpu=plan.ranks_per_gpu,
+            )
+        ).tier
         self.judged = [entry for entry in plan.entries if entry.accepted(plan.device) and entry.isolation <= self.tier]
         self.path = None if plan.out is None else plan.out / FILE
 
@@ -108,7 +119,9 @@ class _Run:
     def _lanes(self, world_size: int, due: int) -> list[Lane]:
         """What runs side by side: on GPUs, as many runs as there is work for; what is judged needs verdicts, and few speeds."""
         gpus = [gpu.uuid for gpu in discover().gpus] if self.plan.device == "cuda" else []
-        return divide(gpus, os.sched_getaffinity(0), world_size, min(MOST_LANES, due // FEWEST_PER_LANE))
+        node = share_gpus(world_size, len(gpus), self.plan.ranks_per_gpu or None)
+        most = min(MOST_LANES, due // FEWEST_PER_LANE)
+        return divide(gpus, os.sched_getaffinity(0), world_size, most, 0 if node is None else node.gpus)
 
     def _judge(self, world_size: int, due: list[Entry]) -> list[tuple[Entry, Outcome]]:
         dice, lanes = random.SystemRandom(), self._lanes(world_size, len(due))
@@ -120,7 +133,7 @@ class _Run:
             evaluate(plans[0], recorders[0])
         else:
             self.progress.started(sum(map(len, sequences)), 0)
-            self.progress.note(f"{len(lanes)} runs side by side, on {world_size} GPUs each")
+            self.progress.note(f"{len(lanes)} runs side by side, on {len(lanes[0].gpus)} GPUs each")
             evaluate_side_by_side(list(zip(lanes, plans, recorders, strict=True)))
         return [outcome for recorder in recorders for outcome in recorder.outcomes]
 
@@ -131,6 +144,7 @@ class _Run:
             world_sizes=(world_size,),
             device=self.plan.device,
             isolation=self.tier,
+            ranks_per_gpu=self.plan.ranks_per_gpu,
             pool_settings=SELFTEST_POOL_SETTINGS[self.plan.device],
             deadlines=SELFTEST_DEADLINES,
             rules=SELFTEST_RULES,

@@ -21,6 +21,7 @@ from peerlane.evaluate.processes.fork_client import ForkServer, fork_server_envi
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.sandbox.confine import Confinement
 from peerlane.evaluate.sandbox.isolation import Isolation
+from peerlane.hardware.virtual_node import VirtualNode
 from peerlane.settings import Deadlines
 
 
@@ -98,11 +99,14 @@ def test_the_first_groups_come_up_in_it() -> None:
             assert all(os.fstat(begun[0].memory_fd(rank)).st_ino == os.fstat(begun[1].memory_fd(rank)).st_ino for rank in range(2))
 
 
-def test_where_there_are_fewer_gpus_than_ranks_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_ranks_share_gpus_no_groups_come_up_before_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_always(monkeypatch, UP)
     monkeypatch.setattr(early, "discover", lambda: types.SimpleNamespace(gpus=[types.SimpleNamespace(index=0)]))
-    with early_start("cuda", None, 2):
-        assert not early._waiting
+    for world_size, shared in ((2, False), (1, True)):
+        with early_start("cuda", None, world_size, shared=shared):
+            waiting = early._waiting[0]
+            with Session("cuda", 2, Deadlines(), isolation=UP, node=VirtualNode(2, 1, "time_slices")) as session:
+                assert session.fork_server is waiting and not waiting.groups
 
 
 @pytest.mark.parametrize("ending", [None, KeyboardInterrupt, SystemExit])

@@ -17,15 +17,18 @@ _waiting: list[ForkServer] = []  # one, or none
 
 
 @contextlib.contextmanager
-def early_start(device: str, tier: Tier | None, world_size: int) -> Iterator[None]:
+def early_start(device: str, tier: Tier | None, world_size: int, *, shared: bool = False) -> Iterator[None]:
     """Starts the fork server, the trusted ranks and a warm group for an evaluation with these; ends them if nobody takes them in the block.
+
+    Where ranks are ``shared`` out among fewer GPUs it is the fork server alone: the session has the daemon that such ranks need.
 
     Raises nothing: what cannot be started here is started by the session, which says why not. L2 depends on the candidates, and waits.
     """
     try:
         if tier != "L2":
             with contextlib.suppress(Exception):
-                _start(device, choose(tier, device), world_size, Deadlines().spawn)
+                shared = shared or (device == "cuda" and len(discover().gpus) < world_size)
+                _start(device, choose(tier, device), 0 if shared else world_size, Deadlines().spawn)
         yield
     finally:
         while _waiting:
@@ -33,10 +36,10 @@ def early_start(device: str, tier: Tier | None, world_size: int) -> Iterator[Non
 
 
 def _start(device: str, isolation: Isolation, world_size: int, deadline_s: float) -> None:
-    if device == "cuda" and len(discover().gpus) < world_size:
-        return
     fork_server = ForkServer(fork_server_environment(device), deadline_s, isolation)
     _waiting.append(fork_server)
+    if not world_size:
+        return
     places = RankPlaces(device, world_size)
     trusted = start_ranks(fork_server, "trusted", places, deadline_s)
     start_ranks(fork_server, "candidate", places, deadline_s, trusted)
@@ -44,11 +47,11 @@ def _start(device: str, isolation: Isolation, world_size: int, deadline_s: float
 
 def take(environment: dict[str, str], isolation: Isolation, world_size: int) -> ForkServer | None:
     """The fork server that waits, with the groups that come up in it, if what is started with these now would be no different: it is the
-    caller's to close. Else it is ended: it would hold cores and GPUs."""
+    caller's to close. Else it is ended: it would hold cores and GPUs. A ``world_size`` of 0 stands for no groups."""
     if not _waiting:
         return None
     fork_server = _waiting.pop()
-    if fork_server.serves(environment, isolation) and {group.world_size for group in fork_server.groups} == {world_size}:
+    if fork_server.serves(environment, isolation) and {group.world_size for group in fork_server.groups} == ({world_size} - {0}):
         return fork_server
     fork_server.close()
     return None

@@ -67,7 +67,7 @@ class Session:
         try:
             if self.node is not None:
                 self._daemon = self._kept_open.enter_context(self.node.daemon())
-            begun = early.take(environment, self.isolation, self.world_size) if self.node is None else None
+            begun = early.take(environment, self.isolation, self.world_size if self.node is None else 0)
             self._fork_server = begun or ForkServer(environment, self.deadlines.spawn, self.isolation)
             self._fork_server.await_start()
             for group in self._fork_server.groups:
