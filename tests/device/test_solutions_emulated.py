@@ -19,15 +19,19 @@ from peerlane.problems import Case
 QUICK = {23: "idle_bf16", 43: "bf16", 73: "special_fp32"}
 """One case of solutions whose kernels are small."""
 TWINS = [
+    (9, "ragged_bf16", "if (!last_block(", "if (blockIdx.x % groups != groups - 1 || !last_block("),
     (17, "grouped_bf16", "peers.wait_all(0, epoch);", ""),
     (19, "ragged_bf16", "peers.barrier(1 + blockIdx.x, epoch);", ""),
     (20, "fp8", "buffer = (epoch & 1) * WORLD_SIZE", "buffer = 0"),
     (21, "ragged", "args.sums, epoch,", "args.sums, 2,"),
     (22, "grid", "args.expert_weight[q] * of_rank[q].expert", "of_rank[q].expert * (q == arena.rank)"),
     (23, "ragged_fp32", "sums.push(0, loss * tokens)", "sums.push(0, loss)"),
+    (24, "plain_fp32", "loss = exchange.pull(0, loss, [](float a, float b) { return a + b; });", ""),
+    (30, "odd_bf16", "peers.barrier(blockIdx.x, 2 * epoch);", "peers.signal_all(blockIdx.x, 2 * epoch);"),
     (33, "same_axis_bf16", "cut=scatter).reshape", "cut=scatter).flip(scatter + 1).reshape"),
     (34, "ragged_bf16", "x.contiguous()", "x.contiguous() * (ranks.member.rank > 0)"),
     (43, "fp32", "peers.wait_all(0, epoch);", ""),
+    (44, "ragged_fp32", "peers.barrier(blockIdx.x, 2 * epoch + 1);", ""),
     (45, "ragged_bf16", "for (int k = 1; k < WORLD_SIZE; ++k)", "for (int k = 1; k < WORLD_SIZE - 1; ++k)"),
     (52, "history_4_bf16", "barrier(blockIdx.x, epoch)", "signal_all(blockIdx.x, epoch)"),
     (53, "history_4_bf16", "(epoch & 1) * WORLD_SIZE", "0 * WORLD_SIZE"),

@@ -40,7 +40,7 @@ __device__ inline bool last_block(u32* counter, u32 blocks) {
         ptx::fence_gpu();
         before = ptx::add_relaxed_gpu(counter, 1);
         ptx::fence_gpu();
-        if (before + 1 == blocks) ptx::store_relaxed_gpu(counter, 0);
+        if (before + 1 == blocks) ptx::add_relaxed_gpu(counter, 0u - blocks);
     }
     __syncthreads();
     return before + 1 == blocks;

@@ -1,0 +1,96 @@
+"""Problem 9, gradients of LayerNorm's gain and bias: one kernel, both column sums in one pass, one packet for each column and peer.
+
+Blocks take stripes of 256 columns and groups of rows; the last block of a stripe adds the groups' sums and exchanges them. Bound by
+HBM, which reads both inputs once. The public shape is bound by the launch and one trip of the packets."""
+
+from __future__ import annotations
+
+import torch
+
+from peerlane.device import Group, group_of, per_group
+from peerlane.device.declare import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Packets, Pointer
+from peerlane.device.kernels import element_type
+
+SOURCE = r"""
+#include <peerlane/grid.cuh>
+using namespace peerlane;
+
+struct Gradients {
+    float gamma, beta;
+};
+__device__ Gradients add(Gradients a, Gradients b) { return {a.gamma + b.gamma, a.beta + b.beta}; }
+constexpr u32 stripe = row_lanes * warp_threads, most_warps = 16;
+
+extern "C" __global__ void __launch_bounds__(512)
+    layernorm_backward(const __grid_constant__ Arena arena, const __grid_constant__ LayernormBackward args) {
+    __shared__ Gradients of_warp[most_warps][stripe];
+    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
+    const SmallExchange<WORLD_SIZE, Gradients> exchange(arena, args.sums, epoch);
+    const u32 groups = args.row_groups, group = blockIdx.x % groups, warps = blockDim.x / warp_threads, warp = threadIdx.x / warp_threads;
+    Gradients* partial = reinterpret_cast<Gradients*>(arena.local(args.partial));
+    // All ranks' blocks go through their stripes in one order, so that nobody waits for a block that waits for him.
+    for (u32 s = blockIdx.x / groups; s * stripe < args.columns; s += gridDim.x / groups) {
+        const u32 column = s * stripe + Warp{}.thread() * row_lanes;
+        Gradients sum[row_lanes] = {};
+        for (u32 row = group * warps + warp; row < args.rows; row += groups * warps) {
+            float x[row_lanes] = {}, dy[row_lanes] = {};
+            if (column < args.columns) {
+                RowOf<X_TYPE>(args.x, row, args.columns).load(column, x);
+                RowOf<Y_TYPE>(args.dy, row, args.columns).load(column, dy);
+            }
+            for (int e = 0; e < row_lanes; ++e) sum[e] = add(sum[e], {x[e] * dy[e], dy[e]});
+        }
+        __syncthreads();
+        for (int e = 0; e < row_lanes; ++e) of_warp[warp][Warp{}.thread() * row_lanes + e] = sum[e];
+        __syncthreads();
+        for (u32 c = threadIdx.x; c < stripe; c += blockDim.x) {
+            Gradients total = of_warp[0][c];
+            for (u32 w = 1; w < warps; ++w) total = add(total, of_warp[w][c]);
+            partial[(u64(s) * groups + group) * stripe + c] = total;
+        }
+        if (!last_block(reinterpret_cast<u32*>(arena.local(args.arrived)) + s, groups)) continue;
+        const u32 count = min(stripe, args.columns - s * stripe);
+        const auto own = [&](u32 c) {
+            Gradients total = partial[u64(s) * groups * stripe + c];
+            for (u32 g = 1; g < groups; ++g) total = add(total, partial[(u64(s) * groups + g) * stripe + c]);
+            return total;
+        };
+        for (u32 c = threadIdx.x; c < count; c += blockDim.x) exchange.send(s * stripe + c, own(c));
+        for (u32 c = threadIdx.x; c < count; c += blockDim.x) {
+            const Gradients total = exchange.receive(s * stripe + c, own(c), add);
+            set_element<GAMMA_TYPE>(args.gamma, s * stripe + c, total.gamma);
+            set_element<Y_TYPE>(args.beta, s * stripe + c, total.beta);
+        }
+    }
+}
+"""
+LAYERNORM_BACKWARD = DeclaredKernel(
+    "layernorm_backward", SOURCE, epochs=Epochs(), sums=Packets(), partial=Buffer(), arrived=Buffer(), x=Pointer("const char*"),
+    dy=Pointer("const char*"), gamma=Pointer(), beta=Pointer(), rows=U32, columns=U32, row_groups=U32,
+)  # fmt: skip
+STRIPE = 256
+
+
+@per_group
+def layernorm_backward(group: Group, columns: int, x: torch.dtype, dy: torch.dtype) -> BoundKernel:
+    stripes = -(-columns // STRIPE)
+    groups = max(1, group.sm_count // stripes)
+    types = {"X_TYPE": x, "Y_TYPE": dy, "GAMMA_TYPE": torch.promote_types(x, dy)}
+    return LAYERNORM_BACKWARD.bind(
+        group,
+        grid=groups * min(stripes, group.sm_count),
+        block=min(512, group.max_threads),
+        defines={name: element_type(dtype) for name, dtype in types.items()},
+        sizes={"sums": columns, "partial": stripes * groups * STRIPE * 8, "arrived": 4 * stripes},
+        columns=columns,
+        row_groups=groups,
+    )
+
+
+def solution(X_hat: torch.Tensor, dY: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    columns = X_hat.shape[-1]
+    gamma = torch.empty(columns, dtype=torch.promote_types(X_hat.dtype, dY.dtype), device=dY.device)
+    beta = torch.empty(columns, dtype=dY.dtype, device=dY.device)
+    launch = layernorm_backward(group_of(), columns, X_hat.dtype, dY.dtype)
+    launch(x=X_hat.contiguous(), dy=dY.contiguous(), gamma=gamma, beta=beta, rows=X_hat.shape[0])
+    return gamma, beta

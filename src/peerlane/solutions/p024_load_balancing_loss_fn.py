@@ -1,0 +1,134 @@
+"""Problem 24, load-balancing loss of a router: one kernel takes softmax, choices and sums, and ranks exchange one number.
+
+A warp takes a token; its choices are the next largest logits in turn. Warps add in shared memory, and the last block of a rank adds
+all blocks, in one order. Bound by HBM, which reads logits once, or by k passes over a token in L1; small inputs by the launch and a
+packet."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from peerlane.device import Group, group_of, per_group
+from peerlane.device.declare import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Field, Packets, Pointer, array
+from peerlane.device.kernels import element_type
+from peerlane.errors import UsageError
+
+SOURCE = r"""
+#include <peerlane/grid.cuh>
+using namespace peerlane;
+
+// The order in which entries are chosen: larger logits first, of equal ones the first.
+struct Entry {
+    float logit;
+    u32 expert;
+};
+__device__ bool before(const Entry& a, const Entry& b) { return a.logit > b.logit || (a.logit == b.logit && a.expert < b.expert); }
+
+extern "C" __global__ void __launch_bounds__(512)
+    router_loss(const __grid_constant__ Arena arena, const __grid_constant__ RouterLoss args) {
+    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs))), lane = Warp{}.thread();
+    // Probabilities of every expert, how often it was chosen, and the weight of all tokens: of each warp, then of the rank.
+    const u32 count = 2 * EXPERTS + 1, warps = blockDim.x / warp_threads;
+    float* const of_warps = reinterpret_cast<float*>(ptx::dynamic_shared());
+    float* const sums = of_warps + threadIdx.x / warp_threads * count;
+    for (u32 i = threadIdx.x; i < warps * count; i += blockDim.x) of_warps[i] = 0.0f;
+    __syncthreads();
+    each_row(args.layers * args.tokens, [&](u32 row) {
+        const u32 token = row % args.tokens;
+        const RowOf<ELEMENT> logits(args.logits[row / args.tokens], token, EXPERTS);
+        const float weight = args.mask == nullptr ? 1.0f : static_cast<float>(args.mask[token % args.masked]);
+        float value[row_lanes], largest = -infinity, sum = 0.0f;
+        const auto each = [&](const auto& use) {
+            each_column(EXPERTS, [&](u32 column) {
+                logits.load(column, value);
+                for (u32 e = 0; e < row_lanes; ++e) {
+                    if (column + e < EXPERTS) use(column + e, value[e]);
+                }
+            });
+        };
+        each([&](u32, float v) { largest = fmaxf(largest, v); });
+        largest = warp_max(largest);
+        each([&](u32, float v) { sum += expf(v - largest); });
+        const float scale = weight / warp_sum(sum);
+        each([&](u32 expert, float v) { sums[expert] += expf(v - largest) * scale; });
+        Entry last{infinity, 0};
+        for (u32 k = 0; k < args.top_k; ++k) {
+            Entry next{-infinity, EXPERTS};
+            each([&](u32 expert, float v) {
+                const Entry entry{v, expert};
+                if ((k == 0 || before(last, entry)) && before(entry, next)) next = entry;
+            });
+            last = warp_reduce(next, [](const Entry& a, const Entry& b) { return before(b, a) ? b : a; });
+            if (lane == 0 && last.expert < EXPERTS) sums[EXPERTS + last.expert] += weight;
+        }
+        if (lane == 0) sums[2 * EXPERTS] += weight;
+    });
+    __syncthreads();
+    float* partial = reinterpret_cast<float*>(arena.local(args.partial));
+    for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
+        float total = 0.0f;
+        for (u32 warp = 0; warp < warps; ++warp) total += of_warps[warp * count + i];
+        partial[blockIdx.x * count + i] = total;
+    }
+    if (!last_block(reinterpret_cast<u32*>(arena.local(args.arrived)), gridDim.x)) return;
+    for (u32 i = threadIdx.x; i < count; i += blockDim.x) {
+        float total = 0.0f;
+        for (u32 block = 0; block < gridDim.x; ++block) total += partial[block * count + i];
+        of_warps[i] = total;
+    }
+    __syncthreads();
+    if (threadIdx.x >= warp_threads) return;
+    float loss = 0.0f;
+    for (u32 expert = lane; expert < EXPERTS; expert += warp_threads) loss += sums[expert] * sums[EXPERTS + expert];
+    loss = warp_sum(loss) / sums[2 * EXPERTS] / sums[2 * EXPERTS] * EXPERTS;
+    const SmallExchange<WORLD_SIZE, float> exchange(arena, args.losses, epoch);
+    exchange.push(0, loss);
+    loss = exchange.pull(0, loss, [](float a, float b) { return a + b; });
+    if (lane == 0) *args.loss = loss / WORLD_SIZE;
+}
+"""
+MOST_LAYERS, MOST_EXPERTS, SHARED_BYTES = 128, 4096, 96 << 10
+ROUTER_LOSS = DeclaredKernel(
+    "router_loss", SOURCE, epochs=Epochs(), losses=Packets(), partial=Buffer(), arrived=Buffer(),
+    logits=array(Field("const char*", ctypes.c_uint64), MOST_LAYERS), mask=Pointer("const long long*"), loss=Pointer("float*"),
+    layers=U32, tokens=U32, masked=U32, top_k=U32,
+)  # fmt: skip
+
+
+@per_group
+def router_loss(group: Group, rows: int, experts: int, dtype: torch.dtype) -> BoundKernel:
+    grid, vector = min(group.sm_count, rows), 4 * (2 * experts + 1)
+    warps = max(1, min(group.max_threads // 32, 16, SHARED_BYTES // vector))
+    return ROUTER_LOSS.bind(
+        group,
+        grid=grid,
+        block=32 * warps,
+        defines={"ELEMENT": element_type(dtype), "EXPERTS": experts},
+        sizes={"losses": 1, "partial": grid * vector, "arrived": 4},
+        shared_bytes=warps * vector,
+    )
+
+
+def solution(
+    gate_logits: torch.Tensor | tuple[torch.Tensor, ...], num_experts: int, top_k: int = 2, attention_mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    layers = [gate_logits] if isinstance(gate_logits, torch.Tensor) else list(gate_logits)
+    if len(layers) > MOST_LAYERS or len({layer.shape for layer in layers}) > 1:
+        layers = [torch.cat(layers)]
+    if num_experts > MOST_EXPERTS or top_k > num_experts:
+        raise UsageError(f"{top_k} of {num_experts} experts; expected at most {MOST_EXPERTS} experts, and no more choices than those")
+    layers, ranks = [layer.contiguous() for layer in layers], group_of()
+    mask = None if attention_mask is None else attention_mask.to(torch.int64).contiguous()
+    loss = torch.empty((), dtype=torch.float32, device=ranks.device)
+    router_loss(ranks, len(layers) * layers[0].shape[0], num_experts, layers[0].dtype)(
+        logits=[ranks.address(layer) for layer in layers],
+        mask=mask,
+        loss=loss,
+        layers=len(layers),
+        tokens=layers[0].shape[0],
+        masked=1 if mask is None else mask.numel(),
+        top_k=top_k,
+    )
+    return loss
