@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from peerlane import problems
 from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.missing import missing_before, missing_behind
 from peerlane.evaluate.results.verdict import WrongResult
@@ -37,17 +38,18 @@ def test_what_thunderkittens_needs(
 
 
 @pytest.mark.parametrize(
-    ("name", "source", "wrong_ranks", "to_blame"),
+    ("number", "name", "source", "wrong_ranks", "to_blame"),
     [
-        ("a_triton", "y = x.to(tl.float8e4nv)", (0, 1), "Triton's interpreter"),
-        ("a_pytorch", "y = x.to(torch.float8_e4m3fn)", (0, 1), None),
-        ("a_triton", "y = x + 1", (0, 1), None),
-        ("a_pytorch", "dist.reduce(x, dst=0)", (1,), "gloo"),
-        ("a_pytorch", "dist.reduce(x, dst=0)", (0, 1), None),
-        ("a_pytorch", "dist.all_reduce(x)", (1,), None),
+        (19, "a_triton", "y = x.to(tl.float8e4nv)", (0, 1), "Triton's interpreter"),
+        (19, "a_pytorch", "y = x.to(torch.float8_e4m3fn)", (0, 1), None),
+        (19, "a_triton", "y = x + 1", (0, 1), None),
+        (4, "a_pytorch", "dist.reduce(x, dst=0)", (1,), "gloo"),
+        (4, "a_pytorch", "dist.reduce(x, dst=0)", (0, 1), None),
+        (4, "a_pytorch", "dist.all_reduce(x)", (1,), None),
+        (1, "a_pytorch", "dist.reduce(x, dst=0)", (1,), None),
     ],
 )
-def test_what_cpu_ranks_are_to_blame_for(name: str, source: str, wrong_ranks: tuple[int, ...], to_blame: str | None) -> None:
+def test_what_cpu_ranks_are_to_blame_for(number: int, name: str, source: str, wrong_ranks: tuple[int, ...], to_blame: str | None) -> None:
     verdict = WrongResult(
         case="4/small/a/w2",
         phase="correctness",
@@ -58,5 +60,5 @@ def test_what_cpu_ranks_are_to_blame_for(name: str, source: str, wrong_ranks: tu
         detail="off",
         wrong_ranks=wrong_ranks,
     )
-    found = missing_behind(verdict, candidate_text(source, 4, name), source, 2)
+    found = missing_behind(verdict, candidate_text(source, number, name), source, problems.get(number), 2)
     assert found is None if to_blame is None else to_blame in str(found) and "off" in str(found)

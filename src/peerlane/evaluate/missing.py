@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.results.verdict import Unstable, Verdict, WrongResult
+from peerlane.problems.contract.spec import Problem
 from peerlane.settings import MULTICAST_REASON, multicast_allowed, thunderkittens_root
 
 _TENSORS = ("get_or_create_parallel_tensor", "create_parallel_tensor")
@@ -39,7 +41,7 @@ def _asks_for_multicast(source: str) -> bool:
     return False
 
 
-def missing_behind(verdict: Verdict, candidate: CandidateFile, source: str, world_size: int) -> str | None:
+def missing_behind(verdict: Verdict, candidate: CandidateFile, source: str, problem: Problem, world_size: int) -> str | None:
     """What on CPU ranks explains a wrong result better than the candidate does; None if nothing does."""
     if not isinstance(verdict, (WrongResult, Unstable)):
         return None
@@ -47,6 +49,6 @@ def missing_behind(verdict: Verdict, candidate: CandidateFile, source: str, worl
     if (candidate.backend == "triton" or _TRITON.search(source)) and _FP8.search(source):
         return f"a GPU: Triton's interpreter rounds float32 to fp8 otherwise than a GPU does, and has other codes for NaN; {found}"
     some_rank_is_right = isinstance(verdict, WrongResult) and len(verdict.wrong_ranks) < world_size
-    if _REDUCE.search(source) and some_rank_is_right:
+    if some_rank_is_right and all(map(_REDUCE.search, (source, inspect.getsource(problem.reference)))):
         return f"NCCL: the reduce of gloo, which CPU ranks use, leaves partial sums in the tensors of other ranks than the root; {found}"
     return None

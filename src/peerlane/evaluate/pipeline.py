@@ -115,7 +115,7 @@ class EvaluationPipeline:
         except Rejected as rejected:
             missing = None
             if self.node.device == "cpu":
-                missing = missing_behind(rejected.verdict, self.job.candidate, self.source or "", self.job.world_size)
+                missing = missing_behind(rejected.verdict, self.job.candidate, self.source or "", self.job.problem, self.job.world_size)
             return rejected.verdict if missing is None else NotRun(missing=missing)
         except GroupFailure as failure:
             self.healthy = False
