@@ -94,7 +94,7 @@ class Deadlines:
     load: float = 60.0
     first_call: float = 90.0
     calls: float = 30.0
-    """for one request that calls the candidate at rest, under stress or to be timed"""
+    """for one request that calls the candidate at rest, under stress or to be timed; more where the reference is slow or the node busy"""
     exit: float = 5.0
     trusted: float = 120.0
     """for one request to the trusted ranks, which run our code only: input generation, the reference, the oracle"""

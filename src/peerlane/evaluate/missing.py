@@ -41,6 +41,15 @@ def _asks_for_multicast(source: str) -> bool:
     return False
 
 
+def missing_on_virtual_node(message: str) -> str | None:
+    """What the ranks of a virtual node lack, if this failure shows that the candidate needs it; None if it does not."""
+    if "invalid device ordinal" in message or "Duplicate GPU" in message:
+        return "a GPU for every rank: the candidate addresses GPUs by the numbers of ranks, which share one here"
+    if "NCCL" in message and re.search(r"invalid ?argument", message, re.IGNORECASE):
+        return "a GPU for every rank: NCCL refused a call of the candidate, as it does for ranks that share one"
+    return None
+
+
 def missing_behind(verdict: Verdict, candidate: CandidateFile, source: str, problem: Problem, world_size: int) -> str | None:
     """What on CPU ranks explains a wrong result better than the candidate does; None if nothing does."""
     if not isinstance(verdict, (WrongResult, Unstable)):

@@ -22,7 +22,7 @@ from peerlane.evaluate.audit.timeline import timeline_of
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected, verdict_of
 from peerlane.evaluate.correctness.stress import Stress
-from peerlane.evaluate.missing import missing_before, missing_behind
+from peerlane.evaluate.missing import missing_before, missing_behind, missing_on_virtual_node
 from peerlane.evaluate.node import Node
 from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.limit import Cancelled, Limit, OutOfTime
@@ -140,6 +140,8 @@ class EvaluationPipeline:
         compiles = self.job.candidate.backend == "cuda" or self.job.candidate.compiles
         if failure.kind in _RAISED and compiles and self.node.device == "cpu" and wants_gpu("".join(line)):
             return NotRun(missing=f"needs a GPU: {line[0]}; run it on a GPU node")
+        if self.loaded and self.node.node_class.kind == "virtual" and (missing := missing_on_virtual_node(failure.message)) is not None:
+            return NotRun(missing=f"{missing}: {''.join(line)}")
         if failure.kind != "machine" and (failure.phase in ("build", "import") or self.loaded):
             if failure.phase == "spawn":  # it was asked to map another case's memory
                 failure.phase = self.phase

@@ -41,6 +41,7 @@ from peerlane.problems.contract.spec import Case, Problem
 from peerlane.problems.contract.tree import dtype_name
 
 _Answers = TypeVar("_Answers")
+_PATIENCE = 50.0  # a candidate may take so many times as long as the reference
 _SETTLING_S = 0.003  # what is still at work after a call's end has this long to show it
 
 
@@ -113,6 +114,8 @@ class CaseRunner:
     """the most that a rank's process groups counted in a timed block of the candidate, warm-up apart"""
     judge_s: float = 0.0
     """what comparing one slot took, last time"""
+    reference_s: float = 0.0
+    """the longest that one call of the reference took on a rank, at this time and on this machine"""
     call_s: float = 0.0
     """what one call took at rest, messages included, last time"""
     _waiting: list[str] = field(default_factory=list)
@@ -152,6 +155,7 @@ class CaseRunner:
         """Lays the case out and attaches the candidate's ranks, which have nothing attached in this space."""
         self.layouts = self.trusted("open_case", slots=self.slots, **case_request(self.case))
         self.alike = kinds_of_slots(self.layouts)
+        self.reference_s = max(float(layout["reference_s"]) for layout in self.layouts)
         requests = [
             {"op": "attach_case", "space": self.space, "problem": self.case.problem, "variant": self.case.variant, **_without_ok(layout)}
             for layout in self.layouts
@@ -162,6 +166,10 @@ class CaseRunner:
         """Gives the memory back on both sides."""
         self.ask("detach", "spawn", self.session.deadlines.spawn)
         self.trusted("close_case")
+
+    def deadline(self, seconds: float, calls: int = 1) -> float:
+        """How long so many calls of the candidate may take: ``seconds``, or more where the reference is slow or the machine is busy."""
+        return max(seconds, _PATIENCE * calls * self.reference_s)
 
     @property
     def slot_bytes(self) -> float:
@@ -205,14 +213,19 @@ class CaseRunner:
     @contextlib.contextmanager
     def _meanwhile(self, what: str, requests: Message | Sequence[Message]) -> Iterator[list[Message]]:
         """Has the trusted ranks do something while the candidate's are asked. Their answers, which are awaited even if the candidate
-        fails, are in the list afterwards; a failure of theirs is the harness's.
+        fails, are in the list afterwards; a failure of theirs is the harness's, unless the candidate has failed too.
         """
         trusted, answers = self.session.trusted, list[Message]()
         trusted.begin(requests, "correctness", self.session.deadlines.trusted)
         try:
             yield answers
-        finally:
-            answers += self._of_trusted(what, trusted.finish)
+        except BaseException:
+            try:
+                trusted.finish()
+            except GroupFailure:
+                self.session.drop_trusted()
+            raise
+        answers += self._of_trusted(what, trusted.finish)
 
     def check(self, phase: Phase, deadline_s: float, slots: Sequence[int], *, first_s: float | None = None, **more: Any) -> list[Message]:
         """Calls the candidate on these slots of the published inputs and judges them; raises :class:`Rejected`.
@@ -224,7 +237,7 @@ class CaseRunner:
         outputs: list[list[Any]] = [[] for _ in self.layouts]
         for number, slot in enumerate(slots):
             begin = time.monotonic()
-            limit_s = first_s if first_s is not None and number == 0 else deadline_s
+            limit_s = self.deadline(first_s if first_s is not None and number == 0 else deadline_s)
             answers = self.ask("call", phase, limit_s, side="candidate", slots=[slot], **more)
             self.call_s = time.monotonic() - begin
             self.aliased |= any(bool(answer.get("aliased")) for answer in answers)

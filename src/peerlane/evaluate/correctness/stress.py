@@ -129,7 +129,7 @@ class Stress:
         busy_s = min(max(self.pass_s, _SHORTEST_SLICING_S), _LONGEST_SLICING_S)
         with runner.time_slicing(time_slicing, busy_s):
             begin = time.monotonic()
-            answers = runner.group.ask(requests, "stress", runner.session.deadlines.calls)
+            answers = runner.group.ask(requests, "stress", runner.deadline(runner.session.deadlines.calls, len(order)))
             ended = time.monotonic()
         if time_slicing is None:
             self.pass_s = ended - begin

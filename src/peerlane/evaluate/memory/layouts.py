@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +27,12 @@ class Layouts:
 
     arguments: list[list[Description]]
     outputs: list[Description] = field(default_factory=list)
+    reference_s: float = field(default=0.0, compare=False)
+    """the longest that one call of the reference took, which found the outputs; warm-up and waiting for peers included"""
 
     def of_first(self, slots: int) -> Layouts:
         """The same for so many slots."""
-        return Layouts([mine[:slots] for mine in self.arguments], self.outputs[:slots])
+        return Layouts([mine[:slots] for mine in self.arguments], self.outputs[:slots], self.reference_s)
 
 
 @dataclass
@@ -92,7 +95,9 @@ class KnownLayouts:
                 called.setdefault(key, slot)
         have(called.values())
         for key, slot in called.items():
+            begin = time.monotonic()
             known.answers[key] = self._answer(problem, case, trees.pop(slot), groups)
+            layouts.reference_s = max(layouts.reference_s, time.monotonic() - begin)
         for mine, further in zip(layouts.arguments, everyone, strict=True):
             mine += place_slots(further, end_of(mine))[0]
         layouts.outputs += place_slots((known.answers[key] for key in keys), end_of(layouts.outputs))[0]
@@ -103,4 +108,7 @@ class KnownLayouts:
         calls = ArgumentSlots(torch.empty(end, dtype=torch.uint8, device=self._device), layout, groups.__getitem__)
         calls.fill([tree])
         args = calls.args[0]
-        return describe_answer(problem.answer(problem.reference_of(case.variant)(*args), args))
+        returned = problem.reference_of(case.variant)(*args)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return describe_answer(problem.answer(returned, args))

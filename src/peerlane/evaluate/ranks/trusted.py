@@ -126,6 +126,7 @@ class TrustedRank(Rank):
             "output_base": input_bytes,
             "input_bytes": input_bytes,
             "output_bytes": output_bytes,
+            "reference_s": layouts.reference_s,
             "groups": {name: [list(members) for members in groups_] for name, groups_ in problem.process_groups(case).items()},
         }
 

@@ -1,0 +1,89 @@
+"""Whose fault a failure is that shows in both groups, and how long a candidate may take."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peerlane import problems
+from peerlane.errors import HarnessError
+from peerlane.evaluate.correctness.case_runner import CaseRunner
+from peerlane.evaluate.missing import missing_on_virtual_node
+from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.settings import Deadlines
+
+FAULT = GroupFailure("cuda_error", "correctness", "an illegal memory access was encountered")
+
+
+class Ranks:
+    """A group that fails whenever it is asked, or never does."""
+
+    busy = False
+
+    def __init__(self, failure: GroupFailure | None) -> None:
+        self._failure = failure
+
+    def begin(self, *_: Any) -> None:
+        pass
+
+    def finish(self) -> list[dict[str, Any]]:
+        if self._failure is not None:
+            raise self._failure
+        return [{}]
+
+    def ask(self, *_: Any) -> list[dict[str, Any]]:
+        return self.finish()
+
+    def log_tail(self) -> str:
+        return ""
+
+
+def runner(ours: GroupFailure | None, theirs: GroupFailure | None) -> tuple[CaseRunner, list[str]]:
+    dropped: list[str] = []
+    session = SimpleNamespace(trusted=Ranks(ours), deadlines=Deadlines(), drop_trusted=lambda: dropped.append("trusted"))
+    problem = problems.get(1)
+    made = CaseRunner(session, Ranks(theirs), problem, problem.cases("small", 2)[0], "check", 4)  # type: ignore[arg-type]
+    return made, dropped
+
+
+def test_a_fault_that_takes_our_ranks_along_is_the_candidates() -> None:
+    theirs = GroupFailure("cuda_error", "stress", "theirs")
+    made, dropped = runner(FAULT, theirs)
+    with pytest.raises(GroupFailure, match="theirs"):
+        made.trusted("judge")
+    with pytest.raises(GroupFailure, match="theirs"), made._meanwhile("keep_busy", []):
+        raise theirs
+    assert dropped == ["trusted", "trusted"]
+
+
+def test_a_fault_of_our_ranks_alone_is_ours() -> None:
+    made, dropped = runner(FAULT, None)
+    with pytest.raises(HarnessError, match="trusted ranks failed at judge"):
+        made.trusted("judge")
+    with pytest.raises(HarnessError, match="trusted ranks failed at keep_busy"), made._meanwhile("keep_busy", []):
+        pass
+    assert dropped == ["trusted", "trusted"]
+
+
+def test_a_slow_reference_gives_a_candidate_more_time() -> None:
+    made, _ = runner(None, None)
+    assert made.deadline(30, calls=10) == 30
+    made.reference_s = 0.5
+    assert made.deadline(30, calls=1) == 30
+    assert made.deadline(30, calls=10) > 100
+
+
+@pytest.mark.parametrize(
+    ("message", "missing"),
+    [
+        ("RuntimeError: CUDA error: invalid device ordinal", "a GPU for every rank"),
+        ("DistBackendError: NCCL error in init.cc, invalid argument (run with NCCL_DEBUG=WARN)", "a GPU for every rank"),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", None),
+        ("TypeError: invalid argument for all_reduce", None),
+    ],
+)
+def test_what_ranks_that_share_a_gpu_cannot_do(message: str, missing: str | None) -> None:
+    found = missing_on_virtual_node(message)
+    assert found is None if missing is None else missing in str(found)
