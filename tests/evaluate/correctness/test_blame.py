@@ -20,8 +20,6 @@ FAULT = GroupFailure("cuda_error", "correctness", "an illegal memory access was 
 class Ranks:
     """A group that fails whenever it is asked, or never does."""
 
-    busy = False
-
     def __init__(self, failure: GroupFailure | None) -> None:
         self._failure = failure
 
@@ -42,7 +40,9 @@ class Ranks:
 
 def runner(ours: GroupFailure | None, theirs: GroupFailure | None) -> tuple[CaseRunner, list[str]]:
     dropped: list[str] = []
-    session = SimpleNamespace(trusted=Ranks(ours), deadlines=Deadlines(), drop_trusted=lambda: dropped.append("trusted"))
+    session = SimpleNamespace(
+        trusted=Ranks(ours), deadlines=Deadlines(), shares_faults=False, drop_trusted=lambda: dropped.append("trusted")
+    )
     problem = problems.get(1)
     made = CaseRunner(session, Ranks(theirs), problem, problem.cases("small", 2)[0], "check", 4)  # type: ignore[arg-type]
     return made, dropped
@@ -51,11 +51,9 @@ def runner(ours: GroupFailure | None, theirs: GroupFailure | None) -> tuple[Case
 def test_a_fault_that_takes_our_ranks_along_is_the_candidates() -> None:
     theirs = GroupFailure("cuda_error", "stress", "theirs")
     made, dropped = runner(FAULT, theirs)
-    with pytest.raises(GroupFailure, match="theirs"):
-        made.trusted("judge")
     with pytest.raises(GroupFailure, match="theirs"), made._meanwhile("keep_busy", []):
         raise theirs
-    assert dropped == ["trusted", "trusted"]
+    assert dropped == ["trusted"]
 
 
 def test_a_fault_of_our_ranks_alone_is_ours() -> None:

@@ -213,17 +213,22 @@ class CaseRunner:
     @contextlib.contextmanager
     def _meanwhile(self, what: str, requests: Message | Sequence[Message]) -> Iterator[list[Message]]:
         """Has the trusted ranks do something while the candidate's are asked. Their answers, which are awaited even if the candidate
-        fails, are in the list afterwards; a failure of theirs is the harness's, unless the candidate has failed too.
+        fails, are in the list afterwards; a failure of theirs is the harness's, but for a fault of the GPU after which the candidate
+        has failed too.
         """
         trusted, answers = self.session.trusted, list[Message]()
         trusted.begin(requests, "correctness", self.session.deadlines.trusted)
         try:
             yield answers
-        except BaseException:
+        except GroupFailure:
             try:
-                trusted.finish()
-            except GroupFailure:
-                self.session.drop_trusted()
+                self._of_trusted(what, trusted.finish)
+            except HarnessError as error:
+                if not (isinstance(error.__context__, GroupFailure) and error.__context__.kind == "cuda_error"):
+                    raise
+            raise
+        except BaseException:
+            self._of_trusted(what, trusted.finish)
             raise
         answers += self._of_trusted(what, trusted.finish)
 
