@@ -1,9 +1,9 @@
 # Every target sets up what it needs: a virtual environment in .venv with the versions of constraints.txt.
-# The cuda extra compiles device code even where there is no GPU; leave it out with `make EXTRAS=triton demo`; the tests need all three.
+# The cuda extra compiles device code even where there is no GPU; leave it out with `make EXTRAS=triton demo`; the tests need all of them.
 
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-EXTRAS ?= triton,cuda,models
+EXTRAS ?= triton,cuda,models,serve,ray,slurm
 BIN := .venv/bin
 # Files stay together, for their rank groups take seconds to start; in the order of their folders, for the longest come first there.
 PYTEST := $(BIN)/python -m pytest -ra -n 2 --dist loadfile --no-loadscope-reorder

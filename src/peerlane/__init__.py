@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from peerlane.evaluate.plan import EvaluationPlan as EvaluationPlan
     from peerlane.evaluate.results.result import Result as Result
     from peerlane.evaluate.results.verdict import Verdict as Verdict
+    from peerlane.service.client import Client as Client
 
     problem = problems.get
 
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CandidateFile": "evaluate.candidates",
+    "Client": "service.client",
     "EvaluationPlan": "evaluate.plan",
     "Evaluator": "evaluate.evaluator",
     "Result": "evaluate.results.result",

@@ -58,6 +58,26 @@ def problem_folders() -> tuple[Path, ...]:
     return tuple(Path(os.path.abspath(folder)) for folder in named.split(os.pathsep) if folder)
 
 
+def service_token() -> str | None:
+    """The token of a service that judges: PEERLANE_TOKEN, else the first word of the file that PEERLANE_TOKEN_FILE names."""
+    if token := os.environ.get("PEERLANE_TOKEN"):
+        return token
+    if not (file := os.environ.get("PEERLANE_TOKEN_FILE")):
+        return None
+    try:
+        words = Path(file).read_text(encoding="utf-8").split()
+    except OSError as error:
+        raise UsageError(f"PEERLANE_TOKEN_FILE={file}: cannot be read: {error.strerror}") from None
+    if not words:
+        raise UsageError(f"PEERLANE_TOKEN_FILE={file}: expected a file that holds a token, got an empty one")
+    return words[0]
+
+
+def forget_service_token() -> None:
+    """Takes the token out of this process's environment, so that no process that it starts inherits it."""
+    os.environ.pop("PEERLANE_TOKEN", None)
+
+
 _NEEDED_BY_RANKS = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TERM|TMPDIR|CC|CXX|CFLAGS|CXXFLAGS|CPATH|LIBRARY_PATH|MAX_JOBS|THUNDERKITTENS_ROOT|VIRTUAL_ENV|XDG_CACHE_HOME|"
     r"(LD|PYTHON|CUDA|CUBLAS|CUDNN|NVCC|NVRTC|NVIDIA|NVSHMEM|NCCL|GLOO|TORCH|PYTORCH|TRITON|OMP|MKL|OPENBLAS|PEERLANE)_?\w*"

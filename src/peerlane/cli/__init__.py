@@ -29,6 +29,7 @@ from peerlane.cli import (
     report,
     results,
     selftest,
+    serve,
     show,
     trace,
 )
@@ -72,6 +73,7 @@ app.command("report")(report.report)
 app.add_typer(results.results, name="results")
 app.command("demo")(demo.demo)
 app.command("selftest")(selftest.selftest)
+app.command("serve")(serve.serve)
 app.command("generate")(generate.generate)
 app.command("agent")(agent.agent)
 app.command("metrics")(metrics.metrics)

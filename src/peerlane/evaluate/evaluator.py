@@ -210,7 +210,7 @@ class Evaluator:
                             self._keep(result, list(found.values()))
                             self._progress.finished(result)
                     due = self._await_others(busy, granted)
-            new = {self._identity(job): found[id(job)] for job in waiting if id(job) in found}
+            new = {self.identity(job): found[id(job)] for job in waiting if id(job) in found}
             return [found.get(id(job)) or self._known(job, new) for job in jobs]
 
     def _introduce(self) -> None:
@@ -226,12 +226,13 @@ class Evaluator:
             return list(jobs)
         new: dict[Identity, Job] = {}
         for job in jobs:
-            if plan.rerun or not self._store.has(self._identity(job)):
-                new.setdefault(self._identity(job), job)
+            if plan.rerun or not self._store.has(self.identity(job)):
+                new.setdefault(self.identity(job), job)
         return list(new.values())
 
-    def _identity(self, job: Job) -> Identity:
-        return job.identity(self._node_of(job.world_size).node_class, self.isolation.tier, self._node.rules_hash)
+    def identity(self, job: Job) -> Identity:
+        """The identity of the result that a job has here."""
+        return job.identity(self.node_of(job.world_size).node_class, self.isolation.tier, self._node.rules_hash)
 
     def _keep(self, result: Result, results: list[Result]) -> None:
         if self._store is None:
@@ -245,7 +246,7 @@ class Evaluator:
         """The result of what this job asks for, just made or stored, under the name of the file that was asked for; stored under it too."""
         assert self._store is not None
         self._store.refresh()  # another run may have stored it under that name
-        result = self._store.find(self._identity(job), job.candidate.name) or new[self._identity(job)]
+        result = self._store.find(self.identity(job), job.candidate.name) or new[self.identity(job)]
         if result.candidate.name != job.candidate.name:
             result = result.model_copy(update={"candidate": candidate_info(job.candidate)})
             self._keep(result, [result])
@@ -257,14 +258,14 @@ class Evaluator:
         if self._store is None or busy is None:
             yield True
             return
-        claim = self._store.claim(self._identity(job))
+        claim = self._store.claim(self.identity(job))
         if claim is None:
             busy.append(job)
             yield False
             return
         with claim:
             self._store.refresh()
-            yield not self._store.has(self._identity(job))
+            yield not self._store.has(self.identity(job))
 
     def _await_others(self, busy: list[Job], limit: Limit) -> list[Job]:
         """Waits for other runs with the same folder; the jobs that they left undone. Raises :class:`HarnessError` after half an hour."""
@@ -274,9 +275,9 @@ class Evaluator:
         give_up = time.monotonic() + _OTHERS_S
         while True:
             self._store.refresh()
-            busy = [job for job in busy if not self._store.has(self._identity(job))]
+            busy = [job for job in busy if not self._store.has(self.identity(job))]
             for job in busy:
-                if (claim := self._store.claim(self._identity(job))) is not None:
+                if (claim := self._store.claim(self.identity(job))) is not None:
                     claim.release()
                     limit.start()  # its time was spent on waiting
                     return busy
@@ -323,7 +324,7 @@ class Evaluator:
                                 EvaluationPipeline,
                                 session,
                                 job,
-                                self._node_of(world_size),
+                                self.node_of(world_size),
                                 plan.rules,
                                 tell,
                                 builds,
@@ -379,6 +380,11 @@ class Evaluator:
         except HarnessError as error:
             self._missing = f"ranks can share GPUs no more: {error}"
 
+    @property
+    def gave_up(self) -> str | None:
+        """Why this evaluator judges no more, such as a lost GPU; None while it works. Another one must be opened."""
+        return self._missing
+
     def _session_of(self, world_size: int) -> Session:
         """The running session with so many ranks; one with another number ends."""
         if self._session is None or self._session.world_size != world_size:
@@ -412,14 +418,15 @@ class Evaluator:
         except TooFewGpus as error:
             return str(error)
 
-    def _node_of(self, world_size: int) -> Node:
+    def node_of(self, world_size: int) -> Node:
+        """This machine, as results with so many ranks record it."""
         place = self._placement(world_size)
         return self._node if isinstance(place, str) else self._node.shared_by(place)
 
     def _not_run(self, jobs: Sequence[Job], missing: str) -> Iterator[tuple[Job, Result]]:
         for job in jobs:
             session = Session(self._plan.device, job.world_size, self._plan.deadlines, isolation=self.isolation)
-            pipeline = EvaluationPipeline(session, job, self._node_of(job.world_size), self._plan.rules, lambda _: None)
+            pipeline = EvaluationPipeline(session, job, self.node_of(job.world_size), self._plan.rules, lambda _: None)
             yield job, pipeline.give_up(NotRun(missing=missing))
 
 

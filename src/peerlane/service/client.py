@@ -1,0 +1,285 @@
+"""The client of a service: an :class:`.Evaluator` that is elsewhere. Standard library and pydantic only; no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from peerlane.errors import HarnessError, UsageError
+from peerlane.evaluate.candidates import CandidateFile, candidate_file, candidate_text
+from peerlane.evaluate.results.result import Result
+from peerlane.settings import service_token
+
+_POLL_S = 30.0
+_CONNECT_S = 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
+_ASYNC_CALLS = 64
+"""at a time; more wait here"""
+_OPTIONS = ("modes", "cases", "track", "variant", "world_size", "timeout", "priority", "rerun")
+
+
+class ServiceFault(HarnessError):
+    """The service cannot be reached, or has no verdict; says nothing about the candidate."""
+
+
+class _Stop(Exception):
+    """The call was cancelled from another thread."""
+
+
+class _Call:
+    """One call, which another thread may stop."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+        self.job: str | None = None
+
+
+@dataclass(frozen=True)
+class _Answer:
+    status: int
+    body: dict[str, Any]
+    retry_after: float | None = None
+
+
+class Client:
+    """Judges candidates on a service: the calls of :class:`.Evaluator`, from any number of threads and tasks.
+
+    Args:
+        url: of ``peerlane serve``, such as ``http://127.0.0.1:8300``.
+        token: by default PEERLANE_TOKEN, or the one in the file that PEERLANE_TOKEN_FILE names.
+        patience: seconds without any answer after which a call gives up.
+        longest: seconds after which a call gives up in any case, the wait in the service's queue included.
+        options: of every call that does not say otherwise: ``presets``, ``modes``, ``cases``, ``track`` (``custom``, if left out),
+            ``variant``, ``timeout``, ``priority``, ``rerun``.
+
+    Calls raise :class:`UsageError` for what the service refuses, and :class:`ServiceFault` if there is no verdict.
+    """
+
+    def __init__(self, url: str, token: str | None = None, *, patience: float = 600.0, longest: float = 86_400.0, **options: Any) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"url={url!r}: expected an address such as http://127.0.0.1:8300")
+        self.url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        if (found := token or service_token()) is not None:
+            self._headers["Authorization"] = f"Bearer {found}"
+        self._patience, self._longest, self._options = patience, longest, _known(options)
+        self._threads: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._wanted: Counter[str] = Counter()
+        """by job, calls that wait for it"""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown()
+
+    # --- the calls of an Evaluator ---
+
+    def evaluate(
+        self,
+        problem: int | None = None,
+        source: str | bytes | None = None,
+        *,
+        path: str | Path | None = None,
+        candidate: CandidateFile | None = None,
+        name: str = "candidate",
+        **changes: Any,
+    ) -> Result:
+        """The result of one candidate, as :meth:`.Evaluator.evaluate` gives it."""
+        return self._judge(*self._body(_one_candidate(problem, source, path, candidate, name), changes), _Call())
+
+    async def evaluate_async(self, problem: int | None = None, source: str | bytes | None = None, **request: Any) -> Result:
+        """The same, awaited. A cancelled task takes its request back."""
+        path, candidate = request.pop("path", None), request.pop("candidate", None)
+        chosen = _one_candidate(problem, source, path, candidate, request.pop("name", "candidate"))
+        call = _Call()
+        future = self._pool().submit(self._judge, *self._body(chosen, request), call)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            self._stop(call)
+            raise
+
+    def evaluate_all(self, candidates: Sequence[CandidateFile], **changes: Any) -> list[Result]:
+        """One result for every candidate and preset, in order; they wait in the service's queue together."""
+        presets = _known(changes).get("presets") or self._options.get("presets", ("pkb",))
+        calls = [self._body(item, {**changes, "presets": (preset,)}) for item in candidates for preset in presets]
+        made = [_Call() for _ in calls]
+        futures = [self._pool().submit(self._judge, body, item, call) for (body, item), call in zip(calls, made, strict=True)]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            for call in made:
+                self._stop(call)
+            raise
+
+    def node(self) -> dict[str, Any]:
+        """What judges there: node class, ranks, isolation, evaluator version, limits."""
+        return self._ask("GET", "/v1/node", None, _Call()).body
+
+    # --- one job ---
+
+    def _body(self, candidate: CandidateFile, changes: Mapping[str, Any]) -> tuple[dict[str, Any], CandidateFile]:
+        options = {**self._options, **_known(changes)}
+        presets = options.pop("presets", ("pkb",))
+        if isinstance(presets, str) or len(presets) != 1:
+            raise UsageError(f"presets={presets!r}: expected one preset, such as ('small',); use evaluate_all for several")
+        if candidate.is_reference:
+            raise UsageError("the reference is no text that can be sent: evaluate it on the node itself")
+        if candidate.problem is None:
+            raise UsageError(f"{candidate.name} does not say which problem it solves: give problem=NUMBER")
+        source = candidate.source()
+        assert source is not None
+        try:
+            text = source.encode("latin-1").decode()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{candidate.name}: expected UTF-8, got {error.object[error.start : error.end]!r}") from None
+        if candidate.track is not None:
+            options["track"] = candidate.track
+        chosen = {name: value for name, value in options.items() if value is not None}
+        name = candidate.name.rsplit("/", 1)[-1][:200]
+        return {"problem": candidate.problem, "source": text, "name": name, "preset": presets[0], **chosen}, candidate
+
+    def _judge(self, body: dict[str, Any], candidate: CandidateFile, call: _Call) -> Result:
+        """Submits the job and waits for its end. Submitting again is safe, for equal requests are one job."""
+        give_up = time.monotonic() + self._longest
+        try:
+            job = self._submit(body, call)
+            while job["state"] in ("queued", "running"):
+                if time.monotonic() > give_up:
+                    raise ServiceFault(f"no verdict of {self.url} within {self._longest:g} s; the job {job['id']} is {job['state']}")
+                answer = self._ask("GET", f"/v1/jobs/{job['id']}?wait={_POLL_S:g}", None, call)
+                # A service that lost its folder does not know the job any more.
+                job = answer.body if answer.status == 200 else self._submit(body, call)
+        except _Stop:
+            raise ServiceFault("cancelled here") from None
+        finally:
+            self._leave(call)
+        if job["result"] is None:
+            raise ServiceFault(f"the job {job['id']} {job['state']} on {self.url}: {job['error']}")
+        result = Result.model_validate({**job["result"], "environment": job["environment"] or {}})
+        info = result.candidate.model_copy(
+            update={"name": candidate.name, "labels": dict(candidate.labels), "path": None if candidate.text else str(candidate.path)}
+        )
+        return result.model_copy(update={"candidate": info})
+
+    def _submit(self, body: dict[str, Any], call: _Call) -> dict[str, Any]:
+        job = self._ask("POST", "/v1/jobs", json.dumps(body).encode(), call).body
+        with self._lock:
+            if call.job is None:
+                call.job = job["id"]
+                self._wanted[job["id"]] += 1
+        return job
+
+    def _leave(self, call: _Call) -> bool:
+        """The call wants its job no more. True if no other call of this client does."""
+        with self._lock:
+            job, call.job = call.job, None
+            if job is None:
+                return False
+            self._wanted[job] -= 1
+            last = self._wanted[job] == 0
+            if last:
+                del self._wanted[job]
+            return last
+
+    def _stop(self, call: _Call) -> None:
+        """Ends a call from another thread; its job is cancelled, unless another call wants it or the service is not there."""
+        call.stopped.set()
+        job = call.job
+        if job is not None and self._leave(call):
+            self._pool().submit(self._take_back, job)
+
+    def _take_back(self, job: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._send("DELETE", f"/v1/jobs/{job}", None)
+
+    def _ask(self, method: str, path: str, body: bytes | None, call: _Call) -> _Answer:
+        """The answer, after as many tries as it takes: with back-off, and as the service asks with Retry-After."""
+        heard, begin, pause = time.monotonic(), time.monotonic(), _FIRST_PAUSE_S
+        why = ""
+        while True:
+            if call.stopped.is_set():
+                raise _Stop
+            answer = None
+            try:
+                answer = self._send(method, path, body)
+            except (OSError, ValueError) as error:  # no connection, a connection that broke, or an answer that is no JSON
+                why = str(getattr(error, "reason", error))
+            if answer is not None:
+                if answer.status not in (408, 429, 500, 502, 503, 504):
+                    return self._accepted(answer)
+                why = f"{answer.status}: {answer.body.get('error')}"
+                if answer.status == 429:
+                    heard = time.monotonic()  # it is there, and has much to do
+            now = time.monotonic()
+            if now - heard > self._patience or now - begin > self._longest:
+                raise ServiceFault(f"{self.url} does not answer: {why}; tried for {now - begin:.0f} s")
+            wanted = answer.retry_after if answer is not None and answer.retry_after is not None else pause
+            call.stopped.wait(max(0.05, min(wanted, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)))
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _accepted(self, answer: _Answer) -> _Answer:
+        """The answer; raises UsageError for one that says that the request itself is wrong."""
+        if answer.status in (401, 403):
+            raise UsageError(f"{self.url} does not accept the token: set PEERLANE_TOKEN or PEERLANE_TOKEN_FILE, or give token=")
+        if answer.status in (400, 405, 413, 422):
+            fields = "; ".join(f"{item['field']}: {item['message']}" for item in answer.body.get("fields", ()))
+            raise UsageError(f"{self.url} refuses the request: {fields or answer.body.get('error')}")
+        return answer
+
+    def _send(self, method: str, path: str, body: bytes | None) -> _Answer:
+        request = urllib.request.Request(self.url + path, data=body, headers=self._headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=_POLL_S + _CONNECT_S) as found:
+                return _Answer(found.status, json.load(found))
+        except urllib.error.HTTPError as error:
+            with error:
+                retry_after = error.headers.get("Retry-After", "")
+                try:
+                    told = json.load(error)
+                except ValueError:  # of a proxy
+                    told = {"error": error.reason}
+                return _Answer(error.code, told, float(retry_after) if retry_after.isdecimal() else None)
+
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_ASYNC_CALLS, thread_name_prefix="peerlane-client")
+            return self._threads
+
+
+def _known(options: Mapping[str, Any]) -> dict[str, Any]:
+    if unknown := options.keys() - {*_OPTIONS, "presets"}:
+        raise UsageError(f"unknown options: {', '.join(sorted(unknown))}; expected {', '.join(('presets', *_OPTIONS))}")
+    return dict(options)
+
+
+def _one_candidate(
+    problem: int | None, source: str | bytes | None, path: str | Path | None, candidate: CandidateFile | None, name: str
+) -> CandidateFile:
+    if sum(item is not None for item in (source, path, candidate)) != 1:
+        raise UsageError("expected one of source=TEXT, path=FILE and candidate=CANDIDATE")
+    if source is not None:
+        return candidate_text(source, problem, name)
+    found = candidate if candidate is not None else candidate_file(Path(path or ""))
+    return found if problem is None else replace(found, problem=problem)

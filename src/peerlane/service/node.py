@@ -1,0 +1,245 @@
+"""The node behind a service: one evaluator that has the machine to itself, and takes one job after the other from the queue."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
+
+from peerlane.errors import PeerlaneError, UsageError
+from peerlane.evaluate.evaluator import Evaluator, Progress, Silent
+from peerlane.evaluate.results.result import Result
+from peerlane.service import node_check
+from peerlane.service.node_check import NodeReport
+from peerlane.service.queue import JobQueue, Outcome, Taken
+from peerlane.service.request import call_options
+
+Condition = Literal["checking", "ready", "left_out", "draining"]
+_RECHECK_S = 300.0
+"""after a check that failed"""
+_FAULTS = 2
+"""so many harness errors in a row, and the node is checked again"""
+_OURS = ("harness_error", "not_run")
+
+
+Opener: TypeAlias = Callable[[Progress], Evaluator]
+
+
+class NodeCheck(NamedTuple):
+    """What :func:`.check_node` is asked."""
+
+    device: str
+    isolation: str
+
+
+class Changes:
+    """Tells waiting clients that a job has changed. Use from the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._events: dict[str, asyncio.Event] = {}
+
+    def of(self, key: str) -> asyncio.Event:
+        """Set at the job's next change. Ask for it before you look at the job."""
+        return self._events.setdefault(key, asyncio.Event())
+
+    def tell(self, key: str) -> None:
+        """The job has changed."""
+        if (event := self._events.pop(key, None)) is not None:
+            event.set()
+
+    def tell_all(self) -> None:
+        """Everybody looks again."""
+        for key in list(self._events):
+            self.tell(key)
+
+
+class Node:
+    """Judges what is queued, while the node is fit. :meth:`run` ends after :meth:`drain`.
+
+    Args:
+        queue: where jobs come from.
+        open_evaluator: makes an evaluator that reports to a Progress; called again after a failure of the machine.
+        check: the device and the isolation to check the node with; None takes its fitness for granted.
+    """
+
+    def __init__(self, queue: JobQueue, open_evaluator: Opener, check: NodeCheck | None = None) -> None:
+        self.changes = Changes()
+        self.condition: Condition = "checking" if check else "ready"
+        self.why: str | None = None
+        self.stopped = False
+        """nothing will change any more"""
+        self.running: Taken | None = None
+        self.stage: str | None = None
+        self.verdicts: Counter[str] = Counter()
+        self.seconds = 0.0
+        """of evaluations, all together"""
+        self._queue, self._open, self._check = queue, open_evaluator, check
+        self._evaluator: Evaluator | None = None
+        self._task: asyncio.Task[Result] | None = None
+        self._wake = asyncio.Event()
+        self._faults = 0
+
+    # --- for the service ---
+
+    def work_came(self) -> None:
+        """Something was queued."""
+        self._wake.set()
+
+    def cancel(self, key: str) -> None:
+        """Ends the evaluation of this job, if it runs."""
+        if self.running is not None and self.running.key == key and self._task is not None:
+            self._task.cancel()
+        self.changes.tell(key)
+
+    async def drain(self, seconds: float) -> None:
+        """Takes no more jobs, and gives the running one so many seconds; what is left of it is queued again."""
+        self._say("draining", None)
+        self._wake.set()
+        if self._task is not None:
+            task = self._task
+            await asyncio.wait([task], timeout=seconds)
+            task.cancel()
+        self.stopped = True
+        self.changes.tell_all()
+
+    # --- the loop ---
+
+    async def run(self) -> None:
+        """Judges until it is drained; then no process of the evaluator is left."""
+        try:
+            while self.condition != "draining":
+                if self.condition != "ready" or self._evaluator is None:
+                    await self._get_ready()
+                    continue
+                taken = self._queue.take()
+                if taken is None:
+                    await self._sleep(60.0)
+                    continue
+                await self._judge(taken)
+        finally:
+            await asyncio.to_thread(self._close)
+
+    async def _get_ready(self) -> None:
+        """Checks the node and opens an evaluator; a node that fails waits for its next check."""
+        await asyncio.to_thread(self._close)
+        if self._check is not None and self.condition != "ready":
+            report = await self._run_check(self._check)
+            print(report, file=sys.stderr, flush=True)
+            if report.faults:
+                self._say("left_out", "; ".join(report.faults))
+                await self._sleep(_RECHECK_S)
+                return
+        try:
+            evaluator = self._open(_Stages(asyncio.get_running_loop(), self._entered))
+            await asyncio.to_thread(evaluator.__enter__)
+        except PeerlaneError as error:
+            self._say("left_out", str(error))
+            await self._sleep(_RECHECK_S)
+            return
+        self._evaluator, self._faults = evaluator, 0
+        self._say("ready", None)
+
+    async def _run_check(self, check: NodeCheck) -> NodeReport:
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*node_check.command(), stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        asked = json.dumps(check._asdict()).encode()
+        talk = asyncio.ensure_future(process.communicate(asked))
+        stopped = asyncio.ensure_future(self._stopped())
+        try:
+            await asyncio.wait([talk, stopped], timeout=node_check.LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+            if talk.done():
+                out, err = talk.result()
+                return node_check.read_report(process.returncode or 0, out, err)
+            why = "the service ends" if stopped.done() else f"the check took more than {node_check.LIMIT_S:g} s"
+            return NodeReport("this node", (why,))
+        finally:
+            stopped.cancel()
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await talk
+
+    async def _stopped(self) -> None:
+        while self.condition != "draining":
+            await self._sleep(60.0)
+
+    async def _judge(self, taken: Taken) -> None:
+        assert self._evaluator is not None
+        evaluator, self.running, self.stage = self._evaluator, taken, "waiting for ranks"
+        self.changes.tell(taken.key)
+        begin = asyncio.get_running_loop().time()
+        request = taken.request
+        self._task = asyncio.create_task(evaluator.evaluate_async(request.problem, request.source, **call_options(request)))
+        try:
+            result = await self._task
+        except asyncio.CancelledError:
+            self._queue.release(taken)  # of a job that was cancelled, this changes nothing
+        except UsageError as error:
+            self._queue.finish(taken, Outcome(error=f"the request cannot be carried out: {error}"))
+        except Exception as error:  # a fault of ours must not end the service
+            self._faults += 1
+            self._queue.finish(taken, Outcome(error=f"{type(error).__name__}: {error}", again=True))
+        else:
+            self._keep(taken, result)
+        finally:
+            self.seconds += asyncio.get_running_loop().time() - begin
+            self.running = self.stage = self._task = None
+            self.changes.tell(taken.key)
+        if self.condition == "ready" and (self._faults >= _FAULTS or evaluator.gave_up is not None):
+            self._say("checking", evaluator.gave_up or f"{self._faults} evaluations in a row failed in the harness")
+            if self._check is None:
+                await asyncio.to_thread(self._close)
+                self._say("ready", None)
+
+    def _keep(self, taken: Taken, result: Result) -> None:
+        """Stores a result with its job; what says nothing about the candidate is tried again."""
+        kind = result.verdict.kind
+        self.verdicts[kind] += 1
+        self._faults = self._faults + 1 if kind == "harness_error" else 0
+        ours = kind in _OURS
+        environment = json.dumps(result.environment)
+        error = result.verdict.reason if ours else None
+        outcome = Outcome(result.model_dump_json(), environment, error, again=ours)
+        if kind == "not_run" and self._evaluator is not None and self._evaluator.gave_up is None:
+            taken = taken._replace(tries=sys.maxsize)  # this machine lacks what the candidate needs: so it will the next time
+        self._queue.finish(taken, outcome)
+
+    def _say(self, condition: Condition, why: str | None) -> None:
+        if self.condition != "draining":
+            self.condition, self.why = condition, why
+            self.changes.tell_all()
+
+    def _entered(self, stage: str) -> None:
+        if self.running is not None:
+            self.stage = stage
+            self.changes.tell(self.running.key)
+
+    def _close(self) -> None:
+        evaluator, self._evaluator = self._evaluator, None
+        if evaluator is not None:
+            evaluator.__exit__(None, None, None)
+
+    async def _sleep(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), seconds)
+        self._wake.clear()
+
+
+class _Stages(Silent):
+    """Progress that passes stages on to the event loop's thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[str], None]) -> None:
+        self._loop, self._tell = loop, tell
+
+    def phase(self, candidate: str, problem: int, preset: str, world_size: int, phase: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._tell, phase)
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,190 @@
+"""The jobs of a service, in sqlite: what was accepted survives the process. One call at a time, on a local disk: WAL is not for NFS."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from peerlane.errors import UsageError
+from peerlane.service.request import ENDED, JobDocument, JobRequest, State
+
+FILE = "queue.sqlite"
+MOST_TRIES = 3
+_KEPT_S = 30 * 86_400.0  # finished jobs; their results stay in results.jsonl
+
+_SCHEMA = """
+pragma journal_mode = wal;
+pragma synchronous = full;
+create table if not exists job(
+    key text primary key, body text not null, state text not null, priority integer not null, owner text not null, tries integer not null,
+    submitted real not null, started real, finished real, result text, environment text, error text) without rowid;
+create index if not exists queued on job(state, submitted);
+create table if not exists submitter(key text, owner text, primary key(key, owner)) without rowid;
+create table if not exists turn(owner text primary key, last real not null) without rowid;
+"""
+_NEXT = """
+select job.key, body, owner, tries from job left join turn using(owner) where state = 'queued'
+order by ifnull(turn.last, 0), priority desc, submitted limit 1
+"""
+
+
+class Taken(NamedTuple):
+    """A job that is now to be judged."""
+
+    key: str
+    request: JobRequest
+    tries: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a try ended: a result and its environment as JSON, or an error that says nothing about the candidate."""
+
+    result: str | None = None
+    environment: str | None = None
+    error: str | None = None
+    again: bool = False
+    """the machine failed: another try may succeed, or a later request for the same"""
+
+
+class JobQueue:
+    """Jobs by content. Tokens take turns; among the jobs of one token the priority counts, then the order of arrival."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._db = sqlite3.connect(folder / FILE, isolation_level=None, timeout=30.0, check_same_thread=False)
+            self._db.executescript(_SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise UsageError(
+                f"the queue in {folder} cannot be opened: {error}; expected a folder on a local disk that can be written"
+            ) from None
+        self._recover()
+
+    def close(self) -> None:
+        """Nothing more is read or written."""
+        self._db.close()
+
+    def _recover(self) -> None:
+        """Jobs that ran when the service was killed are queued again; those that were started too often have failed."""
+        why = f"the service ended while this job ran, {MOST_TRIES} times"
+        self._db.execute(
+            "update job set state = 'failed', finished = ?, error = ? where state = 'running' and tries >= ?",
+            (time.time(), why, MOST_TRIES),
+        )
+        self._db.execute("update job set state = 'queued' where state = 'running'")
+        self._db.execute("delete from job where finished < ?", (time.time() - _KEPT_S,))
+        self._db.execute("delete from submitter where key not in (select key from job)")
+
+    # --- clients ---
+
+    def get(self, key: str) -> JobDocument | None:
+        """The job of this key."""
+        row = self._db.execute(
+            "select state, tries, submitted, started, finished, result, environment, error from job where key = ?", (key,)
+        ).fetchone()
+        if row is None:
+            return None
+        state, tries, submitted, started, finished, result, environment, error = row
+        ahead = None
+        if state == "queued":
+            ahead = self._count("select count(*) from job where state = 'queued' and submitted < ?", submitted)
+        return JobDocument(
+            id=key,
+            state=state,
+            ahead=ahead,
+            tries=tries,
+            submitted=submitted,
+            started=started,
+            finished=finished,
+            result=_json(result),
+            environment=_json(environment),
+            error=error,
+        )
+
+    def state(self, key: str) -> State | None:
+        """The state alone."""
+        row = self._db.execute("select state from job where key = ?", (key,)).fetchone()
+        return None if row is None else row[0]
+
+    def is_open(self, key: str) -> bool:
+        """True if the job is queued or running, or done with a verdict: the same request again changes nothing."""
+        row = self._db.execute("select state, error from job where key = ?", (key,)).fetchone()
+        return row is not None and (row[0] in ("queued", "running") or (row[0] == "done" and row[1] is None))
+
+    def add(self, key: str, request: JobRequest, owner: str) -> None:
+        """Accepts a job; on the disk when this returns. One that ended without a verdict, or is to be judged again, begins anew."""
+        with self._db:
+            self._db.execute("begin immediate")
+            self._db.execute("insert or ignore into submitter values(?, ?)", (key, owner))
+            if self.is_open(key) and not (request.rerun and self.state(key) == "done"):
+                return
+            self._db.execute(
+                "insert or replace into job(key, body, state, priority, owner, tries, submitted) values(?, ?, 'queued', ?, ?, 0, ?)",
+                (key, request.model_dump_json(), request.priority, owner, time.time()),
+            )
+
+    def cancel(self, key: str, owner: str) -> bool:
+        """Takes back an owner's request. True if nobody else has asked for the job, and it had not ended: then it is cancelled."""
+        with self._db:
+            self._db.execute("begin immediate")
+            self._db.execute("delete from submitter where key = ? and owner = ?", (key, owner))
+            wanted = self._count("select count(*) from submitter where key = ?", key)
+            if wanted or self.state(key) in (*ENDED, None):
+                return False
+            self._db.execute(
+                "update job set state = 'cancelled', finished = ?, error = 'cancelled on request' where key = ?", (time.time(), key)
+            )
+            return True
+
+    # --- the node ---
+
+    def take(self) -> Taken | None:
+        """The next job, which runs from now on; None if none is queued."""
+        with self._db:
+            self._db.execute("begin immediate")
+            row = self._db.execute(_NEXT).fetchone()
+            if row is None:
+                return None
+            key, body, owner, tries = row
+            now = time.time()
+            self._db.execute("update job set state = 'running', tries = tries + 1, started = ? where key = ?", (now, key))
+            self._db.execute("insert or replace into turn values(?, ?)", (owner, now))
+        return Taken(key, JobRequest.model_validate_json(body), tries + 1)
+
+    def finish(self, taken: Taken, outcome: Outcome) -> State:
+        """Ends a try; the new state. A job that was cancelled in the meantime stays so."""
+        again = outcome.again and taken.tries < MOST_TRIES
+        state: State = "queued" if again else "done" if outcome.result is not None else "failed"
+        self._db.execute(
+            "update job set state = ?, finished = ?, result = ?, environment = ?, error = ? where key = ? and state = 'running'",
+            (state, None if again else time.time(), outcome.result, outcome.environment, outcome.error, taken.key),
+        )
+        return self.state(taken.key) or state
+
+    def release(self, taken: Taken) -> None:
+        """Puts back a job that was interrupted by us; the try does not count."""
+        self._db.execute("update job set state = 'queued', tries = tries - 1 where key = ? and state = 'running'", (taken.key,))
+
+    # --- counts ---
+
+    def queued(self, owner: str | None = None) -> int:
+        """Jobs that wait, of one owner or of all."""
+        if owner is None:
+            return self._count("select count(*) from job where state = 'queued'")
+        return self._count("select count(*) from job where state = 'queued' and owner = ?", owner)
+
+    def counts(self) -> dict[str, int]:
+        """Jobs by state."""
+        return dict(self._db.execute("select state, count(*) from job group by state").fetchall())
+
+    def _count(self, query: str, *values: Any) -> int:
+        return int(self._db.execute(query, values).fetchone()[0])
+
+
+def _json(text: str | None) -> Any:
+    return None if text is None else json.loads(text)

@@ -1,0 +1,97 @@
+"""A service on loopback whose evaluator is a stand-in: it takes verdicts from comments in the sources. For tests of the protocol alone."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import uvicorn
+
+from e2e.runs import wait_for
+from peerlane.evaluate.candidates import candidate_text
+from peerlane.evaluate.evaluator import Evaluator, Progress
+from peerlane.evaluate.pipeline import candidate_info
+from peerlane.evaluate.results.result import ProblemInfo, Result
+from peerlane.evaluate.results.verdict import HarnessFailure, NotRun
+from peerlane.service.app import Service
+from peerlane.service.node import Node, NodeCheck
+from peerlane.service.queue import JobQueue
+from peerlane.service.server import listen
+from peerlane.service.settings import ServiceSettings, Tokens
+from sample_results import hung, on_cpu, own_audit, wrong
+
+TOKEN = "a-token-of-the-tests"
+OTHER = "another-token-of-the-tests"
+TOKENS = Tokens((("one", TOKEN), ("two", OTHER)))
+
+
+class StandIn:
+    """Judges by comments: ``# wrong``, ``# hang``, ``# harness``, ``# harness once``, ``# not run``, ``# raise``, ``# sleep SECONDS``."""
+
+    def __init__(self, judged: Counter[str], progress: Progress) -> None:
+        self.judged, self.progress, self.gave_up = judged, progress, None
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    async def evaluate_async(self, problem: int, source: str, *, name: str, presets: tuple[str], track: str, **asked: Any) -> Result:
+        self.judged[source] += 1
+        self.progress.phase(name, problem, presets[0], 2, "correctness")
+        if (seconds := re.search(r"# sleep ([\d.]+)", source)) is not None:
+            await asyncio.sleep(float(seconds[1]))
+        if "# raise" in source:
+            raise OSError("the stand-in fell over")
+        info = candidate_info(candidate_text(source, problem, name))
+        audit = {"audit": own_audit()} if track == "custom" else {}
+        same = {
+            "candidate": info,
+            "problem": ProblemInfo(id=problem, slug="allreduce", variant="default"),
+            "preset": presets[0],
+            "track": track,
+        }
+        if "# harness" in source and not ("once" in source and self.judged[source] > 1):
+            return on_cpu(**same, verdict=HarnessFailure(phase="spawn", message="no ranks"), speed=())
+        if "# not run" in source:
+            return on_cpu(**same, verdict=NotRun(missing="a GPU"), speed=())
+        made = wrong if "# wrong" in source else hung if "# hang" in source else on_cpu
+        return made(**same, **audit)
+
+
+@dataclass
+class Running:
+    """A service that runs, and what its evaluator has judged."""
+
+    url: str
+    service: Service
+    judged: Counter[str] = field(default_factory=Counter)
+
+
+@contextmanager
+def serving(folder: Path, tokens: Tokens = TOKENS, check: bool = False, **limits: Any) -> Iterator[Running]:
+    """A service in a thread."""
+    settings = ServiceSettings(folder, world_size=2, check=check, **limits)
+    judged: Counter[str] = Counter()
+    queue = JobQueue(folder)
+    node = Node(queue, lambda progress: cast(Evaluator, StandIn(judged, progress)), NodeCheck("cpu", "L0") if check else None)
+    service = Service(settings, tokens, queue, node, Evaluator(2, "cpu", isolation="L0"))
+    with listen("127.0.0.1", 0, tokens) as listener:
+        server = uvicorn.Server(uvicorn.Config(service.application(), log_level="error", timeout_graceful_shutdown=2))
+        thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
+        thread.start()
+        try:
+            wait_for(lambda: server.started, 20, "the service")
+            yield Running(f"http://127.0.0.1:{listener.getsockname()[1]}", service, judged)
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            queue.close()
+    assert not thread.is_alive()
