@@ -58,6 +58,8 @@ COMMAND_LINE = {
     "trace": ["candidate", "--problem", "--problems", "--preset", "--world-size", "--mode", "--device", "--out", "--json"],
     "bench": ["what", "--out", "--plot", "--json"],
     "report": ["files", "--noise", "--plot", "--html", "--title"],
+    "bundle": ["run", "--out"],
+    "verify": ["bundle", "--sample", "--device", "--isolation", "--out", "--json"],
     "results": [],
     "demo": ["--examples", "--preset", "--world-size", "--device", "--json"],
     "selftest": ["--gpu", "--quick", "--repeat", "--rows", "--ranks-per-gpu", "--isolation", "--out", "--json"],

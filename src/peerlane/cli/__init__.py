@@ -16,6 +16,7 @@ import peerlane
 from peerlane.cli import (
     agent,
     bench,
+    bundle,
     calibrate,
     demo,
     docs,
@@ -70,6 +71,8 @@ app.command("race")(race.race)
 app.command("trace")(trace.trace)
 app.command("bench")(bench.bench)
 app.command("report")(report.report)
+app.command("bundle")(bundle.bundle)
+app.command("verify")(bundle.verify)
 app.add_typer(results.results, name="results")
 app.command("demo")(demo.demo)
 app.command("selftest")(selftest.selftest)

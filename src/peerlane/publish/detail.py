@@ -9,14 +9,12 @@ import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from markupsafe import Markup, escape
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
-import peerlane
 from peerlane.evaluate.results.result import Result
 from peerlane.evaluate.results.sanitize import printable
 from peerlane.evaluate.results.speed_record import ModeSpeed
@@ -36,21 +34,15 @@ class Source:
 
 
 def source_of(sample: Sample) -> Source:
-    """The code that was judged: a file counts if it still has the hash of the result."""
+    """The code that was judged: a file counts if it has the hash of the result."""
     result = sample.result
-    if result is None:
-        return Source(None, "The sample holds no candidate.") if sample.source is None else _shown(sample.source.read_bytes())
-    if sample.is_reference:
+    if sample.is_reference and result is not None:
         return Source(None, f"The problem's reference: `peerlane show {result.problem.id} --source` prints it.")
-    packaged = Path(peerlane.__file__).parent / "solutions" / f"{Path(result.candidate.name).name}.py"
-    for path in filter(None, (sample.source, packaged)):
-        try:
-            data = path.read_bytes()
-        except OSError:
-            continue
-        if hashlib.sha256(data).hexdigest() == result.candidate.sha256:
-            return _shown(data)
-    return Source(None, "The code with this hash was not at hand when the page was made.")
+    if sample.code is None:
+        return Source(None, "The sample holds no code." if result is None else "The code with this hash was not at hand.")
+    if result is not None and hashlib.sha256(sample.code).hexdigest() != result.candidate.sha256:
+        return Source(None, "The file has changed since it was judged.")
+    return _shown(sample.code)
 
 
 @functools.lru_cache(maxsize=256)

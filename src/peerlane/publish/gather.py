@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+import peerlane
 from peerlane.errors import UsageError
 from peerlane.evaluate.results.reader import FILE, newest, read_results
 from peerlane.evaluate.results.result import Result
 from peerlane.generate.attempts import Attempt
 from peerlane.generate.judgements import attempt_of, judged_samples, setting_of, settings_of
 from peerlane.generate.run_folder import RunFolder, is_run
+from peerlane.publish.bundle import is_bundle, read_bundle
+from peerlane.publish.verify import read_verification
 
 REFERENCE = "reference"
 UNNAMED = "candidates"
 
 Standing = Literal["own", "verified", "unverified", "differs"]
 """How far a result can be trusted: judged by the page's author, judged anew from a bundle, only claimed in one, or found to differ."""
+
+
+_SUFFIXES: dict[Standing, str] = {"own": "", "verified": "", "unverified": ", not verified", "differs": ", differs"}
 
 
 class Task(NamedTuple):
@@ -38,14 +45,14 @@ class Sample:
         author: a model, or the folder that the candidate lay in; ``reference`` for the reference as its own candidate.
         like: a result of the same setting, which says on what machine, preset and track the sample counts.
         result: None where there was no code to judge, or no evaluation yet.
-        source: the candidate's file, if it is at hand; its contents may have changed since.
+        code: the candidate's file, if it is at hand; its contents may have changed since.
     """
 
     author: str
     attempt: Attempt
     like: Result
     result: Result | None
-    source: Path | None = None
+    code: bytes | None = field(default=None, repr=False)
     standing: Standing = "own"
 
     @property
@@ -75,27 +82,45 @@ class Gathered:
 
 
 def gather(paths: Sequence[Path]) -> Gathered:
-    """What lies under these paths; a folder gives the runs and the files of results in and below it.
+    """What lies under these paths; a folder gives the runs and the files of results in and below it, not its bundles.
 
     Raises UsageError for a path that does not exist, and if nothing was judged.
     """
     found = Gathered()
     for path in paths:
         if not path.exists():
-            raise UsageError(f"there is no {path}: expected a run, a {FILE}, or a folder of them")
-    runs, files = _below(paths)
-    taken: Counter[str] = Counter()
+            raise UsageError(f"there is no {path}: expected a run, a bundle, a {FILE}, or a folder of them")
+    bundles = [path for path in paths if is_bundle(path)]
+    runs, files = _below(path for path in paths if path not in bundles)
+    names = _Names()
     for run in map(RunFolder.open, runs):
-        taken[run.settings.model] += 1
-        number = taken[run.settings.model]
-        author = run.settings.model if number == 1 else f"{run.settings.model} ({number})"
-        results = _read(run.path / FILE, found)
-        found.samples += _samples_of_run(run, results, author)
+        found.samples += _samples_of_run(run, _read(run.path / FILE, found), names.new(run.settings.model))
+    for bundle in map(read_bundle, bundles):
+        checked = read_verification(bundle)
+        standing: Standing = "unverified" if checked is None else checked.standing
+        found.files.append((str(bundle.path), bundle.sha256))
+        with tempfile.TemporaryDirectory(prefix="peerlane-bundle-") as scratch:
+            run = bundle.unpack(Path(scratch))
+            author = names.new(f"{run.settings.model}{_SUFFIXES[standing]}")
+            samples = list(_samples_of_run(run, read_results(run.path / FILE, found.notes), author))
+        found.samples += [replace(sample, standing=standing) for sample in samples]
     found.samples += _samples_of_results(newest(result for file in files for result in _read(file, found)))
     if not found.samples:
         where = ", ".join(map(str, paths))
         raise UsageError("\n".join([f"nothing in {where} was judged: expected results of `peerlane eval`", *found.skipped]))
     return found
+
+
+class _Names:
+    """Names of authors, numbered where one comes twice."""
+
+    def __init__(self) -> None:
+        self._taken: Counter[str] = Counter()
+
+    def new(self, name: str) -> str:
+        """The name, or the name and its number."""
+        self._taken[name] += 1
+        return name if self._taken[name] == 1 else f"{name} ({self._taken[name]})"
 
 
 def _below(paths: Iterable[Path]) -> tuple[list[Path], list[Path]]:
@@ -136,7 +161,8 @@ def _samples_of_run(run: RunFolder, results: Sequence[Result], author: str) -> I
         for attempt, result in judged:
             folder = f"{attempt.problem:03d}/{attempt.sample}"
             named = None if result is None else _named(result, folder)
-            yield Sample(author, attempt, like, named, files.get(folder))
+            file = files.get(folder)
+            yield Sample(author, attempt, like, named, None if file is None else file.read_bytes())
 
 
 def _named(result: Result, name: str) -> Result:
@@ -151,7 +177,22 @@ def _samples_of_results(results: Iterable[Result]) -> Iterator[Sample]:
     for (author, setting, problem, _), result in last.items():
         attempt = attempt_of(result, taken[author, setting, problem])
         taken[author, setting, problem] += 1
-        yield Sample(author, attempt, result, result, None if result.candidate.path is None else Path(result.candidate.path))
+        yield Sample(author, attempt, result, result, _code(result))
+
+
+def _code(result: Result) -> bytes | None:
+    """Of the file that was judged, or of the package's own solution of that name, whichever has the result's hash."""
+    if result.candidate.path is None:
+        return None
+    own = Path(peerlane.__file__).parent / "solutions" / Path(result.candidate.path).name
+    for path in (Path(result.candidate.path), own):
+        try:
+            data = path.read_bytes()
+        except OSError:
+            continue
+        if hashlib.sha256(data).hexdigest() == result.candidate.sha256:
+            return data
+    return None
 
 
 def author_of(result: Result) -> str:
@@ -161,8 +202,3 @@ def author_of(result: Result) -> str:
     if (model := result.candidate.labels.get("model")) is not None:
         return str(model)
     return (Path(result.candidate.path).parent.name if result.candidate.path else "") or UNNAMED
-
-
-def with_standing(samples: Iterable[Sample], standing: Standing) -> list[Sample]:
-    """The samples, trusted so far."""
-    return [replace(sample, standing=standing) for sample in samples]

@@ -1,0 +1,168 @@
+"""Bundles hold what they say, hostile ones are refused, and verification tells claims that hold from claims that do not."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from peerlane.cli._console import ExitCode
+from peerlane.errors import UsageError
+from peerlane.evaluate.results.reader import read_results
+from peerlane.evaluate.results.result import Result
+from peerlane.evaluate.results.verdict import Correct
+from peerlane.generate.run_folder import RunFolder
+from peerlane.publish.bundle import MANIFEST, read_bundle, write_bundle
+from peerlane.publish.gather import gather
+from peerlane.publish.page import render_page
+from peerlane.publish.verify import Verification, compare, verification, verification_file
+from sample_results import ENVIRONMENT, hung, measured, on_cpu, result, text_of, wrong
+from sample_runs import make_run
+
+Peerlane = Callable[..., int]
+ALL_REDUCE = """\
+import torch
+import torch.distributed as dist
+
+
+def solution(tensor):
+    total = tensor.float().clone()
+    dist.all_reduce(total)
+    return total.to(tensor.dtype)
+"""
+
+
+def timed(eager: float, **changes: object) -> Result:
+    """A result with this speedup in eager mode."""
+    return result(modes=("eager",), speed=(measured("eager", 100.0, 100.0 / eager),), **changes)
+
+
+OTHER_NODE = {"environment": {**ENVIRONMENT, "driver": "570.1"}}
+
+
+@pytest.mark.parametrize(
+    ("claim", "check", "agreement", "said"),
+    [
+        (timed(2.0), timed(1.95), "confirmed", ""),
+        (timed(2.0), timed(3.0), "confirmed", ""),
+        (timed(2.0), timed(1.2), "differs", "eager: claimed 2.00 [1.96, 2.04], found 1.20 [1.18, 1.22]"),
+        (timed(2.0), timed(1.2, **OTHER_NODE), "verdict_only", "judged on 4x NVIDIA H200, NVLink, driver 570"),
+        (timed(2.0), on_cpu(), "verdict_only", "judged on CPU ranks"),
+        (timed(2.0), hung(), "differs", "claimed correct, found hang: first_call"),
+        (wrong(), wrong(**OTHER_NODE), "confirmed", ""),
+        (wrong(), result(), "differs", "claimed wrong_result, found correct"),
+        (on_cpu(), on_cpu(), "confirmed", ""),
+    ],
+)
+def test_a_check_confirms_or_contradicts(claim: Result, check: Result, agreement: str, said: str) -> None:
+    found = compare(claim, check)
+    assert (found.agreement, said in found.said) == (agreement, True), found
+
+
+def test_a_bundle_is_a_run_that_anybody_can_read(tmp_path: Path) -> None:
+    results = make_run(tmp_path / "run", "model-a", (1, 2, 3), 2, kind="agent")
+    (tmp_path / "run" / "001" / "prompt.md").write_text("secret")
+    manifest = write_bundle(tmp_path / "run", tmp_path / "a.zip")
+    assert write_bundle(tmp_path / "run", tmp_path / "b.zip") == manifest
+    assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
+    assert manifest.author == "model-a" and manifest.results == len(results) and not any("prompt" in name for name in manifest.files)
+    run = read_bundle(tmp_path / "a.zip").unpack(tmp_path / "there")
+    mine = RunFolder.open(tmp_path / "run")
+    assert [run.sample(key) for key in run.sample_keys()] == [mine.sample(key) for key in mine.sample_keys()]
+    assert [item.candidate.sha256 for item in read_results(run.path)] == [item.candidate.sha256 for item in results]
+
+
+def repacked(source: Path, to: Path, change: Callable[[dict[str, bytes]], None]) -> Path:
+    """The bundle with other members, as a forger would write it."""
+    with zipfile.ZipFile(source) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    change(members)
+    with zipfile.ZipFile(to, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return to
+
+
+def listed(members: dict[str, bytes], name: str, sha256: str) -> None:
+    """The member in the manifest."""
+    manifest = json.loads(members[MANIFEST])
+    manifest["files"][name] = sha256
+    members[MANIFEST] = json.dumps(manifest).encode()
+
+
+def test_forged_bundles_are_refused(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "m", (1, 2))
+    write_bundle(tmp_path / "run", tmp_path / "good.zip")
+    (tmp_path / "text.zip").write_text("no zip")
+
+    def outside(members: dict[str, bytes]) -> None:
+        members["../../evil.py"] = b"x"
+        listed(members, "../../evil.py", "0" * 64)
+
+    forged = {
+        "text.zip is no bundle": tmp_path / "text.zip",
+        "another hash": repacked(tmp_path / "good.zip", tmp_path / "1.zip", lambda members: members.update({"results.jsonl": b"{}"})),
+        "does not hold the files": repacked(tmp_path / "good.zip", tmp_path / "2.zip", lambda members: members.update({"more": b""})),
+        "'../../evil.py'": repacked(tmp_path / "good.zip", tmp_path / "3.zip", outside),
+        "format 9": repacked(tmp_path / "good.zip", tmp_path / "4.zip", lambda members: members.update({MANIFEST: b'{"format": 9}'})),
+        "is no bundle": repacked(tmp_path / "good.zip", tmp_path / "5.zip", lambda members: members.pop(MANIFEST) and None),
+    }
+    for said, path in forged.items():
+        with pytest.raises(UsageError, match=said.replace(".", r"\.")):
+            read_bundle(path)
+    (tmp_path / "run" / "results.jsonl").write_text(text_of(result()))
+    with pytest.raises(UsageError, match="holds no results of its candidates"):
+        write_bundle(tmp_path / "run", tmp_path / "none.zip")
+
+
+def test_the_page_ranks_verified_and_unverified_apart(tmp_path: Path) -> None:
+    make_run(tmp_path / "own", "judged-here", (1, 2))
+    for name in ("checked", "claimed", "refuted"):
+        claims = make_run(tmp_path / name, name, (1, 2, 3), good=1.0)
+        write_bundle(tmp_path / name, tmp_path / f"{name}.zip")
+        bundle = read_bundle(tmp_path / f"{name}.zip")
+        if name != "claimed":
+            checks = claims if name == "checked" else [wrong(candidate=item.candidate, problem=item.problem) for item in claims]
+            found = verification(bundle, claims, checks)
+            assert found.standing == ("verified" if name == "checked" else "differs")
+            verification_file(bundle.path).write_text(found.model_dump_json())
+    part = verification(bundle, claims, claims[:1])
+    assert part.standing == "unverified" and "not looked at" in str(part)
+    html = render_page(gather([tmp_path / "own", *(tmp_path / f"{name}.zip" for name in ("checked", "claimed", "refuted"))]), "t").html
+    verified, _, rest = html.partition("Leaderboard: not verified")
+    unverified = rest.partition("</table>")[0]
+    assert "<strong>checked</strong>" in verified and "<strong>judged-here</strong>" in verified
+    assert (
+        "<strong>claimed, not verified</strong>" in unverified
+        and "<strong>refuted, differs</strong>" in unverified
+        and "checked" not in unverified
+    )
+
+
+@pytest.mark.slow
+def test_verify_judges_anew(tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run with a wrong candidate is verified; the same run with a forged result is not."""
+    file = tmp_path / "run" / "004" / "0" / "candidate.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("def solution(tensor, dst=0):\n    return tensor\n")
+    judge = ["--preset", "small", "--world-size", "2", "--device", "cpu", "--mode", "eager"]
+    assert peerlane("eval", tmp_path / "run", "--model", "me", "--track", "open", *judge) == ExitCode.NOT_CORRECT
+    good, bad = tmp_path / "good.zip", tmp_path / "bad.zip"
+    assert peerlane("bundle", tmp_path / "run", "--out", good) == ExitCode.OK
+    assert "1 candidate and 1 result of me" in capsys.readouterr().out
+    assert peerlane("verify", good, "--device", "cpu") == ExitCode.OK
+    assert "me: verified: of 1 results 1 confirmed" in capsys.readouterr().out
+    (honest,) = read_results(tmp_path / "run")
+    claimed = {"verdict": Correct(), "correctness": on_cpu().correctness, "speed": on_cpu().speed[:1]}
+    (tmp_path / "run" / "results.jsonl").write_text(text_of(honest.model_copy(update=claimed)))
+    assert peerlane("bundle", tmp_path / "run", "--out", bad) == ExitCode.OK
+    capsys.readouterr()
+    assert peerlane("verify", bad, "--device", "cpu") == ExitCode.CHECK_FAILED
+    said = capsys.readouterr().out
+    assert "me: differs: of 1 results 1 different" in said and "claimed correct, found wrong_" in said
+    assert Verification.model_validate_json(verification_file(bad).read_text()).standing == "differs"
+    assert peerlane("report", good, bad, "--html", tmp_path / "page.html") == ExitCode.OK
+    assert "Leaderboard: not verified" in (tmp_path / "page.html").read_text()
