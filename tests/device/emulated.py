@@ -125,7 +125,7 @@ def all_gather_gemm_calls(
 ) -> Scenario:
     """``calls`` calls, one behind the other, with nothing between them."""
     world, tiling, m, local_k = space.world_size, plan.tiling, space.m, space.local_k
-    defines = {**tiling.defines(space.dtype, "k", "mn"), "WORLD_SIZE": world}
+    defines = {**tiling.defines(space.dtype, "k", "mn"), "WORLD_SIZE": world, "SCATTERS": 0}
     scenario = Scenario("all_gather_gemm", source, world, defines=defines)
     arena = scenario.arena(space.nbytes)
     gathered, flags, epochs = arena.take(space.gathered_bytes, align=1024), arena.take(space.flags_bytes), arena.take(4 * 256)

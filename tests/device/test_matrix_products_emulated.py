@@ -184,10 +184,8 @@ TWINS = {
     "rows told of too early": Twin(
         "all_gather",
         "all_gather_gemm.cuh",
-        "            peers(communicator).store_all(gathered_place(at), parameters.local + at, rows);\n"
-        "            peers(communicator).signal_all(flag, epoch);\n",
-        "            peers(communicator).signal_all(flag, epoch);\n"
-        "            peers(communicator).store_all(gathered_place(at), parameters.local + at, rows);\n",
+        "            push(at, rows);\n            peers(communicator).signal_all(flag, epoch);\n",
+        "            peers(communicator).signal_all(flag, epoch);\n            push(at, rows);\n",
         frozenset({"race"}),
     ),
     "own tile before the others'": Twin(

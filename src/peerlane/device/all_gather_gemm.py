@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from peerlane.device import gemm
 from peerlane.device.arena import Arena
-from peerlane.device.gemm import ELEMENT_BYTES, GroupedTiles, Tiling
+from peerlane.device.gemm import ELEMENT_BYTES, Epilogue, GroupedTiles, Tiling
 from peerlane.device.group import DeviceLaunch, Group, group_of, per_group
 from peerlane.device.layout import LINE_BYTES
 from peerlane.device.roles import BlockNeeds, require_resident
@@ -39,6 +39,7 @@ class Parameters(ctypes.Structure):
         ("gathered", TensorMap),
         ("b", TensorMap),
         ("out", TensorMap),
+        ("residual", TensorMap),
         ("tiles", GroupedTiles),
         ("pieces", GroupedTiles),
         ("m", ctypes.c_uint32),
@@ -51,7 +52,10 @@ class Parameters(ctypes.Structure):
         ("gathered_at", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
         ("epochs", ctypes.c_uint64),
-        ("padding", ctypes.c_uint32 * 12),
+        ("bias", ctypes.c_uint64),
+        ("scale", ctypes.c_float),
+        ("n", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32 * 8),
     )
 
 
@@ -97,10 +101,16 @@ class Workspace:
     pieces: Pieces
     dtype: torch.dtype
     world_size: int
+    scatters: bool = False
 
     @property
     def m(self) -> int:
         return self.pieces.m
+
+    @property
+    def a_rows(self) -> int:
+        """of the left operand of a rank"""
+        return self.m * (self.world_size if self.scatters else 1)
 
     @property
     def local_k(self) -> int:
@@ -124,7 +134,7 @@ class Workspace:
         stride = gemm.row_stride(self.local_k)
         strides = (self.m * stride, stride, 1)
         return {
-            "a": gemm.operand_map(a.split(1), "k", tiling.block_rows),
+            "a": gemm.operand_map(a.split(self.world_size if self.scatters else 1), "k", tiling.block_rows),
             "gathered": TensorMapSpec(gathered, self.dtype, shape, strides, (1, tiling.block_rows, gemm.PANEL)),
             "b": gemm.operand_map(b.split(self.world_size), "mn", tiling.columns // tiling.blocks),
             "out": gemm.result_map(out.split(1)),
@@ -165,10 +175,10 @@ class Plan:
     communicator_blocks: int
 
 
-def plan(pieces: Pieces, n: int, k: int, sm_count: int, communicator_blocks: int = 0) -> Plan:
+def plan(pieces: Pieces, n: int, k: int, sm_count: int, communicator_blocks: int = 0, tiling: Tiling | None = None) -> Plan:
     """The launch for a result of ``n`` columns and ``k`` in all."""
     communicators, m = min(communicator_blocks, pieces.count), pieces.m
-    tiling = gemm.choose_tiling(m, n, k, sm_count - communicators)
+    tiling = tiling or gemm.choose_tiling(m, n, k, sm_count - communicators)
     communicators = -(-communicators // tiling.blocks) * tiling.blocks
     computing = tiling.whole(sm_count - communicators)
     tiles = tiling.grouped(m, n)
@@ -187,7 +197,7 @@ SOURCE = r"""
 #include <peerlane/all_gather_gemm.cuh>
 
 using Shape = SHAPE;
-using Fused = peerlane::AllGatherGemm<Shape, WORLD_SIZE>;
+using Fused = peerlane::AllGatherGemm<Shape, WORLD_SIZE, SCATTERS>;
 
 extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1) all_gather_gemm(
     const __grid_constant__ Fused::Parameters parameters, const __grid_constant__ peerlane::Arena arena) {
@@ -197,11 +207,13 @@ extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_boun
 
 
 class AllGatherGemm:
-    """``call(a, b)`` for one shape of left operand: every rank gets ``[a_0 | a_1 | ...] @ b`` with its own b.
+    """``call(a, b)`` for one shape of left operand: every rank gets ``[a_0 | a_1 | ...] @ b`` with its own b. With ``scatters`` every rank
+    has W m rows, and rank r gets rows [r m, (r + 1) m) of that product.
 
     a (m, local_k), b (W local_k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, local_k and the dtype the same on all ranks.
     The result is laid out in the same way. Creating one is collective. Calls in one stream need no barrier between them and can be
-    captured in a graph. ``communicator_blocks`` of the blocks only send; with 0, the default, a spare warp of every block does."""
+    captured in a graph. ``communicator_blocks`` of the blocks only send; with 0, the default, a spare warp of every block does. The
+    epilogue's bias (n), residual (m, n) and scale are this rank's."""
 
     def __init__(
         self,
@@ -212,15 +224,21 @@ class AllGatherGemm:
         *,
         timeout_s: float = 10.0,
         communicator_blocks: int = 0,
+        scatters: bool = False,
+        epilogue: Epilogue = gemm.PLAIN,
+        tiling: Tiling | None = None,
     ) -> None:
-        self.group = group_of(group)
+        self.group, self.epilogue, self.tiling = group_of(group), epilogue, tiling
+        self.maps = gemm.TensorMaps(self.group)
         world_size = self.group.world_size
+        if scatters and communicator_blocks:
+            raise UsageError(f"an all-to-all by {communicator_blocks} communicator blocks: expected 0; a warp of every block sends")
         if dtype not in gemm.ELEMENT_TYPES or not m * local_k:
             raise UsageError(
                 f"all-gather of ({m}, {local_k}) in {dtype} and GEMM: expected elements, and bfloat16 or float16; convert the operands"
             )
         self.communicator_blocks = communicator_blocks
-        self.workspace = Workspace(choose_pieces(m, local_k, world_size, communicator_blocks), dtype, world_size)
+        self.workspace = Workspace(choose_pieces(m, local_k, world_size, communicator_blocks), dtype, world_size, scatters)
         self.arena = Arena(self.workspace.nbytes, self.group, timeout_s=timeout_s)
         self.gathered = self.arena.take(self.workspace.gathered_bytes, align=1024)
         self.flags = self.arena.take(self.workspace.flags_bytes)
@@ -228,32 +246,47 @@ class AllGatherGemm:
         self.arena.seal()
         self._launches: dict[tuple[int, int, int, int], DeviceLaunch] = {}
 
-    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        out = gemm.empty_aligned(a.shape[0], b.shape[1], a)
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        out = gemm.empty_aligned(self.workspace.m, b.shape[1], a)
         key = self.group.address(a), self.group.address(b), self.group.address(out), b.shape[1]
         launch = self._launches.get(key)
         if launch is None:
             if len(self._launches) == _KEPT_LAUNCHES:
                 self._launches.clear()
             launch = self._launches[key] = self.bind(a, b, out)
+        if self.epilogue != gemm.PLAIN:
+            rows = self.plan_for(b).tiling.block_rows
+            for name, value in self.epilogue.fields(self.maps, (self.workspace.m, b.shape[1]), rows, bias, residual, scale).items():
+                setattr(launch.args[0], name, self.group.address(value) if name == "bias" else value)
         launch()
         return out
+
+    def plan_for(self, b: torch.Tensor) -> Plan:
+        return plan(self.workspace.pieces, b.shape[1], b.shape[0], self.arena.sm_count, self.communicator_blocks, self.tiling)
 
     def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> DeviceLaunch:
         """The launch for these tensors. It holds their addresses, not them."""
         space = self.workspace
         if (
-            tuple(a.shape) != (space.m, space.local_k)
+            tuple(a.shape) != (space.a_rows, space.local_k)
             or b.shape[0] != space.world_size * space.local_k
             or {a.dtype, b.dtype} != {space.dtype}
         ):
             raise UsageError(
-                f"operands {tuple(a.shape)} and {tuple(b.shape)} in {a.dtype}: expected ({space.m}, {space.local_k}) and "
+                f"operands {tuple(a.shape)} and {tuple(b.shape)} in {a.dtype}: expected ({space.a_rows}, {space.local_k}) and "
                 f"({space.world_size * space.local_k}, n) in {space.dtype}; create an AllGatherGemm for each size"
             )
-        chosen = plan(space.pieces, b.shape[1], b.shape[0], self.arena.sm_count, self.communicator_blocks)
+        chosen = self.plan_for(b)
         tiling = chosen.tiling
-        defines = {**tiling.defines(a.dtype, "k", "mn"), "WORLD_SIZE": space.world_size}
+        defines = {**tiling.defines(a.dtype, "k", "mn", self.epilogue), "WORLD_SIZE": space.world_size, "SCATTERS": int(space.scatters)}
         kernel = self.group.kernel(SOURCE, "all_gather_gemm", defines=defines, on_failure=self.arena.raise_fault)
         needs = BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes)
         require_resident("all_gather_gemm", chosen.grid, needs, self.arena.sm_count)
@@ -261,11 +294,14 @@ class AllGatherGemm:
         a_place, b_place, out_place = (TensorPlace.of(tensor, self.group) for tensor in (a, b, out))
         maps = {name: self.group.encode(spec) for name, spec in space.specs(a_place, b_place, out_place, gathered, tiling).items()}
         parameters = space.parameters(maps, chosen, self.group.address(a), self.gathered, self.flags, self.epochs)
+        parameters.n = b.shape[1]
         arguments = parameters, self.arena.view
         return kernel.bind(chosen.grid, tiling.threads, arguments, shared_bytes=tiling.shared_bytes, cluster=tiling.blocks)
 
 
 @per_group
-def all_gather_gemm(group: Group, m: int, local_k: int, dtype: torch.dtype) -> AllGatherGemm:
-    """The group's one :class:`AllGatherGemm` of this size; the first call is collective."""
-    return AllGatherGemm(m, local_k, dtype, group)
+def all_gather_gemm(
+    group: Group, m: int, local_k: int, dtype: torch.dtype, scatters: bool = False, epilogue: Epilogue = gemm.PLAIN
+) -> AllGatherGemm:
+    """The group's one :class:`AllGatherGemm` of this kind and size; the first call is collective."""
+    return AllGatherGemm(m, local_k, dtype, group, scatters=scatters, epilogue=epilogue)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from peerlane.device.group import DeviceLaunch, Group
+from peerlane.device.group import DeviceLaunch, Group, per_group
 from peerlane.device.roles import GROUP_THREADS, BlockNeeds, require_resident
 from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
 from peerlane.errors import UsageError
@@ -266,6 +266,52 @@ def bind(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tili
     maps = {name: group.encode(spec) for name, spec in specs(a_place, b_place, out_place, tiling).items()}
     arguments = (parameters(maps, m, n, k, tiling),)
     return kernel.bind(grid, tiling.threads, arguments, shared_bytes=tiling.shared_bytes, cluster=tiling.blocks)
+
+
+class Product:
+    """``call(a, b)`` for one shape: ``a @ b`` with an epilogue, on a rank of ``group`` alone. a (m, k), b (k, n), all ``aligned``."""
+
+    def __init__(
+        self, group: Group, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: Epilogue = PLAIN, tiling: Tiling | None = None
+    ) -> None:
+        m, n, k = shape
+        self.group, self.shape, self.epilogue, self.maps = group, shape, epilogue, TensorMaps(group)
+        self.tiling = tiling = tiling or choose_tiling(m, n, k, group.sm_count)
+        kernel = group.kernel(SOURCE, "gemm", defines=tiling.defines(dtype, "k", "mn", epilogue))
+        tiles = tiling.grouped(m, n)
+        grid = tiling.whole(min(tiles.rows * tiles.columns * tiling.blocks, group.sm_count))
+        self._arguments = Parameters(tiles=tiles, n=n, k=k)
+        self._launch = kernel.bind(grid, tiling.threads, (self._arguments,), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks)
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        check_operands(a, b)
+        m, n, k = self.shape
+        if (*a.shape, b.shape[1]) != (m, k, n):
+            raise UsageError(
+                f"operands {tuple(a.shape)} and {tuple(b.shape)}: expected ({m}, {k}) and ({k}, {n}); create a Product for each size"
+            )
+        out, tiling, arguments = empty_aligned(m, n, a), self.tiling, self._arguments
+        arguments.a = self.maps(a, operand_box("k", tiling.block_rows))
+        arguments.b = self.maps(b, operand_box("mn", tiling.columns // tiling.blocks))
+        arguments.c = self.maps(out, (64, PANEL))
+        for name, value in self.epilogue.fields(self.maps, (m, n), tiling.block_rows, bias, residual, scale).items():
+            setattr(arguments, name, self.group.address(value) if name == "bias" else value)
+        self._launch()
+        return out
+
+
+@per_group
+def product(group: Group, m: int, n: int, k: int, dtype: torch.dtype, epilogue: Epilogue = PLAIN) -> Product:
+    """The group's one :class:`Product` of this size."""
+    return Product(group, (m, n, k), dtype, epilogue)
 
 
 def specs(

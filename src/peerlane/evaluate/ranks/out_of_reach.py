@@ -16,6 +16,7 @@ from peerlane.evaluate.sandbox.answers import PACKAGES
 _LIBRARY = (
     ("peerlane.device.collectives", "Communicator"),
     ("peerlane.device.all_gather_gemm", "AllGatherGemm"),
+    ("peerlane.device.gemm_all_gather", "GemmAllGather"),
     ("peerlane.device.owner_sum", "OwnerSum"),
 )
 

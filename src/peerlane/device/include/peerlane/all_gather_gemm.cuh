@@ -1,5 +1,6 @@
 // A product whose left operand lies in pieces on all ranks, split along k: out = sum over q of A_q B[q], A_q (m x local_k) on rank q, and
-// B[q] the q-th local_k rows of this rank's own B.
+// B[q] the q-th local_k rows of this rank's own B. With `scatters` rank q has a part of A_q for every rank, W m rows: each gets its own m rows of all,
+// an all-to-all in place of the all-gather.
 //
 // This rank's A is pushed to every other rank in pieces of some rows and columns, with a flag behind each. Who pushes, the launch says: a warp of
 // every compute block, by loads and stores, which costs no SM and needs all of them to fill a port; or communicator blocks, by bulk copies
@@ -20,10 +21,11 @@ namespace peerlane {
 
 // Mirrors `peerlane.device.all_gather_gemm.Parameters`.
 struct AllGatherGemmParameters {
-    TensorMap a;         // this rank's: (local_k, m, 1)
+    TensorMap a;         // this rank's: (local_k, m, 1), or (local_k, m, W)
     TensorMap gathered;  // in the arena: (local_k, m, 2 W), third index buffer * W + source
     TensorMap b;         // (n, local_k, W), or (local_k, n, W)
     TensorMap out;       // (n, m, 1)
+    TensorMap residual;  // this and the last ones: see Epilogue
     GroupedTiles tiles;
     GroupedTiles pieces;        // in the order in which they are sent
     u32 m, local_k, row_bytes;  // row_bytes: from a row of A to the next, here and where it is gathered
@@ -34,9 +36,12 @@ struct AllGatherGemmParameters {
     u64 gathered_at;     // in the arena: what `gathered` describes
     u64 flags;           // in the arena: Peers::flag_bytes(pieces.count())
     u64 epochs;          // in the arena: u32[max_epoch_blocks]
+    const char* bias;
+    float scale;
+    u32 n;
 };
 
-template <class Shape, int W>
+template <class Shape, int W, bool scatters = false>
 struct AllGatherGemm : Shape {
     using Parameters = AllGatherGemmParameters;
     using Tile = GroupedTiles::Tile;
@@ -55,7 +60,7 @@ struct AllGatherGemm : Shape {
         const int row = tile.row * Shape::rows + Shape::first_row(), column = tile.column * Shape::columns;
         for (u32 k = 0; k < parameters.local_k; k += Shape::depth) {
             const int depth = static_cast<int>(k);
-            load_step<Shape>(in, {&parameters.a, row, depth, 0}, {&parameters.b, column, depth, arena.rank});
+            load_step<Shape>(in, {&parameters.a, row, depth, scatters ? static_cast<int>(arena.rank) : 0}, {&parameters.b, column, depth, arena.rank});
         }
         for (u32 piece = 0; piece < parameters.pieces.columns; ++piece) {
             const u32 first = piece * parameters.piece_columns;
@@ -70,6 +75,7 @@ struct AllGatherGemm : Shape {
                 }
             }
         }
+        load_epilogue<Shape>(parameters, {column, row, 0}, in);
     }
 
     // For the pieces that `load` uses, in that order.
@@ -84,9 +90,10 @@ struct AllGatherGemm : Shape {
         }
     }
 
-    __device__ void compute(const Tile&, u32 group, InputConsumer<AllGatherGemm>& in, OutputProducer<AllGatherGemm>& out) const {
+    __device__ void compute(const Tile& tile, u32 group, InputConsumer<AllGatherGemm>& in, OutputProducer<AllGatherGemm>& out) const {
         typename Shape::Sum sum;
         multiply_steps<Shape>(sum, group, W * Shape::steps(parameters.local_k), in);
+        apply_epilogue<Shape>(sum, parameters, group, tile.column * Shape::columns, in);
         emit<Shape>(sum, out);
     }
 
@@ -98,7 +105,7 @@ struct AllGatherGemm : Shape {
     __device__ void communicate(u32 part, u32 parts) const {
         if (parameters.communicator_blocks > 0) return;
         each_piece(part, parts, [&](u32 flag, u64 at, const Rows& rows) {
-            peers(communicator).store_all(gathered_place(at), parameters.local + at, rows);
+            push(at, rows);
             peers(communicator).signal_all(flag, epoch);
         });
     }
@@ -132,6 +139,16 @@ struct AllGatherGemm : Shape {
     }
 
   private:
+    __device__ void push(u64 at, const Rows& rows) const {
+        if constexpr (scatters) {
+            for (int k = 1; k < W; ++k) {
+                const int q = rank_after<W>(arena.rank, k);
+                peers(communicator).store_rows(q, gathered_place(at), parameters.local + q * shard_bytes() + at, rows);
+            }
+        } else {
+            peers(communicator).store_all(gathered_place(at), parameters.local + at, rows);
+        }
+    }
     __device__ u64 shard_bytes() const { return u64(parameters.m) * parameters.row_bytes; }
     __device__ u64 gathered_place(u64 at) const { return parameters.gathered_at + slot_of(arena.rank) * shard_bytes() + at; }
     __device__ int slot_of(u32 source) const { return static_cast<int>((epoch & 1) * W + source); }

@@ -90,6 +90,20 @@ class Peers {
     // 16 at 16-byte aligned addresses, less than 4 GiB from the first to the last. Every vector is loaded once; several of a thread are on their
     // way at a time.
     __device__ void store_all(u64 target, const char* source, Rows rows) const {
+        store_rows(source, rows, [&](const auto& store) {
+#pragma unroll
+            for (int k = 1; k < W; ++k) store(arena_.peer(rank_after<W>(arena_.rank, k), target));
+        });
+    }
+
+    // The same to rank `peer` alone.
+    __device__ void store_rows(int peer, u64 target, const char* source, Rows rows) const {
+        store_rows(source, rows, [&](const auto& store) { store(arena_.peer(peer, target)); });
+    }
+
+    // The same to some targets: `each` calls what it gets with every one.
+    template <class Each>
+    __device__ void store_rows(const char* source, Rows rows, const Each& each) const {
         fuzz(arena_, role_, span_store);
         const Span span(arena_, role_, span_store, team_.thread() == 0);
         const u32 step = team_.size() * sizeof(Vec16), own = team_.thread() * sizeof(Vec16);
@@ -105,14 +119,12 @@ class Peers {
                 first += step;
                 if (first >= rows.bytes) ++row, first = 0;
             }
-#pragma unroll
-            for (int k = 1; k < W; ++k) {
-                char* to = arena_.peer(rank_after<W>(arena_.rank, k), target);
+            each([&](char* to) {
 #pragma unroll
                 for (int v = 0; v < at_once; ++v) {
                     if (at[v] != nowhere) *reinterpret_cast<Vec16*>(to + at[v]) = vectors[v];
                 }
-            }
+            });
         }
     }
 

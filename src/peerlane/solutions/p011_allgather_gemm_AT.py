@@ -1,0 +1,20 @@
+"""Problem 11, all-gather of K-shards and a matrix product: the kernel of problem 12.
+
+Only the strides of the reference's result differ, and strides are free, so nothing is transposed. The device code is
+``device/include/peerlane/all_gather_gemm.cuh``. float32, which its tensor cores do not take, is one launch more and a product."""
+
+from __future__ import annotations
+
+import torch
+
+from peerlane.device import communicator, gemm, group_of
+from peerlane.device.all_gather_gemm import all_gather_gemm
+
+
+def solution(A_local: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+    group, (m, local_k) = group_of(), A_local.shape
+    if A_local.dtype not in gemm.ELEMENT_TYPES or not (m and local_k and B.shape[1]):
+        shards = A_local.new_empty((group.world_size, m, local_k))
+        communicator().all_gather_into_tensor(shards, A_local.contiguous())
+        return torch.mm(shards.transpose(0, 1).reshape(m, -1), B)
+    return all_gather_gemm(group, m, local_k, A_local.dtype)(gemm.aligned(A_local), gemm.aligned(B)).contiguous()

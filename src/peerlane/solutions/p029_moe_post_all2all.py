@@ -1,0 +1,39 @@
+"""Problem 29, combination of experts' rows by token: one kernel pushes rows home, and adds them up there with their weights.
+
+While rows travel, each rank looks up their weights and lists the rows of every token. Sums are kept in fp32 and rounded once. The device
+code is ``device/include/peerlane/moe.cuh``."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from peerlane.device import group_of
+from peerlane.device.moe import combine
+
+
+def solution(
+    expert_outputs: torch.Tensor,
+    routing_weights: torch.Tensor,
+    selected_experts: torch.Tensor,
+    num_experts: int,
+    input_splits: list[int] | torch.Tensor,
+    output_splits: list[int] | torch.Tensor,
+    num_global_tokens_per_local_expert: torch.Tensor,
+    routing_map: torch.Tensor,
+    local_input_permutation_mapping: torch.Tensor,
+    org_hidden_states_shape: torch.Size,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    ranks = group_of(group)
+    returned = input_splits.tolist() if isinstance(input_splits, torch.Tensor) else input_splits
+    if ranks.world_size == 1:
+        expert, token = routing_map.nonzero(as_tuple=True)
+        weights = routing_weights[token].masked_fill(selected_experts[token] != expert.unsqueeze(1), 0).sum(1, keepdim=True)
+        weighted = expert_outputs * weights
+        return weighted.new_zeros(org_hidden_states_shape).index_add_(0, local_input_permutation_mapping, weighted)
+    result = combine(
+        ranks, expert_outputs, routing_weights, selected_experts, routing_map, local_input_permutation_mapping, returned,
+        num_global_tokens_per_local_expert, org_hidden_states_shape[0],
+    )  # fmt: skip
+    return result.view(org_hidden_states_shape)
