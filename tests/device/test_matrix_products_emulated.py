@@ -13,6 +13,8 @@ import torch
 
 from device import emulated
 from device.emulated import SumCalls
+from device.judged import cases, judge, require_correct
+from peerlane import problems, solutions
 from peerlane.device import all_gather_gemm, gemm
 from peerlane.device.emulator import Scenario, build, check
 from peerlane.device.gemm import Tiling
@@ -123,6 +125,15 @@ def test_a_product_with_all_gather_is_right_call_after_call(world_size: int, com
     assert report.clean, str(report)
 
 
+@pytest.mark.parametrize(
+    ("number", "label", "world_size"),
+    [(14, "ragged_bf16", 2), (15, "ragged_bf16", 2), *(pytest.param(n, "tile_bf16", 4, marks=pytest.mark.slow) for n in (11, 13, 14, 15))],
+)
+def test_solutions_with_products_are_right(number: int, label: str, world_size: int) -> None:
+    case = next(case for case in cases(problems.get(number), world_size) if case.label == label)
+    require_correct(judge(solutions.files()[number], number, case, schedules=2))
+
+
 @dataclass(frozen=True)
 class Twin:
     """A kernel with one line of a header replaced."""
@@ -203,6 +214,20 @@ TWINS = {
         "        store_sum<Shape>(out, {tile.column",
         frozenset({"race"}),
     ),
+    "tile stored before its rank is ready": Twin(
+        "columns_to_all",
+        "gemm_all_gather.cuh",
+        "        if (tile.index < gridDim.x / Shape::cluster_blocks) peers.wait_all(0, epoch);\n",
+        "",
+        frozenset({"race"}),
+    ),
+    "columns that are waited for too early": Twin(
+        "columns_to_all",
+        "gemm_all_gather.cuh",
+        "        peers.signal_all(1 + tile.index * tile_flags + Shape::group_of_tile(group), epoch);\n",
+        "        peers.acknowledge_all(1 + tile.index * tile_flags + Shape::group_of_tile(group), epoch);\n",
+        frozenset({"race"}),
+    ),
     "end before all tiles have come": Twin(
         "all_reduce",
         "gemm_all_reduce.cuh",
@@ -229,11 +254,15 @@ def test_a_twin_with_one_line_wrong_is_caught(name: str, tmp_path: Path, monkeyp
     twin = TWINS[name]
     text = (INCLUDE_DIR / "peerlane" / twin.header).read_text()
     assert text.count(twin.line) == 1
-    if twin.scenario in SUMS:
+    if twin.scenario in (*SUMS, "columns_to_all"):
         shutil.copytree(INCLUDE_DIR, tmp_path / "include")
         (tmp_path / "include" / "peerlane" / twin.header).write_text(text.replace(twin.line, twin.instead))
         monkeypatch.setattr(build, "INCLUDE_DIR", tmp_path / "include")
-        found = SUMS[twin.scenario]().found(tmp_path)
+        if twin.scenario == "columns_to_all":
+            case = next(case for case in cases(problems.get(14), 2) if case.label == "tile_bf16")
+            found = {finding.kind for finding in judge(solutions.files()[14], 14, case).outcome.findings}
+        else:
+            found = SUMS[twin.scenario]().found(tmp_path)
     else:
         (tmp_path / "peerlane").mkdir()
         (tmp_path / "peerlane" / twin.header).write_text(text.replace(twin.line, twin.instead))

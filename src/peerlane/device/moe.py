@@ -165,9 +165,10 @@ def dispatch(
     width = tokens.shape[1]
     flat = flat_map(routing_map)
     bound = _dispatch(group, tokens.shape[0], slots, flat.shape[0], width * tokens.itemsize, MAP_TYPES[flat.dtype])
+    rows = bound.tensor("out", (received, width), tokens.dtype)
     mapping = torch.empty(sum(sent), dtype=torch.int64, device=tokens.device)
     bound(x=tokens.contiguous(), map=flat, mapping=mapping, lengths=lengths.to(tokens.device, torch.int64).contiguous(), start=starts(sent))
-    return bound.tensor("out", (received, width), tokens.dtype), mapping
+    return rows, mapping
 
 
 @per_group
