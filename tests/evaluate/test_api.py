@@ -78,6 +78,8 @@ def test_a_time_limit_is_for_the_whole_candidate(evaluator: pl.Evaluator) -> Non
     got = evaluator.evaluate(1, SLEEPS, timeout=1.5, modes=())
     assert isinstance(got.verdict, Hang) and got.verdict.deadline_s == 1.5 and got.flags == ("time_limit",)
     assert time.monotonic() - begin < 8
+    found = evaluator.evaluate_all([candidate_text(f"{SLEEPS}# {number}", 1, "sleeps") for number in range(2)], timeout=1.5, modes=())
+    assert [item.flags for item in found] == [("time_limit",)] * 2, "each has its own"
     got = evaluator.evaluate(1, RIGHT, timeout=0.001)
     assert isinstance(got.verdict, NotRun) and "time limit of 0.001 s" in got.verdict.reason, "the candidate had no chance"
 

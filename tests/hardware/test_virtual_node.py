@@ -31,6 +31,8 @@ fi
 read command
 case $command in
     get_server_list) [ -e "$CUDA_MPS_LOG_DIRECTORY/status" ] && echo 4711 ;;
+    "get_client_list 4711") printf '31\n32\n' ;;
+    "terminate_client"*) echo "$command" >>"$CUDA_MPS_LOG_DIRECTORY/terminated" ;;
     "get_server_status 4711") head -n 1 "$CUDA_MPS_LOG_DIRECTORY/status"; sed -i 1d "$CUDA_MPS_LOG_DIRECTORY/status" ;;
 esac
 if [ "$command" = quit ] && [ -z "$DEAF" ]; then kill "$(cat "$pid")"; fi
@@ -170,6 +172,15 @@ def test_a_daemon_is_ready_when_no_server_is_in_a_fault_and_is_started_anew_wher
         status.write_text("FAULT\n" * 1000)
         daemon.await_ready(0.2)
         assert pid_of(daemon) != pid and not is_alive(pid) and not status.exists() and daemon.is_alive()
+
+
+def test_what_clients_run_is_ended_and_nothing_else() -> None:
+    with MpsDaemon() as daemon:
+        daemon.terminate([31])
+        assert not (daemon.folder / "log" / "terminated").exists(), "there is no server"
+        (daemon.folder / "log" / "status").write_text("ACTIVE\n")
+        daemon.terminate([30, 31])
+        assert (daemon.folder / "log" / "terminated").read_text() == "terminate_client 4711 31\n"
 
 
 def test_what_can_not_be_is_refused() -> None:

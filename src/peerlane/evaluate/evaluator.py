@@ -314,6 +314,9 @@ class Evaluator:
                 with self._claimed(job, busy) as mine:
                     if not mine:
                         continue
+                    if limit is not None and job.timeout is not None:
+                        limit.seconds = job.timeout
+                        limit.start()
                     later = self._plan.pool_settings.warm_groups if self._warm else 0
                     later += sum(groups_needed(other, self._plan.device) for other in left)
                     plan, tell = self._plan, self._reporter(job)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -170,6 +170,13 @@ class MpsDaemon:
             shutil.rmtree(self.folder / name, ignore_errors=True)
             (self.folder / name).mkdir()
         self._start(control)
+
+    def terminate(self, pids: Collection[int]) -> None:
+        """End what these clients run on the GPU. A kernel without an end outlives its process, for it runs in the server's context."""
+        for server in (self._ask("get_server_list") or "").split():
+            clients = (self._ask(f"get_client_list {server}") or "").split() if server.isdecimal() else ()
+            for pid in {str(pid) for pid in pids} & set(clients):
+                self._ask(f"terminate_client {server} {pid}")
 
     def _is_ready(self) -> bool:
         servers = self._ask("get_server_list")

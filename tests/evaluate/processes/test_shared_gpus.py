@@ -40,6 +40,7 @@ class StandIn:
 
     def __init__(self, log: list[str], name: str, *, lost: bool = False) -> None:
         self.log, self.name, self.lost, self.busy, self.role = log, name, lost, False, name
+        self.stuck, self.pids = False, (0,)
 
     def ask(self, request: dict[str, Any], phase: str, deadline_s: float) -> list[Any]:
         if self.lost:
@@ -48,6 +49,9 @@ class StandIn:
 
     def kill(self) -> None:
         self.log.append(f"killed {self.name}")
+
+    def terminate(self, pids: tuple[int, ...]) -> None:
+        self.log.append(f"terminated {pids}")
 
     def await_ready(self) -> None:
         self.log.append("server ready")
@@ -63,6 +67,17 @@ def test_after_a_fault_all_groups_start_anew_once_the_server_is_ready(lost: bool
     session.recover_from_fault()
     assert log == (["killed trusted", "killed warm", "server ready"] if lost else [])
     assert len(notes) == lost and session.shares_faults
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_what_a_group_that_hangs_runs_on_the_gpu_is_ended_before_its_processes(stuck: bool) -> None:
+    log: list[str] = []
+    session = Session("cuda", 4, Deadlines(), node=VirtualNode(4, 1, "mps"))
+    session._daemon = cast(MpsDaemon, StandIn(log, "daemon"))
+    group = StandIn(log, "candidate")
+    group.stuck, group.pids = stuck, (1, 2)
+    session.end(cast(RankGroup, group))
+    assert log == [*(["terminated (1, 2)"] if stuck else []), "killed candidate"]
 
 
 def test_ranks_that_share_nothing_but_time_are_left_alone() -> None:

@@ -59,7 +59,7 @@ class WarmPool:
                 reason = str(error)
                 continue
             try:
-                group.finish()
+                group.pids = tuple(int(answer["pid"]) for answer in group.finish())
                 return group
             except GroupFailure as failure:
                 reason = _ended(group, failure)

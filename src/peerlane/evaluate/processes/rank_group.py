@@ -109,6 +109,10 @@ class RankGroup:
         self.alive = True
         self.building = BuildTime(0.0)
         self._kills = out_of_memory_kills()
+        self.pids: tuple[int, ...] = ()
+        """of the ranks, known once they are up"""
+        self.stuck = False
+        """it did not answer in time: what it launched may still run"""
         self.limit: Limit | None = None
         """of the evaluation that waits for this group: its end ends the wait, and leaves the group to be killed"""
 
@@ -190,6 +194,7 @@ class RankGroup:
                         failure = self._read_control(phase) or failure
                         continue
                     if isinstance(key.data, Limit):
+                        self.stuck = True
                         key.data.check(phase)
                     outcome = self._read_rank(key.data, phase)
                     if outcome is None:
@@ -211,7 +216,7 @@ class RankGroup:
         if failure is not None:
             raise failure
         if waiting:
-            stuck = tuple(sorted(waiting))
+            stuck, self.stuck = tuple(sorted(waiting)), True
             if self.limit is not None:
                 self.limit.check(phase, stuck)
             if self.building.ranks:

@@ -180,6 +180,8 @@ class Session:
 
     def end(self, group: RankGroup) -> None:
         """Kills a candidate's group. Processes that survive are a note; what the candidate did is known all the same."""
+        if self._daemon is not None and group.stuck:
+            self._daemon.terminate(group.pids)
         try:
             group.kill()
         except HarnessError as error:
