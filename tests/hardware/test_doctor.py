@@ -46,6 +46,13 @@ def test_node_with_nvlink() -> None:
     assert checks["NVLink multicast"].status == "ok"
 
 
+@pytest.mark.parametrize(("sharing", "status", "told"), [("mps", "ok", "at once, by MPS"), ("time_slices", "warn", "in time slices")])
+def test_one_gpu_is_a_virtual_node(sharing: str, status: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "available_sharing", lambda: sharing)
+    found = doctor.check_ranks(machine(1))
+    assert found.status == status and told in found.detail and ("on PATH" in found.remedy) == (sharing == "time_slices")
+
+
 def test_gpus_without_nvlink_or_profile() -> None:
     checks = by_name(diagnose(machine(2, "SYS", "NVIDIA L4"), {}))
     assert checks["NVLink"].status == "warn" and "SYS" in checks["NVLink"].detail

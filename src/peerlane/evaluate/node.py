@@ -75,7 +75,7 @@ def describe_node(plan: EvaluationPlan) -> Node:
 
 def place_ranks(plan: EvaluationPlan, world_size: int, gpus: int) -> VirtualNode | None:
     """The virtual node that so many ranks are on; None where each has a GPU, or a CPU. Raises :class:`TooFewGpus`."""
-    if plan.device == "cpu":
+    if plan.device != "cuda":
         return None
     sharing: Sharing | None = "time_slices" if plan.isolation == "L2" else None  # MPS does not reach into the sandbox's namespaces
     node = share_gpus(world_size, gpus, plan.ranks_per_gpu or None, sharing)
