@@ -25,7 +25,7 @@ def docs(
         raise UsageError(f"docs got {' and '.join(asked) or 'nothing to do'}: expected one of --write, --check and --site")
     from peerlane import problems
     from peerlane.cli import _reference
-    from peerlane.report import evidence, pages, sections
+    from peerlane.report import evidence, figures, pages, sections
     from peerlane.report.site import stage
 
     if site is not None:
@@ -38,17 +38,18 @@ def docs(
     measured = evidence.read_evidence(root)
     generated = pages.generate(problems.suite(), measured)
     documents = all((root / path).is_file() for path in sections.DOCUMENTS)  # a folder elsewhere has pages alone
+    pictures = figures.figures(problems.suite(), measured) if documents else {}
     if write:
         changes = pages.write(folder, generated)
         if documents:
-            changes += [*evidence.write(root, measured), *sections.write(root), *_reference.write(root)]
+            changes += [*evidence.write(root, measured), *sections.write(root), *_reference.write(root), *figures.write(root, pictures)]
         for change in changes:
             print(f"written: {change}")
         print(f"{len(generated)} pages in {folder}")
         return
     changes = pages.stale(folder, generated)
     if documents:
-        changes += [*evidence.stale(root, measured), *sections.stale(root), *_reference.stale(root)]
+        changes += [*evidence.stale(root, measured), *sections.stale(root), *_reference.stale(root), *figures.stale(root, pictures)]
     for change in changes:
         print(change)
     if changes:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 INSTALL = "pip install 'peerlane[plot]'"
 REFERENCE = "reference"
 _BLACK = "#000000"
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
 _MARKERS = "osD^vPX"
 _DASHES = {"eager": "--", "graph": "-"}
 _SWEEP = re.compile(r"sweep_(\d+)(kib|mib)")
@@ -144,11 +144,7 @@ def svg_figure(path: Path, width: float, height: float) -> Iterator[Any]:
     """
     if path.suffix != ".svg":
         raise UsageError(f"cannot draw {path}: expected a name that ends in .svg")
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-        figures = importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise MissingDependency(f"plots need matplotlib, which can not be imported ({error}): run {INSTALL}") from error
+    matplotlib, figures = matplotlib_parts(""), matplotlib_parts("figure")
     # Text stays text, and the same plot gives the same bytes.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "peerlane"}):
         figure = figures.Figure(figsize=(width, height), layout="constrained")
@@ -158,6 +154,14 @@ def svg_figure(path: Path, width: float, height: float) -> Iterator[Any]:
             figure.savefig(path, format="svg", metadata={"Date": None})
         except OSError as error:
             raise UsageError(f"cannot write {path}: {error.strerror}; name a file that can be written") from None
+
+
+def matplotlib_parts(name: str) -> Any:
+    """matplotlib, or the module of it with this name; raises MissingDependency."""
+    try:
+        return importlib.import_module(f"matplotlib.{name}" if name else "matplotlib")
+    except ImportError as error:
+        raise MissingDependency(f"plots need matplotlib, which can not be imported ({error}): run {INSTALL}") from error
 
 
 def write_svg(plot: Plot, path: Path) -> None:
@@ -177,7 +181,7 @@ def _draw(panel: Panel, plot: Plot, area: Any) -> None:
     names = [name for name in dict.fromkeys(line.name for line in panel.lines) if name != REFERENCE]
     for line in panel.lines:
         number = None if line.name == REFERENCE else names.index(line.name)
-        colour = _BLACK if number is None else _COLOURS[number % len(_COLOURS)]
+        colour = _BLACK if number is None else COLOURS[number % len(COLOURS)]
         marker = "." if number is None else _MARKERS[number % len(_MARKERS)]
         sizes = [point.nbytes for point in line.points]
         label = f"{line.name}, {line.mode}" if line.mode else line.name
