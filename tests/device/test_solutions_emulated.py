@@ -9,7 +9,7 @@ import pytest
 
 from device.judged import judge, require_correct
 from peerlane import problems, solutions
-from peerlane.device import clipping, fp8_history
+from peerlane.device import clipping, fp8_history, nucleus
 from peerlane.device.declare import DeclaredKernel
 from peerlane.device.emulator import sequence
 from peerlane.device.emulator.build import Program
@@ -35,10 +35,13 @@ TWINS = [
     (45, "ragged_bf16", "for (int k = 1; k < WORLD_SIZE; ++k)", "for (int k = 1; k < WORLD_SIZE - 1; ++k)"),
     (52, "history_4_bf16", "barrier(blockIdx.x, epoch)", "signal_all(blockIdx.x, epoch)"),
     (53, "history_4_bf16", "(epoch & 1) * WORLD_SIZE", "0 * WORLD_SIZE"),
+    (82, "both_bf16", "args.target[token] / args.columns", "args.target[token] % WORLD_SIZE"),
+    (83, "partial_chunk_bf16", "args.packets, epoch, token", "args.packets, epoch & ~1u, token"),
+    (84, "top_k_bf16", "arena.rank) * args.columns", "arena.rank) * (args.columns - 1)"),
     (73, "scaled_fp32", "target / args.columns == q", "target / args.columns == arena.rank"),
 ]
 """Of a solution and a case: what stands in its kernel, and what a careless author would write."""
-SHARED = {21: clipping, 22: clipping, 52: fp8_history, 53: fp8_history}
+SHARED = {21: clipping, 22: clipping, 52: fp8_history, 53: fp8_history, 82: nucleus, 83: nucleus, 84: nucleus}
 
 
 def case_of(number: int, label: str, world_size: int) -> Case:

@@ -305,6 +305,14 @@ PRESETS = (
         "8 sequences of 32768 positions, 256 channels with a filter each, as long as the sequence",
         case("bf16", BF16, batch=8, groups=256, group_dim=1, length=32768, taps=32768, zigzag=True),
     ),
+    *(
+        preset(
+            f"sweep_{local}",
+            f"{local} positions per rank, 1024 filters of 1024 taps per rank",
+            case("bf16", BF16, batch=1, groups=1024, group_dim=1, local=local, taps_per_rank=1024, zigzag=True),
+        )
+        for local in (1024, 2048, 8192, 16384)
+    ),
 )
 
 

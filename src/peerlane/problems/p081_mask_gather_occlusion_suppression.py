@@ -392,6 +392,10 @@ PRESETS = (
         "48 objects of 1024 x 1024 in float32",
         case("fp32", FP32, eighths=(6,) * 8, size=(1024, 1024)),
     ),
+    *(
+        preset(f"sweep_{objects}", f"{objects} objects", case("bf16", BF16, eighths=(objects // 8,) * 8, size=(256, 256)))
+        for objects in (16, 32, 64, 128, 256, 512)
+    ),
 )
 
 _SINGLE = "small/single_bf16"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from peerlane.problems.contract import CaseSpec, Problem, case, preset
 from peerlane.problems.families.collective import group_layout
-from peerlane.problems.families.vocab import BF16, FP32, arguments, filter_variants, filtered_log_probability
+from peerlane.problems.families.vocab import BF16, FP32, arguments, filter_variants, filtered_log_probability, token_sweep
 from peerlane.problems.families.vocab_logprob import compare, cost, log_probability_answer, log_probability_wrong_answers, oracle
 
 
@@ -80,6 +80,7 @@ PRESETS = (
         "4096 tokens, vocabulary 129280, top 50, float32",
         case("fp32", FP32, batch=4, sequence=1024, vocab=129280, top_k=50),
     ),
+    *token_sweep(),
 )
 
 

@@ -101,6 +101,7 @@ PRESETS = (
         "a sequence of 16384 tokens in chunks of 2048, vocabulary 129280, top 50",
         case("bf16", BF16, batch=1, sequence=16384, vocab=129280, top_k=50, chunk=2048),
     ),
+    *vocab.token_sweep(chunk=1024),
 )
 
 # More than one sequence and more than one chunk: only there is the order of chunks a question.

@@ -298,6 +298,7 @@ PRESETS = (
         "4096 tokens in chunks of 1024, vocabulary 129280, no filter: a plain log-probability's gradient",
         case("bf16", BF16, batch=1, sequence=4096, vocab=129280, chunk=1024, grad_dtype=FP32),
     ),
+    *vocab.token_sweep(chunk=1024),
 )
 
 _IDLE = ("disabled_fp32",)

@@ -14,7 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.problems.contract import UNIT_ROUNDOFF, AlternativeSolution, AnswerContext, Case, Draw, GroupRef, KnownWrongAnswer, Preset
+from peerlane.problems.contract import (
+    UNIT_ROUNDOFF,
+    AlternativeSolution,
+    AnswerContext,
+    Case,
+    Draw,
+    GroupRef,
+    KnownWrongAnswer,
+    Preset,
+    case,
+    preset,
+)
 from peerlane.problems.families.collective import all_gather_single, group_layout, group_members
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -76,6 +87,21 @@ def cut_margin(case: Case, vocab: int) -> float:
     if case.variant == "pkb" and top_p is not None:
         return min(0.5, (summed + 2) * (1.0 - top_p) * UNIT_ROUNDOFF[case.dtype])
     return min(_MOST_MARGIN, max(_LEAST_MARGIN, 8 * summed * UNIT_ROUNDOFF[FP32]))
+
+
+_SWEEP_TOKENS = (1024, 2048, 4096, 8192, 16384)
+
+
+def token_sweep(**params: Any) -> tuple[Preset, ...]:
+    """The family ``sweep``: one sequence of growing length, a vocabulary of 32000, the 10 largest logits and a nucleus of 0.9."""
+    return tuple(
+        preset(
+            f"sweep_{tokens}",
+            f"{tokens} tokens",
+            case("bf16", BF16, batch=1, sequence=tokens, vocab=32000, top_k=10, top_p=0.9, **params),
+        )
+        for tokens in _SWEEP_TOKENS
+    )
 
 
 def whole_rows(logits: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

@@ -203,6 +203,19 @@ class SmallExchange {
         }
     }
 
+    // The same by single threads.
+    __device__ void send_everywhere(u32 i, const T& value) const {
+        u32 data[packet_words];
+        pack(value, data);
+#pragma unroll
+        for (int k = 0; k < W; ++k) push_packet(arena_.peer(rank_after<W>(arena_.rank, k), place(arena_.rank, i)), data, epoch_);
+    }
+    __device__ T receive_from(u32 source, u32 i) const {
+        u32 data[packet_words];
+        pull_packet(arena_, source, arena_.local(place(source, i)), i, epoch_, data);
+        return unpack(data);
+    }
+
     __device__ static void pack(const T& value, u32 (&data)[packet_words]) {
         const Words words = __builtin_bit_cast(Words, value);
 #pragma unroll

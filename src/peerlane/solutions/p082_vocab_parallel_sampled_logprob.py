@@ -1,0 +1,23 @@
+"""Problem 82, log-probabilities under top-k and top-p with a sharded vocabulary: one kernel, in which no logit crosses a link.
+
+With up to 32 of top-k each rank sends its k largest logits of a token, and every rank merges them; other filters are searched for by
+packets of three sums. Bound by HBM: each rank reads its shard once, where the reference sends it, sorts it and sends results back. Small
+inputs are bound by the launch and one trip of a packet. ``device/nucleus.py``, and docs/kernels/filtered-log-probability.md."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from peerlane.device import group_of
+from peerlane.device.nucleus import filtered_logits
+
+
+def solution(
+    vocab_parallel_logits: torch.Tensor,
+    target: torch.Tensor,
+    tp_group: dist.ProcessGroup | None = None,
+    top_k: int | None = None,
+    top_p: float | None = 1.0,
+) -> torch.Tensor:
+    return filtered_logits(group_of(tp_group), vocab_parallel_logits, target, (top_k, top_p))
