@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import re
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
 from device.judged import cases, judge, require_correct
 from peerlane import problems, solutions
-from peerlane.device import compile_cubin, moe
+from peerlane.device import compile_cubin, moe, moe_layer
 from peerlane.device.declare import DeclaredKernel
+from peerlane.device.emulator import build
+from peerlane.device.gemm import Tiling
+from peerlane.device.jit import INCLUDE_DIR, compiler_report
 from peerlane.device.kernels import ELEMENT_TYPES
+from peerlane.device.roles import BlockNeeds
 from peerlane.evaluate.correctness.emulated import EmulatedJudgement
 
 NUMBERS = {"dispatch": 28, "combine": 29}
@@ -26,8 +34,11 @@ def judged(number: int, label: str, world_size: int, schedules: int = 2) -> Emul
     [
         (28, "duplicates_bf16", 2),
         (29, "duplicates_bf16", 2),
+        (26, "skewed_int64", 2),
         *(pytest.param(number, "strided_group_bf16", 4, marks=pytest.mark.slow) for number in (28, 29)),
-        pytest.param(29, "renamed_tokens_fp32", 4, marks=pytest.mark.slow),
+        *(pytest.param(number, label, 4, marks=pytest.mark.slow) for number, label in ((29, "renamed_tokens_fp32"), (51, "two_each_bf16"))),
+        pytest.param(31, "no_bias_bf16", 2, marks=pytest.mark.slow),
+        pytest.param(27, "uneven_bf16", 2, marks=pytest.mark.slow),
     ],
 )
 def test_rows_go_to_their_experts_and_come_back(number: int, label: str, world_size: int) -> None:
@@ -39,6 +50,48 @@ def test_the_kernels_compile(kernel: str) -> None:
     types = {"ROW": torch.bfloat16, "WEIGHT": torch.float32, "RESULT": torch.float32}
     defines = {"WORLD_SIZE": 8, "MAP": "u8", **{name: ELEMENT_TYPES[dtype] for name, dtype in types.items()}}
     compile_cubin(getattr(moe, kernel).source, defines=defines)
+
+
+@pytest.mark.parametrize("tiling", moe_layer.TILINGS, ids=lambda tiling: f"{tiling.rows}x{tiling.columns}")
+@pytest.mark.parametrize("kernel", [moe_layer.MOE_UP, moe_layer.MOE_DOWN], ids=["up", "down"])
+def test_the_kernels_of_a_layer_fit_a_block(kernel: DeclaredKernel, tiling: Tiling) -> None:
+    report = compiler_report(kernel.source, defines={**tiling.defines(torch.bfloat16, "k", "k"), "WORLD_SIZE": 8})
+    assert "Potential Performance Loss" not in report
+    (registers,), (shared,) = re.findall(r"Used (\d+) registers", report), re.findall(r"(\d+) bytes smem", report)
+    assert BlockNeeds(tiling.threads, int(registers), tiling.shared_bytes + int(shared)).per_sm() == 1
+
+
+LAYER_TWINS = {
+    "rows told of before they are stored": (
+        "                peers.signal(owner, piece_slot(layout.target[d], piece), epoch);\n",
+        "                peers.acknowledge(owner, piece_slot(layout.target[d], piece ^ 1), epoch);\n",
+        {"race", "deadlock", "trap", "wrong_result"},
+    ),
+    "tiles that do not wait for their rows": (
+        "            if (unit.source >= 0) peers.wait_slots(unit.source, piece_slot",
+        "            if (false) peers.wait_slots(unit.source, piece_slot",
+        {"race"},
+    ),
+    "counts that are used before they have come": ("        peers.wait_all(0, epoch);\n", "", {"race"}),
+    "sums before all rows are home": (
+        "            peers().wait_slots(q, first * columns(), (end - first) * columns(), epoch);\n",
+        "",
+        {"race"},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYER_TWINS)
+def test_a_layer_with_one_line_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, instead, kinds = LAYER_TWINS[name]
+    text = (INCLUDE_DIR / "peerlane" / "moe_layer.cuh").read_text()
+    assert text.count(line) == 1
+    shutil.copytree(INCLUDE_DIR, tmp_path / "include")
+    (tmp_path / "include" / "peerlane" / "moe_layer.cuh").write_text(text.replace(line, instead))
+    monkeypatch.setattr(build, "INCLUDE_DIR", tmp_path / "include")
+    found = judged(31, "no_bias_bf16", 2)
+    assert {finding.kind for finding in found.outcome.findings} & kinds or ("wrong_result" in kinds and found.worst > 1)
 
 
 LOST = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -183,7 +183,7 @@ TILINGS = (
 )
 
 
-def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1) -> Tiling:
+def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1, tilings: Sequence[Tiling] = TILINGS) -> Tiling:
     """The tiling whose waves of tiles take least time in the model, for ``parts`` results of (m, n). Depends on its arguments alone, so
     ranks that must agree pass the same."""
 
@@ -195,7 +195,7 @@ def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1) -> Tili
         loading_us = loaded * max(1 / _SM_BYTES_PER_US, min(tiles, clusters) * tiling.blocks / _L2_BYTES_PER_US)
         return -(-tiles // clusters) * (max(flops / _FLOPS_PER_US, loading_us) + _TILE_OVERHEAD_US)
 
-    return min((tiling for tiling in TILINGS if tiling.blocks <= sm_count), key=time_us)
+    return min((tiling for tiling in tilings if tiling.blocks <= sm_count), key=time_us)
 
 
 def operand_map(place: TensorPlace, major: Major, span: int) -> TensorMapSpec:

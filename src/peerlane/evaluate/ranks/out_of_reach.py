@@ -17,6 +17,7 @@ _LIBRARY = (
     ("peerlane.device.collectives", "Communicator"),
     ("peerlane.device.all_gather_gemm", "AllGatherGemm"),
     ("peerlane.device.gemm_all_gather", "GemmAllGather"),
+    ("peerlane.device.moe_layer", "ExpertLayer"),
     ("peerlane.device.owner_sum", "OwnerSum"),
 )
 
