@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -175,10 +175,10 @@ class Plan:
     communicator_blocks: int
 
 
-def plan(pieces: Pieces, n: int, k: int, sm_count: int, communicator_blocks: int = 0, tiling: Tiling | None = None) -> Plan:
-    """The launch for a result of ``n`` columns and ``k`` in all."""
+def plan(pieces: Pieces, n: int, k: int, sm_count: int, communicator_blocks: int = 0, tilings: Sequence[Tiling] = gemm.TILINGS) -> Plan:
+    """The launch for a result of ``n`` columns and ``k`` in all, by the best of the tilings."""
     communicators, m = min(communicator_blocks, pieces.count), pieces.m
-    tiling = tiling or gemm.choose_tiling(m, n, k, sm_count - communicators)
+    tiling = gemm.choose_tiling(m, n, k, sm_count - communicators, tilings=tilings)
     communicators = -(-communicators // tiling.blocks) * tiling.blocks
     computing = tiling.whole(sm_count - communicators)
     tiles = tiling.grouped(m, n)
@@ -228,7 +228,8 @@ class AllGatherGemm:
         epilogue: Epilogue = gemm.PLAIN,
         tiling: Tiling | None = None,
     ) -> None:
-        self.group, self.epilogue, self.tiling = group_of(group), epilogue, tiling
+        self.group, self.epilogue = group_of(group), epilogue
+        self.tilings = gemm.tilings_for(self.group) if tiling is None else [tiling]
         self.maps = gemm.TensorMaps(self.group)
         world_size = self.group.world_size
         if scatters and communicator_blocks:
@@ -270,7 +271,7 @@ class AllGatherGemm:
         return out
 
     def plan_for(self, b: torch.Tensor) -> Plan:
-        return plan(self.workspace.pieces, b.shape[1], b.shape[0], self.arena.sm_count, self.communicator_blocks, self.tiling)
+        return plan(self.workspace.pieces, b.shape[1], b.shape[0], self.arena.sm_count, self.communicator_blocks, self.tilings)
 
     def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> DeviceLaunch:
         """The launch for these tensors. It holds their addresses, not them."""

@@ -209,6 +209,11 @@ def result_map(place: TensorPlace) -> TensorMapSpec:
     return place.map((64, PANEL))
 
 
+def tilings_for(group: Group) -> Sequence[Tiling]:
+    """Those of one block where ranks share a GPU: nobody says how many clusters a share holds at a time, and all blocks have to be resident."""
+    return TILINGS if group.ranks_per_device == 1 else [tiling for tiling in TILINGS if tiling.blocks == 1]
+
+
 def operand_box(major: Major, span: int) -> tuple[int, int]:
     return (span if major == "k" else PANEL, PANEL)
 
@@ -276,7 +281,7 @@ class Product:
     ) -> None:
         m, n, k = shape
         self.group, self.shape, self.epilogue, self.maps = group, shape, epilogue, TensorMaps(group)
-        self.tiling = tiling = tiling or choose_tiling(m, n, k, group.sm_count)
+        self.tiling = tiling = tiling or choose_tiling(m, n, k, group.sm_count, tilings=tilings_for(group))
         kernel = group.kernel(SOURCE, "gemm", defines=tiling.defines(dtype, "k", "mn", epilogue))
         tiles = tiling.grouped(m, n)
         grid = tiling.whole(min(tiles.rows * tiles.columns * tiling.blocks, group.sm_count))

@@ -53,7 +53,7 @@ class GemmAllGather:
             raise UsageError(
                 f"GEMM of ({m}, {n}) in {dtype} and all-gather: expected elements, and bfloat16 or float16; convert the operands"
             )
-        self.tiling = tiling = tiling or gemm.choose_tiling(m, n, _TYPICAL_DEPTH, sm_count)
+        self.tiling = tiling = tiling or gemm.choose_tiling(m, n, _TYPICAL_DEPTH, sm_count, tilings=gemm.tilings_for(self.group))
         self.maps = gemm.TensorMaps(self.group)
         tiles, stride = tiling.grouped(m, n), gemm.row_stride(n)
         count = tiles.rows * tiles.columns

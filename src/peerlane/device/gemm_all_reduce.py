@@ -49,7 +49,7 @@ class GemmAllReduce(OwnerSum):
             raise UsageError(
                 f"GEMM and all-reduce of ({m}, {n}) in {dtype}: expected elements, and bfloat16 or float16; convert the operands"
             )
-        tiling = tiling or gemm.choose_tiling(m, n, owner_sum.TYPICAL_DEPTH, ranks.sm_count)
+        tiling = tiling or gemm.choose_tiling(m, n, owner_sum.TYPICAL_DEPTH, ranks.sm_count, tilings=gemm.tilings_for(ranks))
         tiles = tiling.grouped(m, n)
         numbers = -(-tiles.rows * tiles.columns // ranks.world_size)
         flags = 2 * numbers * (tiling.rows // 64)

@@ -50,7 +50,9 @@ class GemmReduceScatter(OwnerSum):
                 f"GEMM and reduce-scatter of ({m}, {n}) in {dtype} over {world_size} ranks: expected m divisible by the ranks, and "
                 "bfloat16 or float16; pad the rows with zeros or convert the operands"
             )
-        tiling = tiling or gemm.choose_tiling(rows, n, owner_sum.TYPICAL_DEPTH, ranks.sm_count, parts=world_size)
+        if tiling is None:
+            tilings = gemm.tilings_for(ranks)
+            tiling = gemm.choose_tiling(rows, n, owner_sum.TYPICAL_DEPTH, ranks.sm_count, parts=world_size, tilings=tilings)
         tiles = tiling.grouped(rows, n, parts=world_size)
         count = tiles.rows * tiles.columns
         plan = SumPlan(rows, n, dtype, tiling, tiles, count, rows, n, flags=count * (tiling.rows // 64), buffers=2)
