@@ -210,7 +210,7 @@ def result_map(place: TensorPlace) -> TensorMapSpec:
 
 
 def tilings_for(group: Group) -> Sequence[Tiling]:
-    """Those of one block where ranks share a GPU: nobody says how many clusters a share holds at a time, and all blocks have to be resident."""
+    """Those of one block where ranks share a GPU: all blocks have to be resident, and how many clusters a share holds nobody says."""
     return TILINGS if group.ranks_per_device == 1 else [tiling for tiling in TILINGS if tiling.blocks == 1]
 
 
