@@ -46,7 +46,8 @@ def examples(tmp_path: Path) -> Path:
     return tmp_path / "examples"
 
 
-def test_eval_prints_one_json_object_and_exits_by_the_verdicts(examples: Path, tmp_path: Path) -> None:
+def test_eval_prints_one_json_object_and_exits_by_the_verdicts(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peerlane.evaluate.processes.session.ForkServer", None)  # it is started early, elsewhere
     shared = ["--preset", "small", "--world-size", "2", "--device", "cpu", "--out", str(tmp_path / "out"), "--json"]
     arguments = ["eval", str(examples / "pytorch"), str(examples / "broken"), *shared]
     first = CliRunner().invoke(cli.app, arguments)
@@ -59,13 +60,6 @@ def test_eval_prints_one_json_object_and_exits_by_the_verdicts(examples: Path, t
     assert "0 evaluations to run; 2 already done with this evaluator and skipped" in again.stderr
     assert again.exit_code == ExitCode.NOT_CORRECT, "what was skipped still counts"
     assert json.loads(again.stdout) == json.loads(first.stdout)
-
-
-def test_eval_starts_its_fork_server_early(examples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peerlane.evaluate.processes.session.ForkServer", None)
-    shared = ["--preset", "small", "--world-size", "2", "--device", "cpu", "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(cli.app, ["eval", str(examples / "pytorch"), *shared])
-    assert done.exit_code == ExitCode.OK, done.output
 
 
 def test_the_device_is_chosen_without_torch() -> None:
@@ -92,18 +86,17 @@ def test_a_run_that_stops_shows_what_it_has(examples: Path, tmp_path: Path, monk
 
 
 def test_demo_compares_verdicts_with_what_broken_candidates_are_made_for(examples: Path) -> None:
-    arguments = ["demo", "--examples", str(examples), "--world-size", "2"]
-    done = CliRunner().invoke(cli.app, arguments)
-    assert done.exit_code == ExitCode.OK, done.output
-    assert "--device cpu lacks what they need: 1_right_cuda\n" in done.stderr
-    rows = [line.split() for line in done.stdout.splitlines()]
-    assert any(row[:5] == ["1_lazy_pytorch", "1", "2", "wrong_result", "wrong_result"] and row[-1] == "yes" for row in rows)
-    assert any(row[0] == "1_right_pytorch" and "correct" in row for row in rows if row)
-
-    (examples / "broken" / "1_lazy_pytorch.py").write_text(LAZY.replace("wrong_result", "hang"))
-    done = CliRunner().invoke(cli.app, arguments)
-    assert done.exit_code == ExitCode.NOT_CORRECT
+    (examples / "broken" / "1_idle_pytorch.py").write_text(LAZY.replace("wrong_result", "hang"))
+    done = CliRunner().invoke(cli.app, ["demo", "--examples", str(examples), "--world-size", "2"])
+    assert done.exit_code == ExitCode.NOT_CORRECT, done.output
     assert "did not get its expected verdict" in done.stderr
+    assert "--device cpu lacks what they need: 1_right_cuda\n" in done.stderr
+    rows = {row[0]: row for row in map(str.split, done.stdout.splitlines()) if row}
+    assert "correct" in rows["1_right_pytorch"]
+    assert (
+        rows["1_lazy_pytorch"][:5] == ["1_lazy_pytorch", "1", "2", "wrong_result", "wrong_result"] and rows["1_lazy_pytorch"][-1] == "yes"
+    )
+    assert rows["1_idle_pytorch"][3:5] == ["hang", "wrong_result"] and rows["1_idle_pytorch"][-1] == "no"
 
 
 def test_demo_needs_its_examples(tmp_path: Path) -> None:

@@ -22,6 +22,11 @@ def test_records_are_kept_and_not_made_twice(tmp_path: Path) -> None:
     with open(out, "ab") as file:
         file.write(b'{"schema_version":1,"cut off')  # as a killed run leaves it
     assert list(calibrate(plan(out))) == [] and read_calibrations(out) == made
+    failed = made[0].model_copy(update={"complaints": ("ragged_bf16: not calibrated: hang",)})
+    assert made[0].finished and not failed.finished
+    out.write_text("".join(item.model_dump_json() + "\n" for item in (failed, made[1])), encoding="utf-8")
+    assert [item.problem for item in calibrate(plan(out))] == [2], "what could not be calibrated is done again"
+    assert [item.finished for item in read_calibrations(out)] == [True, True]
     gemm = made[1]
     assert 0 < max(gemm.reference.values()) < 1 and gemm.variants and gemm.wrong_answers["zeros"].ratio >= 10
     assert gemm.weakest is not None and gemm.weakest[1].case in gemm.cases
@@ -47,13 +52,3 @@ def test_infinite_ratios_survive_the_file() -> None:
         complaints=("something",),
     )
     assert Calibration.model_validate_json(record.model_dump_json()) == record and not sound([record])
-
-
-def test_what_could_not_be_calibrated_is_done_again(tmp_path: Path) -> None:
-    out = tmp_path / "calibration.jsonl"
-    (made,) = calibrate(CalibrationPlan(problems="2", presets=("pkb",), world_sizes=(2,), out=out))
-    failed = made.model_copy(update={"complaints": ("bf16: not calibrated: hang",)})
-    assert made.finished and not failed.finished
-    out.write_text(failed.model_dump_json() + "\n", encoding="utf-8")
-    assert [item.problem for item in calibrate(CalibrationPlan(problems="2", presets=("pkb",), world_sizes=(2,), out=out))] == [2]
-    assert [item.finished for item in read_calibrations(out)] == [True]

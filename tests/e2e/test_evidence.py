@@ -37,17 +37,9 @@ def solution(tensor):
 # Wrong answers in the problem's own shapes: what a candidate may return that does no work, or no communication.
 WRONG_ANSWERS = {
     "1_zeros": "torch.zeros_like(tensor)",
-    "1_echo": "tensor.clone()",
-    "1_echo_times_ranks": "tensor * dist.get_world_size()",
     "1_uninitialised": "torch.empty_like(tensor)",
-    "8_zeros": "torch.zeros_like(tensor)",
-    "8_echo": "tensor.clone()",
     "8_blocks_reversed": "torch.cat(tensor.chunk(dist.get_world_size())[::-1])",
-    "13_zeros": "A_local.new_zeros(A_local.shape[0], B_local.shape[1])",
     "13_no_communication": "A_local @ B_local",
-    "13_scaled": "(A_local @ B_local) * dist.get_world_size()",
-    "18_zeros": "torch.zeros_like(local_hidden_states)",
-    "18_echo": "local_hidden_states.clone()",
     "18_local_statistics": "(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + variance_epsilon)).to(local_weight.dtype) * local_weight",
 }
 

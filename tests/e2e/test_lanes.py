@@ -87,6 +87,7 @@ def test_runs_side_by_side_tell_what_happens_and_leave_nothing(lazy: Path, monke
     assert not marked_processes("lanes")
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_ends_the_others_and_says_why(lazy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, "failing")
     endless = lazy.with_name("1_endless_pytorch.py")
@@ -130,6 +131,7 @@ def test_nothing_is_left_of_runs_whose_supervisor_is_stopped(how: signal.Signals
     wait_for(lambda: not marked_processes(f"stopped-{how.name}"), 20, "the end of all processes")
 
 
+@pytest.mark.slow
 def test_the_selftest_judges_side_by_side_and_keeps_every_outcome(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     corpus = load()
     chosen = corpus.select("C08,A00")

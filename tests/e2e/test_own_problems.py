@@ -60,6 +60,7 @@ def test_candidates_are_judged_on_it(folder: Path, tmp_path: Path) -> None:
     run("peerlane", *wrong, status=3, PEERLANE_PROBLEMS=str(folder))
 
 
+@pytest.mark.slow
 def test_the_contract_tests_take_it_up(folder: Path) -> None:
     printed = run("pytest", "tests/ranks", "-q", "-k", "p1001", PEERLANE_PROBLEMS=str(folder))
     # Two cases on two world sizes, its declarations, the shapes of its answers, and its reference as one file.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from e2e.runs import judge
 
 HEAD = """
@@ -45,20 +43,19 @@ CLIPS_THE_FIRST_ONLY = """
 """
 
 
-@pytest.mark.parametrize(
-    ("body", "verdict"),
-    [
-        (CLIPS, "correct"),
-        (PUTS_OTHERS_IN_THEIR_PLACE, "correct"),
-        (CLIPS_A_COPY, "wrong_result"),
-        (CLIPS_THE_FIRST_ONLY, "wrong_result"),
-    ],
-    ids=["clips", "puts_others_in_their_place", "clips_a_copy", "clips_the_first_only"],
-)
-def test_clipping(body: str, verdict: str, tmp_path: Path) -> None:
-    candidate = tmp_path / "21_clip_pytorch.py"
-    candidate.write_text(HEAD + body, encoding="utf-8")
-    (result,) = judge(candidate)
-    assert result.verdict.kind == verdict, result.verdict
-    if verdict == "wrong_result":
-        assert result.verdict.output.startswith("gradient_"), result.verdict  # type: ignore[union-attr]
+CANDIDATES = {
+    "clips": (CLIPS, "correct"),
+    "puts_others_in_their_place": (PUTS_OTHERS_IN_THEIR_PLACE, "correct"),
+    "clips_a_copy": (CLIPS_A_COPY, "wrong_result"),
+    "clips_the_first_only": (CLIPS_THE_FIRST_ONLY, "wrong_result"),
+}
+
+
+def test_clipping(tmp_path: Path) -> None:
+    for name, (body, _) in CANDIDATES.items():
+        (tmp_path / f"21_{name}_pytorch.py").write_text(HEAD + body, encoding="utf-8")
+    results = judge(*(tmp_path / f"21_{name}_pytorch.py" for name in CANDIDATES))
+    for result, (_, verdict) in zip(results, CANDIDATES.values(), strict=True):
+        assert result.verdict.kind == verdict, result.verdict
+        if verdict == "wrong_result":
+            assert result.verdict.output.startswith("gradient_"), result.verdict  # type: ignore[union-attr]

@@ -31,7 +31,7 @@ def test_public_semantics(variant: str, verdict: str, tmp_path: Path) -> None:
     candidate = tmp_path / "39_attention_pytorch.py"
     candidate.write_text(ATTENDS_OVER_HEADS, encoding="utf-8")
     plan = EvaluationPlan(
-        discover([str(candidate)]), presets=("pkb",), world_sizes=(2,), device="cpu", variant=variant, deadlines=DEADLINES
+        discover([str(candidate)]), presets=("small",), world_sizes=(2,), device="cpu", variant=variant, deadlines=DEADLINES
     )
     with within(120):
         (result,) = evaluate(plan)

@@ -45,6 +45,7 @@ def commands_in(document: str) -> Iterator[list[str]]:
             yield line.split("#")[0].split()[1:]
 
 
+@pytest.mark.slow  # `make check` does the same with `peerlane docs --check`
 def test_what_is_generated_is_up_to_date() -> None:
     measured = evidence.read_evidence(ROOT)
     assert pages.stale(ROOT / "docs" / "problems", pages.generate(problems.all_problems(), measured)) == [], "run `make docs`"

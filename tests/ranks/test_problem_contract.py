@@ -3,6 +3,7 @@ solutions pass."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +16,19 @@ from peerlane.problems.contract.count import cost_faults
 
 _ALIKE_SLOTS = 4
 
-SMALL = [
-    pytest.param(problem, case, id=f"p{problem.id:03d}-{case.label}-w{world_size}")
-    for problem in problems.all_problems()
-    for world_size in (2, 4)
-    if world_size in problem.world_sizes
-    for variant in problem.variants
-    for case in problem.cases("small", world_size, variant)
-]
+
+def small_cases() -> Iterator[Any]:
+    """Every case on 2 and on 4 ranks: on one of them in turn in the quick tests, on the other in the slow ones."""
+    for problem in problems.all_problems():
+        for variant in problem.variants:
+            sizes = [size for size in (2, 4) if size in problem.world_sizes]
+            cases = {size: problem.cases("small", size, variant) for size in sizes}
+            labels = list(dict.fromkeys(case.label for of_size in cases.values() for case in of_size))
+            for number, label in enumerate(labels):
+                found = [case for of_size in cases.values() for case in of_size if case.label == label]
+                for case in found:
+                    slow = [pytest.mark.slow] if case is not found[number % len(found)] else []
+                    yield pytest.param(problem, case, id=f"p{problem.id:03d}-{case.label}-w{case.world_size}", marks=slow)
 
 
 def groups_of(layout: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...], rank: int) -> dict[str, Any]:
@@ -49,7 +55,7 @@ def margins_on_rank(rank: int, world_size: int, number: int, preset: str, label:
     return margins(problem, case, rank, secret="test", resolve=lambda tree: resolve_groups(tree, groups.__getitem__))
 
 
-@pytest.mark.parametrize(("problem", "case"), SMALL)
+@pytest.mark.parametrize(("problem", "case"), small_cases())
 def test_case_is_sound(problem: Problem, case: Case, rank_pool: Any) -> None:
     found = worst(rank_pool(case.world_size).run(margins_on_rank, problem.id, case.preset, case.label))
     assert not found.complaints()

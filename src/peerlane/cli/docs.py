@@ -32,8 +32,7 @@ def docs(
         pages.must_exist(folder)
         print(f"{stage(folder.parent.parent, site)} pages in {site}")
         return
-    if check:
-        pages.must_exist(folder)
+    (pages.must_exist if check else pages.make)(folder)
     root = folder.parent.parent
     measured = evidence.read_evidence(root)
     generated = pages.generate(problems.suite(), measured)

@@ -54,12 +54,17 @@ def stale(folder: Path, pages: Mapping[str, str]) -> list[str]:
     return missing + different + [f"{name}: belongs to no problem" for name in found if name not in pages]
 
 
-def write(folder: Path, pages: Mapping[str, str]) -> list[str]:
-    """Make the folder hold exactly these pages; returns what changed. Raises UsageError if there can be no such folder."""
+def make(folder: Path) -> None:
+    """Makes the folder; raises UsageError if there can be none."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"cannot make the folder {folder}: {error.strerror}; name one that can be written with --folder") from None
+
+
+def write(folder: Path, pages: Mapping[str, str]) -> list[str]:
+    """Make the folder hold exactly these pages; returns what changed."""
+    make(folder)
     changes = stale(folder, pages)
     for path in folder.glob("*.md"):
         if path.name not in pages:
