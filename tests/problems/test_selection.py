@@ -109,7 +109,7 @@ def test_a_clear_cut_has_one_answer() -> None:
 
 def test_either_side_of_a_cut_within_the_margin_is_right() -> None:
     weights = [0.4, 0.3, 0.2, 0.1]
-    for top_p in (0.7, 0.6995, 0.7005):
+    for top_p in (0.7, 0.69999, 0.70001):
         assert accepts(weights, 2, -math.inf, top_p=top_p)
         assert accepts(weights, 2, math.log(0.2 / 0.9), top_p=top_p)
         assert accepts(weights, 0, math.log(0.4 / 0.7), top_p=top_p)
@@ -117,7 +117,7 @@ def test_either_side_of_a_cut_within_the_margin_is_right() -> None:
         assert not accepts(weights, 0, math.log(0.4), top_p=top_p)
         assert not accepts(weights, 0, -math.inf, top_p=top_p)
         assert not accepts(weights, 3, math.log(0.1), top_p=top_p)
-    for top_p in (0.697, 0.703):
+    for top_p in (0.6999, 0.7001):
         assert accepts(weights, 2, -math.inf, top_p=top_p) == (top_p < 0.7)
 
 

@@ -55,7 +55,7 @@ def margins_on_rank(rank: int, world_size: int, number: int, preset: str, label:
     return margins(problem, case, rank, secret="test", resolve=lambda tree: resolve_groups(tree, groups.__getitem__))
 
 
-@pytest.mark.parametrize(("problem", "case"), small_cases())
+@pytest.mark.parametrize(("problem", "case"), list(small_cases()))
 def test_case_is_sound(problem: Problem, case: Case, rank_pool: Any) -> None:
     found = worst(rank_pool(case.world_size).run(margins_on_rank, problem.id, case.preset, case.label))
     assert not found.complaints()
