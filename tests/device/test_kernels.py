@@ -46,7 +46,11 @@ TARGETS = [
 
 @pytest.mark.parametrize(
     ("kernel", "world_size", "dtype", "arch"),
-    [(kernel, *target) for kernel in KERNELS for target in (MOST_REGISTERS if kernel.endswith(ROUNDS) else TARGETS)],
+    [
+        pytest.param(kernel, *target, marks=pytest.mark.slow if target != MOST_REGISTERS[0] else ())
+        for kernel in KERNELS
+        for target in (MOST_REGISTERS if kernel.endswith(ROUNDS) else TARGETS)
+    ],
 )
 def test_a_kernel_fits_its_budget_and_obeys_the_rules(kernel: str, world_size: int, dtype: torch.dtype, arch: str) -> None:
     cubin = compile_kernel(kernel, world_size, dtype, arch)

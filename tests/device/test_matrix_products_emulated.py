@@ -91,7 +91,7 @@ def test_blocks_of_a_cluster_share_an_operand(b_major: gemm.Major) -> None:
 
 @pytest.mark.parametrize(
     "scenario",
-    [all_gather_of_pairs, lambda: all_gather_of_pairs(3, communicator_blocks=2)],
+    [all_gather_of_pairs, pytest.param(lambda: all_gather_of_pairs(3, communicator_blocks=2), marks=pytest.mark.slow)],
     ids=["all_gather by warps", "all_gather by blocks"],
 )
 def test_clusters_communicate_as_blocks_do(scenario: Callable[[], Scenario]) -> None:
@@ -108,9 +108,8 @@ def test_two_groups_take_their_halves_of_transposed_operands() -> None:
     ("calls", "world_size"),
     [
         (reduce_scatter, 2),
-        (lagging, 3),
         (all_reduce, 2),
-        *(pytest.param(calls, size, marks=pytest.mark.slow) for calls, size in ((reduce_scatter, 4), (lagging, 2), (all_reduce, 4))),
+        *(pytest.param(calls, size, marks=pytest.mark.slow) for calls, size in ((reduce_scatter, 4), (lagging, 3), (all_reduce, 4))),
         *(pytest.param(calls, size, marks=pytest.mark.slow) for calls, size in ((reduce_scatter_of_pairs, 2), (all_reduce_of_pairs, 3))),
     ],
 )

@@ -167,7 +167,7 @@ def test_suppression_pair_by_pair(label: str) -> None:
         assert bool((mask == -10).all()) if gone else torch.equal(mask.nan_to_num(), original.nan_to_num())
 
 
-@pytest.mark.parametrize("world_size", [2, 8])
+@pytest.mark.parametrize("world_size", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_some_object_is_suppressed_in_every_call_but_never_more_than_promised(world_size: int) -> None:
     problem = problems.get(81)
     for case in [*problem.cases("small", world_size), *problem.cases("pkb", world_size)]:
@@ -262,7 +262,7 @@ def test_projected_covariance_is_that_of_the_linearised_projection() -> None:
 def test_what_cameras_see_depends_on_no_drawing() -> None:
     """Rows by source, camera and rank are as many in every call, although all contents differ."""
     problem = problems.get(61)
-    for case in problem.cases("small", 4):
+    for case in problem.cases("small", 4)[:3]:
         first, second = (oracles(case, all_inputs(case, block, secret)) for block, secret in ((0, "one"), (5, "other")))
         for a, b in zip(first, second, strict=True):
             assert torch.equal(a[0].value, b[0].value), case.key
