@@ -13,6 +13,8 @@ from peerlane import problems, solutions
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cuda"
 FILES = {**solutions.files(), "1_allreduce": EXAMPLES / "1_allreduce_cuda.py", "13_gemm_allreduce": EXAMPLES / "13_gemm_allreduce_cuda.py"}
 QUICK = (1, 8, 16, "1_allreduce")
+LONG = (39, 54, 55, 56, 57)
+"""Solutions with attention, which take seconds a case: two of them, and more in tests of their own."""
 
 
 def number_of(path: Path) -> int:
@@ -32,7 +34,8 @@ def test_a_solution_is_right_and_clean(name: int | str) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_solution_is_right_in_every_small_case(name: int | str, world_size: int) -> None:
     number = number_of(FILES[name])
-    for case in cases(problems.get(number), world_size):
+    tried = cases(problems.get(number), world_size)
+    for case in tried if number not in LONG else tried[: 2 if world_size == 2 else 0]:
         require_correct(judge(FILES[name], number, case))
 
 

@@ -71,7 +71,7 @@ class AttentionTiling:
 
 
 TILINGS = (
-    AttentionTiling(2, 128, 128, 5),
+    AttentionTiling(2, 160, 128, 4),
     AttentionTiling(2, 128, 64, 8),
     AttentionTiling(1, 64, 128, 4),
     AttentionTiling(1, 64, 64, 4),
@@ -82,7 +82,7 @@ TILINGS = (
 
 def choose_tiling(queries: int, keys: int, depth: int, *, parcels: bool = False) -> AttentionTiling:
     """Depends on its arguments alone, so ranks that must agree pass the same. ``parcels``: with some shared memory left for them."""
-    groups, block = (1, 32) if max(queries, keys) <= 32 else (1, 64) if queries <= 64 else (2, 128)
+    groups, block = (1, 32) if max(queries, keys) <= 32 else (1, 64) if queries <= 64 else (2, 160 if depth > PANEL else 128)
     chosen = next(item for item in TILINGS if item.depth >= depth > item.depth - PANEL and (item.groups, item.keys) == (groups, block))
     return replace(chosen, output_slots=1) if parcels else chosen
 

@@ -344,3 +344,20 @@ def attend_over_ranks(
     parts = [wide_attention(q, shards[0][i], shards[1][i], scale=factor, causal=causal and i == member.rank) for i in seen]
     out, logarithms = merge(parts)
     return out.to(q.dtype), logarithms
+
+
+def attention_layer(
+    hidden_states: torch.Tensor,
+    w_qkv: torch.Tensor,
+    w_o: torch.Tensor,
+    heads: int,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    group: Group | dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Collective: hidden_states (B, S, H) projected by w_qkv (3 h D, H; rows of Q, of K and of V, each head by head), attention over the
+    ranks of ``group``, and the result projected by w_o (H_out, h D): (B, S, H_out)."""
+    q, k, v = torch.matmul(hidden_states, w_qkv.t()).view(*hidden_states.shape[:2], 3, heads, -1).unbind(2)
+    context, _ = attend_over_ranks(q, k, v, scale=scale, causal=causal, group=group)
+    return torch.matmul(context.flatten(2), w_o.t())

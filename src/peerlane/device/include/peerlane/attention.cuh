@@ -98,23 +98,25 @@ struct OnlineSoftmax {
 
     // Starts scores = q k^T.
     __device__ void start_scores(const typename Shape::Kept& queries, u32 group, const typename Shape::Input& block) {
+        const auto left = queries.along_columns(64 * group);
+        const auto right = block.along_columns(0);
         ptx::wgmma_hold(scores.value);
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Shape::depth / mma_depth; ++step) {
-            ptx::wgmma<mma_type<E>, keys, Major::k, Major::k>(scores.value, queries.along_columns(64 * group, step), block.along_columns(0, step),
-                                                              step > 0);
+            ptx::wgmma<mma_type<E>, keys, Major::k, Major::k>(scores.value, left[step], right[step], step > 0);
         }
         ptx::wgmma_commit();
     }
 
     // Starts sum += weights v; `first`: sum = weights v.
     __device__ void start_sum(const typename Shape::Input& block, bool first) {
+        const auto right = block.along_rows();
         ptx::wgmma_hold(sum.value);
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < keys / mma_depth; ++step) {
-            ptx::wgmma<mma_type<E>, Shape::depth, Major::mn>(sum.value, weights[step], block.along_rows(step), !first || step > 0);
+            ptx::wgmma<mma_type<E>, Shape::depth, Major::mn>(sum.value, weights[step], right[step], !first || step > 0);
         }
         ptx::wgmma_commit();
     }
@@ -132,11 +134,16 @@ struct OnlineSoftmax {
                 if (8 * (i / 4) + i % 2 >= end[row_of(i)]) value[i] = -infinity();
             }
         }
-        float largest[2] = {top[0], top[1]}, shift[2], added[2] = {0.0f, 0.0f};
+        // Two chains of each kind for a row, so that they are half as long.
+        float largest[2] = {top[0], top[1]}, other[2] = {value[1], value[3]}, shift[2], added[2][2] = {};
 #pragma unroll
-        for (int i = 0; i < keys / 2; ++i) largest[row_of(i)] = fmaxf(largest[row_of(i)], value[i]);
+        for (int i = 0; i < keys / 2; ++i) {
+            float& chain = i % 2 ? other[row_of(i)] : largest[row_of(i)];
+            chain = fmaxf(chain, value[i]);
+        }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
+            largest[r] = fmaxf(largest[r], other[r]);
             largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 1));
             largest[r] = fmaxf(largest[r], __shfl_xor_sync(0xffffffffu, largest[r], 2));
             shift[r] = largest[r] == -infinity() ? 0.0f : largest[r] * scale;  // no key so far: weights of 0
@@ -146,10 +153,10 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int i = 0; i < keys / 2; ++i) {
             value[i] = ptx::exp2(value[i] * scale - shift[row_of(i)]);
-            added[row_of(i)] += value[i];
+            added[row_of(i)][i % 2] += value[i];
         }
 #pragma unroll
-        for (int r = 0; r < 2; ++r) total[r] = total[r] * factor[r] + added[r];
+        for (int r = 0; r < 2; ++r) total[r] = total[r] * factor[r] + (added[r][0] + added[r][1]);
     }
 
     __device__ void rescale() {
@@ -227,6 +234,8 @@ __device__ inline void attend(OnlineSoftmax<Shape>& state, const Kernel& kernel,
             ptx::wgmma_hold(state.scores.value);
             in.release();
             state.template weigh<masked.value>(step, query, scale);
+            // Never so: a question about all weights, so that the compiler makes them while the products run, not behind the wait.
+            if (state.total[0] + state.total[1] < 0.0f) ptx::trap();
             ptx::wgmma_wait<0>();
             ptx::wgmma_hold(state.sum.value);
             in.release();

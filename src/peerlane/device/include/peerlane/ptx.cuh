@@ -51,6 +51,9 @@ __device__ inline bool elect_one() {
     return elected != 0;
 }
 
+// A value that is the same in all lanes of a converged warp, so that the compiler knows it.
+__device__ inline u32 uniform(u32 value) { return __shfl_sync(0xffffffffu, value, 0); }
+
 // A barrier among `threads` threads (a multiple of 32) of the block; number 0 is __syncthreads's. `arrive` does not wait.
 __device__ inline void barrier_sync(u32 number, u32 threads) { asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory"); }
 __device__ inline void barrier_arrive(u32 number, u32 threads) { asm volatile("barrier.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory"); }

@@ -29,6 +29,21 @@ struct Place4 {
     __device__ Place4(int x_, int y_, int z_, int w_) : x(x_), y(y_), z(z_), w(w_) {}  // so that three numbers in braces are no Place4
 };
 
+// Descriptors of what wgmmas along k read, number `step` from `offset(step)` bytes on. They differ in the low word, by a constant, and are known to be
+// the same in all lanes: so they take no instructions of every lane.
+template <class Offset>
+class OperandSteps {
+  public:
+    __device__ OperandSteps(u64 first, const Offset& offset)
+        : low_(ptx::uniform(static_cast<u32>(first))), high_(first & 0xffffffff00000000u), offset_(offset) {}
+    __device__ u64 operator[](int step) const { return high_ | static_cast<u32>(low_ + (offset_(step) >> 4)); }
+
+  private:
+    u32 low_;
+    u64 high_;
+    Offset offset_;
+};
+
 // A tile of `Rows` x `Columns` elements as it lies in shared memory, in the 128-byte swizzle: panels of 64 columns, one after the other, each
 // of `Rows` rows of 128 bytes; the 16-byte pieces of row r change places by r % 8. One panel is the box of a tensor map.
 template <class Element, int Rows, int Columns>
@@ -73,13 +88,15 @@ struct alignas(swizzle_atom) SharedTile {
         for (int p = 0; p < panels; ++p) ptx::tensor_store(map, panel(p), at.x + p * panel_columns, at.y, at.z, at.w);
     }
 
-    // What wgmma number `step` reads of the tile as an operand: along the columns, from row `first` on (rows are m or n, columns k) ...
-    __device__ u64 along_columns(int first, int step) const {
-        constexpr int steps = panel_columns / mma_depth;
-        return mma_descriptor(panel(step / steps) + first * 128 + step % steps * (mma_depth * element_bytes), 16, swizzle_atom);
+    // The tile as an operand: along the columns, from row `first` on (rows are m or n, columns k) ...
+    __device__ auto along_columns(int first) const {
+        const auto offset = [](int step) { return step / 4 * panel_bytes + step % 4 * (mma_depth * element_bytes); };
+        return OperandSteps(mma_descriptor(data + first * 128, 16, swizzle_atom), offset);
     }
     // ... or along the rows (rows are k, columns n).
-    __device__ u64 along_rows(int step) const { return mma_descriptor(data + 128 * mma_depth * step, panel_bytes, swizzle_atom); }
+    __device__ auto along_rows() const {
+        return OperandSteps(mma_descriptor(data, panel_bytes, swizzle_atom), [](int step) { return 128 * mma_depth * step; });
+    }
 };
 
 // One operand of a product in shared memory: `Span` rows of A (or columns of B) by 64 k.
