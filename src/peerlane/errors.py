@@ -13,7 +13,8 @@ PeerlaneError
 ├── DeviceError           a device-side failure
 │   ├── CompileError      device source did not compile
 │   ├── LaunchError       a kernel could not be launched
-│   └── DeviceTimeout     a device-side wait ran out of its budget
+│   ├── DeviceTimeout     a device-side wait ran out of its budget
+│   └── EmulatedFault     the emulator stopped a kernel
 └── ProtocolError         a rank process spoke out of turn
 
 Every message says what was wrong, what was got, what was expected and what to do next.
@@ -87,6 +88,10 @@ class LaunchError(DeviceError):
 
 class DeviceTimeout(DeviceError):
     """A device-side wait ran out of its budget; the message says rank, slot, expected and seen."""
+
+
+class EmulatedFault(DeviceError):
+    """The emulator stopped a kernel: a deadlock, a trap, an address that is nobody's."""
 
 
 class ProtocolError(PeerlaneError):

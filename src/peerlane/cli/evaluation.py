@@ -18,7 +18,7 @@ from peerlane.errors import RunStopped, UsageError
 if TYPE_CHECKING:
     from peerlane.evaluate.results.result import Result
 
-Device: TypeAlias = Literal["cuda", "cpu"]
+Device: TypeAlias = Literal["cuda", "cpu", "emulated"]
 Mode: TypeAlias = Literal["eager", "graph"]
 Track: TypeAlias = Literal["open", "custom"]
 Tier: TypeAlias = Literal["L0", "L1", "L2"]
@@ -55,7 +55,7 @@ def evaluate_candidates(
     ] = "default",
     track: Annotated[str | None, typer.Option(help=TRACK_HELP)] = None,
     mode: Annotated[str, typer.Option(help="Launch modes to time, separated by commas.")] = "eager,graph",
-    device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cuda, cpu, or emulated: kernels of the device kit, without a GPU.")] = "auto",
     ranks_per_gpu: Annotated[str, typer.Option(metavar="NUMBER", help=RANKS_PER_GPU_HELP)] = "auto",
     baseline: Annotated[str | None, typer.Option(help=BASELINE_HELP)] = None,
     isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
@@ -131,7 +131,7 @@ def evaluate_candidates(
 
 def choose_device(text: str) -> Device:
     """What ``--device`` means on this machine (auto: CUDA where torch is built for it and there is a GPU); raises UsageError."""
-    if one_of(text, ("auto", "cuda", "cpu"), "--device") == "auto":
+    if one_of(text, ("auto", "cuda", "cpu", "emulated"), "--device") == "auto":
         return "cuda" if torch_has_cuda() and gpu_count() > 0 else "cpu"
     return cast(Device, text)
 
@@ -161,8 +161,8 @@ def gpu_count() -> int:
 
 
 def default_world_sizes(device: Device, ranks_per_gpu: int = 1) -> tuple[int, ...]:
-    """2 and 4 on CPU ranks; of 2, 4 and 8 what the GPUs allow (2 where there are fewer: a virtual node, or the verdict says so)."""
-    if device == "cpu":
+    """2 and 4 on CPU and emulated ranks; of 2, 4 and 8 what the GPUs allow (2 where there are fewer: a virtual node, or the verdict says so)."""
+    if device != "cuda":
         return (2, 4)
     available = gpu_count() * max(ranks_per_gpu, 1)
     return tuple(size for size in (2, 4, 8) if size <= available) or (2,)

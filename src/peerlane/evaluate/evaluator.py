@@ -22,6 +22,7 @@ from peerlane.errors import HarnessError, RunStopped, UsageError
 from peerlane.evaluate.candidates import CandidateFile, candidate_file, candidate_text
 from peerlane.evaluate.node import Node, TooFewGpus, choose_isolation, describe_node, place_ranks
 from peerlane.evaluate.pipeline import EvaluationPipeline, candidate_info, groups_needed
+from peerlane.evaluate.pipeline_emulated import EmulatedPipeline
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
 from peerlane.evaluate.processes.limit import Cancelled, Limit
 from peerlane.evaluate.processes.machine import OVERLOADED, lost_gpus, overloaded
@@ -84,7 +85,7 @@ class Evaluator:
 
     Args:
         world_size: number of ranks.
-        device: ``cuda``, ``cpu``, or ``auto``: CUDA where there is a GPU.
+        device: ``cuda``, ``cpu``, ``emulated``, or ``auto``: CUDA where there is a GPU.
         plan: in place of all other options, which are fields of :class:`EvaluationPlan`: what every evaluation has in common.
         progress: hears what happens.
 
@@ -303,7 +304,7 @@ class Evaluator:
             yield from self._not_run(left, missing)
             return
         session = self._session_of(world_size)
-        with contextlib.closing(Builds(session, [job.candidate for job in left])) as builds:
+        with contextlib.closing(Builds(session, self._built(left))) as builds:
             while left:
                 builds.ahead()
                 if self._missing is not None:
@@ -324,7 +325,7 @@ class Evaluator:
                         job,
                         self._run(
                             partial(
-                                EvaluationPipeline,
+                                EmulatedPipeline if plan.device == "emulated" else EvaluationPipeline,
                                 session,
                                 job,
                                 self.node_of(world_size),
@@ -425,6 +426,10 @@ class Evaluator:
         """This machine, as results with so many ranks record it."""
         place = self._placement(world_size)
         return self._node if isinstance(place, str) else self._node.shared_by(place)
+
+    def _built(self, jobs: Sequence[Job]) -> list[CandidateFile]:
+        """The candidates that are compiled before their turn. The emulator compiles kernels when they are launched."""
+        return [] if self._plan.device == "emulated" else [job.candidate for job in jobs]
 
     def _not_run(self, jobs: Sequence[Job], missing: str) -> Iterator[tuple[Job, Result]]:
         for job in jobs:

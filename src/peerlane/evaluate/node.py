@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from peerlane.device.emulator import build
 from peerlane.errors import UsageError
 from peerlane.evaluate.plan import EvaluationPlan
 from peerlane.evaluate.processes.sharing import sharing_failure
@@ -31,7 +32,7 @@ class Node:
     """Where it runs: what every result of a run has in common."""
 
     run_id: str
-    device: Literal["cuda", "cpu"]
+    device: Literal["cuda", "cpu", "emulated"]
     gpus: int
     environment: Mapping[str, Any]
     profile: HardwareProfile | None
@@ -59,7 +60,9 @@ def describe_node(plan: EvaluationPlan) -> Node:
     device, rules = plan.device, plan.rules_hash
     environment: dict[str, Any] = record()
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    if device == "cpu":
+    if device == "emulated":
+        build.runtime()  # every candidate needs it, and nobody else can put it where all find it
+    if device != "cuda":
         return Node(secrets.token_hex(6), device, 0, environment, None, (), 0.0, rules)
     if gpus == 0:
         raise UsageError("--device cuda: no GPU is visible here; use --device cpu, or see `peerlane doctor`")
@@ -98,7 +101,7 @@ def _uses_mps(plan: EvaluationPlan) -> bool:
 def choose_isolation(plan: EvaluationPlan) -> Isolation:
     """The tier that the plan asks for, or the best of L0 and L1 that this machine gives; raises :class:`UsageError`."""
     isolation = choose(plan.isolation, plan.device)  # no candidate's file is shown: each is sent to its own ranks
-    if plan.device == "cpu" or isolation.tier == "L0":
+    if plan.device != "cuda" or isolation.tier == "L0":
         return isolation
     if not (failure := sharing_failure(isolation, plan.device, plan.deadlines, _uses_mps(plan))):
         return isolation

@@ -34,7 +34,7 @@ from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
 from peerlane.evaluate.results.identity import source_hash
 from peerlane.evaluate.results.record import Mode
-from peerlane.evaluate.results.result import CandidateInfo, CaseEvidence, ProblemInfo, Result
+from peerlane.evaluate.results.result import Audit, CandidateInfo, CaseEvidence, ProblemInfo, Result
 from peerlane.evaluate.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
 from peerlane.evaluate.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
 from peerlane.evaluate.sandbox.answers import answer_folders
@@ -171,11 +171,7 @@ class EvaluationPipeline:
             self.stage_seconds[phase] = round(self.stage_seconds.get(phase, 0.0) + time.monotonic() - begin, 3)
 
     def _run_stages(self) -> Verdict:
-        job = self.job
-        cases = job.problem.cases(job.preset, job.world_size, job.variant)
-        if not cases:
-            which = f"{job.preset} ({job.variant} variant)" if job.variant != "default" else job.preset
-            return NotRun(missing=f"preset {which} of problem {job.problem.id} has no case for {counted(job.world_size, 'rank')}")
+        job, cases = self.job, self._cases()
         self.source = job.candidate.source()
         if self.source is not None and (missing := missing_before(self.source)) is not None:
             return NotRun(missing=missing)
@@ -184,16 +180,9 @@ class EvaluationPipeline:
                 (self.builds or Builds(self.session, [])).finish(job.candidate, self.limit)
             if job.candidate.backend == "cuda" and self.node.device == "cpu":
                 return NotRun(missing=_GPU_ONLY)
-        with self._in("spawn"):
-            if self.group is None:
-                needed = max(1, groups_needed(job, self.node.device)) + self.later
-                self.session.start_warm_groups(needed)
-                self._take_group()
-                self.session.start_warm_groups(needed - 1)
+        self._spawn()
         self._load()
-        more = job.problem.cases("small", job.world_size, job.variant) if job.preset != "small" else ()
-        chosen = (*cases, *more) if job.cases == "all" else cases[:1]
-        checked = [self._check(case, first=number == 0) for number, case in enumerate(chosen)]
+        checked = [self._check(case, first=number == 0) for number, case in enumerate(cases)]
         with self._in("stress"):
             self._stress(checked)
         self.case = cases[0]
@@ -214,6 +203,26 @@ class EvaluationPipeline:
         if self.healthy:
             self._leave()
         return Correct()
+
+    def _cases(self) -> tuple[Case, ...]:
+        """Those to judge, the timed one first; raises :class:`Rejected` if the preset has none."""
+        job = self.job
+        cases = job.problem.cases(job.preset, job.world_size, job.variant)
+        if not cases:
+            which = f"{job.preset} ({job.variant} variant)" if job.variant != "default" else job.preset
+            missing = f"preset {which} of problem {job.problem.id} has no case for {counted(job.world_size, 'rank')}"
+            raise Rejected(NotRun(missing=missing))
+        more = job.problem.cases("small", job.world_size, job.variant) if job.preset != "small" else ()
+        return (*cases, *more) if job.cases == "all" else tuple(cases[:1])
+
+    def _spawn(self) -> None:
+        """Takes a group, unless there is one."""
+        with self._in("spawn"):
+            if self.group is None:
+                needed = max(1, groups_needed(self.job, self.node.device)) + self.later
+                self.session.start_warm_groups(needed)
+                self._take_group()
+                self.session.start_warm_groups(needed - 1)
 
     def _take_group(self) -> None:
         self.loaded, self.healthy, self.reusable = False, True, True
@@ -413,6 +422,9 @@ class EvaluationPipeline:
             if stuck := self.group.await_end(deadline_s):
                 raise Rejected(Hang(phase="exit", ranks=stuck, deadline_s=deadline_s))
 
+    def _audit_record(self) -> Audit | None:
+        return None if self.auditor is None else self.auditor.record()
+
     def _result(self, verdict: Verdict, log: str) -> Result:
         job = self.job
         correct = isinstance(verdict, Correct)
@@ -433,7 +445,7 @@ class EvaluationPipeline:
             verdict=verdict,
             correctness=tuple(self.evidence.values()),
             speed=tuple(self.speeds) if correct else (),
-            audit=None if self.auditor is None else self.auditor.record(),
+            audit=self._audit_record(),
             mechanisms=() if self.auditor is None else self.auditor.mechanisms(),
             flags=tuple(sorted(self.flags)),
             stage_seconds=self.stage_seconds,

@@ -19,7 +19,7 @@ from peerlane.hardware.virtual_node import Baseline
 from peerlane.problems.contract.spec import Problem
 from peerlane.settings import Deadlines, PoolSettings, StressRules, TimingRules
 
-Device = Literal["cuda", "cpu"]
+Device = Literal["cuda", "cpu", "emulated"]
 Cases = Literal["all", "timed"]
 MAX_RANKS_PER_GPU = 8
 PRODUCTION, PRODUCTION_FIRST, SWEEP = "production", "production_first", "sweep"
@@ -40,7 +40,8 @@ class EvaluationPlan:
         world_sizes: numbers of ranks.
         modes: launch modes to time; none: correctness alone.
         cases: ``all`` cases of the preset and of ``small``, or the ``timed`` one alone, which is a preset's first.
-        device: ``cuda``, or ``cpu`` (gloo ranks: correctness is real, speed is not measured).
+        device: ``cuda``; ``cpu`` (gloo ranks: correctness is real, speed is not measured); or ``emulated`` (ranks are threads, and kernels
+            of the device kit run in the emulator: correctness and races, without a GPU).
         isolation: ``L0``, ``L1`` or ``L2``, see docs/isolation.md; None: the best of L0 and L1 that this machine gives.
         ranks_per_gpu: how many ranks may share a GPU; 0: as many as needed. Where some do, the machine is a virtual node.
         baseline: what serves torch.distributed: ``nccl``, or on virtual nodes ``peerlane``, the kit's collectives; None: the latter there.

@@ -15,7 +15,7 @@ from peerlane.evaluate.results.record import Record
 from peerlane.evaluate.results.result import Result
 from peerlane.evaluate.results.speed_record import Estimate
 from peerlane.hardware.environment import node_class
-from peerlane.selftest.table import Entry
+from peerlane.selftest.table import Device, Entry
 
 FILE = "selftest.jsonl"
 
@@ -31,7 +31,7 @@ class Outcome(Record):
     sha256: str
     after: str | None = Field(description="the candidate that was judged before it in the same session")
     world_size: int
-    device: Literal["cuda", "cpu"]
+    device: Device
     track: str
     isolation: str
     verdict: str

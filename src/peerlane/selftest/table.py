@@ -16,7 +16,7 @@ from peerlane.evaluate.candidates import REFERENCE
 from peerlane.evaluate.results.record import Record
 from peerlane.evaluate.results.verdict import Phase
 
-Device = Literal["cuda", "cpu"]
+Device = Literal["cuda", "cpu", "emulated"]
 VerdictKind = Literal[
     "correct",
     "wrong_result",

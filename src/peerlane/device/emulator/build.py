@@ -90,36 +90,36 @@ def compile_program(source: str | Path, *, defines: Mapping[str, str | int] | No
     unit, kernels = _kernels(_preprocess(source, [*own_dir, *include_dirs], defines or {}))
     if not kernels:
         raise UsageError('the source has no kernel that can be found by name; declare it extern "C" __global__ void name(...)')
-    runtime = _runtime()
-    key = hashlib.sha256("\0".join((_version(), runtime.name, *_LANGUAGE, *_DEVICE, unit)).encode()).hexdigest()
-    path = _folder() / f"{key}.so"
+    emulator = runtime()
+    key = hashlib.sha256("\0".join((_version(), emulator.name, *_LANGUAGE, *_DEVICE, unit)).encode()).hexdigest()
+    path = _cached(f"{key}.so")
     if not path.exists():
         with one_process(path.with_suffix(".lock")):
             if not path.exists():
-                _build(unit, path, runtime)
+                _build(unit, path, emulator)
     return Program(path, kernels)
 
 
-def _build(unit: str, path: Path, runtime: Path) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        text, code, program = (Path(folder) / name for name in ("source.ii", "source.o", "program.so"))
+def _build(unit: str, path: Path, emulator: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        text, code, program = (Path(scratch) / name for name in ("source.ii", "source.o", "program.so"))
         text.write_text(unit, encoding="utf-8")
         _run([*_LANGUAGE, *_DEVICE, "-c", str(text), "-o", str(code)])
-        _run([*_LINK, str(code), str(runtime), "-o", str(program)])
+        _run([*_LINK, str(code), str(emulator), "-o", str(program)])
         write_atomically(path, program.read_bytes())
 
 
-def _runtime() -> Path:
-    """The emulator itself, compiled once a version."""
+def runtime() -> Path:
+    """The emulator itself, compiled once a version. Raises MissingDependency where there is no g++."""
     files = sorted([*RUNTIME.parent.iterdir(), *(STAND_INS / "peerlane_emulator").iterdir()])
     content = b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in files if path.suffix in (".h", ".cpp"))
     key = hashlib.sha256("\0".join((_version(), *_LANGUAGE, *_RUNTIME_FLAGS)).encode() + content).hexdigest()
-    path = _folder() / f"runtime-{key}.o"
+    path = _cached(f"runtime-{key}.o")
     if not path.exists():
         with one_process(path.with_suffix(".lock")):
             if not path.exists():
-                with tempfile.TemporaryDirectory() as folder:
-                    code = Path(folder) / "runtime.o"
+                with tempfile.TemporaryDirectory() as scratch:
+                    code = Path(scratch) / "runtime.o"
                     _run([*_LANGUAGE, *_RUNTIME_FLAGS, "-c", str(RUNTIME), "-o", str(code)])
                     write_atomically(path, code.read_bytes())
     return path
@@ -149,13 +149,28 @@ def _kernels(unit: str) -> tuple[str, tuple[str, ...]]:
     return _MISPLACED.sub(r"\1 thread_local", unit) + _CALLER + callers, names
 
 
-def _folder() -> Path:
-    folder = settings.cache_dir() / "emulator"
+_libraries: list[Path] = []
+
+
+def use_as_library(folder: Path) -> None:
+    """What lies in this folder of compiled code is used, and never written, from now on: also when the cache is another one."""
+    _libraries.append(folder)
+
+
+def _cached(name: str) -> Path:
+    """Where compiled code of this name lies, or is to be put."""
+    found = (library / name for library in _libraries)
+    return next((path for path in found if path.exists()), None) or folder() / name
+
+
+def folder() -> Path:
+    """Where compiled code is kept."""
+    found = settings.cache_dir() / "emulator"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        found.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"the cache folder {folder} can not be made ({error}); set PEERLANE_CACHE_DIR to a writable folder") from error
-    return folder
+        raise UsageError(f"the cache folder {found} can not be made ({error}); set PEERLANE_CACHE_DIR to a writable folder") from error
+    return found
 
 
 @cache

@@ -74,6 +74,15 @@ class Finding:
     """the first that showed it; run it alone with ``check(scenario, schedules=1, first_schedule=...)``"""
     schedules: int
 
+    @property
+    def summary(self) -> str:
+        """One line: what every side does, and in which line of the kernel."""
+        acts = [
+            f"rank {side.rank} {side.action}{f' in {side.frames[-1].file}:{side.frames[-1].line}' if side.frames else ''}"
+            for side in self.sides
+        ]
+        return f"{', '.join(acts) or self.detail}: {MEANINGS[self.kind]}"
+
     def __str__(self) -> str:
         head = f"{self.kind}{': ' + self.memory if self.memory else ''} (in {self.schedules} schedules, first in {self.schedule})"
         return "\n".join(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,7 @@ class Outcome:
     """What came of a run."""
 
     outputs: list[list[Any]]
-    """by call, then by rank; None where a rank did not come so far"""
+    """by call, then by rank; of the calls that all ranks returned from"""
     reports: list[Report]
     """of every sequence of launches, and of launches that went wrong by themselves"""
     failure: tuple[int, BaseException] | None
@@ -90,6 +91,15 @@ class Team:
         self.parts: list[Part] = []
         """of all arenas of the group, on all its ranks"""
         self.faults: list[Part] = []
+        self.launches: Counter[str] = Counter()
+        """by kernel"""
+        self._groups: dict[int, EmulatedGroup] = {}
+
+    def group(self, member: int) -> EmulatedGroup:
+        """The group as the rank with number ``member`` among all ranks sees it."""
+        if member not in self._groups:
+            self._groups[member] = EmulatedGroup(self, member)
+        return self._groups[member]
 
     def allocate(self, sizes: Sequence[int]) -> tuple[list[int], list[Part]]:
         """Addresses of an arena on every rank, and the fault records that belong to it."""
@@ -115,6 +125,7 @@ class Team:
         for item in made:
             parts |= dict.fromkeys(self.world.space.pointed(item.arguments))
         step = Step(made, {part: part.contents() for part in parts}, min(launch.resident_blocks() for launch in launches))
+        self.launches[launches[0].kernel.name] += len(launches)
         self.sequence.run(launches[0].kernel.name, launches[0].kernel.code, step, self.faults[: len(self.members)])
 
     def end_of_call(self) -> None:
@@ -243,6 +254,89 @@ class EmulatedLaunch:
         return BlockNeeds(x * y * z, 0, self.shared_bytes).per_sm() * self.kernel.group.sm_count
 
 
+class RankFailure(Exception):
+    """A rank of an :class:`EmulatedRanks` raised ``error``. Nothing more can be asked of these ranks."""
+
+    def __init__(self, rank: int, error: BaseException) -> None:
+        super().__init__(f"rank {rank} raised {type(error).__name__}: {error}")
+        self.rank, self.error = rank, error
+
+
+class EmulatedRanks:
+    """The ranks of one solution, which stay from call to call. Every call may raise :class:`RankFailure`."""
+
+    def __init__(self, size: int, *, schedules: int = 4, seed: int = 0, sm_count: int = SM_COUNT) -> None:
+        self._world = World(size, schedules, seed, sm_count)
+        self._teams: dict[tuple[int, ...], Team] = {}
+        self._everyone = self._team(range(size))
+        self._solutions: list[Callable[..., Any]] = []
+        self._calls = 0
+
+    def _team(self, members: Sequence[int]) -> Team:
+        if tuple(members) not in self._teams:
+            self._teams[tuple(members)] = self._world.team(members)
+        return self._teams[tuple(members)]
+
+    def groups(self, layouts: Mapping[str, Sequence[Sequence[int]]]) -> list[dict[str, Group]]:
+        """For every rank its group of each named set of groups, which are lists of ranks."""
+        named: list[dict[str, Group]] = [{} for _ in range(self._world.size)]
+        for name, sets in layouts.items():
+            for members in sets:
+                for rank in members:
+                    named[rank][name] = self._team(members).group(rank)
+        return named
+
+    def load(self, load: Callable[[int], Callable[..., Any]]) -> None:
+        """From now on ``load(rank)`` is what each rank calls."""
+        self._solutions = self._each(load)
+
+    def call(self, arguments: Sequence[Arguments], keep: Callable[[int, Any], Any]) -> list[Any]:
+        """Every rank calls its solution. The results of ``keep(rank, output)``, which runs when the rank's call has returned."""
+        number, self._calls = self._calls, self._calls + 1
+
+        def act(rank: int) -> Any:
+            kept = keep(rank, self._solutions[rank](*arguments[rank]))
+            self._everyone.meeting.meet(rank, f"the end of call {number}", None, self._world.end_of_call)
+            return kept
+
+        return self._each(act)
+
+    def reports(self) -> list[Report]:
+        """Of all launches so far, under many schedules. Those whose turn has not come are run now."""
+        for team in self._world.teams:
+            team.sequence.check()
+        return [report for team in self._world.teams for report in team.sequence.reports]
+
+    @property
+    def launches(self) -> Counter[str]:
+        """How often each kernel was launched, by all ranks together."""
+        return sum((team.launches for team in self._world.teams), Counter())
+
+    def _each(self, act: Callable[[int], Any]) -> list[Any]:
+        """``act(rank)`` of every rank, each in a thread of its own."""
+        turns, results = self._world.turns, [None] * self._world.size
+        turns.restart()
+
+        def main(rank: int) -> None:
+            error: BaseException | None = None
+            try:
+                turns.begin(rank)
+                with entered(self._everyone.group(rank)):
+                    results[rank] = act(rank)
+            except BaseException as caught:
+                error = caught
+            turns.end(rank, error)
+
+        threads = [threading.Thread(target=main, args=(rank,), name=f"rank {rank}") for rank in range(self._world.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if turns.failure is not None:
+            raise RankFailure(*turns.failure) from turns.failure[1]
+        return results
+
+
 def run(
     solution: Path,
     calls: Sequence[Sequence[Arguments]],
@@ -251,43 +345,21 @@ def run(
     resolve: Callable[[Arguments, Mapping[str, Group]], Arguments] = lambda arguments, groups: arguments,
     schedules: int = 4,
     seed: int = 0,
-    sm_count: int = SM_COUNT,
 ) -> Outcome:
     """Call the ``solution`` of a file on emulated ranks: ``calls[i][rank]`` are the arguments of call i, CPU tensors among them.
 
     ``layouts`` names sets of groups by their ranks; ``resolve`` puts a rank's groups, by name, into its arguments. Outputs are copies.
     """
-    world = World(len(calls[0]), schedules, seed, sm_count)
-    everyone = world.team(range(world.size))
-    named: dict[int, dict[str, Group]] = {rank: {} for rank in range(world.size)}
-    for name, sets in (layouts or {}).items():
-        for members in sets:
-            team = everyone if list(members) == list(range(world.size)) else world.team(members)
-            for rank in members:
-                named[rank][name] = EmulatedGroup(team, rank)
-    outputs: list[list[Any]] = [[None] * world.size for _ in calls]
-
-    def main(rank: int) -> None:
-        error: BaseException | None = None
-        try:
-            world.turns.begin(rank)
-            with entered(EmulatedGroup(everyone, rank)):
-                call = load(solution, rank)
-                for number, arguments in enumerate(calls):
-                    outputs[number][rank] = _copied(call(*resolve(arguments[rank], named[rank])))
-                    everyone.meeting.meet(rank, f"the end of call {number}", None, world.end_of_call)
-        except BaseException as caught:
-            error = caught
-        world.turns.end(rank, error)
-
-    threads = [threading.Thread(target=main, args=(rank,), name=f"rank {rank}") for rank in range(world.size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for team in world.teams:
-        team.sequence.check()
-    return Outcome(outputs, [report for team in world.teams for report in team.sequence.reports], world.turns.failure)
+    ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed)
+    groups, outputs, failure = ranks.groups(layouts or {}), [], None
+    try:
+        ranks.load(lambda rank: load(solution, rank))
+        for call in calls:
+            arguments = [resolve(own, named) for own, named in zip(call, groups, strict=True)]
+            outputs.append(ranks.call(arguments, lambda rank, output: _copied(output)))
+    except RankFailure as failed:
+        failure = (failed.rank, failed.error)
+    return Outcome(outputs, ranks.reports(), failure)
 
 
 def load(file: Path, rank: int) -> Callable[..., Any]:

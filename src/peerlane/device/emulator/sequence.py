@@ -11,7 +11,7 @@ from peerlane.device.emulator.build import HOST_READ, Program, compile_program
 from peerlane.device.emulator.check import Finding, Report, check_kernels, report
 from peerlane.device.emulator.host_memory import Part
 from peerlane.device.emulator.job import Job, Launch, check_threads, run_job
-from peerlane.errors import DeviceError
+from peerlane.errors import EmulatedFault
 
 FATAL = frozenset({"deadlock", "trap", "crash", "illegal_address", "misuse", "endless"})
 """Findings behind which there is no result."""
@@ -39,10 +39,6 @@ class Step:
     launches: list[Launch]
     before: dict[Part, Contents]
     resident_blocks: int
-
-
-class EmulatedFault(DeviceError):
-    """The emulator stopped a kernel."""
 
 
 class LaunchSequence:
@@ -77,7 +73,9 @@ class LaunchSequence:
         if fatal := [finding for finding in said.findings if finding.kind in FATAL]:
             self.reports.append(said)
             self._forget()
-            raise EmulatedFault(f"the emulator stopped {name}: {fatal[0]}")
+            first = fatal[0]
+            at = f" at {first.memory}" if first.memory else ""
+            raise EmulatedFault(f"the emulator stopped {name}: {first}\n{first.kind}{at} in {name}: {first.summary}")
         if said.findings:
             self.reports.append(said)
         self._steps.append(step)

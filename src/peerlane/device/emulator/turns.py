@@ -28,6 +28,10 @@ class Turns:
         self.failure: tuple[int, BaseException] | None = None
         """the first rank that failed, and how"""
 
+    def restart(self) -> None:
+        """All ranks, which have ended, are to begin once more."""
+        self._turn, self._waits, self._ended = 0, [None] * len(self._waits), [False] * len(self._ended)
+
     def begin(self, rank: int) -> None:
         """Wait for the rank's first turn."""
         with self._changed:

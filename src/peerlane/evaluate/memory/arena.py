@@ -76,6 +76,11 @@ class Arena:
         return self.data.numel()
 
     @classmethod
+    def begin_at(cls, offset: int) -> None:
+        """Arenas that this process creates on CPU lie behind ``offset`` of its memory file."""
+        Arena._file_end = offset
+
+    @classmethod
     def create(cls, size: int, device: torch.device, memory_fd: int) -> Arena:
         """A new arena of at least ``size`` bytes; on CPU in ``memory_fd``, a memory file, behind all earlier ones."""
         size = -(-max(size, 1) // _PAGE_BYTES) * _PAGE_BYTES

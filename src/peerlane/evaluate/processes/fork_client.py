@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peerlane.errors import HarnessError
+from peerlane.evaluate.processes.emulated_group import EmulatedRankGroup
 from peerlane.evaluate.processes.protocol import Channel
 from peerlane.evaluate.processes.rank_group import RankGroup
 from peerlane.evaluate.sandbox.caches import RunFolders
@@ -27,6 +28,8 @@ from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode
 
 RANK_PROGRAM = "peerlane.evaluate.ranks.serve"
 """The module whose ``serve`` every rank runs. It is named, not imported: it imports torch, and lies above this one."""
+EMULATED_SCHEDULES = 8
+"""Schedules under which the emulator runs the launches of a candidate that is evaluated."""
 _SEND_S = 10  # a rank that does not read its requests for this long has failed, and the answer's deadline will say so
 _SWEEP_S = 10  # nobody waits longer than this for the fork server to clear up behind a leader
 _FILE_BYTES = 1 << 42  # address space, not memory: pages come into being when they are written
@@ -48,7 +51,7 @@ def fork_server_environment(device: str) -> dict[str, str]:
         "KINETO_LOG_LEVEL": "99",  # audits would print a line for each end of every record
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking how many GPUs there are must not initialise CUDA
     }
-    return environment | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"} if device == "cpu" else environment
+    return environment | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"} if device != "cuda" else environment
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,13 @@ class RankPlaces:
     def config(self, role: str) -> dict[str, Any]:
         """What the processes of a group have to know."""
         ranks, node = range(self.world_size), self.node
-        config: dict[str, Any] = {"device": self.device, "backend": "gloo" if self.device == "cpu" else "nccl"}
+        config: dict[str, Any] = {"device": self.device, "backend": "nccl" if self.device == "cuda" else "gloo"}
         if role == "candidate" and self.device == "cuda":
             config["environment"] = {"TORCH_CUDA_ARCH_LIST": extension_architectures()}
+        if self.device == "emulated":
+            config["memory_range"] = _FILE_BYTES // self.world_size
+            if role == "candidate":
+                config |= {"emulated_ranks": self.world_size, "schedules": EMULATED_SCHEDULES}
         if node is not None:
             config["backend"] = node.baseline
             config["gpu_of_rank"] = [node.device_index(rank) for rank in ranks]
@@ -79,9 +86,16 @@ class RankPlaces:
 def start_ranks(fork_server: ForkServer, role: str, places: RankPlaces, deadline_s: float, share: RankGroup | None = None) -> RankGroup:
     """A group of trusted or candidate ranks that is coming up; ``finish`` waits for it.
 
-    On CPU the two sides ``share`` memory files, on GPUs they use CUDA IPC.
+    On CPU the two sides ``share`` memory files, on GPUs they use CUDA IPC. Emulated ranks of a candidate are one process, which maps what
+    all trusted ranks have: these share one file, each with a range of its own.
     """
-    group = fork_server.spawn(role, places.world_size, places.config(role), share if places.device == "cpu" else None)
+    share = share if places.device != "cuda" else None
+    if places.device == "emulated" and role == "candidate":
+        group = fork_server.spawn(role, 1, places.config(role), share, EmulatedRankGroup)
+        assert isinstance(group, EmulatedRankGroup)
+        group.emulated_ranks = places.world_size
+    else:
+        group = fork_server.spawn(role, places.world_size, places.config(role), share)
     group.begin({"op": "init"}, "spawn", deadline_s)
     return group
 
@@ -154,7 +168,14 @@ class ForkServer:
         """Of the process."""
         return self._process.pid
 
-    def spawn(self, role: str, world_size: int, config: dict[str, Any], share: RankGroup | None = None) -> RankGroup:
+    def spawn(
+        self,
+        role: str,
+        world_size: int,
+        config: dict[str, Any],
+        share: RankGroup | None = None,
+        kind: type[RankGroup] = RankGroup,
+    ) -> RankGroup:
         """A new group, as soon as the process is up; ``share`` gives it that group's shared memory, rank by rank, instead of its own.
         Raises :class:`HarnessError`."""
         self._groups = [group for group in self._groups if group.alive]
@@ -175,7 +196,12 @@ class ForkServer:
                     handed_over.enter_context(there)
                 memories, logs = [], []
                 for rank in range(world_size):
-                    memories.append(os.dup(share.memory_fd(rank)) if share is not None else memory_file(f"peerlane-arena-{rank}"))
+                    if share is not None:
+                        memories.append(os.dup(share.memory_fd(rank)))
+                    elif memories and "memory_range" in config:
+                        memories.append(os.dup(memories[0]))
+                    else:
+                        memories.append(memory_file(f"peerlane-arena-{rank}"))
                     kept.callback(os.close, memories[-1])
                     logs.append(os.memfd_create(f"peerlane-log-{rank}"))
                     kept.callback(os.close, logs[-1])
@@ -198,7 +224,7 @@ class ForkServer:
             kept.pop_all()
         for channel in channels:
             channel.limit_sending(_SEND_S)
-        group = RankGroup(role, control, channels, memories, logs, lambda: self._sweep(folder))
+        group = kind(role, control, channels, memories, logs, lambda: self._sweep(folder))
         group.slot, group.uid = slot, confinement.uid
         self._groups.append(group)
         return group

@@ -99,8 +99,8 @@ class RankGroup:
         self.role = role
         self.slot: CacheSlot | None = None
         self.uid = 0  # of its processes, where that is theirs alone
-        self.world_size = len(ranks)
         self._control, self._ranks, self._memories, self._logs = control, ranks, memories, logs
+        self.world_size = len(ranks)
         self._exits: dict[int, int] = {}
         self._early: list[Message] = []
         self._log = ""
@@ -240,8 +240,12 @@ class RankGroup:
                 return GroupFailure("garbage", phase, "an answer that is neither ok nor an error", rank=rank)
             told = report.get("message")
             text = told[-ERROR_CHARACTERS:].strip() if isinstance(told, str) else ""  # a rank that a candidate has changed cuts nothing
-            return GroupFailure(report["kind"], phase, text or "no message", rank=rank)
+            return GroupFailure(report["kind"], phase, text or "no message", rank=self._rank_of(rank, report))
         return None if open_ else GroupFailure("exit", phase, "the process ended", rank=rank)
+
+    def _rank_of(self, process: int, report: Message) -> int:
+        """The rank that a process's report of an error is about."""
+        return process
 
     def _read_control(self, phase: str) -> GroupFailure | None:
         if not self._control.feed():

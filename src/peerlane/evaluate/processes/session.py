@@ -25,6 +25,7 @@ from peerlane.settings import Deadlines, PoolSettings
 
 _BUSY_GROUPS = 2  # beside those that are warm: the trusted ranks, and a candidate's
 _USE_S = 5.0
+_EMULATED_CALLS = 10  # a call whose kernels run in the emulator may take so many times as long
 
 
 class Session:
@@ -44,7 +45,8 @@ class Session:
         note: Callable[[str], None] = lambda _: None,
         node: VirtualNode | None = None,
     ) -> None:
-        self.device, self.world_size, self.deadlines, self.isolation = device, world_size, deadlines, isolation
+        self.device, self.world_size, self.isolation = device, world_size, isolation
+        self.deadlines = deadlines if device != "emulated" else deadlines.with_calls(_EMULATED_CALLS * deadlines.first_call)
         self._kept_open = contextlib.ExitStack()
         self.pool_settings, self.note, self.node = pool_settings or PoolSettings(), note, node
         if node is not None:
@@ -94,7 +96,7 @@ class Session:
         return start_ranks(self.fork_server, "trusted", self._places, self.deadlines.spawn)
 
     def _spawn_candidate(self) -> RankGroup:
-        share = self.trusted if self.device == "cpu" else None
+        share = self.trusted if self.device != "cuda" else None
         return start_ranks(self.fork_server, "candidate", self._places, self.deadlines.spawn, share)
 
     @property
@@ -125,7 +127,7 @@ class Session:
             with contextlib.suppress(HarnessError):
                 self._trusted.kill()
         self._trusted, self._suspected = None, False
-        if self.device == "cpu":
+        if self.device != "cuda":
             self._pool.clear()
 
     @property
@@ -186,7 +188,7 @@ class Session:
             group.kill()
         except HarnessError as error:
             self.note(str(error))
-        if self._trusted is not None and self.device == "cpu":  # what the trusted ranks still have of it has been judged
+        if self._trusted is not None and self.device != "cuda":  # what the trusted ranks still have of it has been judged
             self._trusted.empty_memory()
 
     @contextlib.contextmanager

@@ -52,14 +52,16 @@ class _Given(SourceFileLoader):
         return self.source_to_code(self._source, self.path)
 
 
-def import_candidate(path: Path, source: bytes) -> ModuleType:
+def import_candidate(path: Path, source: bytes, ending: str = "") -> ModuleType:
     """Runs a candidate as a module of its own, with ``utils.cuda_helpers`` importable, and its folder not on the path.
 
-    ``source``: what its file held when it was hashed. Nothing is read from ``path``, which may be out of sight.
+    ``source``: what its file held when it was hashed. Nothing is read from ``path``, which may be out of sight. ``ending`` of its name, for
+    another module of the same source.
     """
     extensions.install_public_helpers()
     extensions.use_own_build_folder(source)
-    name, loader = f"peerlane_candidate_{path.stem}", _Given(f"peerlane_candidate_{path.stem}", str(path), source)
+    name = f"peerlane_candidate_{path.stem}{ending}"
+    loader = _Given(name, str(path), source)
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None, "a loader was given"
     module = importlib.util.module_from_spec(spec)
@@ -297,11 +299,15 @@ class CandidateRank(Rank):
         return {"recordings": [record.message]}
 
     def _poison(self, layout: Description) -> None:
-        """Fills memory that the next allocations are likely to get, so that what is never written shows."""
-        blocks = []
-        for description in tensor_descriptions(layout):
-            size = max(1, torch.Size(description["shape"]).numel() * dtype_of(description["dtype"]).itemsize)
-            blocks += [torch.empty(size, dtype=torch.uint8, device=self.device).fill_(POISON) for _ in range(2)]
+        poison_freed_memory(layout, self.device)
+
+
+def poison_freed_memory(layout: Description, device: torch.device) -> None:
+    """Fills memory that the next allocations are likely to get, so that what is never written shows."""
+    blocks = []
+    for description in tensor_descriptions(layout):
+        size = max(1, torch.Size(description["shape"]).numel() * dtype_of(description["dtype"]).itemsize)
+        blocks += [torch.empty(size, dtype=torch.uint8, device=device).fill_(POISON) for _ in range(2)]
 
 
 def _interpret_triton() -> None:

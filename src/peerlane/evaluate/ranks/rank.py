@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane import problems
-from peerlane.errors import CompileError, DeviceTimeout, TrackForbids
+from peerlane.errors import CompileError, DeviceTimeout, EmulatedFault, TrackForbids
 from peerlane.evaluate.memory.arena import Arena
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks.timed_block import Block
@@ -52,7 +52,7 @@ def classify(error: BaseException, default: str = "runtime_error") -> str:
         return "build_error"
     if isinstance(error, ModuleNotFoundError) and error.name == "triton":
         return "not_run"
-    if isinstance(error, DeviceTimeout) or any(word in text for word in _CUDA_WORDS):
+    if isinstance(error, (DeviceTimeout, EmulatedFault)) or any(word in text for word in _CUDA_WORDS):
         return "cuda_error"
     return default
 
@@ -70,6 +70,7 @@ class Rank:
         self.world_size: int = config["world_size"]
         gpus = config.get("gpu_of_rank", range(self.world_size))
         self.device = torch.device("cuda", gpus[rank]) if config["device"] == "cuda" else torch.device("cpu")
+        Arena.begin_at(rank * config.get("memory_range", 0))
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
         self.handlers: dict[str, Handler] = {}
         self.serve("init", "lend", "borrow", "exit", "warm", "ready", "timed_block", "use_device")

@@ -8,13 +8,19 @@ import os
 import traceback
 from typing import Any
 
+from peerlane.device.emulator.ranks import RankFailure
 from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, Channel, Message
 from peerlane.evaluate.ranks.builder import Builder
 from peerlane.evaluate.ranks.candidate import CandidateRank
+from peerlane.evaluate.ranks.emulated import EmulatedCandidate
 from peerlane.evaluate.ranks.rank import Rank, classify
 from peerlane.evaluate.ranks.trusted import TrustedRank
 
 _KINDS: dict[str, type[Rank]] = {"trusted": TrustedRank, "builder": Builder, "candidate": CandidateRank}
+
+
+def _kind(config: dict[str, Any]) -> type[Rank]:
+    return EmulatedCandidate if "emulated_ranks" in config else _KINDS[config["role"]]
 
 
 def _set_environment(config: dict[str, Any], rank: int) -> None:
@@ -37,14 +43,17 @@ def _error(kind: str, error: BaseException) -> Message:
 def serve(config: dict[str, Any], rank: int, channel: Channel, memory_fd: int) -> int:
     """The life of a rank process; returns its exit status."""
     _set_environment(config, rank)
-    me = _KINDS[config["role"]](config, rank, memory_fd)
+    me = _kind(config)(config, rank, memory_fd)
     receive, send, handlers = channel.receive, channel.send, me.handlers
     me.tell = send
     while (request := receive()) is not None:
         try:
             answer: Message = {"ok": True, **handlers[request["op"]](request)}
         except BaseException as error:
-            answer = _error(classify(error, request.get("blame", "runtime_error")), error)
+            cause = error.error if isinstance(error, RankFailure) else error
+            answer = _error(classify(cause, request.get("blame", "runtime_error")), cause)
+            if isinstance(error, RankFailure):
+                answer["error"]["rank"] = error.rank
         send(answer)
         if me.leaving:
             break

@@ -69,6 +69,8 @@ def _failure(result: Result) -> Iterator[str]:
     if detail is not None:
         yield f"detail: {detail if verdict.kind == 'wrong_type' else _VALUES.sub('', detail)}"
     yield f"try: {_ADVICE[verdict.kind]}"
+    for finding in getattr(verdict, "findings", ()):
+        yield from (f"  {one_line(line)}" for line in finding.splitlines())
     message = getattr(verdict, "message", None)
     if message is not None:
         yield from _message(message)

@@ -12,7 +12,7 @@ from peerlane.evaluate.results.sanitize import sanitize
 Mode = Literal["eager", "graph"]
 Track = Literal["open", "custom"]
 
-_OF_SEVERAL_LINES = ("message", "log_tail")
+_OF_SEVERAL_LINES = ("message", "log_tail", "findings")
 
 _INFINITE = Field(allow_inf_nan=True)
 _NAMES: dict[str, str] = {"inf": "inf", "-inf": "-inf", "nan": "nan"}

@@ -109,7 +109,7 @@ class Result(Record):
     problem: ProblemInfo
     preset: str
     world_size: int = Field(ge=1)
-    device: Literal["cuda", "cpu"]
+    device: Literal["cuda", "cpu", "emulated"]
     modes: tuple[Mode, ...] = Field(description="launch modes asked for; none: correctness alone")
     cases: Literal["all", "timed"] = Field(default="all", description="timed: the preset's first case alone was judged")
     isolation: Literal["L0", "L1", "L2"] = Field(description="L0: unverified, the candidate was not confined")

@@ -154,8 +154,15 @@ class Unstable(_Verdict):
     output: str
     detail: str
     wrong_slots: int = Field(ge=1)
-    compared_slots: int = Field(ge=1)
+    compared_slots: int = Field(ge=1, description="slots; of emulated ranks, schedules")
+    findings: tuple[str, ...] = Field(default=(), description="what the emulator found: both sides of each race, with their source lines")
     said: ClassVar[str] = "{output} wrong in {wrong_slots} of {compared_slots} slots (rank {rank}): {detail}"
+
+    @property
+    def reason(self) -> str:
+        if not self.findings:
+            return super().reason
+        return f"{self.output} (case {self.case}, in {self.wrong_slots} of {self.compared_slots} schedules): {self.detail}"
 
 
 class IntegrityFailure(_Verdict):

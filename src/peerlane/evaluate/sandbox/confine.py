@@ -89,7 +89,7 @@ class Confinement:
                 os.chown(path, self.uid, self.uid)
         if self.measures:
             os.chdir(folder)
-        if LOOPBACK_ONLY in self.measures and device == "cpu":
+        if LOOPBACK_ONLY in self.measures and device != "cuda":
             linux.enter_namespaces(linux.CLONE_NEWNET)
             linux.raise_loopback()
         if {PRIVATE_SHM, GUARDED_PROC} & set(self.measures):

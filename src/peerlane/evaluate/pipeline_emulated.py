@@ -1,0 +1,133 @@
+"""One evaluation on emulated ranks: import, correctness and races in every case, exit. No GPU is needed, and nothing is timed."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from peerlane.evaluate.correctness.case_runner import Rejected
+from peerlane.evaluate.pipeline import CHECKED_SLOTS, EvaluationPipeline
+from peerlane.evaluate.processes.fork_client import EMULATED_SCHEDULES
+from peerlane.evaluate.processes.protocol import is_count
+from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.ranks.rank import wants_gpu
+from peerlane.evaluate.results.result import Audit
+from peerlane.evaluate.results.sanitize import sanitize
+from peerlane.evaluate.results.speed_record import NotMeasured
+from peerlane.evaluate.results.verdict import Correct, NotRun, Unstable, Verdict, WrongResult
+from peerlane.problems.contract.spec import Case
+
+KIT = "peerlane.device"
+_NO_KIT = f"emulated ranks run candidates of the device kit ({KIT}), and this one does not import it: use --device cpu or cuda"
+_REFERENCE = "the reference communicates by torch.distributed, which emulated ranks do not have: use --device cpu or cuda"
+_DISTRIBUTED = re.compile(r"process group has not been initialized|init_process_group|ProcessGroup|torch\.distributed")
+_MOST_KERNELS = 32
+
+
+@dataclass
+class EmulatedPipeline(EvaluationPipeline):
+    """Judges a candidate of the device kit whose ranks are threads, and whose kernels run in the emulator."""
+
+    calls: int = 0
+    """of the candidate, on every rank"""
+    launches: dict[str, int] = field(default_factory=dict)
+    """by kernel, of all ranks together"""
+
+    def _run_stages(self) -> Verdict:
+        job = self.job
+        cases = self._cases()
+        self.source = job.candidate.source()
+        if self.source is None or KIT not in self.source:
+            return NotRun(missing=_REFERENCE if self.source is None else _NO_KIT)
+        self._spawn()
+        self._load()
+        for number, case in enumerate(cases):
+            self._check_and_race(case, first=number == 0)
+        self.speeds = [NotMeasured(mode=mode, why="emulated ranks: nothing is timed") for mode in job.modes]
+        self._leave()
+        return Correct()
+
+    def _check_and_race(self, case: Case, *, first: bool) -> None:
+        """Judges the results of a case, then what its launches do under other schedules, which may explain a wrong result."""
+        try:
+            runner = self._check(case, first=first)
+        except Rejected as rejected:
+            if isinstance(rejected.verdict, WrongResult):
+                self._race(case)
+            raise
+        self._race(case)
+        runner.evidence = type(runner.evidence)(stressed_calls=CHECKED_SLOTS * EMULATED_SCHEDULES)
+        self._keep_evidence(runner)
+
+    def _race(self, case: Case) -> None:
+        assert self.group is not None
+        with self._in("stress"):
+            answer = self.group.ask({"op": "race"}, "stress", self.session.deadlines.calls)[0]
+        self.calls += CHECKED_SLOTS
+        self.launches = _counts(answer.get("launches"))
+        if found := _findings(answer.get("findings")):
+            first = found[0]
+            raise Rejected(
+                Unstable(
+                    case=case.key,
+                    rank=first["rank"],
+                    output=f"{first['kind']}{' at ' + first['memory'] if first['memory'] else ''}",
+                    detail=first["summary"],
+                    wrong_slots=max(1, first["schedules"]),
+                    compared_slots=max(EMULATED_SCHEDULES, first["schedules"]),
+                    findings=tuple(item["text"] for item in found),
+                )
+            )
+
+    def _blame(self, failure: GroupFailure) -> Verdict:
+        line = "".join(failure.message.strip().splitlines()[-1:])
+        if failure.kind in ("runtime_error", "import_error"):
+            if _DISTRIBUTED.search(line):
+                return NotRun(missing=f"uses torch.distributed, which emulated ranks do not have ({line}): use --device cpu or cuda")
+            if wants_gpu(line):
+                return NotRun(missing=f"needs a GPU: {line}; emulated ranks have the kernels of the device kit alone")
+        return super()._blame(failure)
+
+    def _audit_record(self) -> Audit | None:
+        """Every launch is the candidate's or the kit's: in its process there is nothing else that communicates."""
+        if not self.calls:
+            return None
+        own = math.ceil(sum(self.launches.values()) / (self.calls * self.job.world_size))
+        names = sorted(self.launches, key=lambda name: -self.launches[name])[:_MOST_KERNELS]
+        return Audit(
+            calls=self.calls,
+            block_modes=(),
+            kernels={"own": own},
+            copies={},
+            memsets=0,
+            operators={},
+            other=0,
+            kernel_names=tuple(names),
+            unrecorded_collectives=0,
+            complete=True,
+        )
+
+
+def _counts(told: Any) -> dict[str, int]:
+    if not isinstance(told, dict) or not all(is_count(count) for count in told.values()):
+        raise GroupFailure("garbage", "stress", "an answer without the number of launches", rank=0)
+    counts: dict[str, int] = sanitize(told)
+    return counts
+
+
+def _findings(told: Any) -> list[dict[str, Any]]:
+    """What the candidate's process says of races; raises GroupFailure for anything else."""
+    words = ("kind", "memory", "summary", "text")
+    if not isinstance(told, list) or not all(
+        isinstance(item, dict)
+        and all(isinstance(item.get(word), str) for word in words)
+        and item["text"].strip()
+        and is_count(item.get("rank"))
+        and is_count(item.get("schedules"))
+        for item in told
+    ):
+        raise GroupFailure("garbage", "stress", "an answer without the findings of the emulator", rank=0)
+    found: list[dict[str, Any]] = sanitize(told, lines=True)
+    return found

@@ -1,0 +1,145 @@
+"""All ranks of a candidate as threads of one process, whose kernels run in the emulator. Everything it reports is untrusted."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peerlane import problems
+from peerlane.device.emulator import build
+from peerlane.device.emulator.ranks import EmulatedRanks
+from peerlane.device.emulator.sequence import findings
+from peerlane.device.group import Group
+from peerlane.evaluate.audit import monkeypatch_check
+from peerlane.evaluate.memory.arena import Arena, extent, view
+from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, updates_of
+from peerlane.evaluate.processes.protocol import Message
+from peerlane.evaluate.ranks import extensions, out_of_reach
+from peerlane.evaluate.ranks.candidate import AttachedCase, import_candidate, poison_freed_memory, solution_of
+from peerlane.evaluate.ranks.rank import Rank
+from peerlane.evaluate.ranks.timed_block import Solution
+from peerlane.problems.contract.tree import rebuild, tensor_descriptions
+
+_MOST_FINDINGS, _FINDING_CHARACTERS = 8, 4000
+
+
+@dataclass
+class _RankCase(AttachedCase):
+    """The case of one emulated rank, and the rank's groups by name."""
+
+    groups: dict[str, Group] | None = None
+
+    @contextmanager
+    def own_arguments(self, slot: int) -> Iterator[tuple[Any, ...]]:
+        """The arguments of a slot, each tensor in memory of its own, as the emulator wants them; what becomes of them is copied back."""
+        data, layout = self.arena.data, self.arguments.layout[slot]
+        places = [extent(placed) for placed in tensor_descriptions(layout)]
+        copies = [data[begin:end].clone() for begin, end in places]
+        tensors = [view(copy, {**placed, "offset": 0}) for copy, placed in zip(copies, tensor_descriptions(layout), strict=True)]
+        yield self.outputs.fresh(rebuild(layout, iter(tensors), (self.groups or {}).__getitem__))
+        for (begin, end), copy in zip(places, copies, strict=True):
+            data[begin:end].copy_(copy)
+
+
+class EmulatedCandidate(Rank):
+    """Serves the requests of a candidate's ranks for all of them at once."""
+
+    def __init__(self, config: dict[str, Any], rank: int, memory_fd: int) -> None:
+        super().__init__(config, rank, memory_fd)
+        self._size: int = config["emulated_ranks"]
+        self._ranks = EmulatedRanks(self._size, schedules=config["schedules"], seed=int.from_bytes(os.urandom(4), "big"))
+        self._spaces: dict[str, list[_RankCase]] = {}
+        self.handlers.clear()
+        self.serve("init", "attach_case", "detach", "load", "call", "race", "exit")
+
+    def init(self, request: Message) -> dict[str, Any]:
+        """Has what all candidates need from the emulator before a candidate's own cache takes the place of the shared one."""
+        torch.set_num_threads(1)
+        build.use_as_library(build.folder())
+        return {"pid": os.getpid()}
+
+    def detach(self, request: Message) -> dict[str, Any]:
+        """Lets go of a space on all ranks."""
+        for attached in self._spaces.pop(request["space"], []):
+            attached.latest = list
+            attached.arena.close()
+        return {}
+
+    def attach_case(self, request: Message) -> dict[str, Any]:
+        """Maps the space's arena of every rank and builds the views of all slots."""
+        updates = updates_of(problems.get(request["problem"]))
+        groups = self._ranks.groups(request["groups"])
+        self._spaces[request["space"]] = [self._attached(own, updates, named) for own, named in zip(request["ranks"], groups, strict=True)]
+        self.freeze_objects()
+        return {}
+
+    def _attached(self, own: Message, updates: dict[str, int], groups: dict[str, Group]) -> _RankCase:
+        arena = Arena.attach(own["arena"], self.device, self.memory_fd)
+        base, data = own["output_base"], arena.data
+        arguments = ArgumentSlots(data[: max(base, 1)], own["arguments"], groups.__getitem__)
+        outputs = OutputRegions(data[base : base + max(own["output_bytes"], 1)], own["outputs"], self.device, updates)
+        return _RankCase(arena, arguments, outputs, groups=groups)
+
+    def load(self, request: Message) -> dict[str, Any]:
+        """Imports the candidate's ``source``, which was at ``path``, once for every rank."""
+        extensions.use_cache(request["cache"])
+        out_of_reach.refuse_answers()
+        if request["own_communication"]:
+            out_of_reach.refuse_library()
+        monkeypatch_check.remember_originals()
+        path, source = Path(request["path"]), request["source"].encode("latin-1")
+
+        def load(rank: int) -> Solution:
+            return solution_of(import_candidate(path, source, f"_rank_{rank}"), path)
+
+        self._ranks.load(load)
+        return {}
+
+    def call(self, request: Message) -> dict[str, Any]:
+        """Every rank calls the solution on ``slots``, one after the other, with freed memory poisoned before each, and takes snapshots."""
+        cases, slots = self._spaces[request["space"]], request["slots"]
+        for slot in slots:
+            self._call(cases, slot)
+        answers = []
+        for attached in cases:
+            aliased = attached.outputs.aliased([*attached.called, *slots])
+            attached.called = slots[-1:]
+            answers.append({"outputs": [attached.outputs.descriptions[slot] for slot in slots], "aliased": aliased})
+        return {"ranks": answers}
+
+    def _call(self, cases: list[_RankCase], slot: int) -> None:
+        for attached in cases:
+            poison_freed_memory(attached.outputs.layout[slot], self.device)
+        own = [attached.own_arguments(slot) for attached in cases]
+        arguments = [context.__enter__() for context in own]
+
+        def keep(rank: int, output: Any) -> None:
+            found = cases[rank].outputs.take(slot, output, arguments[rank])
+            cases[rank].latest = functools.partial(list, found)  # kept until the next call is over: the same storage again is reuse
+
+        self._ranks.call(arguments, keep)
+        for context in own:
+            context.__exit__(None, None, None)
+
+    def race(self, request: Message) -> dict[str, Any]:
+        """What the emulator has found in the launches so far, under many schedules, and how often each kernel was launched."""
+        found = findings(self._ranks.reports())[:_MOST_FINDINGS]
+        told = [
+            {
+                "kind": finding.kind,
+                "memory": finding.memory,
+                "rank": max(0, min((side.rank for side in finding.sides), default=0)),
+                "schedules": finding.schedules,
+                "summary": finding.summary,
+                "text": str(finding)[:_FINDING_CHARACTERS],
+            }
+            for finding in found
+        ]
+        return {"findings": told, "launches": dict(self._ranks.launches)}

@@ -1,0 +1,143 @@
+"""`--device emulated`: whole candidates of the kit, host code included, judged and raced without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import peerlane as pl
+from peerlane import solutions
+from peerlane.evaluate import EvaluationPlan, discover, evaluate
+from peerlane.evaluate.results.verdict import CudaError, NotRun, RuntimeFailure, Unstable, WrongResult
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "cuda"
+GATHER = r'''
+import torch
+
+from peerlane.device import group_of, per_group
+from peerlane.device.declare import U64, Buffer, DeclaredKernel, Epochs, Flags, Pointer
+
+SOURCE = r"""
+#include <peerlane/comm.cuh>
+using namespace peerlane;
+
+extern "C" __global__ void gather(const __grid_constant__ Arena arena, const __grid_constant__ Gather args) {
+    const Block block;
+    const Peers<WORLD_SIZE> peers(arena, args.flags);
+    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
+    for (int rank = 0; rank < WORLD_SIZE; ++rank)
+        copy_bytes(block, arena.peer(rank, args.landing + arena.rank * args.bytes), args.x, args.bytes);
+    peers.signal_all(0, epoch);  // the data is there
+    for (int rank = 0; rank < WORLD_SIZE; ++rank)
+        if (rank != arena.rank) peers.wait(rank, 0, epoch);
+    copy_bytes(block, args.y, arena.local(args.landing), WORLD_SIZE * args.bytes);
+    peers.acknowledge_all(1, epoch);  // the peers may write again
+    for (int rank = 0; rank < WORLD_SIZE; ++rank)
+        if (rank != arena.rank) peers.wait(rank, 1, epoch);
+}
+"""
+GATHER = DeclaredKernel(
+    "gather", SOURCE, epochs=Epochs(), flags=Flags(), landing=Buffer(), x=Pointer("const char*"), y=Pointer(), bytes=U64
+)
+
+
+@per_group
+def gather(group, nbytes):
+    return GATHER.bind(group, grid=1, block=128, sizes={"flags": 2, "landing": group.world_size * nbytes}, bytes=nbytes)
+
+
+def solution(tensor):
+    group, x = group_of(), tensor.contiguous()
+    y = x.new_empty((group.world_size, *x.shape))
+    if x.numel():
+        gather(group, x.nbytes)(x=x, y=y)
+    return y
+'''
+SIGNAL = "    peers.signal_all(0, epoch);  // the data is there\n"
+FIRST_WAIT = "        if (rank != arena.rank) peers.wait(rank, 0, epoch);\n"
+
+
+@pytest.fixture(scope="module")
+def evaluator() -> Iterator[pl.Evaluator]:
+    with pl.Evaluator(2, "emulated", presets=("small",), modes=()) as evaluator:
+        yield evaluator
+
+
+def judge(evaluator: pl.Evaluator, old: str = "", new: str = "", problem: int = 2) -> pl.Result:
+    assert old in GATHER
+    return evaluator.evaluate(problem, GATHER.replace(old, new) if old else GATHER, name="2_gather_cuda")
+
+
+def test_a_right_candidate_is_correct_in_every_case_and_its_launches_are_counted(evaluator: pl.Evaluator) -> None:
+    result = judge(evaluator)
+    assert result.correct, result.verdict
+    assert len(result.correctness) == 6 and all(case.stressed_calls > 0 for case in result.correctness)
+    assert result.audit is not None and result.audit.own_communication and result.audit.kernel_names == ("gather",)
+    assert (result.device, str(result.node)) == ("emulated", "emulated ranks")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind", "says"),
+    [
+        ("return y\n", "return y.flip(0)\n", WrongResult, "gathered is wrong"),
+        ("gather(group, x.nbytes)", "gather(group, 70)", CudaError, "illegal_address"),
+        ("if x.numel():", "if group.rank == 0:", RuntimeFailure, "the ranks of a group do different things"),
+        (FIRST_WAIT, "        ;\n", Unstable, "race"),
+        (SIGNAL, "", CudaError, "deadlock"),
+    ],
+    ids=["rows_reversed", "a_size_of_another_case", "one_rank_alone", "missing_wait", "missing_signal"],
+)
+def test_a_twin_is_refused(evaluator: pl.Evaluator, old: str, new: str, kind: type, says: str) -> None:
+    verdict = judge(evaluator, old, new).verdict
+    assert isinstance(verdict, kind) and says in verdict.reason, verdict
+
+
+def test_a_race_is_unstable_with_both_source_lines_as_evidence(evaluator: pl.Evaluator) -> None:
+    result = judge(evaluator, FIRST_WAIT, "        ;\n")
+    assert isinstance(result.verdict, Unstable) and result.verdict.findings
+    reads = (
+        GATHER[GATHER.index('r"""') :]
+        .split("\n")
+        .index("    copy_bytes(block, args.y, arena.local(args.landing), WORLD_SIZE * args.bytes);")
+    )
+    assert f"source.cu:{reads}" in result.verdict.findings[0]
+    assert f"source.cu:{reads}" in result.feedback()
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("import torch.distributed as dist\n\ndef solution(tensor):\n    dist.all_reduce(tensor)\n    return tensor\n", "does not import"),
+        (
+            "import torch.distributed as dist\nimport peerlane.device\n\ndef solution(tensor):\n    dist.all_reduce(tensor)\n    return tensor\n",
+            "torch.distributed",
+        ),
+        ("import peerlane.device\n\ndef solution(tensor):\n    return tensor.cuda()\n", "GPU"),
+    ],
+    ids=["no_kit", "torch_distributed", "cuda"],
+)
+def test_what_cannot_be_emulated_is_not_run_and_says_why(evaluator: pl.Evaluator, source: str, says: str) -> None:
+    verdict = evaluator.evaluate(1, source).verdict
+    assert isinstance(verdict, NotRun) and says in verdict.missing, verdict
+
+
+def test_results_are_stored_and_found_again(tmp_path: Path) -> None:
+    plan = EvaluationPlan(
+        discover([str(EXAMPLES / "1_allreduce_cuda.py"), "reference"]), problems="1", presets=("small",), world_sizes=(2,), device="emulated",
+        cases="timed", out=tmp_path,
+    )  # fmt: skip
+    first = evaluate(plan)
+    assert [result.verdict.kind for result in first] == ["correct", "not_run"]
+    assert "emulated" in (tmp_path / "results.jsonl").read_text()
+    assert evaluate(plan)[0].run_id == first[0].run_id
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_solutions_and_examples_are_correct(world_size: int) -> None:
+    files = discover(["solutions", str(EXAMPLES)])
+    results = evaluate(EvaluationPlan(files, presets=("small",), world_sizes=(world_size,), modes=(), device="emulated"))
+    assert len(results) >= len(solutions.files()) + 2
+    assert [(result.candidate.name, result.verdict.reason) for result in results if not result.correct] == []
