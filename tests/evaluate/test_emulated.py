@@ -97,11 +97,8 @@ def test_a_twin_is_refused(evaluator: pl.Evaluator, old: str, new: str, kind: ty
 def test_a_race_is_unstable_with_both_source_lines_as_evidence(evaluator: pl.Evaluator) -> None:
     result = judge(evaluator, FIRST_WAIT, "        ;\n")
     assert isinstance(result.verdict, Unstable) and result.verdict.findings
-    reads = (
-        GATHER[GATHER.index('r"""') :]
-        .split("\n")
-        .index("    copy_bytes(block, args.y, arena.local(args.landing), WORLD_SIZE * args.bytes);")
-    )
+    before = GATHER[GATHER.index('r"""') : GATHER.index("copy_bytes(block, args.y")]
+    reads = before.count("\n") + 1
     assert f"source.cu:{reads}" in result.verdict.findings[0]
     assert f"source.cu:{reads}" in result.feedback()
 
@@ -110,10 +107,7 @@ def test_a_race_is_unstable_with_both_source_lines_as_evidence(evaluator: pl.Eva
     ("source", "says"),
     [
         ("import torch.distributed as dist\n\ndef solution(tensor):\n    dist.all_reduce(tensor)\n    return tensor\n", "does not import"),
-        (
-            "import torch.distributed as dist\nimport peerlane.device\n\ndef solution(tensor):\n    dist.all_reduce(tensor)\n    return tensor\n",
-            "torch.distributed",
-        ),
+        ("import torch.distributed, peerlane.device\n\ndef solution(t):\n    torch.distributed.all_reduce(t)\n", "uses torch.distributed"),
         ("import peerlane.device\n\ndef solution(tensor):\n    return tensor.cuda()\n", "GPU"),
     ],
     ids=["no_kit", "torch_distributed", "cuda"],
@@ -125,8 +119,8 @@ def test_what_cannot_be_emulated_is_not_run_and_says_why(evaluator: pl.Evaluator
 
 def test_results_are_stored_and_found_again(tmp_path: Path) -> None:
     plan = EvaluationPlan(
-        discover([str(EXAMPLES / "1_allreduce_cuda.py"), "reference"]), problems="1", presets=("small",), world_sizes=(2,), device="emulated",
-        cases="timed", out=tmp_path,
+        discover([str(EXAMPLES / "1_allreduce_cuda.py"), "reference"]), problems="1", presets=("small",), world_sizes=(2,),
+        device="emulated", cases="timed", out=tmp_path,
     )  # fmt: skip
     first = evaluate(plan)
     assert [result.verdict.kind for result in first] == ["correct", "not_run"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ BROKEN_DEADLINE_S = 8.0
 """For calls of broken candidates, some of which never return; good ones get the usual, longer deadlines."""
 
 REASON_LENGTH = 100
+KIT, COMPILER = "peerlane.device", "g++"
+"""What candidates that the emulator can run import, and what it compiles them with."""
 
 
 def demo(
@@ -40,6 +43,8 @@ def demo(
 ) -> None:
     """Judge the bundled candidates: the good ones must be correct, the broken ones must get the verdict that they are made for.
 
+    On CPU, kernels of the device kit are judged on emulated ranks.
+
     Exit codes: 0 if every verdict is the expected one, else 3, or 4 if peerlane itself failed.
     """
     sizes = positive_integers(world_size, "--world-size")
@@ -50,10 +55,14 @@ def demo(
     good, broken = discover(good_folders(examples)), discover([str(examples / BROKEN)])
     made_for = {candidate.name: read_expectation(candidate.path) for candidate in broken if candidate.path is not None}
     left_out = {candidate.name for candidate in good if chosen == "cpu" and needs_gpu(candidate)}
+    emulated = [candidate for candidate in good if candidate.name in left_out and uses_kit(candidate) and shutil.which(COMPILER)]
+    left_out -= {candidate.name for candidate in emulated}
     left_out |= {name for name, expectation in made_for.items() if not can_run(expectation, chosen)}
     if left_out:
         print(f"left out, for this machine or --device {chosen} lacks what they need: {', '.join(sorted(left_out))}", file=sys.stderr)
-    good_results = _run([item for item in good if item.name not in left_out], preset, sizes, chosen)
+    good_results = _run([item for item in good if item.name not in left_out and item not in emulated], preset, sizes, chosen)
+    if emulated:
+        good_results += _run(emulated, preset, sizes[:1], "emulated")
     broken_results = _run([item for item in broken if item.name not in left_out], preset, sizes, chosen, BROKEN_DEADLINE_S)
     expected = {name: expectation.on(chosen) for name, expectation in made_for.items()}
     rows = [comparison(result, expected) for result in broken_results]
@@ -83,6 +92,11 @@ def good_folders(examples: Path) -> list[str]:
 def needs_gpu(candidate: CandidateFile) -> bool:
     """Whether a good candidate runs on GPUs only: by its backend, or by a comment ``# needs: gpu`` that it starts with."""
     return candidate.backend == "cuda" or (candidate.path is not None and stated(candidate.path).get("needs") == "gpu")
+
+
+def uses_kit(candidate: CandidateFile) -> bool:
+    """Whether its kernels can run in the emulator."""
+    return candidate.path is not None and KIT in candidate.path.read_text(encoding="utf-8")
 
 
 def stated(path: Path) -> dict[str, str]:

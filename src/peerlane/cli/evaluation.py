@@ -78,7 +78,7 @@ def evaluate_candidates(
     if out == "":
         raise UsageError("--out got '': expected a folder; '.' is the current one")
     sizes = None if world_size is None else positive_integers(world_size, "--world-size")
-    chosen = choose_device(device)
+    chosen = choose_device(device, emulated=True)
 
     from peerlane.evaluate import discover
     from peerlane.evaluate.processes.early import early_start
@@ -129,9 +129,12 @@ def evaluate_candidates(
     raise typer.Exit(exit_code(results))
 
 
-def choose_device(text: str) -> Device:
-    """What ``--device`` means on this machine (auto: CUDA where torch is built for it and there is a GPU); raises UsageError."""
-    if one_of(text, ("auto", "cuda", "cpu", "emulated"), "--device") == "auto":
+def choose_device(text: str, *, emulated: bool = False) -> Device:
+    """What ``--device`` means on this machine (auto: CUDA where torch is built for it and there is a GPU); raises UsageError.
+
+    ``emulated``: whether that is a choice too.
+    """
+    if one_of(text, ("auto", "cuda", "cpu", *(("emulated",) if emulated else ())), "--device") == "auto":
         return "cuda" if torch_has_cuda() and gpu_count() > 0 else "cpu"
     return cast(Device, text)
 
@@ -161,7 +164,7 @@ def gpu_count() -> int:
 
 
 def default_world_sizes(device: Device, ranks_per_gpu: int = 1) -> tuple[int, ...]:
-    """2 and 4 on CPU and emulated ranks; of 2, 4 and 8 what the GPUs allow (2 where there are fewer: a virtual node, or the verdict says so)."""
+    """2 and 4 on CPU and emulated ranks; of 2, 4 and 8 what the GPUs allow, else 2: a virtual node, or the verdict says so."""
     if device != "cuda":
         return (2, 4)
     available = gpu_count() * max(ranks_per_gpu, 1)
