@@ -172,7 +172,7 @@ class MpsDaemon:
         self._start(control)
 
     def terminate(self, pids: Collection[int]) -> None:
-        """End what these clients run on the GPU. A kernel without an end outlives its process, for it runs in the server's context."""
+        """End what these clients run on the GPU. Clients that are killed while their kernels run take all others of the server along."""
         for server in (self._ask("get_server_list") or "").split():
             clients = (self._ask(f"get_client_list {server}") or "").split() if server.isdecimal() else ()
             for pid in {str(pid) for pid in pids} & set(clients):

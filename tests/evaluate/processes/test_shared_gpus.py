@@ -40,7 +40,7 @@ class StandIn:
 
     def __init__(self, log: list[str], name: str, *, lost: bool = False) -> None:
         self.log, self.name, self.lost, self.busy, self.role = log, name, lost, False, name
-        self.stuck, self.pids = False, (0,)
+        self.alive, self.running = True, tuple[int, ...]()
 
     def ask(self, request: dict[str, Any], phase: str, deadline_s: float) -> list[Any]:
         if self.lost:
@@ -69,15 +69,15 @@ def test_after_a_fault_all_groups_start_anew_once_the_server_is_ready(lost: bool
     assert len(notes) == lost and session.shares_faults
 
 
-@pytest.mark.parametrize("stuck", [False, True])
-def test_what_a_group_that_hangs_runs_on_the_gpu_is_ended_before_its_processes(stuck: bool) -> None:
+@pytest.mark.parametrize("running", [(), (1, 2)])
+def test_what_a_group_runs_on_the_gpu_is_ended_before_its_processes(running: tuple[int, ...]) -> None:
     log: list[str] = []
     session = Session("cuda", 4, Deadlines(), node=VirtualNode(4, 1, "mps"))
     session._daemon = cast(MpsDaemon, StandIn(log, "daemon"))
     group = StandIn(log, "candidate")
-    group.stuck, group.pids = stuck, (1, 2)
+    group.running = running
     session.end(cast(RankGroup, group))
-    assert log == [*(["terminated (1, 2)"] if stuck else []), "killed candidate"]
+    assert log == [*(["terminated (1, 2)"] if running else []), "killed candidate"]
 
 
 def test_ranks_that_share_nothing_but_time_are_left_alone() -> None:

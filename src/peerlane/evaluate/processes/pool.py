@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from peerlane.errors import HarnessError
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
+from peerlane.evaluate.sandbox.isolation import in_short
 from peerlane.settings import PoolSettings
 
 
@@ -49,7 +50,7 @@ class WarmPool:
         attempts, reason = self._pool_settings.start_attempts, ""
         for attempt in range(attempts):
             if attempt:
-                self._note(f"{self._role} ranks did not start, attempt {attempt} of {attempts}: {reason.splitlines()[0]}; trying again")
+                self._note(f"{self._role} ranks did not start, attempt {attempt} of {attempts}: {in_short(reason)}; trying again")
                 time.sleep(self._pool_settings.back_off_s * 2 ** (attempt - 1))
             try:
                 group = self._waiting.popleft() if self._waiting else self._start()

@@ -111,8 +111,6 @@ class RankGroup:
         self._kills = out_of_memory_kills()
         self.pids: tuple[int, ...] = ()
         """of the ranks, known once they are up"""
-        self.stuck = False
-        """it did not answer in time: what it launched may still run"""
         self.limit: Limit | None = None
         """of the evaluation that waits for this group: its end ends the wait, and leaves the group to be killed"""
 
@@ -194,7 +192,6 @@ class RankGroup:
                         failure = self._read_control(phase) or failure
                         continue
                     if isinstance(key.data, Limit):
-                        self.stuck = True
                         key.data.check(phase)
                     outcome = self._read_rank(key.data, phase)
                     if outcome is None:
@@ -216,7 +213,7 @@ class RankGroup:
         if failure is not None:
             raise failure
         if waiting:
-            stuck, self.stuck = tuple(sorted(waiting)), True
+            stuck = tuple(sorted(waiting))
             if self.limit is not None:
                 self.limit.check(phase, stuck)
             if self.building.ranks:
@@ -279,6 +276,12 @@ class RankGroup:
         else:
             how = f"exited with status {status}"
         return GroupFailure("exit", phase, f"rank {rank} {how}", rank=rank)
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """The processes of its ranks that have not ended, as far as the leader has told."""
+        self._read_control("exit")
+        return tuple(pid for rank, pid in enumerate(self.pids) if rank not in self._exits)
 
     def await_end(self, deadline_s: float) -> tuple[int, ...]:
         """Waits for all ranks to exit by themselves; returns those that have not."""

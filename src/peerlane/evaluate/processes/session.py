@@ -182,8 +182,8 @@ class Session:
 
     def end(self, group: RankGroup) -> None:
         """Kills a candidate's group. Processes that survive are a note; what the candidate did is known all the same."""
-        if self._daemon is not None and group.stuck:
-            self._daemon.terminate(group.pids)
+        if self._daemon is not None and group.alive and (running := group.running):
+            self._daemon.terminate(running)
         try:
             group.kill()
         except HarnessError as error:
