@@ -27,6 +27,11 @@ def candidate_caches() -> Path:
     return cache_dir() / "candidates"
 
 
+def tunes() -> bool:
+    """Whether kernels time their choices at first use; PEERLANE_TUNE=0 leaves them to the kernels' models."""
+    return os.environ.get("PEERLANE_TUNE", "1") != "0"
+
+
 def has_sm_partition() -> bool:
     """True where MPS gives this process a fixed share of the SMs (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE): the device then reports its share."""
     return os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100") not in ("", "100")

@@ -29,6 +29,8 @@ _SHORT_PIECE_BYTES = 4 << 10
 _PIECE_COLUMNS, _COLUMN_PIECES = 256, 4
 """Columns are cut into as many pieces, none of them narrower than this: rows of 512 bytes are what a warp stores at a time."""
 _KEPT_LAUNCHES = 512
+COMMUNICATOR_BLOCKS = (8, 16)
+"""What is tried beside a warp of every block."""
 
 
 class Parameters(ctypes.Structure):
@@ -270,6 +272,10 @@ class AllGatherGemm:
         launch()
         return out
 
+    def close(self) -> None:
+        """Give the memory back, once no rank's calls use it."""
+        self.arena.close()
+
     def plan_for(self, b: torch.Tensor) -> Plan:
         return plan(self.workspace.pieces, b.shape[1], b.shape[0], self.arena.sm_count, self.communicator_blocks, self.tilings)
 
@@ -302,7 +308,20 @@ class AllGatherGemm:
 
 @per_group
 def all_gather_gemm(
-    group: Group, m: int, local_k: int, dtype: torch.dtype, scatters: bool = False, epilogue: Epilogue = gemm.PLAIN
+    group: Group, m: int, local_k: int, dtype: torch.dtype, scatters: bool = False, epilogue: Epilogue = gemm.PLAIN, n: int = 0
 ) -> AllGatherGemm:
-    """The group's one :class:`AllGatherGemm` of this kind and size; the first call is collective."""
-    return AllGatherGemm(m, local_k, dtype, group, scatters=scatters, epilogue=epilogue)
+    """The group's one :class:`AllGatherGemm` of this kind and size; the first call is collective. It is tuned for ``n`` columns, the
+    same on all ranks; 0: it follows the model."""
+    k, tilings = group.world_size * local_k, gemm.tilings_for(group)
+    options: list[tuple[int, Tiling | None]] = [(0, None)]
+    if n:
+        best, *others = gemm.rank_tilings(m, n, k, group.sm_count, tilings=tilings)
+        options += [(0, tiling) for tiling in others[:2]] + [(blocks, best) for blocks in COMMUNICATOR_BLOCKS if not scatters]
+    shapes = (m * (group.world_size if scatters else 1), local_k), (k, max(1, n))
+
+    def make(option: tuple[int, Tiling | None]) -> AllGatherGemm:
+        return AllGatherGemm(m, local_k, dtype, group, communicator_blocks=option[0], scatters=scatters, tiling=option[1])
+
+    kernel = "all_to_all_gemm" if scatters else "all_gather_gemm"
+    blocks, tiling = gemm.tuned(group, kernel, shapes, dtype, options, make)
+    return AllGatherGemm(m, local_k, dtype, group, communicator_blocks=blocks, scatters=scatters, epilogue=epilogue, tiling=tiling)

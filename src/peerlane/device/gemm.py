@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
+from peerlane.device import tune
 from peerlane.device.group import DeviceLaunch, Group, per_group
 from peerlane.device.roles import GROUP_THREADS, BlockNeeds, require_resident
 from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
 from peerlane.errors import UsageError
 
+Option = TypeVar("Option")
 Major = Literal["k", "mn"]
 """Which dimension of an operand is contiguous: k, or the other one."""
 
@@ -186,6 +188,11 @@ TILINGS = (
 def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1, tilings: Sequence[Tiling] = TILINGS) -> Tiling:
     """The tiling whose waves of tiles take least time in the model, for ``parts`` results of (m, n). Depends on its arguments alone, so
     ranks that must agree pass the same."""
+    return rank_tilings(m, n, k, sm_count, parts, tilings)[0]
+
+
+def rank_tilings(m: int, n: int, k: int, sm_count: int, parts: int = 1, tilings: Sequence[Tiling] = TILINGS) -> list[Tiling]:
+    """Tilings by their time in the model, the best first."""
 
     def time_us(tiling: Tiling) -> float:
         rows, columns = tiling.grid(m, n)
@@ -195,7 +202,7 @@ def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1, tilings
         loading_us = loaded * max(1 / _SM_BYTES_PER_US, min(tiles, clusters) * tiling.blocks / _L2_BYTES_PER_US)
         return -(-tiles // clusters) * (max(flops / _FLOPS_PER_US, loading_us) + _TILE_OVERHEAD_US)
 
-    return min((tiling for tiling in tilings if tiling.blocks <= sm_count), key=time_us)
+    return sorted((tiling for tiling in tilings if tiling.blocks <= sm_count), key=time_us)
 
 
 def operand_map(place: TensorPlace, major: Major, span: int) -> TensorMapSpec:
@@ -212,6 +219,42 @@ def result_map(place: TensorPlace) -> TensorMapSpec:
 def tilings_for(group: Group) -> Sequence[Tiling]:
     """Those of one block where ranks share a GPU: all blocks have to be resident, and how many clusters a share holds nobody says."""
     return TILINGS if group.ranks_per_device == 1 else [tiling for tiling in TILINGS if tiling.blocks == 1]
+
+
+TUNED_ELEMENTS = 1 << 18
+"""Of a result: smaller ones take what the model says."""
+_TUNED_OPTIONS = 5
+
+
+class Multiplier(Protocol):
+    """A kernel of one size, with memory of its own."""
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor: ...
+
+    def close(self) -> None: ...
+
+
+def tuned(
+    group: Group,
+    kernel: str,
+    operands: tuple[tuple[int, int], tuple[int, int]],
+    dtype: torch.dtype,
+    options: Sequence[Option],
+    make: Callable[[Option], Multiplier],
+) -> Option:
+    """Collective: the option by which a product of operands of these shapes takes least time. Options come best first by the model. Rows of
+    the first and columns of the second operand are the same on all ranks."""
+    if operands[0][0] * operands[1][1] < TUNED_ELEMENTS:
+        return options[0]
+    drawn: list[torch.Tensor] = []
+
+    def made(option: Option) -> tuple[Callable[[], object], Callable[[], None]]:
+        if not drawn:
+            drawn.extend(aligned(torch.randn(shape, device=group.device).to(dtype)) for shape in operands)
+        multiply = make(option)
+        return lambda: multiply(*drawn), multiply.close
+
+    return tune.choose(group, kernel, (*operands[0], operands[1][1], str(dtype)), options[:_TUNED_OPTIONS], made)
 
 
 def operand_box(major: Major, span: int) -> tuple[int, int]:

@@ -77,6 +77,10 @@ class GemmAllGather:
         flat = self.bound.tensor("result", (world_size * m * stride,), dtype)
         self.result = flat.as_strided((m, world_size, n), (strides[1], strides[0], 1), flat.storage_offset())
 
+    def close(self) -> None:
+        """Give the memory back, once no rank's calls use it."""
+        self.bound.arena.close()
+
     def __call__(
         self,
         a: torch.Tensor,
@@ -108,6 +112,11 @@ _TYPICAL_DEPTH = 2048
 
 
 @per_group
-def gemm_all_gather(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllGather:
-    """The group's one :class:`GemmAllGather` of this size; the first call is collective."""
-    return GemmAllGather(m, n, dtype, group, epilogue=epilogue)
+def gemm_all_gather(
+    group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN, depth: int = _TYPICAL_DEPTH
+) -> GemmAllGather:
+    """The group's one :class:`GemmAllGather` of this size, tuned for k of ``depth`` on this rank; the first call is collective."""
+    options = gemm.rank_tilings(m, n, _TYPICAL_DEPTH, group.sm_count, tilings=gemm.tilings_for(group))
+    shapes = (m, depth), (depth, n)
+    tiling = gemm.tuned(group, "gemm_all_gather", shapes, dtype, options, lambda option: GemmAllGather(m, n, dtype, group, tiling=option))
+    return GemmAllGather(m, n, dtype, group, epilogue=epilogue, tiling=tiling)

@@ -74,6 +74,11 @@ class GemmAllReduce(OwnerSum):
 
 
 @per_group
-def gemm_all_reduce(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllReduce:
-    """The group's one :class:`GemmAllReduce` of this size; the first call is collective."""
-    return GemmAllReduce(m, n, dtype, group, epilogue=epilogue)
+def gemm_all_reduce(
+    group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN, depth: int = owner_sum.TYPICAL_DEPTH
+) -> GemmAllReduce:
+    """The group's one :class:`GemmAllReduce` of this size, tuned for k of ``depth`` on this rank; the first call is collective."""
+    options = gemm.rank_tilings(m, n, owner_sum.TYPICAL_DEPTH, group.sm_count, tilings=gemm.tilings_for(group))
+    shapes = (m, depth), (depth, n)
+    tiling = gemm.tuned(group, "gemm_all_reduce", shapes, dtype, options, lambda option: GemmAllReduce(m, n, dtype, group, tiling=option))
+    return GemmAllReduce(m, n, dtype, group, epilogue=epilogue, tiling=tiling)

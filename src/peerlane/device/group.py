@@ -110,6 +110,8 @@ class Group(ABC):
         """threads of a block that host code should not exceed: fewer on emulated ranks, whose barriers cost the square of it"""
         self.ranks_per_device = 1
         """how many ranks share a device: the largest number of any device"""
+        self.runs_together = False
+        """whether every rank is a process of its own, so that host code of one may wait for all ranks' kernels"""
         self.cache: dict[Hashable, Any] = {}
         """what host code keeps for later calls of this group, see ``per_group``"""
 

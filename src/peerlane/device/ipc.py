@@ -48,6 +48,7 @@ class ProcessGroupRanks(CudaGroup):
         if store is None:
             raise UsageError(f"{type(group).__name__} has no store; pass a group that init_process_group or new_group has made")
         self._exchange = StoreExchange(store, self.rank, self.world_size)
+        self.runs_together = True
         properties = torch.cuda.get_device_properties(self.device)
         seen = self.exchange([host_name(), str(properties.uuid), properties.multi_processor_count])
         self.ranks_per_device, self.sm_count = shares(

@@ -84,6 +84,10 @@ class OwnerSum:
         bases = self.bound.addresses("slot_memory")
         self.bound.set(partials=slots(bases[group.rank], tiling.block_rows), slots=[slots(base, 64) for base in bases])
 
+    def close(self) -> None:
+        """Give the memory back, once no rank's calls use it."""
+        self.bound.arena.close()
+
     def launch(
         self,
         m: int,

@@ -22,5 +22,6 @@ def solution(x_local: torch.Tensor, W1: torch.Tensor, W2: torch.Tensor) -> torch
         communicator().all_to_all_single(parts, x_local.contiguous())
         x = parts.view(group.world_size, rows, local_k).transpose(0, 1).reshape(rows, -1)
         return torch.nn.functional.silu(x @ W1) @ W2
-    hidden = all_gather_gemm(group, rows, local_k, dtype, True, SILU)(gemm.aligned(x_local), gemm.aligned(W1))
+    first = all_gather_gemm(group, rows, local_k, dtype, scatters=True, epilogue=SILU, n=inner)
+    hidden = first(gemm.aligned(x_local), gemm.aligned(W1))
     return gemm.product(group, rows, n, inner, dtype)(hidden, gemm.aligned(W2)).contiguous()
