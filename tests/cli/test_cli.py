@@ -51,6 +51,7 @@ COMMAND_LINE = {
         "--timeout",
         "--rerun",
         "--out",
+        "--on",
         "--json",
     ],
     "calibrate": ["--problem", "--problems", "--preset", "--world-size", "--device", "--ranks-per-gpu", "--out", "--json"],
@@ -146,6 +147,7 @@ COMMAND_LINE = {
         "--episode-tokens",
         "--episode-cost",
         "--episode-seconds",
+        "--on",
     ],
     "metrics": [
         "runs",

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,7 +63,7 @@ class StandIn:
             return on_cpu(**same, verdict=HarnessFailure(phase="spawn", message="no ranks"), speed=())
         if "# not run" in source:
             return on_cpu(**same, verdict=NotRun(missing="a GPU"), speed=())
-        made = wrong if "# wrong" in source else hung if "# hang" in source else on_cpu
+        made = partial(wrong, device="cpu") if "# wrong" in source else partial(hung, device="cpu") if "# hang" in source else on_cpu
         return made(**same, **audit)
 
 

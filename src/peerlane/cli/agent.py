@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,6 +24,9 @@ from peerlane.cli.generate import (
 )
 from peerlane.cli.prompt import BACKEND_HELP, HARDWARE_HELP, TRACK_HELP
 from peerlane.errors import UsageError
+
+if TYPE_CHECKING:
+    from peerlane.service.client import Client
 
 
 def agent(
@@ -55,6 +58,7 @@ def agent(
     episode_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in and out that end an episode.")] = None,
     episode_cost: Annotated[float | None, typer.Option(min=0.0, help="US dollars that end an episode; needs --prices.")] = None,
     episode_seconds: Annotated[float | None, typer.Option(min=1.0, help="Seconds that end an episode.")] = None,
+    on: Annotated[str | None, typer.Option(metavar="URL", help="Judge on a service instead of this machine.")] = None,
 ) -> None:
     """Let a model work on problems with tools: write, compile, test, time, trace, lookup, submit. The best attempt counts.
 
@@ -65,7 +69,8 @@ def agent(
 
     chosen = problems.select(problem)
     judged_on = choose_device(device)
-    ranks = world_size or max(default_world_sizes(judged_on))
+    service = None if on is None else open_service(on, track)
+    ranks = world_size or (max(default_world_sizes(judged_on)) if service is None else service.node()["world_size"])
     path = out or default_folder(f"{model}_agent")
     settings = PromptSettings(run_machine(path, hardware), backend, track, ranks, preset, variant, shots)
     if export is not None:
@@ -103,6 +108,20 @@ def agent(
         missing = run.missing([item.id for item in chosen], samples)
         progress = new_progress(len(missing), len(chosen) * samples, max_cost)
         if missing:
-            with Evaluator(ranks, judged_on, out=run.path, track=track, isolation=isolation) as evaluator:
+            opened: Evaluator | Client
+            if service is None:
+                opened = Evaluator(ranks, judged_on, out=run.path, track=track, isolation=isolation)
+            else:
+                opened = service.storing(run.path)
+            with opened as evaluator:
                 run_agents(run, prompts, missing, options, limits, Judge(evaluator, preset, variant), progress)
     finish(run, missing, progress)
+
+
+def open_service(url: str, track: str) -> Client:
+    """A client of the service that ``--on`` names; raises UsageError."""
+    from peerlane.service.client import Client
+
+    if not url.startswith(("http://", "https://")):
+        raise UsageError(f"--on got {url!r}: expected the URL of a service, such as http://127.0.0.1:8300")
+    return Client(url, track=track)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import runpy
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ CANDIDATES_HELP = (
     "`peerlane generate` or `peerlane agent`."
 )
 ISOLATION_HELP = "L0 (own processes), L1 (confined by the kernel) or L2 (in a bubblewrap sandbox); by default L1 if the machine can."
+ON_HELP = "Where to judge: local, the URL of a service, ray, ray:ADDRESS, slurm or slurm:PARTITION."
 TRACK_HELP = (
     "open (the default): anything goes; custom: communication must be the candidate's own, no NCCL, gloo or torch.distributed. "
     "A run has its own."
@@ -66,6 +68,7 @@ def evaluate_candidates(
     out: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Folder that results are added to; by default peerlane-results, or the run's.")
     ] = None,
+    on: Annotated[str, typer.Option(metavar="PLACE", help=ON_HELP)] = "local",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Judge candidates: right or wrong and why, and how fast.
@@ -78,11 +81,13 @@ def evaluate_candidates(
     if out == "":
         raise UsageError("--out got '': expected a folder; '.' is the current one")
     sizes = None if world_size is None else positive_integers(world_size, "--world-size")
-    chosen = choose_device(device, emulated=True)
+    chosen = choose_device(device if on == "local" or device != "auto" else "cuda", emulated=on == "local")
 
     from peerlane.evaluate import discover
     from peerlane.evaluate.processes.early import early_start
+    from peerlane.service.dispatch import choose_dispatcher
 
+    dispatcher = choose_dispatcher(on)
     notes: list[str] = []
     run = run_to_judge(candidates, model)
     found = discover(candidates, notes.append) if run is None else run.candidates
@@ -90,12 +95,12 @@ def evaluate_candidates(
         console(stderr=True).print(note, highlight=False)
     folder = Path(out) if out is not None else Path("peerlane-results") if run is None else run.folder
     shared = parse_ranks_per_gpu(ranks_per_gpu)
-    sizes = sizes or default_world_sizes(chosen, shared)
+    sizes = sizes or dispatcher.world_sizes() or default_world_sizes(chosen, shared)
     variant = one_of(variant, ("default", "pkb"), "--variant")
     track = one_of(track or ("open" if run is None else run.track), ("open", "custom"), "--track")
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
-    with early_start(chosen, tier, sizes[0], shared=shared > 1):
-        from peerlane.evaluate import EvaluationPlan, evaluate  # torch, which takes seconds
+    with early_start(chosen, tier, sizes[0], shared=shared > 1) if on == "local" else contextlib.nullcontext():
+        from peerlane.evaluate import EvaluationPlan  # torch, which takes seconds
 
         plan = EvaluationPlan(
             candidates=found,
@@ -116,7 +121,7 @@ def evaluate_candidates(
         )
         try:
             with progress() as shown:
-                results = evaluate(plan, shown)
+                results = dispatcher.run(plan, shown)
         except RunStopped as stopped:
             if not as_json:
                 print_results(stopped.results)

@@ -6,13 +6,14 @@ import hashlib
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
+from peerlane.errors import UsageError
 from peerlane.evaluate.audit.timeline import Timeline
 from peerlane.generate.attempts import Speedup
 
 if TYPE_CHECKING:
-    from peerlane.evaluate import Evaluator, Result
+    from peerlane.evaluate import Result
 
 MODES = ("eager", "graph")
 
@@ -27,10 +28,17 @@ class Judged:
     sha256: str
 
 
-class Judge:
-    """Asks an open evaluator, which lets one candidate at a time have the machine and stores every result."""
+class AsyncEvaluator(Protocol):
+    """What :class:`.Evaluator` and :class:`.Client` have in common."""
 
-    def __init__(self, evaluator: Evaluator, preset: str, variant: str = "default") -> None:
+    async def evaluate_async(self, problem: int | None = None, source: str | bytes | None = None, **request: Any) -> Result:
+        """The result of one candidate."""
+
+
+class Judge:
+    """Asks an open evaluator, here or on a service: it lets one candidate at a time have the machine, and stores every result."""
+
+    def __init__(self, evaluator: AsyncEvaluator, preset: str, variant: str = "default") -> None:
         self._evaluator, self._preset, self._variant = evaluator, preset, variant
 
     async def judge(self, problem: int, source: str, modes: tuple[str, ...]) -> Judged:
@@ -44,7 +52,10 @@ class Judge:
         """What every rank does when, reference apart, in a few lines per launch mode; the verdict's feedback if there is no timeline."""
         data, common = source.encode(errors="replace"), {"presets": (self._preset,), "variant": self._variant, "rerun": True}
         with tempfile.TemporaryDirectory(prefix="peerlane-trace-") as folder:
-            result = await self._evaluator.evaluate_async(problem, data, modes=MODES, timelines=Path(folder), **common)
+            try:
+                result = await self._evaluator.evaluate_async(problem, data, modes=MODES, timelines=Path(folder), **common)
+            except UsageError as error:
+                return str(error)
             found = [Timeline.read(file).summary() for file in sorted(Path(folder).glob("*.json"))]
         return "\n\n".join(found) or result.feedback()
 

@@ -22,6 +22,8 @@ from typing import Any, Self
 from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate.candidates import CandidateFile, candidate_file, candidate_text
 from peerlane.evaluate.results.result import Result
+from peerlane.evaluate.results.store import ResultsStore
+from peerlane.service.names import named_as
 from peerlane.settings import service_token
 
 _POLL_S = 30.0
@@ -78,10 +80,17 @@ class Client:
         if (found := token or service_token()) is not None:
             self._headers["Authorization"] = f"Bearer {found}"
         self._patience, self._longest, self._options = patience, longest, _known(options)
+        self._store: ResultsStore | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._wanted: Counter[str] = Counter()
         """by job, calls that wait for it"""
+        self._calls: set[_Call] = set()
+
+    def storing(self, folder: Path) -> Self:
+        """This client, which from now on adds its results to the folder's ``results.jsonl``, too."""
+        self._store = ResultsStore(folder)
+        return self
 
     def __enter__(self) -> Self:
         return self
@@ -162,6 +171,8 @@ class Client:
     def _judge(self, body: dict[str, Any], candidate: CandidateFile, call: _Call) -> Result:
         """Submits the job and waits for its end. Submitting again is safe, for equal requests are one job."""
         give_up = time.monotonic() + self._longest
+        with self._lock:
+            self._calls.add(call)
         try:
             job = self._submit(body, call)
             while job["state"] in ("queued", "running"):
@@ -174,13 +185,17 @@ class Client:
             raise ServiceFault("cancelled here") from None
         finally:
             self._leave(call)
+            with self._lock:
+                self._calls.discard(call)
         if job["result"] is None:
             raise ServiceFault(f"the job {job['id']} {job['state']} on {self.url}: {job['error']}")
         result = Result.model_validate({**job["result"], "environment": job["environment"] or {}})
-        info = result.candidate.model_copy(
-            update={"name": candidate.name, "labels": dict(candidate.labels), "path": None if candidate.text else str(candidate.path)}
-        )
-        return result.model_copy(update={"candidate": info})
+        result = named_as(result, candidate)
+        if self._store is not None:
+            with self._lock:
+                if not self._store.has(result.identity) or self._store.find(result.identity, candidate.name) != result:
+                    self._store.append(result)
+        return result
 
     def _submit(self, body: dict[str, Any], call: _Call) -> dict[str, Any]:
         job = self._ask("POST", "/v1/jobs", json.dumps(body).encode(), call).body
@@ -208,6 +223,13 @@ class Client:
         job = call.job
         if job is not None and self._leave(call):
             self._pool().submit(self._take_back, job)
+
+    def stop(self) -> None:
+        """Ends all calls from another thread, and cancels their jobs."""
+        with self._lock:
+            calls = list(self._calls)
+        for call in calls:
+            self._stop(call)
 
     def _take_back(self, job: str) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -269,6 +291,8 @@ class Client:
 
 
 def _known(options: Mapping[str, Any]) -> dict[str, Any]:
+    if "timelines" in options:
+        raise UsageError("a service sends no timelines: record them on the node itself, with `peerlane trace`")
     if unknown := options.keys() - {*_OPTIONS, "presets"}:
         raise UsageError(f"unknown options: {', '.join(sorted(unknown))}; expected {', '.join(('presets', *_OPTIONS))}")
     return dict(options)

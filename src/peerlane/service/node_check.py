@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,17 +36,20 @@ class NodeReport:
         node: the node's class, in words.
         cheats: cheats that were judged.
         offsets: by launch mode, how far the reference is from itself: the median ratio less one. Empty where speed is not measured.
+        conditions: what results from here have in common: see :class:`.Conditions`, as JSON.
     """
 
     node: str
     faults: tuple[str, ...] = ()
     cheats: int = 0
     offsets: tuple[tuple[str, float], ...] = ()
+    conditions: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """See :meth:`to_json`."""
-        return cls(data["node"], tuple(data["faults"]), data["cheats"], tuple((mode, offset) for mode, offset in data["offsets"]))
+        offsets = tuple((mode, offset) for mode, offset in data["offsets"])
+        return cls(data["node"], tuple(data["faults"]), data["cheats"], offsets, data["conditions"])
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object."""
@@ -89,6 +92,22 @@ def check_node(device: str, isolation: str | None = None, cheats: Sequence[str] 
     return NodeReport(node, tuple(faults), refused, tuple(sorted(offsets.items())))
 
 
+def conditions_of(device: str, isolation: str | None, world_sizes: Sequence[int], ranks_per_gpu: int) -> dict[str, Any]:
+    """What results from this node have in common, as JSON."""
+    import peerlane
+    from peerlane.evaluate.evaluator import Evaluator
+
+    evaluator = Evaluator(world_sizes[0], device, isolation=isolation, ranks_per_gpu=ranks_per_gpu)
+    classes = {str(size): evaluator.node_of(size).node_class.model_dump() for size in world_sizes}
+    rules = evaluator.node_of(world_sizes[0]).rules_hash
+    return {
+        "classes": classes,
+        "isolation": evaluator.isolation.tier,
+        "rules_hash": rules,
+        "evaluator_version": peerlane.__version__,
+    }
+
+
 def command() -> list[str]:
     """The command of the process that checks."""
     return [sys.executable, "-P", "-m", "peerlane.service.node_check"]
@@ -112,6 +131,9 @@ def main() -> int:
     asked = json.load(sys.stdin)
     try:
         report = check_node(asked["device"], asked.get("isolation"))
+        if world_sizes := asked.get("world_sizes"):
+            found = conditions_of(asked["device"], asked.get("isolation"), world_sizes, asked.get("ranks_per_gpu", 0))
+            report = replace(report, conditions=found)
     except PeerlaneError as error:
         report = NodeReport(str(Path("/proc/sys/kernel/hostname").read_text().strip()), (str(error),))
     print(json.dumps(report.to_json()), file=out, flush=True)

@@ -1,0 +1,136 @@
+"""Slurm arrays through submitit: a task of the array checks its node, then judges a batch. The extra ``slurm``."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import pickle
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peerlane.errors import HarnessError, MissingDependency, RunStopped, UsageError
+from peerlane.evaluate.evaluator import Progress
+from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
+from peerlane.evaluate.results.result import Result
+from peerlane.service import node_check
+from peerlane.service.dispatch.batch import batch_plan, read_batch
+from peerlane.service.dispatch.collect import Collector, Conditions, group
+from peerlane.service.dispatch.farm import EVALUATION_S, FarmSettings, check_task
+from peerlane.service.dispatch.launch import BatchTask, check_and_run
+from peerlane.service.node_check import NodeReport
+
+INSTALL = "pip install 'peerlane[slurm]'"
+_LOOK_S = 1.0
+
+
+class SlurmDispatcher:
+    """Slurm, or with ``cluster="local"`` processes of this machine. Options that have no place here go into SBATCH_* variables."""
+
+    def __init__(self, partition: str | None = None, cluster: str = "slurm", settings: FarmSettings | None = None, nodes: int = 4) -> None:
+        if importlib.util.find_spec("submitit") is None:
+            raise MissingDependency(f"--on slurm needs the package submitit, which is not installed: {INSTALL}")
+        self._partition, self._cluster, self._nodes = partition, cluster, nodes
+        self._settings = settings or FarmSettings(batch=16)
+
+    def world_sizes(self) -> tuple[int, ...]:
+        raise UsageError("--on slurm: expected --world-size, for this machine cannot tell how many GPUs the nodes have")
+
+    def run(self, plan: EvaluationPlan, progress: Progress) -> list[Result]:
+        jobs = make_jobs(plan, progress.note)
+        run = _SlurmRun(plan, jobs, progress)
+        left = run.left()
+        for _ in range(self._settings.tries):
+            batches = group(left, self._settings.batch)
+            if not batches:
+                break
+            self._submit(run, batches)
+            left = run.left()
+        if run.collector is None:
+            raise RunStopped(f"no node is fit: {run.fault or 'no task came back'}", [])
+        return run.collector.results(run.fault)
+
+    def _submit(self, run: _SlurmRun, batches: list[list[Job]]) -> None:
+        """One array, until all of its tasks have ended."""
+        folder = (run.plan.out or Path("peerlane-results")) / "slurm"
+        executor = self._executor(folder, run.plan, max(run.seconds(batch) for batch in batches))
+        tasks = [run.task(batch, self._settings) for batch in batches]
+        check = check_task(run.plan, self._settings)
+        waiting = dict(zip(executor.map_array(check_and_run, [check] * len(tasks), tasks), batches, strict=True))
+        try:
+            while waiting:
+                for job in [job for job in waiting if job.done()]:
+                    run.take(waiting.pop(job), job)
+                time.sleep(_LOOK_S)
+        finally:
+            for job in waiting:
+                job.cancel()
+
+    def _executor(self, folder: Path, plan: EvaluationPlan, seconds: float) -> Any:
+        import submitit
+
+        executor = submitit.AutoExecutor(folder=str(folder), cluster=self._cluster)
+        limit = seconds + node_check.LIMIT_S + self._settings.grace_s
+        executor.update_parameters(name="peerlane", timeout_min=max(1, math.ceil(limit / 60)))
+        if self._cluster == "slurm":
+            extra = {"slurm_partition": self._partition} if self._partition else {}
+            gpus = {"gpus_per_node": max(plan.world_sizes)} if plan.device == "cuda" else {}
+            executor.update_parameters(
+                nodes=1,
+                tasks_per_node=1,
+                slurm_array_parallelism=self._nodes,
+                slurm_exclusive=True,
+                slurm_additional_parameters={"requeue": True},
+                **gpus,
+                **extra,
+            )
+        return executor
+
+
+class _SlurmRun:
+    """What the tasks of a run's arrays come to. The class of the first node that comes back is the run's."""
+
+    def __init__(self, plan: EvaluationPlan, jobs: Sequence[Job], progress: Progress) -> None:
+        self.plan, self.progress, self._jobs = plan, progress, jobs
+        earlier = Conditions.of_earlier_run(plan)
+        self.collector = None if earlier is None else Collector(plan, jobs, earlier, progress)
+        self.fault = ""
+        self._done: set[int] = set()
+
+    def seconds(self, batch: Sequence[Job]) -> float:
+        """The deadline of a batch."""
+        return sum(job.timeout or EVALUATION_S for job in batch)
+
+    def task(self, batch: Sequence[Job], settings: FarmSettings) -> BatchTask:
+        """What a task of the array gets."""
+        return BatchTask(pickle.dumps(batch_plan(self.plan, batch)), self.seconds(batch), settings.command)
+
+    def take(self, batch: Sequence[Job], job: Any) -> None:
+        """A task has ended."""
+        if (error := job.exception()) is not None:
+            self._note(f"task {job.job_id}: {str(error).strip().splitlines()[-1]}")
+            return
+        told, rows = job.result()
+        report = NodeReport.from_json(told)
+        if report.faults:
+            self._note(f"task {job.job_id}: {report}")
+            return
+        if self.collector is None:
+            Conditions.remember(self.plan, report.conditions)
+            self.collector = Collector(self.plan, self._jobs, Conditions.of(report.conditions), self.progress)
+        try:
+            for item, result in zip(batch, read_batch(rows), strict=True):
+                self.collector.keep(item, result)
+                self._done.add(id(item))
+        except (HarnessError, ValueError) as fault:
+            self._note(f"task {job.job_id}: {fault}")
+
+    def left(self) -> list[Job]:
+        """Jobs without a result."""
+        due = self._jobs if self.collector is None else self.collector.due
+        return [job for job in due if id(job) not in self._done]
+
+    def _note(self, fault: str) -> None:
+        self.fault = fault
+        self.progress.note(fault)

@@ -1,0 +1,117 @@
+"""What a dispatched run has and still lacks. Results of another class of nodes are never taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import peerlane
+from peerlane.errors import HarnessError, RunStopped
+from peerlane.evaluate.candidates import CandidateFile
+from peerlane.evaluate.evaluator import Progress
+from peerlane.evaluate.plan import EvaluationPlan, Job
+from peerlane.evaluate.results.identity import Identity, NodeClass
+from peerlane.evaluate.results.result import Result
+from peerlane.evaluate.results.store import ResultsStore
+from peerlane.evaluate.sandbox.isolation import Tier
+from peerlane.service.names import named_as
+from peerlane.words import counted
+
+FILE = "conditions.json"
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """What all results of a run must have in common: by world size the class of nodes, the isolation, and the settings' hash."""
+
+    classes: Mapping[int, NodeClass]
+    isolation: Tier
+    rules_hash: str
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Self:
+        """From what the check of a node says."""
+        classes = {int(size): NodeClass.model_validate(item) for size, item in told["classes"].items()}
+        return cls(classes, told["isolation"], told["rules_hash"])
+
+    @classmethod
+    def of_earlier_run(cls, plan: EvaluationPlan) -> Self | None:
+        """Those under which ``plan.out`` was begun, if results would still be comparable; a farm then takes no other class of nodes."""
+        file = None if plan.out is None else plan.out / FILE
+        if file is None or not file.is_file():
+            return None
+        told = json.loads(file.read_text(encoding="utf-8"))
+        same = told["evaluator_version"] == peerlane.__version__ and told["rules_hash"] == plan.rules_hash
+        found = cls.of(told) if same else None
+        return found if found is not None and set(plan.world_sizes) <= found.classes.keys() else None
+
+    @staticmethod
+    def remember(plan: EvaluationPlan, told: Mapping[str, Any]) -> None:
+        """Keeps them beside the results."""
+        if plan.out is not None:
+            plan.out.mkdir(parents=True, exist_ok=True)
+            (plan.out / FILE).write_text(json.dumps(told), encoding="utf-8")
+
+    def identity(self, job: Job) -> Identity:
+        """The identity of the result that a job will have."""
+        return job.identity(self.classes[job.world_size], self.isolation, self.rules_hash)
+
+
+class Collector:
+    """Keeps the results of a plan's jobs.
+
+    Args:
+        plan: where they are stored.
+        jobs: of the plan, in its order.
+        conditions: which results are acceptable.
+        progress: hears of them.
+    """
+
+    def __init__(self, plan: EvaluationPlan, jobs: Sequence[Job], conditions: Conditions, progress: Progress) -> None:
+        self._jobs, self._conditions, self._progress = jobs, conditions, progress
+        self._store = ResultsStore(plan.out) if plan.out is not None else None
+        self._found: dict[int, Result] = {}
+        for job in jobs:
+            identity = conditions.identity(job)
+            if self._store is not None and not plan.rerun and (known := self._store.find(identity, job.candidate.name)) is not None:
+                self._found[id(job)] = self._named(known, job.candidate)
+        self.due = [job for job in jobs if id(job) not in self._found]
+        """jobs without a result, when the run began"""
+        progress.started(len(self.due), len(jobs) - len(self.due))
+
+    def keep(self, job: Job, result: Result) -> None:
+        """Stores a result; raises :class:`HarnessError` if it comes from another class of nodes, and if it cannot be stored."""
+        expected = self._conditions.classes[job.world_size]
+        if result.node != expected:
+            raise HarnessError(f"a result of {job.candidate.name} comes from {result.node}: expected {expected}; it is left out")
+        result = named_as(result, job.candidate)
+        if self._store is not None:
+            self._store.append(result)
+        self._found[id(job)] = result
+        self._progress.finished(result)
+
+    def results(self, why: str = "") -> list[Result]:
+        """All results, in order; raises :class:`RunStopped`, which holds those that there are, if one is missing."""
+        found = [self._found[id(job)] for job in self._jobs if id(job) in self._found]
+        if missing := len(self._jobs) - len(found):
+            told = f": {why}" if why else ""
+            raise RunStopped(f"no result of {counted(missing, 'evaluation')}{told}; the same command tries again", found)
+        return found
+
+    def _named(self, result: Result, candidate: CandidateFile) -> Result:
+        if result.candidate.name == candidate.name:
+            return result
+        renamed = named_as(result, candidate)
+        assert self._store is not None
+        self._store.append(renamed)
+        return renamed
+
+
+def group(jobs: Sequence[Job], size: int) -> list[list[Job]]:
+    """Batches of at most so many jobs that one plan can stand for: of one preset, world size, variant and track."""
+    kinds: dict[tuple[object, ...], list[Job]] = {}
+    for job in jobs:
+        kinds.setdefault((job.world_size, job.preset, job.variant, job.track), []).append(job)
+    return [same[first : first + size] for same in kinds.values() for first in range(0, len(same), size)]
