@@ -99,6 +99,10 @@ BROKEN = {
         *data = seen;
     """,
     "read-only load": "*data = __ldg(flag);",
+    "packet that may be split": """
+        asm volatile("{\\n.reg .b128 whole; .reg .b64 low, high;\\n ld.relaxed.sys.global.b128 whole, [%1];\\n mov.b128 {low, high}, whole;"
+                     "cvt.u32.u64 %0, high;\\n}" : "=r"(*data) : "l"(flag) : "memory");
+    """,
     "multicast": 'asm volatile("multimem.red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(flag), "r"(1) : "memory");',
 }
 

@@ -50,6 +50,7 @@ _REGISTER = re.compile(r"%\w+")
 _RESTRICTED_LOAD = re.compile(r"\bld\.global(\.\w+)*\.nc\b")
 _MULTICAST = re.compile(r"\bmultimem\.")
 _PACKET = re.compile(r"\.b128\b")
+_SPLIT_PACKET = re.compile(r"\bld\.(relaxed|acquire)\S*\.b128\b")
 _BRANCH = re.compile(r"\bbra(\.uni)?\s+(\$\w+)")
 _LABEL = re.compile(r"^(\$\w+):")
 
@@ -106,6 +107,10 @@ RULES: dict[str, Rule] = {
     "read-only load": Rule(
         "ld.global.nc may return what was there before a peer wrote; take `const __restrict__` and __ldg away from what peers write",
         _all_that_match(_RESTRICTED_LOAD),
+    ),
+    "packet that may be split": Rule(
+        "ptxas may make several loads of it, and the flag is newer than the data; load it with ld.volatile.global.b128",
+        _all_that_match(_SPLIT_PACKET),
     ),
     "multicast": Rule(
         "multimem works on multicast addresses only, and no arena has one; store to every rank instead",

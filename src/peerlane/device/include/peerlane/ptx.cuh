@@ -140,12 +140,13 @@ __device__ inline void store_release_block(u32* address, u32 value) {
     asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// A 128-bit scalar: never torn, unlike a vector of four words.
+// A 128-bit scalar: never torn, unlike a vector of four words. Volatile, which means relaxed at system scope: ptxas (13.0) makes two loads of one
+// word each of a predicated ld.relaxed.b128 if only two of its words are used, and then a packet's flag can be newer than its data.
 __device__ inline Vec16 load_relaxed_system(const Vec16* address) {
     Vec16 value;
     asm volatile(
         "{\n\t.reg .b128 whole;\n\t.reg .b64 low, high;\n\t"
-        "ld.relaxed.sys.global.b128 whole, [%4];\n\t"
+        "ld.volatile.global.b128 whole, [%4];\n\t"
         "mov.b128 {low, high}, whole;\n\t"
         "mov.b64 {%0, %1}, low;\n\tmov.b64 {%2, %3}, high;\n\t}"
         : "=r"(value.word[0]), "=r"(value.word[1]), "=r"(value.word[2]), "=r"(value.word[3])
