@@ -89,6 +89,7 @@ inline Fiber* Machine::next() {
     if ((schedule_switches_ & 1023) == 0 && !random_.one_in(3)) draw_style();
     if (!copies_.empty() && style_.copy_one_in && random_.one_in(style_.copy_one_in)) {
         copy_goes_on(random_.below(static_cast<std::uint32_t>(copies_.size())));
+        if (done()) return nullptr;  // it was the last thing to do
     }
     if (!polling.empty() && (runnable.empty() || random_.one_in(8))) {
         // Someone who polls and has something new to see.
