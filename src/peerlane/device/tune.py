@@ -44,6 +44,11 @@ class Choice:
     by: str
     microseconds: Mapping[str, float] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        times = "; ".join(f"{option} {us:.1f} us" for option, us in self.microseconds.items() if option != self.option)
+        own = f" {self.microseconds[self.option]:.1f} us" if self.option in self.microseconds else ""
+        return f"{self.kernel} {self.shape}: {self.option}{own}, {self.by}{f' ({times})' if times else ''}"
+
 
 _choices: dict[tuple[str, tuple[Hashable, ...]], Choice] = {}
 

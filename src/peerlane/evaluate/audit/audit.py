@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from peerlane.evaluate.audit.activity import Activity, activity, are_counts, kernel_kind, most_per_call
+from peerlane.evaluate.audit.activity import NAME_CHARACTERS, Activity, activity, are_counts, kernel_kind, most_per_call
 from peerlane.evaluate.audit.mechanisms import LoadedKernel, loaded_kernels, mechanisms
 from peerlane.evaluate.correctness.case_runner import CaseRunner
 from peerlane.evaluate.processes.protocol import Message, is_count
@@ -25,6 +25,7 @@ from peerlane.evaluate.results.result import Audit, Mechanism
 from peerlane.evaluate.results.verdict import IntegrityFailure, TrackViolation
 from peerlane.evaluate.timing.benchmark import Benchmark
 
+_MOST_CHOICES = 16
 _MOST_NAMES_KEPT = 32  # of kernels, and of operators, in a record
 _OWN = "peerlane."
 CUSTOM_RULE = "in the custom track a call's communication must be the candidate's own"
@@ -52,6 +53,7 @@ class Auditor:
     faults: list[str] = field(default_factory=list)
     monkeypatches: list[str] = field(default_factory=list)
     loaded: list[LoadedKernel] = field(default_factory=list)
+    choices: tuple[str, ...] = ()
 
     def audit_calls(self, runner: CaseRunner) -> None:
         """Calls every slot, then every slot again on new contents, some of them under the profiler; raises Rejected for wrong outputs."""
@@ -85,8 +87,12 @@ class Auditor:
     def look_at_code(self, runner: CaseRunner) -> None:
         """Asks what device code the ranks have loaded; one rank disassembles libraries."""
         requests = [{"op": "loaded_code", "libraries": rank == 0} for rank in range(runner.case.world_size)]
-        for answer in runner.group.ask(requests, "audit", runner.session.deadlines.build):
+        answers = runner.group.ask(requests, "audit", runner.session.deadlines.build)
+        for answer in answers:
             self.loaded += loaded_kernels(answer.get("kernels"))
+        choices: Any = answers[0].get("choices")
+        if _are_names(choices):
+            self.choices = tuple(choice[:NAME_CHARACTERS] for choice in choices[:_MOST_CHOICES])
 
     def _take(self, rank: int, answer: Message, count: int, calls: int = 1) -> list[tuple[Activity, int]]:
         """What a rank recorded, and the collectives that its process groups counted meanwhile; raises GroupFailure for anything else."""
@@ -160,6 +166,7 @@ class Auditor:
             operators=_most_frequent(most_per_call([item.operators for item in spans], calls)),
             other=max(item.other for item in self.calls),
             kernel_names=tuple(name for name, _ in names.most_common(_MOST_NAMES_KEPT)),
+            choices=self.choices,
             unrecorded_collectives=self.unrecorded_collectives,
             complete=not self.faults,
         )

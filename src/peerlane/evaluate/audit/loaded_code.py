@@ -63,7 +63,13 @@ def loaded_code(before: frozenset[str], *, libraries: bool) -> dict[str, Any]:
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             unknown.append(f"{Path(library).name}: {error}"[:300])
     kernels.sort(key=lambda kernel: not kernel["mechanisms"])  # those without any are the first to be left out
-    return {"kernels": kernels[:MOST_NAMES], "unknown": unknown}
+    return {"kernels": kernels[:MOST_NAMES], "unknown": unknown, "choices": _choices()}
+
+
+def _choices() -> list[str]:
+    """What the kit's tuner has chosen in this process."""
+    tune = sys.modules.get("peerlane.device.tune")  # there if the candidate uses it
+    return [] if tune is None else [str(choice)[:NAME_CHARACTERS] for choice in tune.report()]
 
 
 def _peerlane_cubins() -> list[Path]:
