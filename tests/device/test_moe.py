@@ -52,7 +52,11 @@ def test_the_kernels_compile(kernel: str) -> None:
     compile_cubin(getattr(moe, kernel).source, defines=defines)
 
 
-@pytest.mark.parametrize("tiling", moe_layer.TILINGS, ids=lambda tiling: f"{tiling.rows}x{tiling.columns}")
+@pytest.mark.parametrize(
+    "tiling",
+    [moe_layer.TILINGS[0], *(pytest.param(tiling, marks=pytest.mark.slow) for tiling in moe_layer.TILINGS[1:])],
+    ids=lambda tiling: f"{tiling.rows}x{tiling.columns}",
+)
 @pytest.mark.parametrize("kernel", [moe_layer.MOE_UP, moe_layer.MOE_DOWN], ids=["up", "down"])
 def test_the_kernels_of_a_layer_fit_a_block(kernel: DeclaredKernel, tiling: Tiling) -> None:
     report = compiler_report(kernel.source, defines={**tiling.defines(torch.bfloat16, "k", "k"), "WORLD_SIZE": 8})
