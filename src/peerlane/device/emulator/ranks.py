@@ -345,12 +345,13 @@ def run(
     resolve: Callable[[Arguments, Mapping[str, Group]], Arguments] = lambda arguments, groups: arguments,
     schedules: int = 4,
     seed: int = 0,
+    sm_count: int = SM_COUNT,
 ) -> Outcome:
     """Call the ``solution`` of a file on emulated ranks: ``calls[i][rank]`` are the arguments of call i, CPU tensors among them.
 
     ``layouts`` names sets of groups by their ranks; ``resolve`` puts a rank's groups, by name, into its arguments. Outputs are copies.
     """
-    ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed)
+    ranks = EmulatedRanks(len(calls[0]), schedules=schedules, seed=seed, sm_count=sm_count)
     groups, outputs, failure = ranks.groups(layouts or {}), [], None
     try:
         ranks.load(lambda rank: load(solution, rank))
