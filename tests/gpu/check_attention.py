@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from peerlane.device.arena import describe_fault
 from peerlane.device.attention import TILINGS, AttentionTiling, Sizes
 from peerlane.device.local import LocalRanks
 from peerlane.device.ring_attention import RingAttention, Shape
+from peerlane.device.ulysses_attention import UlyssesAttention, Workspace
 from peerlane.hardware.environment import record
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -231,13 +233,48 @@ def ring_speed(ranks: LocalRanks, sizes: tuple[int, ...], causal: bool, balanced
     }
 
 
+# batch, length of a shard, all heads, depth, causal, dtype
+ULYSSES = ((2, 5, 4, 32, False, BF16), (1, 1000, 8, 128, False, BF16), (2, 500, 8, 64, True, FP16), (1, 1024, 8, 128, True, BF16))
+
+
+def check_ulysses(ranks: LocalRanks, case: tuple[Any, ...], calls: int = 4) -> str:
+    """What is wrong in calls behind each other, or nothing."""
+    batch, length, heads, depth, causal, dtype = case
+    world = len(ranks.groups)
+    tiling = replace(kit.choose_tiling(length, length, depth), output_slots=1)
+    space = Workspace(batch, length, heads // world, depth, dtype, causal, world, tiling)
+    attends = [UlyssesAttention(space) for _ in ranks.each()]
+    drawn, got = [], []
+    for _ in range(calls):
+        whole = [torch.randn(batch, world * length, heads, depth, device="cuda").to(dtype) for _ in range(3)]
+        drawn.append((whole, [[tensor[:, r * length : (r + 1) * length].contiguous() for tensor in whole] for r in range(world)]))
+    torch.cuda.synchronize()
+    for _, shards in drawn:
+        for group in ranks.each():
+            attends[group.rank](*shards[group.rank])
+        got.append([attend.out.clone() for attend, _ in zip(attends, ranks.each(), strict=True)])
+    ranks.synchronize()
+    worst = 0.0
+    for (whole, _), results in zip(drawn, got, strict=True):
+        wanted, _ = expected(*whole, causal, depth**-0.5)
+        out = torch.cat(results, 1).float()
+        worst = max(worst, float((out - wanted).norm() / wanted.norm()) if out.isfinite().all() else math.inf)
+    for attend in attends:
+        attend.arena.close()
+    limit = 5e-3 if dtype == BF16 else 1e-3
+    return "" if worst < limit else f"Ulysses on {world}, {case}: error {worst:.2e} of {limit}"
+
+
 def ring_part(count: int, failures: list[str]) -> list[dict[str, Any]]:
     ranks, rows = LocalRanks(count), []
     try:
         for case in RINGS:
             if told := check_ring(ranks, case):
                 failures.append(told)
-        print(f"ring of {count}: {len(failures)} failures so far", flush=True)
+        for case in ULYSSES:
+            if told := check_ulysses(ranks, case):
+                failures.append(told)
+        print(f"ring and Ulysses on {count}: {len(failures)} failures", flush=True)
         for sizes in RING_SPEEDS if not failures else ():
             for causal, balanced in ((False, False), (True, False), (True, True)):
                 rows.append(ring_speed(ranks, sizes, causal, balanced))

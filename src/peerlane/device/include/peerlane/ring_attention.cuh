@@ -17,7 +17,7 @@
 
 #include <peerlane/attention.cuh>
 #include <peerlane/comm.cuh>
-#include <peerlane/store_queue.cuh>
+#include <peerlane/parcels.cuh>
 
 namespace peerlane {
 
@@ -49,10 +49,8 @@ struct RingAttention : Shape {
     struct Tile : AttentionTile {
         int owner;  // of the queries
     };
-    struct alignas(line_bytes) Parcel {
-        char data[4096];
-    };
-    static constexpr int parcel_slots = 3;
+    using Parcel = peerlane::Parcel;
+    static constexpr int parcel_slots = parcels_at_once;
     static constexpr RoleTable roles{Shape::roles.consumer_groups, 64, 216};  // who sends and waits needs more registers
 
     const Parameters& parameters;
@@ -183,28 +181,29 @@ struct RingAttention : Shape {
         const auto told = peers(communicator);
         if (part == 0) told.acknowledge_all(begun, epoch);
         const u32 targets = parameters.targets | (parameters.hosted_blocks ? only(parameters.host_rank) : 0);
+#pragma unroll 1
         for (int q = 0; q < W; ++q) {
             if (targets >> q & 1) told.wait(q, begun, epoch - 1);
         }
-        Sender sender{*this, fill, drain, {arena, parameters.flags, Warp{}, communicator}};
+        ParcelSender<W, RingAttention> sender(arena, parameters.flags, fill, drain);
         const u32 share = parameters.heads / parameters.key_heads, each = pieces() + share * parameters.hosted_blocks;
         for (u32 index = part; index < parameters.batch * parameters.key_heads * each; index += parts) {
             const u32 line = index / each, number = index % each, batch = line / parameters.key_heads, head = line % parameters.key_heads;
+            const u32 row = parameters.depth * element_bytes, value_row = parameters.value_depth * element_bytes;
             if (number < pieces()) {
                 if (parameters.targets == 0) continue;
                 const u32 token = number * parameters.piece_tokens, end = min(token + parameters.piece_tokens, parameters.length);
-                const u64 slot = gathered_batch(arena.rank, batch);
-                const auto at = [&](u64 begin, u32 depth) { return begin + ((slot * parameters.key_heads + head) * parameters.length) * depth * element_bytes; };
-                sender.send(&parameters.parcels_k, head, batch, token, end, parameters.depth, at(parameters.gathered_k_at, parameters.depth), Signal{parameters.targets});
-                sender.send(&parameters.parcels_v, head, batch, token, end, parameters.value_depth, at(parameters.gathered_v_at, parameters.value_depth),
+                const u64 first = (u64(gathered_batch(arena.rank, batch)) * parameters.key_heads + head) * parameters.length;
+                sender.send(&parameters.parcels_k, head, batch, token, end, row, parameters.gathered_k_at + first * row, Signal{parameters.targets});
+                sender.send(&parameters.parcels_v, head, batch, token, end, value_row, parameters.gathered_v_at + first * value_row,
                             Signal{parameters.targets, piece_flag(line, number), epoch});
             } else {
                 const u32 own = head * share + (number - pieces()) / parameters.hosted_blocks;
                 const u32 block = parameters.first_hosted + (number - pieces()) % parameters.hosted_blocks;
                 const u32 token = block * Shape::queries, end = min(token + Shape::queries, parameters.length);
-                const u64 at = parameters.guest_q_at + (u64(guest_batch(batch)) * parameters.heads + own) * parameters.length * parameters.depth * element_bytes;
-                sender.send(&parameters.parcels_q, own, batch, token, end, parameters.depth, at,
-                            Signal{only(parameters.host_rank), query_flag({{static_cast<int>(token), static_cast<int>(own), static_cast<int>(batch), 0}, 0}), epoch});
+                const u64 first = (u64(guest_batch(batch)) * parameters.heads + own) * parameters.length;
+                sender.send(&parameters.parcels_q, own, batch, token, end, row, parameters.guest_q_at + first * row,
+                            Signal{only(parameters.host_rank), query_flag(own, batch, block), epoch});
             }
         }
         sender.finish();
@@ -220,50 +219,7 @@ struct RingAttention : Shape {
     __device__ u32 result_flags() const { return 1 + parameters.batch * parameters.key_heads * pieces() + lines() * blocks(); }
 
   private:
-    // Copies of one warp: the next parcel comes in while the one before goes out.
-    struct Sender {
-        const RingAttention& kernel;
-        ParcelProducer<RingAttention>& fill;
-        ParcelConsumer<RingAttention>& drain;
-        StoreQueue<W, 1, Warp> queue;
-        u64 target = 0;  // of the parcel that has not gone out yet
-        u32 bytes = 0;
-        Signal news{};
-        bool held = false;  // a parcel is on its way out
-
-        // Tokens [token, end) of a head to `line` of the ranks of `signal`, which is given behind the last of them if it has a number.
-        __device__ void send(const TensorMap* map, u32 head, u32 batch, u32 token, u32 end, u32 depth, u64 line, const Signal& signal) {
-            const u32 step = parcel_tokens(depth), row = depth * element_bytes;
-            for (; token < end; token += step) {
-                fill.fill(step * row, [&](Parcel& parcel, u64* full) {
-                    ptx::tensor_load(&parcel, map, full, 0, static_cast<int>(head), static_cast<int>(token), static_cast<int>(batch));
-                });
-                push();
-                target = line + u64(token) * row, bytes = min(step, end - token) * row;
-                news = token + step < end ? Signal{signal.ranks} : signal;
-            }
-        }
-        __device__ void push() {
-            if (bytes == 0) return;
-            const Parcel& parcel = drain.wait();
-            for (int k = 1; k < W; ++k) {
-                const int q = rank_after<W>(kernel.arena.rank, k);
-                if (news.ranks >> q & 1) queue.store(q, target, &parcel, bytes);
-            }
-            queue.end_step(news.number ? news : Signal{});
-            if (held) drain.release();
-            held = true;
-        }
-        __device__ void finish() {
-            push();
-            queue.flush();
-        }
-    };
-
     static constexpr u32 begun = 0;  // the flag of who has begun a launch
-
-    // Tokens of a parcel, a box of its map; mirrors `peerlane.device.ring_attention.parcel_tokens`.
-    __device__ static u32 parcel_tokens(u32 depth) { return min(256u, static_cast<u32>(sizeof(Parcel)) / (depth * element_bytes)); }
 
     __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
     __device__ u32 lines() const { return parameters.batch * parameters.heads; }
@@ -282,9 +238,14 @@ struct RingAttention : Shape {
 
     // Flags: one of beginnings; of pieces; of guests' queries, one a tile; of their results, one a group.
     __device__ u32 piece_flag(u32 line, u32 piece) const { return 1 + line * pieces() + piece; }
-    __device__ u32 tile_number(const Tile& tile) const { return (tile.batch * parameters.heads + tile.head) * blocks() + tile.query / Shape::queries; }
-    __device__ u32 query_flag(const Tile& tile) const { return 1 + parameters.batch * parameters.key_heads * pieces() + tile_number(tile); }
-    __device__ u32 result_flag(const Tile& tile, u32 group) const { return result_flags() + tile_number(tile) * Shape::roles.consumer_groups + group; }
+    __device__ u32 tile_number(u32 head, u32 batch, u32 block) const { return (batch * parameters.heads + head) * blocks() + block; }
+    __device__ u32 query_flag(u32 head, u32 batch, u32 block) const {
+        return 1 + parameters.batch * parameters.key_heads * pieces() + tile_number(head, batch, block);
+    }
+    __device__ u32 query_flag(const Tile& tile) const { return query_flag(tile.head, tile.batch, tile.query / Shape::queries); }
+    __device__ u32 result_flag(const Tile& tile, u32 group) const {
+        return result_flags() + tile_number(tile.head, tile.batch, tile.query / Shape::queries) * Shape::roles.consumer_groups + group;
+    }
 };
 
 }  // namespace peerlane
