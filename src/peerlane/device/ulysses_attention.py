@@ -186,8 +186,8 @@ class UlyssesAttention:
         for tensor in (q, k, v):
             if tuple(tensor.shape) != space.result_shape or tensor.dtype != space.dtype:
                 raise UsageError(
-                    f"Ulysses attention of {tuple(tensor.shape)} in {tensor.dtype}: expected {space.result_shape} in {space.dtype}; create a "
-                    "UlyssesAttention for each shape"
+                    f"Ulysses attention of {tuple(tensor.shape)} in {tensor.dtype}: expected {space.result_shape} in {space.dtype}; "
+                    "create a UlyssesAttention for each shape"
                 )
         places = [TensorPlace.of(tensor, self.group) for tensor in (q, k, v)]
         specs = space.specs(places, list(self.arena.view.base), self.offsets, self.group.rank)
