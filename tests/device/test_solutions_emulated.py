@@ -33,11 +33,14 @@ TWINS = [
     (43, "fp32", "peers.wait_all(0, epoch);", ""),
     (44, "ragged_fp32", "peers.barrier(blockIdx.x, 2 * epoch + 1);", ""),
     (45, "ragged_bf16", "for (int k = 1; k < WORLD_SIZE; ++k)", "for (int k = 1; k < WORLD_SIZE - 1; ++k)"),
+    (46, "tokens_bf16", "if (k < WORLD_SIZE)", "if (k < WORLD_SIZE - 1)"),
     (52, "history_4_bf16", "barrier(blockIdx.x, epoch)", "signal_all(blockIdx.x, epoch)"),
     (53, "history_4_bf16", "(epoch & 1) * WORLD_SIZE", "0 * WORLD_SIZE"),
     (82, "both_bf16", "args.target[token] / args.columns", "args.target[token] % WORLD_SIZE"),
     (83, "partial_chunk_bf16", "args.packets, epoch, token", "args.packets, epoch & ~1u, token"),
     (84, "top_k_bf16", "arena.rank) * args.columns", "arena.rank) * (args.columns - 1)"),
+    (71, "four_taps_bf16", "edge && after >= 0", "edge && after > 1"),
+    (81, "single_bf16", "peers.signal(arena.rank, blockIdx.x, epoch);", "peers.signal(arena.rank, 0, epoch);"),
     (73, "scaled_fp32", "target / args.columns == q", "target / args.columns == arena.rank"),
 ]
 """Of a solution and a case: what stands in its kernel, and what a careless author would write."""
@@ -69,7 +72,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Cubin]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "label"), {number: label for number, label, _, _ in TWINS}.items())
 def test_all_solutions_are_right_on_four_ranks_and_compile(number: int, label: str, compiled: list[Cubin]) -> None:
-    require_correct(judge(solutions.files()[number], number, case_of(number, label, 4), schedules=2))
+    require_correct(judge(solutions.files()[number], number, case_of(number, label, 4), schedules=1))
     assert compiled
 
 

@@ -1,0 +1,103 @@
+"""Problem 46, the vocabulary-parallel LM head in decoding: one kernel computes logits and stores them where they belong on all ranks.
+
+A warp takes eight rows of the weight, so that a token's eight logits leave as one vector. Bound by HBM, which reads the weight once;
+the public shape by the launch and two trips of a flag. More than eight tokens are a matrix product: cuBLAS makes it, and the kernel
+distributes it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from peerlane.device import Group, group_of, per_group
+from peerlane.device.declare import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer
+from peerlane.device.kernels import element_type
+
+SOURCE = r"""
+#include <peerlane/rows.cuh>
+using namespace peerlane;
+
+constexpr int bytes = 4 / ELEMENT::lanes, rows_of_warp = 8;
+
+extern "C" __global__ void __launch_bounds__(256)
+    head_gather(const __grid_constant__ Arena arena, const __grid_constant__ HeadGather args) {
+    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
+    const Peers<WORLD_SIZE> peers(arena, args.flags);
+    if (blockIdx.x == 0) peers.acknowledge_all(0, epoch);
+    const auto target = [&](int k, u32 token) {  // this rank's logits of a token at the k-th rank after it
+        const u64 at = (u64(token) * WORLD_SIZE + arena.rank) * args.shard;
+        return arena.peer(rank_after<WORLD_SIZE>(arena.rank, k), args.out + at * bytes);
+    };
+#if TOKENS
+    bool may_store = false;
+    each_row((args.shard + rows_of_warp - 1) / rows_of_warp, [&](u32 group) {
+        float sum[TOKENS][rows_of_warp] = {};
+        each_column(args.depth, [&](u32 column) {
+            float x[TOKENS][row_lanes], w[row_lanes];
+            for (int t = 0; t < TOKENS; ++t) RowOf<ELEMENT>(args.hidden, t, args.depth).load(column, x[t]);
+#pragma unroll
+            for (int r = 0; r < rows_of_warp; ++r) {
+                const u32 row = min(group * rows_of_warp + r, args.shard - 1);
+                RowOf<ELEMENT>(args.weight, row, args.depth).load(column, w);
+                for (int t = 0; t < TOKENS; ++t) {
+                    for (int e = 0; e < row_lanes; ++e) sum[t][r] += x[t][e] * w[e];
+                }
+            }
+        });
+        float bias[rows_of_warp];
+        RowOf<ELEMENT>(args.bias, 0, args.shard).load(group * rows_of_warp, bias);
+        if (!may_store) {  // the callers of all ranks have read the results of the launch before
+            Peers<WORLD_SIZE, Warp>(arena, args.flags).wait_all(0, epoch);
+            may_store = true;
+        }
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) {
+#pragma unroll
+            for (int r = 0; r < rows_of_warp; ++r) sum[t][r] = warp_sum(sum[t][r]) + bias[r];
+            const u32 k = Warp{}.thread();
+            if (k < WORLD_SIZE) RowOf<ELEMENT>(target(k, t), 0, args.shard).store(group * rows_of_warp, sum[t]);
+        }
+    });
+#else
+    peers.wait_all(0, epoch);
+    each_row(args.tokens, [&](u32 token) {
+        const u64 row_bytes = u64(args.shard) * bytes;
+        for (int k = 0; k < WORLD_SIZE; ++k) copy_bytes(Warp{}, target(k, token), args.hidden + token * row_bytes, row_bytes);
+    });
+#endif
+    peers.barrier(1 + blockIdx.x, epoch);
+}
+"""
+HEAD_GATHER = DeclaredKernel(
+    "head_gather", SOURCE, epochs=Epochs(), flags=Flags(), out=Buffer(), hidden=Pointer("const char*"), weight=Pointer("const char*"),
+    bias=Pointer("const char*"), tokens=U32, depth=U32, shard=U32,
+)  # fmt: skip
+MOST_TOKENS, THREADS = 8, 256
+
+
+@per_group
+def head_gather(group: Group, tokens: int, depth: int, shard: int, dtype: torch.dtype) -> tuple[BoundKernel, torch.Tensor]:
+    inside = tokens if tokens <= MOST_TOKENS else 0
+    vocabulary, threads = group.world_size * shard, min(THREADS, group.max_threads)
+    grid = min(group.sm_count, -(-shard // 8) if inside else tokens)
+    bound = HEAD_GATHER.bind(
+        group,
+        grid=grid,
+        block=threads,
+        defines={"ELEMENT": element_type(dtype), "TOKENS": inside},
+        sizes={"flags": 1 + grid, "out": tokens * vocabulary * dtype.itemsize},
+        tokens=tokens,
+        depth=depth,
+        shard=shard,
+    )
+    return bound, bound.tensor("out", (tokens, vocabulary), dtype)
+
+
+def solution(hidden_states: torch.Tensor, weight_shard: torch.Tensor, bias_shard: torch.Tensor) -> torch.Tensor:
+    tokens, depth = hidden_states.shape
+    launch, logits = head_gather(group_of(), tokens, depth, weight_shard.shape[0], hidden_states.dtype)
+    if tokens > MOST_TOKENS:
+        launch(hidden=F.linear(hidden_states, weight_shard, bias_shard).contiguous())
+    else:
+        launch(hidden=hidden_states.contiguous(), weight=weight_shard.contiguous(), bias=bias_shard.contiguous())
+    return logits
