@@ -9,7 +9,7 @@ import pytest
 
 from device.judged import judge, require_correct
 from peerlane import problems, solutions
-from peerlane.device import clipping, fp8_history, nucleus
+from peerlane.device import clipping, counts, fp8_history, nucleus
 from peerlane.device.declare import DeclaredKernel
 from peerlane.device.emulator import sequence
 from peerlane.device.emulator.build import Program
@@ -20,6 +20,12 @@ QUICK = {23: "idle_bf16", 43: "bf16", 73: "special_fp32"}
 """One case of solutions whose kernels are small."""
 TWINS = [
     (9, "ragged_bf16", "if (!last_block(", "if (blockIdx.x % groups != groups - 1 || !last_block("),
+    (
+        10,
+        "local_and_idle_bf16",
+        "all_to_all_single(vectors, local_shard[ids - ranks.rank * rows]",
+        "all_to_all_single(vectors, local_shard[ids % 3]",
+    ),
     (17, "grouped_bf16", "peers.wait_all(0, epoch);", ""),
     (19, "ragged_bf16", "peers.barrier(1 + blockIdx.x, epoch);", ""),
     (20, "fp8", "buffer = (epoch & 1) * WORLD_SIZE", "buffer = 0"),
@@ -30,6 +36,7 @@ TWINS = [
     (30, "odd_bf16", "peers.barrier(blockIdx.x, 2 * epoch);", "peers.signal_all(blockIdx.x, 2 * epoch);"),
     (33, "same_axis_bf16", "cut=scatter).reshape", "cut=scatter).flip(scatter + 1).reshape"),
     (34, "ragged_bf16", "x.contiguous()", "x.contiguous() * (ranks.member.rank > 0)"),
+    (35, "one_empty_bf16", "Peers<WORLD_SIZE>(arena, args.flags).barrier(0, epoch);", ""),
     (43, "fp32", "peers.wait_all(0, epoch);", ""),
     (44, "ragged_fp32", "peers.barrier(blockIdx.x, 2 * epoch + 1);", ""),
     (45, "ragged_bf16", "for (int k = 1; k < WORLD_SIZE; ++k)", "for (int k = 1; k < WORLD_SIZE - 1; ++k)"),
@@ -39,12 +46,15 @@ TWINS = [
     (82, "both_bf16", "args.target[token] / args.columns", "args.target[token] % WORLD_SIZE"),
     (83, "partial_chunk_bf16", "args.packets, epoch, token", "args.packets, epoch & ~1u, token"),
     (84, "top_k_bf16", "arena.rank) * args.columns", "arena.rank) * (args.columns - 1)"),
+    (65, "uneven_bf16", "for counts in (counts_received, counts_sent)", "for counts in (counts_sent, counts_received)"),
+    (66, "uneven", "index_add_(0, seed_inverse_ids, received)", "index_add_(0, seed_inverse_ids.flip(0), received)"),
+    (67, "uneven_bf16", "result, rows[order], received", "result, rows, received"),
     (71, "four_taps_bf16", "edge && after >= 0", "edge && after > 1"),
     (81, "single_bf16", "peers.signal(arena.rank, blockIdx.x, epoch);", "peers.signal(arena.rank, 0, epoch);"),
     (73, "scaled_fp32", "target / args.columns == q", "target / args.columns == arena.rank"),
 ]
 """Of a solution and a case: what stands in its kernel, and what a careless author would write."""
-SHARED = {21: clipping, 22: clipping, 52: fp8_history, 53: fp8_history, 82: nucleus, 83: nucleus, 84: nucleus}
+SHARED = {21: clipping, 22: clipping, 35: counts, 52: fp8_history, 53: fp8_history, 82: nucleus, 83: nucleus, 84: nucleus}
 
 
 def case_of(number: int, label: str, world_size: int) -> Case:

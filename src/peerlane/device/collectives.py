@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -169,6 +170,19 @@ class Communicator:
             )
             return
         table = message_tables.all_to_all(self._part_bytes(input, input_split_sizes), self._part_bytes(output, output_split_sizes))
+        self._uneven(output, input, table)
+
+    def exchange(
+        self, output: torch.Tensor, input: torch.Tensor, sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]]
+    ) -> None:
+        """The most general move: ``sends[q]`` is where in ``input`` the bytes for rank q begin and how many they are, ``receives[q]`` where
+        in ``output`` those of rank q go. What rank r sends to q is as long as what q expects from r; parts may overlap in ``input``."""
+        for tensor, parts in ((input, sends), (output, receives)):
+            if len(parts) != self.machine.world_size or any(at < 0 or size < 0 or at + size > tensor.nbytes for at, size in parts):
+                raise UsageError(f"parts {list(parts)} of {tensor.nbytes} bytes; expected {self.machine.world_size} parts inside them")
+        self._uneven(output, input, message_tables.parts(sends, receives))
+
+    def _uneven(self, output: torch.Tensor, input: torch.Tensor, table: Messages) -> None:
         launch = self._launch(("uneven_all_to_all",), input, lambda: (plans.uneven_exchange(self.machine), Messages(), 0))
         ctypes.memmove(ctypes.addressof(launch.args[_MESSAGES]), ctypes.addressof(table), ctypes.sizeof(table))
         self._start(launch, input, output)
@@ -238,6 +252,13 @@ class Communicator:
             raise UsageError(f"splits {list(rows)} do not cut {length} rows into {world_size} parts; they must sum to the length of axis 0")
         row_bytes = tensor.nbytes // length if length else 0
         return [count * row_bytes for count in rows]
+
+
+def relative_parts(counts: Sequence[int], rank: int, row_bytes: int) -> list[tuple[int, int]]:
+    """Parts of ``exchange`` from counts of rows, of which number j is that of rank (rank + j) mod W and lies behind number j - 1."""
+    begins = list(accumulate(counts, initial=0))
+    places = [(q - rank) % len(counts) for q in range(len(counts))]
+    return [(begins[place] * row_bytes, counts[place] * row_bytes) for place in places]
 
 
 def communicator(group: Group | dist.ProcessGroup | None = None) -> Communicator:

@@ -31,6 +31,11 @@ def all_to_all(sends: Sequence[int], receives: Sequence[int]) -> Messages:
     return _messages(_starts(sends), sends, _starts(receives), receives)
 
 
+def parts(sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]]) -> Messages:
+    """Begin and length of what goes to each rank, and of what comes from it."""
+    return _messages(*zip(*sends, strict=True), *zip(*receives, strict=True))
+
+
 def broadcast(member: Member, nbytes: int, root: int) -> Messages:
     """The root's ``nbytes`` to everybody, itself included."""
     every = range(member.world_size)
