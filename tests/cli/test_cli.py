@@ -55,6 +55,7 @@ COMMAND_LINE = {
         "--json",
     ],
     "calibrate": ["--problem", "--problems", "--preset", "--world-size", "--device", "--ranks-per-gpu", "--out", "--json"],
+    "new": ["problem_name", "--backend", "--problems", "--variant", "--out", "--force", "--json"],
     "race": ["file", "--schedules", "--seed", "--world-size", "--json"],
     "trace": ["candidate", "--problem", "--problems", "--preset", "--world-size", "--mode", "--device", "--out", "--json"],
     "bench": ["what", "--out", "--plot", "--json"],

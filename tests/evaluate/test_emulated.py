@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import peerlane as pl
-from peerlane import solutions
+from peerlane import problems, solutions
 from peerlane.evaluate import EvaluationPlan, discover, evaluate
 from peerlane.evaluate.results.verdict import CudaError, NotRun, RuntimeFailure, Unstable, WrongResult
+from peerlane.scaffolds import scaffold
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cuda"
 GATHER = r'''
@@ -117,6 +118,11 @@ def test_what_cannot_be_emulated_is_not_run_and_says_why(evaluator: pl.Evaluator
     assert isinstance(verdict, NotRun) and says in verdict.missing, verdict
 
 
+def test_a_new_candidate_of_the_kit_is_correct_as_it_comes(evaluator: pl.Evaluator) -> None:
+    result = evaluator.evaluate(36, scaffold(problems.get(36), "kit"), name="36_new_cuda", cases="timed", track="custom")
+    assert result.correct and result.audit is not None and result.audit.kernel_names == ("gather_bytes",), result.verdict
+
+
 def test_results_are_stored_and_found_again(tmp_path: Path) -> None:
     plan = EvaluationPlan(
         discover([str(EXAMPLES / "1_allreduce_cuda.py"), "reference"]), problems="1", presets=("small",), world_sizes=(2,),
@@ -126,6 +132,14 @@ def test_results_are_stored_and_found_again(tmp_path: Path) -> None:
     assert [result.verdict.kind for result in first] == ["correct", "not_run"]
     assert "emulated" in (tmp_path / "results.jsonl").read_text()
     assert evaluate(plan)[0].run_id == first[0].run_id
+
+
+@pytest.mark.slow
+def test_new_candidates_of_the_kit_are_correct(evaluator: pl.Evaluator) -> None:
+    """One for each collective that references use."""
+    for number in (3, 4, 5, 6, 7, 12, 27, 40, 73):
+        result = evaluator.evaluate(number, scaffold(problems.get(number), "kit"), name=f"{number}_new_cuda", cases="timed")
+        assert result.correct, (number, result.verdict)
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from peerlane.cli import (
     generate,
     list_problems,
     metrics,
+    new,
     prompt,
     race,
     report,
@@ -67,6 +68,7 @@ app.command("list")(list_problems.list_problems)
 app.command("show")(show.show)
 app.command("eval")(evaluation.evaluate_candidates)
 app.command("calibrate")(calibrate.calibrate)
+app.command("new")(new.new)
 app.command("race")(race.race)
 app.command("trace")(trace.trace)
 app.command("bench")(bench.bench)

@@ -44,7 +44,7 @@ def agent(
     preset: Annotated[str, typer.Option(help="The preset that is judged; its first case is timed.")] = "pkb",
     variant: Annotated[str, typer.Option(help="default, or pkb: the public benchmark's semantics.")] = "default",
     shots: Annotated[int, typer.Option(help="Worked examples in the prompt, 0 to 3.")] = 1,
-    device: Annotated[str, typer.Option(help="Of the evaluator: auto, cuda or cpu.")] = "auto",
+    device: Annotated[str, typer.Option(help="Of the evaluator: auto, cuda, cpu or emulated.")] = "auto",
     isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="The provider's default if left out.")] = None,
     effort: Annotated[str | None, typer.Option(help="Effort of reasoning.")] = None,
@@ -60,7 +60,7 @@ def agent(
     episode_seconds: Annotated[float | None, typer.Option(min=1.0, help="Seconds that end an episode.")] = None,
     on: Annotated[str | None, typer.Option(metavar="URL", help="Judge on a service instead of this machine.")] = None,
 ) -> None:
-    """Let a model work on problems with tools: write, compile, test, time, trace, lookup, submit. The best attempt counts.
+    """Let a model work on problems with tools: write, compile, race, test, time, trace, lookup, submit. The best attempt counts.
 
     Candidates run in the evaluator's ranks only. The same command goes on where an earlier one stopped. Exit codes as of generate.
     """
@@ -68,7 +68,7 @@ def agent(
     from peerlane.generate.prompt import PromptSettings, render_prompt
 
     chosen = problems.select(problem)
-    judged_on = choose_device(device)
+    judged_on = choose_device(device, emulated=True)
     service = None if on is None else open_service(on, track)
     ranks = world_size or (max(default_world_sizes(judged_on)) if service is None else service.node()["world_size"])
     path = out or default_folder(f"{model}_agent")
@@ -88,7 +88,7 @@ def agent(
     require_models_extra()
     from peerlane.evaluate import Evaluator
     from peerlane.generate.agent import Limits, run_agents
-    from peerlane.generate.judging import Judge
+    from peerlane.generate.judging import Judge, Racer
 
     options = model_options(
         name=model,
@@ -113,8 +113,8 @@ def agent(
                 opened = Evaluator(ranks, judged_on, out=run.path, track=track, isolation=isolation)
             else:
                 opened = service.storing(run.path)
-            with opened as evaluator:
-                run_agents(run, prompts, missing, options, limits, Judge(evaluator, preset, variant), progress)
+            with opened as evaluator, Racer(ranks, track=track, isolation=isolation) as racer:
+                run_agents(run, prompts, missing, options, limits, Judge(evaluator, preset, variant, racer), progress)
     finish(run, missing, progress)
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from peerlane.errors import UsageError
 from peerlane.evaluate.audit.timeline import Timeline
 from peerlane.generate.attempts import Speedup
 
 if TYPE_CHECKING:
-    from peerlane.evaluate import Result
+    from peerlane.evaluate import Evaluator, Result
 
 MODES = ("eager", "graph")
+MOST_EMULATED = 4  # ranks: more of them show no other races, and take longer
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,48 @@ class AsyncEvaluator(Protocol):
         """The result of one candidate."""
 
 
+class Racer:
+    """Runs candidates of the device kit on emulated ranks. Their processes start with the first one; leaving the context ends them."""
+
+    def __init__(self, world_size: int, **options: Any) -> None:
+        self._world_size, self._options = min(world_size, MOST_EMULATED), options
+        self._open = contextlib.ExitStack()
+        self._evaluator: Evaluator | None = None
+        self._starting = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    async def race(self, problem: int, source: str, variant: str) -> str:
+        """What the emulator found in the problem's small cases, in the words of a verdict's feedback."""
+        evaluator = await asyncio.to_thread(self._started)
+        data = source.encode(errors="replace")
+        result = await evaluator.evaluate_async(problem, data, modes=(), presets=("small",), variant=variant)
+        return result.feedback()
+
+    def _started(self) -> Evaluator:
+        from peerlane.evaluate import Evaluator
+
+        with self._starting:
+            if self._evaluator is None:
+                self._evaluator = self._open.enter_context(Evaluator(self._world_size, "emulated", **self._options))
+            return self._evaluator
+
+
 class Judge:
     """Asks an open evaluator, here or on a service: it lets one candidate at a time have the machine, and stores every result."""
 
-    def __init__(self, evaluator: AsyncEvaluator, preset: str, variant: str = "default") -> None:
-        self._evaluator, self._preset, self._variant = evaluator, preset, variant
+    def __init__(self, evaluator: AsyncEvaluator, preset: str, variant: str = "default", racer: Racer | None = None) -> None:
+        self._evaluator, self._preset, self._variant, self._racer = evaluator, preset, variant, racer
+
+    async def race(self, problem: int, source: str) -> str:
+        """What the emulator found; nothing of it is stored."""
+        if self._racer is None:
+            return "race: there are no emulated ranks in this run"
+        return await self._racer.race(problem, source, self._variant)
 
     async def judge(self, problem: int, source: str, modes: tuple[str, ...]) -> Judged:
         """The verdict on a source; without modes, of correctness only."""

@@ -63,7 +63,7 @@ def notes() -> list[str]:
 
 
 def workbench_tools(bench: Workbench) -> list[Tool]:
-    """write, compile, test, time, trace, lookup and submit."""
+    """write, compile, race, test, time, trace, lookup and submit."""
 
     @tool(name="write")
     def write() -> Tool:
@@ -83,6 +83,15 @@ def workbench_tools(bench: Workbench) -> list[Tool]:
         async def execute() -> str:
             """Check the file without running it. Takes no GPU."""
             return check_source(bench.problem, bench.written())
+
+        return execute
+
+    @tool(name="race")
+    def race() -> Tool:
+        async def execute() -> str:
+            """Run a file that uses the device kit (peerlane.device) on emulated ranks, under many schedules: right or wrong, races,
+            deadlocks and addresses out of bounds, each with its source lines. Takes no GPU."""
+            return (await bench.judge.race(bench.problem, bench.written()))[:_MOST_CHARACTERS]
 
         return execute
 
@@ -134,4 +143,4 @@ def workbench_tools(bench: Workbench) -> list[Tool]:
 
         return execute
 
-    return [write(), compile_(), test(), time(), trace(), lookup(), submit()]
+    return [write(), compile_(), race(), test(), time(), trace(), lookup(), submit()]

@@ -1,0 +1,43 @@
+"""``peerlane new``: a candidate file to begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peerlane.cli._console import ProblemFolders, console, print_json
+from peerlane.errors import UsageError
+
+
+def new(
+    problem_name: Annotated[str, typer.Argument(metavar="PROBLEM", help="The problem's number or name, such as 36.")],
+    backend: Annotated[str, typer.Option(help="kit (peerlane's device kit, also without a GPU), cuda, triton or pytorch.")] = "kit",
+    problems_folders: ProblemFolders = None,
+    variant: Annotated[str, typer.Option(help="default, or pkb: the public benchmark's semantics.")] = "default",
+    out: Annotated[Path | None, typer.Option(help="The file; by default <id>_<name>_<backend>.py here.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Write a candidate with the problem's signature, which is right as it comes: the reference, with one kernel that moves all data."""
+    from peerlane import problems
+    from peerlane.scaffolds import scaffold, scaffold_name
+
+    problem = problems.named(problem_name)
+    text, file = scaffold(problem, backend, variant), out or Path(scaffold_name(problem, backend))
+    if file.exists() and not force:
+        raise UsageError(f"{file} exists; choose another file with --out, or replace it with --force")
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror}; choose another file with --out") from None
+    device = {"kit": "emulated", "cuda": "cuda"}.get(backend, "cpu")
+    commands = [f"peerlane eval {file} --device {device} --preset small"] + ([f"peerlane race {file}"] if backend == "kit" else [])
+    if as_json:
+        print_json({"problem": problem.id, "backend": backend, "file": str(file), "commands": commands})
+        return
+    out_console = console()
+    out_console.print(f"wrote {file} ({len(text.splitlines())} lines); next:", highlight=False)
+    for command in commands:
+        out_console.print(f"  {command}", highlight=False)

@@ -1,0 +1,63 @@
+"""Candidate files to begin with: the problem's reference, with one simple kernel for all its communication. Right, and slow."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from peerlane.errors import UsageError
+from peerlane.problems.contract.spec import Problem
+
+BACKENDS = ("kit", "cuda", "triton", "pytorch")
+_HERE = Path(__file__).parent
+_POINT_TO_POINT = re.compile(r"\bdist\.(P2POp|isend|irecv|send|recv|batch_isend_irecv)\b")
+_ENDING = {"kit": "cuda"}
+_ABOUT = {
+    "kit": "One kernel of the device kit moves all data. It runs on emulated ranks, a virtual node and a node: see docs/laptop.md.",
+    "cuda": "One kernel reads the peers' memory, by torch's symmetric memory. It needs GPUs.",
+    "triton": "torch.distributed moves the data, and a Triton kernel sums it.",
+    "pytorch": "This is the reference, under the name that candidates have.",
+}
+
+
+def scaffold_name(problem: Problem, backend: str) -> str:
+    """The file name that says problem and backend, such as ``36_ulysses_gather_seq_scatter_heads_cuda.py``."""
+    return f"{problem.id}_{problem.slug}_{_ENDING.get(backend, backend)}.py"
+
+
+def scaffold(problem: Problem, backend: str, variant: str = "default") -> str:
+    """The source of a candidate with the problem's signature, which is right as it comes.
+
+    Raises :class:`UsageError` for a backend that is none, and where the reference sends from rank to rank, which only ``pytorch`` does.
+    """
+    from peerlane.problems.reference_source import reference_source
+
+    if backend not in BACKENDS:
+        raise UsageError(f"--backend got {backend!r}: expected one of {', '.join(BACKENDS)}")
+    reference = re.sub(r"\breference\(", "solution(", reference_source(problem, variant))
+    head = f'"""Problem {problem.id}: {problem.title}.\n\n{_ABOUT[backend]}\nReplace it step by step by kernels that are faster.\n"""\n\n'
+    if backend == "pytorch":
+        return head + reference
+    if (found := _POINT_TO_POINT.search(reference)) is not None:
+        raise UsageError(
+            f"--backend {backend} got problem {problem.id}, whose reference sends from rank to rank ({found[0]}): expected collectives; "
+            "begin with --backend pytorch"
+        )
+    imports, rest = _split(reference)
+    text = (_HERE / f"{backend}.txt").read_text(encoding="utf-8")
+    own, code = _split(text)
+    first = ["from __future__ import annotations\n", "\nfrom types import SimpleNamespace\n"]
+    lines = sorted({*imports, "import torch\n"} - {"import torch.distributed as dist\n", *first})
+    return "".join([head, *first, "".join(["\n", *lines, *own]), "\n", code, "\n\n", _collectives(), "\n\n", rest])
+
+
+def _collectives() -> str:
+    return (_HERE / "collectives.txt").read_text(encoding="utf-8")
+
+
+def _split(source: str) -> tuple[list[str], str]:
+    """The import lines that a source begins with, and the rest."""
+    lines = source.splitlines(keepends=True)
+    end = next(i for i, line in enumerate(lines) if line.strip() and not line.startswith(("import ", "from ")))
+    imports = [line for line in lines[:end] if line.strip() and not line.startswith("from __future__")]
+    return imports, "".join(lines[end:])

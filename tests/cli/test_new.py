@@ -1,0 +1,54 @@
+"""``peerlane new``: files with the problem's signature."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from peerlane import cli, problems
+from peerlane.cli._console import ExitCode
+from peerlane.errors import UsageError
+from peerlane.evaluate import discover
+
+
+@pytest.mark.parametrize("backend", ["kit", "cuda", "triton", "pytorch"])
+@pytest.mark.parametrize("number", [1, 36])
+def test_a_new_file_is_a_candidate_with_the_problem_s_signature(
+    number: int, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli.app, ["new", str(number), "--backend", backend])
+    assert done.exit_code == ExitCode.OK, done.output
+    (file,) = tmp_path.iterdir()
+    (found,) = discover([str(file)])
+    assert found.problem == number and f"peerlane eval {file.name}" in done.stdout
+    tree = ast.parse(file.read_text())
+    (solution,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "solution"]
+    assert [item.arg for item in solution.args.args] == list(problems.get(number).parameters)
+    defaults = [
+        item.default
+        for item in inspect.signature(problems.get(number).reference).parameters.values()
+        if item.default is not inspect.Parameter.empty
+    ]
+    assert [ast.literal_eval(item) for item in solution.args.defaults] == defaults
+
+
+def test_what_is_there_stays_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("mine")
+    refused = CliRunner().invoke(cli.app, ["new", "1", "--out", str(file)])
+    assert isinstance(refused.exception, UsageError) and "--force" in str(refused.exception) and file.read_text() == "mine"
+    assert CliRunner().invoke(cli.app, ["new", "1", "--out", str(file), "--force"]).exit_code == ExitCode.OK
+    assert "def solution(" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [(["54"], "begin with --backend pytorch"), (["1", "--backend", "c"], "expected one of kit")]
+)
+def test_what_cannot_be_written_says_why(arguments: list[str], says: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli.app, ["new", *arguments, "--out", str(tmp_path / "new.py")])
+    assert isinstance(done.exception, UsageError) and says in str(done.exception) and not list(tmp_path.iterdir())
