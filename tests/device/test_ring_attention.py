@@ -46,9 +46,7 @@ def run(
     ]
     outcome = ranks.run(file, arguments, schedules=1)
     worst = 0.0
-    for given, got in zip(arguments, outcome.outputs, strict=True):
-        if outcome.failure is not None:
-            break
+    for given, got in zip(arguments, outcome.outputs if outcome.failure is None else [], strict=False):
         q, k, v = (torch.cat([own[i] for own in given], 1) for i in range(3))
         wanted, logarithms = expected(q, k, v, None, causal)
         out, found = torch.cat([own[0] for own in got], 1), torch.cat([own[1] for own in got], 2)
@@ -56,20 +54,24 @@ def run(
     return outcome, worst
 
 
-@pytest.mark.parametrize("label", ["narrow_values_bf16", "one_kv_head_bf16", "scaled_full_fp32"])
+@pytest.mark.parametrize("label", ["narrow_values_bf16", "scaled_full_fp32"])
 def test_the_solution_is_right(label: str) -> None:
     case = next(case for case in cases(problems.get(54), 2) if case.label == label)
     require_correct(judge(solutions.files()[54], 54, case, schedules=1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "label"), [(4, "nan_last_bf16"), (4, "interleaved_groups_bf16")])
-def test_the_solution_is_right_on_more_ranks(world_size: int, label: str) -> None:
-    case = next(case for case in cases(problems.get(54), world_size) if case.label == label)
-    require_correct(judge(solutions.files()[54], 54, case, schedules=1))
+@pytest.mark.parametrize(
+    ("number", "world_size", "label"),
+    [(54, 4, "nan_last_bf16"), (54, 4, "interleaved_groups_bf16"), (55, 4, "context_inner_bf16"), (56, 4, "chain_bf16")],
+)
+def test_solutions_are_right_on_more_ranks(number: int, world_size: int, label: str) -> None:
+    case = next(case for case in cases(problems.get(number), world_size) if case.label == label)
+    require_correct(judge(solutions.files()[number], number, case, schedules=1))
 
 
-@pytest.mark.parametrize(("world_size", "length"), [(2, 130), pytest.param(3, 130, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "length"), [(2, 130), (3, 130)])
 def test_ranks_that_compute_for_others_are_right(world_size: int, length: int, tmp_path: Path) -> None:
     outcome, worst = run(tmp_path, world_size, length, causal=True, balanced=True, calls=2)
     if outcome.failure is not None:
@@ -99,12 +101,12 @@ def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkey
     assert outcome.findings or worst > 0.01
 
 
-@pytest.mark.parametrize("tiling", [item for item in TILINGS if item.keys != 32], ids=str)
+@pytest.mark.parametrize("tiling", [item for item in TILINGS if item.groups == 2], ids=str)
 def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: AttentionTiling) -> None:
     shared = replace(tiling, output_slots=1).shared_bytes + PARCELS * PARCEL_BYTES
     layout = f"static_assert(sizeof(peerlane::RoleMemory<Fused>) == {shared});\n"
     report = compiler_report(
-        ring_attention.SOURCE + layout, defines={"SHAPE": replace(tiling, output_slots=1).define(BF16), "WORLD_SIZE": 8}
+        ring_attention.SOURCE + layout, defines={"SHAPE": replace(tiling, output_slots=1).define(BF16), "WORLD_SIZE": 4}
     )
     assert "0 bytes spill stores, 0 bytes spill loads" in report and "Potential Performance Loss" not in report
     registers = int(report.split("Used ")[1].split()[0])

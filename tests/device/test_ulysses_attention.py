@@ -1,0 +1,88 @@
+"""Ulysses attention on emulated ranks: right numbers, nothing unordered, and twins with one thing wrong are caught."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from device.judged import cases, judge, require_correct
+from device.test_attention import BF16, expected
+from peerlane import problems, solutions
+from peerlane.device import compile_cubin, ulysses_attention
+from peerlane.device.attention import TILINGS
+from peerlane.device.emulator import ranks
+from peerlane.device.jit import INCLUDE_DIR, compiler_report
+from peerlane.device.ring_attention import PARCEL_BYTES, PARCELS
+
+CALLER = """
+from peerlane.device.ulysses_attention import attend_by_heads
+
+def solution(q, k, v, causal):
+    return attend_by_heads(q, k, v, causal=causal)
+"""
+
+
+def run(folder: Path, length: int, *, causal: bool, calls: int = 3) -> tuple[ranks.Outcome, float]:
+    """What came of two ranks with two heads, and the largest error of a result."""
+    file = folder / "attends.py"
+    file.write_text(CALLER)
+    generator = torch.Generator().manual_seed(length)
+    arguments = [
+        [(*(torch.randn(1, length, 2, 32, generator=generator).to(BF16) for _ in range(3)), causal) for _ in range(2)] for _ in range(calls)
+    ]
+    outcome = ranks.run(file, arguments, schedules=1)
+    worst = 0.0
+    for given, got in zip(arguments, outcome.outputs if outcome.failure is None else [], strict=False):
+        wanted, _ = expected(*(torch.cat([own[i] for own in given], 1) for i in range(3)), None, causal)
+        worst = max(worst, float((torch.cat(got, 1) - wanted).norm() / wanted.norm()))
+    return outcome, worst
+
+
+@pytest.mark.parametrize("label", ["one_head_causal_bf16", "causal_fp32"])
+def test_the_solution_is_right(label: str) -> None:
+    case = next(case for case in cases(problems.get(39), 2) if case.label == label)
+    require_correct(judge(solutions.files()[39], 39, case, schedules=1))
+
+
+TWINS = {
+    "no wait for a piece": ("            peers(storer).wait(source, flag, epoch);\n", ""),
+    "results told of to nobody": (
+        "        if (tile.owner != arena.rank) peers(storer).signal(",
+        "        if (false) peers(storer).signal(",
+    ),
+    "results stored at the wrong rank": ("parameters.out + tile.owner,", "parameters.out + arena.rank,"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, instead = TWINS[name]
+    text = (INCLUDE_DIR / "peerlane" / "ulysses_attention.cuh").read_text()
+    assert text.count(line) == 1
+    body = text.replace(line, instead).replace("#pragma once", "")
+    monkeypatch.setattr(ulysses_attention, "SOURCE", ulysses_attention.SOURCE.replace("#include <peerlane/ulysses_attention.cuh>", body))
+    outcome, worst = run(tmp_path, 20, causal=True, calls=2)
+    assert outcome.findings or worst > 0.01
+
+
+def test_kernels_keep_to_their_registers_and_their_shared_memory() -> None:
+    tiling = replace(TILINGS[0], output_slots=1)
+    layout = f"static_assert(sizeof(peerlane::RoleMemory<Fused>) == {tiling.shared_bytes + PARCELS * PARCEL_BYTES});\n"
+    report = compiler_report(ulysses_attention.SOURCE + layout, defines={"SHAPE": tiling.define(BF16), "WORLD_SIZE": 4})
+    assert "0 bytes spill stores, 0 bytes spill loads" in report and "Potential Performance Loss" not in report
+
+
+def test_host_structures_have_the_devices_layout() -> None:
+    kind = ulysses_attention.Parameters
+    places = [f"static_assert(sizeof(UlyssesAttentionParameters) == {ctypes.sizeof(kind)});"]
+    places += [
+        f"static_assert(__INTADDR__(&((UlyssesAttentionParameters*)0)->{field[0]}) == {getattr(kind, field[0]).offset});"
+        for field in kind._fields_
+        if field[0] != "padding"
+    ]
+    compile_cubin("#include <peerlane/ulysses_attention.cuh>\nusing namespace peerlane;\n" + "\n".join(places) + "\n")
