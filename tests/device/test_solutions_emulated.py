@@ -51,6 +51,7 @@ TWINS = [
     (67, "uneven_bf16", "result, rows[order], received", "result, rows, received"),
     (71, "four_taps_bf16", "edge && after >= 0", "edge && after > 1"),
     (81, "single_bf16", "peers.signal(arena.rank, blockIdx.x, epoch);", "peers.signal(arena.rank, 0, epoch);"),
+    (72, "short_bf16", "2 * WORLD_SIZE - 1 - rank", "WORLD_SIZE + rank"),
     (73, "scaled_fp32", "target / args.columns == q", "target / args.columns == arena.rank"),
 ]
 """Of a solution and a case: what stands in its kernel, and what a careless author would write."""
