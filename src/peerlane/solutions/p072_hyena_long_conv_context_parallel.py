@@ -20,7 +20,7 @@ using namespace peerlane;
 constexpr int bytes = 4 / ELEMENT::lanes;
 __device__ u32 place_of(int rank, u32 piece) { return piece == 0 ? rank : 2 * WORLD_SIZE - 1 - rank; }
 
-// A rank has PIECES pieces of each of its channels' sequences, or all pieces of the channels that are its own. To the owners of channels, or back.
+// A rank has PIECES pieces of every channel, or all pieces of its own channels. To the owners of channels, or back.
 extern "C" __global__ void __launch_bounds__(512)
     hyena_exchange(const __grid_constant__ Arena arena, const __grid_constant__ HyenaExchange args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
