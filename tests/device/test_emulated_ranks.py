@@ -13,7 +13,7 @@ from peerlane import problems, solutions
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cuda"
 FILES = {**solutions.files(), "1_allreduce": EXAMPLES / "1_allreduce_cuda.py", "13_gemm_allreduce": EXAMPLES / "13_gemm_allreduce_cuda.py"}
 QUICK = (1, 8, 16, "1_allreduce")
-LONG = (39, 54, 55, 56, 57)
+LONG = (39, 54, 55, 56)
 """Solutions with attention, which take seconds a case: two of them, and more in tests of their own."""
 
 

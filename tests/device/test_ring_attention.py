@@ -93,7 +93,8 @@ TWINS = {
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     balanced, line, instead = TWINS[name]
-    text = (INCLUDE_DIR / "peerlane" / "ring_attention.cuh").read_text()
+    headers = ((INCLUDE_DIR / "peerlane" / name).read_text() for name in ("ring_attention.cuh", "parcels.cuh"))
+    text = next(headers).replace("#include <peerlane/parcels.cuh>", next(headers))
     assert text.count(line) == 1
     body = text.replace(line, instead).replace("#pragma once", "")
     monkeypatch.setattr(ring_attention, "SOURCE", ring_attention.SOURCE.replace("#include <peerlane/ring_attention.cuh>", body))
