@@ -66,6 +66,7 @@ def test_more_samples_and_problems_ask_for_what_is_missing(tmp_path: Path, peerl
         assert server.counts == {"n_200": 6}
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     with FakeServer(answer, delay_s=0.4) as server:
         words = ["generate", "1-6", *settings(server), "--samples", "2", "--connections", "2", "--out", str(tmp_path / "run")]

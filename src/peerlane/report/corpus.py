@@ -33,7 +33,7 @@ def rule_table(corpus: Corpus, rule: str) -> TextTable:
                 f"`{entry.file}`{_condition(entry)}",
                 _either(entry.cpu),
                 _either(entry.cuda),
-                entry.why,
+                entry.why if entry.wins_at_most is None else f"{entry.why}; wins at most: {entry.wins_at_most}",
             )
     return table
 
