@@ -108,6 +108,15 @@ def test_hostile_names_and_code_are_inert(tmp_path: Path) -> None:
     assert hrefs and all(re.fullmatch(r"#[a-z0-9-]+", str(href)) for href in hrefs)
 
 
+def test_traces_are_embedded_as_images(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", "m", (1,), good=1.0)
+    (tmp_path / "run" / "001" / "0" / "trace").mkdir()
+    (tmp_path / "run" / "001" / "0" / "trace" / "candidate.graph.svg").write_text("<svg onload='alert(1)'/>")
+    (image,) = [attributes for tag, attributes in Elements(render_page(gather([tmp_path]), "t").html).tags if tag == "img"]
+    kind, _, data = str(image["src"]).partition(",")
+    assert kind == "data:image/svg+xml;base64" and base64.b64decode(data) == b"<svg onload='alert(1)'/>"
+
+
 def test_code_cannot_hide_text(tmp_path: Path) -> None:
     make_run(tmp_path / "run", "m", (1,), code="# \u202e reversed \u2066\n" + CODE)
     html = render_page(gather([tmp_path]), "t").html
@@ -143,6 +152,9 @@ def test_code_is_shown_only_if_it_is_what_was_judged(tmp_path: Path) -> None:
     (tmp_path / "one.jsonl").write_text(text_of(result(candidate=gone)))
     missing = render_page(gather([tmp_path / "one.jsonl"]), "t").html
     assert 'class="code"' in shown and 'class="code"' not in missing and "was not at hand" in missing
+    assert '<span class="kr">__global__</span>' in shown and '<span class="kn">import</span>' in shown, (
+        "device code in strings is highlighted too"
+    )
     assert data_of(missing)[0]["authors"] == ["gone"]
 
 

@@ -201,7 +201,8 @@ class Board:
         numbers = range(len(self.tasks))
         found: list[dict[str, Any]] = []
         tests: dict[str, metrics.Test] = {"correct": metrics.is_correct}
-        tests |= {f"faster, {mode}": metrics.is_faster(1.0, mode) for mode in self.modes}
+        timed = {mode for sample in self.samples for step in sample.attempt.steps for mode in step.speedups}
+        tests |= {f"faster, {mode}": metrics.is_faster(1.0, mode) for mode in self.modes if mode in timed}
         for author in self.authors:
             for what, test in tests.items():
                 curve = metrics.step_curve(self._attempts[author], numbers, test)

@@ -9,11 +9,13 @@ import functools
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from markupsafe import Markup, escape
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import PythonLexer
+from pygments.lexers import CudaLexer, PythonLexer
+from pygments.token import String
 
 from peerlane.evaluate.results.result import Result
 from peerlane.evaluate.results.sanitize import printable
@@ -22,6 +24,7 @@ from peerlane.publish.gather import Sample
 
 _HIGHLIGHTED_CHARACTERS = 200_000
 _FORMATTER = HtmlFormatter(nowrap=True)
+_DEVICE_MARKS = ("__global__", "__device__", "#include")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 560, 170, 56, 22, 10
 
 
@@ -51,7 +54,34 @@ def _shown(data: bytes) -> Source:
     text = printable(data.decode(errors="replace").replace("\r\n", "\n"), kept="\n\t")
     if len(text) > _HIGHLIGHTED_CHARACTERS:
         return Source(escape(text), f"{len(text):,} characters, without highlighting.")
-    return Source(Markup(highlight(text, PythonLexer(stripnl=False), _FORMATTER)))
+    return Source(Markup(highlight(text, _LEXER, _FORMATTER)))
+
+
+class _CandidateLexer(PythonLexer):  # type: ignore[misc]
+    """Python, and CUDA C++ in its strings."""
+
+    def get_tokens_unprocessed(self, text: str, stack: tuple[str, ...] = ("root",)) -> Iterator[tuple[int, Any, str]]:
+        string: list[tuple[int, Any, str]] = []
+        for token in super().get_tokens_unprocessed(text, stack):
+            if token[1] in String:
+                string.append(token)
+                continue
+            yield from _with_device_code(string)
+            string = []
+            yield token
+        yield from _with_device_code(string)
+
+
+def _with_device_code(string: list[tuple[int, Any, str]]) -> Iterator[tuple[int, Any, str]]:
+    """The tokens of a string, or those of the device code in it."""
+    text = "".join(value for *_, value in string)
+    if any(mark in text for mark in _DEVICE_MARKS):
+        yield from ((string[0][0] + at, kind, value) for at, kind, value in CudaLexer().get_tokens_unprocessed(text))
+    else:
+        yield from string
+
+
+_LEXER = _CandidateLexer(stripnl=False)
 
 
 def facts(result: Result) -> Iterator[tuple[str, str]]:

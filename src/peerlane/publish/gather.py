@@ -22,6 +22,8 @@ from peerlane.publish.verify import read_verification
 
 REFERENCE = "reference"
 UNNAMED = "candidates"
+TRACES = "trace"
+_MOST_TRACES = 4
 
 Standing = Literal["own", "verified", "unverified", "differs"]
 """How far a result can be trusted: judged by the page's author, judged anew from a bundle, only claimed in one, or found to differ."""
@@ -46,6 +48,7 @@ class Sample:
         like: a result of the same setting, which says on what machine, preset and track the sample counts.
         result: None where there was no code to judge, or no evaluation yet.
         code: the candidate's file, if it is at hand; its contents may have changed since.
+        traces: name and contents of the pictures of `peerlane trace` in the sample's folder ``trace``.
     """
 
     author: str
@@ -54,6 +57,7 @@ class Sample:
     result: Result | None
     code: bytes | None = field(default=None, repr=False)
     standing: Standing = "own"
+    traces: tuple[tuple[str, bytes], ...] = field(default=(), repr=False)
 
     @property
     def is_reference(self) -> bool:
@@ -162,7 +166,8 @@ def _samples_of_run(run: RunFolder, results: Sequence[Result], author: str) -> I
             folder = f"{attempt.problem:03d}/{attempt.sample}"
             named = None if result is None else _named(result, folder)
             file = files.get(folder)
-            yield Sample(author, attempt, like, named, None if file is None else file.read_bytes())
+            traces = tuple((path.stem, path.read_bytes()) for path in sorted((run.path / folder / TRACES).glob("*.svg"))[:_MOST_TRACES])
+            yield Sample(author, attempt, like, named, None if file is None else file.read_bytes(), traces=traces)
 
 
 def _named(result: Result, name: str) -> Result:

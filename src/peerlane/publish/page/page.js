@@ -35,7 +35,7 @@ function plots(board, shown) {
       const rows = mine(board.mechanisms), names = [...new Set(rows.map((d) => d.mechanism))];
       return Plot.plot({ ...base, height: 50 + who.length * (26 + 18 * names.length), marginLeft: 110, marginRight: 20, color: { domain: ["seen", "possible", "loaded"], range: ["#0072B2", "#56B4E9", "#999999"], legend: true },
         x: { label: "correct candidates →", grid: true, tickFormat: "d", interval: 1 }, y: { label: null }, fy: { label: null, domain: who, axis: null, padding: 0.15 },
-        marks: [Plot.barX(rows, { x: "n", y: "mechanism", fy: "author", fill: "confidence", inset: 1, tip: true, title: (d) => `${d.author}\n${d.mechanism}, ${d.confidence}: ${d.n}` }),
+        marks: [Plot.barX(rows, { x: "n", y: "mechanism", fy: "author", fill: "confidence", order: ["seen", "possible", "loaded"], inset: 1, tip: true, title: (d) => `${d.author}\n${d.mechanism}, ${d.confidence}: ${d.n}` }),
           Plot.text(who, { fy: (d) => d, text: short, frameAnchor: "top-right", dy: -1, fontWeight: 600 }), Plot.ruleX([0])] });
     },
     steps: () => {

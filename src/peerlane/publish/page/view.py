@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 from collections import Counter
 from collections.abc import Sequence
@@ -52,6 +53,11 @@ class Item:
     def source(self) -> Source:
         """The code, highlighted."""
         return source_of(self.sample)
+
+    @property
+    def traces(self) -> list[tuple[str, str]]:
+        """Name and data URI of each trace. As an image, an SVG runs no script and fetches nothing."""
+        return [(name, f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}") for name, data in self.sample.traces]
 
     @property
     def facts(self) -> list[tuple[str, str]]:
