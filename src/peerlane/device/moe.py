@@ -41,9 +41,10 @@ extern "C" __global__ void __launch_bounds__(512)
     each_row(args.start[WORLD_SIZE], [&](u32 row) {
         const int q = part_with<WORLD_SIZE>(args.start, row);
         const Moved* places = reinterpret_cast<const Moved*>(arena.local(args.places)) + q * args.own;
-        const u32 at = moved(places, args.own, row - args.start[q]);
+        const u32 within = row - args.start[q], entry = entry_of(places, args.own, within);
+        if (entry == args.own) return;  // not among the rows that q has told of
         const char* source = args.x + args.mapping[row] * args.row_bytes;
-        if (at != ~0u) copy_bytes(Warp{}, arena.peer(q, args.out) + u64(at) * args.row_bytes, source, args.row_bytes);
+        copy_bytes(Warp{}, arena.peer(q, args.out) + u64(within + places[entry].shift) * args.row_bytes, source, args.row_bytes);
     });
     meet_ranks(peers, arena, 1 + 2 * gridDim.x, epoch);
 }
@@ -90,8 +91,7 @@ extern "C" __global__ void __launch_bounds__(512)
     });
     peers.wait_all(0, epoch);
     each_row(args.sent, [&](u32 row) {
-        u32 entry = 0;  // by expert and source
-        while (row >= order[entry].end) ++entry;
+        const u32 entry = entry_of(order, args.experts, row);  // by expert and source
         const u32 source = entry % WORLD_SIZE, at = local(args.places)[source] + row + order[entry].shift;
         copy_bytes(Warp{}, arena.peer(source, args.back) + u64(at) * args.row_bytes, args.x + u64(row) * args.row_bytes, args.row_bytes);
     });

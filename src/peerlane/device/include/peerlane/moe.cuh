@@ -83,15 +83,14 @@ struct Moved {
     u32 end, shift;
 };
 
-// Where `row` goes by the first of `count` entries whose end is behind it. By a warp.
-__device__ inline u32 moved(const Moved* entries, u32 count, u32 row) {
+// The first of `count` entries whose end is behind `row`; `count` if there is none. By a warp.
+__device__ inline u32 entry_of(const Moved* entries, u32 count, u32 row) {
     for (u32 first = 0; first < count; first += warp_threads) {
         const u32 i = first + Warp{}.thread();
-        const Moved own = i < count ? entries[i] : Moved{0, 0};
-        const u32 found = __ballot_sync(0xffffffffu, row < own.end);
-        if (found) return row + __shfl_sync(0xffffffffu, own.shift, __ffs(found) - 1);
+        const u32 found = __ballot_sync(0xffffffffu, i < count && row < entries[i].end);
+        if (found) return first + __ffs(found) - 1;
     }
-    return ~0u;  // not among the rows that were told of
+    return count;
 }
 
 // Of rows by source and own expert, `lengths` (W, own): for one source and expert, where these rows begin among the source's, and where among all rows
