@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from peerlane.device import compile_cubin
 from peerlane.device.attention import MAX_DEPTH, TILINGS, AttentionTiling, choose_tiling
 from peerlane.device.emulator import ranks
 from peerlane.device.jit import INCLUDE_DIR, compiler_report
-from peerlane.device.roles import BlockNeeds
+from peerlane.device.ring_attention import PARCEL_BYTES, PARCELS
+from peerlane.device.roles import SHARED_LIMIT_BYTES, BlockNeeds
 from peerlane.errors import UsageError
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -137,9 +139,11 @@ def test_host_structures_have_the_devices_layout() -> None:
 
 @pytest.mark.parametrize("depth", range(8, MAX_DEPTH + 1, 8))
 def test_every_depth_has_tiles(depth: int) -> None:
-    for queries, keys, groups in ((1, 1, 1), (64, 4096, 1), (4096, 4096, 2), (65, 1, 2)):
-        tiling = choose_tiling(queries, keys, depth)
-        assert tiling.groups == groups and tiling.depth >= depth
+    for queries, keys, parcels in itertools.product((1, 64, 65, 4096), (1, 4096), (False, True)):
+        for causal in (False, True):
+            tiling = choose_tiling(queries, keys, depth, causal, parcels=parcels)
+            assert tiling.depth >= depth and (tiling.groups == 1) == (queries <= 64)
+            assert tiling.shared_bytes + parcels * PARCELS * PARCEL_BYTES <= SHARED_LIMIT_BYTES and tiling.groups <= 3 - parcels
 
 
 @pytest.mark.parametrize(

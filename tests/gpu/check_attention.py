@@ -20,7 +20,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +240,7 @@ def check_ulysses(ranks: LocalRanks, case: tuple[Any, ...], calls: int = 4) -> s
     """What is wrong in calls behind each other, or nothing."""
     batch, length, heads, depth, causal, dtype = case
     world = len(ranks.groups)
-    tiling = replace(kit.choose_tiling(length, length, depth), output_slots=1)
+    tiling = kit.choose_tiling(length, length, depth, causal, parcels=True)
     space = Workspace(batch, length, heads // world, depth, dtype, causal, world, tiling)
     attends = [UlyssesAttention(space) for _ in ranks.each()]
     drawn, got = [], []

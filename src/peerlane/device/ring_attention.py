@@ -115,7 +115,9 @@ class Workspace:
 
     @classmethod
     def of(cls, shape: Shape, world_size: int, tiling: AttentionTiling | None = None, balanced: bool | None = None) -> Workspace:
-        chosen = tiling or attention.choose_tiling(shape.length, shape.length, max(shape.depth, shape.value_depth), parcels=True)
+        chosen = tiling or attention.choose_tiling(
+            shape.length, shape.length, max(shape.depth, shape.value_depth), shape.causal, parcels=True
+        )
         balance = chosen.tiles(shape.length) >= _BALANCED_BLOCKS if balanced is None else balanced
         return cls(shape, world_size, chosen, tuple(shares(shape, chosen, world_size, balance)))
 

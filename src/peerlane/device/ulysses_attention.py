@@ -199,7 +199,7 @@ class UlyssesAttention:
 @per_group
 def ulysses_attention(group: Group, batch: int, length: int, heads: int, depth: int, dtype: torch.dtype, causal: bool) -> UlyssesAttention:
     """The group's one :class:`UlyssesAttention` of this shape; ``heads`` are all heads. The first call is collective."""
-    tiling = attention.choose_tiling(length, length, depth, parcels=True)
+    tiling = attention.choose_tiling(length, length, depth, causal, parcels=True)
     return UlyssesAttention(Workspace(batch, length, heads // group.world_size, depth, dtype, causal, group.world_size, tiling), group)
 
 
