@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,9 +145,20 @@ def test_new_candidates_of_the_kit_are_correct(evaluator: pl.Evaluator) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_all_solutions_and_examples_are_correct(world_size: int) -> None:
+def test_all_solutions_and_examples_are_correct() -> None:
+    """In the first case; tests/device/test_emulated_ranks.py has the others."""
     files = discover(["solutions", str(EXAMPLES)])
-    results = evaluate(EvaluationPlan(files, presets=("small",), world_sizes=(world_size,), modes=(), device="emulated"))
+    results = evaluate(EvaluationPlan(files, presets=("small",), world_sizes=(2,), modes=(), cases="timed", device="emulated"))
     assert len(results) >= len(solutions.files()) + 2
     assert [(result.candidate.name, result.verdict.reason) for result in results if not result.correct] == []
+
+
+@pytest.mark.slow
+def test_the_expert_model_solves_its_problems_on_emulated_ranks(tmp_path: Path) -> None:
+    peerlane = [sys.executable, "-m", "peerlane"]
+    run, judged = str(tmp_path / "run"), ["--device", "emulated", "--preset", "small", "--world-size", "2", "--cases", "timed"]
+    wanted = ["2,18", "--model", "peerlane/expert", "--track", "open", "--backend", "kit", "--out", run]
+    assert subprocess.run([*peerlane, "generate", *wanted], timeout=100).returncode == 0
+    assert subprocess.run([*peerlane, "eval", run, *judged], timeout=200).returncode == 0
+    said = subprocess.run([*peerlane, "metrics", run, "--json"], capture_output=True, text=True, timeout=100).stdout
+    assert '"correct": 2' in said, said

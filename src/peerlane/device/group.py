@@ -156,11 +156,17 @@ def entered(group: Group) -> Iterator[None]:
         _current.group = before
 
 
+def current_group() -> Group | None:
+    """The group that this thread has entered; None outside emulated and local ranks."""
+    found: Group | None = getattr(_current, "group", None)
+    return found
+
+
 def group_of(group: Group | dist.ProcessGroup | None = None) -> Group:
     """The group of a process group's ranks, on the current CUDA device. The first call for one is collective."""
     if isinstance(group, Group):
         return group
-    entered_group: Group | None = getattr(_current, "group", None)
+    entered_group = current_group()
     if group is None and entered_group is not None:
         return entered_group
     from peerlane.device.ipc import process_group

@@ -74,10 +74,18 @@ __device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "m
 __device__ inline void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Orders ordinary accesses and those of the asynchronous proxy (bulk copies, TMA, wgmma) to the same memory, in both directions.
-__device__ inline void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ inline void fence_proxy_async() {
+#if __CUDA_ARCH__ >= 900  // before, there are no asynchronous copies to order
+    asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+}
 
 // The same for shared memory alone.
-__device__ inline void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void fence_proxy_async_shared() {
+#if __CUDA_ARCH__ >= 900  // before, there are no asynchronous copies to order
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
 
 // ---- accesses with an order and a scope ------------------------------------------------------------------------------------------------
 //

@@ -104,13 +104,17 @@ __device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;
 // Until at most `pending` of this thread's newest groups are under way: all older ones have been written, where they were to go.
 template <int pending>
 __device__ inline void bulk_wait() {
+#if __CUDA_ARCH__ >= 900  // before, no bulk copy can be pending
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(pending) : "memory");
+#endif
 }
 
 // The same, but only that shared memory has been read and may be written again. Says nothing about what peers can see.
 template <int pending>
 __device__ inline void bulk_wait_read() {
+#if __CUDA_ARCH__ >= 900  // before, no bulk copy can be pending
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+#endif
 }
 
 }  // namespace ptx

@@ -1,0 +1,238 @@
+"""Collectives and fused matrix products as PyTorch operators: with gradients, and with shapes for torch.compile.
+
+    from peerlane import ops
+
+    hidden = ops.all_gather_gemm(x, w1)               this rank's columns (m, k/W) and (k, n) give (m, n)
+    y = ops.gemm_reduce_scatter(hidden.relu(), w2)    (m, n) and (n, k) give (m/W, k): rows of the sum
+    y.square().sum().backward()
+
+Gradients are those of the sum of all ranks' losses, as in ``torch.distributed.nn.functional``. The device kit does the work on GPUs and
+emulated ranks. CPU ranks use torch.distributed, for tests. ``group`` is a process group; None means all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.device import gemm
+from peerlane.device.all_gather_gemm import all_gather_gemm as _fused_gather
+from peerlane.device.collectives import communicator
+from peerlane.device.gemm_reduce_scatter import gemm_reduce_scatter as _fused_scatter
+from peerlane.device.group import Group, current_group, group_of
+from peerlane.errors import UsageError
+
+__all__ = ["all_gather", "all_gather_gemm", "all_reduce", "all_to_all", "gemm_reduce_scatter", "reduce_scatter"]
+
+
+def _name(group: dist.ProcessGroup | None) -> str:
+    return "" if group is None else group.group_name
+
+
+def _process_group(name: str) -> dist.ProcessGroup | None:
+    resolve: Any = dist.distributed_c10d.__dict__["_resolve_process_group"]
+    found: dist.ProcessGroup | None = resolve(name) if name else None
+    return found
+
+
+def _kit(x: torch.Tensor, name: str) -> Group | None:
+    """The kit's group; None on CPU ranks, which have none."""
+    return group_of(_process_group(name)) if x.is_cuda or current_group() is not None else None
+
+
+def _world_size(name: str) -> int:
+    emulated = current_group()
+    return emulated.world_size if emulated is not None else dist.get_world_size(_process_group(name))
+
+
+def _rows(x: torch.Tensor, world_size: int, what: str) -> int:
+    if not x.dim() or x.shape[0] % world_size:
+        raise UsageError(f"{what} got shape {tuple(x.shape)}: expected rows that {world_size} ranks share equally; pad axis 0")
+    return x.shape[0] // world_size
+
+
+# --- collectives; each operator takes and gives contiguous tensors, and never its own input ---
+
+
+@torch.library.custom_op("peerlane::all_reduce", mutates_args=())
+def _all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
+    x, kit = x.contiguous(), _kit(x, group)
+    if kit is None:
+        total = x.clone()
+        dist.all_reduce(total, group=_process_group(group))
+        return total
+    total = torch.empty_like(x)
+    communicator(kit).all_reduce(x, total)
+    return total
+
+
+@torch.library.custom_op("peerlane::all_gather", mutates_args=())
+def _all_gather(x: torch.Tensor, group: str) -> torch.Tensor:
+    x, kit, world_size = x.contiguous(), _kit(x, group), _world_size(group)
+    whole = x.new_empty((world_size * x.shape[0], *x.shape[1:]))
+    if kit is None:
+        dist.all_gather_into_tensor(whole, x, group=_process_group(group))
+    else:
+        communicator(kit).all_gather_into_tensor(whole, x)
+    return whole
+
+
+@torch.library.custom_op("peerlane::reduce_scatter", mutates_args=())
+def _reduce_scatter(x: torch.Tensor, group: str) -> torch.Tensor:
+    x, kit, world_size = x.contiguous(), _kit(x, group), _world_size(group)
+    part = x.new_empty((_rows(x, world_size, "reduce_scatter"), *x.shape[1:]))
+    if kit is None:
+        dist.reduce_scatter_tensor(part, x, group=_process_group(group))
+    else:
+        communicator(kit).reduce_scatter_tensor(part, x)
+    return part
+
+
+@torch.library.custom_op("peerlane::all_to_all", mutates_args=())
+def _all_to_all(x: torch.Tensor, group: str) -> torch.Tensor:
+    x, kit = x.contiguous(), _kit(x, group)
+    _rows(x, _world_size(group), "all_to_all")
+    received = torch.empty_like(x)
+    if kit is None:
+        dist.all_to_all_single(received, x, group=_process_group(group))
+    else:
+        communicator(kit).all_to_all_single(received, x)
+    return received
+
+
+# --- fused products ---
+
+
+def _gather_columns(a: torch.Tensor, group: str) -> torch.Tensor:
+    """Every rank's columns side by side."""
+    shards: torch.Tensor = _all_gather(a, group).view(_world_size(group), *a.shape)
+    return shards.transpose(0, 1).reshape(a.shape[0], -1)
+
+
+@torch.library.custom_op("peerlane::all_gather_gemm", mutates_args=())
+def _all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    kit = _kit(a, group)
+    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
+        gathered: torch.Tensor = _gather_columns(a, group) @ b
+        return gathered
+    multiply = _fused_gather(kit, a.shape[0], a.shape[1], a.dtype, n=b.shape[1])
+    product: torch.Tensor = multiply(gemm.aligned(a), gemm.aligned(b)).contiguous()
+    return product
+
+
+@torch.library.custom_op("peerlane::gemm_reduce_scatter", mutates_args=())
+def _gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    kit = _kit(a, group)
+    _rows(a, _world_size(group), "gemm_reduce_scatter")
+    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
+        rows: torch.Tensor = _reduce_scatter(a @ b, group)
+        return rows
+    multiply = _fused_scatter(kit, a.shape[0], b.shape[1], a.dtype, depth=a.shape[1])
+    product: torch.Tensor = multiply(gemm.aligned(a), gemm.aligned(b)).contiguous()
+    return product
+
+
+# --- shapes ---
+
+
+@_all_reduce.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_all_to_all.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@_all_gather.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return x.new_empty((_world_size(group) * x.shape[0], *x.shape[1:]))
+
+
+@_reduce_scatter.register_fake
+def _(x: torch.Tensor, group: str) -> torch.Tensor:
+    return x.new_empty((x.shape[0] // _world_size(group), *x.shape[1:]))
+
+
+@_all_gather_gemm.register_fake
+def _(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+@_gemm_reduce_scatter.register_fake
+def _(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    return a.new_empty((a.shape[0] // _world_size(group), b.shape[1]))
+
+
+# --- gradients ---
+
+
+def _remember_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.group = inputs[-1]
+
+
+def _remember_product(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    a, b, ctx.group = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _gather_gemm_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    a, b = ctx.saved_tensors
+    columns = (grad @ b.T).view(a.shape[0], -1, a.shape[1]).transpose(0, 1)  # every rank's part of the gathered columns
+    return _reduce_scatter(columns.reshape(-1, a.shape[1]), ctx.group), _gather_columns(a, ctx.group).T @ grad, None
+
+
+def _gemm_scatter_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    a, b = ctx.saved_tensors
+    whole = _all_gather(grad, ctx.group)
+    return whole @ b.T, a.T @ whole, None
+
+
+_all_reduce.register_autograd(lambda ctx, grad: (_all_reduce(grad, ctx.group), None), setup_context=_remember_group)
+_all_gather.register_autograd(lambda ctx, grad: (_reduce_scatter(grad, ctx.group), None), setup_context=_remember_group)
+_reduce_scatter.register_autograd(lambda ctx, grad: (_all_gather(grad, ctx.group), None), setup_context=_remember_group)
+_all_to_all.register_autograd(lambda ctx, grad: (_all_to_all(grad, ctx.group), None), setup_context=_remember_group)
+_all_gather_gemm.register_autograd(_gather_gemm_gradients, setup_context=_remember_product)
+_gemm_reduce_scatter.register_autograd(_gemm_scatter_gradients, setup_context=_remember_product)
+
+
+# --- what users call ---
+
+
+def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The sum of all ranks' ``x``."""
+    found: torch.Tensor = _all_reduce(x, _name(group))
+    return found
+
+
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """All ranks' ``x`` along axis 0, in rank order."""
+    found: torch.Tensor = _all_gather(x, _name(group))
+    return found
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """This rank's part, of W equal ones along axis 0, of the sum of all ranks' ``x``."""
+    found: torch.Tensor = _reduce_scatter(x, _name(group))
+    return found
+
+
+def all_to_all(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Part r, of W equal ones along axis 0, of every rank's ``x``, for rank r, in rank order."""
+    found: torch.Tensor = _all_to_all(x, _name(group))
+    return found
+
+
+def all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """``cat(all ranks' a, dim=1) @ b``: (m, k/W) and (k, n) give (m, n). bfloat16 and float16 run as one kernel."""
+    found: torch.Tensor = _all_gather_gemm(a, b, _name(group))
+    return found
+
+
+def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """This rank's rows of the sum of all ranks' ``a @ b``: (m, k) and (k, n) give (m/W, n). bfloat16 and float16 run as one kernel."""
+    found: torch.Tensor = _gemm_reduce_scatter(a, b, _name(group))
+    return found

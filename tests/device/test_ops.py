@@ -1,0 +1,115 @@
+"""`peerlane.ops`: results, gradients and shapes, on emulated ranks and on one CPU rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from peerlane.device.emulator.ranks import run
+
+STEP = """
+import torch
+from peerlane import ops
+from peerlane.device import group_of
+
+def solution(x, w1, w2):
+    x, w1, w2 = (value.clone().requires_grad_() for value in (x, w1, w2))
+    y = ops.gemm_reduce_scatter(ops.all_gather_gemm(x, w1).relu(), w2)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, w1.grad, w2.grad]
+"""
+MOVES = """
+import torch
+from peerlane import ops
+
+def solution(x, weight):
+    found = []
+    for move in (ops.all_reduce, ops.all_gather, ops.reduce_scatter, ops.all_to_all):
+        own = x.clone().requires_grad_()
+        y = move(own)
+        (y * weight[: y.numel()].view_as(y)).sum().backward()
+        found += [y.detach(), own.grad]
+    return found
+"""
+
+
+def outputs(tmp_path: Path, text: str, calls: list[tuple[torch.Tensor, ...]]) -> list[list[torch.Tensor]]:
+    file = tmp_path / "step.py"
+    file.write_text(text)
+    outcome = run(file, [calls])
+    if outcome.failure is not None:
+        raise outcome.failure[1]
+    assert outcome.findings == []
+    found: list[list[torch.Tensor]] = outcome.outputs[0]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_parallel_layer_has_the_results_and_gradients_of_the_whole_one(dtype: torch.dtype, tmp_path: Path) -> None:
+    world_size, m, k, n = 2, 32, 32, 64
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=generator).to(dtype) / 4
+
+    x, w1, w2 = draw(m, k), draw(k, n), draw(n, k)
+    parts = [(x.chunk(2, 1)[r].contiguous(), w1.chunk(2, 1)[r].contiguous(), w2.chunk(2, 0)[r].contiguous()) for r in range(world_size)]
+    whole = [value.float().clone().requires_grad_() for value in (x, w1, w2)]
+    y = (whole[0] @ whole[1]).relu() @ whole[2]
+    y.square().sum().backward()
+    x_grad, w1_grad, w2_grad = (value.grad for value in whole)
+    assert x_grad is not None and w1_grad is not None and w2_grad is not None
+    for rank, found in enumerate(outputs(tmp_path, STEP, parts)):
+        wanted = [y.detach().chunk(2, 0)[rank], x_grad.chunk(2, 1)[rank], w1_grad.chunk(2, 1)[rank], w2_grad.chunk(2, 0)[rank]]
+        for got, want in zip(found, wanted, strict=True):
+            assert got.dtype == dtype
+            torch.testing.assert_close(
+                got.float(), want, rtol=0.05, atol=0.05 * float(want.abs().max()) if dtype == torch.bfloat16 else 1e-3
+            )
+
+
+def test_moves_and_sums_have_the_gradients_of_the_sum_of_all_losses(tmp_path: Path) -> None:
+    x = [torch.arange(4.0).view(4, 1) * (rank + 1) for rank in range(2)]
+    weight = [torch.arange(8.0) + 10 * rank for rank in range(2)]
+    for rank, found in enumerate(outputs(tmp_path, MOVES, list(zip(x, weight, strict=True)))):
+        total, total_weight = x[0] + x[1], weight[0] + weight[1]
+        wanted = [
+            (total, total_weight[:4]),
+            (torch.cat(x), total_weight[4 * rank :][:4]),
+            (total[2 * rank :][:2], torch.cat([weight[0][:2], weight[1][:2]])),
+            (torch.cat([x[0][2 * rank :][:2], x[1][2 * rank :][:2]]), torch.cat([weight[0][2 * rank :][:2], weight[1][2 * rank :][:2]])),
+        ]
+        for (got, grad), (want, want_grad) in zip(zip(found[::2], found[1::2], strict=True), wanted, strict=True):
+            assert torch.equal(got, want) and torch.equal(grad.flatten(), want_grad.flatten())
+
+
+def test_shapes_are_known_without_running(tmp_path: Path) -> None:
+    text = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from peerlane import ops
+
+def solution():
+    with FakeTensorMode():
+        a, b = torch.empty(8, 4, dtype=torch.bfloat16), torch.empty(4, 6, dtype=torch.bfloat16)
+        found = [ops.all_reduce(a), ops.all_gather(a), ops.reduce_scatter(a), ops.all_to_all(a)]
+        found += [ops.all_gather_gemm(a, torch.empty(8, 6)), ops.gemm_reduce_scatter(a, b)]
+    return [list(value.shape) for value in found]
+"""
+    assert outputs(tmp_path, text, [(), ()]) == [[[8, 4], [16, 4], [4, 4], [8, 4], [8, 6], [4, 6]]] * 2
+
+
+@pytest.mark.slow
+def test_the_training_example_has_the_losses_of_torch_distributed() -> None:
+    example = Path(__file__).parents[2] / "examples" / "training" / "tensor_parallel_mlp.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    ours, theirs = (line.split()[1:] for line in done.stdout.strip().splitlines()[-2:])
+    assert len(ours) == 10 and ours == theirs
