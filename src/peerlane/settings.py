@@ -28,8 +28,8 @@ def candidate_caches() -> Path:
 
 
 def tunes() -> bool:
-    """Whether kernels time their choices at first use; PEERLANE_TUNE=0 leaves them to the kernels' models."""
-    return os.environ.get("PEERLANE_TUNE", "1") != "0"
+    """Whether kernels time their choices at first use, which PEERLANE_TUNE=1 asks for; else their models choose."""
+    return os.environ.get("PEERLANE_TUNE") == "1"
 
 
 def has_sm_partition() -> bool:

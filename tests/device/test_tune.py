@@ -32,7 +32,7 @@ class Measured:
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Measured]:
     times = Measured()
     monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("PEERLANE_TUNE", raising=False)
+    monkeypatch.setenv("PEERLANE_TUNE", "1")
     monkeypatch.setattr(tune, "_times", times)
     monkeypatch.setattr(tune, "node_class", lambda group: ["a GPU"])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -65,7 +65,7 @@ def test_a_gain_within_the_noise_is_none(measured: Measured) -> None:
 @pytest.mark.parametrize("why", ["switched off", "captured", "ranks in turn"])
 def test_the_model_decides_where_nothing_may_be_measured(measured: Measured, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     if why == "switched off":
-        monkeypatch.setenv("PEERLANE_TUNE", "0")
+        monkeypatch.delenv("PEERLANE_TUNE")
     if why == "captured":
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert choose(together=why != "ranks in turn") == "as the model says"

@@ -112,11 +112,9 @@ _TYPICAL_DEPTH = 2048
 
 
 @per_group
-def gemm_all_gather(
-    group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN, depth: int = _TYPICAL_DEPTH
-) -> GemmAllGather:
-    """The group's one :class:`GemmAllGather` of this size, tuned for k of ``depth`` on this rank; the first call is collective."""
+def gemm_all_gather(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllGather:
+    """The group's one :class:`GemmAllGather` of this size; the first call is collective. k is no part of it: ranks may differ."""
     options = gemm.rank_tilings(m, n, _TYPICAL_DEPTH, group.sm_count, tilings=gemm.tilings_for(group))
-    shapes = (m, depth), (depth, n)
+    shapes = (m, _TYPICAL_DEPTH), (_TYPICAL_DEPTH, n)
     tiling = gemm.tuned(group, "gemm_all_gather", shapes, dtype, options, lambda option: GemmAllGather(m, n, dtype, group, tiling=option))
     return GemmAllGather(m, n, dtype, group, epilogue=epilogue, tiling=tiling)

@@ -74,11 +74,9 @@ class GemmAllReduce(OwnerSum):
 
 
 @per_group
-def gemm_all_reduce(
-    group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN, depth: int = owner_sum.TYPICAL_DEPTH
-) -> GemmAllReduce:
-    """The group's one :class:`GemmAllReduce` of this size, tuned for k of ``depth`` on this rank; the first call is collective."""
+def gemm_all_reduce(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllReduce:
+    """The group's one :class:`GemmAllReduce` of this size; the first call is collective. k is no part of it: ranks may differ."""
     options = gemm.rank_tilings(m, n, owner_sum.TYPICAL_DEPTH, group.sm_count, tilings=gemm.tilings_for(group))
-    shapes = (m, depth), (depth, n)
+    shapes = (m, owner_sum.TYPICAL_DEPTH), (owner_sum.TYPICAL_DEPTH, n)
     tiling = gemm.tuned(group, "gemm_all_reduce", shapes, dtype, options, lambda option: GemmAllReduce(m, n, dtype, group, tiling=option))
     return GemmAllReduce(m, n, dtype, group, epilogue=epilogue, tiling=tiling)

@@ -74,15 +74,13 @@ class GemmReduceScatter(OwnerSum):
 
 
 @per_group
-def gemm_reduce_scatter(
-    group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN, depth: int = owner_sum.TYPICAL_DEPTH
-) -> GemmReduceScatter:
-    """The group's one :class:`GemmReduceScatter` of this size, tuned for k of ``depth`` on this rank; the first call is collective."""
+def gemm_reduce_scatter(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmReduceScatter:
+    """The group's one :class:`GemmReduceScatter` of this size; the first call is collective. k is no part of it: ranks may differ."""
     world_size = group.world_size
     options = gemm.rank_tilings(
         m // world_size, n, owner_sum.TYPICAL_DEPTH, group.sm_count, parts=world_size, tilings=gemm.tilings_for(group)
     )
-    shapes = (m, depth), (depth, n)
+    shapes = (m, owner_sum.TYPICAL_DEPTH), (owner_sum.TYPICAL_DEPTH, n)
     tiling = gemm.tuned(
         group, "gemm_reduce_scatter", shapes, dtype, options, lambda option: GemmReduceScatter(m, n, dtype, group, tiling=option)
     )

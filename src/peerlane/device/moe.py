@@ -126,9 +126,14 @@ def starts(splits: Sequence[int]) -> list[int]:
     return ends + ends[-1:] * (MAX_RANKS + 1 - len(ends))
 
 
+def room_for(tokens: int) -> int:
+    """Tokens that memory is made for: a power of two, so that a rank's number may change without the other ranks' noticing."""
+    return max(128, 1 << max(0, tokens - 1).bit_length())
+
+
 def _threads(group: Group, nbytes: int) -> int:
     """Of a block, where the group's ranks move so many bytes together: a warp for what one access of it moves."""
-    return max(64, min(MAX_THREADS, 32 * -(-nbytes // (512 * group.world_size * group.sm_count))))
+    return max(64, min(MAX_THREADS, group.max_threads, 32 * -(-nbytes // (512 * group.world_size * group.sm_count))))
 
 
 def flat_map(routing_map: torch.Tensor) -> torch.Tensor:
@@ -145,7 +150,7 @@ def _own_experts(group: Group, experts: int) -> int:
 
 @per_group
 def _dispatch(group: Group, tokens: int, slots: int, experts: int, row_bytes: int, map_type: str) -> BoundKernel:
-    """For this rank's sizes: collective, so tokens or slots change on all ranks together, or on none."""
+    """Collective, for as many tokens as there is room for: that changes on all ranks together, or on none."""
     own, grid = _own_experts(group, experts), group.sm_count
     rows = sum(group.exchange(tokens * slots))
     sizes = {"out": max(1, rows * row_bytes), "places": 8 * experts, "counts": 4 * experts, "flags": 1 + 3 * grid}
@@ -164,10 +169,17 @@ def dispatch(
     which expert. Also the tokens of this rank's rows, int64. The rows lie in the arena and are valid until the next call."""
     width = tokens.shape[1]
     flat = flat_map(routing_map)
-    bound = _dispatch(group, tokens.shape[0], slots, flat.shape[0], width * tokens.itemsize, MAP_TYPES[flat.dtype])
+    bound = _dispatch(group, room_for(tokens.shape[0]), slots, flat.shape[0], width * tokens.itemsize, MAP_TYPES[flat.dtype])
     rows = bound.tensor("out", (received, width), tokens.dtype)
     mapping = torch.empty(sum(sent), dtype=torch.int64, device=tokens.device)
-    bound(x=tokens.contiguous(), map=flat, mapping=mapping, lengths=lengths.to(tokens.device, torch.int64).contiguous(), start=starts(sent))
+    bound(
+        tokens=tokens.shape[0],
+        x=tokens.contiguous(),
+        map=flat,
+        mapping=mapping,
+        lengths=lengths.to(tokens.device, torch.int64).contiguous(),
+        start=starts(sent),
+    )
     return rows, mapping
 
 
@@ -175,7 +187,7 @@ def dispatch(
 def _combine(
     group: Group, tokens: int, slots: int, experts: int, columns: int, types: tuple[torch.dtype, torch.dtype], map_type: str
 ) -> BoundKernel:
-    """For this rank's sizes; as :func:`_dispatch`."""
+    """As :func:`_dispatch`."""
     own, grid = _own_experts(group, experts), group.sm_count
     of_ranks, (row, weight) = group.exchange(tokens * slots), types
     rows, most = max(1, *of_ranks), max(1, *group.exchange(tokens))
@@ -208,10 +220,11 @@ def combine(
     ``mapping[i]``. Sums are taken in fp32 in the order of the rows; the result (tokens, H) has the dtype of a product."""
     columns, flat = rows.shape[1], flat_map(routing_map)
     types = rows.dtype, weights.dtype
-    bound = _combine(group, flat.shape[1], selected.shape[1], flat.shape[0], columns, types, MAP_TYPES[flat.dtype])
+    bound = _combine(group, room_for(flat.shape[1]), selected.shape[1], flat.shape[0], columns, types, MAP_TYPES[flat.dtype])
     result = torch.empty((tokens, columns), dtype=torch.promote_types(*types), device=rows.device)
     bound(
-        x=rows.contiguous(), weights=weights.contiguous(), selected=selected.contiguous(), map=flat, mapping=mapping.contiguous(),
+        tokens=flat.shape[1], x=rows.contiguous(),
+        weights=weights.contiguous(), selected=selected.contiguous(), map=flat, mapping=mapping.contiguous(),
         lengths=lengths.to(rows.device, torch.int64).contiguous(), y=result, start=starts(returned), sent=rows.shape[0],
     )  # fmt: skip
     return result

@@ -12,6 +12,7 @@ from peerlane.device.collectives import communicator
 from peerlane.device.declare import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Field, Flags, Map, Pointer
 from peerlane.device.gemm import ELEMENT_BYTES, PANEL, Tiling
 from peerlane.device.group import MAX_RANKS, Group, per_group
+from peerlane.device.moe import room_for
 from peerlane.device.tensor_map import TensorMapSpec
 from peerlane.errors import UsageError
 
@@ -48,7 +49,7 @@ MOE_DOWN = DeclaredKernel(
 @dataclass(frozen=True)
 class ExpertSizes:
     """A token's ``k`` experts, in groups of ``share`` with one set of weights; ``own`` groups on each rank. Groups are numbered
-    over all ranks, and experts from group ``first`` on. Tokens are this rank's, the rest is the same on all ranks."""
+    over all ranks, and experts from group ``first`` on. Tokens are those of this rank at most, the rest is the same on all ranks."""
 
     tokens: int
     k: int
@@ -135,19 +136,22 @@ class ExpertLayer:
         """tokens (T, H); experts (T, k), int64, different ones for a token; weights (T, k). ``layers`` are gate, up (own inner, H) and down
         (own H, inner) of this rank's groups one below the other, ``biases`` theirs. Everything but experts in one dtype."""
         sizes, (gate, up, down), (up_tiling, down_tiling) = self.sizes, layers, self.tilings
+        count = tokens.shape[0]
         wanted = (sizes.own * sizes.inner, sizes.h), (sizes.own * sizes.inner, sizes.h), (sizes.own * sizes.h, sizes.inner)
-        if tokens.shape != (sizes.tokens, sizes.h) or tuple(tuple(layer.shape) for layer in layers) != wanted:
+        if count > sizes.tokens or tokens.shape[1] != sizes.h or tuple(tuple(layer.shape) for layer in layers) != wanted:
             raise UsageError(
-                f"tokens {tuple(tokens.shape)} and layers {[tuple(layer.shape) for layer in layers]}: expected {(sizes.tokens, sizes.h)} "
-                f"and {list(wanted)}; create an ExpertLayer for each size"
+                f"tokens {tuple(tokens.shape)} and layers {[tuple(layer.shape) for layer in layers]}: expected at most {sizes.tokens} "
+                f"tokens of {sizes.h} and {list(wanted)}; create an ExpertLayer for each size"
             )
         y = torch.empty_like(tokens, memory_format=torch.contiguous_format)
         half, gate_bias, up_bias, down_bias = (up_tiling.columns // 2, PANEL), *biases
         self.up(
+            tokens=count,
             x=tokens.contiguous(), experts=experts.contiguous(), weights=weights.contiguous(), gate_bias=gate_bias, up_bias=up_bias,
             gate=self.maps(gemm.aligned(gate), half, sizes.own), up=self.maps(gemm.aligned(up), half, sizes.own),
         )  # fmt: skip
         self.down(
+            tokens=count,
             down=self.maps(gemm.aligned(down), (down_tiling.columns, PANEL), sizes.own),
             down_bias=down_bias,
             experts=experts.contiguous(),
@@ -189,7 +193,7 @@ def gated_experts(
     if len(owners) == 1:
         return expert(tokens) * weights.sum(1, keepdim=True)
     if tokens.dtype in gemm.ELEMENT_TYPES and not h % 8 and not inner % 8:
-        sizes = ExpertSizes(tokens.shape[0], top_k, h, inner, 1, share, owners.start, tokens.dtype)
+        sizes = ExpertSizes(room_for(tokens.shape[0]), top_k, h, inner, 1, share, owners.start, tokens.dtype)
         return expert_layer(group, sizes)(tokens, experts, weights, (gate, up, down), (gate_bias, up_bias, down_bias))
     sent_to = owners.start + experts.flatten() // share
     order = sent_to.argsort(stable=True)

@@ -5,8 +5,8 @@
 
 ``options`` come best first by the kernel's model. All ranks time one after the other, for a few launches each, until the budget is used up;
 an option counts with its slowest rank's time, so all ranks choose the same. What was chosen is kept in the cache folder, for this kernel,
-shape, world size and class of node. The model alone decides with ``PEERLANE_TUNE=0``, while a graph is captured, and where ranks do not run
-at the same time on GPUs.
+shape, world size and class of node. The model alone decides without ``PEERLANE_TUNE=1``, while a graph is captured, and where ranks do not
+run at the same time on GPUs.
 """
 
 from __future__ import annotations

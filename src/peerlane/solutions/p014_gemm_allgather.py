@@ -17,4 +17,4 @@ def solution(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
         blocks = A.new_empty((group.world_size, m, n))
         communicator().all_gather_into_tensor(blocks, torch.mm(A, B))
         return blocks.transpose(0, 1).reshape(m, -1)
-    return gemm_all_gather(group, m, n, A.dtype, depth=k)(gemm.aligned(A), gemm.aligned(B))
+    return gemm_all_gather(group, m, n, A.dtype)(gemm.aligned(A), gemm.aligned(B))
