@@ -129,7 +129,7 @@ def _gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.
     if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
         rows: torch.Tensor = _reduce_scatter(a @ b, group)
         return rows
-    multiply = _fused_scatter(kit, a.shape[0], b.shape[1], a.dtype, depth=a.shape[1])
+    multiply = _fused_scatter(kit, a.shape[0], b.shape[1], a.dtype)
     product: torch.Tensor = multiply(gemm.aligned(a), gemm.aligned(b)).contiguous()
     return product
 
