@@ -75,6 +75,8 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "sweep_of_two": (TWO_GPUS / "sweep.jsonl", _sweep),
     "fused_production_of_two": (TWO_GPUS / "fused_production.jsonl", _speeds),
     "solutions_of_two": (TWO_GPUS / "solutions.jsonl", _speeds),
+    "solutions_of_two_h100": (RESULTS / "h100x2" / "solutions.jsonl", _speeds),
+    "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _speeds),
     "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),
     "mechanisms": (MECHANISMS, _mechanisms),
     "collectives": (NODE / "collectives.json", collectives_report),
