@@ -95,3 +95,14 @@ def test_a_daemon_that_cannot_start_ends_the_session_at_once(monkeypatch: pytest
     monkeypatch.setattr(MpsDaemon, "__enter__", fails)
     with pytest.raises(HarnessError, match="no daemon"), Session("cuda", 4, Deadlines(), node=VirtualNode(4, 1, "mps")):
         pass
+
+
+def test_candidates_ranks_start_after_the_trusted_ones_have_filled_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    monkeypatch.setattr("peerlane.evaluate.processes.session.start_ranks", lambda _server, role, *_: log.append(role))
+    for node in (None, VirtualNode(4, 1, "mps")):
+        session = Session("cuda", 4, Deadlines(), node=node)
+        session._fork_server = cast(Any, object())
+        monkeypatch.setattr(Session, "trusted", property(lambda _: log.append("trusted")))
+        session._spawn_candidate()
+    assert log == ["candidate", "trusted", "candidate"]
