@@ -1,0 +1,94 @@
+"""What all adapters share: from a model's reply to a reward, or to None where there is no verdict."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from peerlane.evaluate.results.rewards import RewardKind
+from peerlane.generate.reply import extract_code
+from peerlane.service.client import Client, ServiceFault
+
+if TYPE_CHECKING:
+    from peerlane.evaluate.results.result import Result
+
+URL = "PEERLANE_URL"
+"""variable of the environment with the service's URL"""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The reward of one reply.
+
+    Attributes:
+        value: None if nothing can be said: the service was not there, the machine failed, or a speed was not measured.
+        verdict: kind of the verdict; ``no_code`` if the reply holds no candidate, ``no_verdict`` if there is none.
+        feedback: text for the author of the reply.
+        result: the stored record, if there is one.
+    """
+
+    value: float | None
+    verdict: str
+    feedback: str = ""
+    result: Result | None = None
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """Which reward is given, and where it is judged.
+
+    Attributes:
+        kind, p: as in :meth:`.Result.reward`.
+        url: of the service; None: PEERLANE_URL. The token comes from PEERLANE_TOKEN or PEERLANE_TOKEN_FILE.
+        options: of every request, such as ``presets``, ``modes`` or ``track``.
+    """
+
+    kind: RewardKind = "correct"
+    p: float = 1.0
+    url: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def client(self) -> Client:
+        """The client of the service, one for each process; raises UsageError without a URL."""
+        return _client(os.getpid(), self.url or service_url(), tuple(sorted(self.options.items())))
+
+
+def service_url() -> str:
+    """See :data:`URL`."""
+    from peerlane.errors import UsageError
+
+    if (url := os.environ.get(URL)) is None:
+        raise UsageError(f"no service: set {URL}, such as to http://127.0.0.1:8300, or give url=")
+    return url
+
+
+@functools.lru_cache(maxsize=8)
+def _client(_process: int, url: str, options: tuple[tuple[str, Any], ...]) -> Client:
+    return Client(url, **dict(options))
+
+
+async def reward_of(problem: int, reply: Any, settings: RewardSettings) -> Reward:
+    """The reward of a reply: text, or a chat's messages, of which the last counts."""
+    source = extract_code(reply_text(reply))
+    if source is None:
+        return Reward(0.0, "no_code", "verdict: no_code\nThe reply holds no complete Python block that defines `solution`.")
+    try:
+        result = await settings.client().evaluate_async(problem, source)
+    except ServiceFault as fault:
+        return Reward(None, "no_verdict", str(fault))
+    return Reward(result.reward(settings.kind, p=settings.p), result.verdict.kind, result.feedback(), result)
+
+
+def reply_text(reply: Any) -> str:
+    """The text of a reply in any of the shapes that trainers use."""
+    if isinstance(reply, str):
+        return reply
+    if isinstance(reply, Sequence) and reply:
+        return reply_text(reply[-1])
+    content = reply.get("content", "") if isinstance(reply, Mapping) else getattr(reply, "content", "")
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "") for part in content if isinstance(part, Mapping))

@@ -1,0 +1,153 @@
+"""Adapters on a service of stand-ins. TRL, verl, NeMo-RL and verifiers are not installed here: their documented calls are made instead."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import peerlane as pl
+from peerlane.errors import HarnessError, UsageError
+from peerlane.evaluate.results.reader import as_document
+from peerlane.evaluate.results.verdict import HarnessFailure
+from peerlane.service.adapters import harbor, verl
+from peerlane.service.adapters.nemo_rl import KernelSteps, noted
+from peerlane.service.adapters.reward import URL, RewardSettings, reply_text, reward_of
+from peerlane.service.adapters.trl import reward_function
+from peerlane.service.adapters.verifiers import named_rewards
+from peerlane.service.client import ServiceFault
+from sample_results import on_cpu, result, wrong
+from service.stand_in import TOKEN, Running, serving
+
+SMALL = {"presets": ("small",), "modes": ()}
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with serving(tmp_path_factory.mktemp("service")) as running, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(URL, running.url)
+        patch.setenv("PEERLANE_TOKEN", TOKEN)
+        yield running
+
+
+def reply(comment: str = "") -> str:
+    return f"Here it is:\n```python\ndef solution(tensor):\n    return tensor  # {comment}\n```\n"
+
+
+REPLIES = {
+    reply("right"): 1.0,
+    reply("wrong"): 0.0,
+    "I cannot do this.": 0.0,
+    reply("harness"): None,
+    reply("not run"): None,
+    reply("raise"): None,
+}
+
+
+def test_trl_gets_none_where_there_is_no_verdict(service: Running) -> None:
+    """The call that TRL 1.16 makes: columns of the data set as lists, further keywords; conversations as lists of messages."""
+    judge = reward_function(RewardSettings(options=SMALL))
+    others = {"completion_ids": [[1]] * len(REPLIES), "trainer_state": None, "log_extra": None, "log_metric": None}
+    texts = list(REPLIES)
+    found = asyncio.run(judge(prompts=[""] * len(texts), completions=texts, problem=[1] * len(texts), **others))
+    assert found == list(REPLIES.values())
+    chats = [[{"role": "assistant", "content": text}] for text in texts]
+    assert asyncio.run(judge(prompts=[""] * len(texts), completions=chats, problem=[1] * len(texts))) == found
+
+
+def test_verl_gets_a_flag_where_there_is_no_verdict(service: Running) -> None:
+    for text, value in REPLIES.items():
+        told = asyncio.run(verl.compute_score("peerlane", text, "1", {"index": 0}, options=SMALL))
+        assert (told["score"], told["harness_fault"]) == (value or 0.0, float(value is None))
+
+
+def test_nemo_rl_gets_rewards_observations_and_flags(service: Running) -> None:
+    logs = [[{"role": "user", "content": "write"}, {"role": "assistant", "content": text}] for text in REPLIES]
+    metadata: list[dict[str, Any]] = [{"problem": 1}] * len(REPLIES)
+    rewards = KernelSteps({"options": SMALL}).judge(logs, metadata)
+    assert [reward.value for reward in rewards] == list(REPLIES.values()) and "verdict: wrong_result" in rewards[1].feedback
+    assert [item["harness_fault"] for item in noted(metadata, rewards)] == [value is None for value in REPLIES.values()]
+
+
+def test_verifiers_gets_named_rewards_or_an_error(service: Running) -> None:
+    settings = RewardSettings(options=SMALL)
+    assert asyncio.run(named_rewards(1, reply("right"), settings)) == {"correct": 1.0, "fast": 0.0}
+    assert asyncio.run(named_rewards(1, reply("wrong"), settings)) == {"correct": 0.0, "fast": 0.0}
+    with pytest.raises(ServiceFault, match="no verdict"):
+        asyncio.run(named_rewards(1, reply("harness"), settings))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of inspect
+def test_inspect_scores_the_task_that_its_entry_point_names(service: Running, tmp_path: Path) -> None:
+    """The real library, with its mock of a model; a sample without a verdict is an error and not a 0."""
+    from importlib.metadata import entry_points
+
+    from inspect_ai import eval as inspect_eval
+    from inspect_ai.model import ModelOutput, ModelUsage, get_model
+
+    module = next(found for found in entry_points(group="inspect_ai") if found.name == "peerlane").load()
+    texts = [reply("right inspect"), reply("wrong inspect"), reply("harness inspect")]
+    outputs = [ModelOutput.from_content("mockllm/model", text) for text in texts]
+    for output in outputs:
+        output.usage = ModelUsage(input_tokens=1, output_tokens=1, total_tokens=2)
+    task = module.kernels(problems="1", preset="small", shots=0)
+    model = get_model("mockllm/model", custom_outputs=outputs)
+    (log,) = inspect_eval(task, model=model, epochs=3, log_dir=str(tmp_path), fail_on_error=False, max_samples=1, display="none")
+    samples = log.samples or []
+    found = [sample.scores["peerlane"].value["correct"] for sample in samples if sample.scores]
+    assert sorted(found) == [0, 1] and len([sample for sample in samples if sample.error]) == 1
+
+
+def test_replies_of_all_shapes_are_read() -> None:
+    assert reply_text("a") == reply_text([{"content": "a"}]) == reply_text({"content": [{"type": "text", "text": "a"}]}) == "a"
+    assert reply_text([]) == "" and reply_text(None) == ""
+
+
+def test_a_service_must_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(URL, raising=False)
+    with pytest.raises(UsageError, match=URL):
+        asyncio.run(reward_of(1, reply(), RewardSettings()))
+
+
+def test_harbor_rewards_are_finite_numbers_or_nothing() -> None:
+    def told(item: pl.Result) -> dict[str, float]:
+        return harbor.harbor_reward(as_document([item]))
+
+    assert told(on_cpu()) == {"reward": 1.0, "correct": 1.0} and told(wrong()) == {"reward": 0.0, "correct": 0.0}
+    assert told(result())["log_speedup"] > 1
+    with pytest.raises(HarnessError, match="no verdict"):
+        told(on_cpu(verdict=HarnessFailure(phase="spawn", message="no ranks"), speed=()))
+
+
+@pytest.mark.slow
+def test_harbor_tasks_run_without_containers(tmp_path: Path) -> None:
+    """The files of the export, their absolute paths in a folder: the oracle's script, then the verifier's, on CPU ranks."""
+    settings = harbor.HarborSettings(gpus=0, preset="small", track="open", device="cpu", world_size=2)
+    (task,) = harbor.export_harbor(tmp_path / "tasks", "1", settings)
+    toml = tomllib.loads((task / "task.toml").read_text())
+    assert toml["schema_version"] == "1.4" and toml["verifier"]["environment_mode"] == "separate" and toml["metadata"]["problem"] == 1
+    assert "/app/candidate.py" in (task / "instruction.md").read_text()
+    for name in ("app", "logs/verifier"):
+        (tmp_path / name).mkdir(parents=True)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+    def run(script: Path) -> int:
+        text = script.read_text().replace("/app/", f"{tmp_path}/app/").replace("/logs/", f"{tmp_path}/logs/")
+        return subprocess.run(["bash", "-c", text], env=environment, capture_output=True, timeout=120, check=False).returncode
+
+    assert run(task / "solution" / "solve.sh") == 0
+    solution = next((ROOT / "src" / "peerlane" / "solutions").glob("p001_*.py"))
+    assert (tmp_path / "app" / "candidate.py").read_text() == solution.read_text()
+    (tmp_path / "app" / "candidate.py").write_text((ROOT / "examples" / "pytorch" / "1_allreduce_pytorch.py").read_text())
+    assert run(task / "tests" / "test.sh") == 0
+    assert json.loads((tmp_path / "logs" / "verifier" / "reward.json").read_text()) == {"reward": 1.0, "correct": 1.0}
