@@ -16,7 +16,7 @@ from device.emulated import SumCalls
 from device.judged import cases, judge, require_correct
 from peerlane import problems, solutions
 from peerlane.device import all_gather_gemm, gemm
-from peerlane.device.emulator import Scenario, build, check
+from peerlane.device.emulator import Scenario, build, check, ranks
 from peerlane.device.gemm import Tiling
 from peerlane.device.jit import INCLUDE_DIR
 
@@ -131,6 +131,13 @@ def test_a_product_with_all_gather_is_right_call_after_call(world_size: int, com
 def test_solutions_with_products_are_right(number: int, label: str, world_size: int) -> None:
     case = next(case for case in cases(problems.get(number), world_size) if case.label == label)
     require_correct(judge(solutions.files()[number], number, case, schedules=2))
+
+
+def test_a_rank_may_change_its_k_alone() -> None:
+    """Else one rank would make a kernel, which all have to do together, while another uses the one that it has."""
+    drawn = [emulated.products(33, depths, 17, call) for call, depths in enumerate([(24, 7), (24, 24)])]
+    outcome = ranks.run(solutions.files()[13], [list(zip(a, b, strict=True)) for a, b in drawn], schedules=1)
+    assert outcome.failure is None and not outcome.findings
 
 
 @dataclass(frozen=True)
