@@ -96,7 +96,8 @@ class Session:
         return start_ranks(self.fork_server, "trusted", self._places, self.deadlines.spawn)
 
     def _spawn_candidate(self) -> RankGroup:
-        share = self.trusted if self.device != "cuda" else None
+        # Confined ranks read the kit's kernels from the cache, which the trusted ranks of a virtual node fill when they start.
+        share = self.trusted if self.device != "cuda" or self.node is not None else None
         return start_ranks(self.fork_server, "candidate", self._places, self.deadlines.spawn, share)
 
     @property
