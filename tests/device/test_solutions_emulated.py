@@ -99,4 +99,4 @@ def test_a_broken_twin_is_refused(number: int, label: str, old: str, new: str, t
         assert file.read_text().count(old) == 1
         file = tmp_path / file.name
         file.write_text(solutions.files()[number].read_text().replace(old, new))
-    assert not judge(file, number, case_of(number, label, 2)).correct
+    assert not judge(file, number, case_of(number, label, 2), schedules=3).correct
