@@ -22,7 +22,14 @@ from trl import GRPOConfig, GRPOTrainer
 from peerlane.service.adapters.reward import RewardSettings
 from peerlane.service.adapters.trl import reward_function
 
-RIGHT = "```python\nimport torch.distributed as dist\n\ndef solution(tensor):\n    dist.all_reduce(tensor)\n    return tensor\n```"
+RIGHT = """```python
+import torch.distributed as dist
+
+def solution(tensor):
+    out = tensor.clone()
+    dist.all_reduce(out)
+    return out
+```"""
 WRONG = "```python\ndef solution(tensor):\n    return tensor.clone()\n```"
 
 seen: list[list[float | None]] = []
