@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import socket
 import statistics
 import subprocess
@@ -89,18 +88,15 @@ def main() -> None:
                             row = timed(lambda source: client.evaluate(1, source), work, clients, service.pid)
                         found[name].append(row)
                         print(name, {key: round(value, 4) for key, value in row.items()}, flush=True)
-            ranks = resource.getrusage(resource.RUSAGE_CHILDREN)  # of the bare evaluator: the service still runs
         finally:
             service.terminate()
             service.wait(60)
-    judged = asked.candidates * asked.rounds + 1
     document = {
         "taken_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"python tests/service_throughput.py --candidates {asked.candidates} --rounds {asked.rounds} --out {asked.out}",
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
         "candidates_per_round": asked.candidates,
-        "ranks_cpu_s_per_candidate": (ranks.ru_utime + ranks.ru_stime) / judged,
         "rounds": found,
     }
     asked.out.write_text(json.dumps(document, indent=1) + "\n")
