@@ -80,7 +80,7 @@ def test_a_run_that_stops_shows_what_it_has(examples: Path, tmp_path: Path, monk
     def stop(plan: object, progress: object) -> None:
         raise RunStopped("the disk is full", [on_cpu()])
 
-    monkeypatch.setattr("peerlane.evaluate.evaluate", stop, raising=False)
+    monkeypatch.setattr("peerlane.evaluate.evaluator.evaluate", stop)
     stopped = CliRunner().invoke(cli.app, ["eval", str(examples / "pytorch"), "--device", "cpu", "--out", str(tmp_path / "out")])
     assert isinstance(stopped.exception, RunStopped) and on_cpu().candidate.name in stopped.stdout
 
