@@ -170,7 +170,7 @@ def test_committed_results_give_a_page_without_an_empty_section() -> None:
     gathered = gather([ROOT / "results"])
     page = render_page(gathered, "Committed results")
     for board, view in zip(boards(gathered.samples), data_of(page.html), strict=True):
-        assert view["reached"] or not board.modes, board.title
+        assert view["reached"] or not board.modes or board.key.node.kind == "virtual", board.title  # which has no roofline
         assert not board.samples or (view["verdicts"] and (view["fast"] or not board.modes)), board.title
     assert not gathered.notes
 

@@ -119,10 +119,10 @@ def test_environment_is_named_once() -> None:
 
 
 def test_virtual_nodes_are_never_in_one_table_with_others() -> None:
-    shared = {**ENVIRONMENT, "virtual_node": {"node_kind": "virtual", "ranks_per_gpu": 4, "sharing": "time_slices"}}
+    shared = {**ENVIRONMENT, "virtual_node": {"node_kind": "virtual", "ranks_per_gpu": 4, "sharing": "time_slices", "baseline": "nccl"}}
     told = results_report([result(), result(environment=shared), wrong(preset="small")])
     assert told.count("| candidate |") == 2
-    real, virtual = told.split("Results of virtual node of 4 ranks per GPU by time slices, 4x NVIDIA H200")
+    real, virtual = told.split("Results of virtual node of 4 ranks per GPU by time slices, on nccl baseline, 4x NVIDIA H200")
     assert real.count("| 1_allreduce_cuda |") == 3 and virtual.count("| 1_allreduce_cuda |") == 2
     assert results_report([result()]).startswith("| candidate |")
 

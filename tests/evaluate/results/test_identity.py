@@ -48,10 +48,10 @@ def test_it_does_not_depend_on_the_run_the_host_or_the_name() -> None:
 def test_classes_of_nodes() -> None:
     assert str(NodeClass.of(ENVIRONMENT, "cuda")) == "4x NVIDIA H200, NVLink, driver 580"
     assert NodeClass.of(ENVIRONMENT, "cpu") == NodeClass(kind="cpu") != NodeClass.of(ENVIRONMENT, "cuda")
-    shared = NodeClass.of({**ENVIRONMENT, "virtual_node": {"ranks_per_gpu": 2, "sharing": "mps"}}, "cuda")
+    shared = NodeClass.of({**ENVIRONMENT, "virtual_node": {"ranks_per_gpu": 2, "sharing": "mps", "baseline": "peerlane"}}, "cuda")
     assert NodeClass.of({**ENVIRONMENT, "virtual_node": VirtualNode(4, 4, "mps").describe()}, "cuda") == NodeClass.of(ENVIRONMENT, "cuda")
     assert NodeClass.of({**ENVIRONMENT, "virtual_node": VirtualNode(8, 4, "mps").describe()}, "cuda") == shared
-    assert shared.kind == "virtual" and str(shared).startswith("virtual node of 2 ranks per GPU by mps, 4x")
+    assert shared.kind == "virtual" and str(shared).startswith("virtual node of 2 ranks per GPU by MPS, on peerlane baseline, 4x")
 
 
 def test_rules_are_those_that_decide() -> None:
