@@ -12,7 +12,7 @@ STAMP := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-all check docs site clean
+.PHONY: help setup demo test test-slow test-long test-all check docs site clean
 
 help:
 	@echo "make demo    evaluate the bundled candidates, good and broken, on CPU ranks and print the table"
@@ -44,12 +44,15 @@ demo: $(STAMP)
 	$(BIN)/peerlane demo
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not long"
 
 test-slow: $(STAMP)
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not long"
 
-test-all: test test-slow
+test-long: $(STAMP)
+	$(PYTEST) -m long
+
+test-all: test test-slow test-long
 
 check: $(STAMP)
 	$(BIN)/ruff check src tests examples

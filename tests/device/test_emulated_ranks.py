@@ -29,7 +29,7 @@ def test_a_solution_is_right_and_clean(name: int | str) -> None:
     require_correct(judge(FILES[name], number, cases(problems.get(number), 2)[0]))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", FILES)
 def test_a_solution_is_right_in_every_small_case(name: int | str, world_size: int) -> None:

@@ -85,7 +85,7 @@ LAYER_TWINS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", LAYER_TWINS)
 def test_a_layer_with_one_line_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead, kinds = LAYER_TWINS[name]
@@ -103,11 +103,11 @@ LOST = {
     "rows before they are numbered": ("dispatch", "    meet_blocks(peers, arena, 1 + gridDim.x, epoch);\n", {"race"}),
     "an end before all rows have come": ("dispatch", "    meet_ranks(peers, arena, 1 + 2 * gridDim.x, epoch);\n", {"race"}),
     "lists before they are empty": ("combine", "    meet_blocks(peers, arena, 1, epoch);\n", {"race"}),
-    "sums before all rows are back": ("combine", "    meet_ranks(peers, arena, 1 + gridDim.x, epoch);\n", {"race"}),
+    "sums before all rows are back": ("combine", "    meet_ranks(peers, arena, 1 + gridDim.x, epoch);\n", {"race", "illegal_address"}),
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", LOST)
 def test_a_kernel_that_has_lost_a_line_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, line, kinds = LOST[name]

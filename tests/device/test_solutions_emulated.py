@@ -80,14 +80,14 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Cubin]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "label"), {number: label for number, label, _, _ in TWINS}.items())
 def test_all_solutions_are_right_on_four_ranks_and_compile(number: int, label: str, compiled: list[Cubin]) -> None:
     require_correct(judge(solutions.files()[number], number, case_of(number, label, 4), schedules=1))
     assert compiled
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "label", "old", "new"), TWINS)
 def test_a_broken_twin_is_refused(number: int, label: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = solutions.files()[number]

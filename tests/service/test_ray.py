@@ -40,7 +40,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         made.shutdown()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of ray
 def test_a_cluster_that_loses_things_gives_all_results(cluster: Any, tmp_path: Path) -> None:
     sources = ["# kills", "# hangs", *["# sleeps 0.3"] * 8, *["# wrong"] * 2, "# sleeps 1.5", "# sleeps 1.5"]
