@@ -193,7 +193,7 @@ SCHEDULES = 300
 PROCESSES = 2  # halves of the schedules run side by side
 
 
-@pytest.mark.parametrize(("world_size", "schedules"), [(2, 60), pytest.param(4, SCHEDULES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("world_size", "schedules"), [(2, 60), pytest.param(4, SCHEDULES, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kernel", ONE_ROUND_EACH)
 def test_a_collective_is_clean_and_right_in_every_launch(kernel: str, world_size: int, schedules: int) -> None:
     work = Collectives(world_size, ONE_ROUND_EACH)
@@ -228,7 +228,7 @@ def test_kernels_that_use_packets_take_turns_while_one_rank_is_late(late_rank: i
     assert report.clean, report
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("rings", [RINGS, replace(RINGS, depth=4, stages=2, in_flight=1)], ids=["deep", "shallow"])
 @pytest.mark.parametrize("kernel", ["exchange_ring", "reduce_ring", "all_reduce_relay", "reduce_relay", "broadcast_relay"])
 def test_messages_of_many_rounds_that_end_in_different_ones_lock_nobody(kernel: str, rings: Rings) -> None:
@@ -414,7 +414,7 @@ LONG = (
 )
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in TWINS])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in TWINS])
 def test_a_broken_twin_is_caught(name: str, tmp_path: Path) -> None:
     twin = TWINS[name]
     text = (INCLUDE_DIR / "peerlane" / twin.header).read_text()
@@ -436,7 +436,7 @@ ROUNDS_TWINS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ROUNDS_TWINS)
 def test_rounds_that_overwrite_what_a_late_root_has_not_read_are_caught_in_every_schedule(name: str, tmp_path: Path) -> None:
     """A gather: nobody but the root needs what it gets."""
