@@ -1,7 +1,7 @@
 """Problem 46, the vocabulary-parallel LM head in decoding: one kernel computes logits and stores them where they belong on all ranks.
 
-A warp takes eight rows of the weight, so that a token's eight logits leave as one vector. Bound by HBM, which reads the weight once;
-the public shape by the launch and two trips of a flag. More than eight tokens are a matrix product: cuBLAS makes it, and the kernel
+A warp takes as few rows of the weight as give all warps work, two to eight, and has eight loads a lane under way. Bound by HBM, which
+reads the weight once; the public shape by the launch and two trips of a flag. More than eight tokens are a matrix product: cuBLAS makes it, and the kernel
 distributes it."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SOURCE = r"""
 #include <peerlane/rows.cuh>
 using namespace peerlane;
 
-constexpr int bytes = 4 / ELEMENT::lanes, rows_of_warp = 8;
+constexpr int bytes = 4 / ELEMENT::lanes, vectors = 8 / ROWS;
 
 extern "C" __global__ void __launch_bounds__(256)
     head_gather(const __grid_constant__ Arena arena, const __grid_constant__ HeadGather args) {
@@ -30,32 +30,41 @@ extern "C" __global__ void __launch_bounds__(256)
     };
 #if TOKENS
     bool may_store = false;
-    each_row((args.shard + rows_of_warp - 1) / rows_of_warp, [&](u32 group) {
-        float sum[TOKENS][rows_of_warp] = {};
-        each_column(args.depth, [&](u32 column) {
-            float x[TOKENS][row_lanes], w[row_lanes];
-            for (int t = 0; t < TOKENS; ++t) RowOf<ELEMENT>(args.hidden, t, args.depth).load(column, x[t]);
+    each_row((args.shard + ROWS - 1) / ROWS, [&](u32 group) {
+        float sum[TOKENS][ROWS] = {};
+        for (u32 first = 0; first < args.depth; first += vectors * row_lanes * warp_threads) {
+            float w[ROWS * vectors][row_lanes];  // some rows' parts, so that eight loads of a lane are under way
+            const auto column = [&](int v) { return first + (v * warp_threads + Warp{}.thread()) * row_lanes; };
+            load_together<ELEMENT>(args.weight, args.depth, [&](int i, u32& row, u32& at) {
+                row = min(group * ROWS + i / vectors, args.shard - 1), at = column(i % vectors);
+            }, w);
 #pragma unroll
-            for (int r = 0; r < rows_of_warp; ++r) {
-                const u32 row = min(group * rows_of_warp + r, args.shard - 1);
-                RowOf<ELEMENT>(args.weight, row, args.depth).load(column, w);
-                for (int t = 0; t < TOKENS; ++t) {
-                    for (int e = 0; e < row_lanes; ++e) sum[t][r] += x[t][e] * w[e];
+            for (int i = 0; i < TOKENS * vectors; ++i) {
+                float x[row_lanes];
+                RowOf<ELEMENT>(args.hidden, i / vectors, args.depth).load(column(i % vectors), x);
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+                    for (int e = 0; e < row_lanes; ++e) sum[i / vectors][r] += x[e] * w[r * vectors + i % vectors][e];
                 }
             }
-        });
-        float bias[rows_of_warp];
-        RowOf<ELEMENT>(args.bias, 0, args.shard).load(group * rows_of_warp, bias);
+        }
         if (!may_store) {  // the callers of all ranks have read the results of the launch before
             Peers<WORLD_SIZE, Warp>(arena, args.flags).wait_all(0, epoch);
             may_store = true;
         }
 #pragma unroll
         for (int t = 0; t < TOKENS; ++t) {
+            float logits[row_lanes];
 #pragma unroll
-            for (int r = 0; r < rows_of_warp; ++r) sum[t][r] = warp_sum(sum[t][r]) + bias[r];
-            const u32 k = Warp{}.thread();
-            if (k < WORLD_SIZE) RowOf<ELEMENT>(target(k, t), 0, args.shard).store(group * rows_of_warp, sum[t]);
+            for (int r = 0; r < ROWS; ++r) {
+                logits[r] = warp_sum(sum[t][r]);
+                if (const u32 row = group * ROWS + r; row < args.shard) logits[r] += element_of<ELEMENT>(args.bias, row);
+            }
+            const u32 k = Warp{}.thread(), size = min(args.shard, (group + 1) * ROWS) * bytes;
+            u32 words[ROWS / ELEMENT::lanes];
+#pragma unroll
+            for (int w = 0; w < ROWS / ELEMENT::lanes; ++w) words[w] = ELEMENT::narrow(logits + w * ELEMENT::lanes);
+            if (k < WORLD_SIZE) store_words(target(k, t), group * ROWS * bytes, size, words);
         }
     });
 #else
@@ -79,12 +88,13 @@ MOST_TOKENS, THREADS = 8, 256
 def head_gather(group: Group, tokens: int, depth: int, shard: int, dtype: torch.dtype) -> tuple[BoundKernel, torch.Tensor]:
     inside = tokens if tokens <= MOST_TOKENS else 0
     vocabulary, threads = group.world_size * shard, min(THREADS, group.max_threads)
-    grid = min(group.sm_count, -(-shard // 8) if inside else tokens)
+    rows = next((rows for rows in (2, 4) if rows * group.sm_count * (threads // 32) >= shard), 8)  # of a warp
+    grid = min(group.sm_count, -(-shard // rows) if inside else tokens)
     bound = HEAD_GATHER.bind(
         group,
         grid=grid,
         block=threads,
-        defines={"ELEMENT": element_type(dtype), "TOKENS": inside},
+        defines={"ELEMENT": element_type(dtype), "TOKENS": inside, "ROWS": rows},
         sizes={"flags": 1 + grid, "out": tokens * vocabulary * dtype.itemsize},
         tokens=tokens,
         depth=depth,

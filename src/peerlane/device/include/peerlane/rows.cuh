@@ -95,6 +95,45 @@ class RowOf {
     u64 size_;
 };
 
+// Eight elements at each of `count` places of a matrix; place(i, row, column) says where. All loads are under way before the first value is
+// used, if rows begin at multiples of 16 bytes. Zero behind the end of a row.
+template <class E, int count, class Place>
+__device__ inline void load_together(const char* matrix, u32 columns, const Place& place, typename E::Sum (&value)[count][row_lanes]) {
+    constexpr int words = row_lanes / E::lanes;
+    constexpr u32 bytes = 4 / E::lanes;
+    u32 word[count][words] = {}, row, column;
+    if (aligned_for<Vec16>(matrix) && columns % row_lanes == 0 && words % 4 == 0) {
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+            place(i, row, column);
+            if (column >= columns) continue;
+#pragma unroll
+            for (int v = 0; v < words / 4; ++v) {
+                const Vec16 whole = reinterpret_cast<const Vec16*>(matrix + (u64(row) * columns + column) * bytes)[v];
+#pragma unroll
+                for (int w = 0; w < 4; ++w) word[i][4 * v + w] = whole.word[w];
+            }
+        }
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            place(i, row, column);
+            u32 one[words];
+            load_words(matrix + u64(row) * columns * bytes, u64(column) * bytes, u64(columns) * bytes, one);
+#pragma unroll
+            for (int j = 0; j < count; ++j) {
+#pragma unroll
+                for (int w = 0; w < words; ++w) word[j][w] = j == i ? one[w] : word[j][w];
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+#pragma unroll
+        for (int w = 0; w < words; ++w) E::widen(word[i][w], value[i] + w * E::lanes);
+    }
+}
+
 // Single elements of an array of E.
 template <int lanes>
 struct ElementBits { using type = u32; };

@@ -35,11 +35,14 @@ template <int words>
 __device__ inline void load_words(const char* buffer, u64 offset, u64 bytes, u32 (&value)[words]) {
     const char* source = buffer + offset;
     if (offset + 4 * words <= bytes) {
-        if constexpr (words == 4) {
+        if constexpr (words % 4 == 0) {
             if (aligned_for<Vec16>(source)) {
-                const Vec16 whole = *reinterpret_cast<const Vec16*>(source);
 #pragma unroll
-                for (int w = 0; w < words; ++w) value[w] = whole.word[w];
+                for (int v = 0; v < words / 4; ++v) {
+                    const Vec16 whole = reinterpret_cast<const Vec16*>(source)[v];
+#pragma unroll
+                    for (int w = 0; w < 4; ++w) value[4 * v + w] = whole.word[w];
+                }
                 return;
             }
         }
@@ -58,9 +61,12 @@ template <int words>
 __device__ inline void store_words(char* buffer, u64 offset, u64 bytes, const u32 (&value)[words]) {
     char* target = buffer + offset;
     if (offset + 4 * words <= bytes) {
-        if constexpr (words == 4) {
+        if constexpr (words % 4 == 0) {
             if (aligned_for<Vec16>(target)) {
-                *reinterpret_cast<Vec16*>(target) = Vec16{{value[0], value[1], value[2], value[3]}};
+#pragma unroll
+                for (int v = 0; v < words / 4; ++v) {
+                    reinterpret_cast<Vec16*>(target)[v] = Vec16{{value[4 * v], value[4 * v + 1], value[4 * v + 2], value[4 * v + 3]}};
+                }
                 return;
             }
         }
