@@ -1,8 +1,8 @@
 """Problem 46, the vocabulary-parallel LM head in decoding: one kernel computes logits and stores them where they belong on all ranks.
 
 A warp takes as few rows of the weight as give all warps work, two to eight, and has eight loads a lane under way. Bound by HBM, which
-reads the weight once; the public shape by the launch and two trips of a flag. More than eight tokens are a matrix product: cuBLAS makes it, and the
-kernel distributes it."""
+reads the weight once; the public shape by the launch and two trips of a flag.
+More than eight tokens are a matrix product: cuBLAS makes it, and the kernel distributes it."""
 
 from __future__ import annotations
 
