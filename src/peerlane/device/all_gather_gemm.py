@@ -242,7 +242,7 @@ class AllGatherGemm:
             )
         self.communicator_blocks = communicator_blocks
         self.workspace = Workspace(choose_pieces(m, local_k, world_size, communicator_blocks), dtype, world_size, scatters)
-        self.arena = Arena(self.workspace.nbytes, self.group, timeout_s=timeout_s)
+        self.arena = Arena(self.workspace.nbytes, self.group, timeout_s=timeout_s, name="all_gather_gemm")
         self.gathered = self.arena.take(self.workspace.gathered_bytes, align=1024)
         self.flags = self.arena.take(self.workspace.flags_bytes)
         self.epochs = self.arena.take(4 * MAX_EPOCH_BLOCKS)

@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -43,10 +44,13 @@ class Arena:
     SMs of any rank, hence the largest grid of one block per SM that is resident everywhere. Waits of kernels that use this arena end after
     ``timeout_s``, or later where ranks share a device. Several kernels may share an arena, each with parts of its own. ``close()`` (or
     leaving a ``with``) gives the memory back; nothing here is collective after creation but ``seal()``.
+
+    ``name``: of the kernel that uses it, for the report of a wait that ran out of time.
     """
 
-    def __init__(self, nbytes: int, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 2.0) -> None:
-        self.group = group = group_of(group)
+    def __init__(self, nbytes: int, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 2.0, name: str = "") -> None:
+        self.name, self.group = name, group_of(group)
+        group = self.group
         self.rank, self.world_size, self.sm_count, self.device = group.rank, group.world_size, group.sm_count, group.device
         if self.world_size < 2:
             raise UsageError(f"an arena spans 2 to {MAX_RANKS} ranks of one node; this group has {self.world_size}: pass another group")
@@ -61,6 +65,7 @@ class Arena:
             timeout_ns=int(group.wait_limit_s(timeout_s) * 1e9),
             fault=self._memory.fault,
         )
+        _arenas.add(self)
 
     def take(self, nbytes: int, *, align: int = LINE_BYTES) -> int:
         """Offset of ``nbytes`` that nobody else has taken. Every rank takes the same in the same order; ``seal`` sees to it."""
@@ -80,8 +85,12 @@ class Arena:
 
     def raise_fault(self) -> None:
         """Raise DeviceTimeout if a kernel's wait ran out of time. Works after the CUDA context was lost to the trap."""
-        if message := describe_fault(self._memory.fault_words(), self.view.timeout_ns):
+        if message := self.fault():
             raise DeviceTimeout(message)
+
+    def fault(self) -> str:
+        """What a kernel's wait that ran out of time has reported; empty if none did. Works after the CUDA context was lost to the trap."""
+        return describe_fault(self._memory.fault_words(), self.view.timeout_ns, self.name)
 
     def close(self) -> None:
         """Give the memory back once the kernels that use it have ended on every rank; the caller sees to that. May be called twice."""
@@ -94,20 +103,28 @@ class Arena:
         self.close()
 
 
+_arenas: WeakSet[Arena] = WeakSet()
+
+
+def faults() -> list[str]:
+    """What waits that ran out of time have reported in this process, one sentence for each arena. For whoever finds the device lost."""
+    return [message for arena in list(_arenas) if (message := arena.fault())]
+
+
 def check_sizes(sizes: Sequence[int]) -> None:
     """Raise UsageError unless all ranks ask for an arena of one size."""
     if len(set(sizes)) != 1:
         raise UsageError(f"the ranks ask for arenas of different sizes: {list(sizes)} bytes; ask for the same on every rank")
 
 
-def describe_fault(words: Sequence[int], timeout_ns: int) -> str:
+def describe_fault(words: Sequence[int], timeout_ns: int, kernel: str = "") -> str:
     """What the words of a fault record say, or an empty string if none was written."""
     found, rank, role, source, block, slot, expected, seen = (word & 0xFFFFFFFF for word in words)
     if not found:
         return ""
     name = ROLES[role] if role < len(ROLES) else f"role {role}"
     return (
-        f"rank {rank} ({name}) waited for rank {source} longer than {timeout_ns / 1e9:g} s "
+        f"{f'{kernel}: ' if kernel else ''}rank {rank} ({name}) waited for rank {source} longer than {timeout_ns / 1e9:g} s "
         f"(block {block}, slot {slot}, expected {expected}, seen {seen}); "
         f"see what rank {source} does meanwhile: has it launched the same kernel, with the same grid, on one stream?"
     )

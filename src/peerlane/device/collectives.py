@@ -45,7 +45,7 @@ class Communicator:
     def __init__(self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0, rings: Rings = RINGS) -> None:
         self.group = group_of(group)
         rings = replace(rings, blocks=min(rings.blocks, self.group.sm_count))  # no grid is larger
-        self.arena = Arena(workspace_bytes(self.group.world_size, rings), self.group, timeout_s=timeout_s)
+        self.arena = Arena(workspace_bytes(self.group.world_size, rings), self.group, timeout_s=timeout_s, name="collectives")
         self.workspace = Workspace.take(self.arena, self.group.world_size, rings)
         self.arena.seal()
         self.member = Member(self.arena.rank, self.arena.world_size)

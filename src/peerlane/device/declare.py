@@ -207,7 +207,7 @@ class DeclaredKernel:
         if sizes.keys() != wanted:
             raise UsageError(f"kernel {self.name!r}: sizes of {sorted(sizes)}; expected {sorted(wanted)}, one for each field in the arena")
         places = {name: (field.nbytes(sizes.get(name, 0), group.world_size), field.align) for name, field in in_arena.items()}
-        arena = Arena(sum(nbytes + align for nbytes, align in places.values()), group, timeout_s=timeout_s)
+        arena = Arena(sum(nbytes + align for nbytes, align in places.values()), group, timeout_s=timeout_s, name=self.name)
         offsets = {name: arena.take(nbytes, align=align) for name, (nbytes, align) in places.items()}
         arena.seal()
         arguments = self.arguments(**{name: in_arena[name].taken(offset, sizes.get(name, 0)) for name, offset in offsets.items()})

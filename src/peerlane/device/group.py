@@ -110,14 +110,16 @@ class Group(ABC):
         """threads of a block that host code should not exceed: fewer on emulated ranks, whose barriers cost the square of it"""
         self.ranks_per_device = 1
         """how many ranks share a device: the largest number of any device"""
+        self.takes_turns = False
+        """whether ranks that share a device run one at a time, for want of SMs of their own"""
         self.runs_together = False
         """whether every rank is a process of its own, so that host code of one may wait for all ranks' kernels"""
         self.cache: dict[Hashable, Any] = {}
         """what host code keeps for later calls of this group, see ``per_group``"""
 
     def wait_limit_s(self, seconds: float) -> float:
-        """The limit of a wait in a kernel that a rank with a device of its own would give ``seconds``: ranks that share one take turns."""
-        return seconds * self.ranks_per_device
+        """The limit of a wait in a kernel that a rank with a device of its own would give ``seconds``: longer where ranks take turns."""
+        return seconds * (self.ranks_per_device if self.takes_turns else 1)
 
     @abstractmethod
     def exchange(self, value: Small) -> list[Small]:

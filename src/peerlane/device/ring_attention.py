@@ -274,7 +274,9 @@ class RingAttention:
         self.group, self.shape = group_of(group), shape
         world_size = self.group.world_size
         self.workspace = space = Workspace.of(shape, world_size, tiling, balanced)
-        self.arena = Arena(sum(size + align for size, align in space.parts.values()), self.group, timeout_s=timeout_s)
+        self.arena = Arena(
+            sum(size + align for size, align in space.parts.values()), self.group, timeout_s=timeout_s, name="ring_attention"
+        )
         self.offsets = {name: self.arena.take(size, align=align) for name, (size, align) in space.parts.items()}
         self.arena.seal()
         defines: dict[str, str | int] = {"SHAPE": space.tiling.define(shape.dtype), "WORLD_SIZE": world_size}

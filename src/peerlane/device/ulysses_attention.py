@@ -158,7 +158,9 @@ class UlyssesAttention:
 
     def __init__(self, workspace: Workspace, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0) -> None:
         self.group, self.workspace = group_of(group), workspace
-        self.arena = Arena(sum(size + align for size, align in workspace.parts.values()), self.group, timeout_s=timeout_s)
+        self.arena = Arena(
+            sum(size + align for size, align in workspace.parts.values()), self.group, timeout_s=timeout_s, name="ulysses_attention"
+        )
         self.offsets = {name: self.arena.take(size, align=align) for name, (size, align) in workspace.parts.items()}
         self.arena.seal()
         defines: dict[str, str | int] = {"SHAPE": workspace.tiling.define(workspace.dtype), "WORLD_SIZE": workspace.world_size}

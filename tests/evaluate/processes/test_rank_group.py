@@ -13,7 +13,7 @@ import pytest
 
 from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, MAX_MESSAGE_BYTES, Channel
-from peerlane.evaluate.processes.rank_group import BuildTime, GroupFailure, RankGroup
+from peerlane.evaluate.processes.rank_group import BuildTime, GroupFailure, RankGroup, _cause
 
 
 @dataclass
@@ -195,3 +195,9 @@ def test_a_request_that_cannot_be_encoded_reaches_no_rank(kind: str, pair: tuple
     assert not group.busy
     group.begin({"op": "judge"}, "correctness", 5)
     assert [channel.receive() for channel in far.ranks] == [{"op": "judge"}] * 2
+
+
+def test_of_ranks_that_lost_a_shared_gpu_the_one_that_knows_why_is_named() -> None:
+    lost = GroupFailure("cuda_error", "first_call", "unspecified launch failure", rank=1)
+    told = GroupFailure("cuda_error", "first_call", "unspecified launch failure\nmoe_up: rank 0 (storer) waited for rank 2", rank=0)
+    assert _cause(lost, told) is told and _cause(told, lost) is told

@@ -18,6 +18,7 @@ from peerlane.evaluate.sandbox import linux
 from peerlane.evaluate.sandbox.caches import CacheSlot
 
 _REPORTED_KINDS = ("runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run", "track_violation")
+_EXPIRED = ") waited for rank "
 _GRACE_S = 0.1  # after the first rank fails, the leader or another rank has this long to be found dead, which would be the cause
 
 
@@ -62,6 +63,8 @@ def _cause(first: GroupFailure | None, second: GroupFailure) -> GroupFailure:
     """Which of two failures, in the order of their arrival, explains the other: ranks raise when one that they wait for has ended."""
     if first is None or (first.kind == "runtime_error" and second.kind == "exit"):
         return second
+    if first.kind == second.kind == "cuda_error" and _EXPIRED not in first.message and _EXPIRED in second.message:
+        return second  # where ranks share a GPU, all lose it with one; its kernel has told what it waited for
     return first
 
 

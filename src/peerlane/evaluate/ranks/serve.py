@@ -8,6 +8,7 @@ import os
 import traceback
 from typing import Any
 
+from peerlane.device.arena import faults
 from peerlane.device.emulator.ranks import RankFailure
 from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, Channel, Message
 from peerlane.evaluate.ranks.builder import Builder
@@ -37,6 +38,8 @@ def _set_environment(config: dict[str, Any], rank: int) -> None:
 
 def _error(kind: str, error: BaseException) -> Message:
     text = "".join(traceback.format_exception(error, limit=-12))
+    if kind == "cuda_error":
+        text = "\n".join([text, *faults()])
     return {"ok": False, "error": {"kind": kind, "message": text[-ERROR_CHARACTERS:]}}
 
 
