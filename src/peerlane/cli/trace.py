@@ -6,14 +6,30 @@ import json
 import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from peerlane.cli._console import ProblemFolders, console, exit_code, one_of, print_json, table_room
 from peerlane.cli._progress import progress
-from peerlane.cli.evaluation import Mode, choose_device, default_world_sizes
-from peerlane.errors import UsageError
+from peerlane.cli.evaluation import (
+    BASELINE_HELP,
+    ISOLATION_HELP,
+    RANKS_PER_GPU_HELP,
+    Baseline,
+    Mode,
+    Tier,
+    choose_device,
+    default_world_sizes,
+    parse_ranks_per_gpu,
+)
+from peerlane.errors import MissingDependency, UsageError
+
+if TYPE_CHECKING:
+    from peerlane.evaluate.audit.timeline import Timeline
+    from peerlane.evaluate.results.result import Result
+
+_RACE_S = 2.0  # the time is to stand beside the picture; a speedup worth quoting is `eval`'s
 
 
 def trace(
@@ -24,12 +40,17 @@ def trace(
     world_size: Annotated[int | None, typer.Option(min=1, help="Number of ranks; by default the most that the GPUs allow, or 2.")] = None,
     mode: Annotated[str, typer.Option(help="Launch mode: eager or graph.")] = "graph",
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
+    ranks_per_gpu: Annotated[str, typer.Option(metavar="NUMBER", help=RANKS_PER_GPU_HELP)] = "auto",
+    baseline: Annotated[str | None, typer.Option(help=BASELINE_HELP)] = None,
+    isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit for each side.")] = 120.0,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the files.")] = Path("peerlane-trace"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Record reference and candidate on all ranks; say how long each computes, communicates and waits.
 
     Writes NAME.trace.json, which ui.perfetto.dev opens, and NAME.svg. Both sides are judged and timed first; nothing is added to results.
+    The files are written after each side: if the candidate fails or the command is stopped, they hold the reference.
     On CPU ranks one call is recorded, and its times say nothing about a GPU.
 
     Exit codes: as those of `peerlane eval`.
@@ -38,43 +59,109 @@ def trace(
     """
     chosen = choose_device(device)
     wanted = cast(Mode, one_of(mode, ("eager", "graph"), "--mode"))
+    tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
+    served = None if baseline is None else cast(Baseline, one_of(baseline, ("peerlane", "nccl"), "--baseline"))
+    shared = parse_ranks_per_gpu(ranks_per_gpu)
+    size = world_size or (max(default_world_sizes(chosen, shared)) if chosen == "cuda" else 2)
 
     from peerlane.evaluate import EvaluationPlan, discover, evaluate
-    from peerlane.evaluate.audit.timeline import Timeline, perfetto
     from peerlane.evaluate.candidates import reference_candidate
     from peerlane.evaluate.plan import make_jobs
-    from peerlane.files import write_atomically
-    from peerlane.report.timeline import draw_timelines, shares_table
+    from peerlane.settings import TimingRules
 
     found = discover([candidate])
     if len(found) != 1 or found[0].is_reference:
         raise UsageError(f"trace got {len(found)} candidates from {candidate}: expected one file; the reference is traced beside it")
-    size = world_size or max(default_world_sizes(chosen)) if chosen == "cuda" else world_size or 2
-    with tempfile.TemporaryDirectory(prefix="peerlane-trace-") as folder:
-        plan = EvaluationPlan(found, problem, (preset,), (size,), modes=(wanted,), cases="timed", device=chosen)
-        jobs = make_jobs(plan)
-        if len(jobs) != 1:
-            raise UsageError(f"trace got {len(jobs)} evaluations: expected one problem and one preset")
-        sides = [reference_candidate(), *found]
-        both = replace(plan, candidates=sides, problems=str(jobs[0].problem.id), timelines=Path(folder))
-        with progress() as shown:
-            results = evaluate(both, shown)
-        files = [Path(folder) / f"{result.candidate.name}.{wanted if chosen == 'cuda' else 'call'}.json" for result in results]
-        timelines = [Timeline.read(file) for file in files if file.is_file()]
-    for result, file in zip(results, files, strict=True):
-        if not any(timeline.labels["candidate"] == result.candidate.name for timeline in timelines):
-            why = result.verdict.reason if result.verdict.kind != "correct" else f"{file.stem} was not measured"
-            console(stderr=True).print(f"no timeline of {result.candidate.name}: {result.verdict.kind}: {why}")
-    if timelines:
-        out.mkdir(parents=True, exist_ok=True)
-        name = out / f"{found[0].name}.{timelines[0].labels['mode']}"
-        path, picture = name.with_name(f"{name.name}.trace.json"), name.with_name(f"{name.name}.svg")
-        write_atomically(path, json.dumps(perfetto(timelines)).encode())
-        draw_timelines(timelines, picture)
-        if as_json:
-            print_json({"trace": str(path), "picture": str(picture), "sides": [{**t.labels, **asdict(t.shares())} for t in timelines]})
-        else:
-            terminal = console()
-            terminal.print(shares_table(timelines).rich(table_room(terminal)))
-            terminal.print(f"{picture}\n{path} (open it in ui.perfetto.dev)")
+    plan = EvaluationPlan(
+        found,
+        problem,
+        (preset,),
+        (size,),
+        modes=(wanted,),
+        cases="timed",
+        device=chosen,
+        ranks_per_gpu=shared,
+        baseline=served,
+        isolation=tier,
+        timeout=timeout,
+        rules=TimingRules(budget_s=_RACE_S),
+    )
+    jobs = make_jobs(plan)
+    if len(jobs) != 1:
+        raise UsageError(f"trace got {len(jobs)} evaluations: expected one problem and one preset")
+    both = replace(plan, candidates=[reference_candidate(), *found], problems=str(jobs[0].problem.id))
+    with tempfile.TemporaryDirectory(prefix="peerlane-trace-") as folder, progress() as shown:
+        files = _Files(Path(folder), out, found[0].name, wanted if chosen == "cuda" else "call")
+        try:
+            results = evaluate(replace(both, timelines=Path(folder)), _Writing(shown, files))
+        except BaseException:
+            if files.timelines:
+                shown.note(f"stopped; {files.trace} holds {' and '.join(item.labels['candidate'] for item in files.timelines)} alone")
+            raise
+    if as_json:
+        sides = [{**timeline.labels, **asdict(timeline.shares())} for timeline in files.timelines]
+        picture = None if files.no_picture else str(files.picture)
+        print_json({"trace": str(files.trace), "picture": picture, "sides": sides} if sides else {"sides": []})
+    elif files.timelines:
+        from peerlane.report.timeline import shares_table
+
+        terminal = console()
+        terminal.print(shares_table(files.timelines).rich(table_room(terminal)))
+        if not files.no_picture:
+            terminal.print(files.picture)
+        terminal.print(f"{files.trace} (open it in ui.perfetto.dev)")
     raise typer.Exit(exit_code(results))
+
+
+class _Files:
+    """The trace and the picture of the sides that have a timeline so far."""
+
+    def __init__(self, recorded: Path, out: Path, name: str, mode: str) -> None:
+        self.recorded, self.mode = recorded, mode
+        self.trace, self.picture = out / f"{name}.{mode}.trace.json", out / f"{name}.{mode}.svg"
+        self.timelines: list[Timeline] = []
+        self.no_picture: str | None = None
+
+    def add(self, result: Result) -> list[str]:
+        """Adds a side and writes both files; says what is lacking, such as why a side has no timeline."""
+        from peerlane.evaluate.audit.timeline import Timeline, perfetto
+        from peerlane.files import write_atomically
+        from peerlane.report.timeline import draw_timelines
+
+        recorded = {mode: self.recorded / f"{result.candidate.name}.{mode}.json" for mode in (self.mode, "call")}
+        mode = next((mode for mode, file in recorded.items() if file.is_file() and not Timeline.read(file).empty), None)
+        name, lacking = result.candidate.name, []
+        if mode is None:
+            lacking.append(f"no timeline of {name}: {_reason(result)}")
+        elif mode != self.mode:
+            lacking.append(f"one eager call of {name} was recorded, and no {self.mode} block: {_reason(result)}")
+        if mode is not None:
+            self.timelines.append(Timeline.read(recorded[mode]))
+            self.trace.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.trace, json.dumps(perfetto(self.timelines)).encode())
+            try:
+                draw_timelines(self.timelines, self.picture)
+            except MissingDependency as error:
+                lacking += [] if self.no_picture else [f"no picture: {error}"]
+                self.no_picture = str(error)
+        return lacking
+
+
+def _reason(result: Result) -> str:
+    if result.verdict.kind != "correct":
+        return f"{result.verdict.kind}: {result.verdict.reason}"
+    why = [getattr(item, "why", "") or getattr(item, "reason", "") for item in result.speed]
+    return "; ".join(filter(None, why)) or "the profiler recorded nothing"
+
+
+class _Writing:
+    """Progress that also writes the files whenever a side is finished."""
+
+    def __init__(self, shown: Any, files: _Files) -> None:
+        self._shown, self._files = shown, files
+        self.started, self.phase, self.note = shown.started, shown.phase, shown.note
+
+    def finished(self, result: Result) -> None:
+        self._shown.finished(result)
+        for lacking in self._files.add(result):
+            self.note(lacking)

@@ -27,7 +27,7 @@ from peerlane.evaluate.node import Node
 from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.limit import Cancelled, Limit, OutOfTime
 from peerlane.evaluate.processes.pool import NoRanks
-from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS
+from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, Message
 from peerlane.evaluate.processes.rank_group import BuildTime, GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.ranks.builds import Builds
@@ -186,8 +186,13 @@ class EvaluationPipeline:
         with self._in("stress"):
             self._stress(checked)
         self.case = cases[0]
+        timed = self.node.device == "cuda" and bool(job.modes)
+        if job.timelines is not None and not (timed and job.candidate.is_reference):
+            # Before any timing: what hangs there then has a timeline of one call all the same.
+            with self._in("audit"):
+                self._write_call(job.timelines, cases[0])
         speed: Benchmark | None = None
-        if self.node.device == "cuda" and job.modes:
+        if timed:
             speed = self._time(checked[0])
         else:
             why = "no GPU: times on CPU ranks say nothing about a kernel"
@@ -195,9 +200,9 @@ class EvaluationPipeline:
         if not job.candidate.is_reference:
             with self._in("audit"):
                 self._audit(cases[0], speed)
-        if job.timelines is not None and self.healthy:
+        if job.timelines is not None and speed is not None and self.healthy:
             with self._in("audit"):
-                self._write_timelines(job.timelines, cases[0], speed)
+                self._write_blocks(job.timelines, cases[0], speed)
         if speed is not None and self.healthy:
             speed.runner.close()
         if self.healthy:
@@ -383,30 +388,33 @@ class EvaluationPipeline:
                 raise Rejected(NotRun(missing="the profiler sees nothing of what a GPU does here, and the custom track needs it"))
             raise Rejected(objection)
 
-    def _write_timelines(self, folder: Path, case: Case, speed: Benchmark | None) -> None:
-        """A timeline of every mode that was measured; on CPU ranks of one call."""
+    def _write_call(self, folder: Path, case: Case) -> None:
+        """A timeline of one call."""
         assert self.group is not None
-        job, moving = self.job, {kernel.name: kernel.mechanisms for kernel in self.auditor.loaded} if self.auditor else {}
-        labels = {"candidate": job.candidate.name, "problem": job.problem.id, "slug": job.problem.slug, "case": case.label}
-        labels |= {"preset": job.preset, "world_size": job.world_size, "device": self.node.device}
-        if speed is None:
-            runner = CaseRunner(self.session, self.group, job.problem, case, "check", CHECKED_SLOTS)
-            runner.open()
-            runner.generate_inputs()
-            runner.publish_inputs()
-            limit_s = self.session.deadlines.first_call
-            runner.check("audit", limit_s, [0])
-            answers = runner.check("audit", limit_s, [1], marker=secrets.token_hex(16), timeline=True)
-            runner.close()
-            timeline_of(answers, 1, moving, {**labels, "mode": "call"}).write(folder / f"{job.candidate.name}.call.json")
-            return
+        runner = CaseRunner(self.session, self.group, self.job.problem, case, "check", CHECKED_SLOTS)
+        runner.open()
+        runner.generate_inputs()
+        runner.publish_inputs()
+        limit_s = self.session.deadlines.first_call
+        runner.check("audit", limit_s, [0])
+        answers = runner.check("audit", limit_s, [1], marker=secrets.token_hex(16), timeline=True)
+        runner.close()
+        self._write_timeline(folder, answers, 1, {"case": case.label, "mode": "call"})
+
+    def _write_blocks(self, folder: Path, case: Case, speed: Benchmark) -> None:
+        """A timeline of a block in every mode that was measured."""
         for item in self.speeds:
             if isinstance(item, ModeSpeed):
                 answers = speed.profile_block(item.mode, secrets.token_hex(16), timeline=True)
-                measured: dict[str, object] = {"mode": item.mode, "measured_us": item.candidate_us.median}
-                measured |= {"bound_us": item.utilisation[0].bound_us, "bound_by": item.utilisation[0].bound_by} if item.utilisation else {}
-                timeline = timeline_of(answers, speed.calls[item.mode], moving, {**labels, **measured})
-                timeline.write(folder / f"{job.candidate.name}.{item.mode}.json")
+                labels: dict[str, object] = {"case": case.label, "mode": item.mode, "measured_us": item.candidate_us.median}
+                labels |= {"bound_us": item.utilisation[0].bound_us, "bound_by": item.utilisation[0].bound_by} if item.utilisation else {}
+                self._write_timeline(folder, answers, speed.calls[item.mode], labels)
+
+    def _write_timeline(self, folder: Path, answers: list[Message], calls: int, labels: dict[str, object]) -> None:
+        job, moving = self.job, {kernel.name: kernel.mechanisms for kernel in self.auditor.loaded} if self.auditor else {}
+        known: dict[str, object] = {"candidate": job.candidate.name, "problem": job.problem.id, "slug": job.problem.slug}
+        known |= {"preset": job.preset, "world_size": job.world_size, "device": self.node.device, **labels}
+        timeline_of(answers, calls, moving, known).write(folder / f"{job.candidate.name}.{labels['mode']}.json")
 
     def _must_move(self, case: Case) -> bool:
         return any(self.job.problem.cost(case, rank).ingress_bytes > 0 for rank in range(case.world_size))

@@ -43,12 +43,14 @@ class Shares:
 
     Attributes:
         us_per_call: from the first span's start to the last one's end, over the number of calls.
+        busy_us_per_call: of that, the time in which something runs.
         computing, communicating: shares of that time; a kernel that does both counts in both.
         overlap: share of the communication that something is computed during; 0 without communication.
         idle: share in which nothing runs.
     """
 
     us_per_call: float
+    busy_us_per_call: float
     computing: float
     communicating: float
     overlap: float
@@ -68,6 +70,11 @@ class Timeline:
     def on_device(self) -> bool:
         """Whether spans of a device were recorded; on CPU ranks there are those of the host alone."""
         return any(span.lane != HOST_LANE for span in self.spans)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to draw."""
+        return not self.spans
 
     def timed_spans(self, rank: int) -> list[Span]:
         """Of the device, or on CPU ranks of the host."""
@@ -187,7 +194,7 @@ def _shares(spans: Sequence[Span], calls: int) -> Shares:
     both = _length(computing) + _length(communicating) - busy
     part = whole or 1.0
     moving = _length(communicating)
-    return Shares(whole / calls, _length(computing) / part, moving / part, both / moving if moving else 0.0, 1 - busy / part)
+    return Shares(whole / calls, busy / calls, _length(computing) / part, moving / part, both / moving if moving else 0.0, 1 - busy / part)
 
 
 def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
