@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,11 +33,9 @@ from peerlane.evaluate.results.result import Result
 from peerlane.evaluate.results.store import ResultsStore
 from peerlane.evaluate.results.verdict import NotRun
 from peerlane.hardware.virtual_node import VirtualNode
-from peerlane.words import counted
 
 _RUNS_WITHOUT_RANKS = 2  # so many evaluations in a row without rank groups, and the rest of the run is given up
 _LOOK_S = 0.1
-_OTHERS_S = 1800.0  # for results of another run with the same folder
 
 
 class Progress(Protocol):
@@ -203,14 +200,11 @@ class Evaluator:
             self._progress.started(len(waiting), len(jobs) - len(waiting))
             for world_size in dict.fromkeys(job.world_size for job in waiting):
                 due = [job for job in waiting if job.world_size == world_size]
-                while due:
-                    busy: list[Job] = []
-                    with contextlib.closing(self.judge(due, granted, None if plan.rerun else busy)) as judged:
-                        for job, result in judged:
-                            found[id(job)] = result
-                            self._keep(result, list(found.values()))
-                            self._progress.finished(result)
-                    due = self._await_others(busy, granted)
+                with contextlib.closing(self.judge(due, granted)) as judged:
+                    for job, result in judged:
+                        found[id(job)] = result
+                        self._keep(result, list(found.values()))
+                        self._progress.finished(result)
             new = {self.identity(job): found[id(job)] for job in waiting if id(job) in found}
             return [found.get(id(job)) or self._known(job, new) for job in jobs]
 
@@ -246,65 +240,26 @@ class Evaluator:
     def _known(self, job: Job, new: Mapping[Identity, Result]) -> Result:
         """The result of what this job asks for, just made or stored, under the name of the file that was asked for; stored under it too."""
         assert self._store is not None
-        self._store.refresh()  # another run may have stored it under that name
         result = self._store.find(self.identity(job), job.candidate.name) or new[self.identity(job)]
         if result.candidate.name != job.candidate.name:
             result = result.model_copy(update={"candidate": candidate_info(job.candidate)})
             self._keep(result, [result])
         return result
 
-    @contextlib.contextmanager
-    def _claimed(self, job: Job, busy: list[Job] | None) -> Iterator[bool]:
-        """True while this run alone may judge the job. False if another has done so, or is at it: then the job is added to ``busy``."""
-        if self._store is None or busy is None:
-            yield True
-            return
-        claim = self._store.claim(self.identity(job))
-        if claim is None:
-            busy.append(job)
-            yield False
-            return
-        with claim:
-            self._store.refresh()
-            yield not self._store.has(self.identity(job))
-
-    def _await_others(self, busy: list[Job], limit: Limit) -> list[Job]:
-        """Waits for other runs with the same folder; the jobs that they left undone. Raises :class:`HarnessError` after half an hour."""
-        if not busy or self._store is None:
-            return []
-        self._progress.note(f"waiting for {counted(len(busy), 'evaluation')} of another run with the same folder")
-        give_up = time.monotonic() + _OTHERS_S
-        while True:
-            self._store.refresh()
-            busy = [job for job in busy if not self._store.has(self.identity(job))]
-            for job in busy:
-                if (claim := self._store.claim(self.identity(job))) is not None:
-                    claim.release()
-                    limit.start()  # its time was spent on waiting
-                    return busy
-            if not busy:
-                return []
-            if limit.cancelled:
-                raise Cancelled
-            if time.monotonic() > give_up:
-                raise HarnessError(f"another run holds {self._store.path.parent} for {_OTHERS_S:g} s: end it, or choose another folder")
-            time.sleep(_LOOK_S)
-
-    def judge(
-        self, jobs: Sequence[Job], limit: Limit | None = None, busy: list[Job] | None = None
-    ) -> Generator[tuple[Job, Result], None, None]:
+    def judge(self, jobs: Sequence[Job], limit: Limit | None = None) -> Generator[tuple[Job, Result], None, None]:
         """The results of jobs of one world size, as they come: in order, but for what is still being compiled when its turn comes, which
-        lets others pass. Every candidate gets fresh groups; the reference keeps one for all its problems. With ``busy``, jobs that another
-        run has claimed are added to it instead."""
-        left = list(jobs)
+        lets others pass. Every candidate gets fresh groups; the reference keeps one for all its problems."""
+        left, plan = list(jobs), self._plan
         if not left:
             return
         world_size = left[0].world_size
         if isinstance(missing := self._placement(world_size), str):
             yield from self._not_run(left, missing)
             return
-        session = self._session_of(world_size)
-        with contextlib.closing(Builds(session, self._built(left))) as builds:
+        session, node = self._session_of(world_size), self.node_of(world_size)
+        kind = EmulatedPipeline if plan.device == "emulated" else EvaluationPipeline
+        built = [] if plan.device == "emulated" else [job.candidate for job in left]  # the emulator compiles kernels when they are launched
+        with contextlib.closing(Builds(session, built)) as builds:
             while left:
                 builds.ahead()
                 if self._missing is not None:
@@ -312,32 +267,14 @@ class Evaluator:
                     return
                 job = next((job for job in left if builds.ready(job.candidate)), left[0])  # GPUs do not wait for compilers
                 left = [other for other in left if other is not job]
-                with self._claimed(job, busy) as mine:
-                    if not mine:
-                        continue
-                    if limit is not None and job.timeout is not None:
-                        limit.seconds = job.timeout
-                        limit.start()
-                    later = self._plan.pool_settings.warm_groups if self._warm else 0
-                    later += sum(groups_needed(other, self._plan.device) for other in left)
-                    plan, tell = self._plan, self._reporter(job)
-                    yield (
-                        job,
-                        self._run(
-                            partial(
-                                EmulatedPipeline if plan.device == "emulated" else EvaluationPipeline,
-                                session,
-                                job,
-                                self.node_of(world_size),
-                                plan.rules,
-                                tell,
-                                builds,
-                                later,
-                                stress=plan.stress,
-                                limit=limit,
-                            )
-                        ),
-                    )
+                if limit is not None and job.timeout is not None:
+                    limit.seconds = job.timeout
+                    limit.start()
+                later = plan.pool_settings.warm_groups if self._warm else 0
+                later += sum(groups_needed(other, plan.device) for other in left)
+                tell = partial(self._progress.phase, job.candidate.name, job.problem.id, job.preset, job.world_size)
+                start = partial(kind, session, job, node, plan.rules, tell, builds, later, stress=plan.stress, limit=limit)
+                yield job, self._run(start)
 
     def _run(self, start: Callable[..., EvaluationPipeline]) -> Result:
         pipeline = start(group=self._kept)
@@ -409,12 +346,6 @@ class Evaluator:
         if session is not None:
             session.__exit__(None, None, None)
 
-    def _reporter(self, job: Job) -> Callable[[str], None]:
-        def tell(phase: str) -> None:
-            self._progress.phase(job.candidate.name, job.problem.id, job.preset, job.world_size, phase)
-
-        return tell
-
     def _placement(self, world_size: int) -> VirtualNode | str | None:
         """The virtual node where these ranks share GPUs; why they have no place here; None where each has a GPU or a CPU of its own."""
         try:
@@ -426,10 +357,6 @@ class Evaluator:
         """This machine, as results with so many ranks record it."""
         place = self._placement(world_size)
         return self._node if isinstance(place, str) else self._node.shared_by(place)
-
-    def _built(self, jobs: Sequence[Job]) -> list[CandidateFile]:
-        """The candidates that are compiled before their turn. The emulator compiles kernels when they are launched."""
-        return [] if self._plan.device == "emulated" else [job.candidate for job in jobs]
 
     def _not_run(self, jobs: Sequence[Job], missing: str) -> Iterator[tuple[Job, Result]]:
         for job in jobs:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 import peerlane
 from peerlane import problems
@@ -14,7 +16,7 @@ from peerlane.errors import UnknownPreset, UnknownProblem, UsageError
 from peerlane.evaluate.candidates import REFERENCE, CandidateFile
 from peerlane.evaluate.results.identity import Identity, NodeClass, hash_rules, source_hash
 from peerlane.evaluate.results.record import Mode, Track
-from peerlane.evaluate.sandbox.isolation import TIERS, Tier
+from peerlane.evaluate.sandbox.isolation import Tier
 from peerlane.hardware.virtual_node import Baseline
 from peerlane.problems.contract.spec import Problem
 from peerlane.settings import Deadlines, PoolSettings, StressRules, TimingRules
@@ -55,18 +57,18 @@ class EvaluationPlan:
 
     candidates: Sequence[CandidateFile]
     problems: str | None = None
-    presets: tuple[str, ...] = ("pkb",)
-    world_sizes: tuple[int, ...] = (4,)
+    presets: Annotated[tuple[str, ...], Field(min_length=1)] = ("pkb",)
+    world_sizes: Annotated[tuple[Annotated[int, Field(ge=1, strict=True)], ...], Field(min_length=1)] = (4,)
     modes: tuple[Mode, ...] = ("eager", "graph")
     cases: Cases = "all"
     device: Device = "cpu"
-    ranks_per_gpu: int = 0
+    ranks_per_gpu: Annotated[int, Field(ge=0, le=MAX_RANKS_PER_GPU, strict=True)] = 0
     baseline: Baseline | None = None
     out: Path | None = None
-    variant: str = "default"
+    variant: Annotated[str, Field(pattern="default|pkb")] = "default"
     track: Track = "open"
     isolation: Tier | None = None
-    timeout: float | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     rerun: bool = False
     timelines: Path | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
@@ -75,29 +77,14 @@ class EvaluationPlan:
     stress: StressRules = field(default_factory=StressRules)
 
     def __post_init__(self) -> None:
-        for name, kind, what in _LISTS:
-            _require_list(name, getattr(self, name), kind, what)
-        for name, allowed in _CHOICES.items():
-            _require_choice(name, getattr(self, name), allowed)
-        for mode in self.modes:
-            _require_choice("modes", mode, get_args(Mode))
-        if not self.world_sizes or min(self.world_sizes) < 1:
-            raise UsageError(f"world_sizes={self.world_sizes!r}: expected one or more positive numbers of ranks, such as (2, 4)")
-        if not self.presets:
-            raise UsageError("presets=(): expected one or more names, such as ('small',)")
-        if self.problems is not None and not isinstance(self.problems, str):
-            raise UsageError(f"problems={self.problems!r}: expected text such as '1-8,13', or None")
-        if not isinstance(self.ranks_per_gpu, int) or not 0 <= self.ranks_per_gpu <= MAX_RANKS_PER_GPU:
-            raise UsageError(f"ranks_per_gpu={self.ranks_per_gpu!r}: expected 1 to {MAX_RANKS_PER_GPU}, or 0 for as many as needed")
-        if self.timeout is not None and not (_is_number(self.timeout) and 0 < self.timeout < math.inf):
-            raise UsageError(f"timeout={self.timeout!r}: expected a positive number of seconds, or None for no limit")
-        for name, kind in _SETTINGS.items():
-            if not isinstance(getattr(self, name), kind):
-                raise UsageError(f"{name}={getattr(self, name)!r}: expected a {kind.__name__} of peerlane.settings")
-        if self.out is not None:
-            if not isinstance(self.out, (str, Path)) or not str(self.out):
-                raise UsageError(f"out={self.out!r}: expected a folder, or None to keep nothing; '.' is the current one")
-            object.__setattr__(self, "out", Path(self.out))
+        for name, kind in _kinds().items():
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, kind.validate_python(value if value != "" else b""))  # a path of no characters is none
+            except ValidationError as error:
+                told = error.errors()[0]["msg"]
+                expected = told.replace("Input should be", "expected") if "should be" in told else f"expected another value: {told}"
+                raise UsageError(f"{name}={value!r}: {expected}") from None
 
     @property
     def rules_hash(self) -> str:
@@ -105,37 +92,9 @@ class EvaluationPlan:
         return hash_rules(self.deadlines, self.rules, self.stress)
 
 
-_LISTS: tuple[tuple[str, type, str], ...] = (
-    ("candidates", CandidateFile, "candidates, as peerlane.evaluate.discover gives them"),
-    ("presets", str, "names, such as ('small',)"),
-    ("world_sizes", int, "numbers of ranks, such as (2, 4)"),
-    ("modes", str, "launch modes, such as ('eager', 'graph'); () for correctness alone"),
-)
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "device": get_args(Device),
-    "cases": get_args(Cases),
-    "track": get_args(Track),
-    "variant": ("default", "pkb"),
-    "isolation": (None, *TIERS),
-    "baseline": (None, *get_args(Baseline)),
-    "rerun": (True, False),
-}
-_SETTINGS = {"deadlines": Deadlines, "pool_settings": PoolSettings, "rules": TimingRules, "stress": StressRules}
-
-
-def _require_list(name: str, value: object, kind: type, what: str) -> None:
-    good = isinstance(value, Sequence) and not isinstance(value, str)
-    if not good or not all(isinstance(item, kind) and not isinstance(item, bool) for item in value):  # type: ignore[attr-defined]
-        raise UsageError(f"{name}={value!r}: expected a tuple of {what}")
-
-
-def _require_choice(name: str, value: object, allowed: Sequence[Any]) -> None:
-    if value not in allowed:
-        raise UsageError(f"{name}={value!r}: expected one of {', '.join(map(repr, allowed))}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+@functools.cache
+def _kinds() -> dict[str, TypeAdapter[Any]]:
+    return {name: TypeAdapter(kind) for name, kind in get_type_hints(EvaluationPlan, include_extras=True).items()}
 
 
 @dataclass(frozen=True)

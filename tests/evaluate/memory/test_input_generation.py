@@ -16,7 +16,12 @@ CPU = torch.device("cpu")
 
 
 CASES = [
-    pytest.param(problem, problem.cases("small", world_size), id=f"p{problem.id:03d}-w{world_size}")
+    pytest.param(
+        problem,
+        problem.cases("small", world_size),
+        id=f"p{problem.id:03d}-w{world_size}",
+        marks=pytest.mark.long if world_size != problem.world_sizes[0] else (),
+    )
     for problem in problems.all_problems()
     for world_size in problem.world_sizes
 ]

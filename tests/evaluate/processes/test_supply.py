@@ -180,7 +180,7 @@ class Judged:
 def test_a_full_disk_stops_the_run_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results = [result(candidate=result().candidate.model_copy(update={"sha256": f"{number:064d}"})) for number in range(3)]
     run = Judged(results)
-    monkeypatch.setattr(evaluator.Evaluator, "judge", lambda _, jobs, limit, busy: run.judge(jobs, limit))
+    monkeypatch.setattr(evaluator.Evaluator, "judge", lambda _, jobs, limit: run.judge(jobs, limit))
     syncs = iter([None, OSError(errno.ENOSPC, "No space left on device")])
 
     def fsync(fd: int) -> None:

@@ -1,15 +1,8 @@
-"""The results of a folder: ``results.jsonl``, and claims that keep two runs from judging the same thing."""
+"""The results of a folder: its ``results.jsonl``, to which several runs may append."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
-import os
-import struct
-from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
 
 from peerlane.errors import HarnessError
 from peerlane.evaluate.results.identity import Identity
@@ -17,7 +10,6 @@ from peerlane.evaluate.results.lines import append_lines, make_appendable
 from peerlane.evaluate.results.reader import FILE, ResultsReader
 from peerlane.evaluate.results.result import EnvironmentLine, Result
 
-CLAIMS = "results.claims"
 _TO_REPEAT = ("harness_error", "not_run")  # these say nothing about the candidate
 
 
@@ -36,13 +28,6 @@ class ResultsStore:
         for result in self._reader.results:
             self._add(result)
         self.notes = self._reader.notes()
-        self._appended: set[Hashable] = set()  # own results that were not read back yet
-        self._claims: int | None = None
-        self._held: set[int] = set()
-
-    def __del__(self) -> None:
-        if getattr(self, "_claims", None) is not None and os is not None:  # modules are gone at the interpreter's end
-            os.close(self._claims)  # type: ignore[arg-type]
 
     def results(self) -> list[Result]:
         """All results, oldest first."""
@@ -68,68 +53,12 @@ class ResultsStore:
             lines.insert(0, _line(told, "the environment"))
         append_lines(self.path, *lines)
         self._reader.environments[result.environment_hash] = result.environment
-        self._appended.add(_place_of(result))
         self._add(result)
-
-    def refresh(self) -> None:
-        """Reads what other runs have added."""
-        for result in self._reader.update():
-            if _place_of(result) in self._appended:
-                self._appended.remove(_place_of(result))
-            else:
-                self._add(result)
-
-    def claim(self, identity: Identity) -> Claim | None:
-        """The right to judge this now, until the claim is released or the process ends; None while another run has it.
-
-        Read :meth:`refresh` and :meth:`has` again after the claim: the other run may have finished just before.
-        """
-        if self._claims is None:
-            self._claims = os.open(self.path.with_name(CLAIMS), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        place = int.from_bytes(identity.digest[:7])
-        if place in self._held or not _lock_byte(self._claims, place, fcntl.F_WRLCK):
-            return None
-        self._held.add(place)
-        return Claim(self, place)
-
-    def end_claim(self, place: int) -> None:
-        """See :meth:`Claim.release`."""
-        assert self._claims is not None
-        self._held.discard(place)
-        _lock_byte(self._claims, place, fcntl.F_UNLCK)
 
     def _add(self, result: Result) -> None:
         self._results.append(result)
         if result.verdict.kind not in _TO_REPEAT and "overloaded" not in result.flags:
             self._final.setdefault(result.identity, {})[result.candidate.name] = result
-
-
-class Claim(contextlib.AbstractContextManager["Claim"]):
-    """Held until it is left. The kernel releases it when the process is killed."""
-
-    def __init__(self, store: ResultsStore, place: int) -> None:
-        self._store, self._place = store, place
-
-    def release(self) -> None:
-        """Another run may claim it."""
-        self._store.end_claim(self._place)
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-def _place_of(result: Result) -> Hashable:
-    return result.run_id, result.finished_at, result.candidate.name, result.identity
-
-
-def _lock_byte(descriptor: int, place: int, kind: int) -> bool:
-    """Locks or unlocks one byte, for this open file and not for the process. True where file systems have no locks: as without claims."""
-    request: Any = struct.pack("hhqqi4x", kind, os.SEEK_SET, place, 1, 0)
-    try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, request)
-    except OSError as error:
-        return error.errno not in (errno.EAGAIN, errno.EACCES)
-    return True
 
 
 def _line(record: Result | EnvironmentLine, name: str) -> bytes:
