@@ -34,6 +34,9 @@ class SharedMemoryDriver:
     def cuModuleGetFunction(self, module: object, name: bytes) -> tuple[int, str]:
         return self.OK, name.decode()
 
+    def cuFuncLoad(self, function: str) -> tuple[int]:
+        return (self.OK,)
+
     def cuFuncGetAttribute(self, attribute: str, function: str) -> tuple[int, int]:
         return self.OK, self.attributes.get(attribute, 0)
 

@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from peerlane.device import attention as kit
-from peerlane.device.arena import describe_fault
+from peerlane.device.arena import faults
 from peerlane.device.attention import TILINGS, AttentionTiling, Sizes
 from peerlane.device.local import LocalRanks
 from peerlane.device.ring_attention import RingAttention, Shape
@@ -279,8 +279,7 @@ def ring_part(count: int, failures: list[str]) -> list[dict[str, Any]]:
                 rows.append(ring_speed(ranks, sizes, causal, balanced))
                 print(json.dumps(rows[-1]), flush=True)
     except Exception:
-        said = [describe_fault(memory.fault_words(), 10**10) for group in ranks.groups for memory in group.memories]
-        failures.append("\n".join([*filter(None, said), traceback.format_exc()]))
+        failures.append("\n".join([*faults(), traceback.format_exc()]))
     return rows
 
 

@@ -29,7 +29,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # queues, so that ra
 import torch
 
 from peerlane.device import all_gather_gemm, collectives, gemm, gemm_all_reduce, gemm_reduce_scatter
-from peerlane.device.arena import describe_fault
+from peerlane.device.arena import faults
 from peerlane.device.local import LocalRanks
 from peerlane.hardware.environment import record
 
@@ -255,14 +255,13 @@ def soak(ranks: LocalRanks, work: Workload, launches: int) -> int:
 
 
 @contextlib.contextmanager
-def faults_told(ranks: LocalRanks) -> Iterator[None]:
+def faults_told() -> Iterator[None]:
     """Says who waited for whom when a kernel has given up."""
     try:
         yield
     except RuntimeError:
-        for memory in (memory for group in ranks.groups for memory in group.memories):
-            if said := describe_fault(memory.fault_words(), 10**10):
-                print(f"FAIL {said}", flush=True)
+        for said in faults():
+            print(f"FAIL {said}", flush=True)
         raise
 
 
@@ -290,7 +289,7 @@ def main() -> None:
         rows.append({"what": what, "name": name, "launches": launches, "wrong_words": wrong})
         print(f"{'ok  ' if wrong == 0 else 'FAIL'} {what} {name}: {launches} launches, {wrong} wrong words, {time.time() - begin:.1f} s")
 
-    with faults_told(ranks):
+    with faults_told():
         communicators = [collectives.Communicator() for _ in ranks.each()]
         sizes = (4, 100, 4096, 50_000) if options.small else (4, 100, 4096, 300_001, 2 << 20, 9_000_003, 12 << 20, 20_000_003, 48 << 20)
         moved = [(nbytes, BF16) for nbytes in sizes] + [(50_000, dtype) for dtype in (*collectives_sum_dtypes(), torch.uint8)]

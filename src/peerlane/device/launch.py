@@ -40,6 +40,10 @@ class Kernel:
         status, self._function = driver.cuModuleGetFunction(_module(cubin, self.device), name.encode())
         if status:
             raise LaunchError(f'no kernel {name!r} in {cubin.path}: {_cuda.describe(status)}; declare it extern "C" __global__')
+        # Now: at its first launch the driver would wait for the kernels that run, and these may wait for other ranks.
+        (status,) = driver.cuFuncLoad(self._function)
+        if status:
+            raise LaunchError(f"kernel {name!r} of {cubin.path} can not be loaded: {_cuda.describe(status)}")
 
     def bind(
         self,
