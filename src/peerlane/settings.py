@@ -32,6 +32,11 @@ def tunes() -> bool:
     return os.environ.get("PEERLANE_TUNE") == "1"
 
 
+def runs_under_mps() -> bool:
+    """True where MPS is set up for this process by name, so that ranks that share a GPU run at once and do not take turns."""
+    return bool(os.environ.get("CUDA_MPS_PIPE_DIRECTORY"))
+
+
 def has_sm_partition() -> bool:
     """True where MPS gives this process a fixed share of the SMs (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE): the device then reports its share."""
     return os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100") not in ("", "100")

@@ -112,7 +112,7 @@ def test_a_daemon_that_does_not_start_says_why(monkeypatch: pytest.MonkeyPatch, 
     assert not list(tmp_path.glob("peerlane-mps-*"))
 
 
-def test_ranks_get_their_device_their_share_and_a_name_of_their_own() -> None:
+def test_ranks_get_their_device_and_a_name_of_their_own() -> None:
     node = VirtualNode(8, 2, "mps")
     with node.daemon() as daemon:
         environments = [node.rank_environment(rank, daemon) for rank in range(8)]
@@ -128,7 +128,6 @@ def test_ranks_get_their_device_their_share_and_a_name_of_their_own() -> None:
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "CUDA_MPS_PIPE_DIRECTORY": environments[1]["CUDA_MPS_PIPE_DIRECTORY"],
         "CUDA_MPS_LOG_DIRECTORY": environments[1]["CUDA_MPS_LOG_DIRECTORY"],
-        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25",
     }
     assert node.describe() == {"node_kind": "virtual", "ranks_per_gpu": 4, "sharing": "mps", "baseline": "peerlane"}
     assert VirtualNode(4, 4, "time_slices").describe()["node_kind"] == "node"

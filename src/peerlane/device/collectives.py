@@ -44,12 +44,15 @@ class Communicator:
 
     def __init__(self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0, rings: Rings = RINGS) -> None:
         self.group = group_of(group)
-        rings = replace(rings, blocks=min(rings.blocks, self.group.sm_count))  # no grid is larger
+        # Where ranks share a GPU, blocks of the others' collectives wait on most of its SMs. Half a share leaves pairs of neighbouring SMs
+        # free for a rank whose matrix product launches clusters, and for which the others wait.
+        sm_count = max(1, self.group.sm_count // (2 if self.group.ranks_per_device > 1 else 1))
+        rings = replace(rings, blocks=min(rings.blocks, sm_count))  # no grid is larger
         self.arena = Arena(workspace_bytes(self.group.world_size, rings), self.group, timeout_s=timeout_s, name="collectives")
         self.workspace = Workspace.take(self.arena, self.group.world_size, rings)
         self.arena.seal()
         self.member = Member(self.arena.rank, self.arena.world_size)
-        self.machine = Machine(self.arena.world_size, self.arena.sm_count, rings)
+        self.machine = Machine(self.arena.world_size, sm_count, rings)
         self._launches: dict[Hashable, DeviceLaunch] = {}
 
     def close(self) -> None:

@@ -51,9 +51,10 @@ class ProcessGroupRanks(CudaGroup):
         self.runs_together = True
         properties = torch.cuda.get_device_properties(self.device)
         seen = self.exchange([host_name(), str(properties.uuid), properties.multi_processor_count])
-        partitioned = settings.has_sm_partition()
-        self.ranks_per_device, self.sm_count = shares([(host, device, count) for host, device, count in seen], partitioned=partitioned)
-        self.takes_turns = not partitioned
+        self.ranks_per_device, self.sm_count = shares(
+            [(host, device, count) for host, device, count in seen], partitioned=settings.has_sm_partition()
+        )
+        self.takes_turns = not settings.runs_under_mps()
 
     def exchange(self, value: Small) -> list[Small]:
         return self._exchange(value)

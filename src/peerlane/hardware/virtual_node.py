@@ -76,11 +76,13 @@ class VirtualNode:
         return rank // self.ranks_per_gpu
 
     def rank_environment(self, rank: int, daemon: MpsDaemon | None = None) -> dict[str, str]:
-        """What ``rank`` has in its environment before CUDA and NCCL start. With MPS it gets an equal share of the GPU's SMs."""
+        """What ``rank`` has in its environment before CUDA and NCCL start.
+
+        MPS gives no rank a percentage of its own: the SMs behind the percentages of several clients overlap, so that kernels which wait
+        for each other could each hold the SMs of another one. Kernels of the kit take a share of all SMs instead (``Group.sm_count``).
+        """
         environment = shared_gpu_environment(f"rank{rank}") if self.ranks_per_gpu > 1 else {}
-        if daemon is not None:
-            environment |= {**daemon.environment, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // self.ranks_per_gpu)}
-        return environment
+        return environment | (daemon.environment if daemon is not None else {})
 
     @property
     def most_groups(self) -> int:

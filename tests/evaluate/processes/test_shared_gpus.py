@@ -21,7 +21,7 @@ def test_ranks_are_told_their_gpu_their_environment_and_their_backend() -> None:
     told = RankPlaces("cuda", 8, MPS, daemon).config("trusted")
     assert told["backend"] == "peerlane" and told["gpu_of_rank"] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert told["writable"] == [str(daemon.folder)]
-    assert [item["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] for item in told["rank_environment"]] == ["25"] * 8
+    assert all("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in item for item in told["rank_environment"]), "their SMs would overlap"
     assert len({item["NCCL_HOSTID"] for item in told["rank_environment"]}) == 8
     in_turns = RankPlaces("cuda", 8, SLICES).config("trusted")
     assert in_turns["backend"] == "nccl" and "writable" not in in_turns and "CUDA_MPS_PIPE_DIRECTORY" not in in_turns["rank_environment"][0]
