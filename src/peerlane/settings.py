@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -35,6 +36,28 @@ def tunes() -> bool:
 def runs_under_mps() -> bool:
     """True where MPS is set up for this process by name, so that ranks that share a GPU run at once and do not take turns."""
     return bool(os.environ.get("CUDA_MPS_PIPE_DIRECTORY"))
+
+
+_ROLES = "PEERLANE_ROLES"
+
+
+def records_roles() -> bool:
+    """Whether the kit's kernels stamp when each role works and waits, which PEERLANE_ROLES=1 asks for; it slows them down a little."""
+    return os.environ.get(_ROLES) == "1"
+
+
+@contextlib.contextmanager
+def recorded_roles() -> Iterator[None]:
+    """Processes started in here record roles."""
+    before = os.environ.get(_ROLES)
+    os.environ[_ROLES] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ROLES]
+        else:
+            os.environ[_ROLES] = before
 
 
 def has_sm_partition() -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from peerlane.device import _cuda, copy_engine
 from peerlane.device.copy_engine import CopyEngine
-from peerlane.device.trace import Event, decode, trace, write_trace
+from peerlane.device.trace import Event, decode, observed_spans, trace, write_trace
 from peerlane.errors import UsageError
 
 
@@ -38,6 +38,20 @@ def test_an_overwritten_start_leaves_its_span_out() -> None:
     events = [(10, 0, WAIT << 1), (20, 0, WAIT << 1 | 1), (30, 0, STORE << 1), (40, 0, STORE << 1 | 1)]
     spans = [item for item in trace([decode(ring(events, capacity=3))])["traceEvents"] if item["ph"] == "X"]
     assert [(span["name"], span["ts"], span["dur"]) for span in spans] == [("store", 0.01, 0.01)]
+
+
+def test_groups_of_one_role_have_tracks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    second_consumer = (2 + 16) << 24
+    events = [
+        (5, second_consumer | 3, 5 << 1),
+        (9, second_consumer | 3, 5 << 1 | 1),
+        (7, CONSUMER | 3, 5 << 1),
+        (8, CONSUMER | 3, 5 << 1 | 1),
+    ]
+    observed = SimpleNamespace(read=lambda: decode(ring(events, capacity=8)))
+    monkeypatch.setattr("peerlane.device.trace._observed", [observed])
+    assert observed_spans(9) == [["compute", "consumer", 3, 7, 8], ["compute", "consumer 1", 3, 5, 9]]
+    assert observed_spans(1) == [["compute", "consumer 1", 3, 5, 9]]
 
 
 def test_all_ranks_are_in_one_trace_on_one_clock(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peerlane.device import compile_cubin
+from peerlane.device import compile_cubin, gemm
+from peerlane.device.all_gather_gemm import SOURCE as FUSED
 from peerlane.device.kernels import ELEMENT_TYPES, KERNELS, ROUNDS, compile_kernel
 from peerlane.device.lint import RULES, lint
 from peerlane.device.resources import resources
@@ -83,6 +84,13 @@ def test_kernels_compile_with_delays_and_with_a_timeline(defines: dict[str, int]
     usual, watched = compile_cubin(source), compile_cubin(source, defines=defines)
     mark = {"PEERLANE_FUZZ": "nanosleep.u32", "PEERLANE_TIMELINE": "atom.relaxed.gpu.global.add.u32"}[next(iter(defines))]
     assert watched.ptx().count(mark) > usual.ptx().count(mark)
+
+
+@pytest.mark.slow
+def test_roles_of_a_fused_kernel_are_stamped_only_on_demand() -> None:
+    defines = {**gemm.TILINGS[0].defines(torch.bfloat16, "k", "mn", gemm.PLAIN), "WORLD_SIZE": 4, "SCATTERS": 0}
+    made = [compile_cubin(FUSED, defines={**defines, **more}).ptx().count("atom.relaxed.gpu") for more in ({}, {"PEERLANE_TIMELINE": 1})]
+    assert made[0] == 0 and made[1] >= 10
 
 
 BROKEN = {

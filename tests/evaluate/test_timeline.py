@@ -40,6 +40,33 @@ def test_times_start_with_the_first_event_on_a_device_and_kinds_come_from_names_
     assert [(item.start_us, item.end_us) for item in timeline.timed_spans(0)] == [(0.0, 2.0), (1.0, 3.0)]
 
 
+def stamped(*stamps: Any, events: Any) -> dict[str, Any]:
+    return {"recordings": [{"events": events, "roles": list(stamps)}]}
+
+
+def test_stamps_of_another_clock_are_placed_inside_the_kernels_that_made_them(tmp_path: Path) -> None:
+    kernels = [["fused", 7, 1_000, 3_000], ["copy", 7, 3_100, 3_200], ["fused", 7, 4_000, 6_000], ["copy", 7, 6_300, 6_400]]
+    stamps = [["wait", "storer", 5, 90_100, 91_900], ["compute", "consumer 1", 5, 93_050, 95_000]]
+    first, second = stamped(*stamps, events=kernels), stamped(*([*s[:3], s[3] + 10, s[4] + 10] for s in stamps), events=kernels)
+    timeline = timeline_of([first, second], 2, {}, LABELS)
+    by_rank = [[(s.name, s.role, s.block, s.start_us, s.end_us) for s in timeline.roles if s.rank == rank] for rank in (0, 1)]
+    assert by_rank[0] == [("wait", "storer", 5, 0.095, 1.895), ("compute", "consumer 1", 5, 3.045, 4.995)]
+    # The ranks share a GPU's clock, so 10 ns between their stamps stay 10 ns.
+    assert by_rank[1][0][3] == pytest.approx(by_rank[0][0][3] + 0.010)
+    tracks = {item["args"]["name"] for item in perfetto([timeline])["traceEvents"] if item["name"] == "thread_name"}
+    assert {"block 5 storer", "block 5 consumer 1"} <= tracks
+    timeline.write(tmp_path / "side.json")
+    assert Timeline.read(tmp_path / "side.json") == timeline
+    draw_timelines([timeline], tmp_path / "out.svg")
+    assert "block 5, consumer 1" in (tmp_path / "out.svg").read_text()
+
+
+def test_malformed_stamps_are_the_ranks_fault() -> None:
+    for bad in (["wait", "storer", 5, 9], ["wait", "s" * 50, 5, 1, 2], ["wait", "storer", 5, 3, 2], "wait"):
+        with pytest.raises(GroupFailure, match="kernels stamped"):
+            timeline_of([stamped(bad, events=[["fused", 7, 1, 2]])], 1, {}, LABELS)
+
+
 def test_shares_are_those_of_the_busiest_rank() -> None:
     spans = (span("compute", 0, 40), span("communication", 30, 60), span("communication", 80, 90), span("compute", 0, 10, rank=1))
     found = Timeline(2, 2, spans, LABELS).shares()

@@ -43,6 +43,7 @@ def trace(
     ranks_per_gpu: Annotated[str, typer.Option(metavar="NUMBER", help=RANKS_PER_GPU_HELP)] = "auto",
     baseline: Annotated[str | None, typer.Option(help=BASELINE_HELP)] = None,
     isolation: Annotated[str | None, typer.Option(help=ISOLATION_HELP)] = None,
+    roles: Annotated[bool, typer.Option(help="Record what the roles of the kit's kernels do too, on GPUs, in a run of its own.")] = True,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit for each side.")] = 120.0,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the files.")] = Path("peerlane-trace"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -51,6 +52,7 @@ def trace(
 
     Writes NAME.trace.json, which ui.perfetto.dev opens, and NAME.svg. Both sides are judged and timed first; nothing is added to results.
     The files are written after each side: if the candidate fails or the command is stopped, they hold the reference.
+    Kernels of the kit are run once more to record their roles: that side is called "NAME, stamped".
     On CPU ranks one call is recorded, and its times say nothing about a GPU.
 
     Exit codes: as those of `peerlane eval`.
@@ -67,7 +69,7 @@ def trace(
     from peerlane.evaluate import EvaluationPlan, discover, evaluate
     from peerlane.evaluate.candidates import reference_candidate
     from peerlane.evaluate.plan import make_jobs
-    from peerlane.settings import TimingRules
+    from peerlane.settings import TimingRules, recorded_roles
 
     found = discover([candidate])
     if len(found) != 1 or found[0].is_reference:
@@ -94,6 +96,10 @@ def trace(
         files = _Files(Path(folder), out, found[0].name, wanted if chosen == "cuda" else "call")
         try:
             results = evaluate(replace(both, timelines=Path(folder)), _Writing(shown, files))
+            if roles and chosen == "cuda" and files.has_kit_kernels:
+                files.suffix = ", stamped"
+                with recorded_roles():
+                    evaluate(replace(both, candidates=found, timelines=Path(folder)), _Writing(shown, files))
         except BaseException:
             if files.timelines:
                 shown.note(f"stopped; {files.trace} holds {' and '.join(item.labels['candidate'] for item in files.timelines)} alone")
@@ -121,6 +127,13 @@ class _Files:
         self.trace, self.picture = out / f"{name}.{mode}.trace.json", out / f"{name}.{mode}.svg"
         self.timelines: list[Timeline] = []
         self.no_picture: str | None = None
+        self.suffix = ""
+        """of the name of a side that is recorded again"""
+
+    @property
+    def has_kit_kernels(self) -> bool:
+        """Whether the latest side has kernels that reach other GPUs' memory: those of the kit stamp their roles."""
+        return bool(self.timelines) and any(span.kind == "both" for span in self.timelines[-1].spans)
 
     def add(self, result: Result) -> list[str]:
         """Adds a side and writes both files; says what is lacking, such as why a side has no timeline."""
@@ -136,7 +149,12 @@ class _Files:
         elif mode != self.mode:
             lacking.append(f"one eager call of {name} was recorded, and no {self.mode} block: {_reason(result)}")
         if mode is not None:
-            self.timelines.append(Timeline.read(recorded[mode]))
+            timeline = Timeline.read(recorded[mode])
+            recorded[mode].unlink()
+            timeline.labels["candidate"] += self.suffix
+            if self.suffix and not timeline.roles:
+                return [f"no roles of {name}: its kernels stamp none"]
+            self.timelines.append(timeline)
             self.trace.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.trace, json.dumps(perfetto(self.timelines)).encode())
             try:

@@ -15,6 +15,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
+from peerlane import settings
 from peerlane.device.group import MAX_RANKS, Group, group_of
 from peerlane.device.layout import LINE_BYTES, LayoutRecord, check_layouts
 from peerlane.errors import DeviceTimeout, UsageError
@@ -65,6 +66,10 @@ class Arena:
             timeout_ns=int(group.wait_limit_s(timeout_s) * 1e9),
             fault=self._memory.fault,
         )
+        if settings.records_roles() and self.device.type == "cuda":
+            from peerlane.device.trace import observe  # which needs arenas
+
+            observe(self)
         _arenas.add(self)
 
     def take(self, nbytes: int, *, align: int = LINE_BYTES) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from peerlane import settings
 from peerlane.device import _cuda
 from peerlane.device.group import FAULT_WORDS, Group
 from peerlane.device.jit import compile_cubin
@@ -24,7 +25,8 @@ class CudaGroup(Group):
     def kernel(
         self, source: str | Path, name: str, *, defines: Mapping[str, str | int], on_failure: Callable[[], None] | None = None
     ) -> Kernel:
-        return Kernel(compile_cubin(source, defines=defines), name, on_failure)
+        observed = {"PEERLANE_TIMELINE": 1} if settings.records_roles() else {}
+        return Kernel(compile_cubin(source, defines={**defines, **observed}), name, on_failure)
 
     def address(self, tensor: torch.Tensor) -> int:
         return tensor.data_ptr()

@@ -6,6 +6,8 @@ Kernels compiled with ``defines={"PEERLANE_TIMELINE": 1}`` stamp the start and e
     ...launch, synchronise...
     events = timeline.read()                        on every rank; then, on one of them,
     write_trace(path, events_of_all_ranks)
+
+With PEERLANE_ROLES=1 in the environment all kernels are compiled so, and every arena has a ring: `peerlane trace` reads those.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ import torch
 from peerlane.device.arena import ROLES, Arena
 from peerlane.errors import UsageError
 
-SPANS = ("store", "load", "reduce", "signal", "wait")
+SPANS = ("store", "load", "reduce", "signal", "wait", "compute", "send")
 """Names of ``peerlane::SpanKind``, in order."""
 EVENT_BYTES = 16
+OBSERVED_EVENTS = 1 << 18
+_ROLES_PER_GROUP = 16  # of observe.cuh
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,26 @@ class Timeline:
     def clear(self) -> None:
         """Forget all stamps."""
         self._memory.zero_()
+
+
+_observed: list[Timeline] = []
+
+
+def observe(arena: Arena) -> None:
+    """Gives an arena a ring that :func:`observed_spans` reads."""
+    _observed.append(Timeline(arena, OBSERVED_EVENTS))
+
+
+def forget_observed() -> None:
+    """Clears the rings of all observed arenas."""
+    for timeline in _observed:
+        timeline.clear()
+
+
+def observed_spans(most: int) -> list[list[Any]]:
+    """The latest ``most`` spans of all observed arenas: name, role, block, start and end in nanoseconds of the GPU's clock."""
+    pairs = sorted((pair for timeline in _observed for pair in _spans(timeline.read())), key=lambda pair: pair[1].nanoseconds)
+    return [[_kind(begin.kind, {}), _role(begin.role), begin.block, begin.nanoseconds, end.nanoseconds] for begin, end in pairs[-most:]]
 
 
 def decode(ring: bytes) -> list[Event]:
@@ -119,7 +143,9 @@ def _spans(events: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
 
 
 def _role(role: int) -> str:
-    return ROLES[role] if role < len(ROLES) else f"role {role}"
+    group, role = divmod(role, _ROLES_PER_GROUP)
+    name = ROLES[role] if role < len(ROLES) else f"role {role}"
+    return f"{name} {group}" if group else name
 
 
 def _kind(kind: int, names: Mapping[int, str]) -> str:

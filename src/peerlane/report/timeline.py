@@ -10,9 +10,20 @@ from peerlane.evaluate.audit.timeline import Shares, Timeline
 from peerlane.report.plots import svg_figure
 from peerlane.report.tables import TextTable
 
+ROLE_COLOURS = {
+    "compute": "#0072B2",
+    "load": "#56B4E9",
+    "reduce": "#009E73",
+    "store": "#E69F00",
+    "send": "#D55E00",
+    "signal": "#CC79A7",
+    "wait": "#BBBBBB",
+}
+"""Of the kit's spans; drawn in this order, for waits lie inside others."""
 COLOURS = {"compute": "#0072B2", "communication": "#D55E00", "both": "#009E73", "host": "#808080"}
 LABELS = {"compute": "computes", "communication": "communicates", "both": "does both", "host": "host operators"}
 _CALLS_SHOWN = 2
+_BLOCKS_SHOWN = 2
 _LANE = 0.8
 
 
@@ -31,21 +42,25 @@ def shares_table(timelines: Sequence[Timeline]) -> TextTable:
 def draw_timelines(timelines: Sequence[Timeline], path: Path) -> None:
     """Writes an SVG: a panel per side on one time scale, a row per rank and stream, two calls from the middle of what was recorded.
 
+    A side with roles has a row per role of two blocks of rank 0 instead.
+
     Raises MissingDependency without matplotlib, and UsageError for an empty timeline or a path that cannot be written.
     """
     shares = [timeline.shares() for timeline in timelines]
     shown_us = _CALLS_SHOWN * max(item.us_per_call for item in shares)
-    heights = [max(2, len(_rows(timeline))) for timeline in timelines]
-    with svg_figure(path, 9, 1.2 + 0.7 * len(timelines) + 0.26 * sum(heights)) as figure:
-        panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    heights = [len(_tracks(timeline)) + 1 if timeline.roles else max(2, len(_rows(timeline))) for timeline in timelines]
+    with svg_figure(path, 9, 1.2 + 0.7 * len(heights) + 0.26 * sum(heights)) as figure:
+        panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         for timeline, found, panel in zip(timelines, shares, panels, strict=True):
-            _draw(panel, timeline, found, shown_us)
+            if timeline.roles:
+                _draw_roles(panel, timeline, found, shown_us)
+            else:
+                _draw(panel, timeline, found, shown_us)
         panels[-1].set_xlabel("us")
         drawn = {span.kind for timeline in timelines for rank in range(timeline.ranks) for span in timeline.timed_spans(rank)}
         kinds = [kind for kind in COLOURS if kind in drawn]
-        for kind in kinds:
-            panels[0].broken_barh([], (0, 0), facecolors=COLOURS[kind], label=LABELS[kind])
-        figure.legend(loc="outside upper right", ncols=len(kinds), frameon=False, fontsize=8)
+        handles = [panels[0].broken_barh([], (0, 0), facecolors=COLOURS[kind], label=LABELS[kind]) for kind in kinds]
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(kinds), frameon=False, fontsize=8)
         labels = timelines[0].labels
         title = f"Problem {labels['problem']}, {labels['slug']}: {labels['world_size']} ranks, {labels['preset']}, {labels['mode']} mode"
         figure.suptitle(title, x=0.01, ha="left", fontsize=10)
@@ -58,7 +73,7 @@ def _rows(timeline: Timeline) -> list[tuple[int, int]]:
 def _draw(panel: Any, timeline: Timeline, found: Shares, shown_us: float) -> None:
     rows = _rows(timeline)
     labels = timeline.labels
-    start = _start_of_call(timeline, timeline.calls // 2)
+    start = _shown_from(timeline)
     for row, (rank, lane) in enumerate(rows):
         for kind, colour in COLOURS.items():
             spans = [span for span in timeline.timed_spans(rank) if span.lane == lane and span.kind == kind]
@@ -74,6 +89,40 @@ def _draw(panel: Any, timeline: Timeline, found: Shares, shown_us: float) -> Non
         panel.axvline(labels["bound_us"], color="black", linewidth=0.8, linestyle=":")
     shares = f"{100 * found.overlap:.0f} % of the communication overlapped, {100 * found.idle:.0f} % idle"
     panel.set_title(f"{labels['candidate']}: {found.us_per_call:.1f} us per call, {shares}", loc="left", fontsize=8)
+
+
+def _tracks(timeline: Timeline) -> list[tuple[int, str]]:
+    """Blocks and roles of the first rank: the blocks are the first and the last one."""
+    spans = [span for span in timeline.roles if span.rank == 0]
+    blocks = sorted({span.block for span in spans})
+    shown = {blocks[number * (len(blocks) - 1) // (_BLOCKS_SHOWN - 1)] for number in range(_BLOCKS_SHOWN)} if blocks else set()
+    return sorted({(span.block, span.role) for span in spans if span.block in shown})
+
+
+def _draw_roles(panel: Any, timeline: Timeline, found: Shares, shown_us: float) -> None:
+    start, tracks = _shown_from(timeline), _tracks(timeline)
+    for row, (block, role) in enumerate(tracks):
+        own = [span for span in timeline.roles if span.rank == 0 and (span.block, span.role) == (block, role)]
+        for name, colour in ROLE_COLOURS.items():
+            times = [(span.start_us - start, span.end_us - start) for span in own if span.name == name]
+            bars = [(begin, end - begin) for begin, end in times if end >= 0 and begin <= shown_us]
+            panel.broken_barh(bars, (row - _LANE / 2, _LANE), facecolors=colour, edgecolor="white", linewidth=0.2)
+    panel.set_yticks(range(len(tracks)), [f"block {block}, {role}" for block, role in tracks])
+    panel.set_ylim(len(tracks) - 0.5, -0.5)
+    panel.set_xlim(0, shown_us)
+    panel.tick_params(labelsize=8)
+    panel.set_title(f"{timeline.labels['candidate']}: {found.us_per_call:.1f} us per call, roles on rank 0", loc="left", fontsize=8)
+    names = {span.name for span in timeline.roles}
+    for name in (name for name in ROLE_COLOURS if name in names):
+        panel.broken_barh([], (0, 0), facecolors=ROLE_COLOURS[name], label=name)
+    panel.legend(loc="lower right", ncols=len(ROLE_COLOURS), fontsize=7, framealpha=0.9, bbox_to_anchor=(1, 1), borderaxespad=0.2)
+
+
+def _shown_from(timeline: Timeline) -> float:
+    """Microseconds at which the calls that are drawn begin: the middle ones, or the first later ones whose roles were kept."""
+    kept = min((span.start_us for span in timeline.roles), default=0.0)
+    starts = [_start_of_call(timeline, call) for call in range(timeline.calls // 2, max(timeline.calls // 2 + 1, timeline.calls - 1))]
+    return next((start for start in starts if start >= kept), starts[-1])
 
 
 def _start_of_call(timeline: Timeline, call: int) -> float:

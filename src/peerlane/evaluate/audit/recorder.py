@@ -7,6 +7,7 @@ get at the profiler from native code; what can be seen from outside is that the 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
+from peerlane import settings
 from peerlane.evaluate.audit import monkeypatch_check
 from peerlane.evaluate.audit.activity import MOST_NAMES, NAME_CHARACTERS
 from peerlane.evaluate.audit.timeline import HOST_LANE, MOST_EVENTS
@@ -94,6 +96,16 @@ class Recording:
         found.sort(key=lambda event: (event[1] == HOST_LANE, event[2]))  # if there are too many, those of the host go
         self.message["events"] = found[:MOST_EVENTS]
 
+    def keep_roles(self) -> None:
+        """Adds ``roles``: what kernels of the kit stamped, if they do; see :mod:`peerlane.device.trace`."""
+        if (kit := _kit_trace()) is not None:
+            self.message["roles"] = kit.observed_spans(MOST_EVENTS)
+
+
+def _kit_trace() -> Any:
+    """The kit's module of stamps, where kernels of this process leave some."""
+    return sys.modules.get("peerlane.device.trace") if settings.records_roles() else None
+
 
 @contextlib.contextmanager
 def recording(device: torch.device, marker: str, *, timeline: bool = False) -> Iterator[Recording]:
@@ -105,6 +117,9 @@ def recording(device: torch.device, marker: str, *, timeline: bool = False) -> I
     on_gpu = device.type == "cuda"
     activities = {_Activity.CPU, _Activity.CUDA} if on_gpu else {_Activity.CPU}
     if on_gpu:
+        _synchronize()
+    if timeline and (kit := _kit_trace()) is not None:
+        kit.forget_observed()
         _synchronize()
     configuration = _configuration()
     _prepare(configuration, activities)
@@ -124,3 +139,4 @@ def recording(device: torch.device, marker: str, *, timeline: bool = False) -> I
     result.keep(events, marker, before, after)
     if timeline:
         result.keep_events(events, marker)
+        result.keep_roles()

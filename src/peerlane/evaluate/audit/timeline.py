@@ -5,9 +5,11 @@ All ranks of a node stamp their events with the host's clock, into which the pro
 
 from __future__ import annotations
 
+import bisect
 import json
+import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +24,11 @@ MOST_EVENTS = 20_000
 """that one rank may report of one recording"""
 HOST_LANE = -1
 _MOST_NAMES_SAID = 8
+_FIRST_ROLE_TRACK = 1_000
+_ROLE_CHARACTERS = 40
+_ONE_CLOCK_NS = 50_000  # offsets closer than this are of ranks that share a GPU
+_SAMPLED_STAMPS, _TRIED_ENDS = 400, 64
+Stamp = tuple[str, str, int, int, int]
 Kind = Literal["compute", "communication", "both", "host"]
 
 
@@ -33,6 +40,18 @@ class Span:
     rank: int
     lane: int
     kind: Kind
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True)
+class RoleSpan:
+    """What a role of one block did: its name (``wait``, ``compute``, ...), microseconds since the same first span as :class:`Span`."""
+
+    name: str
+    rank: int
+    role: str
+    block: int
     start_us: float
     end_us: float
 
@@ -65,6 +84,8 @@ class Timeline:
     calls: int
     spans: tuple[Span, ...]
     labels: dict[str, Any] = field(default_factory=dict)
+    roles: tuple[RoleSpan, ...] = ()
+    """of kernels of the kit that stamp them"""
 
     @property
     def on_device(self) -> bool:
@@ -115,7 +136,13 @@ class Timeline:
     def read(path: Path) -> Timeline:
         """What :meth:`write` wrote."""
         found = json.loads(path.read_text(encoding="utf-8"))
-        return Timeline(found["ranks"], found["calls"], tuple(Span(**span) for span in found["spans"]), found["labels"])
+        return Timeline(
+            found["ranks"],
+            found["calls"],
+            tuple(Span(**span) for span in found["spans"]),
+            found["labels"],
+            tuple(RoleSpan(**span) for span in found["roles"]),
+        )
 
 
 def timeline_of(answers: Sequence[Message], calls: int, mechanisms: Mapping[str, Iterable[str]], labels: dict[str, Any]) -> Timeline:
@@ -130,7 +157,7 @@ def timeline_of(answers: Sequence[Message], calls: int, mechanisms: Mapping[str,
         Span(name, rank, lane, _kind(name, lane, mechanisms), (start - begin) / 1e3, (end - begin) / 1e3)
         for rank, name, lane, start, end in sorted(recorded, key=lambda item: item[3])
     ]
-    return Timeline(len(answers), calls, tuple(spans), labels)
+    return Timeline(len(answers), calls, tuple(spans), labels, _place_roles(answers, recorded, begin))
 
 
 def perfetto(timelines: Sequence[Timeline]) -> dict[str, Any]:
@@ -160,6 +187,7 @@ def perfetto(timelines: Sequence[Timeline]) -> dict[str, Any]:
             }
             for span in timeline.spans
         ]
+        events += _role_events(timeline, side)
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"sides": json.dumps([item.labels for item in timelines])}}
 
 
@@ -169,6 +197,66 @@ def _events(answer: Message, rank: int) -> list[tuple[str, int, int, int]]:
     if not isinstance(events, list) or len(events) > MOST_EVENTS or not all(map(_is_event, events)):
         raise GroupFailure("garbage", "audit", "a rank reported when its calls ran in a form that is not a timeline's", rank=rank)
     return [(str(event[0]), int(event[1]), int(event[2]), int(event[3])) for event in events]
+
+
+def _role_events(timeline: Timeline, side: int) -> Iterator[dict[str, Any]]:
+    """A track for every role of every block."""
+    tracks = sorted({(span.rank, span.block, span.role) for span in timeline.roles})
+    numbers = {track: _FIRST_ROLE_TRACK + number for number, track in enumerate(tracks)}
+    for (rank, block, role), number in numbers.items():
+        yield {"ph": "M", "pid": side * 1000 + rank, "tid": number, "name": "thread_name", "args": {"name": f"block {block} {role}"}}
+    for span in timeline.roles:
+        tid = numbers[span.rank, span.block, span.role]
+        times = {"ts": span.start_us, "dur": span.end_us - span.start_us}
+        yield {"ph": "X", "pid": side * 1000 + span.rank, "tid": tid, "name": span.name, "cat": span.role, **times}
+
+
+def _place_roles(answers: Sequence[Message], recorded: Sequence[tuple[int, str, int, int, int]], begin: int) -> tuple[RoleSpan, ...]:
+    """The stamps of all ranks on the clock of the spans. GPUs stamp with clocks of their own, which ranks may share."""
+    found = [_stamps(answer, rank) for rank, answer in enumerate(answers)]
+    offsets = {
+        rank: _clock_offset(stamps, [(start, end) for other, _, lane, start, end in recorded if other == rank and lane != HOST_LANE])
+        for rank, stamps in enumerate(found)
+        if stamps
+    }
+    if offsets and max(offsets.values()) - min(offsets.values()) < _ONE_CLOCK_NS:
+        offsets = dict.fromkeys(offsets, int(statistics.median(offsets.values())))
+    return tuple(
+        RoleSpan(name, rank, role, block, (start + offsets[rank] - begin) / 1e3, (end + offsets[rank] - begin) / 1e3)
+        for rank, stamps in enumerate(found)
+        for name, role, block, start, end in stamps
+    )
+
+
+def _clock_offset(stamps: Sequence[Stamp], kernels: Sequence[tuple[int, int]]) -> int:
+    """Nanoseconds from the stamps' clock to that of the kernels: the last stamp ends with a kernel, and most lie inside one."""
+    last, sample = max(end for *_, end in stamps), stamps[:: max(1, len(stamps) // _SAMPLED_STAMPS)]
+    busy = _union(kernels)
+    starts = [start for start, _ in busy]
+
+    def inside(offset: int) -> int:
+        places = ((start + offset, end + offset, bisect.bisect_right(starts, start + offset) - 1) for *_, start, end in sample)
+        return sum(place >= 0 and end <= busy[place][1] for _, end, place in places)
+
+    ends = sorted({end for _, end in kernels}, reverse=True)[:_TRIED_ENDS]
+    return max((end - last for end in ends), key=inside, default=0)
+
+
+def _stamps(answer: Message, rank: int) -> list[Stamp]:
+    found = answer["recordings"][-1].get("roles", [])
+    if not isinstance(found, list) or len(found) > MOST_EVENTS or not all(map(_is_stamp, found)):
+        raise GroupFailure("garbage", "audit", "a rank reported what its kernels stamped in a form that is not a timeline's", rank=rank)
+    return [(str(name), str(role), int(block), int(start), int(end)) for name, role, block, start, end in found]
+
+
+def _is_stamp(stamp: Any) -> bool:
+    if (
+        not isinstance(stamp, list)
+        or len(stamp) != 5
+        or not all(isinstance(word, str) and len(word) <= _ROLE_CHARACTERS for word in stamp[:2])
+    ):
+        return False
+    return all(type(number) is int and 0 <= number < 1 << 63 for number in stamp[2:]) and stamp[3] <= stamp[4]
 
 
 def _is_event(event: Any) -> bool:
@@ -188,18 +276,18 @@ def _kind(name: str, lane: int, mechanisms: Mapping[str, Iterable[str]]) -> Kind
 
 def _shares(spans: Sequence[Span], calls: int) -> Shares:
     whole = max(span.end_us for span in spans) - min(span.start_us for span in spans)
-    computing = _union([span for span in spans if span.kind != "communication"])
-    communicating = _union([span for span in spans if span.kind in ("communication", "both")])
-    busy = _length(_union(spans))
+    computing = _union([(span.start_us, span.end_us) for span in spans if span.kind != "communication"])
+    communicating = _union([(span.start_us, span.end_us) for span in spans if span.kind in ("communication", "both")])
+    busy = _length(_union([(span.start_us, span.end_us) for span in spans]))
     both = _length(computing) + _length(communicating) - busy
     part = whole or 1.0
     moving = _length(communicating)
     return Shares(whole / calls, busy / calls, _length(computing) / part, moving / part, both / moving if moving else 0.0, 1 - busy / part)
 
 
-def _union(spans: Iterable[Span]) -> list[tuple[float, float]]:
+def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     merged: list[tuple[float, float]] = []
-    for start, end in sorted((span.start_us, span.end_us) for span in spans):
+    for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:

@@ -9,7 +9,9 @@
 namespace peerlane {
 
 // What a span is about; mirrors `peerlane.device.trace.SPANS`. Numbers from `first_own_span` on are the kernel's own.
-enum SpanKind : u32 { span_store, span_load, span_reduce, span_signal, span_wait, first_own_span = 16 };
+enum SpanKind : u32 { span_store, span_load, span_reduce, span_signal, span_wait, span_compute, span_send, first_own_span = 16 };
+
+constexpr u32 roles_per_group = 16;  // the g-th group of one role stamps as role + 16 g
 
 #ifdef PEERLANE_FUZZ
 constexpr u32 fuzz_longest_ns = 4000;

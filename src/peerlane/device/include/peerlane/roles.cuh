@@ -13,6 +13,7 @@
 // warps that compute, and loops. `peerlane.device.roles` is the host's side of it.
 #pragma once
 
+#include <peerlane/observe.cuh>
 #include <peerlane/pipeline.cuh>
 #include <peerlane/ptx_mma.cuh>
 
@@ -201,6 +202,18 @@ using ParcelConsumer = Consumer<typename Kernel::Parcel, Kernel::parcel_slots>;
 using ReadyProducer = StoreProducer<u32, ready_slots>;
 using ReadyConsumer = Consumer<u32, ready_slots>;
 
+struct NoSpan {};
+
+// Stamps what a warp or warpgroup does with a tile, where the kernel has a member `arena`. Groups of one role have tracks of their own.
+template <class Kernel>
+__device__ inline auto role_span(const Kernel& kernel, u32 role, u32 kind, u32 group = 0, u32 team = 32) {
+    if constexpr (requires { kernel.arena; }) {
+        return Span(kernel.arena, role + roles_per_group * group, kind, threadIdx.x % team == 0);
+    } else {
+        return NoSpan{};
+    }
+}
+
 // Runs a kernel: call it with all threads of all blocks, and return. The first `communicator_blocks` blocks communicate, the others compute.
 template <class Kernel>
 __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks = 0) {
@@ -232,9 +245,11 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
         if constexpr (requires { &Kernel::fetch; }) {
             if (warp == 0) {
                 InputProducer<Kernel> in(memory.input, memory.input_ring);
+                [[maybe_unused]] const auto span = role_span(kernel, loader, span_load);
                 kernel.fetch(blockIdx.x, communicator_blocks, in);
             } else if (warp == 1) {
                 SenderInput<Kernel> in(memory.input, memory.input_ring);
+                [[maybe_unused]] const auto span = role_span(kernel, communicator, span_send);
                 kernel.send(blockIdx.x, communicator_blocks, in);
             }
         }
@@ -246,6 +261,7 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
             if constexpr (Keeps<Kernel>) {
                 KeptProducer<Kernel> kept(memory.kept, memory.kept_ring);
                 tiles.template each<true>([&](const auto& tile) {
+                    [[maybe_unused]] const auto span = role_span(kernel, loader, span_load);
                     if constexpr (Watches<Kernel>) {
                         kernel.load(tile, in, kept, ready);
                     } else {
@@ -254,6 +270,7 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
                 });
             } else {
                 tiles.template each<true>([&](const auto& tile) {
+                    [[maybe_unused]] const auto span = role_span(kernel, loader, span_load);
                     if constexpr (Watches<Kernel>) {
                         kernel.load(tile, in, ready);
                     } else {
@@ -270,6 +287,7 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
                 if constexpr (Watches<Kernel>) {
                     if (group == 0) kernel.watch(tile, ready);
                 }
+                [[maybe_unused]] const auto span = role_span(kernel, storer, span_store, group);
                 kernel.store(tile, group, out);
             });
             if constexpr (requires { &Kernel::finish; }) {
@@ -277,6 +295,7 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
                 kernel.finish((blockIdx.x - communicator_blocks) * roles.consumer_groups + group, blocks_at_work * roles.consumer_groups);
             }
         } else if (warp == 3) {
+            [[maybe_unused]] const auto span = role_span(kernel, communicator, span_send);
             if constexpr (SendsParcels<Kernel>) {
                 ParcelProducer<Kernel> fill(memory.parcel, memory.parcel_ring);
                 ParcelConsumer<Kernel> drain(memory.parcel, memory.parcel_ring);
@@ -292,9 +311,15 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
         OutputProducer<Kernel> out(memory.output[group], memory.output_ring[group]);
         if constexpr (Keeps<Kernel>) {
             KeptConsumer<Kernel> kept(memory.kept, memory.kept_ring);
-            tiles.template each<false>([&](const auto& tile) { kernel.compute(tile, group, in, kept, out); });
+            tiles.template each<false>([&](const auto& tile) {
+                [[maybe_unused]] const auto span = role_span(kernel, consumer, span_compute, group, group_threads);
+                kernel.compute(tile, group, in, kept, out);
+            });
         } else {
-            tiles.template each<false>([&](const auto& tile) { kernel.compute(tile, group, in, out); });
+            tiles.template each<false>([&](const auto& tile) {
+                [[maybe_unused]] const auto span = role_span(kernel, consumer, span_compute, group, group_threads);
+                kernel.compute(tile, group, in, out);
+            });
         }
     }
 }
