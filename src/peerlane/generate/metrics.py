@@ -78,9 +78,13 @@ def solved(attempts: Sequence[Attempt], problems: Sequence[int], test: Test, k: 
 
 
 def is_timed(attempts: Sequence[Attempt], mode: str) -> bool:
-    """Whether all correct attempts have a speed in this mode, so that fast_p means something; false if there is no correct one."""
-    correct = [attempt for attempt in attempts if attempt.correct]
-    return bool(correct) and all(mode in attempt.speedups for attempt in correct)
+    """Whether any correct attempt has a speed in this mode. The others then count as not faster; see :func:`untimed`."""
+    return any(attempt.correct and mode in attempt.speedups for attempt in attempts)
+
+
+def untimed(attempts: Sequence[Attempt], mode: str) -> int:
+    """How many correct attempts have no speed in this mode, such as those of a problem whose reference cannot be captured."""
+    return sum(attempt.correct and mode not in attempt.speedups for attempt in attempts)
 
 
 def log_speedups(attempts: Sequence[Attempt], problems: Sequence[int], mode: str, k: int) -> dict[int, float]:

@@ -46,6 +46,8 @@ class Row:
     pass_at: Mapping[int, metrics.Estimate]
     fast: Mapping[str, metrics.Estimate | None]
     mean: Mapping[str, metrics.Estimate | None]
+    untimed: Mapping[str, int]
+    """correct samples without a speed in a mode in which others have one"""
     usage: Usage
 
 
@@ -128,6 +130,7 @@ class Board:
             pass_at={k: self._share(author, metrics.is_correct, k) for k in self.ks if k <= self._samples_a_task(author)},
             fast=fast,
             mean=mean,
+            untimed={mode: metrics.untimed(attempts, mode) for mode in self.modes if metrics.is_timed(attempts, mode)},
             usage=metrics.total_usage(attempts),
         )
 

@@ -10,7 +10,7 @@ function plots(board, shown) {
   const who = board.authors.filter((_, i) => shown.authors.has(i));
   const color = { domain: board.authors, range: board.authors.map((_, i) => COLOURS[i % COLOURS.length]) };
   const mine = (rows) => rows.filter((d) => who.includes(d.author) && (!d.mode || shown.modes.has(d.mode)));
-  const base = { width: 560, marginLeft: 60, style: { fontSize: "12px", background: "transparent" } };
+  const base = { width: 560, marginLeft: 60, marginBottom: 44, style: { fontSize: "12px", background: "transparent" } };
   const rowHeight = 26;
   const labels = (names) => Math.min(240, 24 + 7.5 * Math.max(6, ...names.map((name) => name.length)));
   const short = (name) => (name.length > 28 ? `${name.slice(0, 27)}…` : name);
@@ -19,7 +19,7 @@ function plots(board, shown) {
       const rows = mine(board.fast);
       const top = d3.max(rows, (d) => (d.share > 0 ? d.p : 0)) || 1;
       return Plot.plot({ ...base, height: 320, grid: true, color,
-        x: { label: "p, times the reference's speed →", type: "log", domain: [0.25, Math.max(2, 2 * top)], ticks: [0.25, 0.5, 1, 2, 4, 8, 16].filter((p) => p <= Math.max(2, 2 * top)), tickFormat: ratio },
+        x: { label: "p, times the reference's speed →", labelOffset: 38, type: "log", domain: [0.25, Math.max(2, 2 * top)], ticks: [0.25, 0.5, 1, 2, 4, 8, 16].filter((p) => p <= Math.max(2, 2 * top)), tickFormat: ratio },
         y: { label: "↑ share of tasks", domain: [0, 1], tickFormat: percent },
         marks: [Plot.ruleX([1], { strokeOpacity: 0.6 }), Plot.ruleY([0]),
           ...board.modes.map((mode) => Plot.line(rows.filter((d) => d.mode === mode), { x: "p", y: "share", stroke: "author", strokeDasharray: mode === "eager" ? "5 4" : null, strokeWidth: 2, curve: "step-after", clip: true })),
@@ -27,20 +27,20 @@ function plots(board, shown) {
     },
     verdicts: () => {
       const rows = mine(board.verdicts), kinds = [...new Set([...Object.keys(VERDICTS), ...rows.map((d) => d.verdict)])].filter((kind) => rows.some((d) => d.verdict === kind));
-      return Plot.plot({ ...base, height: 60 + rowHeight * Math.max(2, who.length), marginLeft: labels(who.map(short)), color: { domain: kinds, range: kinds.map((kind) => VERDICTS[kind] ?? "#999"), legend: true },
-        x: { label: "samples →", grid: true }, y: { label: null, domain: who, tickFormat: short },
+      return Plot.plot({ ...base, height: 76 + rowHeight * Math.max(2, who.length), marginLeft: labels(who.map(short)), color: { domain: kinds, range: kinds.map((kind) => VERDICTS[kind] ?? "#999"), legend: true },
+        x: { label: "samples →", labelOffset: 38, grid: true }, y: { label: null, domain: who, tickFormat: short },
         marks: [Plot.barX(rows, { x: "n", y: "author", fill: "verdict", order: kinds, inset: 0.5, tip: true, title: (d) => `${d.author}\n${d.verdict}: ${d.n}` }), Plot.ruleX([0])] });
     },
     mechanisms: () => {
       const rows = mine(board.mechanisms), names = [...new Set(rows.map((d) => d.mechanism))];
-      return Plot.plot({ ...base, height: 50 + who.length * (26 + 18 * names.length), marginLeft: 110, marginRight: 20, color: { domain: ["seen", "possible", "loaded"], range: ["#0072B2", "#56B4E9", "#999999"], legend: true },
-        x: { label: "correct candidates →", grid: true, tickFormat: "d", interval: 1 }, y: { label: null }, fy: { label: null, domain: who, axis: null, padding: 0.15 },
+      return Plot.plot({ ...base, height: 82 + who.length * (30 + 18 * names.length), marginTop: 22, marginLeft: 110, marginRight: 20, color: { domain: ["seen", "possible", "loaded"], range: ["#0072B2", "#56B4E9", "#999999"], legend: true },
+        x: { label: "correct candidates →", labelOffset: 38, grid: true, tickFormat: "d", interval: 1 }, y: { label: null }, fy: { label: null, domain: who, axis: null, padding: 0.3 },
         marks: [Plot.barX(rows, { x: "n", y: "mechanism", fy: "author", fill: "confidence", order: ["seen", "possible", "loaded"], inset: 1, tip: true, title: (d) => `${d.author}\n${d.mechanism}, ${d.confidence}: ${d.n}` }),
-          Plot.text(who, { fy: (d) => d, text: short, frameAnchor: "top-right", dy: -1, fontWeight: 600 }), Plot.ruleX([0])] });
+          Plot.text(who, { fy: (d) => d, text: short, frameAnchor: "top-right", dy: -14, fontWeight: 600 }), Plot.ruleX([0])] });
     },
     steps: () => {
       const rows = mine(board.steps);
-      return Plot.plot({ ...base, height: 300, grid: true, color, x: { label: "step →", interval: 1, tickFormat: "d" }, y: { label: "↑ share of tasks", domain: [0, 1], tickFormat: percent },
+      return Plot.plot({ ...base, height: 300, grid: true, color, x: { label: "step →", labelOffset: 38, interval: 1, tickFormat: "d" }, y: { label: "↑ share of tasks", domain: [0, 1], tickFormat: percent },
         marks: [Plot.ruleY([0]), Plot.line(rows.filter((d) => d.what === "correct"), { x: "step", y: "share", stroke: "author", strokeWidth: 2, marker: "circle" }),
           Plot.line(rows.filter((d) => d.what !== "correct"), { x: "step", y: "share", stroke: "author", z: (d) => d.author + d.what, strokeDasharray: "5 4", strokeWidth: 1.5, marker: "dot" }),
           Plot.tip(rows, Plot.pointer({ x: "step", y: "share", title: (d) => `${d.author}, ${d.what}\nafter ${d.step}: ${percent(d.share)}` }))] });
@@ -52,8 +52,8 @@ function plots(board, shown) {
       const tasks = d3.groupSort(rows, (group) => -d3.max(group, (d) => d.share), (d) => d.task);
       const lines = tasks.map((task) => ({ task, low: d3.min(rows, (d) => (d.task === task ? d.share : NaN)), high: d3.max(rows, (d) => (d.task === task ? d.share : NaN)) }));
       const title = (d) => `${d.task}\n${d.author ? `${d.author}: ${d.name}` : "reference"}\n${percent(d.share)} of the bound in ${d.mode} mode, ${d.bound_us.toPrecision(3)} µs by ${d.bound_by} (${d.ceilings})`;
-      return Plot.plot({ ...base, width: 1150, height: 60 + 15 * tasks.length, marginLeft: 330, marginTop: 34, color,
-        x: { label: "share of the roofline", axis: "both", type: "log", domain: [d3.min([0.01, ...rows.map((d) => d.share)]), d3.max([1, ...rows.map((d) => d.share)])], ticks: [0.001, 0.01, 0.1, 0.5, 1], tickFormat: percent, grid: true },
+      return Plot.plot({ ...base, width: 1150, height: 84 + 15 * tasks.length, marginLeft: 330, marginTop: 34, color,
+        x: { label: "share of the roofline →", labelAnchor: "right", labelOffset: 38, axis: "both", type: "log", domain: [d3.min([0.01, ...rows.map((d) => d.share)]), d3.max([1, ...rows.map((d) => d.share)])], ticks: [0.00001, 0.0001, 0.001, 0.01, 0.1, 0.5, 1], tickFormat: percent, grid: true },
         y: { label: null, domain: tasks, tickSize: 0 },
         marks: [Plot.ruleX([1], { strokeWidth: 1.5 }), Plot.ruleX([0.1, 0.5], { strokeDasharray: "2 3", strokeOpacity: 0.4 }), Plot.ruleY(lines, { y: "task", x1: "low", x2: "high", strokeOpacity: 0.25 }),
           Plot.dot(rows.filter((d) => !d.author), { x: "share", y: "task", r: 4, stroke: "#8a8a8a", strokeWidth: 1.6, href: "href" }),
