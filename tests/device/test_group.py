@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -10,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from peerlane.device import ipc
-from peerlane.device.group import per_group
+from peerlane.device.group import Small, per_group
+from peerlane.device.host_board import HostBoard
 from peerlane.device.ipc import StoreExchange, shares
 from peerlane.errors import DeviceTimeout, UsageError
 
@@ -71,3 +73,26 @@ def test_a_group_keeps_one_object_for_each_set_of_arguments() -> None:
     assert launch(one, 3) is not launch(other, 3)
     assert launch(one, 3, dtype="fp32") is not launch(one, 3)
     assert made == [(3, "bf16"), (3, "bf16"), (3, "fp32")]
+
+
+@pytest.mark.parametrize("folder", ["/dev/shm", "/nonexistent"])
+def test_ranks_agree_on_numbers_in_every_call(folder: str) -> None:
+    count, calls = 3, 200
+    values: list[Small] = [None] * count
+    barrier = threading.Barrier(count)
+
+    def member(rank: int) -> list[list[int]]:
+        def exchange(value: Small) -> list[Small]:
+            values[rank] = value
+            barrier.wait(10)
+            found = list(values)
+            barrier.wait(10)
+            return found
+
+        board = HostBoard(exchange, rank, count, folder)
+        assert board.shared == (folder == "/dev/shm")
+        return [board(1000 * call + rank) for call in range(calls)]
+
+    with ThreadPoolExecutor(count) as pool:
+        found = list(pool.map(member, range(count)))
+    assert found == [[[1000 * call + rank for rank in range(count)] for call in range(calls)]] * count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 from pathlib import Path
@@ -11,9 +12,10 @@ import torch
 
 from device.judged import cases, judge, require_correct
 from peerlane import problems, solutions
-from peerlane.device import compile_cubin, moe, moe_layer
+from peerlane.device import compile_cubin, group_of, moe, moe_layer
 from peerlane.device.declare import DeclaredKernel
 from peerlane.device.emulator import build
+from peerlane.device.emulator.ranks import EmulatedRanks
 from peerlane.device.gemm import Tiling
 from peerlane.device.jit import INCLUDE_DIR, compiler_report
 from peerlane.device.kernels import ELEMENT_TYPES
@@ -117,3 +119,22 @@ def test_a_kernel_that_has_lost_a_line_is_caught(name: str, monkeypatch: pytest.
     monkeypatch.setattr(moe, KERNELS[way], DeclaredKernel(given.name, source.replace(line, ""), **given.fields))
     outcome = judged(NUMBERS[way], "duplicates_bf16", 2, schedules=12).outcome
     assert {finding.kind for finding in outcome.findings} & kinds
+
+
+@pytest.mark.slow
+def test_one_rank_alone_may_get_more_tokens_than_there_was_room_for() -> None:
+    h, inner, counts = 16, 8, ((96, 40), (96, 150))
+    draw = torch.Generator().manual_seed(1)
+    gate, up, down = layers = tuple(
+        torch.nn.Linear(a, b, bias=False, dtype=torch.bfloat16) for a, b in ((h, inner), (h, inner), (inner, h))
+    )
+    router = torch.randn(2, h, generator=draw).to(torch.bfloat16)
+    ranks = EmulatedRanks(2, schedules=1)
+    own = [(router.clone(), copy.deepcopy(layers)) for _ in range(2)]
+    ranks.load(lambda rank: lambda tokens: moe_layer.gated_experts(group_of(), tokens, (own[rank][0], None), own[rank][1], 1))
+    for tokens_of in counts:
+        tokens = [torch.randn(count, h, generator=draw).to(torch.bfloat16) for count in tokens_of]
+        for x, y in zip(tokens, ranks.call([(x,) for x in tokens], lambda rank, output: output.detach().clone()), strict=True):
+            weight = torch.nn.functional.linear(x, router).softmax(-1).amax(1, keepdim=True)
+            torch.testing.assert_close(y, down(torch.nn.functional.silu(gate(x)) * up(x)) * weight, rtol=0.05, atol=0.01)
+    assert not [finding for report in ranks.reports() for finding in report.findings]

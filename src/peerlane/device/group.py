@@ -125,6 +125,10 @@ class Group(ABC):
     def exchange(self, value: Small) -> list[Small]:
         """Collective: every rank's value, by rank. Goes by the CPU and returns when all ranks have called it."""
 
+    def agree(self, number: int) -> list[int]:
+        """Collective: every rank's number (0 to 2^32 - 1), by rank, soon after all hosts have come. For what kernels' sizes depend on."""
+        return list(self.exchange(number))
+
     @abstractmethod
     def allocate(self, nbytes: int) -> Memory:
         """Collective: zeroed memory on every rank, the same size on all."""

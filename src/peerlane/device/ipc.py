@@ -17,6 +17,7 @@ from peerlane import settings
 from peerlane.device import _cuda
 from peerlane.device.cuda_group import GRANULARITY_BYTES, CudaGroup, DeviceMemory, checked, pinned_fault
 from peerlane.device.group import Small
+from peerlane.device.host_board import HostBoard
 from peerlane.device.layout import LINE_BYTES, Layout
 from peerlane.errors import DeviceTimeout, UsageError
 
@@ -48,6 +49,7 @@ class ProcessGroupRanks(CudaGroup):
         if store is None:
             raise UsageError(f"{type(group).__name__} has no store; pass a group that init_process_group or new_group has made")
         self._exchange = StoreExchange(store, self.rank, self.world_size)
+        self._board: HostBoard | None = None
         self.runs_together = True
         properties = torch.cuda.get_device_properties(self.device)
         seen = self.exchange([host_name(), str(properties.uuid), properties.multi_processor_count])
@@ -58,6 +60,11 @@ class ProcessGroupRanks(CudaGroup):
 
     def exchange(self, value: Small) -> list[Small]:
         return self._exchange(value)
+
+    def agree(self, number: int) -> list[int]:
+        if self._board is None:
+            self._board = HostBoard(self._exchange, self.rank, self.world_size)
+        return self._board(number)
 
     def allocate(self, nbytes: int) -> IpcMemory:
         return IpcMemory(self, nbytes)

@@ -126,9 +126,9 @@ def starts(splits: Sequence[int]) -> list[int]:
     return ends + ends[-1:] * (MAX_RANKS + 1 - len(ends))
 
 
-def room_for(tokens: int) -> int:
-    """Tokens that memory is made for: a power of two, so that a rank's number may change without the other ranks' noticing."""
-    return max(128, 1 << max(0, tokens - 1).bit_length())
+def room_for(group: Group, tokens: int) -> int:
+    """Collective: tokens of a rank that memory is made for, the same on all ranks. A power of two, so that few sizes are ever made."""
+    return max(128, 1 << max(0, max(group.agree(tokens)) - 1).bit_length())
 
 
 def _threads(group: Group, nbytes: int) -> int:
@@ -169,7 +169,7 @@ def dispatch(
     which expert. Also the tokens of this rank's rows, int64. The rows lie in the arena and are valid until the next call."""
     width = tokens.shape[1]
     flat = flat_map(routing_map)
-    bound = _dispatch(group, room_for(tokens.shape[0]), slots, flat.shape[0], width * tokens.itemsize, MAP_TYPES[flat.dtype])
+    bound = _dispatch(group, room_for(group, tokens.shape[0]), slots, flat.shape[0], width * tokens.itemsize, MAP_TYPES[flat.dtype])
     rows = bound.tensor("out", (received, width), tokens.dtype)
     mapping = torch.empty(sum(sent), dtype=torch.int64, device=tokens.device)
     bound(
@@ -220,7 +220,7 @@ def combine(
     ``mapping[i]``. Sums are taken in fp32 in the order of the rows; the result (tokens, H) has the dtype of a product."""
     columns, flat = rows.shape[1], flat_map(routing_map)
     types = rows.dtype, weights.dtype
-    bound = _combine(group, room_for(flat.shape[1]), selected.shape[1], flat.shape[0], columns, types, MAP_TYPES[flat.dtype])
+    bound = _combine(group, room_for(group, flat.shape[1]), selected.shape[1], flat.shape[0], columns, types, MAP_TYPES[flat.dtype])
     result = torch.empty((tokens, columns), dtype=torch.promote_types(*types), device=rows.device)
     bound(
         tokens=flat.shape[1], x=rows.contiguous(),

@@ -193,7 +193,7 @@ def gated_experts(
     if len(owners) == 1:
         return expert(tokens) * weights.sum(1, keepdim=True)
     if tokens.dtype in gemm.ELEMENT_TYPES and not h % 8 and not inner % 8:
-        sizes = ExpertSizes(room_for(tokens.shape[0]), top_k, h, inner, 1, share, owners.start, tokens.dtype)
+        sizes = ExpertSizes(room_for(group, tokens.shape[0]), top_k, h, inner, 1, share, owners.start, tokens.dtype)
         return expert_layer(group, sizes)(tokens, experts, weights, (gate, up, down), (gate_bias, up_bias, down_bias))
     sent_to = owners.start + experts.flatten() // share
     order = sent_to.argsort(stable=True)
