@@ -127,8 +127,8 @@ def speed(group: Any, depth: int, length: int, causal: bool, tilings: list[Atten
     batch, heads = TOKENS // length, HIDDEN // depth
     q, k, v = (torch.randn(batch, length, heads, depth, device="cuda").to(BF16) for _ in range(3))
     out, sizes, scale = torch.empty_like(q), Sizes.of(q, k, causal, None), kit.check_scale(None, depth)
-    tensors = {"q": q, "k": k, "v": v, "out": out}
-    calls: dict[str, Callable[[], Any]] = {str(tiling): kit.bind(group, tensors, sizes, scale, None, tiling) for tiling in tilings}
+    tensors = {"q": q, "k": k, "v": v, "out": out, "claims": torch.zeros(1, dtype=torch.int32, device="cuda")}
+    calls: dict[str, Callable[[], Any]] = {str(tiling): kit.bind(group, tensors, sizes, scale, tiling) for tiling in tilings}
     ours = list(calls)
     flat = [tensor.transpose(1, 2).contiguous() for tensor in (q, k, v)]
     for name, backend in TORCH.items():
@@ -217,7 +217,7 @@ def ring_speed(ranks: LocalRanks, sizes: tuple[int, ...], causal: bool, balanced
     ring_ms = statistics.median(together(10) for _ in range(STRETCHES))
     q, k, v = (torch.cat([own[i] for own in shards], 1) for i in range(3))
     (alone,) = LocalRanks(1).groups
-    tensors = {"q": q, "k": k, "v": v, "out": torch.empty_like(q)}
+    tensors = {"q": q, "k": k, "v": v, "out": torch.empty_like(q), "claims": torch.zeros(1, dtype=torch.int32, device="cuda")}
     whole = kit.bind(alone, tensors, Sizes.of(q, k, causal, None), kit.check_scale(None, depth))
     whole_ms = milliseconds({"whole": whole})["whole"]
     for attend in attends:
@@ -287,6 +287,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tilings", choices=["all", "chosen"], default="all")
     parser.add_argument("--seconds", type=float, default=70.0, help="speeds that would begin later are left out")
+    parser.add_argument("--lengths", type=int, nargs="*", help="tokens of the speeds; all by default")
     parser.add_argument("--ring", type=int, default=0, help="ranks of ring attention, 0 for none; nothing else is done then")
     parser.add_argument("--out", type=Path, default=Path("."))
     options = parser.parse_args()
@@ -316,6 +317,8 @@ def main() -> int:
     print(f"{len(failures)} failures in {len(SHAPES)} shapes, {time.perf_counter() - begin:.0f} s", flush=True)
     rows = []
     for depth, length, causal in SPEEDS if not failures or len(broken) < len(variants) else ():
+        if options.lengths and length not in options.lengths:
+            continue
         if time.perf_counter() - begin > options.seconds:
             break
         usable = [item for item in variants if item.depth == depth and item not in broken]

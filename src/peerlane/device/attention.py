@@ -17,6 +17,8 @@ from peerlane.errors import UsageError
 
 MAX_DEPTH = 128
 _LEAST_SCALE = 1e-30
+KEYS_IN_L2 = 24 << 20
+"""Bytes of keys and values that tiles at work at the same time should not exceed."""
 
 
 class Parameters(ctypes.Structure):
@@ -28,10 +30,12 @@ class Parameters(ctypes.Structure):
         ("v", TensorMap),
         ("out", TensorMap),
         ("logarithms", ctypes.c_uint64),
+        ("claims", ctypes.c_uint64),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_uint32) for name in ("batch", "heads", "key_heads", "queries", "keys", "causal")),
         ("offset", ctypes.c_int32),
-        ("padding", ctypes.c_uint32 * 6),
+        ("lines_at_once", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32 * 3),
     )
 
 
@@ -169,10 +173,16 @@ class Sizes:
         chosen = k.shape[1] - q.shape[1] if offset is None else offset
         return cls(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], causal, chosen)
 
-    def parameters(self, maps: Mapping[str, TensorMap], scale: float, logarithms: int) -> Parameters:
+    def lines_at_once(self, depths: int) -> int:
+        """Heads whose tiles come side by side: one, but under a causal mask as many as keep their keys in L2, of ``depths`` in all."""
+        share, held = self.heads // self.key_heads, KEYS_IN_L2 // (self.keys * depths * ELEMENT_BYTES)
+        return min(self.heads * self.batch, share * max(1, held)) if self.causal else 1
+
+    def parameters(self, maps: Mapping[str, TensorMap], scale: float, depths: int, claims: int, logarithms: int) -> Parameters:
         return Parameters(
             **maps,
             logarithms=logarithms,
+            claims=claims,
             scale=scale,
             batch=self.batch,
             heads=self.heads,
@@ -181,6 +191,7 @@ class Sizes:
             keys=self.keys,
             causal=int(self.causal),
             offset=self.offset,
+            lines_at_once=self.lines_at_once(depths),
         )
 
 
@@ -200,17 +211,17 @@ def bind(
     tensors: Mapping[str, torch.Tensor],
     sizes: Sizes,
     scale: float,
-    logarithms: torch.Tensor | None = None,
     tiling: AttentionTiling | None = None,
 ) -> DeviceLaunch:
-    """The launch for ``tensors`` q, k, v and out, all ``aligned``; ``scale`` as ``check_scale`` gives it.
-    It holds addresses, not tensors."""
-    depth = max(tensors["q"].shape[3], tensors["v"].shape[3])
-    tiling = tiling or choose_tiling(sizes.queries, sizes.keys, depth, sizes.causal)
+    """The launch for ``tensors`` q, k, v and out, all ``aligned``; claims (1; int32, zero), which launches of one stream may share; and
+    logarithms, if they are wanted. ``scale`` as ``check_scale`` gives it. The launch holds addresses, not tensors."""
+    depths = [tensors[name].shape[3] for name in ("q", "v")]
+    tiling = tiling or choose_tiling(sizes.queries, sizes.keys, max(depths), sizes.causal)
     kernel = _kernel(group, tiling, tensors["q"].dtype)
-    places = {name: TensorPlace.of(tensor, group) for name, tensor in tensors.items()}
+    places = {name: TensorPlace.of(tensors[name], group) for name in ("q", "k", "v", "out")}
     maps = {name: group.encode(spec) for name, spec in specs(places, tiling).items()}
-    arguments = sizes.parameters(maps, scale, 0 if logarithms is None else group.address(logarithms))
+    logarithms = group.address(tensors["logarithms"]) if "logarithms" in tensors else 0
+    arguments = sizes.parameters(maps, scale, sum(depths), group.address(tensors["claims"]), logarithms)
     grid = min(group.sm_count, tiling.tiles(sizes.queries) * sizes.heads * sizes.batch)
     return kernel.bind(grid, tiling.threads, (arguments,), shared_bytes=tiling.shared_bytes)
 
@@ -235,8 +246,9 @@ def attention(
     member, sizes, power = group or group_of(), Sizes.of(q, k, causal, offset), check_scale(scale, q.shape[3])
     out = v.new_empty((*q.shape[:3], v.shape[3]))
     logarithms = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
-    tensors = {"q": aligned(q), "k": aligned(k), "v": aligned(v), "out": out}
-    bind(member, tensors, sizes, power, logarithms, tiling)()
+    claims = torch.zeros(1, dtype=torch.int32, device=q.device)
+    tensors = {"q": aligned(q), "k": aligned(k), "v": aligned(v), "out": out, "logarithms": logarithms, "claims": claims}
+    bind(member, tensors, sizes, power, tiling)()
     return out, logarithms
 
 

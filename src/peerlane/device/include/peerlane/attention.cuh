@@ -325,10 +325,12 @@ struct AttentionTile {
 struct AttentionParameters {
     TensorMap q, k, v, out;
     float* logarithms;   // (batch, heads, queries), of sums of exponentials; or null
+    u32* claims;         // of tiles; zero before and after a launch
     float scale;         // of scores, as powers of two
     u32 batch, heads, key_heads, queries, keys;
     u32 causal;          // key j counts for query i if j <= i + offset
     int offset;
+    u32 lines_at_once;   // heads whose tiles come side by side
 };
 
 // Attention by itself.
@@ -341,19 +343,20 @@ struct Attention : Shape {
     __device__ u32 blocks() const { return (parameters.queries + Shape::queries - 1) / Shape::queries; }
     __device__ u32 tile_count() const { return blocks() * parameters.heads * parameters.batch; }
 
-    // Heads one after the other, so that those at work at a time have their keys in L2. Under a causal mask tiles differ: those with most keys first,
-    // and every second round of tiles is dealt to blocks the other way round.
+    // Blocks take the next tile when they are ready, for under a causal mask tiles differ. The last claim of a launch takes all claims back.
+    __device__ u32 claim() const {
+        const u32 index = ptx::add_relaxed_gpu(parameters.claims, 1);
+        if (index + 1 == tile_count() + gridDim.x) ptx::add_relaxed_gpu(parameters.claims, 0u - tile_count() - gridDim.x);
+        return index;
+    }
+
+    // Heads in groups whose keys stay in L2; in a group the tiles with most keys first.
     __device__ Tile tile(u32 index) const {
         const u32 lines = parameters.heads * parameters.batch;
-        u32 line, block;
-        if (parameters.causal) {
-            const u32 round = index / gridDim.x, first = round * gridDim.x;
-            if (round % 2 == 1 && first + gridDim.x <= tile_count()) index = first + gridDim.x - 1 - (index - first);
-            line = index % lines, block = blocks() - 1 - index / lines;
-        } else {
-            line = index / blocks(), block = index % blocks();
-        }
-        const int query = static_cast<int>(block * Shape::queries);
+        const u32 group = index / (parameters.lines_at_once * blocks()), first = group * parameters.lines_at_once;
+        const u32 height = min(parameters.lines_at_once, lines - first), within = index - first * blocks();
+        const u32 line = first + within % height;
+        const int query = static_cast<int>((blocks() - 1 - within / height) * Shape::queries);
         return {query, static_cast<int>(line % parameters.heads), static_cast<int>(line / parameters.heads), steps(query)};
     }
 
