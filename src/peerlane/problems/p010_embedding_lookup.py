@@ -210,8 +210,8 @@ PROBLEM = Problem(
     origin="Row-wise sharded embedding tables of recommendation models (DLRM in TorchRec) and of language models",
     summary=(
         "Rank q's local_shard (R, D) is rows q R to (q + 1) R - 1 of a table; R is the same on all ranks. indices (n,) are int64 ids of "
-        "any rows, n may differ between ranks and be 0. Returns (n, D), bit copies of the rows of the rank's ids, sorted by owner: first "
-        "those that rank 0 holds, in the order of their ids in indices, then those of rank 1, and so on. Rows of repeated ids are "
+        "any rows; n may differ between ranks and be 0. Returns (n, D): bit copies of the rows of the rank's ids, sorted by owner. The "
+        "rows of rank 0 come first, in the order of their ids in indices, then those of rank 1, and so on. Rows of repeated ids are "
         "repeated. Tables may change between calls."
     ),
     reference=reference,
@@ -270,13 +270,13 @@ PROBLEM = Problem(
         KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     graph=False,
-    graph_reason="how many rows the other ranks ask for depends on their ids, and the host must know it to exchange them",
+    graph_reason="the host must know how many rows the other ranks ask for, which depends on their ids",
     notes=(
-        "That vectors come sorted by owner and are not put back into the order of the ids is the public semantics and kept.",
-        "The public benchmark draws ids uniformly, as many on every rank; here there are ranks with few and with none, hot rows, hot "
-        "owners, and ids that are sorted.",
+        "Vectors come sorted by owner, as in the public benchmark. They are not put back into the order of the ids.",
+        "The public benchmark draws ids uniformly, and equally many on every rank. Here some ranks have few ids or none. There are hot "
+        "rows, hot owners and sorted ids.",
         "Ids out of range are not part of the interface, although the public benchmark clamps them.",
-        "Costs count different rows, since a row that is wanted twice need only be fetched once, and are means over draws of the ids.",
+        "Costs count different rows, because a row that is wanted twice is fetched once. They are means over draws of the ids.",
     ),
     speed_note="The public one reads from the device six times or more; this one reads all counts at once.",
 )

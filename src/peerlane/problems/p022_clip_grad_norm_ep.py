@@ -285,8 +285,8 @@ _LARGE: dict[str, Any] = {"max_norm": 1.0, "level": 1e-3, "clips": True}
 PRESETS = (
     preset(
         "small",
-        "lists with missing and empty entries or without any; one, two and all ranks per expert-parallel group; skipped reductions; other "
-        "gradients reduced over a part of the world; norms 1 and 2; above and below the bound; a NaN",
+        "missing and empty entries, empty lists; one, two and all ranks per expert-parallel group; skipped and partial reductions; norms 1 "
+        "and 2; above and below the bound; a NaN",
         case("grid", BF16, replicas=2, **_RAGGED),
         case("below", BF16, ep_ranks=2, **{**_RAGGED, "max_norm": 1e7, "clips": False}),
         case("all_ranks", BF16, replicas=1, **_RAGGED),
@@ -345,11 +345,11 @@ PROBLEM = Problem(
     origin="VeOmni: gradient clipping under FSDP2 with expert parallelism",
     summary=(
         "First, if ep_size > 1, every gradient of ep_grad_tensors is divided by ep_size in place. A is the sum of |g|^p (p = norm_type) "
-        "over non_ep_grad_tensors on all ranks of fsdp_group; E that over the divided ep_grad_tensors, summed over ep_fsdp_group and then "
-        "over ep_group; a group that is None skips its sum. Every rank returns n = (A + E)^(1/p), a float32 scalar; sums are float32, "
+        "over non_ep_grad_tensors on all ranks of fsdp_group. E is that sum over the divided ep_grad_tensors, first over ep_fsdp_group, "
+        "then over ep_group. A group that is None skips its sum. Every rank returns n = (A + E)^(1/p), a float32 scalar. Sums are float32, "
         "infinite beyond its range. If n > max_norm, every gradient of both lists is multiplied in place by max_norm / n, without an "
-        "epsilon; otherwise (also if n is NaN) the others keep their bits. Entries may be None or empty, lists empty. ep_size is a "
-        "divisor, and need not be the size of a group."
+        "epsilon. Otherwise, also if n is NaN, gradients that were not divided keep their bits. Entries may be None or empty, lists empty. "
+        "ep_size is a divisor, and need not be the size of a group."
     ),
     reference=reference,
     inputs=inputs,
@@ -479,12 +479,13 @@ PROBLEM = Problem(
     process_groups=process_groups,
     updates=("non_ep_grad_tensors", "ep_grad_tensors"),
     notes=(
-        "The public benchmark compares the norm alone, and its repeated calls divide the same experts' gradients until they are zero; "
-        "here divided and clipped gradients are compared as well, and gradients are fresh in every call.",
-        "One element, anywhere, makes up two thirds of the sum of powers, the list that it is not in 30 % or more, and the norm changes by "
-        "a quarter or more from call to call: neither half of the elements, nor one list, nor an earlier norm tells the whole.",
+        "The public benchmark compares the norm alone. Its repeated calls divide the same experts' gradients until they are zero. Here "
+        "divided and clipped gradients are compared as well, and gradients are fresh in every call.",
+        "One element makes up two thirds of the sum of powers, and the list without it 30 % or more. The norm changes by a quarter or more "
+        "from call to call. So half of the elements, one list, or an earlier norm do not give the answer.",
         "Experts' gradients are ep_size times as large as they count in the norm, for they are divided first.",
-        "A coefficient rounded to the gradients' dtype, as a product with a GPU scalar takes it, is right as well as a float32 one.",
-        "Of DeepSeek V3, one layer with 64 of its 256 experts, to bound memory. Experts of a layer are stacked into one tensor per weight.",
+        "A coefficient in float32 is right. So is one rounded to the gradients' dtype, as a product with a GPU scalar takes it.",
+        "The DeepSeek V3 preset has one layer with 64 of its 256 experts, to bound memory. Experts of a layer are stacked into one tensor "
+        "per weight.",
     ),
 )

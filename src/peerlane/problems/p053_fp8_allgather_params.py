@@ -90,7 +90,7 @@ def _gathered(case: Case, vectors: list[torch.Tensor], inputs: Arguments, rank: 
 PRESETS = (
     preset(
         "small",
-        "histories of 1 to 16 entries, ranks of unlike scale, an outlier, ties between codes, tiny, floored and zero shards, NaN, infinity",
+        "histories of 1 to 16 entries, different scales, an outlier, ties between codes, tiny, floored and zero shards, NaN, infinity",
         case("history_4_bf16", BF16, shard=37, history=4),
         case("history_16_fp32", FP32, shard=37, history=16),
         case("history_1_fp32", FP32, shard=37, history=1),
@@ -148,7 +148,7 @@ PROBLEM = Problem(
     origin="The FP8 parameter all-gather of FSDP2 in torchao, with the amax history of NVIDIA Transformer Engine",
     summary=(
         "Every rank drops the oldest entry (the first) of its amax_history and appends max|x| of its flat_param_shard. Its scale is "
-        "s = max(largest entry, 1e-12) / 448 in float32; its parameters become float8_e4m3fn(x / s) times s, rounded to their dtype. Every "
+        "s = max(largest entry, 1e-12) / 448 in float32. Its parameters become float8_e4m3fn(x / s) times s, rounded to their dtype. Every "
         "rank returns all ranks' parameters in rank order (W p elements), and its own new history. Scales differ between ranks. NaN or "
         "infinity in a shard makes that whole shard NaN, and no other."
     ),
@@ -182,11 +182,11 @@ PROBLEM = Problem(
     excused={"another_rank/full": "all ranks have the same parameters"},
     replicated=("full",),
     notes=(
-        "The public benchmark's history is constant and tiny, so that it never decides, and all ranks have nearly the same amax. Here the "
-        "oldest entry is the largest and is dropped, another of the old ones decides the scale on every other rank and the current amax on "
-        "the rest, and ranks' scales differ.",
-        "Codes and scales may travel and be decoded where they arrive: the bits are the same. A quotient within 2^-20 of a tie, "
-        "relatively, may be rounded either way, and so may the last rounding of a product that near to a tie.",
+        "The public benchmark's history is constant and tiny, so it never decides, and all ranks have nearly the same amax. Here the "
+        "oldest entry is the largest and is dropped. Another old entry decides the scale on every other rank, and the current amax on the "
+        "rest. Scales differ between ranks.",
+        "Codes and scales may travel and be decoded where they arrive: the bits are the same. A quotient within 2^-20 of a tie may be "
+        "rounded either way. So may the last rounding of a product that near to a tie.",
         "The scale is computed in float32 from the history, whatever its dtype.",
     ),
 )

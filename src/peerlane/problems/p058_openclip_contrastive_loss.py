@@ -142,8 +142,8 @@ def oracle(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> Expected
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
     """The loss is a sum of positive terms, rounded once: a relative error.
 
-    In bfloat16 logits may be rounded, before and after the bias is added. These errors are independent and of 0.41 u each (root mean
-    square), so that 3 u times the magnitude are seven standard deviations of their sum. In float32: 1e-5 for a sum in any order.
+    In bfloat16 logits may be rounded, before and after the bias is added. These errors are independent, with a root mean square of 0.41 u
+    each. So 3 u times the magnitude are seven standard deviations of their sum. In float32 a sum in any order errs by less than 1e-5.
     """
     u = UNIT_ROUNDOFF[case.dtype]
     return {"loss": Tolerance(relative=1e-5 if case.dtype == FP32 else 2 * u, magnitude=3 * u)}
@@ -362,10 +362,10 @@ PROBLEM = Problem(
     parallelism=("data",),
     origin="OpenCLIP's SigLipLoss: texts exchanged between neighbours, logits never gathered",
     summary=(
-        "image_features and text_features (B, D) are the rank's pairs. With z = logit_scale I T^T + logit_bias against the texts of every "
-        "rank of the group (the world if None), every rank returns, as a scalar in the features' dtype, its own loss: 1/B times the sum of "
-        "softplus(z) over all images and texts, with softplus(-z) for the rank's own pairs (its own diagonal). softplus(t) = log(1 + e^t). "
-        "There is no reduction over ranks. Logits may be rounded to the features' dtype; the sum is accumulated in float32."
+        "image_features and text_features (B, D) are the rank's pairs. z = logit_scale I T^T + logit_bias, against the texts of every "
+        "rank of the group (the world if None). Every rank returns its own loss, a scalar in the features' dtype: 1/B times the sum of "
+        "softplus(z) over all images and texts. The rank's own pairs (its own diagonal) count with softplus(-z). softplus(t) = log(1 + "
+        "e^t). There is no reduction over ranks. Logits may be rounded to the features' dtype; the sum is accumulated in float32."
     ),
     reference=reference,
     inputs=inputs,
@@ -441,17 +441,17 @@ PROBLEM = Problem(
     ),
     process_groups=group_layout,
     notes=(
-        "The public benchmark's features are uncorrelated and of scale 10 and bias -10, so that the loss is 10 on every rank and in every "
-        "call, whatever the texts of other ranks are. Here pairs match, and some images and texts are near one of many subjects, in "
-        "numbers that differ from rank to rank, so that every rank's texts count, and no moments of a few clusters stand for them.",
+        "The public benchmark's features are uncorrelated, of scale 10 and bias -10. So the loss is 10 on every rank and in every call, "
+        "whatever the texts of other ranks are. Here pairs match, and some images and texts are near one of many subjects. Their numbers "
+        "differ from rank to rank. So every rank's texts count, and moments of a few clusters do not replace them.",
         "The public reference rounds every step to bfloat16, the sum over blocks too. Here softplus and the sums are in float32; rounded "
         "logits are accepted. Float32 cases of the same shapes give the scalar the resolution that bfloat16 lacks.",
-        "In bfloat16 channels differ in size by powers of two, images' one way and texts' the other: logits are those of unit vectors, but "
+        "In bfloat16 channels differ in size by powers of two, images' one way and texts' the other. Logits are those of unit vectors, but "
         "features do not fit codes of 8 bits.",
-        "The public reference exchanges texts with both neighbours in turn; ours gathers them: the same bytes in one collective.",
+        "The public reference exchanges texts with both neighbours in turn. This one gathers them: the same bytes in one collective.",
     ),
     speed_note=(
-        "The public one swaps texts with neighbours round by round, with a product and a loss for each rank's texts; this one gathers "
+        "The public one swaps texts with neighbours round by round, with a product and a loss for each rank's texts. This one gathers "
         "all texts at once and computes one product."
     ),
 )

@@ -116,11 +116,13 @@ def oracle(case: Case, inputs: Arguments, rank: int) -> Expected:
 def tolerance(case: Case) -> Mapping[str, Tolerance]:
     """Magnitude is the size of the experts' rows in the channel, added with the weights: see :func:`combine`.
 
-    A chosen logit errs by u / 2, the others by up to 2 u, and a probability by u, all of which a row has in common; an expert's row errs by
-    about u normwise (four roundings within it, averaged over the depth of the last product, and its own) and the weighted sum by u / 2
-    more. That makes 1.5 u over many rows, 2.5 u over few, and up to 5 u in one, where the largest channels outweigh the others; the bounds
-    are twice that, and a quarter more with low-rank factors. An element may be five standard deviations off, and
-    on GPUs it was seen to be half as much again. In float32 the order of sums takes the place of rounding: 16 unit roundoffs.
+    u is the unit roundoff of the dtype. A chosen logit errs by u / 2, and another one by up to 2 u. A probability errs by u, which all
+    channels of a row share. An expert's row errs by about u in its norm, from four roundings within the expert and its own. The weighted
+    sum errs by u / 2 more.
+
+    Together that is 1.5 u over many rows and 2.5 u over few. It is up to 5 u in one row whose largest channels outweigh the others. The
+    bounds are twice that, and a quarter more with low-rank factors. An element may be off by five standard deviations; on GPUs it was half
+    as much again. In float32 the order of sums takes the place of rounding, with 16 unit roundoffs.
     """
     u = UNIT_ROUNDOFF[case.dtype] * (16 if case.dtype == FP32 else 1)
     room = 1.25 if "low_rank" in case.params else 1.0
@@ -368,26 +370,27 @@ def known_wrong_answers(presets: Sequence[Preset]) -> tuple[KnownWrongAnswer, ..
 
 
 ROUTING = (
-    "Tokens x (T, H), hidden_states with its leading axes flattened, have probabilities softmax(x gate_weight^T + gate_bias) over the E "
-    "experts; the top_k largest are the weights, as they are, of a token's experts. Rank q of the group (P ranks; the world if None) holds "
-    "experts [q E/P, (q+1) E/P), which are all the same function: "
+    "Tokens x (T, H) are hidden_states with its leading axes flattened. Their probabilities are softmax(x gate_weight^T + gate_bias) over "
+    "the E experts. A token goes to its top_k experts; their probabilities, as they are, are its weights. The group has P ranks and is "
+    "the world if None. Rank q holds experts [q E/P, (q+1) E/P). All its experts are the same function: "
 )
 SWIGLU = "down(silu(gate(z)) * up(z)) with its three layers. "
 RESULT = (
     "Returns (T, H) in the inputs' dtype: for every token the sum of its weights times its experts' results. Every rank routes by its own "
-    "router; T may differ from rank to rank and be 0. Logits, probabilities and everything after them may be rounded or kept wider."
+    "router. T may differ from rank to rank and be 0. Logits, probabilities and everything after them may be rounded or kept wider."
 )
 NOTES = (
-    "The public benchmark's logits have a standard deviation of 32, so that nearly all weight is on one expert and half of the rows could "
-    "be left out unseen, while another rounding of a logit changes the answer. Here logits are planted: those of the chosen experts lie "
-    "between -0.9 and 0.9, all others are lower by at least half a unit, a hundred times the error of bfloat16, and the experts that are "
-    "not chosen have about as much weight as those that are. In one case all logits are about 104, in steps of a half, which rounding to "
-    "bfloat16 does not change.",
-    "The router is the same on all ranks, as in a model, but for a case with one per rank; the public benchmark always has the latter.",
-    "Experts keep the size of their input, where the public benchmark's are mostly bias. Channels of tokens, and of results, differ in "
-    "size by powers of two, from 1/16 to 16; what reads the tokens makes up for it, and elements are compared in units of their channel.",
-    "Comparison is by row and over all, where the public benchmark's is by element, so that fused and wider computations pass. The order "
-    "of a token's sum is free.",
+    "The public benchmark's logits have a standard deviation of 32, so nearly all weight is on one expert. Half of the rows could be left "
+    "out unseen, while another rounding of a logit changes the answer.",
+    "Here logits are planted. Those of the chosen experts lie between -0.9 and 0.9. All others are lower by at least half a unit, a "
+    "hundred times the error of bfloat16. The chosen experts have about half of the weight.",
+    "In one case all logits are about 104, in steps of a half. Rounding to bfloat16 does not change these.",
+    "All ranks have the same router, as in a model. One case has a router per rank, as the public benchmark always has.",
+    "Experts keep the size of their input, where the public benchmark's are mostly bias.",
+    "Channels of tokens and results differ in size by powers of two, from 1/16 to 16. The weights that read the tokens compensate. "
+    "Elements are compared in units of their channel.",
+    "Comparison is by row and over all, where the public benchmark's is by element. So fused and wider computations pass. The order of a "
+    "token's sum is free.",
 )
 
 
