@@ -13,6 +13,7 @@ from peerlane import cli, problems
 from peerlane.cli._console import ExitCode
 from peerlane.errors import UsageError
 from peerlane.evaluate import discover
+from peerlane.scaffolds import scaffold
 
 
 @pytest.mark.parametrize("backend", ["kit", "cuda", "triton", "pytorch"])
@@ -47,8 +48,17 @@ def test_what_is_there_stays_unless_it_is_to_be_replaced(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"), [(["54"], "begin with --backend pytorch"), (["1", "--backend", "c"], "expected one of kit")]
+    ("arguments", "says"), [(["56"], "begin with --backend pytorch"), (["1", "--backend", "c"], "expected one of kit")]
 )
 def test_what_cannot_be_written_says_why(arguments: list[str], says: str, tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["new", *arguments, "--out", str(tmp_path / "new.py")])
     assert isinstance(done.exception, UsageError) and says in str(done.exception) and not list(tmp_path.iterdir())
+
+
+def test_no_name_of_a_file_is_defined_twice() -> None:
+    """A reference's helper would replace a function that the scaffold calls."""
+    for problem in problems.suite():
+        if problem.id != 56:
+            body = ast.parse(scaffold(problem, "kit")).body
+            names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+            assert len(names) == len(set(names)), problem.id

@@ -10,7 +10,7 @@ from peerlane.problems.contract.spec import Problem
 
 BACKENDS = ("kit", "cuda", "triton", "pytorch")
 _HERE = Path(__file__).parent
-_POINT_TO_POINT = re.compile(r"\bdist\.(P2POp|isend|irecv|send|recv|batch_isend_irecv)\b")
+_ONE_SIDED = re.compile(r"\bdist\.(send|recv)\b")
 _ENDING = {"kit": "cuda"}
 _ABOUT = {
     "kit": "One kernel of the device kit moves all data. It runs on emulated ranks, a virtual node and a node: see docs/laptop.md.",
@@ -28,7 +28,8 @@ def scaffold_name(problem: Problem, backend: str) -> str:
 def scaffold(problem: Problem, backend: str, variant: str = "default") -> str:
     """The source of a candidate with the problem's signature, which is right as it comes.
 
-    Raises :class:`UsageError` for a backend that is none, and where the reference sends from rank to rank, which only ``pytorch`` does.
+    Raises :class:`UsageError` for a backend that is none, and where two ranks of the reference talk while the others do not call:
+    only ``pytorch`` does so.
     """
     from peerlane.problems.reference_source import reference_source
 
@@ -38,21 +39,27 @@ def scaffold(problem: Problem, backend: str, variant: str = "default") -> str:
     head = f'"""Problem {problem.id}: {problem.title}.\n\n{_ABOUT[backend]}\nReplace it step by step by kernels that are faster.\n"""\n\n'
     if backend == "pytorch":
         return head + reference
-    if (found := _POINT_TO_POINT.search(reference)) is not None:
+    if (found := _ONE_SIDED.search(reference)) is not None:
         raise UsageError(
-            f"--backend {backend} got problem {problem.id}, whose reference sends from rank to rank ({found[0]}): expected collectives; "
-            "begin with --backend pytorch"
+            f"--backend {backend} got problem {problem.id}, whose reference calls {found[0]} on two ranks alone: expected calls that all "
+            "ranks of a group make; begin with --backend pytorch"
         )
     imports, rest = _split(reference)
     text = (_HERE / f"{backend}.txt").read_text(encoding="utf-8")
     own, code = _split(text)
     first = ["from __future__ import annotations\n", "\nfrom types import SimpleNamespace\n"]
     lines = sorted({*imports, "import torch\n"} - {"import torch.distributed as dist\n", *first})
-    return "".join([head, *first, "".join(["\n", *lines, *own]), "\n", code, "\n\n", _collectives(), "\n\n", rest])
+    return "".join([head, *first, "".join(["\n", *lines, *own]), "\n", code, "\n\n", _collectives(reference), "\n\n", rest])
 
 
-def _collectives() -> str:
-    return (_HERE / "collectives.txt").read_text(encoding="utf-8")
+def _collectives(reference: str) -> str:
+    """The stand-in for torch.distributed, with the functions that the reference calls."""
+    head, *functions = (_HERE / "collectives.txt").read_text(encoding="utf-8").split("    @staticmethod\n    def ")
+    named = {function.partition("(")[0]: function for function in functions}
+    called = set(re.findall(r"\bdist\.(\w+)", reference))
+    while more := set(re.findall(r"\bdist\.(\w+)", "".join(named[name] for name in called & named.keys()))) - called:
+        called |= more
+    return "    @staticmethod\n    def ".join([head, *(function for name, function in named.items() if name in called)]).rstrip() + "\n"
 
 
 def _split(source: str) -> tuple[list[str], str]:
