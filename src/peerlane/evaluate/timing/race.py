@@ -25,6 +25,7 @@ _JUDGING_S = 0.5  # for comparing the outputs of a race: oracles may take longer
 _RECHECKED_SHARE = 1 / 3
 _FEWEST_COMPARED = 2
 _USUAL_ROUNDS = 30
+_HOPELESS = 1.5  # times the budget, by an estimate from so few rounds
 _MOST_WAITING_BYTES = 4 << 30
 _dice = random.SystemRandom()
 
@@ -100,8 +101,13 @@ class Race(Rounds):
             return False
         if passed_s >= budget_s:
             return True
+        if count % _ROUNDS_PER_LOOK:
+            return False
         target = self.rules.offset_half_width if self.side == "reference" else self.rules.target_half_width[self.mode]
-        return count % _ROUNDS_PER_LOOK == 0 and self.ratio().half_width <= target
+        half_width = self.ratio().half_width
+        # The interval narrows with the square root of the rounds: where the budget cannot do, no more of it is spent.
+        hopeless = count >= _USUAL_ROUNDS and passed_s * (half_width / target) ** 2 > _HOPELESS * budget_s
+        return half_width <= target or hopeless
 
     def prepare(self) -> None:
         """Draws a new plan and has both sides build their blocks; graphs are captured and replayed once."""
