@@ -60,9 +60,15 @@ def recorded_roles() -> Iterator[None]:
             os.environ[_ROLES] = before
 
 
-def has_sm_partition() -> bool:
-    """True where MPS gives this process a fixed share of the SMs (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE): the device then reports its share."""
-    return os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100") not in ("", "100")
+RANKS_PER_GPU = "PEERLANE_RANKS_PER_GPU"
+
+
+def ranks_per_gpu() -> int:
+    """How many ranks may share this process's GPU, those of other groups included: PEERLANE_RANKS_PER_GPU, else 1."""
+    given = os.environ.get(RANKS_PER_GPU, "1")
+    if not given.isdecimal() or not int(given):
+        raise UsageError(f"{RANKS_PER_GPU}={given}: expected a number of at least 1")
+    return int(given)
 
 
 def thunderkittens_root() -> Path | None:

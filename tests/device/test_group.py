@@ -37,11 +37,11 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ranks_that_share_a_device_share_its_sms() -> None:
-    assert shares([("a", "gpu0", 132), ("a", "gpu1", 114)], partitioned=False) == (1, 114)
-    assert shares([("a", "gpu0", 132)] * 4, partitioned=False) == (4, 33)
-    assert shares([("a", "gpu0", 32)] * 4, partitioned=True) == (4, 32)
+    assert shares([("a", "gpu0", 132), ("a", "gpu1", 114)]) == (1, 114)
+    assert shares([("a", "gpu0", 132)] * 4) == (4, 33)
+    assert shares([("a", "gpu0", 132)] * 2, at_least=4) == (4, 33), "two other ranks are in another group"
     with pytest.raises(UsageError, match=r"ranks \[2\] are on another host than rank 0"):
-        shares([("a", "gpu0", 132), ("a", "gpu1", 132), ("b", "gpu0", 132)], partitioned=False)
+        shares([("a", "gpu0", 132), ("a", "gpu1", 132), ("b", "gpu0", 132)])
 
 
 def test_the_ranks_of_a_destroyed_process_group_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

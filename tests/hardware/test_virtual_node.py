@@ -128,6 +128,7 @@ def test_ranks_get_their_device_and_a_name_of_their_own() -> None:
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         "CUDA_MPS_PIPE_DIRECTORY": environments[1]["CUDA_MPS_PIPE_DIRECTORY"],
         "CUDA_MPS_LOG_DIRECTORY": environments[1]["CUDA_MPS_LOG_DIRECTORY"],
+        "PEERLANE_RANKS_PER_GPU": "4",
     }
     assert node.describe() == {"node_kind": "virtual", "ranks_per_gpu": 4, "sharing": "mps", "baseline": "peerlane"}
     assert VirtualNode(4, 4, "time_slices").describe()["node_kind"] == "node"

@@ -53,9 +53,7 @@ class ProcessGroupRanks(CudaGroup):
         self.runs_together = True
         properties = torch.cuda.get_device_properties(self.device)
         seen = self.exchange([host_name(), str(properties.uuid), properties.multi_processor_count])
-        self.ranks_per_device, self.sm_count = shares(
-            [(host, device, count) for host, device, count in seen], partitioned=settings.has_sm_partition()
-        )
+        self.ranks_per_device, self.sm_count = shares([(host, device, count) for host, device, count in seen], settings.ranks_per_gpu())
         self.takes_turns = not settings.runs_under_mps()
 
     def exchange(self, value: Small) -> list[Small]:
@@ -101,18 +99,18 @@ class StoreExchange:
         return found
 
 
-def shares(members: Sequence[tuple[str, str, int]], *, partitioned: bool) -> tuple[int, int]:
-    """Ranks of the fullest device and SMs of the smallest share, from every rank's host, device and the SMs that it says it has.
+def shares(members: Sequence[tuple[str, str, int]], at_least: int = 1) -> tuple[int, int]:
+    """Ranks of the fullest device and SMs of the smallest share, from every rank's host, device and number of SMs.
 
-    Where devices are partitioned (``CUDA_MPS_ACTIVE_THREAD_PERCENTAGE``), what a device says is a rank's share already. Raises UsageError
-    unless all ranks are on one host."""
+    ``at_least`` as many ranks are on every device, for other groups' kernels wait on its SMs as well. Raises UsageError unless all ranks
+    are on one host."""
     hosts = [host for host, _, _ in members]
     if len(set(hosts)) != 1:
         elsewhere = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
         raise UsageError(f"ranks {elsewhere} are on another host than rank 0; a group spans one node: pass a group of one host's ranks")
     devices = [device for _, device, _ in members]
-    on = {device: devices.count(device) for device in devices}
-    return max(on.values()), min(max(1, count // (1 if partitioned else on[device])) for _, device, count in members)
+    on = {device: max(at_least, devices.count(device)) for device in devices}
+    return max(on.values()), min(max(1, count // on[device]) for _, device, count in members)
 
 
 class IpcMemory:

@@ -24,7 +24,7 @@ from typing import Literal, Self
 
 from peerlane.errors import HarnessError, UsageError
 from peerlane.hardware import _mps_watcher
-from peerlane.settings import shared_gpu_environment
+from peerlane.settings import RANKS_PER_GPU, shared_gpu_environment
 
 CONTROL = "nvidia-cuda-mps-control"
 START_LIMIT_S, END_LIMIT_S, READY_LIMIT_S, ASK_LIMIT_S, POLL_S = 15.0, 10.0, 10.0, 2.0, 0.1
@@ -81,7 +81,9 @@ class VirtualNode:
         MPS gives no rank a percentage of its own: the SMs behind the percentages of several clients overlap, so that kernels which wait
         for each other could each hold the SMs of another one. Kernels of the kit take a share of all SMs instead (``Group.sm_count``).
         """
-        environment = shared_gpu_environment(f"rank{rank}") if self.ranks_per_gpu > 1 else {}
+        environment: dict[str, str] = {}
+        if self.ranks_per_gpu > 1:
+            environment = {**shared_gpu_environment(f"rank{rank}"), RANKS_PER_GPU: str(self.ranks_per_gpu)}
         return environment | (daemon.environment if daemon is not None else {})
 
     @property
