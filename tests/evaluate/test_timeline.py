@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from peerlane.errors import UsageError
+from peerlane.evaluate.audit.recorder import Recording
 from peerlane.evaluate.audit.timeline import HOST_LANE, Span, Timeline, perfetto, timeline_of
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.report.timeline import draw_timelines, shares_table
@@ -27,7 +29,7 @@ def span(kind: str, start: float, end: float, rank: int = 0, lane: int = 7) -> S
 def test_times_start_with_the_first_event_on_a_device_and_kinds_come_from_names_and_code() -> None:
     answers = [
         answer(["aten::mm", -1, 900, 950], ["gemm", 7, 1_000, 3_000], ["ncclDevKernel_AllReduce", 8, 2_000, 4_000]),
-        answer(["fused", 7, 1_500, 5_500], ["c10d::allreduce_", -1, 1_000, 1_100]),
+        answer(["fused", 7, 1_500, 5_500], ["exchange_packets", 7, 5_500, 5_600], ["c10d::allreduce_", -1, 1_000, 1_100]),
     ]
     timeline = timeline_of(answers, 1, {"fused": {"sm_load_store"}, "gemm": set()}, LABELS)
     assert {(item.name, item.kind) for item in timeline.spans} == {
@@ -35,9 +37,34 @@ def test_times_start_with_the_first_event_on_a_device_and_kinds_come_from_names_
         ("gemm", "compute"),
         ("ncclDevKernel_AllReduce", "communication"),
         ("fused", "both"),
+        ("exchange_packets", "communication"),
         ("c10d::allreduce_", "communication"),
     }
     assert [(item.start_us, item.end_us) for item in timeline.timed_spans(0)] == [(0.0, 2.0), (1.0, 3.0)]
+
+
+class Recorded:
+    """An event as the profiler gives it."""
+
+    def __init__(self, name: str, device: Any, start: int, correlation: int = 0) -> None:
+        self.name, self.device_type, self.start_ns = (lambda: name), (lambda: device), (lambda: start)
+        self.correlation_id, self.duration_ns = (lambda: correlation), (lambda: 5)
+        self.is_user_annotation, self.device_resource_id = (lambda: False), (lambda: 7)
+
+
+def test_what_is_launched_before_the_calls_is_left_out_even_if_it_runs_later() -> None:
+    cpu, gpu = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
+    events = [
+        Recorded("cudaLaunchKernel", cpu, 10, 1),
+        Recorded("word:calls", cpu, 20),
+        Recorded("aten::mm", cpu, 21, 1),  # operators are numbered by themselves
+        Recorded("cudaGraphLaunch", cpu, 22, 2),
+        Recorded("barrier", gpu, 30, 1),
+        Recorded("gemm", gpu, 40, 2),
+    ]
+    record = Recording("word")
+    record.keep_events(events, "word")
+    assert record.message["events"] == [["gemm", 7, 40, 45], ["aten::mm", -1, 21, 26], ["cudaGraphLaunch", -1, 22, 27]]
 
 
 def stamped(*stamps: Any, events: Any) -> dict[str, Any]:

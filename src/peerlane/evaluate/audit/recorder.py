@@ -10,6 +10,7 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -63,8 +64,13 @@ def _configuration() -> Any:
 class Recording:
     """What ran between the two ends of :func:`recording`, as a message for the supervisor."""
 
-    def __init__(self) -> None:
+    def __init__(self, marker: str = "") -> None:
         self.message: dict[str, Any] = {}
+        self._marker = marker
+
+    def mark_calls(self) -> AbstractContextManager[Any]:
+        """Of a timeline: only what the device does for launches in here is kept, if this is entered."""
+        return _Mark(f"{self._marker}:calls")
 
     def keep(self, events: list[Any], marker: str, before: int, after: int) -> None:
         """Counts the events' names: ``host`` and ``device``; ``marked`` says whether both marks are among them."""
@@ -75,6 +81,7 @@ class Recording:
                 host[event.name()[:NAME_CHARACTERS]] += 1
             elif not event.is_user_annotation():
                 device[event.name()[:NAME_CHARACTERS]] += 1
+        host.pop(f"{marker}:calls", 0)
         marked = host.pop(f"{marker}:begin", 0) == 1 and host.pop(f"{marker}:end", 0) == 1
         self.message = {
             "host": dict(host.most_common(MOST_NAMES)),
@@ -85,13 +92,22 @@ class Recording:
         }
 
     def keep_events(self, events: list[Any], marker: str) -> None:
-        """Adds ``events``: name, lane (the stream, or that of the host), start and end in nanoseconds of the host's clock."""
+        """Adds ``events``: name, lane (the stream, or that of the host), start and end in nanoseconds of the host's clock.
+
+        Of launches before the mark of :meth:`mark_calls`, such as those of the barrier in front of a block, there are none.
+        """
         found = []
+        begin_ns = next((event.start_ns() for event in events if event.name() == f"{marker}:calls" and event.device_type() == _CPU), 0)
+        launches = {  # calls of the CUDA runtime and driver; operators are numbered by themselves
+            event.correlation_id(): event.start_ns() for event in events if event.device_type() == _CPU and event.name().startswith("cu")
+        }
         for event in events:
             name, on_host = event.name()[:NAME_CHARACTERS], event.device_type() == _CPU
             if event.is_user_annotation() or name.startswith(marker):
                 continue
             start = event.start_ns()
+            if (start if on_host else launches.get(event.correlation_id(), start)) < begin_ns:
+                continue
             found.append([name, HOST_LANE if on_host else int(event.device_resource_id()), start, start + event.duration_ns()])
         found.sort(key=lambda event: (event[1] == HOST_LANE, event[2]))  # if there are too many, those of the host go
         self.message["events"] = found[:MOST_EVENTS]
@@ -113,7 +129,7 @@ def recording(device: torch.device, marker: str, *, timeline: bool = False) -> I
 
     ``marker``: a word that nobody can know beforehand, set at both ends. ``timeline``: the events themselves are kept too.
     """
-    result = Recording()
+    result = Recording(marker)
     on_gpu = device.type == "cuda"
     activities = {_Activity.CPU, _Activity.CUDA} if on_gpu else {_Activity.CPU}
     if on_gpu:

@@ -148,13 +148,23 @@ class Timeline:
 def timeline_of(answers: Sequence[Message], calls: int, mechanisms: Mapping[str, Iterable[str]], labels: dict[str, Any]) -> Timeline:
     """From what the ranks answered to a request with ``timeline``; raises GroupFailure for anything else.
 
-    ``mechanisms``: of kernels whose code was found, what in it moves data between ranks; such a kernel does both.
+    ``mechanisms``: of kernels whose code was found, what in it moves data between ranks; such a kernel does both. The kit's collectives
+    communicate, like NCCL's.
     """
+    from peerlane.device.kernels import KERNELS  # which needs torch; ranks import this module
+
     recorded = [(rank, *event) for rank, answer in enumerate(answers) for event in _events(answer, rank)]
     begin = min((start for _, _, lane, start, _ in recorded if lane != HOST_LANE), default=None)
     begin = min((start for _, _, _, start, _ in recorded), default=0) if begin is None else begin
     spans = [
-        Span(name, rank, lane, _kind(name, lane, mechanisms), (start - begin) / 1e3, (end - begin) / 1e3)
+        Span(
+            name,
+            rank,
+            lane,
+            "communication" if name in KERNELS else _kind(name, lane, mechanisms),
+            (start - begin) / 1e3,
+            (end - begin) / 1e3,
+        )
         for rank, name, lane, start, end in sorted(recorded, key=lambda item: item[3])
     ]
     return Timeline(len(answers), calls, tuple(spans), labels, _place_roles(answers, recorded, begin))

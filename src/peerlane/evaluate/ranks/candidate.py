@@ -282,10 +282,13 @@ class CandidateRank(Rank):
         return {}
 
     def profile_block(self, request: Message) -> dict[str, Any]:
-        """The block that was prepared, recorded and without clocks; what its calls returned."""
-        attached = self._spaces[request["space"]]
-        with recording(self.device, request["marker"], timeline=request["timeline"]) as record:
-            self.prepared.profile()
+        """The block that was prepared, recorded and without clocks; what its calls returned. Ranks begin a ``timeline`` together."""
+        attached, timeline = self._spaces[request["space"]], request["timeline"]
+        with recording(self.device, request["marker"], timeline=timeline) as record:
+            if timeline:
+                self.prepared.profile_together(record.mark_calls())
+            else:
+                self.prepared.profile()
         return {"recordings": [record.message], "outputs": attached.outputs.descriptions}
 
     def loaded_code(self, request: Message) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import abc
 import gc
 import itertools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ _all_reduce = dist.all_reduce
 _collectives = collectives
 _collect, _gc_enable, _gc_disable = gc.collect, gc.enable, gc.disable
 COPIES_RUNS = 3
+_NO_MARK: AbstractContextManager[Any] = nullcontext()
 
 Solution = Callable[..., Tree]
 
@@ -97,13 +99,14 @@ class Block(abc.ABC):
         evict()
         synchronize_all()
 
-    def run(self) -> dict[str, Any]:
+    def run(self, mark: AbstractContextManager[Any] = _NO_MARK) -> dict[str, Any]:
         """One block behind a barrier of all ranks, until this process's devices are idle: ``events_us``, and ``collectives``, which is how
-        many the process groups counted in the calls, captured ones included."""
+        many the process groups counted in the calls, captured ones included. ``mark`` is entered while the calls are launched."""
         try:
             _all_reduce(self._barrier)
             counted = -_collectives()
-            start, end = self._launch()
+            with mark:
+                start, end = self._launch()
             counted += _collectives()
             synchronize_all()
         finally:
@@ -118,6 +121,11 @@ class Block(abc.ABC):
     def profile(self) -> None:
         """The same, to be recorded."""
         self.warm()
+
+    def profile_together(self, mark: AbstractContextManager[Any]) -> None:
+        """One block as it is timed, to be recorded: what is launched inside ``mark`` are its calls."""
+        self.ready()
+        self.run(mark)
 
 
 class EagerBlock(Block):
@@ -183,6 +191,10 @@ class GraphBlock(Block):
         """Captured anew before, so that a record of the host has the calls."""
         self._capture()
         super().profile()
+
+    def profile_together(self, mark: AbstractContextManager[Any]) -> None:
+        self._capture()
+        super().profile_together(mark)
 
     def latest(self) -> list[torch.Tensor]:
         return [item.tensor() for item in self._kept]
