@@ -49,6 +49,7 @@ TWINS = [
     (65, "uneven_bf16", "for counts in (counts_received, counts_sent)", "for counts in (counts_sent, counts_received)"),
     (66, "uneven", "index_add_(0, seed_inverse_ids, received)", "index_add_(0, seed_inverse_ids.flip(0), received)"),
     (67, "uneven_bf16", "result, rows[order], received", "result, rows, received"),
+    (70, "unequal_batches", "peers.barrier(1 + blockIdx.x, epoch);", "peers.signal_all(1 + blockIdx.x, epoch);"),
     (71, "four_taps_bf16", "edge && after >= 0", "edge && after > 1"),
     (81, "single_bf16", "peers.signal(arena.rank, blockIdx.x, epoch);", "peers.signal(arena.rank, 0, epoch);"),
     (72, "short_bf16", "2 * WORLD_SIZE - 1 - rank", "WORLD_SIZE + rank"),

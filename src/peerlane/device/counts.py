@@ -54,6 +54,12 @@ def share_counts(group: Group, counts: torch.Tensor | Sequence[int]) -> list[lis
     """Collective: every rank's counts, an int64 vector on the device or up to eight integers; as many on all ranks.
 
     Waits for the current stream, so it cannot be captured."""
+    found = share_table(group, counts).tolist()
+    return [found[first : first + len(counts)] for first in range(0, len(found), len(counts))]
+
+
+def share_table(group: Group, counts: torch.Tensor | Sequence[int]) -> torch.Tensor:
+    """The same as one vector of the host, which is written again by the next call for as many counts."""
     launch, out = _bound(group, len(counts))
     if isinstance(counts, torch.Tensor):
         launch(counts=counts.to(torch.int64).contiguous(), out=out)
@@ -61,5 +67,4 @@ def share_counts(group: Group, counts: torch.Tensor | Sequence[int]) -> list[lis
         launch(counts=None, given=counts, out=out)
     if group.device.type == "cuda":
         torch.cuda.current_stream().synchronize()
-    found = out.tolist()
-    return [found[first : first + len(counts)] for first in range(0, len(found), len(counts))]
+    return out
