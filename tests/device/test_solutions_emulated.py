@@ -53,6 +53,9 @@ TWINS = [
     (71, "four_taps_bf16", "edge && after >= 0", "edge && after > 1"),
     (81, "single_bf16", "peers.signal(arena.rank, blockIdx.x, epoch);", "peers.signal(arena.rank, 0, epoch);"),
     (72, "short_bf16", "2 * WORLD_SIZE - 1 - rank", "WORLD_SIZE + rank"),
+    (69, "ragged_bf16", "peers.wait_all(0, epoch);", ""),
+    (85, "uneven_fp32", "for rank in range(parts)", "for rank in reversed(range(parts))"),
+    (86, "quintic_bf16", "kit.all_reduce(gram)", "first or kit.all_reduce(shard.square().sum())"),
     (73, "scaled_fp32", "target / args.columns == q", "target / args.columns == arena.rank"),
 ]
 """Of a solution and a case: what stands in its kernel, and what a careless author would write."""
