@@ -30,8 +30,7 @@ extern "C" __global__ void __launch_bounds__(256)
     __shared__ u32 scratch[32];
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
     const Peers<WORLD_SIZE> peers(arena, args.flags);
-    if (blockIdx.x == 0) peers.acknowledge_all(0, epoch);
-    peers.wait_all(0, epoch);  // their callers have read the ranks of the launch before
+    // Counts have been shared since the callers of all ranks read the result before: it may be overwritten.
     const u32 team = LONG_ROWS ? 0 : threadIdx.x / warp_threads, teams = LONG_ROWS ? 1 : blockDim.x / warp_threads;
     const u32 thread = LONG_ROWS ? threadIdx.x : Warp{}.thread(), threads = LONG_ROWS ? blockDim.x : warp_threads;
     for (u32 row = team * gridDim.x + blockIdx.x; row < args.rows; row += gridDim.x * teams) {
@@ -51,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(256)
         above = LONG_ROWS ? block_reduce(above, add, scratch) : warp_reduce(above, add);
         if (thread < WORLD_SIZE) reinterpret_cast<u64*>(arena.peer(thread, args.out))[args.first + row] = above + 1;
     }
-    peers.barrier(1 + blockIdx.x, epoch);
+    peers.barrier(blockIdx.x, epoch);
 }
 """
 RANK_SCORES = DeclaredKernel(
@@ -68,7 +67,7 @@ def rank_scores(group: Group, capacity: int, negatives: int, dtype: torch.dtype)
         grid=group.sm_count,
         block=min(256, group.max_threads),
         defines={"ELEMENT": element_type(dtype), "LONG_ROWS": int(negatives > WARP_COLUMNS)},
-        sizes={"flags": 1 + group.sm_count, "out": 8 * capacity},
+        sizes={"flags": group.sm_count, "out": 8 * capacity},
         negatives=negatives,
     )
 

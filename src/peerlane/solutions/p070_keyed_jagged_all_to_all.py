@@ -27,7 +27,6 @@ extern "C" __global__ void __launch_bounds__(512)
     jagged_exchange(const __grid_constant__ Arena arena, const __grid_constant__ JaggedExchange args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs))), features = args.first[WORLD_SIZE];
     const Peers<WORLD_SIZE> peers(arena, args.flags);
-    if (blockIdx.x == 0) peers.acknowledge_all(0, epoch);
 
     // Row q of the table: how many lengths and how many values rank q has of every feature. The owner wants sources in the order (x, y) of
     // x + WORLD_SIZE / STAGGER y.
@@ -52,9 +51,10 @@ extern "C" __global__ void __launch_bounds__(512)
         from = warp_sum(from), to = warp_sum(to);
         if (Warp{}.thread() == 0) segments[item] = Segment{from, to, count_of(arena.rank, feature)};
     }
-    peers.wait_all(0, epoch);  // behind a barrier of the block: the peers' callers have read the results of the launch before
+    __syncthreads();
 
-    // Warps take pieces of the segments in turn, beginning with those for the next rank.
+    // Warps take pieces of the segments in turn, beginning with those for the next rank. Sizes have been shared since the callers of all
+    // ranks read the results before: they may be overwritten.
     const u32 all_warps = gridDim.x * warps, turn = warp * gridDim.x + blockIdx.x;
     u32 before = 0;
     for (u32 step = 0; step < 3 * features; ++step) {
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(512)
         }
         before += pieces;
     }
-    peers.barrier(1 + blockIdx.x, epoch);
+    peers.barrier(blockIdx.x, epoch);
 }
 """
 JAGGED_EXCHANGE = DeclaredKernel(
@@ -90,7 +90,7 @@ def jagged_exchange(group: Group, features: int, dtypes: tuple[torch.dtype, ...]
         grid=group.sm_count,
         block=min(512, group.max_threads),
         defines={"STAGGER": stagger},
-        sizes={"flags": 1 + group.sm_count, **dict(zip(("lengths_out", "values_out", "weights_out"), room, strict=True))},
+        sizes={"flags": group.sm_count, **dict(zip(("lengths_out", "values_out", "weights_out"), room, strict=True))},
         shared_bytes=48 * features,
         bytes=[dtype.itemsize for dtype in dtypes] + [0] * (3 - len(dtypes)),
     )
