@@ -27,5 +27,5 @@ def solution(
         return tuple(sums)
     packed = torch.cat([tensor.view(-1) for tensor in tensors])
     kit.all_reduce(packed)
-    parts = packed.split([tensor.numel() for tensor in tensors])
+    parts = torch.split(packed, [tensor.numel() for tensor in tensors])
     return tuple(part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True))
