@@ -12,12 +12,13 @@ STAMP := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-long test-all check docs site clean
+.PHONY: help setup demo test test-slow test-long test-all test-trainers check docs site clean
 
 help:
 	@echo "make demo    evaluate the bundled candidates, good and broken, on CPU ranks and print the table"
 	@echo "make test    run the quick tests, in about five minutes: something of everything"
 	@echo "make test-all run every test"
+	@echo "make test-trainers  install RL trainers beside .venv, and run the adapters in them"
 	@echo "make check   the gate: lint, format, types, generated docs, all tests"
 	@echo "make docs    regenerate what is generated in docs"
 	@echo "make site    build the documentation as a site, in site/"
@@ -54,6 +55,14 @@ test-long: $(STAMP)
 
 test-all: test test-slow test-long
 
+# Trainers conflict with each other: each has a virtual environment of its own, on top of .venv.
+test-trainers: $(STAMP)
+	@for trainer in trl==1.16.0 verl==0.9.1 verifiers==0.4.0; do \
+	venv=.venv-$${trainer%%==*} && $(BIN)/python -m venv --without-pip $$venv && \
+	echo "import site; site.addsitedir('$$(echo $(CURDIR)/.venv/lib/python*/site-packages)')" > $$(echo $$venv/lib/python*/site-packages)/base.pth && \
+	$$venv/bin/python -m pip install --quiet torch==2.13.0 uv $$trainer || exit; done
+	$(PYTEST) -m long tests/service/test_trainers.py
+
 check: $(STAMP)
 	$(BIN)/ruff check src tests examples
 	$(BIN)/ruff format --check src tests examples
@@ -70,5 +79,5 @@ site: $(STAMP)
 	$(BIN)/zensical build --strict
 
 clean:
-	rm -rf .venv build dist site demo-results peerlane-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist site demo-results peerlane-results .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""Adapters on a service of stand-ins. TRL, verl, NeMo-RL and verifiers are not installed here: their documented calls are made instead."""
+"""Adapters on a service of stand-ins, by the calls that trainers make. test_trainers.py runs them in the trainers themselves."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import pytest
 
@@ -19,7 +20,7 @@ from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate.results.reader import as_document
 from peerlane.evaluate.results.verdict import HarnessFailure
 from peerlane.service.adapters import harbor, verl
-from peerlane.service.adapters.nemo_rl import KernelSteps, noted
+from peerlane.service.adapters.nemo_rl import environment_class
 from peerlane.service.adapters.reward import URL, RewardSettings, reply_text, reward_of
 from peerlane.service.adapters.trl import reward_function
 from peerlane.service.adapters.verifiers import named_rewards
@@ -70,12 +71,22 @@ def test_verl_gets_a_flag_where_there_is_no_verdict(service: Running) -> None:
         assert (told["score"], told["harness_fault"]) == (value or 0.0, float(value is None))
 
 
-def test_nemo_rl_gets_rewards_observations_and_flags(service: Running) -> None:
+def test_nemo_rl_gets_rewards_observations_and_flags(service: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for its interfaces, for the package cannot be installed from PyPI."""
+    interfaces = ModuleType("nemo_rl.environments.interfaces")
+    fields = ["observations", "metadata", "next_stop_strings", "rewards", "terminateds", "answers"]
+    vars(interfaces).update(EnvironmentInterface=object, EnvironmentReturn=namedtuple("EnvironmentReturn", fields))
+    for name, module in (("nemo_rl", interfaces), ("nemo_rl.environments", interfaces), (interfaces.__name__, interfaces)):
+        monkeypatch.setitem(sys.modules, name, module)
+    environment = environment_class()({"options": SMALL})
     logs = [[{"role": "user", "content": "write"}, {"role": "assistant", "content": text}] for text in REPLIES]
-    metadata: list[dict[str, Any]] = [{"problem": 1}] * len(REPLIES)
-    rewards = KernelSteps({"options": SMALL}).judge(logs, metadata)
-    assert [reward.value for reward in rewards] == list(REPLIES.values()) and "verdict: wrong_result" in rewards[1].feedback
-    assert [item["harness_fault"] for item in noted(metadata, rewards)] == [value is None for value in REPLIES.values()]
+    found = environment.step(logs, [{"problem": 1, "index": 7}] * len(REPLIES))
+    assert found.rewards.tolist() == [value or 0.0 for value in REPLIES.values()] and found.terminateds.all()
+    assert [item["harness_fault"] for item in found.metadata] == [value is None for value in REPLIES.values()]
+    assert found.metadata[0]["index"] == 7 and "verdict: wrong_result" in found.observations[1]["content"]
+    assert environment.global_post_process_and_metrics({"total_reward": found.rewards})[1] == {
+        "mean_reward": pytest.approx(1 / len(REPLIES))
+    }
 
 
 def test_verifiers_gets_named_rewards_or_an_error(service: Running) -> None:

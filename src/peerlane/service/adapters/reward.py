@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class RewardSettings:
 
     def client(self) -> Client:
         """The client of the service, one for each process; raises UsageError without a URL."""
-        return _client(os.getpid(), self.url or service_url(), tuple(sorted(self.options.items())))
+        return _client(os.getpid(), self.url or service_url(), json.dumps(dict(self.options), default=list, sort_keys=True))
 
 
 def service_url() -> str:
@@ -66,8 +67,8 @@ def service_url() -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _client(_process: int, url: str, options: tuple[tuple[str, Any], ...]) -> Client:
-    return Client(url, **dict(options))
+def _client(_process: int, url: str, options: str) -> Client:
+    return Client(url, **json.loads(options))  # through JSON: trainers give lists of their own, which cannot be sent
 
 
 async def reward_of(problem: int, reply: Any, settings: RewardSettings) -> Reward:
