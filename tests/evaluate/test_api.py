@@ -140,6 +140,17 @@ def test_a_repeated_candidate_gets_its_stored_result(tmp_path: Path) -> None:
     assert [item.candidate.name for item in pl.evaluate(plan)] == ["three", "one"]
 
 
+def test_two_runs_with_one_folder_judge_everything_once(tmp_path: Path) -> None:
+    """Each gets all results, its own and the other's."""
+    candidates = [candidate_text(f"{RIGHT}# {number}", 1, f"c{number}") for number in range(3)]
+    settings: Any = {"presets": ("small",), "deadlines": DEADLINES, "stress": STRESS, "modes": ()}
+    plan = pl.EvaluationPlan(candidates, world_sizes=(2,), out=tmp_path, **settings)
+    with ThreadPoolExecutor(2) as threads:
+        one, two = (future.result(120) for future in [threads.submit(pl.evaluate, plan) for _ in range(2)])
+    assert [item.candidate.name for item in one] == ["c0", "c1", "c2"] and one == two
+    assert len(ResultsStore(tmp_path).results()) == 3 and all(item.correct for item in one)
+
+
 def test_candidates_that_could_not_be_run_keep_a_row_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal sources are judged once, also where there is no verdict to keep."""
     candidates = [candidate_text(RIGHT, 1, name) for name in ("one", "two")]

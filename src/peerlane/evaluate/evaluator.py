@@ -191,7 +191,7 @@ class Evaluator:
         Raises :class:`UsageError`, :class:`RunStopped` and :class:`Cancelled`. ``limit`` can end it from another thread.
         """
         jobs = make_jobs(plan, self._progress.note)
-        with self._turns.turn(limit or Limit()) as granted:
+        with self._turns.turn(limit or Limit()) as granted, self._alone(granted):
             if self._closed:
                 raise UsageError("the evaluator is closed: use it inside its `with` block")
             self._introduce()
@@ -207,6 +207,22 @@ class Evaluator:
                         self._progress.finished(result)
             new = {self.identity(job): found[id(job)] for job in waiting if id(job) in found}
             return [found.get(id(job)) or self._known(job, new) for job in jobs]
+
+    def _alone(self, limit: Limit) -> contextlib.AbstractContextManager[None]:
+        """No other run judges for the same folder, so that nothing is judged twice."""
+        if self._store is None:
+            return contextlib.nullcontext()
+        folder, told = self._store.path.parent, False
+
+        def wait() -> None:
+            nonlocal told
+            if limit.cancelled:
+                raise Cancelled
+            if not told:
+                self._progress.note(f"another run judges for {folder}; this one goes on when it ends")
+            told = True
+
+        return self._store.alone(wait)
 
     def _introduce(self) -> None:
         """Says once under which conditions it judges, and what of the store it cannot read."""

@@ -1,7 +1,9 @@
-"""The results of a folder: its ``results.jsonl``, to which several runs may append."""
+"""The results of a folder: its ``results.jsonl``, which one run at a time adds to."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from peerlane.errors import HarnessError
@@ -9,7 +11,9 @@ from peerlane.evaluate.results.identity import Identity
 from peerlane.evaluate.results.lines import append_lines, make_appendable
 from peerlane.evaluate.results.reader import FILE, ResultsReader
 from peerlane.evaluate.results.result import EnvironmentLine, Result
+from peerlane.files import lock
 
+_LOCK, _LOOK_S = "results.lock", 0.2
 _TO_REPEAT = ("harness_error", "not_run")  # these say nothing about the candidate
 
 
@@ -22,12 +26,27 @@ class ResultsStore:
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
         make_appendable(self.path)
+        self._read()
+
+    def _read(self) -> None:
         self._reader = ResultsReader(self.path)
         self._results: list[Result] = []
         self._final: dict[Identity, dict[str, Result]] = {}
         for result in self._reader.results:
             self._add(result)
         self.notes = self._reader.notes()
+        self._size = self.path.stat().st_size
+
+    @contextmanager
+    def alone(self, wait: Callable[[], None]) -> Iterator[None]:
+        """Keeps other runs from judging for this folder, after what they have added is read. They are waited for, with calls of ``wait``,
+        which may raise. The kernel ends the lock of a run that is killed."""
+        with self.path.with_name(_LOCK).open("w") as file:
+            while not lock(file, _LOOK_S):
+                wait()
+            if self.path.stat().st_size != self._size:
+                self._read()
+            yield
 
     def results(self) -> list[Result]:
         """All results, oldest first."""
@@ -52,6 +71,7 @@ class ResultsStore:
             told = EnvironmentLine(environment_hash=result.environment_hash, environment=result.environment)
             lines.insert(0, _line(told, "the environment"))
         append_lines(self.path, *lines)
+        self._size = self.path.stat().st_size
         self._reader.environments[result.environment_hash] = result.environment
         self._add(result)
 
