@@ -98,6 +98,7 @@ DOCUMENTS = (
     Path("docs/device/collectives.md"),
     Path("docs/device/principles.md"),
     Path("docs/integrity/README.md"),
+    Path("docs/integrity/outcomes.md"),
     *(Path(f"docs/integrity/{rule}.md") for rule in RULES),
 )
 
