@@ -151,7 +151,7 @@ using Shape = SHAPE;
 
 extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
     attention(const __grid_constant__ peerlane::AttentionParameters parameters) {
-    peerlane::run_roles(peerlane::Attention<Shape>(parameters));
+    peerlane::run_roles(peerlane::Attention<Shape, CAUSAL>(parameters));
 }
 """
 
@@ -201,9 +201,13 @@ def specs(places: Mapping[str, TensorPlace], tiling: AttentionTiling) -> dict[st
     return {name: operand_map(place, rows[name]) for name, place in places.items()}
 
 
+def defines(tiling: AttentionTiling, dtype: torch.dtype, causal: bool) -> dict[str, str | int]:
+    return {"SHAPE": tiling.define(dtype), "CAUSAL": int(causal)}
+
+
 @per_group
-def _kernel(group: Group, tiling: AttentionTiling, dtype: torch.dtype) -> DeviceKernel:
-    return group.kernel(SOURCE, "attention", defines={"SHAPE": tiling.define(dtype)})
+def _kernel(group: Group, tiling: AttentionTiling, dtype: torch.dtype, causal: bool) -> DeviceKernel:
+    return group.kernel(SOURCE, "attention", defines=defines(tiling, dtype, causal))
 
 
 def bind(
@@ -217,7 +221,7 @@ def bind(
     logarithms, if they are wanted. ``scale`` as ``check_scale`` gives it. The launch holds addresses, not tensors."""
     depths = [tensors[name].shape[3] for name in ("q", "v")]
     tiling = tiling or choose_tiling(sizes.queries, sizes.keys, max(depths), sizes.causal)
-    kernel = _kernel(group, tiling, tensors["q"].dtype)
+    kernel = _kernel(group, tiling, tensors["q"].dtype, sizes.causal)
     places = {name: TensorPlace.of(tensors[name], group) for name in ("q", "k", "v", "out")}
     maps = {name: group.encode(spec) for name, spec in specs(places, tiling).items()}
     logarithms = group.address(tensors["logarithms"]) if "logarithms" in tensors else 0

@@ -315,6 +315,24 @@ __device__ inline void store_attention(Consumer& out, const TensorMap* map, Plac
     }
 }
 
+// The next of `tiles` tiles. `claims`: a counter that is zero before the launch, and again behind it, for the last claim takes all back. By one thread.
+__device__ inline u32 claim_tile(u32* claims, u32 tiles) {
+    const u32 index = ptx::add_relaxed_gpu(claims, 1), all = tiles + gridDim.x;
+    if (index + 1 == all) ptx::add_relaxed_gpu(claims, 0u - all);
+    return index;
+}
+
+// Tiles of heads in groups of `at_once`, whose keys stay in L2: in a group all heads' first tiles, then all second ones, and so on.
+struct LineTile {
+    u32 group, line, place;
+
+    __device__ static LineTile at(u32 index, u32 lines, u32 tiles, u32 at_once) {
+        const u32 group = index / (at_once * tiles), first = group * at_once;
+        const u32 height = min(at_once, lines - first), within = index - first * tiles;
+        return {group, first + within % height, within / height};
+    }
+};
+
 // Which queries of which head a tile has, and the number of its steps.
 struct AttentionTile {
     int query, head, batch;
@@ -333,8 +351,8 @@ struct AttentionParameters {
     u32 lines_at_once;   // heads whose tiles come side by side
 };
 
-// Attention by itself.
-template <class Shape>
+// Attention by itself. `Claimed`: blocks take the next tile when they are ready, for under a causal mask tiles differ.
+template <class Shape, bool Claimed>
 struct Attention : Shape {
     using Tile = AttentionTile;
     const AttentionParameters& parameters;
@@ -343,21 +361,17 @@ struct Attention : Shape {
     __device__ u32 blocks() const { return (parameters.queries + Shape::queries - 1) / Shape::queries; }
     __device__ u32 tile_count() const { return blocks() * parameters.heads * parameters.batch; }
 
-    // Blocks take the next tile when they are ready, for under a causal mask tiles differ. The last claim of a launch takes all claims back.
-    __device__ u32 claim() const {
-        const u32 index = ptx::add_relaxed_gpu(parameters.claims, 1);
-        if (index + 1 == tile_count() + gridDim.x) ptx::add_relaxed_gpu(parameters.claims, 0u - tile_count() - gridDim.x);
-        return index;
+    __device__ u32 claim() const
+        requires(Claimed)
+    {
+        return claim_tile(parameters.claims, tile_count());
     }
 
-    // Heads in groups whose keys stay in L2; in a group the tiles with most keys first.
+    // Those with most keys first.
     __device__ Tile tile(u32 index) const {
-        const u32 lines = parameters.heads * parameters.batch;
-        const u32 group = index / (parameters.lines_at_once * blocks()), first = group * parameters.lines_at_once;
-        const u32 height = min(parameters.lines_at_once, lines - first), within = index - first * blocks();
-        const u32 line = first + within % height;
-        const int query = static_cast<int>((blocks() - 1 - within / height) * Shape::queries);
-        return {query, static_cast<int>(line % parameters.heads), static_cast<int>(line / parameters.heads), steps(query)};
+        const LineTile at = LineTile::at(index, parameters.heads * parameters.batch, blocks(), parameters.lines_at_once);
+        const int query = static_cast<int>((blocks() - 1 - at.place) * Shape::queries);
+        return {query, static_cast<int>(at.line % parameters.heads), static_cast<int>(at.line / parameters.heads), steps(query)};
     }
 
     // From the last block that the tile's queries see to the first.

@@ -73,9 +73,7 @@ struct RingAttention : Shape {
     // Heads in groups; in a group the tiles with most keys first, but in the first one guests last, for they have to come.
     __device__ Tile tile(u32 index) const {
         const u32 depth = parameters.own_blocks + parameters.guest_blocks;
-        const u32 group = index / (parameters.lines_at_once * depth), first = group * parameters.lines_at_once;
-        const u32 height = min(parameters.lines_at_once, lines() - first), within = index - first * depth;
-        const u32 line = first + within % height, place = within / height;
+        const auto [group, line, place] = LineTile::at(index, lines(), depth, parameters.lines_at_once);
         const u32 guests_from = group == 0 ? parameters.own_blocks : 0;
         const bool guest = place - guests_from < parameters.guest_blocks;
         u32 block;

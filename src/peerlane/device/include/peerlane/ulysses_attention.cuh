@@ -53,9 +53,7 @@ struct UlyssesAttention : Shape {
 
     // Heads in groups. In a group own queries come first, for the others have to come; under a causal mask those with most keys.
     __device__ Tile tile(u32 index) const {
-        const u32 depth = W * blocks(), group = index / (parameters.lines_at_once * depth), first = group * parameters.lines_at_once;
-        const u32 height = min(parameters.lines_at_once, lines() - first), within = index - first * depth;
-        const u32 line = first + within % height, place = within / height;
+        const auto [group, line, place] = LineTile::at(index, lines(), W * blocks(), parameters.lines_at_once);
         const u32 from = parameters.causal ? W - 1 - place / blocks() : rank_after<W>(arena.rank, static_cast<int>(place / blocks()));
         const u32 block = parameters.causal ? blocks() - 1 - place % blocks() : place % blocks();
         const int query = static_cast<int>(block * Shape::queries), owner = static_cast<int>(from);

@@ -1,0 +1,142 @@
+"""Gradients of attention on this machine's first GPU: right numbers for many shapes, then the speed beside torch's backward pass.
+
+    PYTHONPATH=src python tests/gpu/check_attention_backward.py [--seconds 60] [--lengths 4096 ...] [--out FOLDER]
+
+Gradients are compared with those of float32 attention. A speed is the median of stretches that take turns, in TFLOP/s of the five
+products of the mask's pairs that no algorithm can do without. ``kit`` is the whole backward pass, ``dq`` and ``dkv`` are its two kernels
+alone. The script writes attention_backward.json, and backward_failures.txt if something is wrong. It exits with 1 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from check_attention import BF16, FP16, HIDDEN, TOKENS, TORCH, expected, milliseconds
+from torch.nn.attention import sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from peerlane.device import attention, attention_backward
+from peerlane.device.attention import Sizes
+from peerlane.device.attention_backward import BackwardTiling, deltas, query_numbers
+from peerlane.device.local import LocalRanks
+from peerlane.hardware.environment import record
+
+# batch, queries, keys, heads, key heads, depth, depth of values, causal, dtype
+SHAPES = (
+    (2, 256, 256, 4, 4, 128, 128, False, BF16),
+    (2, 256, 256, 4, 4, 64, 64, True, FP16),
+    (1, 1000, 1000, 8, 2, 128, 128, True, BF16),
+    (3, 333, 777, 6, 1, 64, 64, True, BF16),
+    (2, 777, 333, 2, 2, 128, 128, False, FP16),
+    (16, 4, 16, 8, 8, 64, 64, False, BF16),
+    (2, 5, 10, 3, 3, 16, 8, True, BF16),
+    (1, 130, 2100, 5, 5, 96, 128, False, BF16),
+    (1, 2048, 2048, 16, 4, 128, 128, True, BF16),
+    (2, 200, 130, 2, 1, 128, 128, True, FP16),
+)
+POINTS = tuple((depth, length, causal) for length in (4096, 16384) for depth in (128, 64) for causal in (False, True))
+TILINGS = (
+    BackwardTiling(True, 2, 128, 64, 6),
+    BackwardTiling(True, 2, 64, 64, 8),
+    BackwardTiling(True, 2, 64, 128, 6),
+    BackwardTiling(False, 2, 128, 64, 6),
+    BackwardTiling(False, 2, 64, 64, 8),
+    BackwardTiling(False, 2, 128, 128, 4),
+    BackwardTiling(False, 2, 64, 128, 6),
+)
+
+
+def check(group: Any, shape: tuple[Any, ...]) -> str:
+    """What is wrong, or nothing."""
+    batch, queries, keys, heads, key_heads, depth, value_depth, causal, dtype = shape
+    q = torch.randn(batch, queries, heads, depth, device="cuda").to(dtype) * 2
+    k, v = (torch.randn(batch, keys, key_heads, d, device="cuda").to(dtype) for d in (depth, value_depth))
+    dout = torch.randn(batch, queries, heads, value_depth, device="cuda").to(dtype)
+    wide = [tensor.float().requires_grad_() for tensor in (q, k, v)]
+    full, _ = expected(*wide, causal, depth**-0.5)
+    wanted = torch.autograd.grad(full, wide, dout.float())
+    out, logarithms = attention.attention(q, k, v, causal=causal, group=group)
+    calls = [attention_backward.attention_backward(dout, q, k, v, out, logarithms, causal=causal, group=group) for _ in range(2)]
+    torch.cuda.synchronize()
+    limit = 1e-2 if dtype == BF16 else 2e-3
+    errors = [float((got.float() - want).norm() / want.norm()) for got, want in zip(calls[0], wanted, strict=True)]
+    told = f"{shape}: errors of dq, dk, dv {', '.join(f'{error:.2e}' for error in errors)}, limit {limit}"
+    if not all(error < limit for error in errors):
+        return told
+    return "" if all(torch.equal(one, other) for one, other in zip(*calls, strict=True)) else f"{shape}: two calls differ"
+
+
+def speed(group: Any, depth: int, length: int, causal: bool) -> dict[str, Any]:
+    batch, heads = TOKENS // length, HIDDEN // depth
+    q, k, v, dout = (torch.randn(batch, length, heads, depth, device="cuda").to(BF16) for _ in range(4))
+    out, logarithms = attention.attention(q, k, v, causal=causal, group=group)
+    sizes, numbers = Sizes.of(q, k, causal, None), query_numbers(logarithms, deltas(dout, out))
+    tensors = {"q": q, "k": k, "v": v, "dout": dout, "numbers": numbers, "claims": torch.zeros(1, dtype=torch.int32, device="cuda")}
+    tensors |= {name: torch.empty_like(q) for name in ("dq", "dk", "dv")}
+    of_queries, of_keys = (attention_backward.bind(group, tensors, sizes, None, keys) for keys in (False, True))
+
+    def whole() -> None:
+        numbers.copy_(query_numbers(logarithms, deltas(dout, out)))
+        of_queries()
+        of_keys()
+
+    calls: dict[str, Callable[[], Any]] = {"kit": whole}
+    for tiling in (item for item in TILINGS if item.depth == depth):
+        name = f"{'dkv' if tiling.of_keys else 'dq'} {tiling.columns}"
+        calls[name] = attention_backward.bind(group, tensors, sizes, None, tiling.of_keys, tiling)
+    flat = [tensor.transpose(1, 2).contiguous().requires_grad_() for tensor in (q, k, v)]
+    flat_dout = dout.transpose(1, 2).contiguous()
+    for name, backend in TORCH.items():
+        try:
+            with sdpa_kernel(backend):
+                result = scaled_dot_product_attention(*flat, is_causal=causal)
+            torch.autograd.grad(result, flat, flat_dout, retain_graph=True)
+            calls[name] = lambda result=result: torch.autograd.grad(result, flat, flat_dout, retain_graph=True)
+        except RuntimeError as error:
+            print(f"{name} does not take this: {error}", file=sys.stderr)
+    work = 10 * batch * heads * depth * length**2 / (2 if causal else 1)
+    times = milliseconds(calls)
+    rates = {name: round(work / ms / 1e9, 1) for name, ms in times.items()}
+    best = max((rate for name, rate in rates.items() if name in TORCH), default=math.nan)
+    share = round(rates["kit"] / best, 3)
+    ms = {name: round(time, 3) for name, time in times.items()}
+    return {"depth": depth, "length": length, "causal": causal, "tflops": rates, "ms": ms, "share_of_best_torch": share}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=60.0, help="speeds that would begin later are left out")
+    parser.add_argument("--lengths", type=int, nargs="*", help="tokens of the speeds; all by default")
+    parser.add_argument("--out", type=Path, default=Path("."))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    begin, failures, rows = time.perf_counter(), list[str](), list[dict[str, Any]]()
+    (group,) = LocalRanks(1).groups
+    torch.manual_seed(1)
+    try:
+        failures += [told for shape in SHAPES if (told := check(group, shape))]
+        print(f"{len(failures)} failures in {len(SHAPES)} shapes, {time.perf_counter() - begin:.0f} s", flush=True)
+        for depth, length, causal in POINTS:
+            if time.perf_counter() - begin < options.seconds and (not options.lengths or length in options.lengths):
+                rows.append(speed(group, depth, length, causal))
+                print(json.dumps(rows[-1]), flush=True)
+    except Exception:
+        failures.append(traceback.format_exc())
+    (options.out / "attention_backward.json").write_text(json.dumps({"environment": record(), "speeds": rows}, indent=1, default=str))
+    if failures:
+        (options.out / "backward_failures.txt").write_text("\n\n".join(failures))
+        print("\n".join(told[-600:] for told in failures[:8]))
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
