@@ -13,6 +13,7 @@ from peerlane.device.declare import U32, BoundKernel, Buffer, DeclaredKernel, Ep
 from peerlane.device.gemm import ELEMENT_BYTES, PANEL, Tiling
 from peerlane.device.group import MAX_RANKS, Group, per_group
 from peerlane.device.moe import room_for
+from peerlane.device.moe_router import MOST_EXPERTS, route
 from peerlane.device.tensor_map import TensorMapSpec
 from peerlane.errors import UsageError
 
@@ -183,7 +184,10 @@ def gated_experts(
     share = experts_of_all // len(owners)
     if experts_of_all % len(owners):
         raise UsageError(f"got {experts_of_all} experts on {len(owners)} ranks: expected a multiple of the number of ranks")
-    weights, experts = F.linear(tokens, *router).softmax(dim=-1).topk(top_k, dim=-1)
+    if experts_of_all <= MOST_EXPERTS and tokens.dtype in gemm.ELEMENT_TYPES:
+        weights, experts = route(group, tokens, *router, top_k)
+    else:
+        weights, experts = F.linear(tokens, *router).softmax(dim=-1).topk(top_k, dim=-1)
     gate, up, down = (layer.weight.detach() for layer in layers)
     gate_bias, up_bias, down_bias = (None if layer.bias is None else layer.bias.detach() for layer in layers)
 
