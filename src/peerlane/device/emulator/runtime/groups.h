@@ -67,6 +67,7 @@ inline void Machine::meet(Warp::Exchange& exchange, bool orders, const char* nam
 }
 
 inline void Machine::warp_concludes(Warp::Exchange& exchange, bool orders) {
+    exchange.values[exchange.turn][32] = exchange.arrived;
     exchange.arrived = 0;
     exchange.turn ^= 1;
     if (orders) {

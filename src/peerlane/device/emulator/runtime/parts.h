@@ -86,7 +86,7 @@ struct Meeting {
 struct Warp {
     struct Exchange {
         std::uint32_t mask = 0, arrived = 0;
-        unsigned long long values[2][32];
+        unsigned long long values[2][33];  // of the lanes, and which of them take part
         int turn = 0;
         Meeting meeting;
     };

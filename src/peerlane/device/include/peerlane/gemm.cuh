@@ -1,4 +1,4 @@
-// Matrix products on Hopper's tensor cores: the parts that fused kernels share, and the plain product.
+// Matrix products on tensor cores: the parts that fused kernels share, and the plain product.
 //
 // C (m x n) = A (m x k) B (k x n), 16-bit floats in and out, sums in fp32, of any size; rows in memory begin at multiples of 16 bytes.
 // Operands come by TMA, which fills up ragged tiles with zeros and leaves out what lies outside of C.
@@ -6,6 +6,9 @@
 
 #include <peerlane/roles.cuh>
 #include <peerlane/tile.cuh>
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+#include <peerlane/gemm_tensor_memory.cuh>
+#endif
 
 namespace peerlane {
 
@@ -43,6 +46,7 @@ struct GemmShape {
     static constexpr int rows = block_rows * Blocks;
     static constexpr int columns = N;
     static constexpr int depth = panel_columns;
+    static constexpr Major a_major = A_major, b_major = B_major;
 
     using A = Operand<E, block_rows, A_major>;
     using B = Operand<E, N, B_major>;
@@ -86,6 +90,9 @@ __device__ inline void load_step(Producer& in, const OperandPlace& a, const Oper
 // sum = the product of the next `steps` (at least 1) fills of the input ring; one step is computed while the one before is given back.
 template <class Shape, class Consumer>
 __device__ inline void multiply_steps(typename Shape::Sum& sum, u32 group, u32 steps, Consumer& in) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+    multiply_in_tensor_memory<Shape>(sum, group, steps, in);
+#else
     for (u32 step = 0; step < steps; ++step) {
         const auto& operands = in.wait().operands;
         ptx::wgmma_hold(sum.value);
@@ -98,6 +105,7 @@ __device__ inline void multiply_steps(typename Shape::Sum& sum, u32 group, u32 s
     ptx::wgmma_wait<0>();
     ptx::wgmma_hold(sum.value);
     in.release();
+#endif
 }
 
 // A tile of another sum that is to be added, from `at` in the map on, in place of operands; `add_partial` is the consumers' side.

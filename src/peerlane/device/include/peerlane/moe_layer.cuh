@@ -7,8 +7,8 @@
 //
 // A rank keeps the rows that it gets by group and source, its own first, each source's part in whole units of 64 rows and each group's in whole
 // tiles, so that a unit belongs to one group and one source. A warp of every block pushes rows, with a flag for every eight of them; tiles wait for
-// the rows that they use. The results of a unit go straight to its source, and a flag behind each tile of it. Behind its last tile every storer
-// waits for what comes home, and adds up some tokens.
+// the rows that they use. The results of a unit go straight to its source, and a flag behind each tile of it. Behind its last tile every warp of the
+// consumers waits for what comes home, and adds up some tokens.
 //
 // Between calls: a rank stores at a peer only when the peer has told its counts, that is begun the call. The peer's stream has then done what used
 // the rows and results of the call before. Tables of counts take turns: a rank that tells its counts of call e + 2 has had those of call e + 1 from
@@ -16,7 +16,7 @@
 #pragma once
 
 #include <peerlane/comm.cuh>
-#include <peerlane/gemm.cuh>
+#include <peerlane/grouped_gemm.cuh>
 #include <peerlane/moe.cuh>
 
 namespace peerlane {
@@ -101,11 +101,8 @@ struct ExpertTile {
 // Rows of all groups in one order of tiles.
 template <int W>
 __device__ inline ExpertTile expert_tile(const ExpertLayout<W>& layout, u32 columns, int tile_rows, u32 index) {
-    u32 group = 0;
-    while (index >= layout.tiles[group + 1] * columns) ++group;
-    const u32 rows = layout.tiles[group + 1] - layout.tiles[group];
-    const auto place = GroupedTiles{rows, columns, rows < 8 ? rows : 8}.at(index - layout.tiles[group] * columns);
-    return {group, (static_cast<int>(layout.tiles[group]) + place.row) * tile_rows, place.column};
+    const auto [group, row, column] = group_tile(layout.tiles, columns, index);
+    return {group, (static_cast<int>(layout.tiles[group]) + row) * tile_rows, column};
 }
 
 // ---- first kernel: to the experts, and act = silu(rows gate^T + gate_bias) * (rows up^T + up_bias) -------------------------------------------
@@ -122,6 +119,7 @@ __device__ inline ExpertTile expert_tile(const ExpertLayout<W>& layout, u32 colu
 template <class Shape, int W, class Parameters>
 struct ExpertsUp : Shape {
     using Tile = ExpertTile;
+    static constexpr bool watches_ahead = true;  // rows come from communicators, which wait for no tile
     static constexpr int half = Shape::columns / 2;
     struct Half {
         static constexpr int columns = half;
@@ -326,21 +324,33 @@ struct ExpertsDown : Shape {
         if (unit.source >= 0) peers().signal(unit.source, unit.home * columns() + tile.column, epoch);
     }
 
-    __device__ void finish(u32 part, u32 parts) const {
+    __device__ void conclude(u32 part, u32 parts) const {
+        constexpr int at_once = 4;  // rows of a token that are on their way
         for (int k = 0; k < W; ++k) {
             const int q = rank_after<W>(arena.rank, k);
             const u32 first = layout.returned[q * parameters.own], end = layout.returned[(q + 1) * parameters.own];
-            peers().wait_slots(q, first * columns(), (end - first) * columns(), epoch);
+            peers(consumer).wait_slots(q, first * columns(), (end - first) * columns(), epoch);
         }
         for (u32 token = part; token < parameters.tokens; token += parts) {
             each_column(parameters.h, [&](u32 column) {
-                float sum[row_lanes] = {}, term[row_lanes];
-                for (u32 slot = token * parameters.k; slot < (token + 1) * parameters.k; ++slot) {
-                    if (parameters.places[slot] == nowhere) continue;
-                    const u32 group = parameters.first + static_cast<u32>(parameters.experts[slot]) / parameters.share;
-                    const u64 row = u64(layout.returned[group]) * unit_rows + parameters.places[slot];
-                    RowOf<typename Shape::E>(arena.local(parameters.home), row, parameters.h).load(column, term);
-                    for (int e = 0; e < row_lanes; ++e) sum[e] += parameters.sums[slot] * term[e];
+                float sum[row_lanes] = {}, term[at_once][row_lanes], weight[at_once];
+                for (u32 first = 0; first < parameters.k; first += at_once) {
+                    u32 rows[at_once];
+#pragma unroll
+                    for (int i = 0; i < at_once; ++i) {
+                        const u32 slot = token * parameters.k + first + i;
+                        rows[i] = first + i < parameters.k ? parameters.places[slot] : nowhere;
+                        if (rows[i] == nowhere) continue;
+                        rows[i] += layout.returned[parameters.first + static_cast<u32>(parameters.experts[slot]) / parameters.share] * unit_rows;
+                        weight[i] = parameters.sums[slot];
+                    }
+                    load_together<typename Shape::E, at_once>(
+                        arena.local(parameters.home), parameters.h,
+                        [&](int i, u32& row, u32& at) { row = rows[i], at = rows[i] == nowhere ? parameters.h : column; }, term);
+#pragma unroll
+                    for (int i = 0; i < at_once; ++i) {
+                        for (int e = 0; e < row_lanes; ++e) sum[e] += rows[i] == nowhere ? 0 : weight[i] * term[i][e];
+                    }
                 }
                 RowOf<typename Shape::E>(parameters.y, token, parameters.h).store(column, sum);
             });
@@ -348,7 +358,7 @@ struct ExpertsDown : Shape {
     }
 
   private:
-    __device__ Peers<W, Warp> peers() const { return {arena, parameters.flags, {}, storer}; }
+    __device__ Peers<W, Warp> peers(Role role = storer) const { return {arena, parameters.flags, {}, role}; }
     __device__ u32 columns() const { return (parameters.h + Shape::columns - 1) / Shape::columns; }
 };
 

@@ -85,6 +85,11 @@ concept ClaimsTiles = requires(const Kernel& kernel) { kernel.claim(); };
 template <class Kernel>
 concept Watches = requires { &Kernel::watch; };
 
+// With `watches_ahead`, it waits for a tile before the one in front of that is stored, so that its operands come during the end of that. For kernels
+// that pass on one token for a tile, and whose waits end whether or not this block stores what it has.
+template <class Kernel>
+concept WatchesAhead = Watches<Kernel> && Kernel::watches_ahead;
+
 constexpr int ready_slots = 4;
 
 // A kernel that keeps something for all of a tile's steps, such as an operand that they share, has a type `Kept`, `kept_slots` of it, and
@@ -283,13 +288,30 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
             const u32 group = warp - 1;
             OutputConsumer<Kernel> out(memory.output[group], memory.output_ring[group]);
             ReadyProducer ready(memory.ready, memory.ready_ring);
-            tiles.template each<false>([&](const auto& tile) {
+            const auto watch = [&](const auto& tile) {
                 if constexpr (Watches<Kernel>) {
                     if (group == 0) kernel.watch(tile, ready);
                 }
+            };
+            const auto store = [&](const auto& tile) {
                 [[maybe_unused]] const auto span = role_span(kernel, storer, span_store, group);
                 kernel.store(tile, group, out);
-            });
+            };
+            if constexpr (WatchesAhead<Kernel>) {
+                typename Kernel::Tile before{};
+                bool any = false;
+                tiles.template each<false>([&](const auto& tile) {
+                    watch(tile);
+                    if (any) store(before);
+                    before = tile, any = true;
+                });
+                if (any) store(before);
+            } else {
+                tiles.template each<false>([&](const auto& tile) {
+                    watch(tile);
+                    store(tile);
+                });
+            }
             if constexpr (requires { &Kernel::finish; }) {
                 const u32 blocks_at_work = gridDim.x - communicator_blocks;
                 kernel.finish((blockIdx.x - communicator_blocks) * roles.consumer_groups + group, blocks_at_work * roles.consumer_groups);
@@ -320,6 +342,10 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
                 [[maybe_unused]] const auto span = role_span(kernel, consumer, span_compute, group, group_threads);
                 kernel.compute(tile, group, in, out);
             });
+        }
+        if constexpr (requires { &Kernel::conclude; }) {
+            constexpr u32 warps = 4 * roles.consumer_groups;
+            kernel.conclude((blockIdx.x - communicator_blocks) * warps + warp - 4, (gridDim.x - communicator_blocks) * warps);
         }
     }
 }

@@ -91,11 +91,11 @@ PEERLANE_INLINE T shuffle(unsigned mask, T value, int source) {
     return from_bits<T>(peerlane_warp_exchange(mask, to_bits(value))[source & 31]);
 }
 
-// All lanes of the mask, folded in lane order.
+// All lanes of the mask that take part, folded in lane order. One that has ended since then counts.
 template <class T, class F>
 PEERLANE_INLINE T fold(unsigned mask, T value, const F& join) {
     const unsigned long long* values = peerlane_warp_exchange(mask, to_bits(value));
-    mask &= peerlane_active_mask();
+    mask &= static_cast<unsigned>(values[32]);
     T sum{};
     bool first = true;
     for (unsigned i = 0; i < 32; ++i) {
