@@ -91,16 +91,17 @@ def scripted(stage: Stage) -> tuple[type, type, type]:
 
     class ScriptedRunner:
         aliased = False
-        judge_s, slot_bytes = 0.001, 1e6
+        judge_s = 0.001
 
-        def __init__(self, session: Any, group: ScriptedGroup, problem: Any, case: Any, space: str, slots: int) -> None:
-            self.group, self.case, self.evidence = group, case, Evidence(slots=4)
+        def __init__(
+            self, session: Any, group: ScriptedGroup, problem: Any, case: Any, space: str, slots: int, *, evidence: Evidence
+        ) -> None:
+            self.group, self.case = group, case
+            evidence.slots = 4
 
         def open(self) -> None: ...
 
-        def generate_inputs(self, *, mixed: bool) -> None: ...
-
-        def publish_inputs(self) -> None: ...
+        def renew(self, slots: int, *, mixed: bool) -> None: ...
 
         def check(self, phase: str, deadline_s: float, slots: Any, *, first_s: float | None = None) -> None:
             stage.limits.append((phase, len(slots), first_s, deadline_s))
@@ -112,9 +113,8 @@ def scripted(stage: Stage) -> tuple[type, type, type]:
         def __init__(self, checked: Any, rules: Any) -> None:
             self.checked = checked
 
-        def run(self, end: float) -> Any:
+        def run(self, end: float) -> None:
             stage.step(f"{self.checked.group.name} stress")
-            return self.checked
 
     class ScriptedSpeed:
         def __init__(self, runner: Any, modes: Any, *_: Any) -> None:
@@ -155,7 +155,7 @@ def run(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.setattr(pipeline_module, "CaseRunner", runner)
     monkeypatch.setattr(pipeline_module, "Stress", stress)
     monkeypatch.setattr(pipeline_module, "Benchmark", speed)
-    monkeypatch.setattr(EvaluationPipeline, "_audit", lambda self, case, speed: stage.step(f"{self.group.name} audit"))
+    monkeypatch.setattr(EvaluationPipeline, "_audit", lambda self, runner, speed: stage.step(f"{self.group.name} audit"))
     path = tmp_path / "1_scripted_pytorch.py"
     path.write_text("")
 

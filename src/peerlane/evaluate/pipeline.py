@@ -20,7 +20,7 @@ from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
 from peerlane.evaluate.audit.audit import Auditor, profiler_works
 from peerlane.evaluate.audit.timeline import timeline_of
 from peerlane.evaluate.candidates import CandidateFile
-from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected, verdict_of
+from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected, verdict_of
 from peerlane.evaluate.correctness.stress import Stress
 from peerlane.evaluate.missing import missing_before, missing_behind, missing_on_virtual_node
 from peerlane.evaluate.node import Node
@@ -81,7 +81,10 @@ class EvaluationPipeline:
     """what is judged has been loaded in the group: from then on it is to blame for what happens there"""
     stage_seconds: dict[str, float] = field(default_factory=dict)
     flags: set[str] = field(default_factory=set)
-    evidence: dict[str, CaseEvidence] = field(default_factory=dict)
+    evidence: dict[str, Evidence] = field(default_factory=dict)
+    """by case"""
+    runners: list[CaseRunner] = field(default_factory=list)
+    """of the cases that were opened, in their order"""
     speeds: list[Speed] = field(default_factory=list)
     auditor: Auditor | None = None
     healthy: bool = True
@@ -185,26 +188,25 @@ class EvaluationPipeline:
         checked = [self._check(case, first=number == 0) for number, case in enumerate(cases)]
         with self._in("stress"):
             self._stress(checked)
-        self.case = cases[0]
+        self.case, runner = cases[0], checked[0]
         timed = self.node.device == "cuda" and bool(job.modes)
         if job.timelines is not None and not (timed and job.candidate.is_reference):
             # Before any timing: what hangs there then has a timeline of one call all the same.
             with self._in("audit"):
-                self._write_call(job.timelines, cases[0])
+                self._write_call(job.timelines, runner)
         speed: Benchmark | None = None
         if timed:
-            speed = self._time(checked[0])
+            speed = self._time(runner)
+            runner = speed.runner
         else:
             why = "no GPU: times on CPU ranks say nothing about a kernel"
             self.speeds = [NotMeasured(mode=mode, why=why) for mode in job.modes]
         if not job.candidate.is_reference:
             with self._in("audit"):
-                self._audit(cases[0], speed)
+                self._audit(runner, speed)
         if job.timelines is not None and speed is not None and self.healthy:
             with self._in("audit"):
-                self._write_blocks(job.timelines, cases[0], speed)
-        if speed is not None and self.healthy:
-            speed.runner.close()
+                self._write_blocks(job.timelines, speed)
         if self.healthy:
             self._leave()
         return Correct()
@@ -253,32 +255,27 @@ class EvaluationPipeline:
             self.loaded = True
             self.group.ask({**request, "blame": "import_error"}, "import", self.session.deadlines.load)
 
-    def _check(self, case: Case, *, first: bool) -> CaseRunner:
-        """Judges the candidate on a case, at rest; the runner knows what that cost."""
+    def _open(self, case: Case, space: str, slots: int) -> CaseRunner:
+        """A runner of a case; a case that is opened in both groups has one evidence."""
         assert self.group is not None
-        self.case, limits = case, self.session.deadlines
-        runner = CaseRunner(self.session, self.group, self.job.problem, case, "check", CHECKED_SLOTS)
-        try:
-            with self._in("first_call" if first else "correctness"):
-                runner.open()
-                runner.generate_inputs(mixed=True)
-                runner.publish_inputs()
-                if first:
-                    runner.check("first_call", limits.first_call, [0])
-            with self._in("correctness"):
-                rest, first_s = (range(1, CHECKED_SLOTS), None) if first else (range(CHECKED_SLOTS), limits.first_call)
-                runner.check("correctness", limits.calls, rest, first_s=first_s)  # other shapes may be compiled or tuned for
-                runner.close()
-        finally:
-            if runner.evidence.slots:
-                self._keep_evidence(runner)
-            if runner.aliased:
-                self.flags.add("aliased_output")
-        return runner
+        evidence = self.evidence.setdefault(case.key, Evidence())
+        self.runners.append(CaseRunner(self.session, self.group, self.job.problem, case, space, slots, evidence=evidence))
+        return self.runners[-1]
 
-    def _keep_evidence(self, runner: CaseRunner) -> None:
-        found, known = runner.evidence.record(runner.case), self.evidence.get(runner.case.key)
-        self.evidence[runner.case.key] = found if known is None else known.joined(found)
+    def _check(self, case: Case, *, first: bool) -> CaseRunner:
+        """Judges the candidate on a case, at rest, with room for the stress to come; the runner knows what that cost."""
+        self.case, limits = case, self.session.deadlines
+        room = CHECKED_SLOTS if self.node.device == "emulated" else self.stress.max_slots if first else self.stress.min_slots
+        runner = self._open(case, case.key, room)
+        with self._in("first_call" if first else "correctness"):
+            runner.open()
+            runner.renew(CHECKED_SLOTS, mixed=True)
+            if first:
+                runner.check("first_call", limits.first_call, [0])
+        with self._in("correctness"):
+            rest, first_s = (range(1, CHECKED_SLOTS), None) if first else (range(CHECKED_SLOTS), limits.first_call)
+            runner.check("correctness", limits.calls, rest, first_s=first_s)  # other shapes may be compiled or tuned for
+        return runner
 
     def _stress(self, checked: list[CaseRunner]) -> None:
         """Stresses the timed case, and of the others, in random order, those that there is time for."""
@@ -288,7 +285,7 @@ class EvaluationPipeline:
             if runner is not timed and time.monotonic() >= end:
                 break
             self.case = runner.case
-            self._keep_evidence(Stress(runner, self.stress).run(end))
+            Stress(runner, self.stress).run(end)
 
     def _time(self, checked: CaseRunner) -> Benchmark:
         """Times a candidate that is right, in ranks where its code is loaded only after the reference has been timed there."""
@@ -303,7 +300,6 @@ class EvaluationPipeline:
             modes = sorted(self.job.modes)  # eager first: a failed capture must not reach it
             missing = {mode: why for mode in modes if (why := self._measure(speed, mode)) is not None}
             self.speeds = [missing.get(mode) or self._record(speed, mode) for mode in self.job.modes]
-            self._keep_evidence(speed.runner)
         return speed
 
     def _baseline(self, checked: CaseRunner, unmeasurable: dict[str, str]) -> Benchmark:
@@ -314,13 +310,12 @@ class EvaluationPipeline:
             with self._in("spawn"):
                 self.end_group()
                 self._take_group()
-        assert self.group is not None
         self.loaded = False
         with self._in("timing"):
             if self.session.pool_settings.timed_alone:
                 self.session.wait_for_starts()
-            runner = CaseRunner(self.session, self.group, job.problem, checked.case, "timed", CHECKED_SLOTS)
-            speed = Benchmark(runner, job.modes, self.rules, node.profile, node.peaks, node.memory_bytes, checked.slot_bytes)
+            runner = self._open(checked.case, "timed", CHECKED_SLOTS)
+            speed = Benchmark(runner, job.modes, self.rules, node.profile, node.peaks, node.memory_bytes)
             speed.unmeasurable |= unmeasurable
             speed.baseline()
         return speed
@@ -346,7 +341,7 @@ class EvaluationPipeline:
         self.flags |= set(measured.flags)
         return measured
 
-    def _audit(self, case: Case, speed: Benchmark | None) -> None:
+    def _audit(self, runner: CaseRunner, speed: Benchmark | None) -> None:
         """Records what some calls run. The custom track stands or falls with it; in the open one it is evidence, and failing is a flag."""
         custom = self.job.track == "custom"
         if not self.healthy:
@@ -356,26 +351,21 @@ class EvaluationPipeline:
                 )
             return
         try:
-            self._audit_calls(case, speed)
+            self._audit_calls(runner, speed)
         except GroupFailure:
             if custom:
                 raise
             self.auditor, self.healthy = None, False
             self.flags.add("audit_failed")
 
-    def _audit_calls(self, case: Case, speed: Benchmark | None) -> None:
-        assert self.group is not None
+    def _audit_calls(self, runner: CaseRunner, speed: Benchmark | None) -> None:
         auditor = self.auditor = Auditor(self.node.device)
         if speed is not None:
             for item in self.speeds:
                 if isinstance(item, ModeSpeed):
                     auditor.audit_block(speed, item.mode)
-            auditor.count_timed(speed.runner.collectives)
-        runner = CaseRunner(self.session, self.group, self.job.problem, case, "check", CHECKED_SLOTS)
-        try:
-            auditor.audit_calls(runner)
-        finally:
-            self._keep_evidence(runner)
+            auditor.count_timed(runner.collectives)
+        auditor.audit_calls(runner)
         if (integrity_failure := auditor.integrity_failure) is not None:
             raise Rejected(integrity_failure)
         if self.node.device == "cuda":
@@ -383,30 +373,23 @@ class EvaluationPipeline:
                 auditor.look_at_code(runner)
             except GroupFailure:
                 self.healthy = False  # the code of its kernels then counts as not found, which says less and forgives nothing
-        if self.job.track == "custom" and (objection := auditor.violation(must_move=self._must_move(case))) is not None:
+        if self.job.track == "custom" and (objection := auditor.violation(must_move=self._must_move(runner.case))) is not None:
             if auditor.saw_nothing and not profiler_works(self.session):
                 raise Rejected(NotRun(missing="the profiler sees nothing of what a GPU does here, and the custom track needs it"))
             raise Rejected(objection)
 
-    def _write_call(self, folder: Path, case: Case) -> None:
+    def _write_call(self, folder: Path, runner: CaseRunner) -> None:
         """A timeline of one call."""
-        assert self.group is not None
-        runner = CaseRunner(self.session, self.group, self.job.problem, case, "check", CHECKED_SLOTS)
-        runner.open()
-        runner.generate_inputs()
-        runner.publish_inputs()
-        limit_s = self.session.deadlines.first_call
-        runner.check("audit", limit_s, [0])
-        answers = runner.check("audit", limit_s, [1], marker=secrets.token_hex(16), timeline=True)
-        runner.close()
-        self._write_timeline(folder, answers, 1, {"case": case.label, "mode": "call"})
+        runner.renew(1)
+        answers = runner.check("audit", self.session.deadlines.first_call, [0], marker=secrets.token_hex(16), timeline=True)
+        self._write_timeline(folder, answers, 1, {"case": runner.case.label, "mode": "call"})
 
-    def _write_blocks(self, folder: Path, case: Case, speed: Benchmark) -> None:
+    def _write_blocks(self, folder: Path, speed: Benchmark) -> None:
         """A timeline of a block in every mode that was measured."""
         for item in self.speeds:
             if isinstance(item, ModeSpeed):
                 answers = speed.profile_block(item.mode, secrets.token_hex(16), timeline=True)
-                labels: dict[str, object] = {"case": case.label, "mode": item.mode, "measured_us": item.candidate_us.median}
+                labels: dict[str, object] = {"case": speed.runner.case.label, "mode": item.mode, "measured_us": item.candidate_us.median}
                 labels |= {"bound_us": item.utilisation[0].bound_us, "bound_by": item.utilisation[0].bound_by} if item.utilisation else {}
                 self._write_timeline(folder, answers, speed.calls[item.mode], labels)
 
@@ -422,6 +405,10 @@ class EvaluationPipeline:
     def _leave(self) -> None:
         """Lets the candidate's processes end by themselves, which they must."""
         assert self.group is not None
+        if self.job.candidate.is_reference:  # the next one's problem may need the memory
+            for runner in reversed([runner for runner in self.runners if runner.group is self.group]):
+                runner.close()
+            self.runners.clear()
         if not self.loaded or self.job.candidate.is_reference:
             return
         deadline_s = self.session.deadlines.exit
@@ -436,6 +423,8 @@ class EvaluationPipeline:
     def _result(self, verdict: Verdict, log: str) -> Result:
         job = self.job
         correct = isinstance(verdict, Correct)
+        if any(runner.aliased for runner in self.runners):
+            self.flags.add("aliased_output")
         return Result(
             evaluator_version=peerlane.__version__,
             run_id=self.node.run_id,
@@ -451,7 +440,7 @@ class EvaluationPipeline:
             isolation=self.session.isolation.tier,
             track=job.track,
             verdict=verdict,
-            correctness=tuple(self.evidence.values()),
+            correctness=tuple(CaseEvidence(case=case, **vars(found)) for case, found in self.evidence.items() if found.slots),
             speed=tuple(self.speeds) if correct else (),
             audit=self._audit_record(),
             mechanisms=() if self.auditor is None else self.auditor.mechanisms(),

@@ -58,8 +58,7 @@ class EmulatedPipeline(EvaluationPipeline):
                 self._race(case)
             raise
         self._race(case)
-        runner.evidence = type(runner.evidence)(stressed_calls=CHECKED_SLOTS * EMULATED_SCHEDULES)
-        self._keep_evidence(runner)
+        runner.evidence.stressed_calls += CHECKED_SLOTS * EMULATED_SCHEDULES
 
     def _race(self, case: Case) -> None:
         assert self.group is not None

@@ -40,11 +40,11 @@ class Answers:
         self.of_ranks = (recordings, recordings if rank_1 is None else rank_1)
         self.collectives = collectives
         self.session = SimpleNamespace(deadlines=SimpleNamespace(first_call=1.0))
-        self.open = self.publish_inputs = self.close = lambda: None
+        self.discard = lambda: None
         self.case = SimpleNamespace(world_size=2)
         self.runner = self
 
-    def generate_inputs(self, *, mixed: bool) -> None: ...
+    def renew(self, slots: int, *, mixed: bool) -> None: ...
 
     def check(self, phase: str, deadline_s: float, slots: Sequence[int], marker: str | None = None) -> list[Message]:
         return [{"recordings": [*recordings] if marker else [], "collectives": self.collectives} for recordings in self.of_ranks]

@@ -40,19 +40,16 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("call_s", "judge_s", "slot_bytes", "slots"),
+    ("call_s", "judge_s", "slots"),
     [
-        (1e-5, 1e-4, 1e3, RULES.max_slots),
-        (RULES.budget_s / 200, RULES.budget_s / 200, 1e3, 25),  # a quarter of the time for one pass
-        (10.0, 10.0, 1e3, RULES.min_slots),
-        (1e-5, 1e-4, stress._MOST_BYTES / 12, 12),
-        (10.0, 10.0, stress._MOST_BYTES / 5, 5),
-        (1e-5, 1e-4, 1e12, stress._FEWEST_SLOTS),
-        (0.0, 0.0, 0.0, RULES.max_slots),
+        (1e-5, 1e-4, RULES.max_slots),
+        (RULES.budget_s / 120, RULES.budget_s / 120, 15),  # a quarter of the time for one pass
+        (10.0, 10.0, RULES.min_slots),
+        (0.0, 0.0, RULES.max_slots),
     ],
 )
-def test_a_pass_is_as_long_as_time_and_memory_allow(call_s: float, judge_s: float, slot_bytes: float, slots: int) -> None:
-    assert choose_slots(call_s, judge_s, slot_bytes, RULES) == slots
+def test_a_pass_is_as_long_as_time_allows(call_s: float, judge_s: float, slots: int) -> None:
+    assert choose_slots(call_s, judge_s, RULES) == slots
 
 
 @pytest.mark.parametrize(("judge_s", "count"), [(1e-3, 20), (RULES.budget_s / 16, 5), (100.0, 2)])
@@ -176,7 +173,7 @@ def test_a_trusted_rank_is_busy_for_as_long_as_it_is_told(seconds: float, monkey
 class StressedRunner:
     """Stands for a trial under stress whose passes take ``pass_s`` on a clock of its own, twice that where a GPU is shared."""
 
-    slots, layouts, judge_s, call_s, slot_bytes = 25, [{}, {}], 1e-4, 1e-5, 1e3
+    slots, layouts, judge_s, call_s, alike = 25, [{}, {}], 1e-4, 1e-5, [-1] * 25
 
     def __init__(self, pass_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pass_s, self.now, self.evidence = pass_s, 0.0, Evidence()
@@ -186,7 +183,6 @@ class StressedRunner:
         self.group = types.SimpleNamespace(ask=self.ask)
         self.sharing: int | None = None
         self.passes: list[tuple[int | None, float]] = []
-        monkeypatch.setattr(stress, "CaseRunner", lambda *_: self)
         monkeypatch.setattr(stress, "time", types.SimpleNamespace(monotonic=lambda: self.now))
 
     @contextmanager
@@ -201,11 +197,8 @@ class StressedRunner:
         self.now += self.pass_s if self.sharing is None else 2 * self.pass_s
         return [{}, {}]
 
-    def slot_swaps(self, order: list[int], positions: Any) -> Any:
-        return types.SimpleNamespace(steps=[])
-
     def __getattr__(self, name: str) -> Callable[..., None]:
-        assert name in {"open", "close", "generate_inputs", "publish_inputs", "collect_from", "recheck_output", "judge"}
+        assert name in {"generate_inputs", "publish_inputs", "collect_from", "recheck_output", "judge"}
         assert self.sharing is None, "the trusted ranks are busy"
         return lambda *_, **__: None
 

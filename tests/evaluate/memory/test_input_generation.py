@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from peerlane import problems
-from peerlane.evaluate.memory.input_generation import InputGenerator, Inputs
-from peerlane.evaluate.memory.slots import ArgumentSlots, end_of, place_slots, strip_overlap
+from peerlane.evaluate.memory.input_generation import Inputs
+from peerlane.evaluate.memory.slots import strip_overlap
 from peerlane.problems.contract import RANDOM, BlockGenerators, Case, Draw, Problem, describe
 
 CPU = torch.device("cpu")
@@ -96,13 +96,12 @@ def test_apart_takes_the_same_end_of_the_range_from_either_kind_of_generator(blo
 
 def test_every_block_is_new_and_its_slots_differ() -> None:
     problem = problems.get(1)
-    inputs = Inputs(problem, problem.cases("small", 2)[0], 0, "test", CPU)
-    layout, _ = place_slots(describe(strip_overlap(inputs.of(slot, 0).args)) for slot in range(3))
-    memory = torch.zeros(end_of(layout), dtype=torch.uint8)
-    generator, found = InputGenerator(inputs, ArgumentSlots(memory, layout, str)), []
-    for block in range(4):
-        generator.generate_inputs(block, [RANDOM] * 3)
-        found.append(memory.clone())
+    inputs, generators = Inputs(problem, problem.cases("small", 2)[0], 0, "test", CPU), BlockGenerators(CPU)
+
+    def drawn(block: int) -> torch.Tensor:
+        generators.begin(secret="test", case_key=inputs.case.key, block=block, rank=0)
+        return torch.cat([inputs.of(slot, block, RANDOM, generators).args[0].flatten() for slot in range(3)])
+
+    found = [drawn(block) for block in range(4)]
     assert not any(torch.equal(a, b) for number, a in enumerate(found) for b in found[:number])
-    generator.generate_inputs(0, [RANDOM] * 3)
-    assert torch.equal(memory, found[0])
+    assert torch.equal(drawn(0), found[0])

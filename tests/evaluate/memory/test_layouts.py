@@ -1,9 +1,8 @@
-"""Layouts of slots: found once, the same however many slots follow, forgotten with the problem."""
+"""Layouts of slots: what is alike is drawn and called once, and no two tensors share memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,28 +10,26 @@ import torch
 
 from peerlane.evaluate.memory import layouts
 from peerlane.evaluate.memory.input_generation import Drawn
-from peerlane.evaluate.memory.layouts import KnownLayouts
-from peerlane.evaluate.memory.slots import ArgumentSlots, end_of
+from peerlane.evaluate.memory.layouts import FEWEST_SLOTS, find_layouts
+from peerlane.evaluate.memory.slots import ArgumentSlots
 from peerlane.problems.contract import Case, describe
 
 CASE = Case(problem=1, preset="small", label="a", world_size=2, dtype=torch.float32)
-OTHER = Case(problem=1, preset="small", label="b", world_size=2, dtype=torch.float32)
 
 
 class Made:
-    """A problem whose slots differ in size, ``apart`` of them, and what was asked of it. ``fixed``: its slots say that they do not."""
+    """Inputs of a problem whose slots differ in size, ``apart`` of them, and what was asked of it. ``fixed``: they say that they do not."""
 
-    def __init__(self, number: int = 1, *, apart: int = 100, fixed: bool = False, graph: bool = True) -> None:
-        self.id, self.drawn, self.called = number, list[int](), list[int]()
-        self.apart, self.fixed, self.graph = apart, fixed, graph
+    case, device, rank, variant = CASE, torch.device("cpu"), 0, "default"
 
-    def draw(self, slots: Iterable[int]) -> list[Drawn]:
-        return [Drawn(self._inputs(slot), self.fixed) for slot in slots]
+    def __init__(self, *, apart: int = 100, fixed: bool = False, graph: bool = True) -> None:
+        self.drawn, self.called = list[int](), list[int]()
+        self.apart, self.fixed, self.graph, self.problem = apart, fixed, graph, self
 
-    def _inputs(self, slot: int) -> tuple[Any, ...]:
+    def of(self, slot: int, block: int) -> Drawn:
         self.drawn.append(slot)
         counts = torch.full((1, 2), slot, dtype=torch.int32).expand(4, 2)
-        return torch.full((slot % self.apart + 3,), float(slot)), [counts], "world", 7
+        return Drawn((torch.full((slot % self.apart + 3,), float(slot)), [counts], "world", 7), self.fixed)
 
     def reference_of(self, variant: str) -> Callable[..., torch.Tensor]:
         return self._reference
@@ -47,44 +44,21 @@ class Made:
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Rank 0 of two; the other one has the same layouts. Counts what is gathered."""
-    seen = SimpleNamespace(gathered=0)
-
-    def gather(everyone: list[Any], mine: Any) -> None:
-        seen.gathered += 1
-        everyone[:] = [mine for _ in everyone]
-
-    monkeypatch.setattr(layouts.dist, "all_gather_object", gather)
-    return seen
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of two; the other one has the same layouts."""
+    monkeypatch.setattr(layouts.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(layouts.dist, "all_gather_object", lambda everyone, mine: everyone.__setitem__(slice(None), [mine] * 2))
 
 
-def _ask(known: KnownLayouts, made: Made, slots: int, case: Case = CASE) -> layouts.Layouts:
-    return known.of(made, case, slots, made.draw, {})  # type: ignore[arg-type]
+def find(made: Made, slots: int, most_bytes: float = 1e9) -> layouts.Layouts:
+    return find_layouts(made, slots, most_bytes, {})  # type: ignore[arg-type]
 
 
-def _known() -> KnownLayouts:
-    return KnownLayouts(0, 2, torch.device("cpu"))
-
-
-def test_slots_are_drawn_and_called_once_however_often_a_case_is_opened(alone: SimpleNamespace) -> None:
-    known, made = _known(), Made()
-    four = _ask(known, made, 4)
-    assert made.drawn == made.called == [0, 1, 2, 3] and alone.gathered == 1
-    assert _ask(known, made, 2).arguments == [mine[:2] for mine in four.arguments]
-    six = _ask(known, made, 6)
-    assert made.drawn == made.called == [0, 1, 2, 3, 4, 5] and alone.gathered == 2
-    assert [mine[:4] for mine in six.arguments] == four.arguments and six.outputs[:4] == four.outputs
-    assert [len(four.outputs), *map(len, four.arguments)] == [4, 4, 4]
-
-
-def test_slots_found_one_after_the_other_lie_where_they_lie_when_found_together() -> None:
-    step, whole = _known(), _known()
-    for slots in (1, 2, 5, 9):
-        found = _ask(step, Made(), slots)
-    assert found == _ask(whole, Made(), 9)
-    for layout in (found.arguments[0], found.outputs):
-        memory = torch.zeros(end_of(layout), dtype=torch.uint8)
+def test_no_two_tensors_share_memory() -> None:
+    found = find(Made(), 9)
+    assert [len(found.outputs), *map(len, found.arguments)] == [9, 9, 9]
+    for layout, size in ((found.arguments[0], found.input_bytes), (found.outputs, found.output_bytes)):
+        memory = torch.zeros(size, dtype=torch.uint8)
         slots = ArgumentSlots(memory, [item if "items" in item else {"kind": "list", "items": [item]} for item in layout], str)
         for number, tensors in enumerate(slots.tensors):
             for tensor in tensors:
@@ -92,34 +66,30 @@ def test_slots_found_one_after_the_other_lie_where_they_lie_when_found_together(
                 tensor.fill_(number + 1)
 
 
-def test_cases_are_told_apart_and_another_problem_is_found_anew() -> None:
-    known, made, other = _known(), Made(), Made(2)
-    _ask(known, made, 2)
-    _ask(known, made, 1, OTHER)
-    _ask(known, made, 2)
-    assert made.drawn == [0, 1, 0]
-    _ask(known, other, 1)
-    _ask(known, made, 1)
-    assert other.drawn == [0] and made.drawn == [0, 1, 0, 0]
-
-
 @pytest.mark.parametrize(("fixed", "graph"), [(False, True), (False, False), (True, True), (True, False)])
 def test_what_is_alike_is_drawn_and_called_once_where_that_is_certain(fixed: bool, graph: bool) -> None:
-    known, made = _known(), Made(apart=1 if fixed else 3, fixed=fixed, graph=graph)
-    found = _ask(known, made, 7)
+    made = Made(apart=1 if fixed else 3, fixed=fixed, graph=graph)
+    found = find(made, 7)
     assert made.called == (list(range(7)) if not graph else [0] if fixed else [0, 1, 2])
     assert made.drawn == ([0] if fixed and graph else list(range(7)))
-    assert found == _ask(_known(), Made(apart=made.apart, graph=False), 7)
-    before = len(made.called)
-    assert _ask(known, made, 9) == _ask(_known(), Made(apart=made.apart, graph=False), 9)
-    assert len(made.called) == before + (0 if graph else 2)
+    other = find(Made(apart=made.apart, graph=False), 7)
+    assert (found.arguments, found.outputs) == (other.arguments, other.outputs)
+
+
+def test_slots_that_take_too_much_memory_are_fewer() -> None:
+    one = find(Made(apart=1, fixed=True), FEWEST_SLOTS).input_bytes / FEWEST_SLOTS
+    assert len(find(Made(apart=1, fixed=True), 100, most_bytes=20 * one).outputs) in range(10, 21)
+    assert len(find(Made(apart=1, fixed=True), 100, most_bytes=1.0).outputs) == FEWEST_SLOTS
 
 
 def test_slots_are_not_alike_where_another_rank_has_other_arguments_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def gather(everyone: list[Any], mine: Any) -> None:
-        everyone[:] = [mine, [describe(torch.empty(slot % 2)) for slot in range(6)]]
+        theirs = (
+            (describe(torch.empty(0)), False, 100) if isinstance(mine, tuple) else [describe(torch.empty(slot % 2)) for slot in range(6)]
+        )
+        everyone[:] = [mine, theirs]
 
     monkeypatch.setattr(layouts.dist, "all_gather_object", gather)
-    known, made = _known(), Made(apart=1, fixed=True)
-    _ask(known, made, 6)
-    assert made.drawn == made.called == [0, 1]
+    made = Made(apart=1, fixed=True)
+    find(made, 6)
+    assert made.called == [0, 1]

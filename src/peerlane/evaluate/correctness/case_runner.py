@@ -16,7 +16,6 @@ from peerlane.evaluate.correctness.slot_swaps import SlotSwaps, kinds_of_slots
 from peerlane.evaluate.processes.protocol import Message, is_count
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session, case_request
-from peerlane.evaluate.results.result import CaseEvidence
 from peerlane.evaluate.results.verdict import (
     ARGUMENT,
     CHANGED,
@@ -42,6 +41,7 @@ from peerlane.problems.contract.tree import dtype_name
 
 _Answers = TypeVar("_Answers")
 _PATIENCE = 50.0  # a candidate may take so many times as long as the reference
+_dice = random.SystemRandom()
 _SETTLING_S = 0.003  # what is still at work after a call's end has this long to show it
 
 
@@ -89,14 +89,11 @@ class Evidence:
     stressed_calls: int = 0
     max_error_over_tolerance: float = 0.0
 
-    def record(self, case: Case) -> CaseEvidence:
-        """The immutable form."""
-        return CaseEvidence(case=case.key, **vars(self))
-
 
 @dataclass
 class CaseRunner:
-    """A case laid out in one space of the trusted and, once attached, of the candidate's ranks."""
+    """A case laid out in one space of the trusted and, once attached, of the candidate's ranks: ``slots`` calls, or fewer if these take
+    more than ``most_bytes`` for inputs or for outputs on a rank."""
 
     session: Session
     group: RankGroup
@@ -104,6 +101,7 @@ class CaseRunner:
     case: Case
     space: str
     slots: int
+    most_bytes: float = 512 << 20
     evidence: Evidence = field(default_factory=Evidence)
     layouts: list[Message] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
@@ -152,41 +150,39 @@ class CaseRunner:
         return self.group.ask({"op": op, "space": self.space, **more}, phase, deadline_s)
 
     def open(self) -> None:
-        """Lays the case out and attaches the candidate's ranks, which have nothing attached in this space."""
-        self.layouts = self.trusted("open_case", slots=self.slots, **case_request(self.case))
-        self.alike = kinds_of_slots(self.layouts)
+        """Lays the case out and attaches the candidate's ranks. The first case of a group closes what the trusted ranks had open before."""
+        room = {"slots": self.slots, "most_bytes": self.most_bytes, "alone": not self.group.spaces}
+        self.layouts = self.trusted("open_case", **room, **case_request(self.case))
+        self.slots, self.alike = len(self.layouts[0]["arguments"]), kinds_of_slots(self.layouts)
         self.reference_s = max(float(layout["reference_s"]) for layout in self.layouts)
-        requests = [
-            {"op": "attach_case", "space": self.space, "problem": self.case.problem, "variant": self.case.variant, **_without_ok(layout)}
-            for layout in self.layouts
-        ]
+        case = {"op": "attach_case", "space": self.space, "problem": self.case.problem, "variant": self.case.variant}
+        requests = [{**{key: value for key, value in layout.items() if key != "ok"}, **case} for layout in self.layouts]
         self.group.ask(requests, "spawn", self.session.deadlines.spawn)
+        self.group.spaces.add(self.space)
 
     def close(self) -> None:
         """Gives the memory back on both sides."""
         self.ask("detach", "spawn", self.session.deadlines.spawn)
         self.trusted("close_case")
+        self.group.spaces.discard(self.space)
 
     def deadline(self, seconds: float, calls: int = 1) -> float:
         """How long so many calls of the candidate may take: ``seconds``, or more where the reference is slow or the machine is busy."""
         return max(seconds, _PATIENCE * calls * self.reference_s)
 
-    @property
-    def slot_bytes(self) -> float:
-        """Of one slot's inputs, or of its outputs if they are larger, on the rank that has most."""
-        return max(int(layout[side]) for layout in self.layouts for side in ("input_bytes", "output_bytes")) / self.slots
-
     def generate_inputs(self, *, mixed: bool = False, slots: int | None = None) -> None:
-        """New contents in every slot, or in the first ``slots``. ``mixed``: about a third integer draws, at random, where the problem has
-        them.
-        """
-        count = self.slots if slots is None else slots
-        self.kinds = [
-            INTEGER if mixed and self.problem.integer_exact and random.SystemRandom().random() < 1 / 3 else RANDOM for _ in range(count)
-        ]
-        if mixed and self.problem.integer_exact and INTEGER not in self.kinds:
-            self.kinds[random.SystemRandom().randrange(count)] = INTEGER
+        """New contents in every slot, or in the first ``slots``. ``mixed``: integer draws in one or more of them, at random, where the
+        problem has them."""
+        self.kinds = [RANDOM] * (self.slots if slots is None else slots)
+        if mixed and self.problem.integer_exact:
+            one = _dice.randrange(len(self.kinds))
+            self.kinds = [INTEGER if slot == one or _dice.random() < 1 / 4 else RANDOM for slot in range(len(self.kinds))]
         self.trusted("generate_inputs", block=self.session.next_block(), kinds=self.kinds)
+
+    def renew(self, slots: int | None = None, *, mixed: bool = False) -> None:
+        """Generates new contents and publishes them."""
+        self.generate_inputs(mixed=mixed, slots=slots)
+        self.publish_inputs(slots)
 
     def publish_inputs(self, slots: int | None = None) -> None:
         """Makes the generated contents visible to the candidate, of all slots or the first ``slots``."""
@@ -258,10 +254,6 @@ class CaseRunner:
             if not is_count(answer.get("collectives")):
                 raise GroupFailure("garbage", "timing", "a rank answered without the number of its collectives", rank=rank)
             self.collectives = max(self.collectives, int(answer["collectives"]))
-
-    def slot_swaps(self, order: Sequence[int], positions: Collection[int]) -> SlotSwaps:
-        """Late changes of a block that uses its slots in this order, before the calls at these positions."""
-        return SlotSwaps.draw(order, self.alike, positions)
 
     def collect_from(
         self,
@@ -404,10 +396,6 @@ class CaseRunner:
 def torn_output(digests: Sequence[tuple[str, int]], others: Sequence[tuple[str, int]]) -> str | None:
     """The first output whose digest is not that of another rank, of two ranks' (name, digest) in the same order."""
     return next((mine[0] for mine, other in zip(digests, others, strict=True) if mine[1] != other[1]), None)
-
-
-def _without_ok(message: Message) -> Message:
-    return {key: value for key, value in message.items() if key != "ok"}
 
 
 def _outputs(answer: Message, count: int, phase: Phase, rank: int) -> list[Any]:

@@ -23,8 +23,6 @@ _CROWDED_CALLS = 1 / 8
 _FEWEST_PASSES = 2  # the second is a late one
 _POISONED_CALLS = 1 / 2
 _KEPT_CALLS = 1 / 5
-_FEWEST_SLOTS = 3  # per pass, where memory does not hold ``StressRules.min_slots``
-_MOST_BYTES = 512 << 20  # of a pass's inputs on one rank, and of its outputs
 _DELAYED_CALLS = 1 / 4  # before these, one rank waits
 _SHORTEST_DELAY_US, _LONGEST_DELAY_US = 10.0, 10_000.0
 _LATE_PASSES = 2 / 3  # of those behind the first two: in them every call's contents come to its slot right before it
@@ -37,15 +35,13 @@ _SHORTEST_SLICING_S, _LONGEST_SLICING_S = 0.01, 0.04
 _dice = random.SystemRandom()
 
 
-def choose_slots(call_s: float, judge_s: float, slot_bytes: float, rules: StressRules) -> int:
-    """Calls per pass, such that their contents fit into memory, and that input generation, calling and judging take a share of the time.
+def choose_slots(call_s: float, judge_s: float, rules: StressRules) -> int:
+    """Calls per pass, such that input generation, calling and judging take a share of the time.
 
     ``judge_s``, which holds one input generation for every rank, stands for all that a slot costs besides its call.
     """
     in_time = _SHARE_OF_BUDGET * rules.budget_s / max(call_s + judge_s, 1e-9)
-    in_memory = _MOST_BYTES / max(slot_bytes, 1.0)
-    wanted = min(max(in_time, rules.min_slots), rules.max_slots)
-    return max(_FEWEST_SLOTS, int(min(wanted, in_memory)))
+    return int(min(max(in_time, rules.min_slots), rules.max_slots))
 
 
 def choose_compared(order: list[int], judge_s: float, rules: StressRules) -> list[int]:
@@ -85,33 +81,30 @@ def draw_time_slicing(passes: int, world_size: int, *, on_gpu: bool) -> int | No
 
 @dataclass
 class Stress:
-    """The stress of one case. ``checked`` is the run in which the candidate was right at rest: it knows what a call costs."""
+    """The stress of a case that ``runner`` has open, in which the candidate was right at rest: it knows what a call costs."""
 
-    checked: CaseRunner
+    runner: CaseRunner
     rules: StressRules
     pass_s: float = 0.0
     """what the calls of the latest pass took that had all GPUs for itself"""
 
-    def run(self, end: float) -> CaseRunner:
+    def run(self, end: float) -> None:
         """Passes until ``rules.calls`` calls are done or time is up: ``end`` on the clock ``time.monotonic``. At least two, however slow.
 
-        Raises :class:`Rejected` and GroupFailure. Returns the runner, which has the evidence.
+        Raises :class:`Rejected` and GroupFailure.
         """
-        checked = self.checked
-        slots = choose_slots(checked.call_s, checked.judge_s, checked.slot_bytes, self.rules)
-        runner = CaseRunner(checked.session, checked.group, checked.problem, checked.case, checked.space, slots)
-        runner.open()
+        runner = self.runner
+        self.judge_s = runner.judge_s
+        slots = min(runner.slots, choose_slots(runner.call_s, runner.judge_s, self.rules))
         order: list[int] = []
         passes = 0
         while self._goes_on(runner.evidence.stressed_calls, passes, end):
             late = passes == 1 or (passes > 1 and _dice.random() < _LATE_PASSES)
             if not late:  # else the order of the pass before: who has learned which slot comes next finds it so, and its contents changed
-                order = _dice.sample(range(runner.slots), runner.slots)
+                order = _dice.sample(range(slots), slots)
             time_slicing = draw_time_slicing(passes, len(runner.layouts), on_gpu=_on_gpu(runner))
             self._pass(runner, order, late=late, time_slicing=time_slicing)
             passes += 1
-        runner.close()
-        return runner
 
     def _goes_on(self, calls: int, passes: int, end: float) -> bool:
         last = end if calls >= self.rules.min_calls else end + self.rules.overtime_s
@@ -121,9 +114,9 @@ class Stress:
         """One pass over the slots in this order. In a ``late`` one contents come to their slots right before the calls; the GPU of the rank
         ``sliced`` is shared meanwhile, for as long as a pass takes that shares none.
         """
-        runner.generate_inputs(mixed=True)
-        slot_swaps = runner.slot_swaps(order, range(len(order)) if late else ())
-        runner.publish_inputs()
+        runner.generate_inputs(mixed=True, slots=len(order))
+        slot_swaps = SlotSwaps.draw(order, runner.alike, range(len(order)) if late else ())
+        runner.publish_inputs(len(order))
         kept = [position for position in range(len(order)) if _dice.random() < _KEPT_CALLS]
         requests = self._requests(runner, order, slot_swaps, kept)
         busy_s = min(max(self.pass_s, _SHORTEST_SLICING_S), _LONGEST_SLICING_S)
@@ -134,10 +127,10 @@ class Stress:
         if time_slicing is None:
             self.pass_s = ended - begin
         intact = {order[position] for position in [*kept, -1]}
-        runner.collect_from(answers, choose_compared(order, self.checked.judge_s, self.rules), "stress", slot_swaps, intact)
+        runner.collect_from(answers, choose_compared(order, self.judge_s, self.rules), "stress", slot_swaps, intact)
         runner.recheck_output(order[-1], "stress", ended)
         runner.judge("stress")
-        runner.evidence.stressed_calls += runner.slots
+        runner.evidence.stressed_calls += len(order)
 
     def _requests(self, runner: CaseRunner, order: list[int], slot_swaps: SlotSwaps, kept: list[int]) -> list[Message]:
         plans = draw_jitter(len(runner.layouts), len(order), on_gpu=_on_gpu(runner))

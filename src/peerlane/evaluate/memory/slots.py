@@ -47,12 +47,6 @@ def place_slots(descriptions: Iterable[Description], offset: int = FRONT_BYTES) 
     return layout, offset
 
 
-def end_of(layout: Sequence[Description]) -> int:
-    """The offset behind the last tensor of placed slots, and behind its guard band: where the next slot begins."""
-    last = next((placed[-1] for slot in reversed(layout) if (placed := list(tensor_descriptions(slot)))), None)
-    return FRONT_BYTES if last is None else aligned(extent(last)[1] + GUARD_BYTES)
-
-
 def slot_range(layout: Description) -> slice:
     """The bytes of an arena in which a placed slot lies: its tensors follow each other."""
     placed = list(tensor_descriptions(layout))

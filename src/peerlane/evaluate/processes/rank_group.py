@@ -112,6 +112,8 @@ class RankGroup:
         self.alive = True
         self.building = BuildTime(0.0)
         self._kills = out_of_memory_kills()
+        self.spaces = set[str]()
+        """in which its ranks have a case attached"""
         self.pids: tuple[int, ...] = ()
         """of the ranks, known once they are up"""
         self.limit: Limit | None = None

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from peerlane.evaluate.memory.arena import Arena, view
-from peerlane.evaluate.memory.guards import GuardBands
-from peerlane.evaluate.memory.input_generation import InputGenerator
-from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, slot_range
-from peerlane.evaluate.ranks.timed_block import Solution
-from peerlane.problems.contract.spec import Case, Problem
+from peerlane.evaluate.memory.guards import GuardBands, argument_regions, output_regions
+from peerlane.evaluate.memory.input_generation import Inputs
+from peerlane.evaluate.memory.layouts import Layouts
+from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, slot_range, updates_of
+from peerlane.problems.contract.draw import BlockGenerators, Draw
 from peerlane.problems.contract.tree import Description, tensor_descriptions
 
 
@@ -35,47 +36,48 @@ class Snapshot:
         return self.inputs.nbytes + sum(tensor.nbytes for tensor in self.tensors)
 
 
-@dataclass
 class OpenCase:
-    """A case that is laid out in memory."""
+    """A case that is laid out in memory. Its contents are whatever was there, until :meth:`generate`."""
 
-    problem: Problem
-    case: Case
-    groups: dict[str, Any]
-    staging: torch.Tensor
-    private: ArgumentSlots
-    input_generator: InputGenerator
-    public: ArgumentSlots
-    input_bytes: int
-    output_layout: list[Description]
-    output_bytes: int
-    private_outputs: OutputRegions
-    arena: Arena
-    guards: GuardBands
-    layouts: list[list[Description]]
-    """of the arguments on every rank"""
-    kinds: list[str] = field(default_factory=list)
-    snapshots: list[Snapshot] = field(default_factory=list)
-    changes: list[tuple[str, torch.Tensor]] = field(default_factory=list)
-    """of arguments that were to stay as they were: name, and whether they did not"""
-    checksummed: tuple[int, list[torch.Tensor]] = (0, [])
-    _spans: dict[int, list[slice]] = field(default_factory=dict)
+    def __init__(self, inputs: Inputs, layouts: Layouts, groups: dict[str, Any], memory_fd: int) -> None:
+        self.inputs, self.problem, self.case, self.groups = inputs, inputs.problem, inputs.case, groups
+        self.layouts, self.output_layout = layouts.arguments, layouts.outputs
+        layout, device = self.layouts[inputs.rank], inputs.device
+        self.input_bytes, self.output_bytes = layouts.input_bytes, layouts.output_bytes
+        self.arena = Arena.create(self.input_bytes + self.output_bytes, device, memory_fd)
+        self.arena.clear()
+        self.staging = torch.empty(self.input_bytes, dtype=torch.uint8, device=device)
+        self.private = ArgumentSlots(self.staging, layout, groups.__getitem__)
+        self.public = ArgumentSlots(self.arena.data[: self.input_bytes], layout, groups.__getitem__)
+        own = torch.empty(self.output_bytes, dtype=torch.uint8, device=device)
+        self.private_outputs = OutputRegions(own, self.output_layout, device, updates_of(self.problem))
+        regions = [*argument_regions(layout, self.problem.parameters), *output_regions(self.output_layout, self.input_bytes)]
+        bands = Draw(secret=f"{inputs.secret} guard bands", case_key=self.case.key, slot=0, block=0, rank=inputs.rank, device=device)
+        self.guards = GuardBands(self.arena.data, regions, bands)
+        self.reference = self.problem.reference_of(self.case.variant)
+        self.kinds: Sequence[str] = ()
+        """of what was generated last, for the first slots"""
+        self.snapshots: list[Snapshot] = []
+        self.changes: list[tuple[str, torch.Tensor]] = []
+        """of arguments that were to stay as they were: name, and whether they did not"""
+        self.checksummed: tuple[int, list[torch.Tensor]] = (0, [])
+        self._generators = BlockGenerators(device)
+
+    def generate(self, block: int, kinds: Sequence[str]) -> None:
+        """New contents for the first ``len(kinds)`` slots, in stream order; ``kinds`` says which of them are integer draws."""
+        self.kinds, inputs = kinds, self.inputs
+        self._generators.begin(secret=inputs.secret, case_key=self.case.key, block=block, rank=inputs.rank)
+        self.private.fill(inputs.of(slot, block, kind, self._generators).args for slot, kind in enumerate(kinds))
 
     def spans(self, slot: int) -> list[slice]:
         """Where every rank has the inputs of a slot in its memory."""
-        if slot not in self._spans:
-            self._spans[slot] = [slot_range(layout[slot]) for layout in self.layouts]
-        return self._spans[slot]
+        return [slot_range(layout[slot]) for layout in self.layouts]
 
     @property
-    def reference(self) -> Solution:
-        """The reference of the case's variant."""
-        return self.problem.reference_of(self.case.variant)
-
-    @property
-    def _answers(self) -> torch.Tensor:
+    def outputs(self) -> torch.Tensor:
+        """The bytes of the candidate's snapshots."""
         return self.arena.data[self.input_bytes : self.input_bytes + self.output_bytes]
 
     def taken(self, slot: int) -> list[torch.Tensor]:
         """Copies of what the arena has of a slot's outputs."""
-        return [view(self._answers, placed).clone() for placed in tensor_descriptions(self.output_layout[slot])]
+        return [view(self.outputs, placed).clone() for placed in tensor_descriptions(self.output_layout[slot])]

@@ -1,18 +1,18 @@
 """The trusted rank: generates inputs, knows the oracle, judges outputs, times the reference. Candidate code never runs here.
 
 Inputs are generated into private memory (staging) and copied to the shared arena just before the candidate may use them (publish).
-Every call of ``generate`` draws new contents from the run's secret, which only trusted ranks hold. Two cases may be open at a time, in
-the spaces ``check`` and ``timed``: the timed one keeps its captured graphs while others are checked.
+Every call of ``generate`` draws new contents from the run's secret, which only trusted ranks hold. Several cases may be open at a time,
+each in a space of its own.
 
 Nothing that a candidate can map ever holds an answer before the candidate has given its own: the oracle and the reference work in this
-process's private memory, and the arena is cleared before it is handed on.
+process's private memory, and an arena is cleared before it is handed out.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -21,25 +21,16 @@ import torch.distributed as dist
 
 from peerlane.evaluate.correctness.contention import keep_busy
 from peerlane.evaluate.correctness.jitter import compile_crowd
-from peerlane.evaluate.memory.arena import POISON, Arena, aligned, view
-from peerlane.evaluate.memory.guards import GuardBands, argument_regions, output_regions
-from peerlane.evaluate.memory.input_generation import Drawn, InputGenerator, Inputs
-from peerlane.evaluate.memory.layouts import KnownLayouts
-from peerlane.evaluate.memory.slots import (
-    ArgumentSlots,
-    OutputRegions,
-    check_claim,
-    end_of,
-    updates_of,
-)
+from peerlane.evaluate.memory.arena import POISON, aligned, view
+from peerlane.evaluate.memory.input_generation import Inputs
+from peerlane.evaluate.memory.layouts import Layouts, find_layouts
+from peerlane.evaluate.memory.slots import check_claim
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks.case_state import OpenCase, Snapshot
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.timed_block import COPIES_RUNS, Plan, capture_failure, copies_us, make_block
 from peerlane.evaluate.results.sanitize import one_line
-from peerlane.problems.contract.draw import Draw
 from peerlane.problems.contract.judge import any_differs, digests, expected_leaves, same_bits, score, type_mismatch
-from peerlane.problems.contract.spec import Case
 from peerlane.problems.contract.tree import (
     Description,
     GroupRef,
@@ -52,7 +43,6 @@ from peerlane.problems.contract.tree import (
 )
 
 _GATHERED_BYTES = 64 << 20  # of a rank's inputs, that oracles get from it at a time
-_IDLE_BYTES = 256 << 20  # of an arena, that may lie idle
 
 
 class TrustedRank(Rank):
@@ -62,9 +52,8 @@ class TrustedRank(Rank):
         super().__init__(config, rank, memory_fd)
         self._secret = ""
         self._mode = "eager"
-        self._arenas: dict[str, Arena] = {}
         self._open: dict[str, OpenCase] = {}
-        self._layouts = KnownLayouts(rank, self.world_size, self.device)
+        self._layouts: dict[tuple[int, str, int, float], Layouts] = {}
         self.serve("secret", "open_case", "generate_inputs", "publish_inputs", "prepare", "restore", "copies", "keep_busy", "margins")
         self.serve("collect", "discard", "checksum_output", "compare_checksum", "judge", "close_case")
 
@@ -83,77 +72,40 @@ class TrustedRank(Rank):
         return current
 
     def open_case(self, request: Message) -> dict[str, Any]:
-        """Lays out ``slots`` calls. Their contents are whatever was in memory, until :meth:`generate`."""
-        self.close_case(request)
+        """Lays out up to ``slots`` calls, as many as fit into ``most_bytes``. ``alone``: whatever else is open is closed before."""
+        for space in [*reversed(self._open)] if request["alone"] else [request["space"]]:
+            self.close_case({"space": space})
         problem, case = self.case_of(request)
         groups = self.groups(problem.process_groups(case))
         inputs = Inputs(problem, case, self.rank, self._secret, self.device)
-
-        def drawn(slots: Iterable[int]) -> list[Drawn]:
-            return [inputs.of(slot, 0) for slot in slots]
-
-        layouts = self._layouts.of(problem, case, request["slots"], drawn, groups)
-        layout, output_layout = layouts.arguments[self.rank], layouts.outputs
-        input_bytes, output_bytes = end_of(layout), end_of(output_layout)
-        arena = self._reserve(request["space"], input_bytes + output_bytes)
-        arena.clear()
-        shared = arena.data
-        regions = [*argument_regions(layout, problem.parameters), *output_regions(output_layout, input_bytes)]
-        staging = torch.empty(input_bytes, dtype=torch.uint8, device=self.device)
-        own = torch.empty(output_bytes, dtype=torch.uint8, device=self.device)
-        private = ArgumentSlots(staging, layout, groups.__getitem__)
-        self._open[request["space"]] = OpenCase(
-            problem,
-            case,
-            groups,
-            staging,
-            private,
-            InputGenerator(inputs, private),
-            ArgumentSlots(shared[:input_bytes], layout, groups.__getitem__),
-            input_bytes,
-            output_layout,
-            output_bytes,
-            OutputRegions(own, output_layout, self.device, updates_of(problem)),
-            arena,
-            GuardBands(shared, regions, self._guard_draw(case)),
-            layouts.arguments,
-        )
+        key = problem.id, case.key, request["slots"], request["most_bytes"]
+        if key not in self._layouts:
+            self._layouts = {known: found for known, found in self._layouts.items() if known[0] == problem.id}
+            self._layouts[key] = find_layouts(inputs, request["slots"], request["most_bytes"], groups)
+        current = self._open[request["space"]] = OpenCase(inputs, self._layouts[key], groups, self.memory_fd)
         self.freeze_objects()
         return {
-            "arena": arena.handle,
-            "arguments": layout,
-            "outputs": output_layout,
-            "output_base": input_bytes,
-            "input_bytes": input_bytes,
-            "output_bytes": output_bytes,
-            "reference_s": layouts.reference_s,
+            "arena": current.arena.handle,
+            "arguments": current.layouts[self.rank],
+            "outputs": current.output_layout,
+            "output_base": current.input_bytes,
+            "input_bytes": current.input_bytes,
+            "output_bytes": current.output_bytes,
+            "reference_s": self._layouts[key].reference_s,
             "groups": {name: [list(members) for members in groups_] for name, groups_ in problem.process_groups(case).items()},
         }
 
-    def _guard_draw(self, case: Case) -> Draw:
-        return Draw(secret=f"{self._secret} guard bands", case_key=case.key, slot=0, block=0, rank=self.rank, device=self.device)
-
-    def _reserve(self, space: str, size: int) -> Arena:
-        """The space's arena; another one where it is too small, or so large that others could use the memory."""
-        arena = self._arenas.get(space)
-        if arena is None or not size <= arena.size <= size + _IDLE_BYTES:
-            if arena is not None:
-                arena.close()
-            arena = self._arenas[space] = Arena.create(size, self.device, self.memory_fd)
-        return arena
-
     def close_case(self, request: Message) -> dict[str, Any]:
-        """Drops the case's memory and graphs. The arena itself stays, for the next case."""
-        if self._open.pop(request["space"], None) is not None:
+        """Drops the case's memory and graphs."""
+        if (current := self._open.pop(request["space"], None)) is not None:
             self.block = None
+            current.arena.close()
         self.give_back()
         return {}
 
     def generate_inputs(self, request: Message) -> dict[str, Any]:
         """New contents for the first ``len(kinds)`` slots, in private memory; ``kinds`` says which of them are integer draws."""
-        current = self.opened(request)
-        current.kinds = request["kinds"]
-        current.input_generator.generate_inputs(request["block"], current.kinds)
+        self.opened(request).generate(request["block"], request["kinds"])
         self.synchronize()
         return {}
 
@@ -162,9 +114,9 @@ class TrustedRank(Rank):
         guard bands.
         """
         current = self.opened(request)
-        shared, end = current.arena.data, current.private.end(request["slots"])
-        shared[:end].copy_(current.staging[:end])
-        shared[current.input_bytes : current.input_bytes + current.output_bytes].fill_(POISON)
+        end = current.private.end(request["slots"])
+        current.arena.data[:end].copy_(current.staging[:end])
+        current.outputs.fill_(POISON)
         current.guards.paint()
         self.synchronize()
         return {}
@@ -249,7 +201,7 @@ class TrustedRank(Rank):
         snapshots, current.snapshots = current.snapshots, []
         changes, current.changes = current.changes, []
         if at_rest:
-            changes += [change for slot in range(len(current.private.args)) for change in _changes(current, slot, slot)]
+            changes += [change for slot in range(len(current.kinds)) for change in _changes(current, slot, slot)]
         return {
             "slots": [
                 self._judge(current, snapshot, inputs)

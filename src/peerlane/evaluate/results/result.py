@@ -56,14 +56,6 @@ class CaseEvidence(Record):
     stressed_calls: int = Field(default=0, ge=0, description="calls under stress, compared or not")
     max_error_over_tolerance: Ratio = Field(ge=0)
 
-    def joined(self, other: CaseEvidence) -> CaseEvidence:
-        """The evidence of two trials of one case together."""
-        counts = ("slots", "integer_slots", "timed_slots", "stressed_slots", "stressed_calls")
-        added = {name: getattr(self, name) + getattr(other, name) for name in counts}
-        return self.model_copy(
-            update={**added, "max_error_over_tolerance": max(self.max_error_over_tolerance, other.max_error_over_tolerance)}
-        )
-
 
 class Audit(Record):
     """What ran in audited calls. Counts are per call: the largest of any rank and call."""

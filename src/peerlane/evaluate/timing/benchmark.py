@@ -37,7 +37,7 @@ class Benchmark:
     """Times one case in several modes: :meth:`baseline` before ``load``, then :meth:`first_calls`, :meth:`measure` for each mode, and
     :meth:`record` when all are measured.
 
-    ``slot_bytes``: of a slot's inputs or outputs, whichever are larger. ``unmeasurable``: the modes that are not tried, and why.
+    ``memory_bytes``: of the GPU of one rank. ``unmeasurable``: the modes that are not tried, and why.
     ``broken``: a capture of the reference failed, so that the ranks are in a state that nobody knows; the mode is unmeasurable, and others
     are to be timed with fresh ranks. ``calls``: per block, by mode.
 
@@ -50,7 +50,6 @@ class Benchmark:
     profile: HardwareProfile | None
     peaks: tuple[Peaks, ...]
     memory_bytes: float
-    slot_bytes: float = 0.0
     baselines: dict[str, Race] = field(default_factory=dict)
     races: dict[str, Race] = field(default_factory=dict)
     unmeasurable: dict[str, str] = field(default_factory=dict)
@@ -62,8 +61,7 @@ class Benchmark:
         problem, rules, runner = self.runner.problem, self.rules, self.runner
         for mode in set(self.modes) - set(problem.modes):
             self.unmeasurable[mode] = f"the reference cannot be captured: {problem.graph_reason}"
-        fitting = int(_ARENA_SHARE * self.memory_bytes / max(self.slot_bytes, 1.0))
-        runner.slots = max(_FEWEST_CALLS, min(_MOST_CALLS, fitting))
+        runner.slots, runner.most_bytes = _MOST_CALLS, _ARENA_SHARE * self.memory_bytes
         runner.open()
         modes = sorted(set(self.modes) - set(self.unmeasurable))  # eager first
         runner.generate_inputs(slots=min(_PROBE_CALLS, runner.slots))
@@ -97,8 +95,7 @@ class Benchmark:
 
     def _call_every_slot(self, side: str) -> None:
         runner, calls = self.runner, max(self.calls.values())
-        runner.generate_inputs(slots=calls)
-        runner.publish_inputs(calls)
+        runner.renew(calls)
         runner.ask("call", "timing", runner.session.deadlines.first_call, side=side, slots=list(range(calls)))
 
     def measure(self, mode: Mode) -> None:

@@ -78,7 +78,7 @@ class Race(Rounds):
         GroupFailure."""
         runner = self.runner
         runner.discard()
-        self._renew()
+        runner.renew(self.calls)
         self.prepare()
         for _ in range(_WARM_ROUNDS):
             self._round(compared=False)
@@ -144,17 +144,13 @@ class Race(Rounds):
     def profile_block(self, marker: str, *, timeline: bool) -> list[Message]:
         """A block of the candidate's on new contents, without swaps, recorded instead of timed; its outputs are judged."""
         runner = self.runner
-        self._renew()
+        runner.renew(self.calls)
         self._draw(0)
         self._build()
         answers = runner.ask("profile_block", "audit", runner.session.deadlines.first_call, marker=marker, timeline=timeline)
         runner.collect_from(answers, self._plan.copied, "audit")
         runner.judge("audit")
         return answers
-
-    def _renew(self) -> None:
-        self.runner.generate_inputs(slots=self.calls)
-        self.runner.publish_inputs(self.calls)
 
     def _round(self, *, compared: bool) -> tuple[BlockTimes, BlockTimes]:
         """A block of each side in random order, on the same contents and the same core. A candidate gets new contents."""
