@@ -99,7 +99,7 @@ def evaluate_candidates(
     variant = one_of(variant, ("default", "pkb"), "--variant")
     track = one_of(track or ("open" if run is None else run.track), ("open", "custom"), "--track")
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
-    with early_start(chosen, tier, sizes[0], shared=shared > 1) if on == "local" else contextlib.nullcontext():
+    with early_start(chosen, tier) if on == "local" else contextlib.nullcontext():
         from peerlane.evaluate import EvaluationPlan  # torch, which takes seconds
 
         plan = EvaluationPlan(

@@ -89,7 +89,7 @@ class _Running:
         assert self._process.stdin is not None and self._process.stdout is not None
         self.said = self._process.stdout.fileno()
         with contextlib.suppress(BrokenPipeError), self._process.stdin as given:
-            pickle.dump((os.getpid(), lane.cores, plan.device, plan.isolation, plan.world_sizes[0], plan.ranks_per_gpu > 1), given)
+            pickle.dump((os.getpid(), lane.cores, plan.device, plan.isolation), given)
             pickle.dump(plan, given)
 
     def pump(self) -> bool:
@@ -151,13 +151,13 @@ class _Telling:
 
 def main() -> int:
     """The process of a lane: reads its plan from stdin, tells of it on stdout."""
-    parent, cores, device, tier, world_size, shared = pickle.load(sys.stdin.buffer)
+    parent, cores, device, tier = pickle.load(sys.stdin.buffer)
     die_with_parent(parent)
     os.sched_setaffinity(0, cores)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing else goes there
     try:
-        with early_start(device, tier, world_size, shared=shared):
+        with early_start(device, tier):
             from peerlane.evaluate.evaluator import evaluate  # torch, which takes seconds
 
             evaluate(pickle.load(sys.stdin.buffer), _Telling(out))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import select
 import subprocess
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from peerlane.evaluate.processes.fork_client import ForkServer, fork_server_envi
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.sandbox.confine import Confinement
 from peerlane.evaluate.sandbox.isolation import Isolation
-from peerlane.hardware.virtual_node import VirtualNode
 from peerlane.settings import Deadlines
 
 
@@ -53,14 +50,14 @@ def session(isolation: Isolation, device: str = "cpu") -> Session:
     return Session(device, 1, Deadlines(), isolation=isolation)
 
 
-@pytest.mark.parametrize("module", ["evaluate.processes.fork_client", "evaluate.processes.early", "selftest.lanes", "cli.evaluation"])
+@pytest.mark.parametrize("module", ["selftest.lanes", "cli.evaluation"])
 def test_what_starts_a_fork_server_does_not_import_torch(module: str) -> None:
     subprocess.run([sys.executable, "-c", f"import sys, peerlane.{module}; assert 'torch' not in sys.modules"], check=True)
 
 
 def test_the_first_session_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_always(monkeypatch, UP)
-    with early_start("cpu", None, 1):
+    with early_start("cpu", None):
         pid = early._waiting[0].pid
         with session(UP) as first:
             assert first.fork_server.pid == pid
@@ -70,43 +67,24 @@ def test_the_first_session_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_may_outlive_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     choose_always(monkeypatch, UP)
-    with early_start("cpu", None, 1):
+    with early_start("cpu", None):
         taken = session(UP).__enter__()
     assert taken.fork_server.alive
     taken.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("differs", ["isolation", "device", "variables", "world size"])
+@pytest.mark.parametrize("differs", ["isolation", "device", "variables"])
 def test_what_a_session_cannot_use_is_ended(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_always(monkeypatch, COMING_UP)
-    with early_start("cpu", None, 1):
+    with early_start("cpu", None):
         waiting = early._waiting[0]
         with monkeypatch.context() as changed:
             if differs == "variables":
                 changed.setenv("NCCL_DEBUG", "INFO")
             environment = fork_server_environment("cuda" if differs == "device" else "cpu")
             isolation = UP if differs == "isolation" else COMING_UP
-            assert early.take(environment, isolation, 2 if differs == "world size" else 1) is None
+            assert early.take(environment, isolation) is None
         assert not waiting.alive and not early._waiting
-
-
-def test_the_first_groups_come_up_in_it() -> None:
-    with early_start("cpu", "L0", 2):
-        begun = early._waiting[0].groups
-        with Session("cpu", 2, Deadlines()) as first:
-            assert first.take_group() is begun[1] and first.trusted is begun[0]
-            assert [group.role for group in begun] == ["trusted", "candidate"]
-            assert all(os.fstat(begun[0].memory_fd(rank)).st_ino == os.fstat(begun[1].memory_fd(rank)).st_ino for rank in range(2))
-
-
-def test_where_ranks_share_gpus_no_groups_come_up_before_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose_always(monkeypatch, UP)
-    monkeypatch.setattr(early, "discover", lambda: types.SimpleNamespace(gpus=[types.SimpleNamespace(index=0)]))
-    for world_size, shared in ((2, False), (1, True)):
-        with early_start("cuda", None, world_size, shared=shared):
-            waiting = early._waiting[0]
-            with Session("cuda", 2, Deadlines(), isolation=UP, node=VirtualNode(2, 1, "time_slices")) as session:
-                assert session.fork_server is waiting and not waiting.groups
 
 
 @pytest.mark.parametrize("ending", [None, KeyboardInterrupt, SystemExit])
@@ -119,7 +97,7 @@ def test_what_nobody_takes_is_ended_at_once(
     waiting: list[ForkServer] = []
 
     def run() -> None:
-        with early_start("cpu", None, 1):
+        with early_start("cpu", None):
             waiting.extend(early._waiting)
             if ending is not None:
                 raise ending
@@ -137,16 +115,16 @@ def test_what_fails_early_is_left_to_the_session(monkeypatch: pytest.MonkeyPatch
         raise UsageError("isolation L1 is not possible")
 
     monkeypatch.setattr(early, "choose", impossible)
-    with early_start("cpu", "L1", 1):
+    with early_start("cpu", "L1"):
         assert not early._waiting
-    with early_start("cpu", "L2", 1):
+    with early_start("cpu", "L2"):
         assert not early._waiting
 
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_one_that_does_not_come_up_is_told_by_the_session(is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     choose_always(monkeypatch, BROKEN if is_early else UP)
-    with early_start("cpu", None, 1), pytest.raises(HarnessError, match="starts ranks did not come up: out of luck"), session(BROKEN):
+    with early_start("cpu", None), pytest.raises(HarnessError, match="starts ranks did not come up: out of luck"), session(BROKEN):
         pass
 
 

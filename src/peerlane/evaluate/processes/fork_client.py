@@ -243,11 +243,6 @@ class ForkServer:
                 pass
         self._orders.settimeout(None)
 
-    @property
-    def groups(self) -> tuple[RankGroup, ...]:
-        """Those that have not been ended."""
-        return tuple(group for group in self._groups if group.alive)
-
     def close(self) -> None:
         """Kills all groups, then the fork server; before them, if nobody has waited for it: it may not be up, and would start them yet."""
         if not self._up:

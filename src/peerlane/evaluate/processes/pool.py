@@ -30,10 +30,6 @@ class WarmPool:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def adopt(self, group: RankGroup) -> None:
-        """Takes in a group that somebody else has started."""
-        self._waiting.append(group)
-
     def refill(self, wanted: int) -> None:
         """Starts what is missing to ``wanted`` groups. They use cores and GPUs until :meth:`wait_for_starts`."""
         self._drop_lost()

@@ -69,11 +69,9 @@ class Session:
         try:
             if self.node is not None:
                 self._daemon = self._kept_open.enter_context(self.node.daemon())
-            begun = early.take(environment, self.isolation, self.world_size if self.node is None else 0)
+            begun = early.take(environment, self.isolation)
             self._fork_server = begun or ForkServer(environment, self.deadlines.spawn, self.isolation)
             self._fork_server.await_start()
-            for group in self._fork_server.groups:
-                (self._trusted_source if group.role == "trusted" else self._pool).adopt(group)
         except BaseException:
             self.__exit__(None, None, None)
             raise

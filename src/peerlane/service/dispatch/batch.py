@@ -58,7 +58,7 @@ def main() -> int:
     os.dup2(2, 1)
     plan: EvaluationPlan = pickle.load(sys.stdin.buffer)
     try:
-        with early_start(plan.device, plan.isolation, plan.world_sizes[0], shared=plan.ranks_per_gpu > 1):
+        with early_start(plan.device, plan.isolation):
             from peerlane.evaluate.evaluator import evaluate  # torch, which takes seconds
 
             results = evaluate(plan)
