@@ -9,9 +9,9 @@ from typing import Any
 
 from peerlane.evaluate.correctness.case_runner import Rejected
 from peerlane.evaluate.pipeline import CHECKED_SLOTS, EvaluationPipeline
-from peerlane.evaluate.processes.fork_client import EMULATED_SCHEDULES
 from peerlane.evaluate.processes.protocol import is_count
 from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.processes.session import EMULATED_SCHEDULES
 from peerlane.evaluate.ranks.rank import wants_gpu
 from peerlane.evaluate.results.result import Audit
 from peerlane.evaluate.results.sanitize import sanitize

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from peerlane.errors import HarnessError
-from peerlane.evaluate.processes.fork_client import RankPlaces
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode
@@ -17,16 +17,17 @@ MPS, SLICES = VirtualNode(8, 2, "mps"), VirtualNode(8, 2, "time_slices", baselin
 
 
 def test_ranks_are_told_their_gpu_their_environment_and_their_backend() -> None:
-    daemon = MpsDaemon()
-    told = RankPlaces("cuda", 8, MPS, daemon).config("trusted")
+    daemon, shared = MpsDaemon(), Session("cuda", 8, Deadlines(), node=MPS)
+    shared._daemon = daemon
+    told = shared._config()
     assert told["backend"] == "peerlane" and told["gpu_of_rank"] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert told["writable"] == [str(daemon.folder)]
     assert all("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in item for item in told["rank_environment"]), "their SMs would overlap"
     assert len({item["NCCL_HOSTID"] for item in told["rank_environment"]}) == 8
-    in_turns = RankPlaces("cuda", 8, SLICES).config("trusted")
+    in_turns = Session("cuda", 8, Deadlines(), node=SLICES)._config()
     assert in_turns["backend"] == "nccl" and "writable" not in in_turns and "CUDA_MPS_PIPE_DIRECTORY" not in in_turns["rank_environment"][0]
-    assert RankPlaces("cuda", 2).config("trusted") == {"device": "cuda", "backend": "nccl"}
-    assert RankPlaces("cpu", 2).config("candidate") == {"device": "cpu", "backend": "gloo"}
+    assert Session("cuda", 2, Deadlines())._config() == {"device": "cuda", "backend": "nccl"}
+    assert Session("cpu", 2, Deadlines())._config() == {"device": "cpu", "backend": "gloo"}
 
 
 def test_a_session_keeps_within_the_clients_of_a_server_and_waits_longer_in_time_slices() -> None:
@@ -47,6 +48,8 @@ class StandIn:
             raise GroupFailure("cuda_error", phase, "an illegal memory access was encountered")
         return [{}]
 
+    def begin(self, *_: Any) -> None: ...
+
     def kill(self) -> None:
         self.log.append(f"killed {self.name}")
 
@@ -63,7 +66,7 @@ def test_after_a_fault_all_groups_start_anew_once_the_server_is_ready(lost: bool
     session = Session("cuda", 4, Deadlines(), note=notes.append, node=VirtualNode(4, 1, "mps"))
     session._daemon = cast(MpsDaemon, StandIn(log, "daemon"))
     session._trusted = cast(RankGroup, StandIn(log, "trusted", lost=lost))
-    session._pool.adopt(cast(RankGroup, StandIn(log, "warm")))
+    session._pool._waiting.append(cast(RankGroup, StandIn(log, "warm")))
     session.recover_from_fault()
     assert log == (["killed trusted", "killed warm", "server ready"] if lost else [])
     assert len(notes) == lost and session.shares_faults
@@ -99,10 +102,9 @@ def test_a_daemon_that_cannot_start_ends_the_session_at_once(monkeypatch: pytest
 
 def test_candidates_ranks_start_after_the_trusted_ones_have_filled_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
-    monkeypatch.setattr("peerlane.evaluate.processes.session.start_ranks", lambda _server, role, *_: log.append(role))
     for node in (None, VirtualNode(4, 1, "mps")):
         session = Session("cuda", 4, Deadlines(), node=node)
-        session._fork_server = cast(Any, object())
+        session._fork_server = cast(Any, SimpleNamespace(spawn=lambda role, *_: log.append(role) or StandIn(log, role)))
         monkeypatch.setattr(Session, "trusted", property(lambda _: log.append("trusted")))
         session._spawn_candidate()
     assert log == ["candidate", "trusted", "candidate"]

@@ -22,7 +22,7 @@ from peerlane.evaluate.memory.slots import OutputRegions, describe_answer, place
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.ranks import timed_block
 from peerlane.evaluate.ranks.rank import classify
-from peerlane.evaluate.ranks.trusted import _changed, _changes, _claimed_mismatch, _misplaced
+from peerlane.evaluate.ranks.trusted import _changed, _changes, _claimed_mismatch
 from peerlane.evaluate.results.sanitize import LINE_CHARACTERS
 from peerlane.problems.contract import describe, exactly, map_leaves, plainly
 
@@ -72,8 +72,12 @@ def tensor(**changes: Any) -> dict[str, Any]:
 EXPECTED = exactly("sum", torch.zeros(2, 3))
 
 
+def mismatch(described: Any, expected: Any, device: str = "cpu") -> str | None:
+    return _claimed_mismatch(described, expected, torch.device(device))
+
+
 def test_a_true_description_is_accepted() -> None:
-    assert _claimed_mismatch(tensor(), EXPECTED) is None
+    assert mismatch(tensor(), EXPECTED) is None
 
 
 @pytest.mark.parametrize(
@@ -114,7 +118,7 @@ def test_a_true_description_is_accepted() -> None:
 )
 def test_a_false_description_is_refused(described: Any) -> None:
     """Whatever a candidate's rank claims, the answer is a reason, never an exception of the trusted rank."""
-    reason = _claimed_mismatch(described, EXPECTED)
+    reason = mismatch(described, EXPECTED)
     assert isinstance(reason, str) and reason
 
 
@@ -137,7 +141,7 @@ TWO = {"a": EXPECTED, "b": EXPECTED}
     ],
 )
 def test_a_wrong_structure_is_told_without_its_contents(described: Any, expected: Any, says: str) -> None:
-    assert _claimed_mismatch(described, expected) == says
+    assert mismatch(described, expected) == says
 
 
 def test_what_a_call_returned_and_what_it_updated_are_told_apart() -> None:
@@ -179,7 +183,7 @@ def test_a_dict_has_names_for_keys() -> None:
 @pytest.mark.parametrize("described", [tensor(shape=[1] * 10_000), {"kind": "other", "type": "x" * 10_000}])
 def test_a_long_description_gets_a_short_answer(described: Any) -> None:
     """It has to fit into one message, with those of other slots."""
-    assert len(_claimed_mismatch(described, EXPECTED) or "") == LINE_CHARACTERS
+    assert len(mismatch(described, EXPECTED) or "") == LINE_CHARACTERS
 
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["tensor", "list", "float32"])
@@ -191,7 +195,7 @@ anything = st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.d
 @settings(max_examples=500)
 @given(anything | st.fixed_dictionaries({"kind": KINDS}, optional={"items": st.lists(anything, max_size=3), "shape": anything}))
 def test_any_description_is_judged(described: Any) -> None:
-    reason = _claimed_mismatch(described, EXPECTED)
+    reason = mismatch(described, EXPECTED)
     assert isinstance(reason, str) and reason
 
 
@@ -221,8 +225,8 @@ def test_backend_and_problem_of_a_file(name: str, source: str, backend: str, pro
 def test_an_output_must_be_in_the_memory_that_the_problem_names(wanted: bool, got: bool) -> None:
     expected = exactly("counts", torch.zeros(3), host=wanted)
     claimed = {**describe(torch.zeros(3)), **({"host": True} if got else {})}
-    reason = _misplaced(claimed, expected, torch.device("cuda"))
-    assert (reason is None) == (wanted == got) and _misplaced(claimed, expected, torch.device("cpu")) is None
+    reason = mismatch(claimed, expected, "cuda")
+    assert (reason is None) == (wanted == got) and mismatch(claimed, expected) is None
     if wanted and not got:
         assert reason == "counts: got a tensor on the rank's device, expected it in host memory"
 

@@ -100,7 +100,7 @@ class World:
 
     def nothing(self, *_: Any, **__: Any) -> None: ...
 
-    open = generate_inputs = publish_inputs = discard = judge = count_collectives = recheck_output = nothing
+    open = renew = generate_inputs = publish_inputs = discard = judge = count_collectives = recheck_output = nothing
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[World]:
 def measure(worlds: list[World], mode: str = "graph", rules: TimingRules | None = None, **script: Any) -> Any:
     world = World(**script)
     worlds.append(world)
-    benchmark = Benchmark(world, (mode,), rules or TimingRules(), None, (), 80e9, 1e6)  # type: ignore[arg-type]
+    benchmark = Benchmark(world, (mode,), rules or TimingRules(), None, (), 80e9)  # type: ignore[arg-type]
     benchmark.baseline()
     world.loaded = True
     benchmark.measure(mode)  # type: ignore[arg-type]

@@ -151,32 +151,6 @@ def _describe_output(tree: Tree, device: torch.device, found: list[torch.Tensor]
     return {"kind": "other", "type": kind.__name__}
 
 
-def check_claim(described: Any) -> None:
-    """Raises ValueError for a description that no call of :func:`_describe_output` can have made: candidates' ranks say what they like."""
-    kind = described.get("kind") if isinstance(described, dict) else None
-    if kind in ("list", "tuple", "dict"):
-        items = described.get("items")
-        if not isinstance(items, list):
-            raise ValueError(f"a {kind} without a list of items")
-        if kind == "dict" and not (_all_are(str, keys := described.get("keys")) and len(set(keys)) == len(keys) == len(items)):
-            raise ValueError("a dict without a name for every item")
-        for item in items:
-            check_claim(item)
-        return
-    good = {
-        "tensor": lambda: _all_are(int, described.get("shape")) and isinstance(described.get("dtype"), str),
-        "size": lambda: _all_are(int, described.get("value")),
-        "value": lambda: isinstance(described.get("value", ()), (bool, int, float, str, type(None))),
-        "other": lambda: isinstance(described.get("type"), str),
-    }
-    if not isinstance(kind, str) or kind not in good or "items" in described or not good[kind]():
-        raise ValueError("expected a tensor, size, list, tuple, dict or plain value, with all that belongs to it")
-
-
-def _all_are(kind: type, values: Any) -> bool:
-    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
-
-
 def _copy_all(held: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]]) -> None:
     """Copies targets from sources of one dtype with few kernels, and lets go of them."""
     for targets, sources in held.values():

@@ -13,32 +13,26 @@ import socket
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from peerlane.errors import HarnessError
-from peerlane.evaluate.processes.emulated_group import EmulatedRankGroup
 from peerlane.evaluate.processes.protocol import Channel
 from peerlane.evaluate.processes.rank_group import RankGroup
 from peerlane.evaluate.sandbox.caches import RunFolders
 from peerlane.evaluate.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.sandbox.trees import remove_tree
-from peerlane.hardware.architecture import extension_architectures
-from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode
 
 RANK_PROGRAM = "peerlane.evaluate.ranks.serve"
 """The module whose ``serve`` every rank runs. It is named, not imported: it imports torch, and lies above this one."""
-EMULATED_SCHEDULES = 8
-"""Schedules under which the emulator runs the launches of a candidate that is evaluated."""
 _SEND_S = 10  # a rank that does not read its requests for this long has failed, and the answer's deadline will say so
 _SWEEP_S = 10  # nobody waits longer than this for the fork server to clear up behind a leader
-_FILE_BYTES = 1 << 42  # address space, not memory: pages come into being when they are written
+FILE_BYTES = 1 << 42  # address space, not memory: pages come into being when they are written
 
 
 def memory_file(name: str) -> int:
     """A file that holds the arenas of one CPU rank. Its size is sealed: a candidate that cut it would kill the trusted rank (SIGBUS)."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, _FILE_BYTES)
+    os.ftruncate(fd, FILE_BYTES)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return fd
 
@@ -52,52 +46,6 @@ def fork_server_environment(device: str) -> dict[str, str]:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking how many GPUs there are must not initialise CUDA
     }
     return environment | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"} if device != "cuda" else environment
-
-
-@dataclass(frozen=True)
-class RankPlaces:
-    """Where the ranks of a group run: on CPUs, each on a GPU of its own, or several on each GPU of a virtual ``node``."""
-
-    device: str
-    world_size: int
-    node: VirtualNode | None = None
-    daemon: MpsDaemon | None = None
-    """what the ranks of the node share their GPUs through"""
-
-    def config(self, role: str) -> dict[str, Any]:
-        """What the processes of a group have to know."""
-        ranks, node = range(self.world_size), self.node
-        config: dict[str, Any] = {"device": self.device, "backend": "nccl" if self.device == "cuda" else "gloo"}
-        if role == "candidate" and self.device == "cuda":
-            config["environment"] = {"TORCH_CUDA_ARCH_LIST": extension_architectures()}
-        if self.device == "emulated":
-            config["memory_range"] = _FILE_BYTES // self.world_size
-            if role == "candidate":
-                config |= {"emulated_ranks": self.world_size, "schedules": EMULATED_SCHEDULES}
-        if node is not None:
-            config["backend"] = node.baseline
-            config["gpu_of_rank"] = [node.device_index(rank) for rank in ranks]
-            config["rank_environment"] = [node.rank_environment(rank, self.daemon) for rank in ranks]
-        if self.daemon is not None:
-            config["writable"] = [str(self.daemon.folder)]
-        return config
-
-
-def start_ranks(fork_server: ForkServer, role: str, places: RankPlaces, deadline_s: float, share: RankGroup | None = None) -> RankGroup:
-    """A group of trusted or candidate ranks that is coming up; ``finish`` waits for it.
-
-    On CPU the two sides ``share`` memory files, on GPUs they use CUDA IPC. Emulated ranks of a candidate are one process, which maps what
-    all trusted ranks have: these share one file, each with a range of its own.
-    """
-    share = share if places.device != "cuda" else None
-    if places.device == "emulated" and role == "candidate":
-        group = fork_server.spawn(role, 1, places.config(role), share, EmulatedRankGroup)
-        assert isinstance(group, EmulatedRankGroup)
-        group.emulated_ranks = places.world_size
-    else:
-        group = fork_server.spawn(role, places.world_size, places.config(role), share)
-    group.begin({"op": "init"}, "spawn", deadline_s)
-    return group
 
 
 class ForkServer:

@@ -11,7 +11,8 @@ from typing import Any, Self
 
 from peerlane.errors import HarnessError
 from peerlane.evaluate.processes import early
-from peerlane.evaluate.processes.fork_client import ForkServer, RankPlaces, fork_server_environment, start_ranks
+from peerlane.evaluate.processes.emulated_group import EmulatedRankGroup
+from peerlane.evaluate.processes.fork_client import FILE_BYTES, ForkServer, fork_server_environment
 from peerlane.evaluate.processes.pool import WarmPool
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
@@ -25,6 +26,8 @@ from peerlane.settings import Deadlines, PoolSettings
 
 _BUSY_GROUPS = 2  # beside those that are warm: the trusted ranks, and a candidate's
 _USE_S = 5.0
+EMULATED_SCHEDULES = 8
+"""Schedules under which the emulator runs the launches of a candidate that is evaluated."""
 _EMULATED_CALLS = 10  # a call whose kernels run in the emulator may take so many times as long
 
 
@@ -91,16 +94,41 @@ class Session:
         return self._fork_server
 
     def _spawn_trusted(self) -> RankGroup:
-        return start_ranks(self.fork_server, "trusted", self._places, self.deadlines.spawn)
+        group = self.fork_server.spawn("trusted", self.world_size, self._config())
+        group.begin({"op": "init"}, "spawn", self.deadlines.spawn)
+        return group
 
     def _spawn_candidate(self) -> RankGroup:
+        """On CPU the two sides share memory files, on GPUs they use CUDA IPC. Emulated ranks of a candidate are one process, which maps
+        what all trusted ranks have: these share one file, each with a range of its own."""
+        config = self._config()
         # Confined ranks read the kit's kernels from the cache, which the trusted ranks of a virtual node fill when they start.
         share = self.trusted if self.device != "cuda" or self.node is not None else None
-        return start_ranks(self.fork_server, "candidate", self._places, self.deadlines.spawn, share)
+        if self.device == "cuda":
+            share, config["environment"] = None, {"TORCH_CUDA_ARCH_LIST": extension_architectures()}
+        if self.device == "emulated":
+            config |= {"emulated_ranks": self.world_size, "schedules": EMULATED_SCHEDULES}
+            group = self.fork_server.spawn("candidate", 1, config, share, EmulatedRankGroup)
+            assert isinstance(group, EmulatedRankGroup)
+            group.emulated_ranks = self.world_size
+        else:
+            group = self.fork_server.spawn("candidate", self.world_size, config, share)
+        group.begin({"op": "init"}, "spawn", self.deadlines.spawn)
+        return group
 
-    @property
-    def _places(self) -> RankPlaces:
-        return RankPlaces(self.device, self.world_size, self.node, self._daemon)
+    def _config(self) -> dict[str, Any]:
+        """What the processes of a group have to know of where they run: on CPUs, each on a GPU of its own, or several on each GPU."""
+        ranks, node = range(self.world_size), self.node
+        config: dict[str, Any] = {"device": self.device, "backend": "nccl" if self.device == "cuda" else "gloo"}
+        if self.device == "emulated":
+            config["memory_range"] = FILE_BYTES // self.world_size
+        if node is not None:
+            config["backend"] = node.baseline
+            config["gpu_of_rank"] = [node.device_index(rank) for rank in ranks]
+            config["rank_environment"] = [node.rank_environment(rank, self._daemon) for rank in ranks]
+        if self._daemon is not None:
+            config["writable"] = [str(self._daemon.folder)]
+        return config
 
     @property
     def trusted(self) -> RankGroup:

@@ -24,7 +24,6 @@ from peerlane.evaluate.correctness.jitter import compile_crowd
 from peerlane.evaluate.memory.arena import POISON, aligned, view
 from peerlane.evaluate.memory.input_generation import Inputs
 from peerlane.evaluate.memory.layouts import Layouts, find_layouts
-from peerlane.evaluate.memory.slots import check_claim
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks.case_state import OpenCase, Snapshot
 from peerlane.evaluate.ranks.rank import Rank
@@ -214,8 +213,7 @@ class TrustedRank(Rank):
     def _judge(self, current: OpenCase, snapshot: Snapshot, inputs: list[tuple[Any, ...]]) -> dict[str, Any]:
         problem, case, slot = current.problem, current.case, snapshot.slot
         expected = problem.oracle(case, inputs, self.rank)
-        reason = _claimed_mismatch(snapshot.described, expected) or _misplaced(snapshot.described, expected, self.device)
-        if reason is not None:
+        if (reason := _claimed_mismatch(snapshot.described, expected, self.device)) is not None:
             return {"slot": slot, "type": reason}
         got = rebuild(current.output_layout[slot], iter(snapshot.tensors), current.groups.__getitem__)
         if (mismatch := type_mismatch(got, expected)) is not None:
@@ -309,32 +307,21 @@ def _out_of_bounds(current: OpenCase) -> dict[str, Any] | None:
     return {"slot": region.slot, "name": region.name, "place": place}
 
 
-def _claimed_mismatch(described: Description, expected: Tree) -> str | None:
-    """Why the structure, shapes and dtypes that the candidate's rank described are not what is expected."""
+def _claimed_mismatch(described: Any, expected: Tree, device: torch.device) -> str | None:
+    """Why what a candidate's rank described, which says what it likes, has not the expected structure, shapes, dtypes and devices."""
     try:
-        check_claim(described)
-        other = next(_others(described), None)
-        if other is not None:
+        if (other := next(_others(described), None)) is not None:
             return one_line(f"output holds a {other}, expected a plain tensor on the rank's device")
-        claimed = rebuild(
-            described,
-            iter([torch.empty(d["shape"], dtype=dtype_of(d["dtype"]), device="meta") for d in tensor_descriptions(described)]),
-            str,
-        )
-        reason = type_mismatch(claimed, expected)
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, RecursionError) as error:
-        return one_line(f"the output's description is not valid: {error}")
-    return None if reason is None else one_line(reason)
-
-
-def _misplaced(described: Description, expected: Tree, device: torch.device) -> str | None:
-    """Which output is in host memory and should be on the device, or the other way round."""
-    if device.type == "cpu":
-        return None
-    for leaf, claimed in zip(expected_leaves(expected), tensor_descriptions(described), strict=True):
-        if bool(claimed.get("host")) != leaf.host:
-            places = ("on the rank's device", "in host memory")
-            return f"{leaf.name}: got a tensor {places[not leaf.host]}, expected it {places[leaf.host]}"
+        tensors = list(tensor_descriptions(described))
+        claimed = rebuild(described, iter([torch.empty(d["shape"], dtype=dtype_of(d["dtype"]), device="meta") for d in tensors]), str)
+        if (reason := type_mismatch(claimed, expected)) is not None:
+            return one_line(reason)
+        for leaf, tensor in zip(expected_leaves(expected), tensors, strict=True):
+            if device.type != "cpu" and bool(tensor.get("host")) != leaf.host:
+                places = ("on the rank's device", "in host memory")
+                return f"{leaf.name}: got a tensor {places[not leaf.host]}, expected it {places[leaf.host]}"
+    except Exception as error:
+        return one_line(f"the output's description is not valid: {type(error).__name__}: {error}")
     return None
 
 
