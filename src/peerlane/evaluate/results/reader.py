@@ -18,36 +18,20 @@ FILE = "results.jsonl"
 
 
 class ResultsReader:
-    """The results of a file, oldest first, and what was left out. :meth:`update` adds what other processes have appended since."""
+    """The results of a file, oldest first, and what was left out. Raises UsageError if the file cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.results: list[Result] = []
         self.environments: dict[str, dict[str, Any]] = {}
-        self._offset = self._number = 0
         self._garbage: dict[int, str] = {}
         self._versions: dict[int, int] = {}
-        self.update()
-
-    def update(self) -> list[Result]:
-        """Reads the lines that were added; returns the results in them. Raises UsageError if the file cannot be read."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
+            *lines, last = path.read_bytes().split(b"\n")
         except OSError as error:
-            raise UsageError(f"cannot read {self.path}: {error.strerror}; expected a {FILE} that `peerlane eval` wrote") from None
-        whole = data.rfind(b"\n") + 1
-        known = len(self.results)
-        for line in data[:whole].split(b"\n")[:-1]:
-            self._number += 1
+            raise UsageError(f"cannot read {path}: {error.strerror}; expected a {FILE} that `peerlane eval` wrote") from None
+        for self._number, line in enumerate([*lines, last] if is_json(last) else lines, 1):  # a last line may lack its end alone
             self._read(line)
-        self._offset += whole
-        if data[whole:] and is_json(data[whole:]):  # a last line that lacks its end alone
-            self._number += 1
-            self._read(data[whole:])
-            self._offset += len(data) - whole
-        return self.results[known:]
 
     def notes(self) -> list[str]:
         """A sentence for every kind of line that was left out."""

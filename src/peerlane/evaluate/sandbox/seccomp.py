@@ -15,62 +15,19 @@ from collections.abc import Mapping
 
 from peerlane.evaluate.sandbox import linux
 
-_COMMON: Mapping[str, int] = {
-    "io_uring_setup": 425,  # its requests pass no filter
-    "io_uring_enter": 426,
-    "io_uring_register": 427,
-    "open_tree": 428,
-    "move_mount": 429,
-    "fsopen": 430,
-    "fsconfig": 431,
-    "fsmount": 432,
-    "fspick": 433,
-    "process_madvise": 440,
-    "mount_setattr": 442,
-}
-# name: (x86_64, aarch64)
-_BY_MACHINE: Mapping[str, tuple[int, int]] = {
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kcmp": (312, 272),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_by_handle_at": (304, 265),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "acct": (163, 89),
-    "quotactl": (179, 60),
-    "syslog": (103, 116),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "adjtimex": (159, 171),
-    "clock_adjtime": (305, 266),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "vhangup": (153, 58),
-    "shmget": (29, 194),  # System V's objects and message queues would be there for the next candidate
-    "shmat": (30, 196),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-}
+# On both machines: io_uring_setup, _enter and _register, whose requests pass no filter; open_tree, move_mount, fsopen, fsconfig, fsmount,
+# fspick; process_madvise; mount_setattr.
+_COMMON = (*range(425, 434), 440, 442)
+# Name, number on x86_64, number on aarch64. System V's objects and message queues would be there for the next candidate.
+_DENIED = """
+    ptrace=101,117 process_vm_readv=310,270 process_vm_writev=311,271 kcmp=312,272 unshare=272,97 setns=308,268 mount=165,40
+    umount2=166,39 pivot_root=155,41 chroot=161,51 open_by_handle_at=304,265 bpf=321,280 perf_event_open=298,241 userfaultfd=323,282
+    add_key=248,217 request_key=249,218 keyctl=250,219 init_module=175,105 finit_module=313,273 delete_module=176,106 kexec_load=246,104
+    kexec_file_load=320,294 reboot=169,142 swapon=167,224 swapoff=168,225 acct=163,89 quotactl=179,60 syslog=103,116
+    settimeofday=164,170 clock_settime=227,112 adjtimex=159,171 clock_adjtime=305,266 sethostname=170,161 setdomainname=171,162
+    vhangup=153,58 shmget=29,194 shmat=30,196 semget=64,190 msgget=68,186 mq_open=240,180
+"""
+_BY_MACHINE = [tuple(map(int, row.partition("=")[2].split(","))) for row in _DENIED.split()]
 _MACHINES: Mapping[str, tuple[int, int]] = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AUDIT_ARCH
 _CLONE, _CLONE3 = (56, 220), 435
 _SOCKET, _SECCOMP = (41, 198), (317, 277)
@@ -100,7 +57,7 @@ def program(machine: str) -> bytes:
     if machine not in _MACHINES:
         raise OSError(errno.ENOSYS, f"no system call filter for {machine}: expected {' or '.join(_MACHINES)}")
     column, architecture = _MACHINES[machine]
-    denied = [*_COMMON.values(), *(numbers[column] for numbers in _BY_MACHINE.values())]
+    denied = [*_COMMON, *(numbers[column] for numbers in _BY_MACHINE)]
     filters = [
         _instruction(_LOAD, _ARCHITECTURE),
         _instruction(_EQUAL, architecture, 1, 0),

@@ -14,27 +14,15 @@ import triton.language as tl
 @triton.jit
 def get_tid():
     """The thread's number within its block, as (x, y, z). It differs between the threads of a program."""
-    return tl.inline_asm_elementwise(
-        "mov.u32 $0, %tid.x; mov.u32 $1, %tid.y; mov.u32 $2, %tid.z;",
-        "=r,=r,=r",
-        [],
-        dtype=(tl.uint32, tl.uint32, tl.uint32),
-        is_pure=True,
-        pack=1,
-    )
+    asm: tl.constexpr = "mov.u32 $0, %tid.x; mov.u32 $1, %tid.y; mov.u32 $2, %tid.z;"
+    return tl.inline_asm_elementwise(asm, "=r,=r,=r", [], dtype=(tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1)
 
 
 @triton.jit
 def get_ntid():
     """The block's threads, as (x, y, z)."""
-    return tl.inline_asm_elementwise(
-        "mov.u32 $0, %ntid.x; mov.u32 $1, %ntid.y; mov.u32 $2, %ntid.z;",
-        "=r,=r,=r",
-        [],
-        dtype=(tl.uint32, tl.uint32, tl.uint32),
-        is_pure=True,
-        pack=1,
-    )
+    asm: tl.constexpr = "mov.u32 $0, %ntid.x; mov.u32 $1, %ntid.y; mov.u32 $2, %ntid.z;"
+    return tl.inline_asm_elementwise(asm, "=r,=r,=r", [], dtype=(tl.uint32, tl.uint32, tl.uint32), is_pure=True, pack=1)
 
 
 @triton.jit
@@ -57,59 +45,31 @@ def sync_threads():
     tl.debug_barrier()
 
 
+_EXCHANGE = """{
+    .reg .pred p;
+    .reg .u32 seen;
+    .reg .u64 now, end;
+    mov.u64 end, %globaltimer;
+    add.u64 end, end, 20000000000;
+    AGAIN:
+    atom.global.ORDER.sys.cas.b32 seen, [$1], $2, $3;
+    setp.eq.u32 p, seen, $2;
+    @p bra DONE;
+    mov.u64 now, %globaltimer;
+    setp.lt.u64 p, now, end;
+    @p bra AGAIN;
+    trap;
+    DONE:
+    mov.u32 $0, seen;
+}"""
+# Whatever other order is asked for, acquire and release together give it.
+_RELAXED, _ORDERED = tl.constexpr(_EXCHANGE.replace("ORDER", "relaxed")), tl.constexpr(_EXCHANGE.replace("ORDER", "acq_rel"))
+
+
 @triton.jit
 def _exchange_word(address, expected, new, sem: tl.constexpr):
-    # Whatever order is asked for, acquire and release together give it.
-    if sem == "relaxed":
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p;
-            .reg .u32 seen;
-            .reg .u64 now, end;
-            mov.u64 end, %globaltimer;
-            add.u64 end, end, 20000000000;
-            AGAIN:
-            atom.global.relaxed.sys.cas.b32 seen, [$1], $2, $3;
-            setp.eq.u32 p, seen, $2;
-            @p bra DONE;
-            mov.u64 now, %globaltimer;
-            setp.lt.u64 p, now, end;
-            @p bra AGAIN;
-            trap;
-            DONE:
-            mov.u32 $0, seen;
-            }""",
-            "=r,l,r,r",
-            [address, expected, new],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred p;
-            .reg .u32 seen;
-            .reg .u64 now, end;
-            mov.u64 end, %globaltimer;
-            add.u64 end, end, 20000000000;
-            AGAIN:
-            atom.global.acq_rel.sys.cas.b32 seen, [$1], $2, $3;
-            setp.eq.u32 p, seen, $2;
-            @p bra DONE;
-            mov.u64 now, %globaltimer;
-            setp.lt.u64 p, now, end;
-            @p bra AGAIN;
-            trap;
-            DONE:
-            mov.u32 $0, seen;
-            }""",
-            "=r,l,r,r",
-            [address, expected, new],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    asm: tl.constexpr = _RELAXED if sem == "relaxed" else _ORDERED
+    tl.inline_asm_elementwise(asm, "=r,l,r,r", [address, expected, new], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
