@@ -145,7 +145,7 @@ class Dying:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_case")
-@pytest.mark.parametrize("kind", PHASES)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.long if kind == "correct" else ()) for kind in PHASES])
 def test_a_kill_at_every_boundary(kind: str, fork_server: ForkServer, board: Switchboard, tmp_path: Path) -> None:
     candidate = GOOD
     if kind == "wrong_result":

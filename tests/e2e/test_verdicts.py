@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e.runs import DEADLINES, EXAMPLES, PATIENT, alternate, judge, marked, marked_processes
+from e2e.runs import DEADLINES, EXAMPLES, PATIENT, judge, marked, marked_processes
+from e2e.runs import GOOD as GOOD_ONE
 from peerlane.cli.demo import can_run, read_expectation
 from peerlane.evaluate import Result
 
@@ -31,11 +32,15 @@ RANKS = {"1_raises_on_one_rank_pytorch": 1, "1_killed_by_signal_pytorch": 1, "1_
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, tuple[Result, Result]]:
-    """By name of the broken example: its result, and that of the good candidate after it. All from one run."""
+    """By name of the broken example: its result, and that of the next good candidate, behind every third. All from one run."""
     with marked(RUN):
-        run = judge(*alternate(BROKEN))
+        run = judge(*(path for first in range(0, len(BROKEN), 3) for path in (*BROKEN[first : first + 3], GOOD_ONE)))
         assert marked_processes(RUN) == []
-    return {broken.candidate.name: (broken, good) for broken, good in zip(run[::2], run[1::2], strict=True)}
+    found, good = {}, run[-1]
+    for result in reversed(run):
+        good = result if result.candidate.name == GOOD_ONE.stem else good
+        found[result.candidate.name] = (result, good)
+    return found
 
 
 @pytest.mark.parametrize("path", BROKEN, ids=lambda path: path.stem)
@@ -55,17 +60,21 @@ def test_output_of_a_failure_is_kept(results: dict[str, tuple[Result, Result]]) 
     assert '"verdict": "correct"' in results["1_exits_with_status_0_pytorch"][0].log_tail
 
 
-@pytest.fixture(scope="module")
-def good_results() -> list[Result]:
-    return judge(*GOOD, deadlines=PATIENT)
+@pytest.fixture(scope="module", params=["pytorch", pytest.param("triton", marks=pytest.mark.slow)])
+def good_results(request: pytest.FixtureRequest) -> dict[Path, Result]:
+    files = [path for path in GOOD if path.parent.name == request.param]
+    return dict(zip(files, judge(*files, deadlines=PATIENT), strict=True))
 
 
-@pytest.mark.parametrize("index", range(len(GOOD)), ids=[path.stem for path in GOOD])
-def test_good_example(index: int, good_results: list[Result]) -> None:
-    result = good_results[index]
+def test_good_examples(good_results: dict[Path, Result]) -> None:
+    for path, result in good_results.items():
+        check_good_example(path, result)
+
+
+def check_good_example(path: Path, result: Result) -> None:
     assert result.correct, result.verdict
     assert ("aliased_output" in result.flags) == (result.candidate.name == "8_alltoall_pytorch")
-    assert result.candidate.backend == GOOD[index].stem.rsplit("_", 1)[-1]
+    assert result.candidate.backend == path.stem.rsplit("_", 1)[-1]
     assert {item.status for item in result.speed} == {"not_measured"}
     assert all(item.timed_slots == 0 and item.slots > 0 for item in result.correctness)
     assert result.track == "open" and result.audit is not None and result.audit.operators

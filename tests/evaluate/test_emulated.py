@@ -144,7 +144,7 @@ def test_new_candidates_of_the_kit_are_correct(evaluator: pl.Evaluator) -> None:
         assert result.correct, (number, result.verdict)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_solutions_and_examples_are_correct() -> None:
     """In the first case; tests/device/test_emulated_ranks.py has the others."""
     files = discover(["solutions", str(EXAMPLES)])
