@@ -5,21 +5,23 @@ A result that contradicts itself cannot be constructed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
+from peerlane.errors import UsageError
 from peerlane.evaluate.results.feedback import feedback
 from peerlane.evaluate.results.identity import Identity, NodeClass, environment_hash
 from peerlane.evaluate.results.record import Mode, Ratio, Record, Track
-from peerlane.evaluate.results.rewards import RewardKind, reward
 from peerlane.evaluate.results.sanitize import sanitize
 from peerlane.evaluate.results.speed_record import Estimate, ModeSpeed, Speed
 from peerlane.evaluate.results.verdict import Correct, Verdict
 
+RewardKind = Literal["correct", "log_speedup", "fast_p"]
 MechanismName = Literal["copy_engine", "sm_load_store", "tma", "nvls", "nccl", "gloo"]
 Confidence = Literal["seen", "possible", "loaded"]
 SCHEMA_VERSION: Final = 2
@@ -184,7 +186,7 @@ class Result(Record):
         return None if measured is None else measured.speedup
 
     def reward(self, kind: RewardKind, *, p: float = 1.0, mode: Mode | None = None) -> float | None:
-        """A number to train on. 0.0 for a candidate that is not correct.
+        """A number to train on, from the low end of a speedup's interval. 0.0 for a candidate that is not correct.
 
         Args:
             kind: ``correct``: 1.0. ``log_speedup``: log2(1 + speedup), so that a correct candidate as fast as the reference gets 1.0.
@@ -194,7 +196,18 @@ class Result(Record):
         Returns:
             None where the result says nothing: ``harness_error``, ``not_run``, or a speedup that was not measured.
         """
-        return reward(self, kind, p, mode)
+        if kind not in get_args(RewardKind):
+            raise UsageError(f"reward {kind!r}: expected one of {', '.join(get_args(RewardKind))}")
+        if not (math.isfinite(p) and p >= 0):
+            raise UsageError(f"p={p!r}: expected a speedup, such as 1.0")
+        if self.verdict.kind in ("harness_error", "not_run"):
+            return None
+        if not self.correct or kind == "correct":
+            return float(self.correct)
+        measured = [found.low for name in (self.modes if mode is None else (mode,)) if (found := self.speedup(name)) is not None]
+        if not measured:
+            return None
+        return math.log2(1.0 + max(measured)) if kind == "log_speedup" else float(max(measured) > p)
 
     def feedback(self) -> str:
         """What the candidate's author needs, in 60 lines at most: verdict, where, how far, first error, what to try; no expected value."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from peerlane.evaluate.results.rewards import RewardKind
+from peerlane.evaluate.results.result import RewardKind
 from peerlane.generate.reply import extract_code
 from peerlane.service.client import Client, ServiceFault
 
