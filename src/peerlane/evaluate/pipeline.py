@@ -209,6 +209,9 @@ class EvaluationPipeline:
                 self._write_blocks(job.timelines, speed)
         if self.healthy:
             self._leave()
+            if job.candidate.is_reference and self.reusable:  # its group stays, and the next problem may need the memory
+                for runner in reversed([runner for runner in self.runners if runner.group is self.group]):
+                    runner.close()
         return Correct()
 
     def _cases(self) -> tuple[Case, ...]:
@@ -265,8 +268,9 @@ class EvaluationPipeline:
     def _check(self, case: Case, *, first: bool) -> CaseRunner:
         """Judges the candidate on a case, at rest, with room for the stress to come; the runner knows what that cost."""
         self.case, limits = case, self.session.deadlines
-        room = CHECKED_SLOTS if self.node.device == "emulated" else self.stress.max_slots if first else self.stress.min_slots
-        runner = self._open(case, case.key, room)
+        stressed = self.node.device != "emulated" and (first or self.job.problem.graph)  # without graphs every slot costs a reference call
+        slots = CHECKED_SLOTS if not stressed else self.stress.max_slots if first else self.stress.min_slots
+        runner = self._open(case, case.key, slots)
         with self._in("first_call" if first else "correctness"):
             runner.open()
             runner.renew(CHECKED_SLOTS, mixed=True)
@@ -405,10 +409,6 @@ class EvaluationPipeline:
     def _leave(self) -> None:
         """Lets the candidate's processes end by themselves, which they must."""
         assert self.group is not None
-        if self.job.candidate.is_reference:  # the next one's problem may need the memory
-            for runner in reversed([runner for runner in self.runners if runner.group is self.group]):
-                runner.close()
-            self.runners.clear()
         if not self.loaded or self.job.candidate.is_reference:
             return
         deadline_s = self.session.deadlines.exit
