@@ -125,7 +125,7 @@ class CandidateRank(Rank):
         attached = self._spaces.pop(request["space"], None)
         if attached is not None:
             self._drop_block()
-            attached.latest = list
+            attached.latest, attached.called = list, []
             attached.arena.close()
             self.give_back()
         return {}
@@ -180,7 +180,7 @@ class CandidateRank(Rank):
     def _drop_block(self) -> None:
         self.block = None
         for attached in self._spaces.values():
-            attached.latest = list
+            attached.latest, attached.called = list, []
 
     def prepare(self, request: Message) -> dict[str, Any]:
         """Builds the timed block of a side and mode; for graphs this captures, and a failed capture is an answer, not an error."""
@@ -254,7 +254,7 @@ class CandidateRank(Rank):
                 self._jitter(way, us)
             return position in before
 
-        attached.latest = list
+        attached.latest, attached.called = list, []
         for position, slot in enumerate(order):
             if position in first:
                 first[position]()

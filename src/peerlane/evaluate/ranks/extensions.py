@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils import cpp_extension  # takes half a second, and the fork server has it before ranks are forked
 
 from peerlane.evaluate.sandbox.caches import cache_variables
 from peerlane.files import one_process
@@ -62,12 +63,10 @@ def compile_cuda_extension(
     with one_process(folder / "peerlane.lock", _PATIENCE_S) as alone:
         if done.exists():
             return _load(name, library)
-        from torch.utils.cpp_extension import load_inline
-
         if alone:
             (folder / "lock").unlink(missing_ok=True)  # torch's, left by a build that was killed
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", _architecture())
-        module = load_inline(  # type: ignore[no-untyped-call]
+        module = cpp_extension.load_inline(  # type: ignore[no-untyped-call]
             name=name,
             cpp_sources="",
             cuda_sources=cuda_src,
@@ -121,8 +120,6 @@ Tell = Callable[[bool], None]
 def report_builds(tell: Tell) -> None:
     """Has ``tell`` called with True when torch's extension loader begins to compile in this process, or to wait for another one that
     does, and with False when it is done."""
-    from torch.utils import cpp_extension
-
     build = cpp_extension._jit_compile
 
     @functools.wraps(build)
