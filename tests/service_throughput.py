@@ -1,8 +1,8 @@
-"""Candidates per minute through the service with 1 and with 8 clients, against the bare Evaluator; CPU seconds of the service.
+"""Candidates per minute through the service with 1 and with 8 clients, against the bare Evaluator; CPU seconds of service and candidates.
 
     python tests/service_throughput.py --candidates 16 --out results/cpu/service.json
 
-Not a test: it takes two minutes, and wants an idle machine. The three ways take turns, a round each, on CPU ranks.
+Not a test: it takes two minutes, and wants an idle machine and root. The three ways take turns, a round each, on CPU ranks.
 """
 
 from __future__ import annotations
@@ -41,8 +41,31 @@ def spent(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def timed(judge: Callable[[str], pl.Result], work: list[str], clients: int, pid: int) -> dict[str, float]:
-    """Candidates per minute, and CPU seconds of the supervising process per candidate."""
+class ControlGroup:
+    """Counts the CPU time of processes and all their descendants, however they end; needs root and a mounted cgroup2."""
+
+    def __init__(self, name: str) -> None:
+        mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+        self.folder = Path(next(mount[1] for mount in mounts if mount[2] == "cgroup2")) / f"{name}-{os.getpid()}"
+        self.folder.mkdir()
+
+    def join(self) -> None:
+        """The calling process, and what it starts from now on."""
+        (self.folder / "cgroup.procs").write_text("0")
+
+    def spent(self) -> float:
+        """CPU seconds so far."""
+        return int((self.folder / "cpu.stat").read_text().split()[1]) / 1e6
+
+    def remove(self) -> None:
+        """Gives its processes back to the group above."""
+        for process in (self.folder / "cgroup.procs").read_text().split():
+            (self.folder.parent / "cgroup.procs").write_text(process)
+        self.folder.rmdir()
+
+
+def timed(judge: Callable[[str], pl.Result], work: list[str], clients: int, pid: int, group: ControlGroup) -> dict[str, float]:
+    """Candidates per minute; CPU seconds per candidate, of the supervising process and of all that it started."""
     waits: list[float] = []
 
     def one(source: str) -> None:
@@ -51,13 +74,16 @@ def timed(judge: Callable[[str], pl.Result], work: list[str], clients: int, pid:
         assert kind == ("correct" if source.startswith(RIGHT) else "wrong_result"), kind
         waits.append(time.monotonic() - begin)
 
-    begin, cpu = time.monotonic(), spent(pid)
+    begin, cpu, below = time.monotonic(), spent(pid), group.spent() - spent(pid)
     with ThreadPoolExecutor(clients) as threads:
         list(threads.map(one, work))
     seconds = time.monotonic() - begin
+    own, ranks = (spent(pid) - cpu) / len(work), (group.spent() - spent(pid) - below) / len(work)
     return {
         "per_minute": 60 * len(work) / seconds,
-        "supervisor_cpu_s": (spent(pid) - cpu) / len(work),
+        "supervisor_cpu_s": own,
+        "ranks_cpu_s": ranks,
+        "supervisor_over_ranks": own / ranks,
         "median_wait_s": statistics.median(waits),
     }
 
@@ -70,10 +96,12 @@ def main() -> None:
     asked = parser.parse_args()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
+    groups = [ControlGroup("bare"), ControlGroup("service")]
     found: dict[str, list[dict[str, float]]] = {"bare": [], "clients_1": [], "clients_8": []}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "peerlane", "serve", "--port", str(port), "--out", folder, "--world-size", "2", "--device", "cpu"]
-        service = subprocess.Popen([*command, "--no-check"], env={**os.environ, "PEERLANE_TOKEN": TOKEN})
+        service = subprocess.Popen([*command, "--no-check"], env={**os.environ, "PEERLANE_TOKEN": TOKEN}, preexec_fn=groups[1].join)
+        groups[0].join()
         try:
             client = pl.Client(f"http://127.0.0.1:{port}", TOKEN, **OPTIONS)
             with client, pl.Evaluator(2, "cpu", presets=("small",)) as evaluator:
@@ -83,14 +111,16 @@ def main() -> None:
                     for name, clients in (("bare", 1), ("clients_1", 1), ("clients_8", 8)):
                         work = sources(asked.candidates, f"{name} {number}")
                         if name == "bare":
-                            row = timed(lambda source: evaluator.evaluate(1, source, modes=()), work, clients, os.getpid())
+                            row = timed(lambda source: evaluator.evaluate(1, source, modes=()), work, clients, os.getpid(), groups[0])
                         else:
-                            row = timed(lambda source: client.evaluate(1, source), work, clients, service.pid)
+                            row = timed(lambda source: client.evaluate(1, source), work, clients, service.pid, groups[1])
                         found[name].append(row)
                         print(name, {key: round(value, 4) for key, value in row.items()}, flush=True)
         finally:
             service.terminate()
             service.wait(60)
+            for group in groups:
+                group.remove()
     document = {
         "taken_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"python tests/service_throughput.py --candidates {asked.candidates} --rounds {asked.rounds} --out {asked.out}",

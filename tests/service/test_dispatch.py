@@ -1,4 +1,4 @@
-"""Plans on other machines: a service, a farm of nodes, Ray on loopback, Slurm's local executor."""
+"""Plans on other machines: a service, a farm of nodes, and a stand-in for Slurm."""
 
 from __future__ import annotations
 
@@ -173,13 +173,36 @@ def test_a_batch_is_judged_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert [pl.Result.model_validate(row).verdict.kind for row in rows] == ["correct", "wrong_result"]
 
 
+SLURM = {
+    "sbatch": """
+grep -q partition=full "$1" && { echo "sbatch: error: the partition is full" >&2; exit 1; }
+cp "$1" "$(dirname "$0")/script"
+last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\)%.*/\\1/p' "$1")
+for task in $(seq 0 "$last"); do SLURM_JOB_ID=7$task SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=$task bash "$1" >/dev/null 2>&1 & done
+echo Submitted batch job 7""",
+    "srun": 'shift 5; exec "$@"',
+    "sacct": "echo 'JobID|State|NodeList'",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of submitit
-def test_a_slurm_array_gives_all_results(tmp_path: Path) -> None:
-    """With submitit's local executor; the second run submits nothing."""
+def test_a_slurm_array_gives_all_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With submitit and a stand-in for Slurm's commands, which runs all tasks here; the second run submits nothing."""
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
     plan = plan_of(["# right", "# wrong", "# right"], tmp_path / "out")
-    settings = stand_in(tmp_path / "marks", plan, batch=4)
+    settings = stand_in(tmp_path / "marks", plan, batch=2)
+    with pytest.raises(UsageError, match="no sbatch and no srun"):
+        SlurmDispatcher("gpu", settings)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     for _ in range(2):
-        results = SlurmDispatcher(cluster="local", settings=settings).run(plan, Silent())
+        results = SlurmDispatcher("gpu", settings).run(plan, Silent())
         assert [item.correct for item in results] == [True, False, True]
         assert set(judged(tmp_path / "marks").values()) == {1}
+    script = (tmp_path / "script").read_text()
+    for option in ("exclusive", "requeue", "partition=gpu", "nodes=1", "ntasks-per-node=1", "array=0-1%2"):
+        assert f"#SBATCH --{option}\n" in script
+    with pytest.raises(UsageError, match="the partition is full"):
+        SlurmDispatcher("full", settings).run(replace(plan, out=tmp_path / "other"), Silent())

@@ -113,14 +113,12 @@ def serve(settings: ServiceSettings, tokens: Tokens, listener: socket.socket, gp
             """Answers until the running evaluation has ended."""
 
             def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-                if node.condition == "draining":
-                    self.should_exit = self.force_exit = True
-                else:
-                    loop = asyncio.get_running_loop()
-                    loop.call_soon_threadsafe(lambda: ending.append(loop.create_task(self.drain())))
+                seconds = 0.0 if node.condition == "draining" else settings.drain_s  # a second signal ends the wait
+                loop = asyncio.get_running_loop()
+                loop.call_soon_threadsafe(lambda: ending.append(loop.create_task(self.drain(seconds))))
 
-            async def drain(self) -> None:
-                await node.drain(settings.drain_s)
+            async def drain(self, seconds: float) -> None:
+                await node.drain(seconds)
                 self.should_exit = True
 
         host, port = listener.getsockname()[:2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import pickle
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,16 +24,19 @@ from peerlane.service.node_check import NodeReport
 
 INSTALL = "pip install 'peerlane[slurm]'"
 _LOOK_S = 1.0
+_NODES = 4
+"""tasks of an array that run at a time"""
 
 
 class SlurmDispatcher:
-    """Slurm, or with ``cluster="local"`` processes of this machine. Options that have no place here go into SBATCH_* variables."""
+    """The cluster whose ``sbatch`` is on the path. Options that have no place here go into SBATCH_* variables."""
 
-    def __init__(self, partition: str | None = None, cluster: str = "slurm", settings: FarmSettings | None = None, nodes: int = 4) -> None:
+    def __init__(self, partition: str | None = None, settings: FarmSettings | None = None) -> None:
         if importlib.util.find_spec("submitit") is None:
             raise MissingDependency(f"--on slurm needs the package submitit, which is not installed: {INSTALL}")
-        self._partition, self._cluster, self._nodes = partition, cluster, nodes
-        self._settings = settings or FarmSettings(batch=16)
+        if missing := [name for name in ("sbatch", "srun") if shutil.which(name) is None]:
+            raise UsageError(f"--on slurm: no {' and no '.join(missing)} on this machine: run the command where jobs are submitted")
+        self._partition, self._settings = partition, settings or FarmSettings(batch=16)
 
     def world_sizes(self) -> tuple[int, ...]:
         raise UsageError("--on slurm: expected --world-size, for this machine cannot tell how many GPUs the nodes have")
@@ -53,11 +57,17 @@ class SlurmDispatcher:
 
     def _submit(self, run: _SlurmRun, batches: list[list[Job]]) -> None:
         """One array, until all of its tasks have ended."""
+        from submitit.core.utils import FailedJobError
+
         folder = (run.plan.out or Path("peerlane-results")) / "slurm"
         executor = self._executor(folder, run.plan, max(run.seconds(batch) for batch in batches))
         tasks = [run.task(batch, self._settings) for batch in batches]
         check = check_task(run.plan, self._settings)
-        waiting = dict(zip(executor.map_array(check_and_run, [check] * len(tasks), tasks), batches, strict=True))
+        try:
+            started = executor.map_array(check_and_run, [check] * len(tasks), tasks)
+        except FailedJobError as error:
+            raise UsageError(f"--on slurm: sbatch refuses the array: {str(error).strip()}") from None
+        waiting = dict(zip(started, batches, strict=True))
         try:
             while waiting:
                 for job in [job for job in waiting if job.done()]:
@@ -70,21 +80,19 @@ class SlurmDispatcher:
     def _executor(self, folder: Path, plan: EvaluationPlan, seconds: float) -> Any:
         import submitit
 
-        executor = submitit.AutoExecutor(folder=str(folder), cluster=self._cluster)
         limit = seconds + node_check.LIMIT_S + self._settings.grace_s
-        executor.update_parameters(name="peerlane", timeout_min=max(1, math.ceil(limit / 60)))
-        if self._cluster == "slurm":
-            extra = {"slurm_partition": self._partition} if self._partition else {}
-            gpus = {"gpus_per_node": max(plan.world_sizes)} if plan.device == "cuda" else {}
-            executor.update_parameters(
-                nodes=1,
-                tasks_per_node=1,
-                slurm_array_parallelism=self._nodes,
-                slurm_exclusive=True,
-                slurm_additional_parameters={"requeue": True},
-                **gpus,
-                **extra,
-            )
+        executor = submitit.SlurmExecutor(folder=str(folder))
+        executor.update_parameters(
+            job_name="peerlane",
+            partition=self._partition,
+            time=max(1, math.ceil(limit / 60)),
+            nodes=1,
+            ntasks_per_node=1,
+            gpus_per_node=max(plan.world_sizes) if plan.device == "cuda" else None,
+            array_parallelism=_NODES,
+            exclusive=True,
+            additional_parameters={"requeue": True},
+        )
         return executor
 
 
