@@ -16,9 +16,8 @@ from typing import Any, cast
 import uvicorn
 
 from e2e.runs import wait_for
-from peerlane.evaluate.candidates import candidate_text
+from peerlane.evaluate.candidates import candidate_info, candidate_text
 from peerlane.evaluate.evaluator import Evaluator, Progress
-from peerlane.evaluate.pipeline import candidate_info
 from peerlane.evaluate.results.result import ProblemInfo, Result
 from peerlane.evaluate.results.verdict import HarnessFailure, NotRun
 from peerlane.service.app import Service

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Literal
 import peerlane
 from peerlane.errors import CandidateChanged, CandidateNotFound
 from peerlane.evaluate.results.record import Track
+from peerlane.evaluate.results.result import CandidateInfo
 from peerlane.problem_files import slugs
 from peerlane.problem_names import resolve
 
@@ -182,3 +184,18 @@ def _named(candidates: list[CandidateFile], skipped: list[str]) -> list[Candidat
     """Those whose names mean a problem, or say nothing of one."""
     skipped += [f"{item.path}: {item.note}" for item in candidates if item.problem is None and item.note]
     return [item for item in candidates if item.problem is not None or not item.note]
+
+
+def candidate_info(candidate: CandidateFile) -> CandidateInfo:
+    """What a record says of the candidate."""
+    path = None if candidate.text is not None else _shown(candidate.path)
+    return CandidateInfo(name=candidate.name, labels=dict(candidate.labels), path=path, sha256=candidate.sha256, backend=candidate.backend)
+
+
+def _shown(path: Path | None) -> str | None:
+    """The path below the working directory, else the file's name: results travel to other machines."""
+    if path is None:
+        return None
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return path.name

@@ -18,9 +18,9 @@ from typing import Any, Protocol, Self
 import torch
 
 from peerlane.errors import HarnessError, RunStopped, UsageError
-from peerlane.evaluate.candidates import CandidateFile, candidate_file, candidate_text
+from peerlane.evaluate.candidates import CandidateFile, candidate_file, candidate_info, candidate_text
 from peerlane.evaluate.node import Node, TooFewGpus, choose_isolation, describe_node, place_ranks
-from peerlane.evaluate.pipeline import EvaluationPipeline, candidate_info, groups_needed
+from peerlane.evaluate.pipeline import EvaluationPipeline, groups_needed
 from peerlane.evaluate.pipeline_emulated import EmulatedPipeline
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
 from peerlane.evaluate.processes.limit import Cancelled, Limit

@@ -19,7 +19,7 @@ import peerlane
 from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
 from peerlane.evaluate.audit.audit import Auditor, profiler_works
 from peerlane.evaluate.audit.timeline import timeline_of
-from peerlane.evaluate.candidates import CandidateFile
+from peerlane.evaluate.candidates import candidate_info
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected, verdict_of
 from peerlane.evaluate.correctness.stress import Stress
 from peerlane.evaluate.missing import missing_before, missing_behind, missing_on_virtual_node
@@ -34,7 +34,7 @@ from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
 from peerlane.evaluate.results.identity import source_hash
 from peerlane.evaluate.results.record import Mode
-from peerlane.evaluate.results.result import Audit, CandidateInfo, CaseEvidence, ProblemInfo, Result
+from peerlane.evaluate.results.result import Audit, CaseEvidence, ProblemInfo, Result
 from peerlane.evaluate.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
 from peerlane.evaluate.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
 from peerlane.evaluate.sandbox.answers import answer_folders
@@ -451,21 +451,6 @@ class EvaluationPipeline:
         )
 
 
-def candidate_info(candidate: CandidateFile) -> CandidateInfo:
-    """What a record says of the candidate."""
-    path = None if candidate.text is not None else _shown(candidate.path)
-    return CandidateInfo(name=candidate.name, labels=dict(candidate.labels), path=path, sha256=candidate.sha256, backend=candidate.backend)
-
-
 def _is_ours(path: Path | None) -> bool:
     """True for peerlane's own solutions, whose communication the kit's is."""
     return path is not None and any(str(path).startswith(f"{folder}/") for folder in answer_folders())
-
-
-def _shown(path: Path | None) -> str | None:
-    """The path below the working directory, else the file's name: results travel to other machines."""
-    if path is None:
-        return None
-    with contextlib.suppress(ValueError):
-        return str(path.relative_to(Path.cwd()))
-    return path.name

@@ -20,10 +20,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from peerlane.errors import HarnessError, UsageError
-from peerlane.evaluate.candidates import CandidateFile, candidate_file, candidate_text
+from peerlane.evaluate.candidates import CandidateFile, candidate_file, candidate_info, candidate_text
 from peerlane.evaluate.results.result import Result
 from peerlane.evaluate.results.store import ResultsStore
-from peerlane.service.names import named_as
 from peerlane.settings import service_token
 
 _POLL_S = 30.0
@@ -190,7 +189,7 @@ class Client:
         if job["result"] is None:
             raise ServiceFault(f"the job {job['id']} {job['state']} on {self.url}: {job['error']}")
         result = Result.model_validate({**job["result"], "environment": job["environment"] or {}})
-        result = named_as(result, candidate)
+        result = result.model_copy(update={"candidate": candidate_info(candidate)})
         if self._store is not None:
             with self._lock:
                 if not self._store.has(result.identity) or self._store.find(result.identity, candidate.name) != result:

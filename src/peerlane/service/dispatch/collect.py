@@ -9,14 +9,13 @@ from typing import Any, Self
 
 import peerlane
 from peerlane.errors import HarnessError, RunStopped
-from peerlane.evaluate.candidates import CandidateFile
+from peerlane.evaluate.candidates import candidate_info
 from peerlane.evaluate.evaluator import Progress
 from peerlane.evaluate.plan import EvaluationPlan, Job
 from peerlane.evaluate.results.identity import Identity, NodeClass
 from peerlane.evaluate.results.result import Result
 from peerlane.evaluate.results.store import ResultsStore
 from peerlane.evaluate.sandbox.isolation import Tier
-from peerlane.service.names import named_as
 from peerlane.words import counted
 
 FILE = "conditions.json"
@@ -76,7 +75,8 @@ class Collector:
         for job in jobs:
             identity = conditions.identity(job)
             if self._store is not None and not plan.rerun and (known := self._store.find(identity, job.candidate.name)) is not None:
-                self._found[id(job)] = self._named(known, job.candidate)
+                same = known.candidate.name == job.candidate.name
+                self._found[id(job)] = known if same else self._store_named(known, job)
         self.due = [job for job in jobs if id(job) not in self._found]
         """jobs without a result, when the run began"""
         progress.started(len(self.due), len(jobs) - len(self.due))
@@ -86,10 +86,7 @@ class Collector:
         expected = self._conditions.classes[job.world_size]
         if result.node != expected:
             raise HarnessError(f"a result of {job.candidate.name} comes from {result.node}: expected {expected}; it is left out")
-        result = named_as(result, job.candidate)
-        if self._store is not None:
-            self._store.append(result)
-        self._found[id(job)] = result
+        self._found[id(job)] = result = self._store_named(result, job)
         self._progress.finished(result)
 
     def results(self, why: str = "") -> list[Result]:
@@ -100,13 +97,12 @@ class Collector:
             raise RunStopped(f"no result of {counted(missing, 'evaluation')}{told}; the same command tries again", found)
         return found
 
-    def _named(self, result: Result, candidate: CandidateFile) -> Result:
-        if result.candidate.name == candidate.name:
-            return result
-        renamed = named_as(result, candidate)
-        assert self._store is not None
-        self._store.append(renamed)
-        return renamed
+    def _store_named(self, result: Result, job: Job) -> Result:
+        """The result under the name that the job asks for: equal candidates share one evaluation."""
+        result = result.model_copy(update={"candidate": candidate_info(job.candidate)})
+        if self._store is not None:
+            self._store.append(result)
+        return result
 
 
 def group(jobs: Sequence[Job], size: int) -> list[list[Job]]:
