@@ -1,29 +1,5 @@
-"""Problem 49, a mixture-of-experts layer with one expert on each rank: two kernels behind the router.
+"""Problem 49, a mixture-of-experts layer with one expert on each rank: the kernels of problem 31."""
 
-The first one counts, tells the counts, and pushes every token once to each rank that has an expert of it, while the gated layer
-starts on what has come. The second one is the layer behind it, whose tiles go straight home, and the weighted sum. The host waits for
-nothing. The device code is ``device/include/peerlane/moe_layer.cuh``."""
+from peerlane.solutions.p031_fused_moe_fwd import solution
 
-from __future__ import annotations
-
-import torch
-import torch.distributed as dist
-
-from peerlane.device import group_of
-from peerlane.device.moe_layer import gated_experts
-
-
-@torch.no_grad()
-def solution(
-    hidden_states: torch.Tensor,
-    gate_weight: torch.Tensor,
-    gate_bias: torch.Tensor | None,
-    gate_proj: torch.nn.Linear,
-    up_proj: torch.nn.Linear,
-    down_proj: torch.nn.Linear,
-    num_experts: int,
-    top_k: int,
-    group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
-    ranks, tokens = group_of(group), hidden_states.reshape(-1, hidden_states.shape[-1])
-    return gated_experts(ranks, tokens, (gate_weight, gate_bias), (gate_proj, up_proj, down_proj), top_k)
+__all__ = ["solution"]
