@@ -100,7 +100,8 @@ KERNEL two_parts(const __grid_constant__ Arena arena, const __grid_constant__ Tw
 def test_a_declaration_gives_the_source_its_structure_and_keeps_line_numbers() -> None:
     declared = DeclaredKernel("two_parts", KERNEL, packets=Packets(), epochs=Epochs(), y=Pointer("float*"), n=array(U32, 3), scale=F32)
     compile_cubin(declared.source, defines={"BROKEN": ""})
-    with pytest.raises(CompileError, match=r"source\.cu\(5\): error"):
+    line = Path(__file__).read_text().split(" BROKEN }")[0].count("\n") + 1
+    with pytest.raises(CompileError, match=rf"test_shared_pieces\.py\({line}\): error"):
         compile_cubin(declared.source, defines={"BROKEN": "nonsense;"})
 
 

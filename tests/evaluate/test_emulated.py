@@ -100,10 +100,10 @@ def test_a_twin_is_refused(evaluator: pl.Evaluator, old: str, new: str, kind: ty
 def test_a_race_is_unstable_with_both_source_lines_as_evidence(evaluator: pl.Evaluator) -> None:
     result = judge(evaluator, FIRST_WAIT, "        ;\n")
     assert isinstance(result.verdict, Unstable) and result.verdict.findings
-    before = GATHER[GATHER.index('r"""') : GATHER.index("copy_bytes(block, args.y")]
-    reads = before.count("\n") + 1
-    assert f"source.cu:{reads}" in result.verdict.findings[0]
-    assert f"source.cu:{reads}" in result.feedback()
+    twin = GATHER.replace(FIRST_WAIT, "        ;\n")
+    reads = twin[: twin.index("copy_bytes(block, args.y")].count("\n") + 1
+    assert f".py:{reads}" in result.verdict.findings[0] and "landing+" in result.verdict.findings[0]
+    assert f".py:{reads}" in result.feedback()
 
 
 @pytest.mark.parametrize(

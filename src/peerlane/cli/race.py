@@ -65,12 +65,15 @@ def _race_solution(file: Path, world_sizes: Iterable[int], schedules: int, seed:
     if number is None:
         raise UsageError(f"{file.name} says no problem; name the file like 18_mine_cuda.py, or give it a function race(world_size)")
     problem, rows = problems.get(int(number[1])), []
+    said: dict[str, str] = {}
     for case in (case for size in world_sizes for case in problem.cases("small", size)):
         with contextlib.redirect_stdout(sys.stderr):
             judged = judge_emulated(file, problem, case, schedules=schedules, seed=seed)
+        where = f"{case.label}, {case.world_size} ranks"
+        first = said.setdefault(str(judged), where)
         rows.append({"case": case.label, "world_size": case.world_size, "correct": judged.correct, "said": str(judged)})
         if not as_json:
-            print(f"{file.name}, {case.label}, {case.world_size} ranks: {judged}", flush=True)
+            print(f"{file.name}, {where}: {judged if judged.correct or first == where else f'the same as in {first}'}", flush=True)
     clean = all(row["correct"] for row in rows)
     if as_json:
         print_json({"clean": clean, "cases": rows})

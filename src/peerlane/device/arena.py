@@ -72,9 +72,11 @@ class Arena:
             observe(self)
         _arenas.add(self)
 
-    def take(self, nbytes: int, *, align: int = LINE_BYTES) -> int:
-        """Offset of ``nbytes`` that nobody else has taken. Every rank takes the same in the same order; ``seal`` sees to it."""
-        return self.layout.take(nbytes, align=align)
+    def take(self, nbytes: int, *, align: int = LINE_BYTES, name: str = "") -> int:
+        """Offset of ``nbytes`` that nobody else has taken. Every rank takes the same in the same order; ``seal`` sees to it.
+
+        The emulator's findings have the name."""
+        return self.layout.take(nbytes, align=align, name=name)
 
     def seal(self) -> None:
         """Collective: raise UsageError, on every rank, unless all have taken the same so far. More may be taken afterwards, and sealed."""

@@ -16,7 +16,9 @@ needed and takes every part of it. In the emulator the same declaration makes th
 from __future__ import annotations
 
 import ctypes
+import linecache
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,15 +161,15 @@ class DeclaredKernel:
         self.struct = "".join(word.capitalize() for word in name.split("_"))
         self.arguments: type[ctypes.Structure] = type(self.struct, (ctypes.Structure,), {"_fields_": _padded(fields)})
         self._given = source
+        self._file, self._line = (str(source), 1) if isinstance(source, Path) else _written_in(sys._getframe(1).f_code.co_filename, source)
 
     @property
     def source(self) -> str:
-        """The source with the structure behind its last include; lines keep their numbers in messages."""
-        file = "source.cu" if isinstance(self._given, str) else str(self._given)
-        text = self._given if isinstance(self._given, str) else self._given.read_text()
-        lines = text.splitlines()
+        """The source with the structure behind its last include; messages name the file and line where the author wrote it."""
+        lines = (self._given if isinstance(self._given, str) else self._given.read_text()).splitlines()
         last = max((i for i, line in enumerate(lines) if re.match(r"\s*#\s*include\b", line)), default=-1) + 1
-        return "\n".join([f'#line 1 "{file}"', *lines[:last], self._structure(), f'#line {last + 1} "{file}"', *lines[last:], ""])
+        before, behind = (f'#line {self._line + line} "{self._file}"' for line in (0, last))
+        return "\n".join([before, *lines[:last], self._structure(), behind, *lines[last:], ""])
 
     def _structure(self) -> str:
         body = "\n".join(f"    {field.declaration(name)}" for name, field in self.fields.items())
@@ -208,7 +210,7 @@ class DeclaredKernel:
             raise UsageError(f"kernel {self.name!r}: sizes of {sorted(sizes)}; expected {sorted(wanted)}, one for each field in the arena")
         places = {name: (field.nbytes(sizes.get(name, 0), group.world_size), field.align) for name, field in in_arena.items()}
         arena = Arena(sum(nbytes + align for nbytes, align in places.values()), group, timeout_s=timeout_s, name=self.name)
-        offsets = {name: arena.take(nbytes, align=align) for name, (nbytes, align) in places.items()}
+        offsets = {name: arena.take(nbytes, align=align, name=name) for name, (nbytes, align) in places.items()}
         arena.seal()
         arguments = self.arguments(**{name: in_arena[name].taken(offset, sizes.get(name, 0)) for name, offset in offsets.items()})
         macros = {"WORLD_SIZE": group.world_size, **(defines or {})}
@@ -221,6 +223,13 @@ class DeclaredKernel:
         bound = BoundKernel(self, group, arena, offsets, launch)
         bound.set(**values)
         return bound
+
+
+def _written_in(path: str, source: str) -> tuple[str, int]:
+    """The name of the Python file that holds this text, and the text's first line there."""
+    linecache.checkcache(path)
+    before, found, _ = "".join(linecache.getlines(path)).partition(source)
+    return (Path(path).name, before.count("\n") + 1) if found else ("source.cu", 1)
 
 
 def _padded(fields: Mapping[str, Field]) -> list[tuple[str, Any]]:

@@ -29,8 +29,8 @@ class Layout:
     def takes(self) -> int:
         return len(self.parts)
 
-    def take(self, nbytes: int, *, align: int = LINE_BYTES) -> int:
-        """Offset of ``nbytes`` that nobody else has taken."""
+    def take(self, nbytes: int, *, align: int = LINE_BYTES, name: str = "") -> int:
+        """Offset of ``nbytes`` that nobody else has taken. ``name`` is for those who report on memory."""
         if nbytes < 0 or align < 1 or align & (align - 1):
             raise UsageError(f"take({nbytes}, align={align}): expected a size of 0 or more and a power of two")
         offset = -(-self.taken // align) * align

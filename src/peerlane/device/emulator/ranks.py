@@ -199,11 +199,11 @@ class _PartLayout(Layout):
         super().__init__(nbytes, reserved=LINE_BYTES, guard_bytes=PAGE_BYTES)
         self._memory = memory
 
-    def take(self, nbytes: int, *, align: int = LINE_BYTES) -> int:
+    def take(self, nbytes: int, *, align: int = LINE_BYTES, name: str = "") -> int:
         offset = super().take(nbytes, align=align)
         if self.takes > GUARDED_TAKES:
             raise UsageError(f"an emulated arena has more than {GUARDED_TAKES} parts; take fewer and larger ones")
-        self._memory.add(offset, nbytes, f"arena allocation {self.takes - 2}")
+        self._memory.add(offset, nbytes, name or f"arena allocation {self.takes - 2}")
         return offset
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from peerlane.device.arena import faults
 from peerlane.device.emulator.ranks import RankFailure
+from peerlane.errors import EmulatedFault
 from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, Channel, Message
 from peerlane.evaluate.ranks.builder import Builder
 from peerlane.evaluate.ranks.candidate import CandidateRank
@@ -38,7 +39,7 @@ def _set_environment(config: dict[str, Any], rank: int) -> None:
 
 def _error(kind: str, error: BaseException) -> Message:
     text = "".join(traceback.format_exception(error, limit=-12))
-    if kind == "cuda_error":
+    if kind == "cuda_error" and not isinstance(error, EmulatedFault):  # which says it itself, with source lines
         text = "\n".join([text, *faults()])
     return {"ok": False, "error": {"kind": kind, "message": text[-ERROR_CHARACTERS:]}}
 
