@@ -9,7 +9,7 @@ import pytest
 
 from device.judged import judge, require_correct
 from peerlane import problems, solutions
-from peerlane.device import clipping, counts, fp8_history, nucleus
+from peerlane.device import clipping, counts, delta_rule, fp8_history, nucleus
 from peerlane.device.declare import DeclaredKernel
 from peerlane.device.emulator import sequence
 from peerlane.device.emulator.build import Program
@@ -55,11 +55,24 @@ TWINS = [
     (72, "short_bf16", "2 * WORLD_SIZE - 1 - rank", "WORLD_SIZE + rank"),
     (69, "ragged_bf16", "peers.barrier(blockIdx.x, epoch);", ""),
     (85, "uneven_fp32", "for rank in range(parts)", "for rank in reversed(range(parts))"),
+    (74, "plain_fp32", "if (epoch > first_epoch) peers.wait(rank + 1, items + item, epoch - 1);", ""),
+    (75, "two_value_heads_bf16", "+ (epoch & 1) * WORLD_SIZE * args.parameter_bytes", ""),
     (86, "quintic_bf16", "kit.all_reduce(gram)", "first or kit.all_reduce(shard.square().sum())"),
     (73, "scaled_fp32", "target / args.columns == q", "target / args.columns == arena.rank"),
 ]
 """Of a solution and a case: what stands in its kernel, and what a careless author would write."""
-SHARED = {21: clipping, 22: clipping, 35: counts, 52: fp8_history, 53: fp8_history, 82: nucleus, 83: nucleus, 84: nucleus}
+SHARED = {
+    21: clipping,
+    22: clipping,
+    35: counts,
+    52: fp8_history,
+    53: fp8_history,
+    82: nucleus,
+    74: delta_rule,
+    75: delta_rule,
+    83: nucleus,
+    84: nucleus,
+}
 
 
 def case_of(number: int, label: str, world_size: int) -> Case:

@@ -1,0 +1,31 @@
+"""Problem 74, Kimi Delta Attention over a sharded sequence: one kernel that hands states on, and a sum over tensor-parallel ranks.
+
+The reference gathers whole sequences on every rank; here a state of K V numbers a head moves from each rank to the next. Bound by the
+chain of tokens, each of which waits for the one before: as long as the sequence, whatever the number of ranks.
+``peerlane.device.delta_rule`` has the kernel."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from peerlane.device import communicator, group_of
+from peerlane.device.delta_rule import DeltaInputs, gated_delta_rule
+
+
+def solution(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    cp_group: dist.ProcessGroup | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    tokens = DeltaInputs(q, k, v, g, beta, a_log, dt_bias)
+    output = gated_delta_rule(group_of(cp_group), tokens, by_channel=True, floor=1e-12, sharded=False)
+    if tp_group is not None:
+        communicator(tp_group).all_reduce(output)
+    return output
