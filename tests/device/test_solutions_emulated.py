@@ -9,7 +9,7 @@ import pytest
 
 from device.judged import judge, require_correct
 from peerlane import problems, solutions
-from peerlane.device import clipping, counts, delta_rule, fp8_history, nucleus
+from peerlane.device import clipping, counts, delta_rule, fp8_history, nucleus, training_step
 from peerlane.device.declare import DeclaredKernel
 from peerlane.device.emulator import sequence
 from peerlane.device.emulator.build import Program
@@ -37,10 +37,14 @@ TWINS = [
     (33, "same_axis_bf16", "cut=scatter).reshape", "cut=scatter).flip(scatter + 1).reshape"),
     (34, "ragged_bf16", "x.contiguous()", "x.contiguous() * (ranks.member.rank > 0)"),
     (35, "one_empty_bf16", "Peers<WORLD_SIZE>(arena, args.flags).barrier(0, epoch);", ""),
+    (40, "bf16", "kit.all_reduce(gradient)", "gradient.mul_(group.world_size)"),
+    (41, "bf16", "peers.barrier(blockIdx.x, 2 * epoch);", "peers.signal_all(blockIdx.x, 2 * epoch);"),
+    (42, "bf16", "if (GATHER) peers.barrier(blockIdx.x, 2 * epoch + 1);", ""),
     (43, "fp32", "peers.wait_all(0, epoch);", ""),
     (44, "ragged_fp32", "peers.barrier(blockIdx.x, 2 * epoch + 1);", ""),
     (45, "ragged_bf16", "for (int k = 1; k < WORLD_SIZE; ++k)", "for (int k = 1; k < WORLD_SIZE - 1; ++k)"),
     (46, "tokens_bf16", "if (k < WORLD_SIZE)", "if (k < WORLD_SIZE - 1)"),
+    (47, "bf16", "g[e] /= WORLD_SIZE;", ""),
     (52, "history_4_bf16", "barrier(blockIdx.x, epoch)", "signal_all(blockIdx.x, epoch)"),
     (53, "history_4_bf16", "(epoch & 1) * WORLD_SIZE", "0 * WORLD_SIZE"),
     (82, "both_bf16", "args.target[token] / args.columns", "args.target[token] % WORLD_SIZE"),
@@ -65,6 +69,9 @@ SHARED = {
     21: clipping,
     22: clipping,
     35: counts,
+    41: training_step,
+    42: training_step,
+    47: training_step,
     52: fp8_history,
     53: fp8_history,
     82: nucleus,
