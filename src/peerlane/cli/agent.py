@@ -62,7 +62,7 @@ def agent(
 ) -> None:
     """Let a model work on problems with tools: write, compile, race, test, time, trace, lookup, submit. The best attempt counts.
 
-    Candidates run in the evaluator's ranks only. The same command goes on where an earlier one stopped. Exit codes as of generate.
+    Candidates run in the evaluator's ranks only. The same command continues a stopped one. Exit codes as of generate.
     """
     from peerlane import problems
     from peerlane.generate.prompt import PromptSettings, render_prompt

@@ -56,7 +56,7 @@ def generate(
 ) -> None:
     """Ask a model for candidates, one reply each. Needs no GPU; `peerlane eval RUN` judges them.
 
-    The same command goes on where an earlier one stopped. Exit codes: 0 all samples are there; 1 some are missing; 2 the request cannot be
+    The same command continues a stopped one. Exit codes: 0 all samples are there; 1 some are missing; 2 the request cannot be
     carried out; 130 interrupted.
     """
     from peerlane.generate.extra import require_models_extra

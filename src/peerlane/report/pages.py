@@ -83,13 +83,11 @@ def overview(details: Sequence[Entry], evidence: Evidence) -> str:
     categories = dict.fromkeys(sorted(detail["category"] for detail in details))
     parts = [
         "# The problems\n",
-        "Every problem is one function, `solution(*args)`, that all ranks call. Its page says what it must return, on which shapes it is "
-        "judged, how exact it must be, what an ideal implementation costs, how fast the reference is, and which wrong answers are known "
-        "to be rejected.\n",
+        "After this page you can choose a problem. Every problem is one function, `solution(*args)`, that all ranks call. Its page has the "
+        "result, the shapes, the tolerance, the cost and bound, the reference's speed, and the wrong answers that are rejected.\n",
         _summary(details, list(categories)),
-        f"Below, sizes and bounds are those of the timed `pkb` case on {PAGE_WORLD_SIZE} ranks (the busiest one), and of the production "
-        "preset with the longest bound, computed from the H200 datasheet; reference times were measured on "
-        f"{NODE_NAME}. {EARLIER}\n",
+        f"The tables show the timed `pkb` case on the busiest of {PAGE_WORLD_SIZE} ranks, and the production preset with the longest bound. "
+        f"Bounds are computed from the H200 datasheet. Reference times were measured on {NODE_NAME}. {EARLIER}\n",
     ]
     for category in categories:
         parts.append(f"## {category.replace('_', ' ')}\n")
