@@ -86,7 +86,7 @@ def overview(details: Sequence[Entry], evidence: Evidence) -> str:
         "After this page you can choose a problem. Every problem is one function, `solution(*args)`, that all ranks call. Its page has the "
         "result, the shapes, the tolerance, the cost and bound, the reference's speed, and the wrong answers that are rejected.\n",
         _summary(details, list(categories)),
-        f"The tables show the timed `pkb` case on the busiest of {PAGE_WORLD_SIZE} ranks, and the production preset with the longest bound. "
+        f"The tables show the timed `pkb` case on the busiest of {PAGE_WORLD_SIZE} ranks, and the production preset of longest bound. "
         f"Bounds are computed from the H200 datasheet. Reference times were measured on {NODE_NAME}. {EARLIER}\n",
     ]
     for category in categories:
