@@ -80,7 +80,7 @@ LAYER_TWINS = {
     ),
     "counts that are used before they have come": ("        peers.wait_all(0, epoch);\n", "", {"race"}),
     "sums before all rows are home": (
-        "            peers().wait_slots(q, first * columns(), (end - first) * columns(), epoch);\n",
+        "            peers(consumer).wait_slots(q, first * columns(), (end - first) * columns(), epoch);\n",
         "",
         {"race"},
     ),

@@ -121,6 +121,7 @@ struct ExpertsUp : Shape {
     using Tile = ExpertTile;
     static constexpr bool watches_ahead = true;  // rows come from communicators, which wait for no tile
     static constexpr int half = Shape::columns / 2;
+    static constexpr u32 only_one = 0;
     struct Half {
         static constexpr int columns = half;
         using Sum = SumTile<half>;
@@ -198,29 +199,33 @@ struct ExpertsUp : Shape {
         store_sum<Half>(out, &parameters.act, {tile.column * half, tile.row + Shape::first_row(group), 0});
     }
 
-    // The spare warp of a block: some rows to each group, eight at a time.
-    __device__ void communicate(u32 part, u32 parts) const {
-        const Peers<W, Warp> peers(arena, parameters.flags, {}, communicator);
+    // Rows go to their groups in pieces of eight. The consumers, who have no rows yet, send a piece each; then the spare warps send the rest.
+    __device__ void prepare(u32 part, u32 parts) const { send(part, only_one, consumer); }
+    __device__ void communicate(u32 part, u32 parts) const { send(4 * Shape::roles.consumer_groups * parts + part, parts, communicator); }
+
+  private:
+    // Pieces first, first + step, ... of all, or that one alone.
+    __device__ void send(u32 first, u32 step, Role role) const {
+        const Peers<W, Warp> peers(arena, parameters.flags, {}, role);
         const u32 groups = W * parameters.own, bytes = parameters.h * element_bytes;
         const u32* counts = table() + arena.rank * groups;
         const u32* list = reinterpret_cast<const u32*>(arena.local(parameters.list));
-        u32 piece = part;  // of those from here on
+        u32 piece = first;  // of those from this group on
         for (u32 i = 0; i < groups; ++i) {
             const u32 d = (arena.rank * parameters.own + i) % groups, rows = counts[d], pieces = (rows + piece_rows - 1) / piece_rows;
             const int owner = d / parameters.own;
-            for (; piece < pieces; piece += parts) {
+            for (; piece < pieces; piece += step) {
                 const u32 end = min((piece + 1) * piece_rows, rows);
                 for (u32 row = piece * piece_rows; row < end; ++row) {
                     const u64 to = parameters.row_memory + (u64(layout.target[d]) * unit_rows + row) * bytes;
                     copy_bytes(Warp{}, arena.peer(owner, to), parameters.x + u64(list[layout.first_row[d] + row]) * bytes, bytes);
                 }
                 peers.signal(owner, piece_slot(layout.target[d], piece), epoch);
+                if (step == only_one) return;
             }
             piece -= pieces;
         }
     }
-
-  private:
     __device__ u32 columns() const { return (parameters.inner + half - 1) / half; }
     __device__ u32* table() const { return reinterpret_cast<u32*>(arena.local(parameters.table)) + (epoch & 1) * W * W * parameters.own; }
     __device__ u32 piece_slot(u32 unit, u32 piece) const { return 1 + 2 * gridDim.x + unit * (unit_rows / piece_rows) + piece; }

@@ -331,6 +331,9 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
         const u32 group = warp / 4 - 1;
         InputConsumer<Kernel> in(memory.input, memory.input_ring);
         OutputProducer<Kernel> out(memory.output[group], memory.output_ring[group]);
+        constexpr u32 warps = 4 * roles.consumer_groups;  // of a block's consumers
+        const u32 part = (blockIdx.x - communicator_blocks) * warps + warp - 4, parts = (gridDim.x - communicator_blocks) * warps;
+        if constexpr (requires { &Kernel::prepare; }) kernel.prepare(part, parts);
         if constexpr (Keeps<Kernel>) {
             KeptConsumer<Kernel> kept(memory.kept, memory.kept_ring);
             tiles.template each<false>([&](const auto& tile) {
@@ -343,10 +346,7 @@ __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks =
                 kernel.compute(tile, group, in, out);
             });
         }
-        if constexpr (requires { &Kernel::conclude; }) {
-            constexpr u32 warps = 4 * roles.consumer_groups;
-            kernel.conclude((blockIdx.x - communicator_blocks) * warps + warp - 4, (gridDim.x - communicator_blocks) * warps);
-        }
+        if constexpr (requires { &Kernel::conclude; }) kernel.conclude(part, parts);
     }
 }
 

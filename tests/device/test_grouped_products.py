@@ -1,0 +1,72 @@
+"""Products of groups of rows, and the products' core for Blackwell."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from peerlane.device import compile_cubin, gemm, group_of, grouped_gemm, moe_layer
+from peerlane.device.emulator.ranks import EmulatedRanks
+from peerlane.device.gemm_all_reduce import GEMM_ALL_REDUCE
+from peerlane.device.grouped_gemm import GroupedProduct
+from peerlane.device.resources import resources
+from peerlane.device.roles import SHARED_LIMIT_BYTES
+from peerlane.errors import UsageError
+
+RESERVED_BYTES = 1024  # of a block's shared memory, which resources() counts
+
+
+@pytest.mark.parametrize("tiling", [None, pytest.param(gemm.TILINGS[1], marks=pytest.mark.slow)], ids=["chosen", "clusters"])
+def test_each_group_of_rows_meets_its_own_matrix(tiling: gemm.Tiling | None) -> None:
+    counts, n, k = (67, 0, 9), 72, 72
+    draw, rows = torch.Generator().manual_seed(0), sum(counts) + 5
+    a, b = (torch.randn(shape, generator=draw).to(torch.bfloat16) for shape in ((rows, k), (len(counts), n, k)))
+    ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+    own = [(a.clone(), b.clone(), ends.clone()) for _ in range(2)]
+    ranks = EmulatedRanks(2, schedules=1)
+    ranks.load(lambda rank: lambda: GroupedProduct(group_of(), rows, (len(counts), n, k), torch.bfloat16, tiling)(*own[rank]))
+    for out in ranks.call([(), ()], lambda rank, result: result.clone()):
+        for part, rows_of, matrix in zip(out.split([*counts, 5]), a.split([*counts, 5]), b, strict=False):
+            torch.testing.assert_close(part.float(), rows_of.float() @ matrix.float().T, rtol=0.01, atol=0.01)
+    assert not [finding for report in ranks.reports() for finding in report.findings]
+
+
+def test_matrices_of_odd_sizes_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"2 products with matrices \(12, 16\) in torch.bfloat16: expected"):
+        GroupedProduct(None, 8, (2, 12, 16), torch.bfloat16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tiling", [gemm.TILINGS[0], pytest.param(gemm.TILINGS[3], marks=pytest.mark.slow)], ids=str)
+def test_a_grouped_product_fits_a_block(tiling: gemm.Tiling) -> None:
+    found = resources(compile_cubin(grouped_gemm.SOURCE, arch="sm_90a", defines=tiling.defines(torch.bfloat16, "k", "k")))["grouped_gemm"]
+    assert found.shared_bytes - RESERVED_BYTES + tiling.shared_bytes <= SHARED_LIMIT_BYTES
+    assert found.frame_bytes == 0
+
+
+BLACKWELL = {
+    "product": (gemm.SOURCE, gemm.TILINGS[2], "mn"),
+    "all-reduce": (GEMM_ALL_REDUCE.source, gemm.TILINGS[3], "mn"),
+    "experts": (moe_layer.MOE_UP.source, moe_layer.TILINGS[1], "k"),
+}
+
+
+@pytest.mark.parametrize("name", ["product", *(pytest.param(name, marks=pytest.mark.slow) for name in ("all-reduce", "experts"))])
+def test_products_compile_for_blackwell_with_sums_in_tensor_memory(name: str) -> None:
+    """They have never run: there the PTX is what can be said."""
+    source, tiling, b_major = BLACKWELL[name]
+    defines = {**tiling.defines(torch.bfloat16, "k", b_major), "WORLD_SIZE": 4}  # type: ignore[arg-type]
+    cubin = compile_cubin(source, arch="sm_100a", defines=defines)
+    ptx = cubin.ptx()
+    assert "wgmma" not in ptx
+    (used,) = resources(cubin).values()
+    assert used.shared_bytes - RESERVED_BYTES + tiling.shared_bytes <= SHARED_LIMIT_BYTES
+    taken = {int(columns) for columns in re.findall(r"tcgen05\.alloc\S+ \[\S+\], (\d+)", ptx)}
+    assert taken == {tiling.columns} and tiling.columns * tiling.groups <= 512
+    # The PTX manual's instruction descriptor: fp32 sums, bf16 operands, B transposed if n is contiguous, N / 8, 64 rows / 16.
+    wanted = 1 << 4 | 1 << 7 | 1 << 10 | (b_major == "mn") << 16 | tiling.columns // 8 << 17 | 4 << 24
+    assert len(re.findall(r"tcgen05\.mma\.cta_group::1\.kind::f16", ptx)) == 4 and re.search(rf"\b{wanted}\b", ptx)
+    assert len(re.findall(r"tcgen05\.ld\.sync\.aligned\.16x256b\.x2", ptx)) == tiling.columns // 16
+    for once in ("tcgen05.commit", "tcgen05.wait::ld", "tcgen05.dealloc"):
+        assert ptx.count(once) == 1
