@@ -102,6 +102,13 @@ def test_shares_are_those_of_the_busiest_rank() -> None:
     assert (found.overlap, found.idle) == pytest.approx((10 / 40, 20 / 90))
 
 
+def test_a_call_is_counted_from_the_moment_when_all_ranks_have_begun() -> None:
+    waits = (span("both", 0, 60), span("both", 62, 80))
+    late = (span("both", 40, 60, rank=1), span("both", 62, 82, rank=1))
+    found = Timeline(2, 2, waits + late, LABELS).shares()
+    assert (found.us_per_call, found.busy_us_per_call) == (21, 20)
+
+
 def test_a_kernel_that_does_both_hides_all_of_its_communication() -> None:
     found = Timeline(1, 1, (span("both", 0, 50),), LABELS).shares()
     assert (found.computing, found.communicating, found.overlap, found.idle) == (1, 1, 1, 0)

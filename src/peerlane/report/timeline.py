@@ -24,6 +24,7 @@ COLOURS = {"compute": "#0072B2", "communication": "#D55E00", "both": "#009E73", 
 LABELS = {"compute": "computes", "communication": "communicates", "both": "does both", "host": "host operators"}
 _CALLS_SHOWN = 2
 _BLOCKS_SHOWN = 2
+_CALLS_OF_GRAPH, _FIRST_OF_GRAPH = 16, 4  # between two graphs of a block the device waits for the host
 _LANE = 0.8
 
 
@@ -40,7 +41,7 @@ def shares_table(timelines: Sequence[Timeline]) -> TextTable:
 
 
 def draw_timelines(timelines: Sequence[Timeline], path: Path) -> None:
-    """Writes an SVG: a panel per side on one time scale, a row per rank and stream, two calls from the middle of what was recorded.
+    """Writes an SVG: a panel per side on one time scale, a row per rank and stream, two calls of what was recorded.
 
     A side with roles has a row per role of two blocks of rank 0 instead.
 
@@ -77,7 +78,11 @@ def _draw(panel: Any, timeline: Timeline, found: Shares, shown_us: float) -> Non
     for row, (rank, lane) in enumerate(rows):
         for kind, colour in COLOURS.items():
             spans = [span for span in timeline.timed_spans(rank) if span.lane == lane and span.kind == kind]
-            bars = [(span.start_us - start, span.end_us - span.start_us) for span in spans if 0 <= span.start_us - start <= shown_us]
+            bars = [
+                (span.start_us - start, span.end_us - span.start_us)
+                for span in spans
+                if start <= span.end_us and span.start_us - start <= shown_us
+            ]
             panel.broken_barh(bars, (row - _LANE / 2, _LANE), facecolors=colour, edgecolor="white", linewidth=0.2)
     several = len(rows) > timeline.ranks
     names = [f"rank {rank}, stream {lane}" if several else f"rank {rank}" for rank, lane in rows]
@@ -92,9 +97,10 @@ def _draw(panel: Any, timeline: Timeline, found: Shares, shown_us: float) -> Non
 
 
 def _tracks(timeline: Timeline) -> list[tuple[int, str]]:
-    """Blocks and roles of the first rank: the blocks are the first and the last one."""
+    """Blocks and roles of the first rank: the blocks are the first and the last one of those with most roles."""
     spans = [span for span in timeline.roles if span.rank == 0]
-    blocks = sorted({span.block for span in spans})
+    roles = {block: len({span.role for span in spans if span.block == block}) for block in sorted({span.block for span in spans})}
+    blocks = [block for block, count in roles.items() if count == max(roles.values())]
     shown = {blocks[number * (len(blocks) - 1) // (_BLOCKS_SHOWN - 1)] for number in range(_BLOCKS_SHOWN)} if blocks else set()
     return sorted({(span.block, span.role) for span in spans if span.block in shown})
 
@@ -119,9 +125,11 @@ def _draw_roles(panel: Any, timeline: Timeline, found: Shares, shown_us: float) 
 
 
 def _shown_from(timeline: Timeline) -> float:
-    """Microseconds at which the calls that are drawn begin: the middle ones, or the first later ones whose roles were kept."""
+    """Microseconds at which the calls that are drawn begin: some from the first half, or the first later ones whose roles were kept."""
     kept = min((span.start_us for span in timeline.roles), default=0.0)
-    starts = [_start_of_call(timeline, call) for call in range(timeline.calls // 2, max(timeline.calls // 2 + 1, timeline.calls - 1))]
+    last = max(0, timeline.calls - _CALLS_SHOWN)
+    first = min(last, _FIRST_OF_GRAPH + timeline.calls // 4 // _CALLS_OF_GRAPH * _CALLS_OF_GRAPH)
+    starts = [_start_of_call(timeline, call) for call in range(first, last + 1)]
     return next((start for start in starts if start >= kept), starts[-1])
 
 

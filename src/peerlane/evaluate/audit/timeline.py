@@ -10,7 +10,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,7 +61,8 @@ class Shares:
     """Of one side's spans on the device: microseconds per call on the busiest rank, and shares of that rank's time.
 
     Attributes:
-        us_per_call: from the first span's start to the last one's end, over the number of calls.
+        us_per_call: from the moment when all ranks have begun to the last span's end, over the number of calls. A profiler delays some
+            ranks' first launch, for which the others wait.
         busy_us_per_call: of that, the time in which something runs.
         computing, communicating: shares of that time; a kernel that does both counts in both.
         overlap: share of the communication that something is computed during; 0 without communication.
@@ -102,9 +103,15 @@ class Timeline:
         device = self.on_device
         return [span for span in self.spans if span.rank == rank and (span.lane != HOST_LANE) == device]
 
+    @property
+    def begun_us(self) -> float:
+        """When the last rank begins."""
+        return max((min(span.start_us for span in spans) for rank in range(self.ranks) if (spans := self.timed_spans(rank))), default=0.0)
+
     def shares(self) -> Shares:
         """See :class:`Shares`; raises UsageError if nothing was recorded."""
-        by_rank = [spans for rank in range(self.ranks) if (spans := self.timed_spans(rank))]
+        begun_us = self.begun_us
+        by_rank = [cut for rank in range(self.ranks) if (cut := _cut(self.timed_spans(rank), begun_us))]
         if not by_rank:
             raise UsageError(f"the timeline of {self.labels.get('candidate', 'this side')} is empty: the profiler saw nothing run")
         return max((_shares(spans, self.calls) for spans in by_rank), key=lambda item: item.us_per_call)
@@ -282,6 +289,10 @@ def _kind(name: str, lane: int, mechanisms: Mapping[str, Iterable[str]]) -> Kind
     if kernel_kind(name) == "nccl" or name.startswith("Memcpy PtoP"):
         return "communication"
     return "both" if any(mechanisms.get(name, ())) else "compute"
+
+
+def _cut(spans: Sequence[Span], begin_us: float) -> list[Span]:
+    return [replace(span, start_us=max(span.start_us, begin_us)) for span in spans if span.end_us > begin_us]
 
 
 def _shares(spans: Sequence[Span], calls: int) -> Shares:
