@@ -49,10 +49,9 @@ __device__ void prepare(const DeltaRule& args, const char* params, Tile& tile, u
             RowOf<ELEMENT>(args.q, shared_row, DEPTH).load(column, q[i]);
             for (int e = 0; e < row_lanes; ++e) kk += k[i][e] * k[i][e], qq += q[i][e] * q[i][e], kq += k[i][e] * q[i][e];
         }
-        const auto add = [](float a, float b) { return a + b; };
-        const float k_scale = 1.0f / fmaxf(sqrtf(warp_reduce<lanes_of_token>(kk, add)), args.floor);
-        const float q_scale = rsqrtf(float(DEPTH)) / fmaxf(sqrtf(warp_reduce<lanes_of_token>(qq, add)), args.floor);
-        kq = warp_reduce<lanes_of_token>(kq, add) * k_scale * q_scale;
+        const float k_scale = 1.0f / fmaxf(sqrtf(warp_sum<lanes_of_token>(kk)), args.floor);
+        const float q_scale = rsqrtf(float(DEPTH)) / fmaxf(sqrtf(warp_sum<lanes_of_token>(qq)), args.floor);
+        kq = warp_sum<lanes_of_token>(kq) * k_scale * q_scale;
         if (first + (threadIdx.x - compute_threads) / lanes_of_token >= count) continue;
 #pragma unroll
         for (int i = 0; i < vectors; ++i) {
@@ -99,9 +98,8 @@ __device__ void run(const DeltaRule& args, const Tile& tile, float (&state)[chan
                 helds[e] += m * k[i].x[e], reads[e] += m * q.x[e];
             }
         }
-        const auto add = [](float a, float b) { return a + b; };
-        const float held = warp_reduce<lanes_of_column>(helds[0] + helds[1] + (helds[2] + helds[3]), add);
-        const float read = warp_reduce<lanes_of_column>(reads[0] + reads[1] + (reads[2] + reads[3]), add);
+        const float held = warp_sum<lanes_of_column>(helds[0] + helds[1] + (helds[2] + helds[3]));
+        const float read = warp_sum<lanes_of_column>(reads[0] + reads[1] + (reads[2] + reads[3]));
         const float u = tile.beta[t] * (tile.v[t][column] - held);
 #pragma unroll
         for (u32 i = 0; i < channels; ++i) state[i] += k[i / 4].x[i % 4] * u;

@@ -26,6 +26,8 @@ def solution(
 ) -> torch.Tensor:
     tokens = DeltaInputs(q, k, v, g, beta, a_log, dt_bias)
     output = gated_delta_rule(group_of(cp_group), tokens, by_channel=True, floor=1e-12, sharded=False)
-    if tp_group is not None:
-        communicator(tp_group).all_reduce(output)
-    return output
+    if tp_group is None:
+        return output
+    total = torch.empty_like(output)
+    communicator(tp_group).all_reduce(output, total)
+    return total

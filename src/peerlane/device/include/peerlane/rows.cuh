@@ -21,16 +21,23 @@ __device__ inline T shuffle_xor(const T& value, int bits) {
     return __builtin_bit_cast(T, words);
 }
 
-// Among lanes that agree in all bits of their number but the lowest; `lanes` is a power of two.
+// Among lanes that agree in all bits of their number but the lowest; `lanes` is a power of two. Of a pair both lanes join the lower one's term
+// with the higher one's: a * b + c * d may be rounded otherwise than c * d + a * b, where the compiler fuses operations.
 template <int lanes = 32, class T, class Join>
 __device__ inline T warp_reduce(T value, const Join& join) {
 #pragma unroll
-    for (int bits = lanes / 2; bits > 0; bits /= 2) value = join(value, shuffle_xor(value, bits));
+    for (int bits = lanes / 2; bits > 0; bits /= 2) {
+        const T other = shuffle_xor(value, bits);
+        const bool second = threadIdx.x & bits;
+        value = join(second ? other : value, second ? value : other);
+    }
     return value;
 }
-template <class T>
-__device__ inline T warp_sum(T value) {
-    return warp_reduce(value, [](T a, T b) { return a + b; });
+template <int lanes = 32, class T>
+__device__ inline T warp_sum(T value) {  // a + b has the same bits in either order
+#pragma unroll
+    for (int bits = lanes / 2; bits > 0; bits /= 2) value = value + shuffle_xor(value, bits);
+    return value;
 }
 template <class T>
 __device__ inline T warp_max(T value) {
