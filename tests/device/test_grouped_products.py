@@ -18,7 +18,8 @@ from peerlane.errors import UsageError
 RESERVED_BYTES = 1024  # of a block's shared memory, which resources() counts
 
 
-@pytest.mark.parametrize("tiling", [None, pytest.param(gemm.TILINGS[1], marks=pytest.mark.slow)], ids=["chosen", "clusters"])
+@pytest.mark.slow
+@pytest.mark.parametrize("tiling", [None, pytest.param(gemm.TILINGS[1], marks=pytest.mark.long)], ids=["chosen", "clusters"])
 def test_each_group_of_rows_meets_its_own_matrix(tiling: gemm.Tiling | None) -> None:
     counts, n, k = (67, 0, 9), 72, 72
     draw, rows = torch.Generator().manual_seed(0), sum(counts) + 5

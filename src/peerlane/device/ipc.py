@@ -50,6 +50,8 @@ class ProcessGroupRanks(CudaGroup):
             raise UsageError(f"{type(group).__name__} has no store; pass a group that init_process_group or new_group has made")
         self._exchange = StoreExchange(store, self.rank, self.world_size)
         self._board: HostBoard | None = None
+        self.closed: list[Any] = []
+        """memory of closed arenas, which is freed when the next arena is made: other ranks may still map it"""
         self.runs_together = True
         properties = torch.cuda.get_device_properties(self.device)
         seen = self.exchange([host_name(), str(properties.uuid), properties.multi_processor_count])
@@ -65,7 +67,11 @@ class ProcessGroupRanks(CudaGroup):
         return self._board(number)
 
     def allocate(self, nbytes: int) -> IpcMemory:
-        return IpcMemory(self, nbytes)
+        memory = IpcMemory(self, nbytes)
+        # All ranks have come to its exchange, and have unmapped what they closed before: CUDA forbids to free memory that is still mapped.
+        while self.closed:
+            checked(_cuda.driver().cuMemFree(self.closed.pop()), "freeing a closed arena")
+        return memory
 
 
 def host_name() -> str:
@@ -146,7 +152,7 @@ class IpcMemory:
         for rank, pointer in self._opened.items():
             checked(driver.cuIpcCloseMemHandle(pointer), f"unmapping the arena of rank {rank}")
         self._opened.clear()
-        checked(driver.cuMemFree(self._own), "freeing the arena")
+        self.group.closed.append(self._own)
 
     def _open_peers(self) -> list[int]:
         """Where every rank's memory is mapped here."""
