@@ -56,10 +56,15 @@ def test_a_line_per_side_and_mode_by_ascending_size() -> None:
     assert [panel.title for panel in plot.panels] == ["1 allreduce, 2 ranks", "1 allreduce, 4 ranks"]
     lines = {(line.name, line.mode): line.points for line in plot.panels[1].lines}
     assert set(lines) == {(name, mode) for name in ("reference", "p001_allreduce", "1_one_shot_pytorch") for mode in ("eager", "graph")}
-    assert [point.nbytes for point in lines["p001_allreduce", "graph"]] == [2048, 1 << 20]
+    assert [point.size for point in lines["p001_allreduce", "graph"]] == [2048, 1 << 20]
     # The reference was measured with three candidates: the median of them, and an interval that spans all.
     assert lines["reference", "graph"][0] == Point(2048, 13.0, estimate(12.0).low, estimate(14.0).high)
     assert lines["p001_allreduce", "eager"][0] == Point(2048, 12.0, estimate(12.0).low, estimate(12.0).high)
+
+
+def test_a_sweep_may_count_other_things_than_bytes() -> None:
+    (panel,) = sweep_plot([swept("1024", 40.0, 30.0, problem=result().problem.model_copy(update={"id": 82}))]).panels
+    assert panel.axis == "tokens" and [point.size for point in panel.lines[0].points] == [1024]
 
 
 def test_presets_of_the_sweep_name_their_size() -> None:

@@ -1,4 +1,4 @@
-"""Plots, as SVG: time of a sweep's collectives against size, and bandwidth of the mechanisms against size.
+"""Plots, as SVG: time of a sweep's cases against size, and bandwidth of the mechanisms against size.
 
 Colours are those of Okabe and Ito, which people with any colour vision can tell apart, and a grey; markers differ too.
 """
@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from peerlane import problems
 from peerlane.errors import MissingDependency, UsageError
 from peerlane.hardware.environment import node_class
 from peerlane.report.mechanisms import MeasuredMechanisms, size_text
@@ -30,15 +31,16 @@ _BLACK = "#000000"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#808080")
 _MARKERS = "osD^vPX"
 _DASHES = {"eager": "--", "graph": "-"}
-_SWEEP = re.compile(r"sweep_(\d+)(kib|mib)")
+_SWEEP = re.compile(r"sweep_(\d+)(kib|mib|)")
+_BYTES = "size"
 _PANEL_INCHES, _PANELS_ACROSS = (5.0, 4.0), 4
 
 
 @dataclass(frozen=True)
 class Point:
-    """A measured value at a size in bytes, and the ends of its interval."""
+    """A measured value at a size, in bytes or what the panel's axis says, and the ends of its interval."""
 
-    nbytes: int
+    size: int
     value: float
     low: float
     high: float
@@ -55,10 +57,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes."""
+    """One pair of axes. ``axis``: what sizes count."""
 
     title: str
     lines: tuple[Line, ...]
+    axis: str = _BYTES
 
 
 @dataclass(frozen=True)
@@ -77,22 +80,24 @@ def sweep_plot(results: Iterable[Result]) -> Plot:
     Of several measurements of one thing, the reference's with every candidate for example, the median is drawn, and the interval spans all
     of theirs. Raises UsageError if no result of a sweep has a measured speed.
     """
-    swept = [(result, nbytes) for result in results if (nbytes := sweep_bytes(result.preset)) is not None]
+    swept = [(result, *found) for result in results if (found := _sweep_size(result)) is not None]
     measured: list[Result] = []
+    axes: dict[str, str] = {}
     estimates: dict[tuple[str, str, str], dict[int, list[Estimate]]] = {}
-    for result, nbytes in sorted(swept, key=lambda item: (item[0].problem.id, item[0].world_size)):
+    for result, size, axis in sorted(swept, key=lambda item: (item[0].problem.id, item[0].world_size)):
         panel = f"{result.problem.id} {result.problem.slug}, {counted(result.world_size, 'rank')}"
+        axes[panel] = axis
         for mode in result.modes:
             if (speed := result.speed_in(mode)) is not None:
                 measured.append(result)
-                estimates.setdefault((panel, REFERENCE, mode), {}).setdefault(nbytes, []).append(speed.reference_us)
+                estimates.setdefault((panel, REFERENCE, mode), {}).setdefault(size, []).append(speed.reference_us)
                 if result.candidate.backend != REFERENCE:
-                    estimates.setdefault((panel, result.candidate.name, mode), {}).setdefault(nbytes, []).append(speed.candidate_us)
+                    estimates.setdefault((panel, result.candidate.name, mode), {}).setdefault(size, []).append(speed.candidate_us)
     if not estimates:
         raise UsageError("no result of a sweep has a measured speed: expected results of `peerlane eval ... --preset sweep` on GPUs")
     lines = {key: tuple(_together(size, found) for size, found in sorted(sizes.items())) for key, sizes in estimates.items()}
     panels = tuple(
-        Panel(title, tuple(Line(name, mode, points) for (panel, name, mode), points in lines.items() if panel == title))
+        Panel(title, tuple(Line(name, mode, points) for (panel, name, mode), points in lines.items() if panel == title), axes[title])
         for title in dict.fromkeys(panel for panel, _, _ in lines)
     )
     nodes = list(dict.fromkeys(str(result.node) for result in measured))
@@ -114,20 +119,30 @@ def mechanisms_plot(measured: MeasuredMechanisms) -> Plot:
             top = max(mine, key=lambda row: (row.nbytes, row.gbps))
             points = tuple(Point(row.nbytes, row.gbps, row.lowest_gbps, row.highest_gbps) for row in mine if row.blocks == top.blocks)
             name = mechanism.replace("_", " ") + (f", {top.blocks} blocks" if top.blocks else "")
-            lines.append(Line(name, "", tuple(sorted(points, key=lambda point: point.nbytes))))
+            lines.append(Line(name, "", tuple(sorted(points, key=lambda point: point.size))))
         panels.append(Panel(f"GPU 0 and {peers} peer{'s' if peers > 1 else ''}", tuple(lines)))
     return Plot(f"{node_class(measured.environment)}; {measured.finished_at:%Y-%m-%d}", "10^9 bytes/s", False, tuple(panels))
 
 
 def sweep_bytes(preset: str) -> int | None:
-    """The size that a preset of a sweep is named for; None for another preset."""
+    """The size in bytes that a preset of a sweep is named for; None for another preset."""
     match = _SWEEP.fullmatch(preset)
-    return None if match is None else int(match[1]) << {"kib": 10, "mib": 20}[match[2]]
+    return int(match[1]) << {"kib": 10, "mib": 20}[match[2]] if match and match[2] else None
 
 
-def _together(nbytes: int, estimates: Sequence[Estimate]) -> Point:
+def _sweep_size(result: Result) -> tuple[int, str] | None:
+    """The size that a result of a sweep is for, and what it counts: bytes, or as its preset's description says, such as tokens."""
+    if (nbytes := sweep_bytes(result.preset)) is not None:
+        return nbytes, _BYTES
+    if not (match := _SWEEP.fullmatch(result.preset)):
+        return None
+    about = next((item.about for item in problems.get(result.problem.id).family("sweep") if item.name == result.preset), "")
+    return int(match[1]), about.removeprefix(match[1]).split(",")[0].strip() or _BYTES
+
+
+def _together(size: int, estimates: Sequence[Estimate]) -> Point:
     median = statistics.median(estimate.median for estimate in estimates)
-    return Point(nbytes, median, min(estimate.low for estimate in estimates), max(estimate.high for estimate in estimates))
+    return Point(size, median, min(estimate.low for estimate in estimates), max(estimate.high for estimate in estimates))
 
 
 def _dates(moments: Iterable[datetime]) -> str:
@@ -183,7 +198,7 @@ def _draw(panel: Panel, plot: Plot, area: Any) -> None:
         number = None if line.name == REFERENCE else names.index(line.name)
         colour = _BLACK if number is None else COLOURS[number % len(COLOURS)]
         marker = "." if number is None else _MARKERS[number % len(_MARKERS)]
-        sizes = [point.nbytes for point in line.points]
+        sizes = [point.size for point in line.points]
         label = f"{line.name}, {line.mode}" if line.mode else line.name
         style = {"color": colour, "marker": marker, "linestyle": _DASHES.get(line.mode, "-"), "markersize": 4, "linewidth": 1.2}
         area.plot(sizes, [point.value for point in line.points], label=label, **style)
@@ -194,10 +209,10 @@ def _draw(panel: Panel, plot: Plot, area: Any) -> None:
         area.set_yscale("log")
     else:
         area.set_ylim(bottom=0)
-    ticks = sorted({point.nbytes for line in panel.lines for point in line.points})
-    area.set_xticks(ticks, [size_text(size) for size in ticks], rotation=45, ha="right")
+    ticks = sorted({point.size for line in panel.lines for point in line.points})
+    area.set_xticks(ticks, [size_text(size) if panel.axis == _BYTES else str(size) for size in ticks], rotation=45, ha="right")
     area.minorticks_off()
-    area.set_xlabel("size")
+    area.set_xlabel(panel.axis)
     area.set_ylabel(plot.unit)
     area.grid(True, linewidth=0.3)
     area.legend(fontsize="x-small")
