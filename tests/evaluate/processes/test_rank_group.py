@@ -148,16 +148,6 @@ def test_a_group_is_asked_one_thing_at_a_time(pair: tuple[RankGroup, Far]) -> No
         group.ask({"op": "call"}, "timing", 5)
 
 
-def test_early_answers_are_kept_for_finish(pair: tuple[RankGroup, Far]) -> None:
-    group, far = pair
-    group.begin({"op": "init"}, "spawn", 5)
-    for channel in far.ranks:
-        channel.send({"ok": True, "pid": 7})
-    group.wait()
-    assert not group.busy
-    assert [answer["pid"] for answer in group.finish()] == [7, 7]
-
-
 def test_a_rank_that_ended_explains_the_error_of_one_that_waited_for_it(pair: tuple[RankGroup, Far]) -> None:
     group, far = pair
     group.begin({"op": "call"}, "correctness", 60)

@@ -40,8 +40,6 @@ class Group:
             raise GroupFailure("exit", "spawn", "rank 0 exited with status 1", rank=0)
         return []
 
-    wait = finish
-
     def kill(self) -> None:
         self.killed = True
 

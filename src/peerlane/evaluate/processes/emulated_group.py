@@ -27,8 +27,6 @@ class EmulatedRankGroup(RankGroup):
             if failure.kind == "hang":
                 failure.ranks = tuple(range(self.emulated_ranks))
             raise
-        if not answers:
-            return answers
         each = answers[0].get("ranks", [answers[0]] * self.emulated_ranks)
         if not isinstance(each, list) or len(each) != self.emulated_ranks or not all(isinstance(item, dict) for item in each):
             raise GroupFailure("garbage", "correctness", "an answer without a part for every rank", rank=0)

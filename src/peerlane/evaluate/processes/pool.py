@@ -56,7 +56,7 @@ class WarmPool:
                 reason = str(error)
                 continue
             try:
-                group.pids = tuple(int(answer["pid"]) for answer in group.finish())
+                _await_start(group)
                 return group
             except GroupFailure as failure:
                 reason = _ended(group, failure)
@@ -68,7 +68,7 @@ class WarmPool:
         coming = [group for group in self._waiting if group.busy]
         for group in coming:
             try:
-                group.wait()
+                _await_start(group)
             except GroupFailure as failure:
                 self._waiting.remove(group)
                 self._note(f"a warm rank group did not start: {_ended(group, failure)}")
@@ -86,6 +86,11 @@ class WarmPool:
             self._waiting.remove(group)
             _end(group)
             self._note("a warm rank group died while it waited; another takes its place")
+
+
+def _await_start(group: RankGroup) -> None:
+    if group.busy:
+        group.pids = tuple(int(answer["pid"]) for answer in group.finish())
 
 
 def _ended(group: RankGroup, failure: GroupFailure) -> str:

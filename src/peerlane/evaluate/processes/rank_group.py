@@ -105,7 +105,6 @@ class RankGroup:
         self._control, self._ranks, self._memories, self._logs = control, ranks, memories, logs
         self.world_size = len(ranks)
         self._exits: dict[int, int] = {}
-        self._early: list[Message] = []
         self._log = ""
         self._sweep = sweep
         self._pending: tuple[str, float, float, set[int]] | None = None
@@ -149,10 +148,6 @@ class RankGroup:
         """True if the leader, or a rank, has ended by now. Does not wait."""
         return not self.alive or self._read_control("spawn") is not None or bool(self._exits)
 
-    def wait(self) -> None:
-        """Collects the answers to :meth:`begin` early; :meth:`finish` then returns at once."""
-        self._early = self.finish()
-
     def begin(self, requests: Message | Sequence[Message], phase: str, deadline_s: float) -> None:
         """Sends without waiting; :meth:`finish` collects. Raises ProtocolError, with nothing sent, for a request that cannot be encoded."""
         if self._pending is not None:
@@ -170,9 +165,7 @@ class RankGroup:
 
     def finish(self) -> list[Message]:
         """Waits for the answers to :meth:`begin`."""
-        if self._pending is None:
-            answers_, self._early = self._early, []
-            return answers_
+        assert self._pending is not None, "begin comes first"
         phase, end, deadline_s, waiting = self._pending
         self._pending = None
         answers: dict[int, Message] = {}

@@ -175,11 +175,6 @@ class Rank:
         gc.collect()
         gc.freeze()
 
-    def settle(self, request: Message) -> dict[str, Any]:
-        """Waits for the device, and so shows whether it has failed."""
-        self.synchronize()
-        return {}
-
     def synchronize(self) -> None:
         """Waits for the device."""
         if self.device.type == "cuda":

@@ -26,7 +26,6 @@ from peerlane.evaluate.sandbox.confine import Confinement
 from peerlane.settings import passes_to_ranks, problem_folders
 
 Tier = Literal["L0", "L1", "L2"]
-TIERS: tuple[Tier, ...] = ("L0", "L1", "L2")
 
 # What L1 promises, and the measures of which one must be there.
 _PROMISES: Mapping[str, tuple[str, ...]] = {
