@@ -189,7 +189,7 @@ def write_svg(plot: Plot, path: Path) -> None:
             _draw(panel, plot, area)
         for area in axes[len(plot.panels) :]:
             area.set_axis_off()
-        figure.suptitle(plot.title)
+        figure.suptitle(plot.title, fontsize="large" if across > 1 else "small")
 
 
 def _draw(panel: Panel, plot: Plot, area: Any) -> None:

@@ -76,6 +76,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "fused_production_of_two": (TWO_GPUS / "fused_production.jsonl", _speeds),
     "solutions_of_two": (TWO_GPUS / "solutions.jsonl", _speeds),
     "solutions_of_two_h100": (RESULTS / "h100x2" / "solutions.jsonl", _speeds),
+    "sweep_of_two_h100": (RESULTS / "h100x2" / "sweep.jsonl", _speeds),
     "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _speeds),
     "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),
     "mechanisms": (MECHANISMS, _mechanisms),
