@@ -43,3 +43,8 @@ def test_host_and_device_lines_are_counted_apart(tmp_path: Path) -> None:
 def test_every_solution_has_a_row() -> None:
     report = lines_report(next(iter(files().values())).parent)
     assert all(f"| {number} " in report for number in files()) and "| `rows.cuh` | 0 |" in report
+
+
+def test_no_solution_uses_another_one() -> None:
+    """Solutions are out of a candidate's reach, of theirs too; what they share belongs into the kit."""
+    assert [number for number, path in files().items() if "peerlane.solutions" in path.read_text()] == []

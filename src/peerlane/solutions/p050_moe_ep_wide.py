@@ -1,5 +1,25 @@
 """Problem 50, a mixture-of-experts layer with several experts on each rank: the kernels of problem 31."""
 
-from peerlane.solutions.p031_fused_moe_fwd import solution
+from __future__ import annotations
 
-__all__ = ["solution"]
+import torch
+import torch.distributed as dist
+
+from peerlane.device import group_of
+from peerlane.device.moe_layer import gated_experts
+
+
+@torch.no_grad()
+def solution(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    gate_proj: torch.nn.Linear,
+    up_proj: torch.nn.Linear,
+    down_proj: torch.nn.Linear,
+    num_experts: int,
+    top_k: int,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    ranks, tokens = group_of(group), hidden_states.reshape(-1, hidden_states.shape[-1])
+    return gated_experts(ranks, tokens, (gate_weight, gate_bias), (gate_proj, up_proj, down_proj), top_k)
