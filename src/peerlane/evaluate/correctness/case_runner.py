@@ -298,7 +298,7 @@ class CaseRunner:
         for rank, answer in enumerate(answers):
             if answer["changed"] is not None:
                 detail = f"still changing {_SETTLING_S * 1e3:g} ms after its end"
-                self._reject_as_unstable(rank, f"output {answer['changed']}", detail, 1, 1)
+                self._reject(phase, [rank], {"output": f"output {answer['changed']}", "detail": detail}, (1, 1))
         self._raise_if_out_of_bounds(phase, answers)
 
     def discard(self) -> None:
@@ -327,68 +327,47 @@ class CaseRunner:
             for item in answer["slots"]:
                 if "type" in item:
                     raise Rejected(WrongType(case=self.case.key, rank=rank, detail=plainly(self.problem, item["type"])))
-        wrong: list[tuple[int, dict[str, Any]]] = [
-            (rank, item) for rank, answer in enumerate(answers) for item in answer["slots"] if item["ratio"] > 1.0
-        ]
+        wrong = [(rank, item) for rank, answer in enumerate(answers) for item in answer["slots"] if item["ratio"] > 1.0]
         if wrong:
-            rank, item = wrong[0]
-            ranks = tuple(sorted({rank for rank, _ in wrong}))
-            compared = len(answers[0]["slots"])
+            ranks, compared = sorted({rank for rank, _ in wrong}), len(answers[0]["slots"])
             bad = len({number for answer in answers for number, item in enumerate(answer["slots"]) if item["ratio"] > 1.0})
-            if phase == "stress" or (phase == "timing" and bad < compared):
-                self._reject_as_unstable(rank, item["output"], item["detail"], bad, compared)
-            raise Rejected(
-                WrongResult(
-                    case=self.case.key,
-                    phase=phase,
-                    rank=rank,
-                    slot=item["slot"],
-                    output=item["output"],
-                    error_over_tolerance=item["ratio"],
-                    detail=item["detail"],
-                    index=None if item["index"] is None else tuple(item["index"]),
-                    got=item["got"],
-                    expected=item["want"],
-                    wrong_ranks=ranks,
-                )
-            )
+            unstable = phase == "stress" or (phase == "timing" and bad < compared)
+            self._reject(phase, ranks, wrong[0][1], (bad, compared) if unstable else None)
         for rank, answer in enumerate(answers):
             if answer["changed_arguments"]:
                 names = ", ".join(f"`{name}`" for name in answer["changed_arguments"])
-                self._reject_whole(phase, rank, 0, f"{ARGUMENT}{names}", CHANGED)
+                self._reject(phase, [rank], {"slot": 0, "output": f"{ARGUMENT}{names}", "detail": CHANGED})
         self._raise_if_out_of_bounds(phase, answers)
-        for rank, answer in enumerate(answers):
-            if self.problem.replicated:
-                pairs = list(zip(answer["slots"], answers[0]["slots"], strict=True))
-                torn = ((mine["slot"], torn_output(mine["digests"], first["digests"])) for mine, first in pairs)
-                differ = [(slot, output) for slot, output in torn if output is not None]
-                if differ:
-                    (slot, output), detail = differ[0], "not the same bits as on rank 0; all ranks must return the same"
-                    if phase == "stress":
-                        self._reject_as_unstable(rank, output, detail, len(differ), len(pairs))
-                    self._reject_whole(phase, rank, slot, output, detail)
-
-    def _reject_as_unstable(self, rank: int, output: str, detail: str, wrong: int, compared: int) -> NoReturn:
-        key = self.case.key
-        raise Rejected(Unstable(case=key, rank=rank, output=output, detail=detail, wrong_slots=wrong, compared_slots=compared))
+        for rank, answer in enumerate(answers if self.problem.replicated else ()):
+            pairs = list(zip(answer["slots"], answers[0]["slots"], strict=True))
+            torn = ((mine["slot"], torn_output(mine["digests"], first["digests"])) for mine, first in pairs)
+            if differ := [(slot, output) for slot, output in torn if output is not None]:
+                detail = "not the same bits as on rank 0; all ranks must return the same"
+                found = {"slot": differ[0][0], "output": differ[0][1], "detail": detail}
+                self._reject(phase, [rank], found, (len(differ), len(pairs)) if phase == "stress" else None)
 
     def _raise_if_out_of_bounds(self, phase: Phase, answers: Sequence[Message]) -> None:
         for rank, answer in enumerate(answers):
             if (found := answer["out_of_bounds"]) is not None:
                 where = f"something was written outside it, {found['place']}, where nothing belongs to the candidate"
-                self._reject_whole(phase, rank, found["slot"], found["name"], where)
+                self._reject(phase, [rank], {"slot": found["slot"], "output": found["name"], "detail": where})
 
-    def _reject_whole(self, phase: Phase, rank: int, slot: int, output: str, detail: str) -> NoReturn:
+    def _reject(self, phase: Phase, ranks: Sequence[int], found: Message, unstable: tuple[int, int] | None = None) -> NoReturn:
+        """``found``: slot, output and detail of what is wrong on these ranks; of a value also how far it is off, where, and what it is.
+        ``unstable``: how many slots are wrong, of how many, where they were right at rest."""
+        common = {"case": self.case.key, "rank": ranks[0], "output": found["output"], "detail": found["detail"]}
+        if unstable is not None:
+            raise Rejected(Unstable(**common, wrong_slots=unstable[0], compared_slots=unstable[1]))
         raise Rejected(
             WrongResult(
-                case=self.case.key,
+                **common,
                 phase=phase,
-                rank=rank,
-                slot=slot,
-                output=output,
-                error_over_tolerance=math.inf,
-                detail=detail,
-                wrong_ranks=(rank,),
+                slot=found["slot"],
+                error_over_tolerance=found.get("ratio", math.inf),
+                index=found.get("index"),
+                got=found.get("got"),
+                expected=found.get("want"),
+                wrong_ranks=tuple(ranks),
             )
         )
 
