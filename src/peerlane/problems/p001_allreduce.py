@@ -94,7 +94,7 @@ PROBLEM = Problem(
     replicated=True,
     integer_exact=True,
     notes=(
-        "The public benchmark feeds one constant per rank, so a fill kernel passes; here every element differs and is new in every call.",
-        "The public reference is judged by itself; here a float64 sum is the truth, so a wider accumulator is never wrong.",
+        "The public benchmark feeds one constant per rank, so a fill kernel passes. Here every element differs and is new in every call.",
+        "The public reference is judged by itself. Here a float64 sum is the truth, so a wider accumulator is never wrong.",
     ),
 )

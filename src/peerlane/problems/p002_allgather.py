@@ -87,6 +87,6 @@ PROBLEM = Problem(
     replicated=True,
     notes=(
         "The public benchmark feeds the constant r+1 on rank r, so the answer can be written without communication, and order and offsets "
-        "inside a shard go untested; here the bits are random and compared bit for bit, NaN payloads and signed zeros included.",
+        "inside a shard go untested. Here the bits are random and compared bit for bit, NaN payloads and signed zeros included.",
     ),
 )

@@ -91,9 +91,9 @@ PROBLEM = Problem(
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,
     notes=(
-        "In the public benchmark the answer is the constant 1 in every trial and src is never passed; here the bits are random, and src is "
+        "In the public benchmark the answer is the constant 1 in every trial and src is never passed. Here the bits are random, and src is "
         "the first rank, the last, or another one in every slot.",
-        "The public reference copies the local tensor on every rank before overwriting it; here only the root copies, which does not "
+        "The public reference copies the local tensor on every rank before overwriting it. Here only the root copies, which does not "
         "change the answer but makes the baseline faster.",
         "Where src changes between slots, the cost charges every rank as the root; the slowest rank's bound is the right one.",
     ),

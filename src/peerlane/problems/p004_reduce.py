@@ -167,10 +167,10 @@ PROBLEM = Problem(
     integer_exact=True,
     excused={"echo/own": "off the root the answer is the rank's own tensor"},
     notes=(
-        "The public benchmark feeds one constant per rank and always dst = 0, so nothing need be sent; here every element differs, and dst "
+        "The public benchmark feeds one constant per rank and always dst = 0, so nothing need be sent. Here every element differs, and dst "
         "is the first rank, the last, or another one in every slot.",
         "What the other ranks return is a by-product of the backend in the public reference (their own input with NCCL, partial sums with "
-        "gloo); here it is defined: a bit copy of the own input.",
+        "gloo). Here it is defined: a bit copy of the own input.",
         "Where dst changes between slots, the cost charges every rank as the root; the slowest rank's bound is the right one.",
     ),
 )

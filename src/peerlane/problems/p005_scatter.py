@@ -144,7 +144,7 @@ PROBLEM = Problem(
         KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     notes=(
-        "In the public benchmark rank r's answer is the constant r+1, always from rank 0 and with one row per rank; here the bits are "
+        "In the public benchmark rank r's answer is the constant r+1, always from rank 0 and with one row per rank. Here the bits are "
         "random, src varies, and there are several rows per rank.",
         "A template holds random bits or NaN, not zeros, so that returning it is never right by chance.",
         "Where src changes between slots, the cost charges every rank as the root; the slowest rank's bound is the right one.",

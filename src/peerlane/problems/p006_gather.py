@@ -125,9 +125,9 @@ PROBLEM = Problem(
         KnownWrongAnswer("stale_tail", "the root's last elements are those of the slot before", lambda c: _at_root(c, stale_tail)),
     ),
     notes=(
-        "In the public benchmark every slice is a constant known from the rank, always on rank 0; here the bits are random, and dst is the "
+        "In the public benchmark every slice is a constant known from the rank, always on rank 0. Here the bits are random, and dst is the "
         "first rank, the last, or another one in every slot.",
-        "The public reference gathers into W temporary tensors and copies them once more to stack them; here they arrive in place, "
+        "The public reference gathers into W temporary tensors and copies them once more to stack them. Here they arrive in place, "
         "which does not change the answer but makes the baseline faster.",
         "Where dst changes between slots, the cost charges every rank as the root; the slowest rank's bound is the right one.",
     ),

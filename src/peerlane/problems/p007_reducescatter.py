@@ -152,8 +152,8 @@ PROBLEM = Problem(
     ),
     integer_exact=True,
     notes=(
-        "The public benchmark feeds one constant per rank: the answer is one known number, and a wrong slice passes; here every element "
+        "The public benchmark feeds one constant per rank: the answer is one known number, and a wrong slice passes. Here every element "
         "differs and is new in every call.",
-        "The public reference is judged by itself; here a float64 sum is the truth, so a wider accumulator is never wrong.",
+        "The public reference is judged by itself. Here a float64 sum is the truth, so a wider accumulator is never wrong.",
     ),
 )

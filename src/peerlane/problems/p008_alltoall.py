@@ -97,7 +97,7 @@ PROBLEM = Problem(
         KnownWrongAnswer("stale_tail", "the last elements are those of the slot before", stale_tail),
     ),
     notes=(
-        "In the public benchmark every block is a constant known from source and destination, and has one row; here the bits are "
+        "In the public benchmark every block is a constant known from source and destination, and has one row. Here the bits are "
         "random, so that order inside a block counts, and blocks may have several rows.",
     ),
 )

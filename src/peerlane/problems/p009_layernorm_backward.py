@@ -283,9 +283,9 @@ PROBLEM = Problem(
     replicated=True,
     integer_exact=True,
     notes=(
-        "The public benchmark's X_hat has rows of norm 1, which makes d_gamma 30 times too small against d_beta; here rows have variance "
+        "The public benchmark's X_hat has rows of norm 1, which makes d_gamma 30 times too small against d_beta. Here rows have variance "
         "1, and its rows are a case of their own.",
         "The public benchmark judges by its bfloat16 reference, with a fixed tolerance that a correctly rounded answer fails in up to 17 "
-        "% of the elements of d_beta; here the error is allowed to be what rounded products and partial sums make it.",
+        "% of the elements of d_beta. Here the error is allowed to be what rounded products and partial sums make it.",
     ),
 )

@@ -139,7 +139,7 @@ PROBLEM = Problem(
     integer_exact=True,
     notes=(
         "The public benchmark judges by its reference, whose bfloat16 partial products are the largest error in sight, so that a correctly "
-        "rounded answer fails there; here the error is allowed to be what such partial products make it, and a wider sum passes with ease.",
+        "rounded answer fails there. Here the error is allowed to be what such partial products make it, and a wider sum passes with ease.",
         "B has variance 1/K over all ranks, as trained layers have, instead of 1, so that outputs are of order one.",
     ),
 )

@@ -296,7 +296,7 @@ PROBLEM = Problem(
     ),
     notes=(
         "The public reference gathers all of X, computes the first layer for all M rows on every rank, and ends with a reduce-scatter that "
-        "adds zeros. No sum over ranks is part of the problem; here the reference exchanges by all-to-all the rows that each rank needs.",
+        "adds zeros. No sum over ranks is part of the problem. Here the reference exchanges by all-to-all the rows that each rank needs.",
         "Weights have variance 1 / fan-in instead of 1, which would saturate silu and let an absolute tolerance reject correctly rounded "
         "answers. A second pkb case has the public pre-activations of standard deviation 16.",
         "Columns of X differ in size by powers of two, from 1/16 to 16, and the rows of W1 make up for it.",

@@ -288,10 +288,10 @@ PROBLEM = Problem(
     replicated=True,
     integer_exact=True,
     notes=(
-        "The public benchmark's tables are noise; here they are cosines and sines of positions up to 131071, from an offset that is new in "
+        "The public benchmark's tables are noise. Here they are cosines and sines of positions up to 131071, from an offset that is new in "
         "every call, and with unlike halves in some cases.",
         "The public benchmark judges by the bits of three roundings and so rejects, in a few elements, arithmetic in float32 that is "
-        "rounded once; here both pass.",
+        "rounded once. Here both pass.",
         "Lengths of production presets are those of the whole sequence.",
     ),
 )

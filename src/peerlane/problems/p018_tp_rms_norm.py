@@ -241,7 +241,7 @@ PROBLEM = Problem(
         AlternativeSolution("mean_of_means", _mean_of_means),
     ),
     notes=(
-        "The public benchmark's rows all have mean square one, so that leaving out the normalisation nearly passes; here rows and ranks "
+        "The public benchmark's rows all have mean square one, so that leaving out the normalisation nearly passes. Here rows and ranks "
         "differ in size, rows have outliers, as those of trained models, and the gain is near one, as trained gains are.",
         "Squares are float32 by definition: a row whose sum of squares overflows float32 is zero.",
         "The sizes of the MiniMax preset are approximate.",

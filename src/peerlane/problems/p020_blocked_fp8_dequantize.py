@@ -208,7 +208,7 @@ PROBLEM = Problem(
     ),
     alternative_solutions=(AlternativeSolution("decoded_by_the_receiver", _at_receiver),),
     notes=(
-        "The public benchmark feeds bfloat16 instead of FP8 and scales of either sign, which no quantiser gives; here its shape keeps "
+        "The public benchmark feeds bfloat16 instead of FP8 and scales of either sign, which no quantiser gives. Here its shape keeps "
         "bfloat16, with positive scales, and the other presets are FP8.",
         "One NaN is as good as another: sign and payload of a product with NaN are not defined. Products are never denormal.",
     ),

@@ -354,7 +354,7 @@ PROBLEM = Problem(
     updates=("grad_tensors",),
     notes=(
         "The public benchmark compares the norm alone, which concentrates so much that a constant passes, and never looks at the clipped "
-        "gradients; here both are compared, scales differ by parameter, rank and call, and gradients are fresh in every call.",
+        "gradients. Here both are compared, scales differ by parameter, rank and call, and gradients are fresh in every call.",
         "One element, anywhere, makes up more than half of the sum of powers; most of the rest is on another rank; and the norm changes by "
         "a quarter or more from call to call: neither half of the elements, nor one rank's norm, nor an earlier norm tells the whole.",
         "A coefficient rounded to the gradients' dtype, as a product with a GPU scalar takes it, is right as well as a float32 one.",

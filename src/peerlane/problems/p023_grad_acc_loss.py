@@ -268,7 +268,7 @@ PROBLEM = Problem(
     notes=(
         "The public benchmark gives every rank the same power of two for a count, and constant upstream gradients: the plain mean "
         "passes, and the gradient is a constant. Here counts differ by orders of magnitude, some are zero, and upstream gradients differ.",
-        "The public reference asks the host whether there are tokens; here the device decides, so that the call can be captured.",
+        "The public reference asks the host whether there are tokens. Here the device decides, so that the call can be captured.",
         "A global count of zero is left out: infinity and NaN are then decided by the order of the operations.",
     ),
 )

@@ -485,7 +485,7 @@ PROBLEM = Problem(
         "On a rank without valid tokens the public reference passes another dtype to a collective than the other ranks. Here such a rank "
         "counts as having none.",
         "The public reference's loss carries a gradient, by adding and taking away a sum over the rank's own tokens, whose rounding "
-        "differs between ranks; here the forward pass alone is asked for, and the loss need not have the same bits everywhere. Logits may "
+        "differs between ranks. Here the forward pass alone is asked for, and the loss need not have the same bits everywhere. Logits may "
         "be rounded to their dtype or be kept in float32.",
     ),
 )

@@ -286,9 +286,9 @@ PROBLEM = Problem(
     graph=False,
     graph_reason="the answer lies in host memory, so that a call ends by waiting for the device",
     notes=(
-        "The public benchmark compares counts with a tolerance of a percent; here they are exact.",
+        "The public benchmark compares counts with a tolerance of a percent. Here they are exact.",
         "In the variant pkb, input_splits and output_splits may be lists of whole numbers too. It has the public mask alone.",
-        "The public benchmark draws experts with replacement, which no router does, and about equally often; here a token's experts are "
+        "The public benchmark draws experts with replacement, which no router does, and about equally often. Here a token's experts are "
         "distinct, apart from the cases that say otherwise, and popularity follows Zipf's law in a new order for every call.",
         "A bfloat16 mask, which would round counts above 256, does not occur.",
     ),

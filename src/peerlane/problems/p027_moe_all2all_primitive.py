@@ -239,9 +239,9 @@ PROBLEM = Problem(
     ),
     process_groups=group_layout,
     notes=(
-        "The public benchmark only has equal splits, which makes it problem 8; here splits differ for every pair of ranks and slot, and "
+        "The public benchmark only has equal splits, which makes it problem 8. Here splits differ for every pair of ranks and slot, and "
         "there are idle ranks, all rows to one rank, and groups smaller than the world.",
-        "The public signature allows tensors of split sizes, but its reference rejects them; here a one-dimensional integer tensor is "
+        "The public signature allows tensors of split sizes, but its reference rejects them. Here a one-dimensional integer tensor is "
         "accepted too. Inputs always hold lists.",
         "Process groups list ranks in ascending order, since torch sorts them; a strided group makes a rank's number there another one.",
         "Where splits are drawn, the cost is that of their mean over slots. Lower ranks are the more popular ones in Zipf's law.",

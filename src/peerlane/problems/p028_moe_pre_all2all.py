@@ -344,7 +344,7 @@ PROBLEM = Problem(
         "experts. Here splits come from the mask. Its inputs are kept as variant pkb: splits are taken literally there too.",
         "For the public shape the splits are equal, as in the public benchmark, but the mask has them; another case is skewed. Experts of "
         "one rank have unequal counts, which they exchange from call to call under the same splits.",
-        "The public reference rejects split sizes given as tensors; here one-dimensional integer tensors are accepted. Inputs hold lists.",
+        "The public reference rejects split sizes given as tensors. Here one-dimensional integer tensors are accepted. Inputs hold lists.",
         "Where splits are drawn, the cost is a lower bound of their mean over slots and ranks; a token that goes to several experts of one "
         "rank travels once.",
     ),

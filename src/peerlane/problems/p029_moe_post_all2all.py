@@ -406,11 +406,11 @@ PROBLEM = Problem(
         "The public benchmark invents equal splits and counts, which its routing contradicts. Here splits come from the routing. Its "
         "inputs are kept as variant pkb: splits are taken literally there too.",
         "Experts of one rank have unequal counts, which they exchange from call to call under the same splits.",
-        "The public benchmark always has two experts in ascending order for a token; here they are in random order, one to eight of them.",
+        "The public benchmark always has two experts in ascending order for a token. Here they are in random order, one to eight of them.",
         "The permutation mapping and the routing map are used as they are given: in one small case the mapping shuffles the tokens.",
         "The order of a token's sum is free, and it may be kept in float32: with more than two experts the public reference's atomic "
         "additions have no fixed order.",
-        "The public reference rejects split sizes given as tensors; here one-dimensional integer tensors are accepted. Inputs hold lists.",
+        "The public reference rejects split sizes given as tensors. Here one-dimensional integer tensors are accepted. Inputs hold lists.",
         "Where splits are drawn, the cost is a lower bound of their mean over slots and ranks; a token's rows from one rank travel as one.",
     ),
 )

@@ -215,7 +215,7 @@ PROBLEM = Problem(
     notes=(
         "The public reference sums in place and returns its arguments. Here what is returned counts; whether it is the arguments, and what "
         "they hold afterwards, is free. Inputs are new in every call: the public benchmark sums the second and third again and again.",
-        "The public reference is judged by itself, so that a float32 accumulator fails it; here a float64 sum is the truth.",
+        "The public reference is judged by itself, so that a float32 accumulator fails it. Here a float64 sum is the truth.",
         "Inputs are tensors of their own: views at odd offsets of one storage, which the public interface allows, do not occur.",
         "The title speaks of a grouped product's backward pass; only its communication is left.",
     ),

@@ -148,7 +148,7 @@ PROBLEM = Problem(
     ),
     process_groups=group_layout,
     notes=(
-        "The public benchmark has one square matrix and one pair of axes; here axes come in every order, equal and negative, on up to four "
+        "The public benchmark has one square matrix and one pair of axes. Here axes come in every order, equal and negative, on up to four "
         "axes, x may be a permuted view, and some runs are a few bytes long. Bits are random, NaN payloads and signed zeros included.",
         "Production sizes are those of the whole model, divided by the world size.",
     ),

@@ -99,7 +99,7 @@ PROBLEM = Problem(
     excused={"another_rank": "all ranks of a group have the same answer"},
     process_groups=group_layout,
     notes=(
-        "Problem 2 without its leading axis; here with groups and inputs that are not contiguous, which the public interface allows and "
+        "Problem 2 without its leading axis. Here with groups and inputs that are not contiguous, which the public interface allows and "
         "the public benchmark does not feed.",
     ),
 )

@@ -187,7 +187,7 @@ PROBLEM = Problem(
     graph_reason="the shape of the result depends on lengths that other ranks must tell the host first",
     process_groups=group_layout,
     notes=(
-        "The public benchmark feeds one shape on all ranks, so that lengths need not be exchanged at all; here they differ from rank to "
+        "The public benchmark feeds one shape on all ranks, so that lengths need not be exchanged at all. Here they differ from rank to "
         "rank and change places from slot to slot.",
         "The lengths of production presets are those of eight ranks; on fewer, neighbours are merged, so that the total stays.",
         "The reference sends each tensor to every other rank directly: gloo gathers no tensors of unequal size.",

@@ -127,7 +127,7 @@ PROBLEM = Problem(
     process_groups=group_layout,
     notes=(
         "The public benchmark never trims, has one order of axes and, on 8 ranks, one head per rank, which hides a wrong order of "
-        "heads; here every small case has two heads per rank, and trimming, other orders of the axes, a permuted input and a group "
+        "heads. Here every small case has two heads per rank, and trimming, other orders of the axes, a permuted input and a group "
         "occur.",
         "That a true length which is a multiple of W trims nothing, even if it is shorter than the gathered sequence, is the public "
         "semantics and kept.",

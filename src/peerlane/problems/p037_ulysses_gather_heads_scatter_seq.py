@@ -203,7 +203,7 @@ PROBLEM = Problem(
     ),
     process_groups=group_layout,
     notes=(
-        "The public benchmark never pads, although padding is all the logic there is, and has one order of the axes; here padding is part "
+        "The public benchmark never pads, although padding is all the logic there is, and has one order of the axes. Here padding is part "
         "of a block, whole ranks, and next to NaN, and other orders of the axes, a permuted input and a group occur.",
         "The public benchmark gives every rank 8 heads, so its output has 8 W; production sizes are those of the whole model.",
         "Axes are counted from the front: negative ones are not part of the interface.",

@@ -149,7 +149,7 @@ PROBLEM = Problem(
     ),
     process_groups=group_layout,
     notes=(
-        "The public benchmark never trims, never leaves the last axis split and has no packed sequences; here all of these occur, with odd "
+        "The public benchmark never trims, never leaves the last axis split and has no packed sequences. Here all of these occur, with odd "
         "numbers of channels per rank, too.",
         "That a true length which is a multiple of W trims nothing, even if it is shorter than the gathered sequence, is the public "
         "semantics and kept.",

@@ -450,7 +450,7 @@ PROBLEM = Problem(
         "The public reference attends over the wrong axis: after the exchange, the h/W heads of a rank attend to one another in every "
         "position, the causal mask lies over heads, tokens never meet, and no communication is needed. The default variant attends over "
         "the sequence; the variant pkb keeps the public semantics, with its exchanges in the reference and none in the cost.",
-        "The public benchmark draws other weights on every rank, of variance 1, which makes scores so large that one key takes all; here "
+        "The public benchmark draws other weights on every rank, of variance 1, which makes scores so large that one key takes all. Here "
         "weights are the same on all ranks and scores have deviation one.",
         "A score matrix in bfloat16 and probabilities in bfloat16 are within the tolerance.",
     ),

@@ -195,7 +195,7 @@ PROBLEM = Problem(
     excused={"another_rank": "all ranks have the same answer"},
     replicated=True,
     notes=(
-        "In the public benchmark moments are zero and parameters of size one, so that gathering them without any step passes; here "
+        "In the public benchmark moments are zero and parameters of size one, so that gathering them without any step passes. Here "
         "moments are those of earlier steps, parameters have the size of trained ones, and errors are measured against the update.",
         "A square that overflows is one of a gradient of 1e25, which overflows in any order of the product (1 - beta2) g g.",
         "A gradient narrower than the state may be scaled and squared in its own dtype.",

@@ -265,8 +265,8 @@ PROBLEM = Problem(
     ),
     notes=(
         "In the public benchmark eps has no effect, so that a sum over ranks instead of a mean goes unseen, and the rows have no mean, so "
-        "that layer norm nearly passes; here eps matters in some cases, every row has a mean, and long rows have outliers.",
-        "The public benchmark judges by its reference, whose sums in bfloat16 are the largest error; here a wider sum is never wrong.",
+        "that layer norm nearly passes. Here eps matters in some cases, every row has a mean, and long rows have outliers.",
+        "The public benchmark judges by its reference, whose sums in bfloat16 are the largest error. Here a wider sum is never wrong.",
         "A zero row gives zeros; an infinite sum gives NaN in its place and zeros in the rest of its row.",
     ),
 )

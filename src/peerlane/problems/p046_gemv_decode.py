@@ -212,7 +212,7 @@ PROBLEM = Problem(
     integer_exact=True,
     notes=(
         "The public benchmark has one token and a weight shard of 2 MB, which stays in cache, whatever the world size; production presets "
-        "have whole vocabularies, divided by the world size. Its weights have variance 1; here logits have, and biases matter.",
+        "have whole vocabularies, divided by the world size. Its weights have variance 1. Here logits have, and biases matter.",
         "A token with a NaN is NaN in all of its logits and in no other token's.",
         "The order of logits that nearly tie is not part of the answer.",
     ),

@@ -433,8 +433,8 @@ PROBLEM = Problem(
     notes=(
         "The public reference creates n_tp + n_fsdp process groups in every call, and its time is theirs; ours creates none, and moves "
         "shards between pairs of ranks.",
-        "The public benchmark's N(0, 1) weights give outputs of size 6000 and gates that saturate; here weights have variance 1 / fan-in. "
-        "It has no tensor parallelism on two ranks; here small cases and a production case do.",
+        "The public benchmark's N(0, 1) weights give outputs of size 6000 and gates that saturate. Here weights have variance 1 / fan-in. "
+        "It has no tensor parallelism on two ranks. Here small cases and a production case do.",
         "Channels of x and y, units of x W2 and every other gate differ in size by powers of two, from 1/16 to 16, as far as the weights "
         "that follow can make up for it.",
     ),

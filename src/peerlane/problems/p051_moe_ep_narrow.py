@@ -101,7 +101,7 @@ PROBLEM = _layer.layer(
         "The public reference creates a process group per block in its first call. Here the reference exchanges a block's rows through the "
         "world's group, whose other parts are empty; candidates may do either. An explicit group replaces the blocks.",
         "Blocks have different weights, where real replicas have the same, so that rows which went to another block are seen.",
-        "On two ranks the public benchmark has one expert and nothing to route; here there are cases with more.",
+        "On two ranks the public benchmark has one expert and nothing to route. Here there are cases with more.",
         "A timed case of two experts a token needs more than two ranks; on two ranks one expert a token is timed.",
     ),
 )

@@ -286,7 +286,7 @@ PROBLEM = Problem(
     ),
     process_groups=process_groups,
     notes=(
-        "The public benchmark's rows see 16 keys at most, with scores of order one, so that rescaling is never put to the test; here "
+        "The public benchmark's rows see 16 keys at most, with scores of order one, so that rescaling is never put to the test. Here "
         "scores grow and shrink along the ring, and single keys far away decide.",
         "NaN fills keys and values of one head on the last rank only, under a causal mask: its own rows are NaN, and no other rank's. NaN "
         "in part of a block is not tested: a dense product spreads it to rows that a tiled kernel leaves finite.",

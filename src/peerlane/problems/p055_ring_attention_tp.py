@@ -332,7 +332,7 @@ PROBLEM = Problem(
     process_groups=process_groups,
     notes=(
         "The public benchmark's weights have standard deviation 0.02, which makes scores so small that attention is nearly a mean, and its "
-        "outputs so small that an absolute tolerance decides; here weights have variance 1 / fan-in or more.",
+        "outputs so small that an absolute tolerance decides. Here weights have variance 1 / fan-in or more.",
         "Outputs are equal on all ranks of a tp_group by definition; that their bits are is not checked.",
         "Groups in both orders occur, neighbouring ranks and strided ones, so that rank arithmetic in place of the groups fails. Groups "
         "whose ranks are not ascending do not occur. A group of one rank is passed as such, and so is one that is the whole world, but in "

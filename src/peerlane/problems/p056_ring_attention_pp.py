@@ -337,8 +337,8 @@ PROBLEM = Problem(
     process_groups=process_groups,
     notes=(
         "The public benchmark's weights have standard deviation 0.02, so that the second stage's outputs are of the size of its absolute "
-        "tolerance; here weights have variance 1 / fan-in or more, and nothing is compared with an absolute tolerance.",
-        "In the public benchmark hidden_states of later stages equal the first stage's input; here they are other numbers, or NaN.",
+        "tolerance. Here weights have variance 1 / fan-in or more, and nothing is compared with an absolute tolerance.",
+        "In the public benchmark hidden_states of later stages equal the first stage's input. Here they are other numbers, or NaN.",
         "NaN fills the last rank's tokens only, under a causal mask, for the reason that problem 54 gives.",
         "Float64 takes the answer through all stages; roundings of earlier stages are part of the tolerance.",
         "The outputs of middle stages are returned too, as in the public benchmark. A good solution may cut the batch, or the queries, "

@@ -354,8 +354,8 @@ PROBLEM = Problem(
     process_groups=process_groups,
     notes=(
         "In the public benchmark out and softmax_lse come from the rank's own block of keys alone, so that p is no probability and the "
-        "answer no gradient; here they belong to the whole sequence. The operator is the same, and a candidate may rely on p <= 1.",
-        "The public benchmark is never causal; here most cases are.",
+        "answer no gradient. Here they belong to the whole sequence. The operator is the same, and a candidate may rely on p <= 1.",
+        "The public benchmark is never causal. Here most cases are.",
         "Results are equal on all ranks of a dp_group by definition; that their bits are is not checked.",
         "NaN is in one token of dout only, in cases that are not causal: it belongs in that row of dq and in all of dk and dv. Under a "
         "causal mask a dense product spreads it to rows that a tiled kernel leaves finite.",

@@ -346,9 +346,9 @@ PROBLEM = Problem(
     ),
     process_groups=group_layout,
     notes=(
-        "The public benchmark's tolerance of one per cent accepts numbers that were sent in half precision; here errors are held to what "
+        "The public benchmark's tolerance of one per cent accepts numbers that were sent in half precision. Here errors are held to what "
         "float32 transforms make.",
-        "It transforms white noise of one square size with all arguments at hand; here padding, crops, odd lengths, None, other axes and "
+        "It transforms white noise of one square size with all arguments at hand. Here padding, crops, odd lengths, None, other axes and "
         "norms, and fields with a steep spectrum occur.",
         "Fields hold no NaN or infinity: which of the parts of a spoilt complex number is NaN depends on the algorithm.",
     ),

@@ -409,7 +409,7 @@ PROBLEM = Problem(
         "the field is real. The reference here doubles bins instead.",
         "With s = None the public reference takes the local number of rows for n0 and crops the mirrored spectrum to it. Here None means "
         "what it means in torch.fft.irfft2; the variant pkb keeps the public meaning.",
-        "The public benchmark transforms spectra of real fields only, so that bins 0 and n1 / 2 may be treated wrongly unnoticed; here "
+        "The public benchmark transforms spectra of real fields only, so that bins 0 and n1 / 2 may be treated wrongly unnoticed. Here "
         "spectra have no symmetry.",
         "Spectra hold no NaN or infinity. As in the public benchmark, dim[1] is always the last axis.",
     ),

@@ -457,9 +457,9 @@ PROBLEM = Problem(
     notes=(
         "gaussian_ids count from the source rank's first Gaussian. The public reference counts from the destination's, so that rows of "
         "different sources cannot be told apart; the pkb variant of the small and pkb presets keeps that.",
-        "The public benchmark feeds bfloat16, in which pixels are two apart and a correctly rounded computation fails its check; here "
+        "The public benchmark feeds bfloat16, in which pixels are two apart and a correctly rounded computation fails its check. Here "
         "everything is float32.",
-        "All its cameras are equal and see every Gaussian, so that nothing is culled and all splits are equal; here cameras stand around "
+        "All its cameras are equal and see every Gaussian, so that nothing is culled and all splits are equal. Here cameras stand around "
         "the scene and see different parts of it, and ranks may see or show nothing (where the public reference crashes).",
         "K's skew moves means2d but has no part in J, as in the public reference; there it is always 0, here it is not.",
         "Numbers of rows must be the same in every call, so that a case has one scene; calls differ by a rigid motion, order, colours, "

@@ -389,7 +389,7 @@ PROBLEM = Problem(
     ),
     process_groups=process_groups,
     notes=(
-        "The public benchmark draws weight, bias and psi anew on every rank; here weight and bias are equal on all ranks and psi within "
+        "The public benchmark draws weight, bias and psi anew on every rank. Here weight and bias are equal on all ranks and psi within "
         "an azimuth group, as in a model, so that channels may be mixed before any exchange.",
         "The public filters have 4 taps in a row that is far away in latitude; production filters here fill disks, which are wide in "
         "longitude near the poles, and need only a few rows of the neighbours. All K filters hold the whole disk, as Zernike and Morlet "

@@ -403,9 +403,9 @@ PROBLEM = Problem(
     graph=False,
     graph_reason="other ranks' block sizes, which shape the list returned, are not among the arguments: the host must wait for them",
     notes=(
-        "The public benchmark starts from P = I and tiny H, so that returning the weights unchanged and P / lambda passes; here P has "
+        "The public benchmark starts from P = I and tiny H, so that returning the weights unchanged and P / lambda passes. Here P has "
         "off-diagonal parts and H is of size one, and everything is held to float64 accuracy.",
-        "The public reference puts new tensors in the caller's lists; here blocks are updated in place. What counts is what the lists hold "
+        "The public reference puts new tensors in the caller's lists. Here blocks are updated in place. What counts is what the lists hold "
         "after the call.",
         "In the optimizer the error is the same on all ranks; the rank's own is used, as in the public reference, and one case tells.",
         "Lambda is added once per block on every rank: the public semantics, kept.",

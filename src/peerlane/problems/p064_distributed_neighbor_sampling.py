@@ -350,9 +350,9 @@ PROBLEM = Problem(
     graph_reason="how many nodes and edges a hop finds depends on the graph, and the host must know it to exchange and allocate them",
     notes=(
         "The public benchmark replicates the whole graph on every rank and samples consecutive seeds on a ring, so that a solution that "
-        "never communicates is right; here ranks store their own nodes' edges alone, and names are a random permutation. The variant pkb "
+        "never communicates is right. Here ranks store their own nodes' edges alone, and names are a random permutation. The variant pkb "
         "replicates the graph.",
-        "In the public reference a rank whose frontier is empty leaves, and the others hang; here it must not. Seeds are distinct: the "
+        "In the public reference a rank whose frontier is empty leaves, and the others hang. Here it must not. Seeds are distinct: the "
         "public version skips new nodes if they are not.",
         "The graph behind the names is constant per slot, so that samples keep their sizes; names and the order of seeds are new in every "
         "block. Degrees of the production graphs follow a power law with the named mean; fewer ranks than 8 have a share of "

@@ -243,7 +243,7 @@ PROBLEM = Problem(
     alternative_solutions=(AlternativeSolution("gather_at_the_end", _gather_at_the_end),),
     process_groups=group_layout,
     notes=(
-        "The public benchmark's counts are all equal, so that it does not matter which list cuts which rows; here they differ for every "
+        "The public benchmark's counts are all equal, so that it does not matter which list cuts which rows. Here they differ for every "
         "pair of ranks and from slot to slot, some are zero, and one rank may provide nearly everything.",
         "How many rows of a part are different, which is all that must be sent, depends on the ids; the cost takes the mean.",
     ),

@@ -263,7 +263,7 @@ PROBLEM = Problem(
     process_groups=group_layout,
     integer_exact=True,
     notes=(
-        "The public benchmark's counts are all equal and its ids uniform; here counts differ for every pair of ranks, and one row may "
+        "The public benchmark's counts are all equal and its ids uniform. Here counts differ for every pair of ranks, and one row may "
         "get all gradients.",
         "Gradients are in float32, as the interface says; there is no bfloat16 preset.",
     ),

@@ -243,7 +243,7 @@ PROBLEM = Problem(
     graph=False,
     graph_reason="how many pairs a rank receives depends on all ranks' ids, and the host must know it to allocate the result",
     notes=(
-        "The public benchmark's uniform ids give all owners about the same number of pairs; here owners are wanted unequally, and ranks "
+        "The public benchmark's uniform ids give all owners about the same number of pairs. Here owners are wanted unequally, and ranks "
         "may have no pairs. How many pairs go where is constant per slot, so that slots keep their shapes; which pairs they are is not.",
         "num_nodes is not used by the definition.",
     ),

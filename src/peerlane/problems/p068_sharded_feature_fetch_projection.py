@@ -335,7 +335,7 @@ PROBLEM = Problem(
         "The public benchmark's table has 111 million rows, of which its ids touch some 140 000 per shard, in ascending order and in turn "
         "from every owner. Here ids are random over the whole table, which has 2 million rows at that shape: 1 GB, twenty times the cache.",
         "The public benchmark's ids are int64, its features bfloat16, and its shards of one size. The variant pkb has no other cases.",
-        "MAG240M's whole table, 187 GB, leaves no room for the oracle, which holds all shards; here it is an eighth of it. On two ranks, "
+        "MAG240M's whole table, 187 GB, leaves no room for the oracle, which holds all shards. Here it is an eighth of it. On two ranks, "
         "ogbn-papers100M's is halved.",
         "Projections have variance 1 / D, so that outputs have about the size of features.",
     ),

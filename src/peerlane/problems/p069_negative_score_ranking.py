@@ -354,7 +354,7 @@ PROBLEM = Problem(
     graph_reason="ranks may have different numbers of positives, which the host must know for the gather",
     notes=(
         "The public reference sorts, without stability, so that the place of a positive among negatives with the same sigmoid is "
-        "undefined; here it comes first. Cases of the pkb variant take any place among them.",
+        "undefined. Here it comes first. Cases of the pkb variant take any place among them.",
         "In bfloat16 several negatives tie with a positive by the sigmoid's rounding; that rounding is part of the definition. Where a "
         "float32 sigmoid may round to either side, both answers are right; on CPU ranks also where it may round equal scores differently.",
     ),

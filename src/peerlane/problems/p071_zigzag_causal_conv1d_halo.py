@@ -301,9 +301,9 @@ PROBLEM = Problem(
     ),
     process_groups=group_layout,
     notes=(
-        "The public benchmark draws another weight on every rank, which no model has; here it is replicated, so that a rank may compute "
+        "The public benchmark draws another weight on every rank, which no model has. Here it is replicated, so that a rank may compute "
         "its neighbour's first outputs itself.",
-        "On one rank the public reference fails; here it is the plain causal convolution.",
+        "On one rank the public reference fails. Here it is the plain causal convolution.",
         "The million samples of the short explicit filter are 131072 per rank on 8 ranks; on 4 ranks the sequence is half as long.",
     ),
 )

@@ -385,7 +385,7 @@ PROBLEM = Problem(
         "The public benchmark's filters are constants up to 1023 that never decay: the convolution is a running sum, and even an exact "
         "evaluation misses some elements. Here filters are decaying noise of unit norm, with time constants of all lengths.",
         "Filters longer than the sequence, which wrap around in the public reference, are outside the interface.",
-        "The public reference exchanges x1, x2 and v; here only x2 v is, for the gates act on the positions that a rank has anyway.",
+        "The public reference exchanges x1, x2 and v. Here only x2 v is, for the gates act on the positions that a rank has anyway.",
         "z and y need not be rounded: the error model covers both.",
     ),
     speed_note=(

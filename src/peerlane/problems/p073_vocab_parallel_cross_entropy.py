@@ -392,10 +392,10 @@ PROBLEM = Problem(
     notes=(
         "The public reference leaves its logits shifted by the maximum. That is allowed, not required: no answer depends on it, and our "
         "reference leaves them alone.",
-        "The public reference rounds every step to the logits' dtype; here the answer is rounded once, with room for all those roundings. "
+        "The public reference rounds every step to the logits' dtype. Here the answer is rounded once, with room for all those roundings. "
         "A sum of exponentials that was rounded on every rank and after every addition is right too.",
-        "The public benchmark's targets follow a fixed pattern and are always in range; here some are -100 or beyond the vocabulary.",
-        "Of independent logits a sample of the vocabulary tells the sum within what bfloat16 allows; here a few probable entries anywhere, "
+        "The public benchmark's targets follow a fixed pattern and are always in range. Here some are -100 or beyond the vocabulary.",
+        "Of independent logits a sample of the vocabulary tells the sum within what bfloat16 allows. Here a few probable entries anywhere, "
         "as a trained model has them, are much of it.",
     ),
 )

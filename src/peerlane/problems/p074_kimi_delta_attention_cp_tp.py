@@ -436,7 +436,7 @@ PROBLEM = Problem(
         "The public benchmark's decay is 0.14 on average: the state dies with the next token, and an answer without communication passes. "
         "Here decay is 0.2 to 0.999 by channel, so that hundreds of tokens are remembered, and ten thousand by some heads, so that states "
         "of ranks far behind count; errors are measured by the size of the state.",
-        "The public reference goes token by token through the whole sequence and sums all of it; here it goes in chunks, up to the rank's "
+        "The public reference goes token by token through the whole sequence and sums all of it. Here it goes in chunks, up to the rank's "
         "last token, and sums the rank's own tokens, which gives the same answer.",
         "On two ranks there is no tensor parallelism, as in the public benchmark.",
     ),

@@ -416,7 +416,7 @@ PROBLEM = Problem(
         "The public benchmark's decay is 0.47 on average: the state dies within a few tokens, and an answer without communication passes. "
         "Here decay is 0.5 to 0.998 by head, so that hundreds of tokens are remembered, and ten thousand by some heads in long "
         "sequences; errors are measured by the size of the state.",
-        "The public reference goes token by token; here it goes in chunks of 64 tokens, as Hugging Face's fallback does, which gives the "
+        "The public reference goes token by token. Here it goes in chunks of 64 tokens, as Hugging Face's fallback does, which gives the "
         "same answer.",
     ),
     speed_note=(

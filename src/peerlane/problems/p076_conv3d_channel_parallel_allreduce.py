@@ -362,7 +362,7 @@ PROBLEM = Problem(
     replicated=True,
     notes=(
         "The public benchmark's weights are unscaled, so that outputs of size 118 are held to an absolute tolerance, which only NCCL's own "
-        "order of additions meets; here outputs are of order one, and an error is measured by the size of the partial sums.",
+        "order of additions meets. Here outputs are of order one, and an error is measured by the size of the partial sums.",
         "The public reference works in chunks of channels where a tensor has more than 2^31 elements; no case here is that large.",
         "NaN stands in the weights of one output channel: in part of the image it would spread to voxels that Winograd's algorithm shares "
         "with it.",

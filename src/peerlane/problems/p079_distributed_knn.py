@@ -497,7 +497,7 @@ PROBLEM = Problem(
         "The public benchmark's random unit vectors have a few dozen different similarities in bfloat16 among the 200 nearest, so that its "
         "labels are decided by ties; labels are compared here as multisets within rounding error, and features are clustered. A quarter of "
         "the queries have nearly all neighbours on one rank.",
-        "The public reference takes group ranks for global ranks; here any group will do.",
+        "The public reference takes group ranks for global ranks. Here any group will do.",
         "Similarities have the features' dtype, whatever it is. Sums may be split along D into parts that are rounded to that dtype, as "
         "PyTorch allows its libraries to do.",
     ),

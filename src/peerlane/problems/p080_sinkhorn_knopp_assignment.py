@@ -346,8 +346,8 @@ PROBLEM = Problem(
     process_groups=group_layout,
     notes=(
         "The public benchmark's logits are so close together that every entry is 6e-5 within a factor of two, below its absolute "
-        "tolerance, and an answer of zeros passes; here logits are spread like those of a trained head, and errors are relative.",
-        "In the public benchmark the number of masked patches is the number of rows; here it is any number, which matters only without "
+        "tolerance, and an answer of zeros passes. Here logits are spread like those of a trained head, and errors are relative.",
+        "In the public benchmark the number of masked patches is the number of rows. Here it is any number, which matters only without "
         "iterations.",
         "Logits whose exponential overflows, or underflows for a whole prototype, are not part of the problem: the public reference "
         "returns NaN for them, and an implementation that subtracts the maximum need not.",

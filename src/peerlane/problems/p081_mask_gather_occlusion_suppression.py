@@ -458,7 +458,7 @@ PROBLEM = Problem(
     process_groups=group_layout,
     replicated=True,
     notes=(
-        "In the public benchmark no IoU reaches the threshold, so that nothing is ever suppressed; here objects share places, and at least "
+        "In the public benchmark no IoU reaches the threshold, so that nothing is ever suppressed. Here objects share places, and at least "
         "one is suppressed in every call with more than one object. In large pictures it overlaps by exactly the threshold, and another "
         "by a pixel less.",
         "The reference gathers masks in their own dtype and widens them afterwards. A mask that will be blanked need not be sent at all; "

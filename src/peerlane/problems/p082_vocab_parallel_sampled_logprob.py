@@ -129,7 +129,7 @@ PROBLEM = Problem(
         "Where that room is small, a sixth of the tokens have two logits that hold all the weight, with the cut between two probabilities "
         "that are one number in bfloat16. A filter in bfloat16 is always wrong there. The variant pkb has no such tokens, and room for a "
         "filter in bfloat16.",
-        "The public benchmark raises the target's logit by 8, so that nearly every answer is exactly 0 and no target is ever dropped; here "
+        "The public benchmark raises the target's logit by 8, so that nearly every answer is exactly 0 and no target is ever dropped. Here "
         "targets are sampled from the filtered distribution, with some at its edge and some outside.",
     ),
 )

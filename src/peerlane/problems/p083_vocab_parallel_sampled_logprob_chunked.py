@@ -147,10 +147,10 @@ PROBLEM = Problem(
     process_groups=group_layout,
     replicated=True,
     notes=(
-        "The public reference filters in the logits' dtype; here the filter is exact, with the same room at its cut as in problem 82. The "
+        "The public reference filters in the logits' dtype. Here the filter is exact, with the same room at its cut as in problem 82. The "
         "variant pkb takes both.",
-        "The public benchmark raises the target's logit by 8, so that nearly every answer is exactly 0; here targets are sampled from the "
-        "filtered distribution, with some at its edge and some outside. Its last chunk is never partial; here some are.",
+        "The public benchmark raises the target's logit by 8, so that nearly every answer is exactly 0. Here targets are sampled from the "
+        "filtered distribution, with some at its edge and some outside. Its last chunk is never partial. Here some are.",
         "NaN logits are left out: the public versions of problems 82 and 83 treat them differently.",
         "The logits of the production presets are in bfloat16 throughout.",
     ),

@@ -352,9 +352,9 @@ PROBLEM = Problem(
     alternative_solutions=vocab.filter_variants(gradient_answer),
     process_groups=group_layout,
     notes=(
-        "The public reference filters in the logits' dtype; here the filter is exact, with the room at its cut that problem 82 gives. "
+        "The public reference filters in the logits' dtype. Here the filter is exact, with the room at its cut that problem 82 gives. "
         "The variant pkb takes both.",
-        "The public benchmark raises the target's logit by 8, so that nearly all gradients are exactly 0; here targets are sampled from "
+        "The public benchmark raises the target's logit by 8, so that nearly all gradients are exactly 0. Here targets are sampled from "
         "the filtered distribution, with some at its edge and some outside, and upstream gradients are normal instead of a ramp.",
     ),
 )

@@ -369,9 +369,9 @@ PROBLEM = Problem(
     ),
     process_groups=group_layout,
     notes=(
-        "The public benchmark accepts an absolute error of 0.01 where entries are 0.035 in size; here the error is relative, and strict "
+        "The public benchmark accepts an absolute error of 0.01 where entries are 0.035 in size. Here the error is relative, and strict "
         "enough to tell products in bfloat16 from those in TensorFloat32.",
-        "The public benchmark's matrices are well-conditioned; here rows differ in size by two powers of ten, which spreads the spectrum.",
+        "The public benchmark's matrices are well-conditioned. Here rows differ in size by two powers of ten, which spreads the spectrum.",
         "Iterations on the Gram matrix alone need one sum over ranks. In float32 they diverge after ten steps if it is singular, for its "
         "eigenvalues that should be zero grow: no case has ten steps and more rows than columns.",
         "A sum of squares beyond float32 is not tested: the norm would be infinite in float32.",

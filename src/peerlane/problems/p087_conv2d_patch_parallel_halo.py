@@ -327,7 +327,7 @@ PROBLEM = Problem(
     ),
     process_groups=group_layout,
     notes=(
-        "The public benchmark draws another weight and bias on every rank, unscaled; here they are replicated and outputs of order one.",
+        "The public benchmark draws another weight and bias on every rank, unscaled. Here they are replicated and outputs of order one.",
         "With stride 1 and k_h = 2 p + 1 the result is the rank's rows of the whole image's convolution. With a stride the rank starts "
         "anew at its own first row: that is the same only if h is a multiple of the stride. The public semantics is kept.",
         "NaN is not tested: in one row of the image it would spread to rows that Winograd's algorithm shares with it.",
