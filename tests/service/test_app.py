@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -232,9 +235,23 @@ def test_nobody_listens_to_the_world_without_a_token() -> None:
     listen("0.0.0.0", 0, TOKENS).close()
 
 
+def break_off(server: socket.socket) -> None:
+    """Answers every request with less than it announces."""
+    with contextlib.suppress(OSError):
+        while True:
+            with server.accept()[0] as connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")
+
+
 def test_a_service_that_is_not_there_is_told() -> None:
     with Client("http://127.0.0.1:9", TOKEN, patience=0.3) as judge, pytest.raises(ServiceFault, match="does not answer"):
         judge.evaluate(1, RIGHT)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # killed in the middle of an answer
+        threading.Thread(target=break_off, args=(server,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with Client(url, TOKEN, patience=0.3) as judge, pytest.raises(ServiceFault, match="IncompleteRead"):
+            judge.evaluate(1, RIGHT)
     with pytest.raises(UsageError, match=r"http://127\.0\.0\.1:8300"):
         Client("localhost")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import random
 import threading
@@ -30,6 +31,8 @@ _CONNECT_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 _ASYNC_CALLS = 64
 """at a time; more wait here"""
+_BROKEN = (OSError, http.client.HTTPException, ValueError)
+"""no connection, one that broke in the middle of an answer, or an answer that is no JSON"""
 _OPTIONS = ("modes", "cases", "track", "variant", "world_size", "timeout", "priority", "rerun")
 
 
@@ -231,7 +234,7 @@ class Client:
             self._stop(call)
 
     def _take_back(self, job: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(*_BROKEN):
             self._send("DELETE", f"/v1/jobs/{job}", None)
 
     def _ask(self, method: str, path: str, body: bytes | None, call: _Call) -> _Answer:
@@ -244,7 +247,7 @@ class Client:
             answer = None
             try:
                 answer = self._send(method, path, body)
-            except (OSError, ValueError) as error:  # no connection, a connection that broke, or an answer that is no JSON
+            except _BROKEN as error:
                 why = str(getattr(error, "reason", error))
             if answer is not None:
                 if answer.status not in (408, 429, 500, 502, 503, 504):

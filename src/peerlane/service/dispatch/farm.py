@@ -122,6 +122,8 @@ class Farm:
     def _choose_class(self, wanted: Conditions | None) -> Conditions:
         """Checks the nodes that are there; the class that is wanted, or that most fit ones have. Raises RunStopped if none is fit."""
         give_up = time.monotonic() + self._settings.nodes_s
+        if not self._cluster.nodes():
+            self._progress.note(f"no node is there yet: waiting for one, {self._settings.nodes_s:g} s at most")
         while not (nodes := self._cluster.nodes()):
             if time.monotonic() > give_up:
                 raise RunStopped(f"no node appeared within {self._settings.nodes_s:g} s", [])
