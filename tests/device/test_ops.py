@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from device.test_attention import expected
 from peerlane.device.emulator.ranks import run
 
 STEP = """
@@ -22,6 +23,16 @@ def solution(x, w1, w2):
     y = ops.gemm_reduce_scatter(ops.all_gather_gemm(x, w1).relu(), w2)
     y.float().square().sum().backward()
     return [y.detach(), x.grad, w1.grad, w2.grad]
+"""
+ATTENTION = """
+import torch
+from peerlane import ops
+
+def solution(q, k, v, weight, name):
+    q, k, v = (value.clone().requires_grad_() for value in (q, k, v))
+    out = getattr(ops, name)(q, k, v, causal=True)
+    (out.float() * weight).sum().backward()
+    return [out.detach(), q.grad, k.grad, v.grad]
 """
 MOVES = """
 import torch
@@ -71,6 +82,28 @@ def test_a_tensor_parallel_layer_has_the_results_and_gradients_of_the_whole_one(
             torch.testing.assert_close(
                 got.float(), want, rtol=0.05, atol=0.05 * float(want.abs().max()) if dtype == torch.bfloat16 else 1e-3
             )
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("ring_attention", torch.bfloat16),
+        pytest.param("ulysses_attention", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("ulysses_attention", torch.float32, marks=pytest.mark.slow),
+    ],
+)
+def test_attention_over_ranks_has_the_results_and_gradients_of_the_whole_one(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randn(1, 12, 2, 16, generator=generator).to(dtype) for _ in range(4)]
+    parts = [(*(value.chunk(2, 1)[rank].contiguous() for value in whole), name) for rank in range(2)]
+    wide = [value.double().requires_grad_() for value in whole[:3]]
+    out, _ = expected(wide[0], wide[1], wide[2], None, True)
+    gradients = torch.autograd.grad((out * whole[3]).sum(), wide)
+    for rank, found in enumerate(outputs(tmp_path, ATTENTION, parts)):
+        for got, want in zip(found, (out.detach(), *gradients), strict=True):
+            part = want.chunk(2, 1)[rank]
+            assert got.dtype == dtype
+            assert float((got - part).norm() / part.norm()) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
 def test_moves_and_sums_have_the_gradients_of_the_sum_of_all_losses(tmp_path: Path) -> None:

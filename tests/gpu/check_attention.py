@@ -73,7 +73,7 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sc
     if causal:
         scores.masked_fill_(torch.ones_like(scores[0, 0], dtype=torch.bool).triu_(1 + k.shape[2] - q.shape[2]), -math.inf)
     logarithms = scores.logsumexp(-1)
-    weights = torch.exp(scores - logarithms.unsqueeze(-1)).nan_to_num_(0.0)
+    weights = torch.exp(scores - logarithms.unsqueeze(-1)).nan_to_num(0.0)
     return (weights @ v).transpose(1, 2), logarithms
 
 

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from peerlane.device import attention
 from peerlane.device.arena import Arena
 from peerlane.device.attention import AttentionTiling, aligned, check_scale, operand_map, supports, wide_attention
+from peerlane.device.attention_backward import Gradients, attention_backward
 from peerlane.device.gemm import ELEMENT_BYTES
 from peerlane.device.group import MAX_RANKS, DeviceLaunch, Group, group_of, per_group
 from peerlane.device.layout import LINE_BYTES
-from peerlane.device.ring_attention import MAX_EPOCH_BLOCKS, PARCEL_BYTES, PARCELS, parcel_tokens
+from peerlane.device.ring_attention import MAX_EPOCH_BLOCKS, PARCEL_BYTES, PARCELS, attend_over_ranks, parcel_tokens
+from peerlane.device.ring_attention_backward import attend_over_ranks_backward
 from peerlane.device.roles import BlockNeeds, require_resident
 from peerlane.device.strided import exchange_axes
 from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
@@ -235,3 +237,33 @@ def attend_by_heads(
     whole = exchange_axes(member, torch.stack((q, k, v), 2), joined=1, cut=3)
     out = wide_attention(*whole.unbind(2), scale=factor, causal=causal)[0].to(q.dtype)
     return exchange_axes(member, out, joined=2, cut=1)
+
+
+def attend_by_heads_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    group: Group | dist.ProcessGroup | None = None,
+) -> Gradients:
+    """Collective: gradients of :func:`attend_by_heads` with respect to q, k and v, from that of its result.
+
+    Two exchanges; between them each rank computes attention of its heads and its gradients. Valid until the group's next exchange of this
+    shape."""
+    member = group_of(group)
+    if not supports(q, k, v):  # the same function of the shards, without exchanges of heads
+        out, logarithms = attend_over_ranks(q, k, v, scale=scale, causal=causal, group=member)
+        return attend_over_ranks_backward(dout, q, k, v, out, logarithms, scale=scale, causal=causal, group=member)
+    whole = torch.stack((dout, q, k, v), 2)
+    if member.world_size > 1:
+        whole = exchange_axes(member, whole, joined=1, cut=3)
+    all_dout, all_q, all_k, all_v = whole.unbind(2)
+    out, logarithms = attention.attention(all_q, all_k, all_v, scale=scale, causal=causal, group=member)
+    found = attention_backward(all_dout, all_q, all_k, all_v, out, logarithms, scale=scale, causal=causal, group=member)
+    if member.world_size == 1:
+        return found
+    dq, dk, dv = exchange_axes(member, torch.stack(found, 2), joined=3, cut=1).unbind(2)
+    return dq, dk, dv

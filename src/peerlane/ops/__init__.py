@@ -1,4 +1,4 @@
-"""Collectives and fused matrix products as PyTorch operators: with gradients, and with shapes for torch.compile.
+"""Collectives, fused matrix products and attention over ranks as PyTorch operators: with gradients, and with shapes for torch.compile.
 
     from peerlane import ops
 
@@ -21,30 +21,23 @@ from peerlane.device import gemm
 from peerlane.device.all_gather_gemm import all_gather_gemm as _fused_gather
 from peerlane.device.collectives import communicator
 from peerlane.device.gemm_reduce_scatter import gemm_reduce_scatter as _fused_scatter
-from peerlane.device.group import Group, current_group, group_of
 from peerlane.errors import UsageError
+from peerlane.ops.attention import ring_attention, ulysses_attention
+from peerlane.ops.groups import group_name as _name
+from peerlane.ops.groups import kit_group as _kit
+from peerlane.ops.groups import process_group as _process_group
+from peerlane.ops.groups import world_size as _world_size
 
-__all__ = ["all_gather", "all_gather_gemm", "all_reduce", "all_to_all", "gemm_reduce_scatter", "reduce_scatter"]
-
-
-def _name(group: dist.ProcessGroup | None) -> str:
-    return "" if group is None else group.group_name
-
-
-def _process_group(name: str) -> dist.ProcessGroup | None:
-    resolve: Any = dist.distributed_c10d.__dict__["_resolve_process_group"]
-    found: dist.ProcessGroup | None = resolve(name) if name else None
-    return found
-
-
-def _kit(x: torch.Tensor, name: str) -> Group | None:
-    """The kit's group; None on CPU ranks, which have none."""
-    return group_of(_process_group(name)) if x.is_cuda or current_group() is not None else None
-
-
-def _world_size(name: str) -> int:
-    emulated = current_group()
-    return emulated.world_size if emulated is not None else dist.get_world_size(_process_group(name))
+__all__ = [
+    "all_gather",
+    "all_gather_gemm",
+    "all_reduce",
+    "all_to_all",
+    "gemm_reduce_scatter",
+    "reduce_scatter",
+    "ring_attention",
+    "ulysses_attention",
+]
 
 
 def _rows(x: torch.Tensor, world_size: int, what: str) -> int:

@@ -1,0 +1,153 @@
+"""Attention over a sequence that is sharded across ranks, with gradients: the operators behind ``ops.ring_attention`` and
+``ops.ulysses_attention``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
+from torch.nn.functional import scaled_dot_product_attention
+
+from peerlane.device.group import Group
+from peerlane.device.ring_attention import attend_over_ranks
+from peerlane.device.ring_attention_backward import attend_over_ranks_backward
+from peerlane.device.ulysses_attention import attend_by_heads, attend_by_heads_backward
+from peerlane.errors import UsageError
+from peerlane.ops.groups import group_name, kit_group, process_group
+
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _kit(x: torch.Tensor, name: str) -> Group:
+    group = kit_group(x, name)
+    if group is None:
+        raise UsageError(
+            "a kernel of the device kit got CPU tensors: expected GPU tensors; call ops.ring_attention or ops.ulysses_attention"
+        )
+    return group
+
+
+@torch.library.custom_op("peerlane::ring_attention", mutates_args=())
+def _ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, group: str) -> tuple[torch.Tensor, torch.Tensor]:
+    out, logarithms = attend_over_ranks(q, k, v, scale=scale, causal=causal, group=_kit(q, group))
+    return out.clone(memory_format=torch.contiguous_format), logarithms.clone()
+
+
+@torch.library.custom_op("peerlane::ring_attention_backward", mutates_args=())
+def _ring_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logarithms: torch.Tensor,
+    scale: float,
+    causal: bool,
+    group: str,
+) -> Tensors:
+    known = dout, q, k, v, out, logarithms
+    return _contiguous(attend_over_ranks_backward(*known, scale=scale, causal=causal, group=_kit(q, group)))
+
+
+@torch.library.custom_op("peerlane::ulysses_attention", mutates_args=())
+def _ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, group: str) -> torch.Tensor:
+    return attend_by_heads(q, k, v, scale=scale, causal=causal, group=_kit(q, group)).clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("peerlane::ulysses_attention_backward", mutates_args=())
+def _ulysses_backward(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, group: str
+) -> Tensors:
+    return _contiguous(attend_by_heads_backward(dout, q, k, v, scale=scale, causal=causal, group=_kit(q, group)))
+
+
+def _contiguous(gradients: Tensors) -> Tensors:
+    dq, dk, dv = (gradient.clone(memory_format=torch.contiguous_format) for gradient in gradients)
+    return dq, dk, dv
+
+
+def _like(*tensors: torch.Tensor) -> Tensors:
+    first, second, third = (torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors)
+    return first, second, third
+
+
+def _result(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return q.new_empty((*q.shape[:3], v.shape[3]))
+
+
+_ring.register_fake(
+    lambda q, k, v, scale, causal, group: (_result(q, v), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32))
+)
+_ulysses.register_fake(lambda q, k, v, scale, causal, group: _result(q, v))
+_ring_backward.register_fake(lambda dout, q, k, v, out, logarithms, scale, causal, group: _like(q, k, v))
+_ulysses_backward.register_fake(lambda dout, q, k, v, scale, causal, group: _like(q, k, v))
+
+
+def _remember_ring(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.settings = inputs[3:]
+
+
+def _remember_ulysses(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.settings = inputs[3:]
+
+
+def _ring_gradients(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return (*_ring_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None)
+
+
+def _ulysses_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return (*_ulysses_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None)
+
+
+_ring.register_autograd(_ring_gradients, setup_context=_remember_ring)
+_ulysses.register_autograd(_ulysses_gradients, setup_context=_remember_ulysses)
+
+
+def _by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, name: str) -> torch.Tensor:
+    """Of CPU ranks: keys and values are gathered."""
+    group, mask = process_group(name), None
+    gather: Any = differentiable.all_gather
+    keys, values = (torch.cat(gather(tensor.contiguous(), group or dist.group.WORLD), 1).transpose(1, 2) for tensor in (k, v))
+    if causal:
+        mask = torch.ones(q.shape[1], keys.shape[2], dtype=torch.bool).tril_(dist.get_rank(group) * q.shape[1])
+    return scaled_dot_product_attention(q.transpose(1, 2), keys, values, mask, scale=scale, enable_gqa=True).transpose(1, 2)
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's queries to all ranks' keys, of shards q (B, S, h, D), k (B, S, h_kv, D), v (B, S, h_kv, D_v) in rank order:
+    (B, S, h, D_v). ``causal`` counts in the whole sequence."""
+    name, factor = group_name(group), q.shape[3] ** -0.5 if scale is None else scale
+    if kit_group(q, name) is None and q.device.type == "cpu":
+        return _by_torch(q, k, v, factor, causal, name)
+    out: torch.Tensor = _ring(q, k, v, factor, causal, name)[0]
+    return out
+
+
+def ulysses_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """The same function as :func:`ring_attention`, where each rank computes its part of the heads for the whole sequence. q, k and v have
+    one shape, and the ranks divide h."""
+    name, factor = group_name(group), q.shape[3] ** -0.5 if scale is None else scale
+    if kit_group(q, name) is None and q.device.type == "cpu":
+        return _by_torch(q, k, v, factor, causal, name)
+    out: torch.Tensor = _ulysses(q, k, v, factor, causal, name)
+    return out

@@ -1,0 +1,30 @@
+"""Process groups as operators know them, by name, and the kit's groups of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from peerlane.device.group import Group, current_group, group_of
+
+
+def group_name(group: dist.ProcessGroup | None) -> str:
+    return "" if group is None else group.group_name
+
+
+def process_group(name: str) -> dist.ProcessGroup | None:
+    resolve: Any = dist.distributed_c10d.__dict__["_resolve_process_group"]
+    found: dist.ProcessGroup | None = resolve(name) if name else None
+    return found
+
+
+def kit_group(x: torch.Tensor, name: str) -> Group | None:
+    """The kit's group; None on CPU ranks, which have none."""
+    return group_of(process_group(name)) if x.is_cuda or current_group() is not None else None
+
+
+def world_size(name: str) -> int:
+    emulated = current_group()
+    return emulated.world_size if emulated is not None else dist.get_world_size(process_group(name))
