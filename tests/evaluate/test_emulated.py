@@ -88,7 +88,7 @@ def test_a_right_candidate_is_correct_in_every_case_and_its_launches_are_counted
         ("gather(group, x.nbytes)", "gather(group, 70)", CudaError, "illegal_address"),
         ("if x.numel():", "if group.rank == 0:", RuntimeFailure, "the ranks of a group do different things"),
         (FIRST_WAIT, "        ;\n", Unstable, "race"),
-        (SIGNAL, "", CudaError, "waited for ra"),
+        (SIGNAL, "", CudaError, "deadlock in gather"),
     ],
     ids=["rows_reversed", "a_size_of_another_case", "one_rank_alone", "missing_wait", "missing_signal"],
 )
