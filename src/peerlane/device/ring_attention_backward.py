@@ -11,6 +11,7 @@ from peerlane.device.attention import Sizes, supports
 from peerlane.device.attention_backward import Gradients, attention_backward, deltas, gradients, query_numbers
 from peerlane.device.collectives import communicator
 from peerlane.device.group import Group, group_of
+from peerlane.errors import UsageError
 
 _SCORES_AT_ONCE = 1 << 28
 
@@ -33,6 +34,11 @@ def attend_over_ranks_backward(
     shard, in a fixed order. What the tensor cores' kernel does not take, such as float32, is computed by torch."""
     ring = group_of(group)
     if not supports(q, k, v):
+        if len({tensor.shape for tensor in (dout, q, k, v)}) > 1:
+            raise UsageError(
+                f"gradients of attention in {q.dtype} with q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}: expected one shape; "
+                "repeat shared key heads, or convert the tensors to bfloat16"
+            )
         return _wide(ring, (dout, q, k, v), logarithms, deltas(dout, out), scale, causal)
     if ring.world_size == 1:
         return attention_backward(dout, q, k, v, out, logarithms, scale=scale, causal=causal, group=ring)
