@@ -36,8 +36,8 @@ def attend_over_ranks_backward(
     if not supports(q, k, v):
         if len({tensor.shape for tensor in (dout, q, k, v)}) > 1:
             raise UsageError(
-                f"gradients of attention in {q.dtype} with q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}: expected one shape; "
-                "repeat shared key heads, or convert the tensors to bfloat16"
+                f"gradients of attention in {q.dtype} with q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}: "
+                "expected one shape; repeat shared key heads, or convert the tensors to bfloat16"
             )
         return _wide(ring, (dout, q, k, v), logarithms, deltas(dout, out), scale, causal)
     if ring.world_size == 1:
