@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 import peerlane as pl
+from e2e.runs import wait_for
 from peerlane.errors import RunStopped, UsageError
 from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.evaluator import Silent
@@ -206,3 +209,25 @@ def test_a_slurm_array_gives_all_results(tmp_path: Path, monkeypatch: pytest.Mon
         assert f"#SBATCH --{option}\n" in script
     with pytest.raises(UsageError, match="the partition is full"):
         SlurmDispatcher("full", settings).run(replace(plan, out=tmp_path / "other"), Silent())
+
+
+@pytest.mark.slow
+def test_a_batch_ends_with_a_worker_that_is_killed() -> None:
+    """Its stdin stays open here, so that it does not end for want of a plan."""
+
+    def waits_for_its_plan() -> bool:
+        before = (batch / "stat").read_text().split()
+        time.sleep(0.3)
+        return before[2] == "S" and before == (batch / "stat").read_text().split()
+
+    reading, writing = os.pipe()
+    start = "import subprocess, sys, time; print(subprocess.Popen(sys.argv[1:], stdin=0).pid, flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", start, *BatchTask(b"", 1.0).command]
+    with subprocess.Popen(command, stdin=reading, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        batch = Path("/proc") / worker.stdout.readline().strip()
+        wait_for(waits_for_its_plan, 30, "a batch that waits for its plan")
+        worker.kill()
+        wait_for(lambda: not batch.exists() or "State:\tZ" in (batch / "status").read_text(), 10, "its end")
+    for descriptor in (reading, writing):
+        os.close(descriptor)

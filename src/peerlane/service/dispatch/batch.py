@@ -17,6 +17,7 @@ from peerlane.errors import PeerlaneError
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.plan import EvaluationPlan, Job
 from peerlane.evaluate.results.result import Result
+from peerlane.evaluate.sandbox.process_tree import die_with_parent
 
 
 def batch_plan(plan: EvaluationPlan, jobs: Sequence[Job]) -> EvaluationPlan:
@@ -51,9 +52,10 @@ def write_result(result: Result) -> str:
 
 
 def main() -> int:
-    """The process: nothing but results goes to stdout."""
+    """The process: nothing but results goes to stdout. It ends with its worker, for the farm then gives the node more work."""
     from peerlane.evaluate.processes.early import early_start
 
+    die_with_parent(os.getppid())
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     plan: EvaluationPlan = pickle.load(sys.stdin.buffer)
