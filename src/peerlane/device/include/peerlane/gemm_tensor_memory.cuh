@@ -68,7 +68,7 @@ __device__ inline void multiply_in_tensor_memory(typename Shape::Sum& sum, u32 g
         ptx::tensor_memory_fence_after();
         ptx::tensor_memory_give_back<N>(memory);
         if (ptx::elect_one()) {
-            for (u64& barrier : done[group]) ptx::mbarrier_invalidate(&barrier);
+            for (u64& barrier : done[group]) asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(ptx::shared_address(&barrier)) : "memory");
         }
         __syncwarp();
     }

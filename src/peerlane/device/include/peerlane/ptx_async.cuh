@@ -18,11 +18,6 @@ __device__ inline void mbarrier_init(u64* barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// Its memory may be used otherwise, or initialised again.
-__device__ inline void mbarrier_invalidate(u64* barrier) {
-    asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
 // After all inits, before the barrier that shows them to the other threads: makes them visible to the asynchronous proxy as well.
 __device__ inline void mbarrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
