@@ -1,6 +1,6 @@
 """A data-parallel training step behind the gradient: sums over ranks, Adam and new parameters, in one kernel.
 
-    parameters, exp_avg, exp_avg_sq = sharded_step(group, gradient, state, adam)        every rank updates a part
+    parameters, exp_avg, exp_avg_sq = adam_step(group, gradient, state, adam, sharded=True, gather=True)        every rank updates a part
 
 Gradients' parts go to their owners, which sum them in rank order, update their part, and, if asked, store the new parameters on all ranks.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from peerlane.device.collectives import communicator
 from peerlane.device.declare import F32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer
 from peerlane.device.group import Group, per_group
 from peerlane.device.kernels import element_type
@@ -89,6 +90,7 @@ class Adam:
     weight_decay: float = 0.0
 
 
+Pair = tuple[torch.Tensor, torch.Tensor]
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Parameters, first and second moments, flat."""
 
@@ -145,3 +147,16 @@ def mlp_gradient(x: torch.Tensor, y: torch.Tensor, flat: torch.Tensor, shapes: S
     torch.mm(d_hidden.t(), x, out=to_w1)
     torch.sum(d_hidden, 0, out=to_b1)
     return gradient
+
+
+def partitioned_mlp_step(group: Group, data: Pair, tensors: Sequence[torch.Tensor], moments: Pair, adam: Adam) -> tuple[torch.Tensor, ...]:
+    """Rank 0's W1, b1, W2, b2 and the rank's part of both moments, after a step on x and y (``data``) of every rank. Collective."""
+    shapes, size = [tensor.shape for tensor in tensors], moments[0].numel()
+    flat = tensors[0].new_empty(group.world_size * size)
+    if group.rank == 0:
+        torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat)
+    communicator(group).broadcast(flat, 0)
+    gradient = mlp_gradient(*data, flat, shapes)
+    state = flat[group.rank * size : (group.rank + 1) * size], *moments
+    parameters, *new_moments = adam_step(group, gradient, state, adam, sharded=True, gather=True)
+    return (*unflatten(parameters, shapes), *new_moments)

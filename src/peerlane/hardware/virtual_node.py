@@ -78,8 +78,8 @@ class VirtualNode:
     def rank_environment(self, rank: int, daemon: MpsDaemon | None = None) -> dict[str, str]:
         """What ``rank`` has in its environment before CUDA and NCCL start.
 
-        MPS gives no rank a percentage of its own: the SMs behind the percentages of several clients overlap, so that kernels which wait
-        for each other could each hold the SMs of another one. Kernels of the kit take a share of all SMs instead (``Group.sm_count``).
+        No rank gets a percentage from MPS. With 25 for each of four ranks on one H100, problems 11 to 14 and 16 hung at ``pkb``: the SMs
+        behind percentages seem to overlap. Kernels of the kit take a share of all SMs instead (``Group.sm_count``).
         """
         environment: dict[str, str] = {}
         if self.ranks_per_gpu > 1:

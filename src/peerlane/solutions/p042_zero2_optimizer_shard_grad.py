@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from peerlane.device import communicator, group_of
-from peerlane.device.training_step import Adam, adam_step, mlp_gradient, unflatten
+from peerlane.device import group_of
+from peerlane.device.training_step import Adam, partitioned_mlp_step
 
 
 def solution(
@@ -26,13 +26,5 @@ def solution(
     eps: float,
     step: int,
 ) -> tuple[torch.Tensor, ...]:
-    group, tensors, size = group_of(), (W1, b1, W2, b2), exp_avg_part.numel()
-    shapes = [tensor.shape for tensor in tensors]
-    flat = W1.new_empty(group.world_size * size)
-    if group.rank == 0:
-        torch.cat([tensor.reshape(-1) for tensor in tensors], out=flat)
-    communicator(group).broadcast(flat, 0)
-    gradient = mlp_gradient(X_local, y_local, flat, shapes)
-    state = flat[group.rank * size : (group.rank + 1) * size], exp_avg_part, exp_avg_sq_part
-    parameters, *moments = adam_step(group, gradient, state, Adam(lr, beta1, beta2, eps, step), sharded=True, gather=True)
-    return (*unflatten(parameters, shapes), *moments)
+    adam = Adam(lr, beta1, beta2, eps, step)
+    return partitioned_mlp_step(group_of(), (X_local, y_local), (W1, b1, W2, b2), (exp_avg_part, exp_avg_sq_part), adam)

@@ -22,7 +22,7 @@ def test_ranks_are_told_their_gpu_their_environment_and_their_backend() -> None:
     told = shared._config()
     assert told["backend"] == "peerlane" and told["gpu_of_rank"] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert told["writable"] == [str(daemon.folder)]
-    assert all("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in item for item in told["rank_environment"]), "their SMs would overlap"
+    assert all("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in item for item in told["rank_environment"]), "kernels locked up"
     assert len({item["NCCL_HOSTID"] for item in told["rank_environment"]}) == 8
     in_turns = Session("cuda", 8, Deadlines(), node=SLICES)._config()
     assert in_turns["backend"] == "nccl" and "writable" not in in_turns and "CUDA_MPS_PIPE_DIRECTORY" not in in_turns["rank_environment"][0]
