@@ -91,7 +91,7 @@ def test_blocks_of_a_cluster_share_an_operand(b_major: gemm.Major) -> None:
 
 @pytest.mark.parametrize(
     "scenario",
-    [all_gather_of_pairs, pytest.param(lambda: all_gather_of_pairs(3, communicator_blocks=2), marks=pytest.mark.slow)],
+    [all_gather_of_pairs, pytest.param(lambda: all_gather_of_pairs(3, communicator_blocks=2), marks=pytest.mark.long)],
     ids=["all_gather by warps", "all_gather by blocks"],
 )
 def test_clusters_communicate_as_blocks_do(scenario: Callable[[], Scenario]) -> None:
@@ -109,8 +109,8 @@ def test_two_groups_take_their_halves_of_transposed_operands() -> None:
     [
         (reduce_scatter, 2),
         (all_reduce, 2),
-        *(pytest.param(calls, size, marks=pytest.mark.slow) for calls, size in ((reduce_scatter, 4), (lagging, 3), (all_reduce, 4))),
-        *(pytest.param(calls, size, marks=pytest.mark.slow) for calls, size in ((reduce_scatter_of_pairs, 2), (all_reduce_of_pairs, 3))),
+        *(pytest.param(calls, size, marks=pytest.mark.long) for calls, size in ((reduce_scatter, 4), (lagging, 3), (all_reduce, 4))),
+        *(pytest.param(calls, size, marks=pytest.mark.long) for calls, size in ((reduce_scatter_of_pairs, 2), (all_reduce_of_pairs, 3))),
     ],
 )
 def test_a_sum_of_products_is_right_call_after_call(calls: Callable[[int], SumCalls], world_size: int, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_sum_of_products_is_right_call_after_call(calls: Callable[[int], SumCa
 
 
 @pytest.mark.parametrize("communicator_blocks", [0, 2], ids=["warps", "blocks"])
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_product_with_all_gather_is_right_call_after_call(world_size: int, communicator_blocks: int) -> None:
     report = check(all_gather(world_size, communicator_blocks=communicator_blocks), schedules=2)
     assert report.clean, str(report)
@@ -126,7 +126,7 @@ def test_a_product_with_all_gather_is_right_call_after_call(world_size: int, com
 
 @pytest.mark.parametrize(
     ("number", "label", "world_size"),
-    [(14, "ragged_bf16", 2), *(pytest.param(n, "tile_bf16", 4, marks=pytest.mark.slow) for n in (11, 13, 14, 15))],
+    [(14, "ragged_bf16", 2), *(pytest.param(n, "tile_bf16", 4, marks=pytest.mark.long) for n in (11, 13, 14, 15))],
 )
 def test_solutions_with_products_are_right(number: int, label: str, world_size: int) -> None:
     case = next(case for case in cases(problems.get(number), world_size) if case.label == label)
@@ -254,7 +254,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {"plain": plain, "plain_of_pairs"
 SUMS: dict[str, Callable[[], SumCalls]] = {"reduce_scatter": reduce_scatter, "all_reduce": all_reduce}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_line_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     twin = TWINS[name]

@@ -37,10 +37,10 @@ def judged(number: int, label: str, world_size: int, schedules: int = 2) -> Emul
         (28, "duplicates_bf16", 2),
         (29, "duplicates_bf16", 2),
         (26, "skewed_int64", 2),
-        *(pytest.param(number, "strided_group_bf16", 4, marks=pytest.mark.slow) for number in (28, 29)),
-        *(pytest.param(number, label, 4, marks=pytest.mark.slow) for number, label in ((29, "renamed_tokens_fp32"), (51, "two_each_bf16"))),
-        pytest.param(31, "no_bias_bf16", 2, marks=pytest.mark.slow),
-        pytest.param(27, "uneven_bf16", 2, marks=pytest.mark.slow),
+        *(pytest.param(number, "strided_group_bf16", 4, marks=pytest.mark.long) for number in (28, 29)),
+        *(pytest.param(number, label, 4, marks=pytest.mark.long) for number, label in ((29, "renamed_tokens_fp32"), (51, "two_each_bf16"))),
+        pytest.param(31, "no_bias_bf16", 2, marks=pytest.mark.long),
+        pytest.param(27, "uneven_bf16", 2, marks=pytest.mark.long),
     ],
 )
 def test_rows_go_to_their_experts_and_come_back(number: int, label: str, world_size: int) -> None:
@@ -56,7 +56,7 @@ def test_the_kernels_compile(kernel: str) -> None:
 
 @pytest.mark.parametrize(
     "tiling",
-    [moe_layer.TILINGS[0], *(pytest.param(tiling, marks=pytest.mark.slow) for tiling in moe_layer.TILINGS[1:])],
+    [moe_layer.TILINGS[0], *(pytest.param(tiling, marks=pytest.mark.long) for tiling in moe_layer.TILINGS[1:])],
     ids=lambda tiling: f"{tiling.rows}x{tiling.columns}",
 )
 @pytest.mark.parametrize("kernel", [moe_layer.MOE_UP, moe_layer.MOE_DOWN], ids=["up", "down"])
@@ -121,7 +121,7 @@ def test_a_kernel_that_has_lost_a_line_is_caught(name: str, monkeypatch: pytest.
     assert {finding.kind for finding in outcome.findings} & kinds
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_rank_alone_may_get_more_tokens_than_there_was_room_for() -> None:
     h, inner, counts = 16, 8, ((96, 40), (96, 150))
     draw = torch.Generator().manual_seed(1)

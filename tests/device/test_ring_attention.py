@@ -60,7 +60,7 @@ def test_the_solution_is_right(label: str) -> None:
     require_correct(judge(solutions.files()[54], 54, case, schedules=1))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("number", "world_size", "label"),
     [(54, 4, "nan_last_bf16"), (54, 4, "interleaved_groups_bf16"), (55, 4, "context_inner_bf16"), (56, 4, "chain_bf16")],
@@ -70,7 +70,7 @@ def test_solutions_are_right_on_more_ranks(number: int, world_size: int, label: 
     require_correct(judge(solutions.files()[number], number, case, schedules=1))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("world_size", "length"), [(2, 130), (3, 130)])
 def test_ranks_that_compute_for_others_are_right(world_size: int, length: int, tmp_path: Path) -> None:
     outcome, worst = run(tmp_path, world_size, length, causal=True, balanced=True, calls=2)
@@ -89,7 +89,7 @@ TWINS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     balanced, line, instead = TWINS[name]

@@ -82,6 +82,7 @@ def large_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "page.html"
 
 
+@pytest.mark.long  # loads are timed: beside other tests they take longer
 @pytest.mark.parametrize("size", ["suite_page", "large_page"])
 def test_it_loads_fast_and_draws_its_plots(browser: Any, size: str, request: pytest.FixtureRequest) -> None:
     opened = [Opened(browser, request.getfixturevalue(size)) for _ in range(3)]
