@@ -286,7 +286,7 @@ def test_a_deadline_missed_on_an_overloaded_machine_is_no_final_verdict(tmp_path
     options: Any = {"presets": ("small",), "deadlines": Deadlines().with_calls(0.3), "stress": STRESS, "out": tmp_path, "modes": ()}
     with pl.Evaluator(2, "cpu", **options) as evaluator:
         final = evaluator.evaluate(1, SLEEPS)
-        assert isinstance(final.verdict, Hang) and final.verdict.deadline_s == 0.6 and "overloaded" not in final.flags
+        assert isinstance(final.verdict, Hang) and final.verdict.deadline_s >= 0.6 and "overloaded" not in final.flags
         marked_ = evaluator.evaluate(1, SLEEPS + "#")
         assert "overloaded" in marked_.flags and evaluator._store is not None
         assert evaluator._store.has(final.identity) and not evaluator._store.has(marked_.identity)

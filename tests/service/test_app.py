@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,16 @@ def test_a_cancelled_task_ends_its_evaluation(running: Running) -> None:
     begin = time.monotonic()
     assert not asyncio.run(cancel(also=True)) and time.monotonic() - begin < 2.5
     assert asyncio.run(cancel(also=False))
+
+
+def test_a_job_that_is_taken_back_while_another_call_asks_for_it_is_judged(running: Running) -> None:
+    """The other call was under way, so that nobody knew yet that it wants the job."""
+    source = "# sleep 1 taken back"
+    with client(running) as judge, ThreadPoolExecutor(1) as threads:
+        wanted = threads.submit(judge.evaluate, 1, source)
+        wait_for(lambda: running.judged[source] > 0 and bool(judge._wanted), 10, "a running job")
+        judge._take_back(next(iter(judge._wanted)))
+        assert wanted.result(20).correct
 
 
 def test_failures_of_the_machine_are_no_verdict(running: Running) -> None:

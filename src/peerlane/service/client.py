@@ -86,6 +86,7 @@ class Client:
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._wanted: Counter[str] = Counter()
+        self._taken_back: set[str] = set()
         """by job, calls that wait for it"""
         self._calls: set[_Call] = set()
 
@@ -183,6 +184,9 @@ class Client:
                 answer = self._ask("GET", f"/v1/jobs/{job['id']}?wait={_POLL_S:g}", None, call)
                 # A service that lost its folder does not know the job any more.
                 job = answer.body if answer.status == 200 else self._submit(body, call)
+                if job["state"] == "cancelled" and job["id"] in self._taken_back:  # by another call, while this one was under way
+                    self._taken_back.discard(job["id"])
+                    job = self._submit(body, call)
         except _Stop:
             raise ServiceFault("cancelled here") from None
         finally:
@@ -234,6 +238,7 @@ class Client:
             self._stop(call)
 
     def _take_back(self, job: str) -> None:
+        self._taken_back.add(job)
         with contextlib.suppress(*_BROKEN):
             self._send("DELETE", f"/v1/jobs/{job}", None)
 
