@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -121,20 +122,39 @@ def test_a_kernel_that_has_lost_a_line_is_caught(name: str, monkeypatch: pytest.
     assert {finding.kind for finding in outcome.findings} & kinds
 
 
-@pytest.mark.long
-def test_one_rank_alone_may_get_more_tokens_than_there_was_room_for() -> None:
-    h, inner, counts = 16, 8, ((96, 40), (96, 150))
+def judged_layers(batches: Sequence[tuple[list[int], int]], owners: Callable[[int, int], range | None], world_size: int) -> None:
+    """Calls of one group, each with (tokens of every rank, experts), against the layer in torch. Ranks have the same weights."""
+    h, inner = 16, 8
     draw = torch.Generator().manual_seed(1)
     gate, up, down = layers = tuple(
         torch.nn.Linear(a, b, bias=False, dtype=torch.bfloat16) for a, b in ((h, inner), (h, inner), (inner, h))
     )
-    router = torch.randn(2, h, generator=draw).to(torch.bfloat16)
-    ranks = EmulatedRanks(2, schedules=1)
-    own = [(router.clone(), copy.deepcopy(layers)) for _ in range(2)]
-    ranks.load(lambda rank: lambda tokens: moe_layer.gated_experts(group_of(), tokens, (own[rank][0], None), own[rank][1], 1))
-    for tokens_of in counts:
-        tokens = [torch.randn(count, h, generator=draw).to(torch.bfloat16) for count in tokens_of]
-        for x, y in zip(tokens, ranks.call([(x,) for x in tokens], lambda rank, output: output.detach().clone()), strict=True):
+    own = [copy.deepcopy(layers) for _ in range(world_size)]
+    ranks = EmulatedRanks(world_size, schedules=1)
+    ranks.load(
+        lambda rank: lambda tokens, router: moe_layer.gated_experts(
+            group_of(), tokens, (router, None), own[rank], 1, owners(rank, router.shape[0])
+        )
+    )
+    for counts, experts in batches:
+        router = torch.randn(experts, h, generator=draw).to(torch.bfloat16)
+        tokens = [torch.randn(count, h, generator=draw).to(torch.bfloat16) for count in counts]
+        results = ranks.call([(x, router.clone()) for x in tokens], lambda rank, output: output.detach().clone())
+        for x, y in zip(tokens, results, strict=True):
             weight = torch.nn.functional.linear(x, router).softmax(-1).amax(1, keepdim=True)
             torch.testing.assert_close(y, down(torch.nn.functional.silu(gate(x)) * up(x)) * weight, rtol=0.05, atol=0.01)
     assert not [finding for report in ranks.reports() for finding in report.findings]
+
+
+@pytest.mark.long
+def test_one_rank_alone_may_get_more_tokens_than_there_was_room_for() -> None:
+    judged_layers([([96, 40], 2), ([96, 150], 2)], lambda rank, experts: None, 2)
+
+
+@pytest.mark.long
+def test_calls_in_blocks_of_ranks_share_a_layer_with_calls_of_all_ranks() -> None:
+    def block(rank: int, experts: int) -> range:
+        first = rank // experts * experts
+        return range(first, first + experts)
+
+    judged_layers([([5, 9, 0, 7], 2), ([5, 9, 0, 7], 4)], block, 4)

@@ -81,7 +81,7 @@ def check(ranks: LocalRanks, case: Mixture, timed: bool) -> dict[str, object]:
         shapes = ((case.inner, case.h), (case.inner, case.h), (case.h, case.inner))
         layers.append(tuple((torch.randn(case.own * m, n, device=group.device) / n**0.5).to(BF16) for m, n in shapes))
     k = min(case.k, count * case.own)
-    sizes = ExpertSizes(case.tokens, k, case.h, case.inner, case.own, 1, 0, BF16)
+    sizes = ExpertSizes(case.tokens, k, case.h, case.inner, case.own, 1, BF16)
     made = [ExpertLayer(group, sizes, TIMEOUT_S) for group in ranks.each()]
 
     def call(rank: int, contents: Contents) -> torch.Tensor:

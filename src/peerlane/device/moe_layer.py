@@ -49,8 +49,8 @@ MOE_DOWN = DeclaredKernel(
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """A token's ``k`` experts, in groups of ``share`` with one set of weights; ``own`` groups on each rank. Groups are numbered
-    over all ranks, and experts from group ``first`` on. Tokens are those of this rank at most, the rest is the same on all ranks."""
+    """A token's ``k`` experts, in groups of ``share`` with one set of weights; ``own`` groups on each rank, numbered over all ranks.
+    Tokens are those of this rank at most, the rest is the same on all ranks."""
 
     tokens: int
     k: int
@@ -58,7 +58,6 @@ class ExpertSizes:
     inner: int
     own: int
     share: int
-    first: int
     dtype: torch.dtype
 
     def check(self, world_size: int) -> None:
@@ -87,7 +86,7 @@ class ExpertLayer:
         self.tilings = up, down
         self.rows = at_rank + UNIT_ROWS * groups + tile_rows * own  # of a rank at most: units and tiles are filled up
         home_units = most * min(sizes.k, groups) // UNIT_ROWS + groups
-        same = {name: getattr(sizes, name) for name in _SIZES}
+        same = {name: getattr(sizes, name) for name in _SIZES if name != "first"}
         common = {"timeout_s": timeout_s, "resident": True, **same}
         self.up: BoundKernel = MOE_UP.bind(
             group, grid=group.sm_count, block=up.threads, shared_bytes=up.shared_bytes, defines=up.defines(sizes.dtype, "k", "k"),
@@ -133,9 +132,11 @@ class ExpertLayer:
         weights: torch.Tensor,
         layers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         biases: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
+        first: int = 0,
     ) -> torch.Tensor:
         """tokens (T, H); experts (T, k), int64, different ones for a token; weights (T, k). ``layers`` are gate, up (own inner, H) and down
-        (own H, inner) of this rank's groups one below the other, ``biases`` theirs. Everything but experts in one dtype."""
+        (own H, inner) of this rank's groups one below the other, ``biases`` theirs. Everything but experts in one dtype. Experts of this
+        rank's tokens are numbered from group ``first`` on."""
         sizes, (gate, up, down), (up_tiling, down_tiling) = self.sizes, layers, self.tilings
         count = tokens.shape[0]
         wanted = (sizes.own * sizes.inner, sizes.h), (sizes.own * sizes.inner, sizes.h), (sizes.own * sizes.h, sizes.inner)
@@ -147,12 +148,13 @@ class ExpertLayer:
         y = torch.empty_like(tokens, memory_format=torch.contiguous_format)
         half, gate_bias, up_bias, down_bias = (up_tiling.columns // 2, PANEL), *biases
         self.up(
-            tokens=count,
+            tokens=count, first=first,
             x=tokens.contiguous(), experts=experts.contiguous(), weights=weights.contiguous(), gate_bias=gate_bias, up_bias=up_bias,
             gate=self.maps(gemm.aligned(gate), half, sizes.own), up=self.maps(gemm.aligned(up), half, sizes.own),
         )  # fmt: skip
         self.down(
             tokens=count,
+            first=first,
             down=self.maps(gemm.aligned(down), (down_tiling.columns, PANEL), sizes.own),
             down_bias=down_bias,
             experts=experts.contiguous(),
@@ -163,7 +165,7 @@ class ExpertLayer:
 
 @per_group
 def expert_layer(group: Group, sizes: ExpertSizes) -> ExpertLayer:
-    """The group's one :class:`ExpertLayer` for this rank's sizes; the first call is collective."""
+    """The group's one :class:`ExpertLayer` for these sizes; the first call is collective."""
     return ExpertLayer(group, sizes)
 
 
@@ -197,8 +199,9 @@ def gated_experts(
     if len(owners) == 1:
         return expert(tokens) * weights.sum(1, keepdim=True)
     if tokens.dtype in gemm.ELEMENT_TYPES and not h % 8 and not inner % 8:
-        sizes = ExpertSizes(room_for(group, tokens.shape[0]), top_k, h, inner, 1, share, owners.start, tokens.dtype)
-        return expert_layer(group, sizes)(tokens, experts, weights, (gate, up, down), (gate_bias, up_bias, down_bias))
+        sizes = ExpertSizes(room_for(group, tokens.shape[0]), top_k, h, inner, 1, share, tokens.dtype)
+        layer = expert_layer(group, sizes)
+        return layer(tokens, experts, weights, (gate, up, down), (gate_bias, up_bias, down_bias), owners.start)
     sent_to = owners.start + experts.flatten() // share
     order = sent_to.argsort(stable=True)
     sent = torch.bincount(sent_to, minlength=group.world_size)
