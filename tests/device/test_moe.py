@@ -132,8 +132,8 @@ def judged_layers(batches: Sequence[tuple[list[int], int]], owners: Callable[[in
     own = [copy.deepcopy(layers) for _ in range(world_size)]
     ranks = EmulatedRanks(world_size, schedules=1)
     ranks.load(
-        lambda rank: lambda tokens, router: moe_layer.gated_experts(
-            group_of(), tokens, (router, None), own[rank], 1, owners(rank, router.shape[0])
+        lambda rank: (
+            lambda tokens, router: moe_layer.gated_experts(group_of(), tokens, (router, None), own[rank], 1, owners(rank, router.shape[0]))
         )
     )
     for counts, experts in batches:
