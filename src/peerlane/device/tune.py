@@ -3,16 +3,17 @@
     tiling = choose(group, "gemm_all_reduce", (m, n, k), options, make)      collective
     report()                                                                what was chosen in this process, and how
 
-``options`` come best first by the kernel's model. All ranks time one after the other, for a few launches each, until the budget is used up;
-an option counts with its slowest rank's time, so all ranks choose the same. What was chosen is kept in the cache folder, for this kernel,
-shape, world size and class of node. The model alone decides without ``PEERLANE_TUNE=1``, while a graph is captured, and where ranks do not
-run at the same time on GPUs.
+``options`` come best first by the kernel's model. Each one is timed beside the best before it, in short stretches that take turns, until
+the budget is used up. An option counts with its slowest rank's time, so all ranks choose the same. What was chosen is kept in the cache
+folder, for this kernel, shape, world size and class of node. The model alone decides without ``PEERLANE_TUNE=1``, while a graph is
+captured, and where ranks do not run at the same time on GPUs.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -27,11 +28,11 @@ from peerlane.device.group import Group
 
 Option = TypeVar("Option")
 
-BUDGET_S = 2.5
-"""for one shape, compiling included; the first option is always timed to its end"""
-LAUNCHES = 6
+BUDGET_S = 2.7
+"""for one shape, compiling included; the first two options are always timed"""
+STRETCHES, LAUNCHES = 5, 4
 WORTH_IT = 0.97
-"""An option has to be that much faster than the model's, as a share of its time: what is less is noise."""
+"""An option has to take less than this share of the best one's time before it: a smaller gain is noise."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +78,8 @@ def choose(
         if known in names:
             chosen = Choice(kernel, shape, known, "cache")
         else:
-            times = _times(group, options, make)
-            best = min(times, key=lambda name: times[name])
-            chosen = Choice(kernel, shape, best if times[best] < WORTH_IT * times[names[0]] else names[0], "measured", times)
+            best, times = _best(group, options, make)
+            chosen = Choice(kernel, shape, str(best), "measured", times)
             if group.rank == 0:
                 _keep(_file(), key, chosen.option)
     else:
@@ -93,28 +93,49 @@ def node_class(group: Group) -> list[str | int]:
     return [torch.cuda.get_device_name(group.device), group.sm_count, group.ranks_per_device]
 
 
-def _times(
+def _best(
     group: Group, options: Sequence[Option], make: Callable[[Option], tuple[Callable[[], object], Callable[[], None]]]
-) -> dict[str, float]:
-    """The slowest rank's microseconds of each option until the budget is used up."""
-    begin, times = time.monotonic(), dict[str, float]()
-    for option in options:
+) -> tuple[Option, dict[str, float]]:
+    """The best option, and the microseconds of those that were timed before the budget was used up. Two of them have memory at a time."""
+
+    def ready(option: Option) -> tuple[Callable[[], object], Callable[[], None]]:
         call, close = make(option)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call, unused-ignore]
         call()
         torch.cuda.synchronize(group.device)
-        group.exchange(None)
-        events[0].record()
-        for _ in range(LAUNCHES):
-            call()
-        events[1].record()
-        events[1].synchronize()
-        spent = group.exchange([events[0].elapsed_time(events[1]) * 1e3 / LAUNCHES, time.monotonic() - begin])
-        close()  # all ranks have come here, behind their last launch
-        times[str(option)] = max(us for us, _ in spent)
-        if max(seconds for _, seconds in spent) > BUDGET_S:
+        return call, close
+
+    begin, times, best = time.monotonic(), dict[str, float](), options[0]
+    call, close = ready(best)
+    for option in options[1:]:
+        started = time.monotonic()
+        other, close_other = ready(option)
+        times[str(best)], times[str(option)] = _in_turns(group, (call, other))
+        if times[str(option)] < WORTH_IT * times[str(best)]:
+            best, call, other, close, close_other = option, other, call, close_other, close
+        close_other()  # all ranks are behind their last launch
+        now = time.monotonic()
+        if max(group.exchange(now - begin + now - started)) > BUDGET_S:  # another option takes about as long as this one
             break
-    return times
+    close()
+    return best, times
+
+
+def _in_turns(group: Group, calls: Sequence[Callable[[], object]]) -> list[float]:
+    """The slowest rank's microseconds of each call: the median of stretches that take turns."""
+    own: list[list[float]] = [[] for _ in calls]
+    for _ in range(STRETCHES):
+        for call, known in zip(calls, own, strict=True):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call, unused-ignore]
+            group.exchange(None)
+            call()  # ranks wait for each other in it
+            events[0].record()
+            for _ in range(LAUNCHES):
+                call()
+            events[1].record()
+            events[1].synchronize()
+            known.append(events[0].elapsed_time(events[1]) * 1e3 / LAUNCHES)
+    of_ranks = group.exchange(own)
+    return [statistics.median(map(max, zip(*(rank[i] for rank in of_ranks), strict=True))) for i in range(len(calls))]
 
 
 def _file() -> Path:
