@@ -34,6 +34,8 @@ TWINS = [
     (23, "ragged_fp32", "sums.push(0, loss * tokens)", "sums.push(0, loss)"),
     (24, "plain_fp32", "loss = exchange.pull(0, loss, [](float a, float b) { return a + b; });", ""),
     (30, "odd_bf16", "kit.all_reduce(packed)", "packed.mul_(2)"),
+    (32, "rank_one_bf16", "torch.addmm(layer.weight, b, a)", "layer.weight.detach()"),
+    (58, "fp32", "column + e == args.first + row", "column + e == row"),
     (33, "same_axis_bf16", "cut=scatter).reshape", "cut=scatter).flip(scatter + 1).reshape"),
     (34, "ragged_bf16", "x.contiguous()", "x.contiguous() * (ranks.member.rank > 0)"),
     (35, "one_empty_bf16", "Peers<WORLD_SIZE>(arena, args.flags).barrier(0, epoch);", ""),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -169,15 +170,25 @@ def expert_layer(group: Group, sizes: ExpertSizes) -> ExpertLayer:
     return ExpertLayer(group, sizes)
 
 
+class Weights(NamedTuple):
+    """A linear layer that is no module: weight (out, in), bias (out,)."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+Layer = torch.nn.Linear | Weights
+
+
 def gated_experts(
     group: Group,
     tokens: torch.Tensor,
     router: tuple[torch.Tensor, torch.Tensor | None],
-    layers: tuple[torch.nn.Linear, torch.nn.Linear, torch.nn.Linear],
+    layers: tuple[Layer, Layer, Layer],
     top_k: int,
     owners: range | None = None,
 ) -> torch.Tensor:
-    """A mixture whose experts on a rank are one function, down(silu(gate) * up), as problems 31 and 49 to 51 have it.
+    """A mixture whose experts on a rank are one function, down(silu(gate) * up), as problems 31, 32 and 49 to 51 have it.
 
     ``owners``: the ranks of the group that hold the experts of this rank's tokens, this one among them; all of them if None. float32 and
     sizes that are no multiples of 8 are exchanged by all-to-alls between products, and wait for the device."""

@@ -1,0 +1,43 @@
+"""Problem 32, a mixture-of-experts layer with low-rank adapters: the adapters are added to the weights, and two kernels are the layer.
+
+W z + B (A z) is (W + B A) z. The sum W + B A is rounded once, and costs one pass over the weights. The layer's kernels are those of
+problem 31, so the host waits for nothing. The device code is ``device/include/peerlane/moe_layer.cuh``."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from peerlane.device import group_of
+from peerlane.device.moe_layer import Weights, gated_experts
+
+
+def adapted(layer: torch.nn.Linear, a: torch.Tensor, b: torch.Tensor) -> Weights:
+    return Weights(torch.addmm(layer.weight, b, a), layer.bias)
+
+
+@torch.no_grad()
+def solution(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    gate_bias: torch.Tensor | None,
+    gate_proj: torch.nn.Linear,
+    up_proj: torch.nn.Linear,
+    down_proj: torch.nn.Linear,
+    lora_gate_A: torch.Tensor,
+    lora_gate_B: torch.Tensor,
+    lora_up_A: torch.Tensor,
+    lora_up_B: torch.Tensor,
+    lora_down_A: torch.Tensor,
+    lora_down_B: torch.Tensor,
+    num_experts: int,
+    top_k: int,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    ranks, tokens = group_of(group), hidden_states.reshape(-1, hidden_states.shape[-1])
+    layers = (
+        adapted(gate_proj, lora_gate_A, lora_gate_B),
+        adapted(up_proj, lora_up_A, lora_up_B),
+        adapted(down_proj, lora_down_A, lora_down_B),
+    )
+    return gated_experts(ranks, tokens, (gate_weight, gate_bias), layers, top_k)
