@@ -140,3 +140,9 @@ def test_an_exchange_of_axes_says_what_it_takes(tmp_path: Path) -> None:
     path.write_text(text)
     failure = judge(path, 36, case_of(36, "padded_bf16")).outcome.failure
     assert failure is not None and "expected two axes" in str(failure[1])
+
+
+def test_roles_share_the_registers_that_a_block_begins_with() -> None:
+    """With more, a group waits for registers that nobody gives back: 2 x 240 + 32 is a block's 65536, of which 384 threads begin with 64512."""
+    tables = "RoleTable{2, 40, 232}.fits() && RoleTable{3, 32, 160}.fits() && !RoleTable{2, 32, 240}.fits() && !RoleTable{3, 40, 160}.fits()"
+    compile_cubin(f"#include <peerlane/roles.cuh>\nusing namespace peerlane;\nstatic_assert({tables});\n")

@@ -1,21 +1,26 @@
 """Gradients of attention on this machine's first GPU: right numbers for many shapes, then the speed beside torch's backward pass.
 
-    PYTHONPATH=src python tests/gpu/check_attention_backward.py [--seconds 60] [--lengths 4096 ...] [--out FOLDER]
+    PYTHONPATH=src python tests/gpu/check_attention_backward.py [--seconds 60] [--lengths 4096 ...] [--only dq] [--out FOLDER]
 
 Gradients are compared with those of float32 attention. A speed is the median of stretches that take turns, in TFLOP/s of the five
 products of the mask's pairs that no algorithm can do without. ``kit`` is the whole backward pass, ``dq`` and ``dkv`` are its two kernels
-alone. The script writes attention_backward.json, and backward_failures.txt if something is wrong. It exits with 1 then.
+alone. The script prints every step before it begins, and ends where a step takes longer than STEP_S. It writes attention_backward.json
+after each speed, and backward_failures.txt if something is wrong. It exits with 1 then.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import math
+import multiprocessing
+import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +29,25 @@ from check_attention import BF16, FP16, HIDDEN, TOKENS, TORCH, expected, millise
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from peerlane.device import attention, attention_backward
+from peerlane.device import attention, attention_backward, compile_cubin
 from peerlane.device.attention import Sizes
-from peerlane.device.attention_backward import BackwardTiling, deltas, query_numbers
+from peerlane.device.attention_backward import BackwardTiling, choose_tiling, deltas, query_numbers
 from peerlane.device.local import LocalRanks
 from peerlane.hardware.environment import record
 
-# batch, queries, keys, heads, key heads, depth, depth of values, causal, dtype
+# batch, queries, keys, heads, key heads, depth, depth of values, causal, dtype; the simplest first
 SHAPES = (
+    (1, 64, 64, 1, 1, 64, 64, False, BF16),
+    (1, 128, 128, 1, 1, 64, 64, False, BF16),
     (2, 256, 256, 4, 4, 128, 128, False, BF16),
-    (2, 256, 256, 4, 4, 64, 64, True, FP16),
     (1, 1000, 1000, 8, 2, 128, 128, True, BF16),
     (3, 333, 777, 6, 1, 64, 64, True, BF16),
-    (2, 777, 333, 2, 2, 128, 128, False, FP16),
     (16, 4, 16, 8, 8, 64, 64, False, BF16),
     (2, 5, 10, 3, 3, 16, 8, True, BF16),
     (1, 130, 2100, 5, 5, 96, 128, False, BF16),
     (1, 2048, 2048, 16, 4, 128, 128, True, BF16),
+    (2, 256, 256, 4, 4, 64, 64, True, FP16),
+    (2, 777, 333, 2, 2, 128, 128, False, FP16),
     (2, 200, 130, 2, 1, 128, 128, True, FP16),
 )
 POINTS = tuple((depth, length, causal) for length in (4096, 16384) for depth in (128, 64) for causal in (False, True))
@@ -53,26 +60,63 @@ TILINGS = (
     BackwardTiling(False, 2, 128, 128, 4),
     BackwardTiling(False, 2, 64, 128, 6),
 )
+BEGIN = time.perf_counter()
+KERNELS = ("dq", "dkv")
+STEP_S = 15
+"""Of one launch and what it is compared with, and of one point of speed. A kernel that waits for itself gives up later."""
 
 
-def check(group: Any, shape: tuple[Any, ...]) -> str:
-    """What is wrong, or nothing."""
+def say(text: str) -> None:
+    print(f"{time.perf_counter() - BEGIN:6.1f} s  {text}", flush=True)
+
+
+def compile_one(job: tuple[str, tuple[tuple[str, str | int], ...]]) -> None:
+    source, defines = job
+    compile_cubin(source, arch="sm_90a", defines=dict(defines))
+
+
+def compile_ahead() -> None:
+    """All kernels of both lists, before this process touches the GPU, by as many processes as there are cores."""
+    tilings = {(tiling, BF16) for tiling in TILINGS}
+    for _, queries, keys, _, _, depth, value_depth, _, dtype in SHAPES:
+        tilings |= {(choose_tiling(of_keys, keys if of_keys else queries, max(depth, value_depth)), dtype) for of_keys in (False, True)}
+    jobs = {(attention_backward.SOURCE, (("SHAPE", tiling.define(dtype)),)) for tiling, dtype in tilings}
+    for depth, length, causal in POINTS:
+        forward = attention.defines(attention.choose_tiling(length, length, depth, causal), BF16, causal)
+        jobs.add((attention.SOURCE, tuple(forward.items())))
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
+        list(pool.map(compile_one, jobs))
+    say(f"{len(jobs)} kernels are compiled")
+
+
+def check(group: Any, shape: tuple[Any, ...], kernels: Sequence[str]) -> list[str]:
+    """What is wrong."""
     batch, queries, keys, heads, key_heads, depth, value_depth, causal, dtype = shape
     q = torch.randn(batch, queries, heads, depth, device="cuda").to(dtype) * 2
     k, v = (torch.randn(batch, keys, key_heads, d, device="cuda").to(dtype) for d in (depth, value_depth))
     dout = torch.randn(batch, queries, heads, value_depth, device="cuda").to(dtype)
     wide = [tensor.float().requires_grad_() for tensor in (q, k, v)]
-    full, _ = expected(*wide, causal, depth**-0.5)
+    full, logarithms = expected(*wide, causal, depth**-0.5)
     wanted = torch.autograd.grad(full, wide, dout.float())
-    out, logarithms = attention.attention(q, k, v, causal=causal, group=group)
-    calls = [attention_backward.attention_backward(dout, q, k, v, out, logarithms, causal=causal, group=group) for _ in range(2)]
-    torch.cuda.synchronize()
-    limit = 1e-2 if dtype == BF16 else 2e-3
-    errors = [float((got.float() - want).norm() / want.norm()) for got, want in zip(calls[0], wanted, strict=True)]
-    told = f"{shape}: errors of dq, dk, dv {', '.join(f'{error:.2e}' for error in errors)}, limit {limit}"
-    if not all(error < limit for error in errors):
-        return told
-    return "" if all(torch.equal(one, other) for one, other in zip(*calls, strict=True)) else f"{shape}: two calls differ"
+    out, logarithms = full.detach().to(dtype), logarithms.detach().contiguous()
+    known = {"q": q, "k": k, "v": v, "dout": dout, "numbers": query_numbers(logarithms, deltas(dout, out))}
+    sizes, limit, told = Sizes.of(q, k, causal, None), 1e-2 if dtype == BF16 else 2e-3, list[str]()
+    for kernel, names, wants in (("dq", ("dq",), wanted[:1]), ("dkv", ("dk", "dv"), wanted[1:])):
+        if kernel not in kernels:
+            continue
+        faulthandler.dump_traceback_later(STEP_S, exit=True)
+        say(f"{shape}: {kernel}")
+        results, again = (attention_backward.gradients(group, known, sizes, None, of_keys=kernel == "dkv") for _ in range(2))
+        torch.cuda.synchronize()
+        for name, got, other, want in zip(names, results, again, wants, strict=True):
+            error = float((got.float() - want).norm() / want.norm())
+            if not error < limit:
+                told.append(f"{shape}: error of {name} {error:.2e}, limit {limit}")
+            elif not torch.equal(got, other):
+                told.append(f"{shape}: two calls of {name} differ")
+    for line in told:
+        say(line)
+    return told
 
 
 def speed(group: Any, depth: int, length: int, causal: bool) -> dict[str, Any]:
@@ -116,22 +160,30 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=60.0, help="speeds that would begin later are left out")
     parser.add_argument("--lengths", type=int, nargs="*", help="tokens of the speeds; all by default")
+    parser.add_argument("--only", nargs="*", choices=KERNELS, default=KERNELS, help="kernels to check; speeds are of both")
     parser.add_argument("--out", type=Path, default=Path("."))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    begin, failures, rows = time.perf_counter(), list[str](), list[dict[str, Any]]()
+    failures, rows = list[str](), list[dict[str, Any]]()
+    faulthandler.enable()
+    compile_ahead()
     (group,) = LocalRanks(1).groups
     torch.manual_seed(1)
     try:
-        failures += [told for shape in SHAPES if (told := check(group, shape))]
-        print(f"{len(failures)} failures in {len(SHAPES)} shapes, {time.perf_counter() - begin:.0f} s", flush=True)
+        for shape in SHAPES:
+            failures += check(group, shape, options.only)
+        say(f"{len(failures)} failures in {len(SHAPES)} shapes")
         for depth, length, causal in POINTS:
-            if time.perf_counter() - begin < options.seconds and (not options.lengths or length in options.lengths):
+            if time.perf_counter() - BEGIN < options.seconds and (not options.lengths or length in options.lengths):
+                faulthandler.dump_traceback_later(STEP_S, exit=True)
                 rows.append(speed(group, depth, length, causal))
-                print(json.dumps(rows[-1]), flush=True)
+                say(json.dumps(rows[-1]))
+                (options.out / "attention_backward.json").write_text(
+                    json.dumps({"environment": record(), "speeds": rows}, indent=1, default=str)
+                )
     except Exception:
         failures.append(traceback.format_exc())
-    (options.out / "attention_backward.json").write_text(json.dumps({"environment": record(), "speeds": rows}, indent=1, default=str))
+    faulthandler.cancel_dump_traceback_later()
     if failures:
         (options.out / "backward_failures.txt").write_text("\n\n".join(failures))
         print("\n".join(told[-600:] for told in failures[:8]))

@@ -20,7 +20,7 @@ namespace peerlane {
 template <class Element, int Groups, int Columns, int Depth, int Slots, int OutputSlots, bool OfKeys>
 struct BackwardShape {
     using E = Element;
-    static constexpr RoleTable roles{Groups, 32, 240};
+    static constexpr RoleTable roles{Groups, 40, 232};
     static constexpr int rows = 64 * Groups;
     static constexpr int columns = Columns;
     static constexpr int depth = Depth;

@@ -30,8 +30,11 @@ struct RoleTable {
     constexpr int threads() const { return group_threads * (1 + consumer_groups); }
     // One group of consumers has as many as a thread can have.
     constexpr bool moves_registers() const { return consumer_groups > 1; }
+    // What a thread begins with. A block never holds more than its threads begin with. A group that asks for more waits without a time limit.
+    constexpr int entry_registers() const { return 65536 / threads() / 8 * 8; }
     constexpr bool fits() const {
-        return consumer_groups >= 1 && consumer_groups <= 3 && service_registers + consumer_groups * consumer_registers <= 65536 / group_threads;
+        return consumer_groups >= 1 && consumer_groups <= 3 &&
+               (!moves_registers() || service_registers + consumer_groups * consumer_registers <= (1 + consumer_groups) * entry_registers());
     }
 };
 
@@ -223,7 +226,7 @@ __device__ inline auto role_span(const Kernel& kernel, u32 role, u32 kind, u32 g
 template <class Kernel>
 __device__ inline void run_roles(const Kernel& kernel, u32 communicator_blocks = 0) {
     constexpr RoleTable roles = Kernel::roles;
-    static_assert(roles.fits(), "the registers of all warpgroups exceed a block's 65536");
+    static_assert(roles.fits(), "the registers of all warpgroups exceed those that the block begins with: 504 of two groups and the service group, 512 of three");
     constexpr u32 blocks = cluster_blocks<Kernel>;
     static_assert(blocks == 1 || !ClaimsTiles<Kernel>, "blocks of a cluster work on the same tile, each claims its own");
     static_assert(!requires { &Kernel::communicate; } || roles.consumer_groups <= 2, "with three groups of consumers there is no spare warp");
