@@ -1,6 +1,6 @@
 """Attention on this machine's first GPU: right numbers for many shapes, then its speed beside torch's attention.
 
-    PYTHONPATH=src python tests/gpu/check_attention.py [--tilings all|chosen] [--seconds 60] [--ring 4] [--out FOLDER]
+    PYTHONPATH=src python tests/gpu/check_attention.py [--tilings all|chosen] [--seconds 60] [--depths 64] [--ring 4] [--out FOLDER]
 
 Results are compared with float32 attention of the same inputs. A speed is the median of stretches that take turns, in TFLOP/s of products
 that the mask leaves. Torch's is that of its flash or its cuDNN back end, whichever is faster. The script writes attention.json, and
@@ -288,6 +288,7 @@ def main() -> int:
     parser.add_argument("--tilings", choices=["all", "chosen"], default="all")
     parser.add_argument("--seconds", type=float, default=70.0, help="speeds that would begin later are left out")
     parser.add_argument("--lengths", type=int, nargs="*", help="tokens of the speeds; all by default")
+    parser.add_argument("--depths", type=int, nargs="*", help="depths of the speeds and of the checked shapes; all by default")
     parser.add_argument("--ring", type=int, default=0, help="ranks of ring attention, 0 for none; nothing else is done then")
     parser.add_argument("--out", type=Path, default=Path("."))
     options = parser.parse_args()
@@ -306,6 +307,8 @@ def main() -> int:
     broken = set()
     for shape in SHAPES:
         depth = max(shape[5:7])
+        if options.depths and depth not in options.depths:
+            continue
         for tiling in [None, *(item for item in variants if item.depth >= depth > item.depth - 64 and shape[1] > 64)]:
             try:
                 told = check(group, shape, tiling)
@@ -314,10 +317,10 @@ def main() -> int:
             if told:
                 broken.add(tiling)
                 failures.append(told)
-    print(f"{len(failures)} failures in {len(SHAPES)} shapes, {time.perf_counter() - begin:.0f} s", flush=True)
+    print(f"{len(failures)} failures, {time.perf_counter() - begin:.0f} s", flush=True)
     rows = []
     for depth, length, causal in SPEEDS if not failures or len(broken) < len(variants) else ():
-        if options.lengths and length not in options.lengths:
+        if (options.lengths and length not in options.lengths) or (options.depths and depth not in options.depths):
             continue
         if time.perf_counter() - begin > options.seconds:
             break
