@@ -133,7 +133,7 @@ struct UlyssesAttention : Shape {
 #pragma unroll 1
         for (int k = 1; k < W; ++k) told.wait(rank_after<W>(arena.rank, k), begun, epoch - 1);
         ParcelSender<W, UlyssesAttention> sender(arena, parameters.flags, fill, drain);
-        const u32 each = pieces() + blocks(), row = parameters.depth * element_bytes;
+        const u32 each = together() ? 1 : pieces() + blocks(), row = parameters.depth * element_bytes;
         for (u32 index = part; index < lines() * each * (W - 1); index += parts) {
             const u32 to = rank_after<W>(arena.rank, 1 + static_cast<int>(index % (W - 1)));
             const u32 line = index / (W - 1) / each, number = index / (W - 1) % each, batch = line / parameters.heads, head = line % parameters.heads;
@@ -142,10 +142,10 @@ struct UlyssesAttention : Shape {
                 sender.send(parameters.parcels + operand, to * parameters.heads + head, batch, token, min(token + tokens, parameters.length), row,
                             parameters.gathered_at[operand] + first * row, signal);
             };
-            if (number < blocks()) {
-                send(0, number * Shape::queries, Shape::queries, Signal{only(to), query_flag(line, number), epoch});
-            } else {
-                const u32 piece = number - blocks(), token = piece * parameters.piece_tokens;
+            const bool queries = number < blocks(), keys = together() || !queries;
+            if (queries) send(0, number * Shape::queries, Shape::queries, keys ? Signal{only(to)} : Signal{only(to), query_flag(line, number), epoch});
+            if (keys) {
+                const u32 piece = together() ? 0 : number - blocks(), token = piece * parameters.piece_tokens;
                 send(1, token, parameters.piece_tokens, Signal{only(to)});
                 send(2, token, parameters.piece_tokens, Signal{only(to), piece_flag(line, piece), epoch});
             }
@@ -173,9 +173,12 @@ struct UlyssesAttention : Shape {
     __device__ bool begins_piece(const AttentionStep& step) const { return step.source != arena.rank && step.key % parameters.piece_tokens == 0; }
     __device__ int gathered_batch(u32 source, u32 batch) const { return static_cast<int>(((epoch & 1) * W + source) * parameters.batch + batch); }
 
+    // Queries, keys and values of a short line go behind each other, with one flag.
+    __device__ bool together() const { return blocks() == 1 && pieces() == 1; }
+
     // Flags: one of beginnings; of pieces; of queries, one a tile; of results, one a group.
     __device__ u32 piece_flag(u32 line, u32 piece) const { return 1 + line * pieces() + piece; }
-    __device__ u32 query_flag(u32 line, u32 block) const { return 1 + lines() * pieces() + line * blocks() + block; }
+    __device__ u32 query_flag(u32 line, u32 block) const { return together() ? piece_flag(line, 0) : 1 + lines() * pieces() + line * blocks() + block; }
     __device__ u32 result_flag(u32 line, u32 block) const { return 1 + lines() * (pieces() + blocks()) + line * stored_blocks() + block; }
 };
 
