@@ -64,7 +64,7 @@ class Field:
 
 
 U32, U64, I32 = Field("u32", ctypes.c_uint32), Field("u64", ctypes.c_uint64), Field("int", ctypes.c_int32)
-F32 = Field("float", ctypes.c_float)
+F32, F64 = Field("float", ctypes.c_float), Field("double", ctypes.c_double)
 
 
 def array(field: Field, count: int) -> Field:
