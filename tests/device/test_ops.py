@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from device.test_attention import expected
+from peerlane import ops
 from peerlane.device.emulator.ranks import run
+from peerlane.errors import UsageError
 
 STEP = """
 import torch
@@ -33,6 +36,16 @@ def solution(q, k, v, weight, name):
     out = getattr(ops, name)(q, k, v, causal=True)
     (out.float() * weight).sum().backward()
     return [out.detach(), q.grad, k.grad, v.grad]
+"""
+EXPERTS = """
+import torch
+from peerlane import ops
+
+def solution(x, experts, weights, gate, up, down, grad):
+    values = [value.clone().requires_grad_() for value in (x, weights, gate, up, down)]
+    y = ops.gated_experts(values[0], experts, *values[1:])
+    y.backward(grad)
+    return [y.detach(), *(value.grad for value in values)]
 """
 MOVES = """
 import torch
@@ -104,6 +117,50 @@ def test_attention_over_ranks_has_the_results_and_gradients_of_the_whole_one(nam
             part = want.chunk(2, 1)[rank]
             assert got.dtype == dtype
             assert float((got - part).norm() / part.norm()) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_experts_of_one_rank_have_the_gradients_of_small_differences() -> None:
+    generator = torch.Generator().manual_seed(1)
+    experts = torch.rand(4, 3, generator=generator).topk(2).indices
+    shapes = (4, 5), (4, 2), (3, 2, 5), (3, 2, 5), (3, 5, 2)
+    values = tuple(torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert torch.autograd.gradcheck(lambda x, *others: ops.gated_experts(x, experts, *others), values, fast_mode=True)
+        with pytest.raises(UsageError, match=r"expected \(T, H\), \(T, k\)"):
+            ops.gated_experts(values[0], experts[:3], *values[1:])
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), pytest.param(torch.bfloat16, marks=pytest.mark.long)]
+)
+def test_experts_on_ranks_have_the_results_and_gradients_of_all_in_one_place(dtype: torch.dtype, tmp_path: Path) -> None:
+    own, inner, h, k, counts = 2, 8, 16, 2, (5, 3)
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    experts = [torch.rand(count, 2 * own - 1, generator=generator).topk(k).indices for count in counts]  # the last one has no token
+    tokens = [(draw(count, h), draw(count, k).abs()) for count in counts]
+    layers = [(draw(own, inner, h), draw(own, inner, h), draw(own, h, inner) / 4) for _ in counts]
+    grads = [draw(count, h) for count in counts]
+    found = outputs(tmp_path, EXPERTS, [(tokens[r][0], experts[r], tokens[r][1], *layers[r], grads[r]) for r in range(2)])
+    wide = [[value.double().requires_grad_() for value in (*tokens[r], *layers[r])] for r in range(2)]
+    gate, up, down = (torch.cat([wide[0][i], wide[1][i]]) for i in (2, 3, 4))
+    wanted = []
+    for (x, weights, *_), chosen, grad in zip(wide, experts, grads, strict=True):
+        rows = [torch.einsum("th,tkih->tki", x, layer[chosen]) for layer in (gate, up)]
+        hidden = torch.nn.functional.silu(rows[0]) * rows[1]
+        y = torch.einsum("tki,tkhi,tk->th", hidden, down[chosen], weights)
+        y.backward(grad.double())
+        wanted.append(y.detach())
+    for got, result, values in zip(found, wanted, wide, strict=True):
+        for value, want in zip(got, (result, *(value.grad for value in values)), strict=True):
+            assert want is not None and value.dtype == dtype
+            assert float((value - want).norm()) <= (3e-2 if dtype == torch.bfloat16 else 1e-5) * float(want.norm())
 
 
 def test_moves_and_sums_have_the_gradients_of_the_sum_of_all_losses(tmp_path: Path) -> None:

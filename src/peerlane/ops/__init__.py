@@ -1,4 +1,4 @@
-"""Collectives, fused matrix products and attention over ranks as PyTorch operators: with gradients, and with shapes for torch.compile.
+"""Collectives, fused matrix products, attention and experts over ranks as PyTorch operators: with gradients, and shapes for torch.compile.
 
     from peerlane import ops
 
@@ -23,6 +23,7 @@ from peerlane.device.collectives import communicator
 from peerlane.device.gemm_reduce_scatter import gemm_reduce_scatter as _fused_scatter
 from peerlane.errors import UsageError
 from peerlane.ops.attention import ring_attention, ulysses_attention
+from peerlane.ops.experts import gated_experts
 from peerlane.ops.groups import group_name as _name
 from peerlane.ops.groups import kit_group as _kit
 from peerlane.ops.groups import process_group as _process_group
@@ -33,6 +34,7 @@ __all__ = [
     "all_gather_gemm",
     "all_reduce",
     "all_to_all",
+    "gated_experts",
     "gemm_reduce_scatter",
     "reduce_scatter",
     "ring_attention",
