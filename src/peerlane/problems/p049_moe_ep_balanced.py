@@ -50,6 +50,11 @@ PRESETS = (
         case("bf16", BF16, tokens=2048, hidden=6144, inner=16384, experts_per_rank=1, k=2),
     ),
     preset(
+        "production_deepseek_v3_experts",
+        "4096 tokens, 2 experts, of the size of DeepSeek-V3's, drawn evenly",
+        case("bf16", BF16, tokens=4096, hidden=7168, inner=2048, experts_per_rank=1, k=2),
+    ),
+    preset(
         "production_mixtral_8x7b_decode",
         "64 tokens: bound by reading the weights",
         case("bf16", BF16, tokens=64, hidden=4096, inner=14336, experts_per_rank=1, k=2),

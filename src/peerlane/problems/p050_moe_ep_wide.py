@@ -53,6 +53,12 @@ PRESETS = (
         case("bf16", BF16, tokens=4096, hidden=2880, inner=2880, experts=128, k=4),
     ),
     preset(
+        "production_deepseek_v3",
+        "4096 tokens, 8 of 256 experts; evenly, and by Zipf(0.8)",
+        case("bf16", BF16, tokens=4096, hidden=7168, inner=2048, experts=256, k=8),
+        case("skewed_bf16", BF16, tokens=4096, hidden=7168, inner=2048, experts=256, k=8, exponent=0.8, empty=16),
+    ),
+    preset(
         "production_deepseek_v3_decode",
         "128 tokens, 8 of 256 experts: latency",
         case("bf16", BF16, tokens=128, hidden=7168, inner=2048, experts=256, k=8),

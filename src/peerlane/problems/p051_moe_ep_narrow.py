@@ -79,6 +79,11 @@ PRESETS = (
         case("bf16", BF16, tokens=4096, hidden=4096, inner=14336, experts=2, k=1),
     ),
     preset(
+        "production_deepseek_v3_experts",
+        "4096 tokens, 2 of 4 experts of the size of DeepSeek-V3's",
+        case("bf16", BF16, tokens=4096, hidden=7168, inner=2048, experts=4, k=2),
+    ),
+    preset(
         "production_vision_language",
         "8192 tokens of either modality, one expert for each, in shares that differ much between ranks",
         case("bf16", BF16, tokens=8192, hidden=3584, inner=18944, experts=2, k=1, uneven=1.5),
