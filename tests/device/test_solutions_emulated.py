@@ -35,7 +35,7 @@ TWINS = [
     (24, "plain_fp32", "loss = exchange.pull(0, loss, [](float a, float b) { return a + b; });", ""),
     (30, "odd_bf16", "kit.all_reduce(packed)", "packed.mul_(2)"),
     (32, "rank_one_bf16", "torch.addmm(layer.weight, b, a)", "layer.weight.detach()"),
-    (48, "unequal_rows_bf16", "args.rows + at) * 2 + up) * bytes", "args.rows + at) * 2 + !up) * bytes"),
+    (48, "saturated_bf16", "args.rows + at) * 2 + up) * bytes", "args.rows + at) * 2 + !up) * bytes"),
     (58, "fp32", "column + e == args.first + row", "column + e == row"),
     (63, "uneven", "meet_blocks(peers, arena, 0, epoch);", "__syncthreads();"),
     (33, "same_axis_bf16", "cut=scatter).reshape", "cut=scatter).flip(scatter + 1).reshape"),
