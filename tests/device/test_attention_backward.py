@@ -90,11 +90,12 @@ def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: Backwar
 
 
 def test_host_structures_have_the_devices_layout() -> None:
-    kind = kit.Parameters
-    places = [f"static_assert(sizeof(BackwardParameters) == {ctypes.sizeof(kind)});"]
-    places += [
-        f"static_assert(__INTADDR__(&((BackwardParameters*)0)->{field[0]}) == {getattr(kind, field[0]).offset});"
-        for field in kind._fields_
-        if field[0] != "padding"
-    ]
+    places = []
+    for name, kind in (("BackwardParameters", kit.Parameters), ("NumbersParameters", kit.NumbersParameters)):
+        places.append(f"static_assert(sizeof({name}) == {ctypes.sizeof(kind)});")
+        places += [
+            f"static_assert(__INTADDR__(&(({name}*)0)->{field[0]}) == {getattr(kind, field[0]).offset});"
+            for field in kind._fields_
+            if field[0] != "padding"
+        ]
     compile_cubin("#include <peerlane/attention_backward.cuh>\nusing namespace peerlane;\n" + "\n".join(places) + "\n")

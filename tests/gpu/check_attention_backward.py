@@ -3,9 +3,9 @@
     PYTHONPATH=src python tests/gpu/check_attention_backward.py [--seconds 60] [--lengths 4096 ...] [--only dq] [--out FOLDER]
 
 Gradients are compared with those of float32 attention. A speed is the median of stretches that take turns, in TFLOP/s of the five
-products of the mask's pairs that no algorithm can do without. ``kit`` is the whole backward pass, ``dq`` and ``dkv`` are its two kernels
-alone. The script prints every step before it begins, and ends where a step takes longer than STEP_S. It writes attention_backward.json
-after each speed, and backward_failures.txt if something is wrong. It exits with 1 then.
+products of the mask's pairs that no algorithm can do without. ``kit`` is the whole backward pass; ``numbers``, ``dq`` and ``dkv`` are its
+kernels alone. The script prints every step before it begins, and ends where a step takes longer than STEP_S. It writes
+attention_backward.json after each speed, and backward_failures.txt if something is wrong. It exits with 1 then.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from peerlane.device import attention, attention_backward, compile_cubin
 from peerlane.device.attention import Sizes
-from peerlane.device.attention_backward import BackwardTiling, choose_tiling, deltas, query_numbers
+from peerlane.device.attention_backward import BackwardTiling, choose_tiling, query_numbers
 from peerlane.device.local import LocalRanks
 from peerlane.hardware.environment import record
 
@@ -99,7 +99,7 @@ def check(group: Any, shape: tuple[Any, ...], kernels: Sequence[str]) -> list[st
     full, logarithms = expected(*wide, causal, depth**-0.5)
     wanted = torch.autograd.grad(full, wide, dout.float())
     out, logarithms = full.detach().to(dtype), logarithms.detach().contiguous()
-    known = {"q": q, "k": k, "v": v, "dout": dout, "numbers": query_numbers(logarithms, deltas(dout, out))}
+    known = {"q": q, "k": k, "v": v, "dout": dout, "numbers": query_numbers(group, dout, out, logarithms)}
     sizes, limit, told = Sizes.of(q, k, causal, None), 1e-2 if dtype == BF16 else 2e-3, list[str]()
     for kernel, names, wants in (("dq", ("dq",), wanted[:1]), ("dkv", ("dk", "dv"), wanted[1:])):
         if kernel not in kernels:
@@ -123,17 +123,13 @@ def speed(group: Any, depth: int, length: int, causal: bool) -> dict[str, Any]:
     batch, heads = TOKENS // length, HIDDEN // depth
     q, k, v, dout = (torch.randn(batch, length, heads, depth, device="cuda").to(BF16) for _ in range(4))
     out, logarithms = attention.attention(q, k, v, causal=causal, group=group)
-    sizes, numbers = Sizes.of(q, k, causal, None), query_numbers(logarithms, deltas(dout, out))
+    sizes, numbers = Sizes.of(q, k, causal, None), query_numbers(group, dout, out, logarithms)
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "numbers": numbers, "claims": torch.zeros(1, dtype=torch.int32, device="cuda")}
     tensors |= {name: torch.empty_like(q) for name in ("dq", "dk", "dv")}
-    of_queries, of_keys = (attention_backward.bind(group, tensors, sizes, None, keys) for keys in (False, True))
-
-    def whole() -> None:
-        numbers.copy_(query_numbers(logarithms, deltas(dout, out)))
-        of_queries()
-        of_keys()
-
-    calls: dict[str, Callable[[], Any]] = {"kit": whole}
+    calls: dict[str, Callable[[], Any]] = {
+        "kit": lambda: attention_backward.attention_backward(dout, q, k, v, out, logarithms, causal=causal, group=group),
+        "numbers": lambda: query_numbers(group, dout, out, logarithms),
+    }
     for tiling in (item for item in TILINGS if item.depth == depth):
         name = f"{'dkv' if tiling.of_keys else 'dq'} {tiling.columns}"
         calls[name] = attention_backward.bind(group, tensors, sizes, None, tiling.of_keys, tiling)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from peerlane.device.attention import KEYS_IN_L2, Sizes, aligned, check_operands, check_scale, operand_map
 from peerlane.device.gemm import ELEMENT_BYTES, ELEMENT_TYPES, PANEL
@@ -145,20 +146,64 @@ def bind(
     return _kernel(group, tiling, tensors["q"].dtype).bind(grid, tiling.threads, (arguments,), shared_bytes=tiling.shared_bytes)
 
 
-def query_numbers(logarithms: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """What the kernels know of queries: (2, B, h, padded S; float32) from logarithms of sums of exponentials and sums of dout times out,
-    (B, h, S) each."""
-    numbers = logarithms.new_zeros((2, *logarithms.shape[:2], -(-logarithms.shape[2] // PADDING) * PADDING))
-    numbers[0].fill_(math.inf)
-    known = logarithms * math.log2(math.e)
-    numbers[0, :, :, : logarithms.shape[2]] = torch.where(known == -math.inf, math.inf, known)
-    numbers[1, :, :, : logarithms.shape[2]] = delta
+class NumbersParameters(ctypes.Structure):
+    """Mirrors ``peerlane::NumbersParameters``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("dout", "out", "logarithms", "numbers")),
+        *((name, ctypes.c_uint64 * 3) for name in ("dout_strides", "out_strides")),
+        *((name, ctypes.c_uint32) for name in ("batch", "heads", "queries", "depth", "padded", "padding")),
+    )
+
+
+NUMBERS_SOURCE = r"""
+#include <peerlane/attention_backward.cuh>
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_numbers(const __grid_constant__ peerlane::NumbersParameters parameters) {
+    peerlane::write_numbers<ELEMENT>(parameters);
+}
+"""
+_NUMBERS_THREADS, _NUMBERS_BLOCKS_PER_SM, _ROWS_AT_ONCE = 256, 8, 4
+
+
+@per_group
+def _numbers_kernel(group: Group, dtype: torch.dtype) -> DeviceKernel:
+    defines: dict[str, str | int] = {"ELEMENT": ELEMENT_TYPES[dtype], "THREADS": _NUMBERS_THREADS}
+    return group.kernel(NUMBERS_SOURCE, "attention_numbers", defines=defines)
+
+
+def query_numbers(group: Group, dout: torch.Tensor, out: torch.Tensor, logarithms: torch.Tensor) -> torch.Tensor:
+    """What the kernels know of queries: (2, B, h, padded S; float32), by one launch.
+
+    dout and out (B, S, h, D); logarithms of sums of exponentials (B, h, S; float32)."""
+    dout, out, logarithms = aligned(dout), aligned(out.to(dout.dtype)), logarithms.float().contiguous()
+    batch, queries, heads, depth = dout.shape
+    padded = -(-queries // PADDING) * PADDING
+    numbers = logarithms.new_empty((2, batch, heads, padded))
+    arguments = NumbersParameters(
+        **{
+            name: group.address(tensor) for name, tensor in (("dout", dout), ("out", out), ("logarithms", logarithms), ("numbers", numbers))
+        },
+        dout_strides=(ctypes.c_uint64 * 3)(*(stride * ELEMENT_BYTES for stride in dout.stride()[:3])),
+        out_strides=(ctypes.c_uint64 * 3)(*(stride * ELEMENT_BYTES for stride in out.stride()[:3])),
+        batch=batch,
+        heads=heads,
+        queries=queries,
+        depth=depth,
+        padded=padded,
+    )
+    blocks = -(-batch * heads * padded * 16 // (_ROWS_AT_ONCE * _NUMBERS_THREADS))
+    grid = min(_NUMBERS_BLOCKS_PER_SM * group.sm_count, blocks)
+    _numbers_kernel(group, dout.dtype).bind(grid, _NUMBERS_THREADS, (arguments,))()
     return numbers
 
 
-def deltas(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Sums of dout times out, (B, h, S) in float32."""
-    return (dout.float() * out.float()).sum(-1).transpose(1, 2)
+def pad_numbers(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers (2, B, h, S) of queries as ``query_numbers`` gives them."""
+    missing = -numbers.shape[3] % PADDING
+    if missing == 0:
+        return numbers.contiguous()
+    return torch.stack((pad(numbers[0], (0, missing), value=math.inf), pad(numbers[1], (0, missing))))
 
 
 def gradients(
@@ -195,7 +240,7 @@ def attention_backward(
             f"{(*q.shape[:3], v.shape[3])} in {q.dtype} both"
         )
     sizes, member = Sizes.of(q, k, causal, offset), group or group_of()
-    known = {"q": q, "k": k, "v": v, "dout": dout, "numbers": query_numbers(logarithms, deltas(dout, out))}
+    known = {"q": q, "k": k, "v": v, "dout": dout, "numbers": query_numbers(member, dout, out, logarithms)}
     (dq,) = gradients(member, known, sizes, scale, of_keys=False)
     dk, dv = gradients(member, known, sizes, scale, of_keys=True)
     return dq, dk, dv

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device.attention import Sizes, supports
-from peerlane.device.attention_backward import Gradients, attention_backward, deltas, gradients, query_numbers
+from peerlane.device.attention_backward import Gradients, attention_backward, gradients, pad_numbers, query_numbers
 from peerlane.device.collectives import communicator
 from peerlane.device.group import Group, group_of
 from peerlane.errors import UsageError
@@ -39,20 +39,20 @@ def attend_over_ranks_backward(
                 f"gradients of attention in {q.dtype} with q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}: "
                 "expected one shape; repeat shared key heads, or convert the tensors to bfloat16"
             )
-        return _wide(ring, (dout, q, k, v), logarithms, deltas(dout, out), scale, causal)
+        return _wide(ring, (dout, q, k, v), logarithms, _deltas(dout, out), scale, causal)
     if ring.world_size == 1:
         return attention_backward(dout, q, k, v, out, logarithms, scale=scale, causal=causal, group=ring)
-    delta, length = deltas(dout, out), q.shape[1]
+    own, length = query_numbers(ring, dout, out, logarithms), q.shape[1]
     # Tokens outermost, so that the shards behind each other are one sequence.
     rows = torch.cat([tensor.transpose(0, 1).flatten(2) for tensor in (dout, q, k, v)], 2)
     sequence = _gather(ring, rows).flatten(0, 1)
     parts = torch.split(sequence, [tensor.shape[2] * tensor.shape[3] for tensor in (dout, q, k, v)], 2)
     shapes = [(ring.world_size * length, *tensor.transpose(0, 1).shape[1:]) for tensor in (dout, q, k, v)]
     all_dout, all_q, all_k, all_v = (part.view(shape).transpose(0, 1) for part, shape in zip(parts, shapes, strict=True))
-    numbers = _gather(ring, torch.stack((logarithms, delta))).permute(1, 2, 3, 0, 4).flatten(3)
+    numbers = pad_numbers(_gather(ring, own[..., :length].contiguous()).permute(1, 2, 3, 0, 4).flatten(3))
     first = ring.rank * length  # of this rank's tokens in the sequence
-    queries = {"q": q, "dout": dout, "k": all_k, "v": all_v, "numbers": query_numbers(logarithms, delta)}
-    keys = {"q": all_q, "dout": all_dout, "k": k, "v": v, "numbers": query_numbers(numbers[0], numbers[1])}
+    queries = {"q": q, "dout": dout, "k": all_k, "v": all_v, "numbers": own}
+    keys = {"q": all_q, "dout": all_dout, "k": k, "v": v, "numbers": numbers}
     (dq,) = gradients(ring, queries, Sizes.of(q, all_k, causal, first), scale, of_keys=False)
     dk, dv = gradients(ring, keys, Sizes.of(all_q, k, causal, -first), scale, of_keys=True)
     return dq, dk, dv
@@ -65,6 +65,11 @@ def _gather(group: Group, own: torch.Tensor) -> torch.Tensor:
     everyone = own.new_empty((group.world_size, *own.shape))
     communicator(group).all_gather_into_tensor(everyone, own)
     return everyone
+
+
+def _deltas(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Sums of dout times out, (B, h, S) in float32."""
+    return (dout.float() * out.float()).sum(-1).transpose(1, 2)
 
 
 def _wide(

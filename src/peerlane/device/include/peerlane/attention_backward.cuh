@@ -12,8 +12,58 @@
 #pragma once
 
 #include <peerlane/attention.cuh>
+#include <peerlane/rows.cuh>
 
 namespace peerlane {
+
+// Mirrors `peerlane.device.attention_backward.NumbersParameters`.
+struct NumbersParameters {
+    const char *dout, *out;                // (batch, queries, heads, depth), rows aligned to 16 bytes
+    const float* logarithms;               // (batch, heads, queries), natural ones
+    float* numbers;                        // as in BackwardParameters
+    u64 dout_strides[3], out_strides[3];   // of batch, queries and heads, in bytes
+    u32 batch, heads, queries, depth, padded;
+};
+
+// What the two kernels know of each query: its logarithm and its delta. By all blocks; 16 lanes take four queries of a head at a time.
+template <class E>
+__device__ inline void write_numbers(const NumbersParameters& parameters) {
+    constexpr float log2e = 1.4426950408889634f;
+    constexpr u32 lanes = 16, at_once = 4;
+    const u32 lane = threadIdx.x % lanes, each = blockDim.x / lanes, steps = parameters.padded / at_once;
+    const u64 all = u64(parameters.batch) * parameters.heads;
+    // `padded` is a multiple of 128, so both halves of a warp go round equally often.
+    for (u64 unit = u64(blockIdx.x) * each + threadIdx.x / lanes; unit < all * steps; unit += u64(gridDim.x) * each) {
+        const u32 head = unit % parameters.heads, first = unit / parameters.heads % steps * at_once, batch = unit / parameters.heads / steps;
+        const char* dout = parameters.dout + batch * parameters.dout_strides[0] + head * parameters.dout_strides[2] + 16 * lane;
+        const char* out = parameters.out + batch * parameters.out_strides[0] + head * parameters.out_strides[2] + 16 * lane;
+        float mine = 0.0f;  // of the first lanes: the delta of a query each
+#pragma unroll
+        for (u32 r = 0; r < at_once; ++r) {
+            float delta = 0.0f;
+            if (first + r < parameters.queries && lane < parameters.depth / 8) {
+                const Vec16 left = *reinterpret_cast<const Vec16*>(dout + (first + r) * parameters.dout_strides[1]);
+                const Vec16 right = *reinterpret_cast<const Vec16*>(out + (first + r) * parameters.out_strides[1]);
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    float a[2], b[2];
+                    E::widen(left.word[w], a);
+                    E::widen(right.word[w], b);
+                    delta += a[0] * b[0] + a[1] * b[1];
+                }
+            }
+            delta = warp_sum<lanes>(delta);
+            if (lane == r) mine = delta;
+        }
+        if (lane < at_once) {
+            const u64 line = u64(batch) * parameters.heads + head;
+            const u32 query = first + lane;
+            const float known = query < parameters.queries ? parameters.logarithms[line * parameters.queries + query] * log2e : infinity;
+            parameters.numbers[line * parameters.padded + query] = known == -infinity ? infinity : known;
+            parameters.numbers[(all + line) * parameters.padded + query] = mine;
+        }
+    }
+}
 
 // Tiles of 64 Groups rows of X and Y against blocks of `Columns` rows of A and B, `Slots` blocks of A or B in flight, and `OutputSlots` pieces of 64 x 64 of
 // each group's results on their way out. `OfKeys`: which of the two kernels.
