@@ -6,11 +6,16 @@ import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from peerlane.device import ipc
+from peerlane.device import cuda_group, ipc
+from peerlane.device.cuda_group import CudaGroup
+from peerlane.device.declare import U32, DeclaredKernel, compile_ahead
 from peerlane.device.group import Small, per_group
 from peerlane.device.host_board import HostBoard
 from peerlane.device.ipc import StoreExchange, shares
@@ -34,6 +39,17 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ipc, "_PATIENCE", timedelta(seconds=0.05))
     with pytest.raises(DeviceTimeout, match=r"ranks \[1\] did not come to exchange number 0"):
         StoreExchange(dist.HashStore(), 0, 2)("mine")
+
+
+@pytest.mark.parametrize(("rank", "order"), [(0, ["first", "second"]), (1, ["second", "first"]), (2, ["first", "second"])])
+def test_ranks_compile_several_kernels_in_turned_orders(rank: int, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[dict[str, str | int]] = []
+    monkeypatch.setattr(cuda_group, "compile_cubin", lambda source, defines: compiled.append(defines))
+    group: Any = SimpleNamespace(rank=rank, world_size=4)
+    group.compile_ahead = partial(CudaGroup.compile_ahead, group)
+    kernel = DeclaredKernel("named", "// source", count=U32)
+    compile_ahead(group, [(kernel, {"NAME": "first"}), (kernel, {"NAME": "second"})])
+    assert compiled == [{"WORLD_SIZE": 4, "NAME": name} for name in order]
 
 
 def test_ranks_that_share_a_device_share_its_sms() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from peerlane import settings
 from peerlane.device import _cuda
 from peerlane.device.group import FAULT_WORDS, Group
-from peerlane.device.jit import compile_cubin
+from peerlane.device.jit import Cubin, compile_cubin
 from peerlane.device.launch import Kernel
 from peerlane.device.tensor_map import TensorMap, TensorMapSpec
 from peerlane.errors import DeviceError
@@ -25,14 +25,22 @@ class CudaGroup(Group):
     def kernel(
         self, source: str | Path, name: str, *, defines: Mapping[str, str | int], on_failure: Callable[[], None] | None = None
     ) -> Kernel:
-        observed = {"PEERLANE_TIMELINE": 1} if settings.records_roles() else {}
-        return Kernel(compile_cubin(source, defines={**defines, **observed}), name, on_failure)
+        return Kernel(_compiled(source, defines), name, on_failure)
+
+    def compile_ahead(self, kernels: Sequence[tuple[str | Path, Mapping[str, str | int]]]) -> None:
+        for number in range(len(kernels)):
+            _compiled(*kernels[(self.rank + number) % len(kernels)])
 
     def address(self, tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
 
     def encode(self, spec: TensorMapSpec) -> TensorMap:
         return spec.encode()
+
+
+def _compiled(source: str | Path, defines: Mapping[str, str | int]) -> Cubin:
+    observed = {"PEERLANE_TIMELINE": 1} if settings.records_roles() else {}
+    return compile_cubin(source, defines={**defines, **observed})
 
 
 class DeviceMemory:

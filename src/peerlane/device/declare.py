@@ -213,8 +213,7 @@ class DeclaredKernel:
         offsets = {name: arena.take(nbytes, align=align, name=name) for name, (nbytes, align) in places.items()}
         arena.seal()
         arguments = self.arguments(**{name: in_arena[name].taken(offset, sizes.get(name, 0)) for name, offset in offsets.items()})
-        macros = {"WORLD_SIZE": group.world_size, **(defines or {})}
-        kernel = group.kernel(self.source, self.name, defines=macros, on_failure=arena.raise_fault)
+        kernel = group.kernel(self.source, self.name, defines=_macros(group, defines or {}), on_failure=arena.raise_fault)
         if resident:
             attributes = kernel.attributes()
             needs = BlockNeeds(block, attributes["registers"], attributes["shared_bytes"] + shared_bytes)
@@ -223,6 +222,15 @@ class DeclaredKernel:
         bound = BoundKernel(self, group, arena, offsets, launch)
         bound.set(**values)
         return bound
+
+
+def compile_ahead(group: Group, kernels: Sequence[tuple[DeclaredKernel, Mapping[str, str | int]]]) -> None:
+    """Ranks share the work of compiling kernels with these defines, which they bind later."""
+    group.compile_ahead([(kernel.source, _macros(group, defines)) for kernel, defines in kernels])
+
+
+def _macros(group: Group, defines: Mapping[str, str | int]) -> dict[str, str | int]:
+    return {"WORLD_SIZE": group.world_size, **defines}
 
 
 def _written_in(path: str, source: str) -> tuple[str, int]:

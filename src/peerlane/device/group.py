@@ -139,6 +139,10 @@ class Group(ABC):
     ) -> DeviceKernel:
         """The kernel ``name`` of a source, compiled for this rank's device. ``on_failure`` may raise what explains a failed launch."""
 
+    def compile_ahead(self, kernels: Sequence[tuple[str | Path, Mapping[str, str | int]]]) -> None:
+        """Compile sources with their defines for ``kernel``, where compiled code is kept: every rank begins with another one."""
+        return  # emulated ranks compile as one
+
     @abstractmethod
     def address(self, tensor: torch.Tensor) -> int:
         """Where kernels of this rank find the tensor's first element. Valid while the tensor's memory is kept."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from peerlane.device import gemm
 from peerlane.device.collectives import communicator
-from peerlane.device.declare import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Field, Flags, Map, Pointer
+from peerlane.device.declare import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Field, Flags, Map, Pointer, compile_ahead
 from peerlane.device.gemm import ELEMENT_BYTES, PANEL, Tiling
 from peerlane.device.group import MAX_RANKS, Group, per_group
 from peerlane.device.moe import room_for
@@ -89,8 +89,10 @@ class ExpertLayer:
         home_units = most * min(sizes.k, groups) // UNIT_ROWS + groups
         same = {name: getattr(sizes, name) for name in _SIZES if name != "first"}
         common = {"timeout_s": timeout_s, "resident": True, **same}
+        up_defines, down_defines = (tiling.defines(sizes.dtype, "k", "k") for tiling in (up, down))
+        compile_ahead(group, ((MOE_UP, up_defines), (MOE_DOWN, down_defines)))
         self.up: BoundKernel = MOE_UP.bind(
-            group, grid=group.sm_count, block=up.threads, shared_bytes=up.shared_bytes, defines=up.defines(sizes.dtype, "k", "k"),
+            group, grid=group.sm_count, block=up.threads, shared_bytes=up.shared_bytes, defines=up_defines,
             sizes={
                 "row_memory": self.rows * h * ELEMENT_BYTES,
                 "table": 2 * group.world_size * groups * 4,
@@ -100,7 +102,7 @@ class ExpertLayer:
             **common,
         )  # fmt: skip
         self.down: BoundKernel = MOE_DOWN.bind(
-            group, grid=group.sm_count, block=down.threads, shared_bytes=down.shared_bytes, defines=down.defines(sizes.dtype, "k", "k"),
+            group, grid=group.sm_count, block=down.threads, shared_bytes=down.shared_bytes, defines=down_defines,
             sizes={"home": home_units * UNIT_ROWS * h * ELEMENT_BYTES, "flags": home_units * -(-h // down.columns)},
             **common,
         )  # fmt: skip
