@@ -27,6 +27,16 @@ def solution(x, w1, w2):
     y.float().square().sum().backward()
     return [y.detach(), x.grad, w1.grad, w2.grad]
 """
+REPLICATED = """
+import torch
+from peerlane import ops
+
+def solution(x, w1, w2):
+    x, w1, w2 = (value.clone().requires_grad_() for value in (x, w1, w2))
+    y = ops.gemm_all_reduce(ops.gemm_all_gather(x, w1).relu(), w2)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, w1.grad, w2.grad]
+"""
 ATTENTION = """
 import torch
 from peerlane import ops
@@ -95,6 +105,23 @@ def test_a_tensor_parallel_layer_has_the_results_and_gradients_of_the_whole_one(
             torch.testing.assert_close(
                 got.float(), want, rtol=0.05, atol=0.05 * float(want.abs().max()) if dtype == torch.bfloat16 else 1e-3
             )
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), pytest.param(torch.bfloat16, marks=pytest.mark.long)]
+)
+def test_products_whose_results_all_ranks_have_are_those_of_one_place(dtype: torch.dtype, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = (32, 16), (16, 24), (48, 40)
+    parts = [tuple(torch.randint(-2, 3, shape, generator=generator).to(dtype) / 4 for shape in shapes) for _ in range(2)]
+    wide = [[value.double().requires_grad_() for value in part] for part in parts]
+    hidden = torch.cat([x @ w1 for x, w1, _ in wide], 1).relu()
+    y = sum(hidden @ w2 for *_, w2 in wide)
+    (2 * y.square().sum()).backward()  # type: ignore[union-attr]
+    for found, values in zip(outputs(tmp_path, REPLICATED, parts), wide, strict=True):
+        for got, want in zip(found, (y.detach(), *(value.grad for value in values)), strict=True):  # type: ignore[union-attr]
+            assert want is not None and got.dtype == dtype
+            assert float((got - want).norm()) <= (1e-2 if dtype == torch.bfloat16 else 1e-6) * float(want.norm())
 
 
 @pytest.mark.parametrize(
@@ -189,9 +216,10 @@ def solution():
         a, b = torch.empty(8, 4, dtype=torch.bfloat16), torch.empty(4, 6, dtype=torch.bfloat16)
         found = [ops.all_reduce(a), ops.all_gather(a), ops.reduce_scatter(a), ops.all_to_all(a)]
         found += [ops.all_gather_gemm(a, torch.empty(8, 6)), ops.gemm_reduce_scatter(a, b)]
+        found += [ops.gemm_all_reduce(a, b), ops.gemm_all_gather(a, b)]
     return [list(value.shape) for value in found]
 """
-    assert outputs(tmp_path, text, [(), ()]) == [[[8, 4], [16, 4], [4, 4], [8, 4], [8, 6], [4, 6]]] * 2
+    assert outputs(tmp_path, text, [(), ()]) == [[[8, 4], [16, 4], [4, 4], [8, 4], [8, 6], [4, 6], [8, 6], [8, 12]]] * 2
 
 
 @pytest.mark.slow

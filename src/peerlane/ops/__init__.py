@@ -20,6 +20,8 @@ import torch.distributed as dist
 from peerlane.device import gemm
 from peerlane.device.all_gather_gemm import all_gather_gemm as _fused_gather
 from peerlane.device.collectives import communicator
+from peerlane.device.gemm_all_gather import gemm_all_gather as _fused_columns
+from peerlane.device.gemm_all_reduce import gemm_all_reduce as _fused_sum
 from peerlane.device.gemm_reduce_scatter import gemm_reduce_scatter as _fused_scatter
 from peerlane.errors import UsageError
 from peerlane.ops.attention import ring_attention, ulysses_attention
@@ -35,6 +37,8 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "gated_experts",
+    "gemm_all_gather",
+    "gemm_all_reduce",
     "gemm_reduce_scatter",
     "reduce_scatter",
     "ring_attention",
@@ -100,6 +104,13 @@ def _all_to_all(x: torch.Tensor, group: str) -> torch.Tensor:
 # --- fused products ---
 
 
+def _scatter_columns(columns: torch.Tensor, width: int, group: str) -> torch.Tensor:
+    """This rank's columns of the sum."""
+    parts = columns.reshape(columns.shape[0], -1, width).transpose(0, 1)
+    own: torch.Tensor = _reduce_scatter(parts.reshape(-1, width), group)
+    return own
+
+
 def _gather_columns(a: torch.Tensor, group: str) -> torch.Tensor:
     """Every rank's columns side by side."""
     shards: torch.Tensor = _all_gather(a, group).view(_world_size(group), *a.shape)
@@ -127,6 +138,25 @@ def _gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.
     multiply = _fused_scatter(kit, a.shape[0], b.shape[1], a.dtype)
     product: torch.Tensor = multiply(gemm.aligned(a), gemm.aligned(b)).contiguous()
     return product
+
+
+@torch.library.custom_op("peerlane::gemm_all_reduce", mutates_args=())
+def _gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    kit = _kit(a, group)
+    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
+        total: torch.Tensor = _all_reduce(a @ b, group)
+        return total
+    multiply = _fused_sum(kit, a.shape[0], b.shape[1], a.dtype)
+    return multiply(gemm.aligned(a), gemm.aligned(b)).clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("peerlane::gemm_all_gather", mutates_args=())
+def _gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    kit = _kit(a, group)
+    if kit is None or a.dtype not in gemm.ELEMENT_TYPES or not (a.numel() and b.numel()):
+        return _gather_columns(a @ b, group)
+    multiply = _fused_columns(kit, a.shape[0], b.shape[1], a.dtype)
+    return multiply(gemm.aligned(a), gemm.aligned(b)).clone(memory_format=torch.contiguous_format)
 
 
 # --- shapes ---
@@ -162,6 +192,16 @@ def _(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
     return a.new_empty((a.shape[0] // _world_size(group), b.shape[1]))
 
 
+@_gemm_all_reduce.register_fake
+def _(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    return a.new_empty((a.shape[0], b.shape[1]))
+
+
+@_gemm_all_gather.register_fake
+def _(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
+    return a.new_empty((a.shape[0], _world_size(group) * b.shape[1]))
+
+
 # --- gradients ---
 
 
@@ -176,8 +216,7 @@ def _remember_product(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -
 
 def _gather_gemm_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
     a, b = ctx.saved_tensors
-    columns = (grad @ b.T).view(a.shape[0], -1, a.shape[1]).transpose(0, 1)  # every rank's part of the gathered columns
-    return _reduce_scatter(columns.reshape(-1, a.shape[1]), ctx.group), _gather_columns(a, ctx.group).T @ grad, None
+    return _scatter_columns(grad @ b.T, a.shape[1], ctx.group), _gather_columns(a, ctx.group).T @ grad, None
 
 
 def _gemm_scatter_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
@@ -186,12 +225,26 @@ def _gemm_scatter_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor,
     return whole @ b.T, a.T @ whole, None
 
 
+def _gemm_sum_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    a, b = ctx.saved_tensors
+    whole = _all_reduce(grad, ctx.group)
+    return whole @ b.T, a.T @ whole, None
+
+
+def _gemm_gather_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    a, b = ctx.saved_tensors
+    own = _scatter_columns(grad, b.shape[1], ctx.group)
+    return own @ b.T, a.T @ own, None
+
+
 _all_reduce.register_autograd(lambda ctx, grad: (_all_reduce(grad, ctx.group), None), setup_context=_remember_group)
 _all_gather.register_autograd(lambda ctx, grad: (_reduce_scatter(grad, ctx.group), None), setup_context=_remember_group)
 _reduce_scatter.register_autograd(lambda ctx, grad: (_all_gather(grad, ctx.group), None), setup_context=_remember_group)
 _all_to_all.register_autograd(lambda ctx, grad: (_all_to_all(grad, ctx.group), None), setup_context=_remember_group)
 _all_gather_gemm.register_autograd(_gather_gemm_gradients, setup_context=_remember_product)
 _gemm_reduce_scatter.register_autograd(_gemm_scatter_gradients, setup_context=_remember_product)
+_gemm_all_reduce.register_autograd(_gemm_sum_gradients, setup_context=_remember_product)
+_gemm_all_gather.register_autograd(_gemm_gather_gradients, setup_context=_remember_product)
 
 
 # --- what users call ---
@@ -230,4 +283,16 @@ def all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup |
 def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """This rank's rows of the sum of all ranks' ``a @ b``: (m, k) and (k, n) give (m/W, n). bfloat16 and float16 run as one kernel."""
     found: torch.Tensor = _gemm_reduce_scatter(a, b, _name(group))
+    return found
+
+
+def gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The sum of all ranks' ``a @ b``. a (m, k), b (k, n); (m, n)."""
+    found: torch.Tensor = _gemm_all_reduce(a, b, _name(group))
+    return found
+
+
+def gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """All ranks' ``a @ b`` side by side. a (m, k), b (k, n); (m, W n)."""
+    found: torch.Tensor = _gemm_all_gather(a, b, _name(group))
     return found
