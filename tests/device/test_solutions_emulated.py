@@ -37,6 +37,7 @@ TWINS = [
     (32, "rank_one_bf16", "torch.addmm(layer.weight, b, a)", "layer.weight.detach()"),
     (48, "saturated_bf16", "args.rows + at) * 2 + up) * bytes", "args.rows + at) * 2 + !up) * bytes"),
     (58, "fp32", "column + e == args.first + row", "column + e == row"),
+    (61, "two_cameras", "if (SENDS) Peers<WORLD_SIZE>(arena, args.flags).barrier(blockIdx.x, epoch);", ""),
     (62, "all_polar", "q * args.share[0] + row", "row"),
     (63, "uneven", "meet_blocks(peers, arena, 0, epoch);", "__syncthreads();"),
     (33, "same_axis_bf16", "cut=scatter).reshape", "cut=scatter).flip(scatter + 1).reshape"),
