@@ -65,6 +65,7 @@ TWINS = [
     (71, "four_taps_bf16", "edge && after >= 0", "edge && after > 1"),
     (81, "single_bf16", "peers.signal(arena.rank, blockIdx.x, epoch);", "peers.signal(arena.rank, 0, epoch);"),
     (72, "short_bf16", "2 * WORLD_SIZE - 1 - rank", "WORLD_SIZE + rank"),
+    (68, "uneven_bf16", "id >= end) continue;", "id > end) continue;"),
     (69, "ragged_bf16", "peers.barrier(blockIdx.x, epoch);", ""),
     (76, "plain_bf16", "communicator(group).all_reduce(result)", "pass"),
     (80, "ragged_fp32", "            kit.all_reduce(v)\n", ""),
@@ -73,6 +74,7 @@ TWINS = [
     (74, "plain_fp32", "if (epoch > first_epoch) peers.wait(rank + 1, items + item, epoch - 1);", ""),
     (75, "two_value_heads_bf16", "+ (epoch & 1) * WORLD_SIZE * args.parameter_bytes", ""),
     (86, "quintic_bf16", "kit.all_reduce(gram)", "step or kit.all_reduce(gram)"),
+    (77, "padded_own_bf16", "keys[:, first:end]", "keys[:, : end - first]"),
     (73, "scaled_fp32", "target / args.columns == q", "target / args.columns == arena.rank"),
 ]
 """Of a solution and a case: what stands in its kernel, and what a careless author would write."""
