@@ -6,11 +6,13 @@ import ctypes
 from pathlib import Path
 
 import pytest
+import torch
 
 from device.judged import cases, judge, require_correct
 from peerlane import problems, solutions
 from peerlane.device import compile_cubin, strided
 from peerlane.device.declare import F32, U32, DeclaredKernel, Epochs, Packets, Pointer, array, structure
+from peerlane.device.emulator.ranks import run
 from peerlane.errors import CompileError, UsageError
 from peerlane.evaluate.correctness.emulated import EmulatedJudgement
 from peerlane.problems import Case
@@ -149,3 +151,21 @@ def test_roles_share_the_registers_that_a_block_begins_with() -> None:
         "RoleTable{2, 32, 240}.fits() || RoleTable{3, 40, 160}.fits()",
     )
     compile_cubin(f"#include <peerlane/roles.cuh>\nusing namespace peerlane;\nstatic_assert({fits} && !({waits}));\n")
+
+
+@pytest.mark.slow
+def test_norms_over_other_ranks_than_in_the_call_before_are_right(tmp_path: Path) -> None:
+    file = tmp_path / "clip.py"
+    file.write_text("""
+import torch
+from peerlane.device import group_of
+from peerlane.device.clipping import Clipping, clip_gradients
+
+def solution(gradient, *members):
+    return [clip_gradients(group_of(), [gradient.clone()], [], Clipping(of, of, 100.0, 1.0)) for of in members]
+""")
+    both, mine = (1.0, 1.0), ((1.0, 0.0), (0.0, 1.0))
+    outcome = run(file, [[(torch.full((8,), rank + 1.0), both, mine[rank], both if rank else mine[0]) for rank in range(2)]])
+    if outcome.failure is not None:
+        raise outcome.failure[1]
+    assert [[float(norm) for norm in norms] for norms in outcome.outputs[0]] == [[24.0, 8.0, 8.0], [24.0, 16.0, 24.0]]

@@ -99,11 +99,10 @@ CLIP_GRADIENTS = DeclaredKernel(
 
 
 @per_group
-def _bound(group: Group, weights: tuple[float, ...], expert_weights: tuple[float, ...]) -> BoundKernel:
+def _bound(group: Group) -> BoundKernel:
+    """One for all calls: what differs between ranks, such as weights, must not decide whether a rank makes another one."""
     block = min(THREADS, group.max_threads)
-    bound = CLIP_GRADIENTS.bind(group, grid=group.sm_count, block=block, sizes={"sums": group.sm_count})
-    bound.set(weight=weights, expert_weight=expert_weights)
-    return bound
+    return CLIP_GRADIENTS.bind(group, grid=group.sm_count, block=block, sizes={"sums": group.sm_count})
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,9 @@ def clip_gradients(
         raise UsageError(f"{len(given)} gradients on a rank; expected at most {MOST_TENSORS}: join small ones")
     dense = [tensor.contiguous() for tensor in given]
     norm = torch.empty((), dtype=torch.float32, device=group.device)
-    _bound(group, clipping.others, clipping.experts)(
+    _bound(group)(
+        weight=clipping.others,
+        expert_weight=clipping.experts,
         tensor=[group.address(tensor) for tensor in dense],
         tagged_elements=[4 * tensor.numel() + DTYPES.index(tensor.dtype) for tensor in dense],
         tensors=len(dense),
