@@ -69,6 +69,7 @@ TWINS = [
     (68, "uneven_bf16", "id >= end) continue;", "id > end) continue;"),
     (69, "ragged_bf16", "peers.barrier(blockIdx.x, epoch);", ""),
     (76, "plain_bf16", "communicator(group).all_reduce(result)", "pass"),
+    (78, "two_tiles_bf16", "[arena.rank * total + i] = value", "[i] = value"),
     (79, "clustered_bf16", "barrier(blockIdx.x, epoch)", "signal_all(blockIdx.x, epoch)"),
     (80, "ragged_fp32", "            kit.all_reduce(v)\n", ""),
     (87, "three_bf16", "(0, side), (0, side)", "(side, side), (0, side)"),
