@@ -59,6 +59,7 @@ TWINS = [
     (84, "top_k_bf16", "arena.rank) * args.columns", "arena.rank) * (args.columns - 1)"),
     (59, "plain", "joined=d1, cut=d0)", "joined=d1, cut=d0).flip(d0)"),
     (60, "plain", "weights[:1].fill_(1.0)", "pass"),
+    (64, "two_hops", "ranges[order] = torch.cat", "ranges[:] = torch.cat"),
     (65, "uneven_bf16", "for counts in (counts_received, counts_sent)", "for counts in (counts_sent, counts_received)"),
     (66, "uneven", "index_add_(0, seed_inverse_ids, received)", "index_add_(0, seed_inverse_ids.flip(0), received)"),
     (67, "uneven_bf16", "result, rows[order], received", "result, rows, received"),
