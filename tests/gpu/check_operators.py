@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,13 +30,12 @@ Values = list[torch.Tensor]
 
 def products(values: list[Values]) -> Values:
     a = torch.cat([x @ w1 for x, w1, _ in values], 1).relu()
-    total = sum(a[:, : w2.shape[0]] @ w2 for *_, w2 in values)
-    assert isinstance(total, torch.Tensor)
-    return [total] * len(values)
+    return [a @ torch.cat([w2 for *_, w2 in values])] * len(values)
 
 
-def own_products(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    return ops.gemm_all_reduce(ops.gemm_all_gather(x, w1).relu()[:, : w2.shape[0]].contiguous(), w2)
+def own_products(rank: int, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    columns = slice(rank * w2.shape[0], (rank + 1) * w2.shape[0])
+    return ops.gemm_all_reduce(ops.gemm_all_gather(x, w1).relu()[:, columns].contiguous(), w2)
 
 
 def routing(rank: int, tokens: int, experts: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ def run(rank: int, ranks: int, environments: list[dict[str, str]], store: str) -
         m, k, n, tokens, h, inner = 512, 256, 384, 300 + 100 * number, 512, 256
         layers: list[tuple[int, ...]] = [(OWN, inner, h), (OWN, inner, h), (OWN, h, inner)]
         found = {
-            "products": compared([[(m, k), (k, n), (n, k)]] * ranks, products, own_products, rank),
+            "products": compared([[(m, k), (k, n), (n, k)]] * ranks, products, partial(own_products, rank), rank),
             "experts": compared(
                 [[(tokens - 50 * r, h), (tokens - 50 * r, 4), *layers] for r in range(ranks)],
                 mixture,
@@ -90,7 +90,7 @@ def run(rank: int, ranks: int, environments: list[dict[str, str]], store: str) -
             ),
         }
         print(json.dumps({"rank": rank, **found}), flush=True)
-        wrong = wrong or not max(max(errors) for errors in found.values()) < LIMIT
+        wrong = wrong or not all(error < LIMIT for errors in found.values() for error in errors)
     sys.exit(wrong)
 
 
