@@ -16,7 +16,7 @@ PLACE = TensorPlace(1 << 20, torch.bfloat16, (3, 40, 72), (40 * 80, 80, 1))
 def test_a_map_counts_dimensions_from_the_innermost_one() -> None:
     spec = PLACE.map((64, 64))
     words = list(spec.emulated().words)
-    assert spec.box == (1, 64, 64) and spec.box_bytes == 64 * 64 * 2
+    assert spec.box == (1, 64, 64)
     assert words[0] == 1 << 20
     assert words[1:6] == [72, 40, 3, 1, 1]
     assert words[6:10] == [160, 40 * 160, 0, 0]
@@ -53,4 +53,4 @@ def test_what_the_copy_unit_can_not_do_is_refused_with_its_reason(change: dict[s
 
 
 def test_without_a_swizzle_rows_may_be_longer() -> None:
-    assert PLACE.map((64, 128), swizzled=False).box_bytes == 64 * 128 * 2
+    assert PLACE.map((64, 128), swizzled=False).box == (1, 64, 128)

@@ -22,8 +22,8 @@ def answer(*events: Any) -> dict[str, Any]:
     return {"recordings": [{"events": list(events)}]}
 
 
-def span(kind: str, start: float, end: float, rank: int = 0, lane: int = 7) -> Span:
-    return Span("kernel", rank, lane, kind, start, end)  # type: ignore[arg-type]
+def span(kind: str, start: float, end: float, rank: int = 0) -> Span:
+    return Span("kernel", rank, 7, kind, start, end)  # type: ignore[arg-type]
 
 
 def test_times_start_with_the_first_event_on_a_device_and_kinds_come_from_names_and_code() -> None:

@@ -43,8 +43,8 @@ GPU3    SYS     SYS     NV4      X      16-31
 """
 
 
-def gpus(count: int, name: str = "NVIDIA H200") -> tuple[Gpu, ...]:
-    return tuple(Gpu(index, name, f"GPU-{index}{index}{index}", 141 * 2**30) for index in range(count))
+def gpus(count: int) -> tuple[Gpu, ...]:
+    return tuple(Gpu(index, "NVIDIA H200", f"GPU-{index}{index}{index}", 141 * 2**30) for index in range(count))
 
 
 def machine(count: int, links: dict[tuple[int, int], str]) -> Topology:

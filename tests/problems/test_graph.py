@@ -151,10 +151,6 @@ def test_features_have_a_mean_of_zero_and_ordinary_sizes() -> None:
 # Problem 69
 
 
-def order_of(score: float) -> float:
-    return math.inf if math.isnan(score) else score
-
-
 @pytest.mark.parametrize("case", small(69))
 def test_ranks_by_counting(case: Case) -> None:
     inputs = arguments(case)

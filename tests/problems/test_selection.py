@@ -168,18 +168,16 @@ def test_nearest_neighbours_row_by_row(case: Case) -> None:
             assert [int(found_labels[i]) for i in distinct] == [names[best[i]] for i in distinct]
 
 
-def judge_one_query(
-    rows: Sequence[tuple[float, str]], answer: Sequence[tuple[float, str]], dtype: torch.dtype = torch.bfloat16
-) -> tuple[bool, bool]:
+def judge_one_query(rows: Sequence[tuple[float, str]], answer: Sequence[tuple[float, str]]) -> tuple[bool, bool]:
     """Whether similarities and labels are right for one query of length 1 whose products with the rows, one number each, are given."""
     half = len(rows) // 2
-    case = Case(79, "small", "any", 2, dtype, params={"queries": 1, "rows": half, "depth": 1, "k": len(answer), "classes": 26})
-    values = torch.tensor([[value for value, _ in rows]], dtype=dtype)
+    case = Case(79, "small", "any", 2, torch.bfloat16, params={"queries": 1, "rows": half, "depth": 1, "k": len(answer), "classes": 26})
+    values = torch.tensor([[value for value, _ in rows]], dtype=torch.bfloat16)
     names = torch.tensor([[ord(label) for _, label in rows]])
-    query = torch.ones(1, 1, dtype=dtype)
+    query = torch.ones(1, 1, dtype=torch.bfloat16)
     inputs = [(query, values[:, part], names[:, part], len(answer)) for part in (slice(half), slice(half, None))]
     expected = KNN.oracle(case, inputs, 0)
-    got = (torch.tensor([[value for value, _ in answer]], dtype=dtype), torch.tensor([[ord(label) for _, label in answer]]))
+    got = (torch.tensor([[value for value, _ in answer]], dtype=torch.bfloat16), torch.tensor([[ord(label) for _, label in answer]]))
     similarities, labels = KNN.compare(case, got, expected, "random")
     return similarities.passed, labels.passed
 

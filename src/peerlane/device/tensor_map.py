@@ -6,7 +6,6 @@ seen before encodes none."""
 from __future__ import annotations
 
 import ctypes
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -77,10 +76,6 @@ class TensorMapSpec:
             limit = f", at most {SWIZZLED_ROW_BYTES} under the swizzle" if self.swizzled else ""
             raise UsageError(f"a tensor map with the box {self.box}: its rows have {row} bytes; expected a multiple of 16{limit}")
 
-    @property
-    def box_bytes(self) -> int:
-        return math.prod(self.box) * self.dtype.itemsize
-
     def encode(self) -> TensorMap:
         """The map as the GPU wants it. Needs the driver."""
         return _encode(self)
@@ -91,10 +86,9 @@ class TensorMapSpec:
         extents = [*reversed(self.shape), *[1] * (5 - rank)]
         strides = [*(stride * size for stride in reversed(self.strides[:-1])), *[0] * (5 - rank)]
         boxes = [*reversed(self.box), *[1] * (5 - rank)]
-        combine = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.int32: 4}[self.dtype]
         small = [*boxes, size, rank, SWIZZLED_ROW_BYTES if self.swizzled else 0]
         packed = [low | high << 32 for low, high in zip(small[::2], small[1::2], strict=True)]
-        return TensorMap(words=(ctypes.c_uint64 * 16)(self.address, *extents, *strides[:4], *packed, combine))
+        return TensorMap(words=(ctypes.c_uint64 * 16)(self.address, *extents, *strides[:4], *packed))
 
 
 @dataclass(frozen=True)

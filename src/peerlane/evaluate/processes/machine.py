@@ -13,10 +13,10 @@ _SHARE = 0.7
 _LOOK_S = 0.2
 
 
-def cpu_share(seconds: float = _LOOK_S) -> float:
+def cpu_share() -> float:
     """The share of one core that this thread gets when it asks for all of it."""
     begin, cpu = time.perf_counter(), time.thread_time()
-    while (now := time.perf_counter()) - begin < seconds:
+    while (now := time.perf_counter()) - begin < _LOOK_S:
         pass
     return (time.thread_time() - cpu) / (now - begin)
 

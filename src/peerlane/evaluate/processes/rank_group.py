@@ -18,6 +18,7 @@ from peerlane.evaluate.sandbox import linux
 from peerlane.evaluate.sandbox.caches import CacheSlot
 
 _REPORTED_KINDS = ("runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run", "track_violation")
+_LOG_BYTES = 2000
 _EXPIRED = ") waited for rank "
 _GRACE_S = 0.1  # after the first rank fails, the leader or another rank has this long to be found dead, which would be the cause
 
@@ -306,11 +307,11 @@ class RankGroup:
         """Gives the ranks the cache of the candidate with this source, for as long as they live; its path, or None if all share one."""
         return None if self.slot is None else str(self.slot.admit(sha256))
 
-    def log_tail(self, characters: int = 2000) -> str:
+    def log_tail(self) -> str:
         """The end of what the ranks printed, one section per rank that printed anything. Complete once the group has been killed."""
         parts = []
         for rank, fd in enumerate(self._logs):
-            data = os.pread(fd, characters, max(0, os.fstat(fd).st_size - characters))
+            data = os.pread(fd, _LOG_BYTES, max(0, os.fstat(fd).st_size - _LOG_BYTES))
             if text := data.decode(errors="replace").strip():
                 parts.append(f"[rank {rank}] {text}")
         return "\n".join(parts) or self._log

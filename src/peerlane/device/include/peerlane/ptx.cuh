@@ -37,13 +37,6 @@ __device__ inline void sleep(u32 nanoseconds) { asm volatile("nanosleep.u32 %0;"
     __builtin_unreachable();
 }
 
-// The SM that this thread runs on; it may change only when a debugger moves the block.
-__device__ inline u32 sm_id() {
-    u32 id;
-    asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
-    return id;
-}
-
 // True in one thread of a converged warp, the same one every time.
 __device__ inline bool elect_one() {
     u32 elected;

@@ -179,17 +179,10 @@ __device__ inline void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) 
 // ---- fragments of four 8 x 8 matrices of 16-bit elements from and to shared memory --------------------------------------------------------
 //
 // Lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, aligned). Word i of lane l is row l / 4, columns 2 (l % 4) + {0, 1} of
-// matrix i; in the transposed form, of matrix i's transpose.
+// matrix i.
 
 __device__ inline void load_matrices(u32 (&word)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
-
-__device__ inline void load_matrices_transposed(u32 (&word)[4], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
                  : "r"(shared_address(row))
                  : "memory");

@@ -17,9 +17,6 @@ struct alignas(64) TensorMap {
 
 namespace ptx {
 
-// Fetches the map itself, so that the first copy does not wait for it.
-__device__ inline void tensor_prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-
 // ---- global to shared; the box's bytes count towards the mbarrier's phase when they have landed -------------------------------------------
 
 __device__ inline void tensor_load(void* shared, const TensorMap* map, u64* barrier, int x, int y) {
@@ -69,19 +66,6 @@ __device__ inline void tensor_store(const TensorMap* map, const void* shared, in
 __device__ inline void tensor_store(const TensorMap* map, const void* shared, int x, int y, int z, int w) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                  "r"(shared_address(shared)), "r"(x), "r"(y), "r"(z), "r"(w)
-                 : "memory");
-}
-
-// The same, adding to what is there in the map's element type, in no fixed order.
-__device__ inline void tensor_add(const TensorMap* map, const void* shared, int x, int y) {
-    asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
-                 "r"(shared_address(shared)), "r"(x), "r"(y)
-                 : "memory");
-}
-
-__device__ inline void tensor_add(const TensorMap* map, const void* shared, int x, int y, int z) {
-    asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
-                 "r"(shared_address(shared)), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
 

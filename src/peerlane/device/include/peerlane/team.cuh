@@ -19,7 +19,6 @@ struct Block {
 struct Warps {
     u32 first, count, barrier;
 
-    __device__ bool contains_caller() const { return threadIdx.x / warp_threads - first < count; }
     __device__ u32 thread() const { return threadIdx.x - first * warp_threads; }
     __device__ u32 size() const { return count * warp_threads; }
     __device__ void sync() const { ptx::barrier_sync(barrier, size()); }

@@ -21,7 +21,6 @@ namespace ptx {
 PEERLANE_INLINE u64 globaltimer() { return emulator::peerlane_time(); }
 PEERLANE_INLINE void sleep(u32) { emulator::peerlane_pause(); }
 [[noreturn]] PEERLANE_INLINE void trap() { emulator::peerlane_trap(); }
-PEERLANE_INLINE u32 sm_id() { return blockIdx.x; }
 PEERLANE_INLINE bool elect_one() { return emulator::lane() == 0; }
 PEERLANE_INLINE u32 uniform(u32 value) { return value; }
 PEERLANE_INLINE void barrier_sync(u32 number, u32 threads) { emulator::peerlane_barrier(number, threads, true); }

@@ -163,14 +163,6 @@ inline void load_matrices(u32 (&word)[4], const void* row) {
     for (int i = 0; i < 4; ++i) word[i] = reinterpret_cast<const u32*>(rows[i])[matrix::lane() % 4];
 }
 
-inline void load_matrices_transposed(u32 (&word)[4], const void* row) {
-    const unsigned long long* seen = emulator::peerlane_warp_exchange(0xffffffffu, reinterpret_cast<unsigned long long>(row));
-    for (u32 i = 0; i < 4; ++i) {
-        const auto element = [&](u32 r) { return reinterpret_cast<const u16*>(seen[8 * i + r])[matrix::lane() / 4]; };
-        word[i] = element(2 * (matrix::lane() % 4)) | u32(element(2 * (matrix::lane() % 4) + 1)) << 16;
-    }
-}
-
 inline void store_matrices(void* row, const u32 (&word)[4]) {
     char* rows[4];
     matrix::rows_of(row, rows);

@@ -16,7 +16,6 @@ struct alignas(64) TensorMap {
     u32 element_bytes;
     u32 rank;
     u32 swizzle_bytes;  // 0 (none) or 128
-    u64 combine;        // emulator::Combine of an addition to elements of this type
 };
 static_assert(sizeof(TensorMap) == 128);
 
@@ -83,17 +82,15 @@ PEERLANE_INLINE void load_to(u16 blocks, void* shared, const TensorMap* map, u64
     }
 }
 
-PEERLANE_INLINE void store(const TensorMap* map, const void* shared, emulator::Combine combine, const Place& place) {
+PEERLANE_INLINE void store(const TensorMap* map, const void* shared, const Place& place) {
     emulator::Segments segments;
     each_piece(*map, shared, place, [&](char* global, char* piece, u32 bytes) {
         if (global) segments.add(global, piece, bytes);
     });
-    emulator::peerlane_async(segments.list(), segments.count(), combine, nullptr, emulator::bulk_queue);
+    emulator::peerlane_async(segments.list(), segments.count(), emulator::Combine::replace, nullptr, emulator::bulk_queue);
 }
 
 }  // namespace tensor
-
-inline void tensor_prefetch_map(const TensorMap*) {}
 
 PEERLANE_INLINE void tensor_load(void* shared, const TensorMap* map, u64* barrier, int x, int y) {
     tensor::load(shared, map, barrier, {2, {x, y, 0, 0}});
@@ -108,19 +105,13 @@ PEERLANE_INLINE void tensor_load_to(u16 blocks, void* shared, const TensorMap* m
     tensor::load_to(blocks, shared, map, barrier, {3, {x, y, z, 0}});
 }
 PEERLANE_INLINE void tensor_store(const TensorMap* map, const void* shared, int x, int y) {
-    tensor::store(map, shared, emulator::Combine::replace, {2, {x, y, 0, 0}});
+    tensor::store(map, shared, {2, {x, y, 0, 0}});
 }
 PEERLANE_INLINE void tensor_store(const TensorMap* map, const void* shared, int x, int y, int z) {
-    tensor::store(map, shared, emulator::Combine::replace, {3, {x, y, z, 0}});
+    tensor::store(map, shared, {3, {x, y, z, 0}});
 }
 PEERLANE_INLINE void tensor_store(const TensorMap* map, const void* shared, int x, int y, int z, int w) {
-    tensor::store(map, shared, emulator::Combine::replace, {4, {x, y, z, w}});
-}
-PEERLANE_INLINE void tensor_add(const TensorMap* map, const void* shared, int x, int y) {
-    tensor::store(map, shared, static_cast<emulator::Combine>(map->combine), {2, {x, y, 0, 0}});
-}
-PEERLANE_INLINE void tensor_add(const TensorMap* map, const void* shared, int x, int y, int z) {
-    tensor::store(map, shared, static_cast<emulator::Combine>(map->combine), {3, {x, y, z, 0}});
+    tensor::store(map, shared, {4, {x, y, z, w}});
 }
 
 }  // namespace ptx
