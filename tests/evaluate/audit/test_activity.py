@@ -70,6 +70,7 @@ def test_own_kernels_with_a_library_s_matrix_product_are_allowed() -> None:
         ("symm_mem::stream_write_value32_", True),
         ("c10d::send", False),
         ("gloo:barrier", False),
+        ("peerlane:all_reduce", False),
         ("_c10d_functional::wait_tensor", True),
         ("aten::all_gather_of_my_own", True),
     ],

@@ -6,6 +6,8 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
+
 _log = logging.getLogger("peerlane.device.backend")
 
 
@@ -24,10 +26,15 @@ class Count:
 
 
 _calls: Counter[tuple[str, str, str, str]] = Counter()
+_Span = torch._C._profiler._RecordFunctionFast
 
 
 def count(operation: str, device: str, ran_on: str, reason: str = "") -> None:
-    """Count one call. A reason is logged as a warning the first time that an operation has it."""
+    """Count one call, and show it to profilers as ``peerlane:OPERATION``: PyTorch does not record calls of a group written in Python.
+
+    A reason is logged as a warning the first time that an operation has it."""
+    with _Span(f"peerlane:{operation}"):
+        pass
     key = (operation, device, ran_on, reason)
     _calls[key] += 1
     if reason and _calls[key] == 1:
@@ -37,6 +44,11 @@ def count(operation: str, device: str, ran_on: str, reason: str = "") -> None:
 def counts() -> list[Count]:
     """All calls of this process since its start or the last ``reset_counts``, sorted by operation."""
     return sorted(Count(*key, calls) for key, calls in _calls.items())
+
+
+def total() -> int:
+    """How many calls ``counts()`` has, without sorting them."""
+    return _calls.total()
 
 
 def reset_counts() -> None:

@@ -30,7 +30,7 @@ _INDUCTOR = re.compile(r"^triton_")
 _COPY = re.compile(r"^Memcpy (\w)to(\w) ")
 _PEER_CALLS = ("cudaMemcpyPeer", "cuMemcpyPeer", "cudaMemcpy3DPeer", "cuMemcpy3DPeer")
 
-COMMUNICATION = ("c10d::", "nccl:", "gloo:", "symm_mem::")
+COMMUNICATION = ("c10d::", "nccl:", "gloo:", "peerlane:", "symm_mem::")
 # Operators of these families that carry no payload between ranks, or are how a kernel of one's own gets at symmetric memory.
 _LOCAL = frozenset(
     f"symm_mem::{name}"

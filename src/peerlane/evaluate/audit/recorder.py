@@ -54,7 +54,8 @@ def collectives() -> int:
     for group in list(_world.pg_map):
         with contextlib.suppress(Exception):  # backends that do not count
             total += _sequence(group)
-    return total
+    backend = sys.modules.get("peerlane.device.backend.tally")  # its groups count by themselves
+    return total if backend is None else total + backend.total()
 
 
 def _configuration() -> Any:
