@@ -1,4 +1,4 @@
-"""Tables of what ``tests/gpu/bench_kernels.py`` measured: the kit's collectives, fused kernels and product beside NCCL and cuBLAS."""
+"""Tables of what ``bench_kernels.py`` and ``check_backend.py`` in tests/gpu measured: the kit's kernels beside NCCL, cuBLAS and torch."""
 
 from __future__ import annotations
 
@@ -24,6 +24,26 @@ def collectives_report(path: Path) -> str:
         cells = (f"{_us(rows[name]['ours_us'])} / {_us(rows[name]['nccl_us'])}" if name in rows else "-" for name in operations)
         table.add(size_text(size), *cells)
     return f"{table.markdown()}\n{_where(found)}\n"
+
+
+def backend_report(path: Path) -> str:
+    """Microseconds of a captured call on the backend ``peerlane``, on NCCL and, where there is one, on the fastest operator of torch's
+    symmetric memory, by size; from ``tests/gpu/check_backend.py``."""
+    found = _read(path, rows="table", world_size="ranks")
+    rows = [row for row in found["table"] if row["mode"] == "graph"]
+    operations = list(dict.fromkeys(row["operation"] for row in rows))
+    table = TextTable(("size", *operations), right=("size", *operations))
+    for size in sorted({row["bytes"] for row in rows}):
+        of_size = {row["operation"]: row for row in rows if row["bytes"] == size}
+        table.add(size_text(size), *(_beside(of_size[name]) if name in of_size else "-" for name in operations))
+    return f"{table.markdown()}\n{_where(found, 'ranks')}\n"
+
+
+def _beside(row: dict[str, Any]) -> str:
+    """The medians of one row of ``backend_report``."""
+    times = [row[name]["median_us"] for name in ("peerlane", "nccl")]
+    torch = [cell["median_us"] for name, cell in row.items() if name.startswith("torch ") and "median_us" in cell]
+    return " / ".join(_us(us) for us in [*times, *([min(torch)] if torch else [])])
 
 
 def fused_report(path: Path) -> str:
@@ -52,18 +72,18 @@ def _us(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def _where(found: dict[str, Any]) -> str:
+def _where(found: dict[str, Any], world_size: str = "world_size") -> str:
     software = found["environment"]["software"]
-    ranks = counted(found["world_size"], "rank")
+    ranks = counted(found[world_size], "rank")
     return f"Node: {node_class(found['environment'])}; {ranks}; torch {software['torch']}, nccl {software['nccl']}."
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, rows: str = "rows", world_size: str = "world_size") -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found["rows"], found["environment"], found["world_size"]
+        found[rows], found["environment"], found[world_size]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{path} is not a measurement of kernels ({error!r}): expected what `python tests/gpu/bench_kernels.py --out` writes"
+            f"{path} is not a measurement of kernels ({error!r}): expected what bench_kernels.py or check_backend.py of tests/gpu write"
         ) from None
     return found

@@ -11,7 +11,7 @@ from peerlane.evaluate.results.reader import read_results
 from peerlane.report.calibration import calibration_table
 from peerlane.report.corpus import rule_table, rules_table
 from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, ONE_GPU, PRODUCTION, PRODUCTION_OF_TWO, REFERENCES, RESULTS, TWO_GPUS
-from peerlane.report.kernels import collectives_report, fused_report, product_report
+from peerlane.report.kernels import backend_report, collectives_report, fused_report, product_report
 from peerlane.report.mechanisms import mechanisms_report, read_mechanisms
 from peerlane.report.noise import accuracy
 from peerlane.report.selftest import selftest_report
@@ -77,6 +77,10 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "solutions_of_two": (TWO_GPUS / "solutions.jsonl", _speeds),
     "solutions_of_two_h100": (RESULTS / "h100x2" / "solutions.jsonl", _speeds),
     "sweep_of_two_h100": (RESULTS / "h100x2" / "sweep.jsonl", _speeds),
+    "production_of_two_h100": (RESULTS / "h100x2" / "production.jsonl", _speeds),
+    "fused_of_two_h100": (RESULTS / "h100x2" / "fused.json", fused_report),
+    "backend_of_two_h100": (RESULTS / "h100x2" / "backend.json", backend_report),
+    "backend_virtual": (ONE_GPU / "backend.json", backend_report),
     "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _speeds),
     "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),
     "mechanisms": (MECHANISMS, _mechanisms),
