@@ -17,8 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-PROMISED = {"graph": (0.02, 0.04), "eager": (0.05, 0.10)}
-"""By launch mode: 95 % of the problems lie within the first of 1, all within the second."""
+from peerlane.report.noise import ACCEPTANCE
 
 
 def run(options: argparse.Namespace, folder: Path) -> Path:
@@ -54,18 +53,18 @@ def rows(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     """By mode, whether the promise is kept."""
     modes = {}
-    for mode, (most, every) in PROMISED.items():
+    for mode, promised in ACCEPTANCE.items():
         deviations = sorted(row["deviation"] for row in found if row["mode"] == mode and row["status"] == "measured")
         if not deviations:
             continue
-        within = sum(value <= most for value in deviations) / len(deviations)
-        kept = within >= 0.95 and deviations[-1] <= every
+        within = sum(value <= promised.most for value in deviations) / len(deviations)
+        kept = within >= promised.share and deviations[-1] <= promised.every
         modes[mode] = {
             "n": len(deviations),
             "within": within,
-            "limit": most,
+            "limit": promised.most,
             "largest": deviations[-1],
-            "largest_allowed": every,
+            "largest_allowed": promised.every,
             "kept": kept,
         }
     seconds = [row["seconds"] for row in {row["problem"]: row for row in found}.values()]

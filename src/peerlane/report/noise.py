@@ -23,7 +23,7 @@ class Acceptance:
     share: float = 0.95
 
 
-ACCEPTANCE: dict[Mode, Acceptance] = {"eager": Acceptance(0.04, 0.08), "graph": Acceptance(0.02, 0.04)}
+ACCEPTANCE: dict[Mode, Acceptance] = {"eager": Acceptance(0.05, 0.10), "graph": Acceptance(0.02, 0.04)}
 """The accuracy that the timing protocol promises on a GPU node, by launch mode."""
 
 

@@ -69,6 +69,7 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "accuracy": (ONE_GPU / "references.jsonl", _accuracy),
     "accuracy_again": (ONE_GPU / "references_again.jsonl", _accuracy),
     "accuracy_third": (ONE_GPU / "references_third.jsonl", _accuracy),
+    "accuracy_virtual": (ONE_GPU / "virtual_references.jsonl", _accuracy),
     "references": (REFERENCES, _accuracy),
     "references_of_two": (TWO_GPUS / "references.jsonl", _accuracy),
     "production_of_two": (PRODUCTION_OF_TWO, _accuracy),
