@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 
 from peerlane.device import Communicator, communicator, gemm, group_of
 from peerlane.hardware.environment import record
-from peerlane.solutions import p012_allgather_gemm, p016_gemm_reducescatter
+from peerlane.solutions import p012_allgather_gemm, p013_gemm_allreduce, p014_gemm_allgather, p016_gemm_reducescatter
 
 BF16 = torch.bfloat16
 SIZES = tuple(1 << power for power in (11, 14, 16, 18, 19, 20, 21, 22, 23, 24, 26, 28))
@@ -106,12 +106,12 @@ def collectives(rank: int, world: int) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Fused:
-    """The product alone, the kit's kernel, cuBLAS and NCCL, torch's fused operator; and the bytes that a port must take in."""
+    """The product alone, the kit's kernel, cuBLAS and NCCL, torch's fused operator if any; and the bytes that a port must take in."""
 
     product: Call
     ours: Call
     nccl: Call
-    operator: Call
+    operator: Call | None
     port_bytes: float
 
 
@@ -147,12 +147,42 @@ def all_gather_and_gemm(width: int, world: int) -> Fused:
     return Fused(lambda: torch.mm(whole, b), lambda: ours(shard, b), nccl, operator, (world - 1) * shard.nbytes)
 
 
+def gemm_and_all_reduce(width: int, world: int) -> Fused:
+    a = torch.randn(width, width // 4, device="cuda", dtype=BF16)
+    b = torch.randn(width // 4, width, device="cuda", dtype=BF16)
+
+    def nccl() -> torch.Tensor:
+        total = torch.mm(a, b)
+        dist.all_reduce(total)
+        return total
+
+    ours = p013_gemm_allreduce.solution
+    return Fused(lambda: torch.mm(a, b), lambda: ours(a, b), nccl, None, 2 * (world - 1) / world * width * width * a.element_size())
+
+
+def gemm_and_all_gather(width: int, world: int) -> Fused:
+    a = torch.randn(width, width // 4, device="cuda", dtype=BF16)
+    b = torch.randn(width // 4, width // world, device="cuda", dtype=BF16)
+    blocks = a.new_empty(world, width, width // world)
+
+    def nccl() -> torch.Tensor:
+        dist.all_gather_into_tensor(blocks, torch.mm(a, b))
+        return blocks.transpose(0, 1).reshape(width, -1)
+
+    ours = p014_gemm_allgather.solution
+    return Fused(lambda: torch.mm(a, b), lambda: ours(a, b), nccl, None, (world - 1) * blocks[0].nbytes)
+
+
+FUSED = {"gemm_rs": gemm_and_reduce_scatter, "ag_gemm": all_gather_and_gemm, "gemm_ar": gemm_and_all_reduce, "gemm_ag": gemm_and_all_gather}
+
+
 def fused(rank: int, world: int) -> Iterator[dict[str, Any]]:
     for width in WIDTHS:
         calls = max(4, min(100, int(4e13 / width**3)))
-        for name, make in (("gemm_rs", gemm_and_reduce_scatter), ("ag_gemm", all_gather_and_gemm)):
+        for name, make in FUSED.items():
             work = make(width, world)
-            product_us, ours_us, nccl_us, operator_us = microseconds(work.product, work.ours, work.nccl, work.operator, count=calls)
+            operators = [work.operator] if work.operator else []
+            product_us, ours_us, nccl_us, *operator_us = microseconds(work.product, work.ours, work.nccl, *operators, count=calls)
             got, want, port_us = work.ours().float(), work.nccl().float(), work.port_bytes / PORT_GBPS / 1e3
             yield {
                 "op": name,
@@ -161,7 +191,7 @@ def fused(rank: int, world: int) -> Iterator[dict[str, Any]]:
                 "comm_us": round(port_us, 1),
                 "fused_us": ours_us,
                 "nccl_us": nccl_us,
-                "torch_us": operator_us,
+                **({"torch_us": operator_us[0]} if operator_us else {}),
                 "ratio": round(nccl_us / ours_us, 2),
                 "of_bound": round(max(product_us, port_us) / ours_us, 3),
                 "err": f"{((got - want).abs().max() / want.abs().max()).item():.1e}",

@@ -52,7 +52,8 @@ def fused_report(path: Path) -> str:
     columns = ("kernel", "N", "product us", "wire us", "kit us", "cuBLAS + NCCL us", "torch's operator us", "faster by", "of the bound")
     table = TextTable(columns, right=columns[1:])
     names = {"gemm_rs": "GEMM + reduce-scatter", "ag_gemm": "all-gather + GEMM"}
-    for row in sorted(found["rows"], key=lambda row: (row["op"] != "gemm_rs", row["N"])):
+    names |= {"gemm_ar": "GEMM + all-reduce", "gemm_ag": "GEMM + all-gather"}
+    for row in sorted(found["rows"], key=lambda row: (list(names).index(row["op"]), row["N"])):
         times = (_us(row[key]) if key in row else "-" for key in ("mm_us", "comm_us", "fused_us", "nccl_us", "torch_us"))
         table.add(names[row["op"]], str(row["N"]), *times, f"{row['ratio']:.2f}x", f"{row['of_bound']:.0%}")
     return f"{table.markdown()}\n{_where(found)}\n"
