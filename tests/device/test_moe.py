@@ -38,6 +38,7 @@ def judged(number: int, label: str, world_size: int, schedules: int = 2) -> Emul
         (28, "duplicates_bf16", 2),
         (29, "duplicates_bf16", 2),
         (26, "skewed_int64", 2),
+        (51, "alone_in_group_bf16", 2),
         *(pytest.param(number, "strided_group_bf16", 4, marks=pytest.mark.long) for number in (28, 29)),
         *(pytest.param(number, label, 4, marks=pytest.mark.long) for number, label in ((29, "renamed_tokens_fp32"), (51, "two_each_bf16"))),
         pytest.param(31, "no_bias_bf16", 2, marks=pytest.mark.long),

@@ -199,7 +199,7 @@ def gated_experts(
     share = experts_of_all // len(owners)
     if experts_of_all % len(owners):
         raise UsageError(f"got {experts_of_all} experts on {len(owners)} ranks: expected a multiple of the number of ranks")
-    if experts_of_all <= MOST_EXPERTS and tokens.dtype in gemm.ELEMENT_TYPES:
+    if group.world_size > 1 and experts_of_all <= MOST_EXPERTS and tokens.dtype in gemm.ELEMENT_TYPES:
         weights, experts = route(group, tokens, *router, top_k)
     else:
         weights, experts = F.linear(tokens, *router).softmax(dim=-1).topk(top_k, dim=-1)
