@@ -13,7 +13,7 @@ import torch
 
 from device.judged import cases, judge, require_correct
 from peerlane import problems, solutions
-from peerlane.device import compile_cubin, group_of, moe, moe_layer
+from peerlane.device import compile_cubin, group_of, moe, moe_layer, moe_router
 from peerlane.device.declare import DeclaredKernel
 from peerlane.device.emulator import build
 from peerlane.device.emulator.ranks import EmulatedRanks
@@ -121,6 +121,30 @@ def test_a_kernel_that_has_lost_a_line_is_caught(name: str, monkeypatch: pytest.
     monkeypatch.setattr(moe, KERNELS[way], DeclaredKernel(given.name, source.replace(line, ""), **given.fields))
     outcome = judged(NUMBERS[way], "duplicates_bf16", 2, schedules=12).outcome
     assert {finding.kind for finding in outcome.findings} & kinds
+
+
+def test_the_router_ranks_and_weighs_as_torch_does_with_numbers_that_are_none() -> None:
+    """Each expert's logit is an entry of the token. Tokens are finite, or hold infinity or NaN."""
+    none, most = float("nan"), float("inf")
+    rows = [[1, 3, 2, -1], [1, none, 2, 3], [most, 1, 2, 3], [-most, 1, 2, 3], [none] * 4, [-3e38] * 4]
+    tokens = torch.tensor(rows, dtype=torch.bfloat16)
+    logits = tokens.clone()
+    logits[2, 1:] = logits[3, 1:] = none  # infinity times the zeros of other experts
+    ranks = EmulatedRanks(2, schedules=1)
+    ranks.load(lambda rank: lambda x, router: moe_router.route(group_of(), x, router, None, 2))
+    routers = [torch.eye(4, dtype=torch.bfloat16) for _ in range(2)]
+    for weights, experts in ranks.call([(tokens.clone(), router) for router in routers], lambda rank, found: found):
+        torch.testing.assert_close(weights, logits.softmax(-1).topk(2).values, equal_nan=True)
+        assert experts.min() >= 0 and experts.max() < 4 and (experts[:, 0] != experts[:, 1]).all()
+        assert torch.equal(experts[0], torch.tensor([1, 2]))
+    assert not [finding for report in ranks.reports() for finding in report.findings]
+
+
+@pytest.mark.slow
+def test_adapters_are_added_to_weights_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters of a library's product may find no SMs beside other ranks' blocks, which wait."""
+    monkeypatch.setattr(torch, "addmm", None)
+    require_correct(judged(32, "rank_one_bf16", 2, schedules=1))
 
 
 def judged_layers(batches: Sequence[tuple[list[int], int]], owners: Callable[[int, int], range | None], world_size: int) -> None:

@@ -41,24 +41,23 @@ extern "C" __global__ void __launch_bounds__(128) moe_router(const __grid_consta
 #pragma unroll
         for (int t = 0; t < at_once; ++t) {
             const u32 token = number * at_once + t;
-            float logit = -1e30f;
+            float logit = -infinity;
 #pragma unroll
             for (int e = 0; e < EXPERTS; ++e) {
                 const float whole = warp_sum(sum[t][e]);
                 if (lane == e) logit = whole + (args.bias == nullptr ? 0.0f : element_of<ELEMENT>(args.bias, e));
             }
-            const float power = expf(logit - warp_max(logit));  // 0 of lanes that have none
+            const float most = warp_max(logit), power = lane < EXPERTS ? expf(logit - most) : 0.0f;
             const float share = power / warp_sum(power);
-            float left = lane < EXPERTS ? share : -1.0f;
+            // As torch.topk ranks them: NaN before all numbers. Each slot has an expert, and none has the same one.
+            float left = lane >= EXPERTS ? -1.0f : share == share ? share : 2.0f;
             for (u32 slot = 0; slot < args.k; ++slot) {
-                const float most = warp_max(left);
-                const u32 found = __ballot_sync(0xffffffffu, left == most);
-                const u32 chosen = found ? __ffs(found) - 1 : slot;  // of NaN, any that there is
+                const u32 chosen = __ffs(__ballot_sync(0xffffffffu, left == warp_max(left))) - 1;
                 if (lane != chosen) continue;
                 left = -1.0f;
                 if (token >= args.tokens) continue;
                 args.experts[u64(token) * args.k + slot] = chosen;
-                set_element<ELEMENT>(args.weights, u64(token) * args.k + slot, most);
+                set_element<ELEMENT>(args.weights, u64(token) * args.k + slot, share);
             }
         }
     });
