@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from device.judged import judge, require_correct
 from peerlane import problems, solutions
-from peerlane.device import clipping, counts, delta_rule, fp8_history, nucleus, training_step
+from peerlane.device import clipping, counts, delta_rule, fp8_history, group_of, nucleus, training_step
 from peerlane.device.declare import DeclaredKernel
 from peerlane.device.emulator import sequence
 from peerlane.device.emulator.build import Program
+from peerlane.device.emulator.ranks import EmulatedRanks
 from peerlane.device.jit import Cubin, compile_cubin
 from peerlane.problems import Case
 
@@ -35,7 +37,7 @@ TWINS = [
     (24, "plain_fp32", "loss = exchange.pull(0, loss, [](float a, float b) { return a + b; });", ""),
     (25, "silent_rank_fp32", "part = block_reduce(part, join, scratch);", ""),
     (30, "odd_bf16", "kit.all_reduce(packed)", "packed.mul_(2)"),
-    (32, "rank_one_bf16", "torch.addmm(layer.weight, b, a)", "layer.weight.detach()"),
+    (32, "rank_one_bf16", "multiply(gemm.aligned(b), gemm.aligned(a), residual=weight)", "weight"),
     (48, "saturated_bf16", "args.rows + at) * 2 + up) * bytes", "args.rows + at) * 2 + !up) * bytes"),
     (58, "fp32", "column + e == args.first + row", "column + e == row"),
     (61, "two_cameras", "if (SENDS) Peers<WORLD_SIZE>(arena, args.flags).barrier(blockIdx.x, epoch);", ""),
@@ -106,6 +108,21 @@ def case_of(number: int, label: str, world_size: int) -> Case:
 @pytest.mark.parametrize("number", QUICK)
 def test_solutions_are_right(number: int) -> None:
     require_correct(judge(solutions.files()[number], number, case_of(number, QUICK[number], 2), schedules=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("filters", [(3, 0.8), (0, 0.8), (0, 1.0)], ids=["list", "search", "all"])
+def test_a_token_of_which_a_logit_is_nan_has_no_log_probability(filters: tuple[int, float]) -> None:
+    """The NaN is on one rank, the target on the other one."""
+    logits = [torch.linspace(rank, 1 - rank, 16).view(2, 8).clone() for rank in range(2)]
+    logits[1][0, 5] = float("nan")
+    target, weight = torch.tensor([0, 0]), torch.ones(2)
+    ranks = EmulatedRanks(2, schedules=1)
+    for gradient in (None, weight):
+        ranks.load(lambda rank: lambda logits, target, weight: nucleus.filtered_logits(group_of(), logits, target, filters, weight))
+        given = [(shard.clone(), target.clone(), None if gradient is None else gradient.clone()) for shard in logits]
+        for found in ranks.call(given, lambda rank, output: output.clone()):
+            assert found[0].isnan().all() and not found[1].isnan().any()
 
 
 @pytest.fixture

@@ -31,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(512)
         return element_of<ELEMENT>(args.logits, u64(token) * args.columns + shard.target);
     };
     const auto finish = [&](u32 token, const ShardRow<ELEMENT>& shard, const KeptLogits& kept) {
-        const bool has_target = kept.target >= kept.threshold && kept.target > -infinity;
+        const bool has_nan = kept.mass != kept.mass;  // all of the token's results are NaN
+        const bool has_target = (kept.target >= kept.threshold && kept.target > -infinity) || has_nan;
 #if GRADIENT
         const float weight = element_of<WEIGHT>(args.weight, token);
         float* out = args.out + u64(token) * args.columns;
@@ -39,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(512)
             float value[row_lanes];
             shard.row.load(column, value);
             for (int e = 0; e < row_lanes; ++e) {
-                const float q = value[e] >= kept.threshold ? mass_of(value[e], kept.maximum) / kept.mass : 0.0f;
+                const float q = value[e] >= kept.threshold || has_nan ? mass_of(value[e], kept.maximum) / kept.mass : 0.0f;
                 value[e] = weight * ((has_target && column + e == shard.target ? 1.0f : 0.0f) - q);
             }
             RowOf<Float32>(reinterpret_cast<char*>(out), 0, args.columns).store(column, value);

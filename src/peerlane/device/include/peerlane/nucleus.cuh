@@ -6,7 +6,8 @@
 
 namespace peerlane {
 
-// What is kept: logits of at least `threshold`, as probabilities exp(logit - maximum) / mass. The same bits on all ranks.
+// What is kept: logits of at least `threshold`, as probabilities exp(logit - maximum) / mass. The same bits on all ranks. If a logit of the
+// token is NaN, the mass is NaN.
 struct KeptLogits {
     float maximum, threshold, mass;
     float target;  // the target's logit
@@ -43,15 +44,18 @@ struct Candidate {
 };
 __device__ inline bool before(const Candidate& a, const Candidate& b) { return a.logit > b.logit || (a.logit == b.logit && a.column < b.column); }
 
-// Lane j gets the row's j-th largest logit, -inf behind the row's end; `ties` entries that equal the k-th are not among the k.
+// Lane j gets the row's j-th largest logit, -inf behind the row's end; `ties` entries that equal the k-th are not among the k. `ties` is NaN if a
+// logit is.
 template <class E>
 __device__ inline float largest_of(const ShardRow<E>& shard, u32 k, float& ties) {
     const Candidate none{-infinity, ~0u};
     Candidate last{infinity, 0}, first, second;
+    bool has_nan = false;
     const auto scan = [&] {  // the next two of the lane's own entries behind those that were taken
         first = second = none;
         shard.each([&](u32 column, float value) {
             const Candidate entry{value, column};
+            has_nan |= value != value;
             if (!before(last, entry) || !before(entry, second)) return;
             if (before(entry, first)) second = first, first = entry;
             else second = entry;
@@ -76,6 +80,7 @@ __device__ inline float largest_of(const ShardRow<E>& shard, u32 k, float& ties)
         shard.each([&](u32, float value) { ties += value == kth ? 1.0f : 0.0f; });
         ties = warp_sum(ties) - __popc(__ballot_sync(0xffffffffu, mine == kth && Warp{}.thread() < k));
     }
+    if (__any_sync(0xffffffffu, has_nan)) ties = not_a_number;
     return mine;
 }
 
@@ -126,8 +131,11 @@ __device__ inline KeptLogits pull_candidates(const SmallExchange<W, SentCandidat
     }
     equal -= __popc(__ballot_sync(0xffffffffu, lane < k && merged == kth));
     const float maximum = __shfl_sync(0xffffffffu, merged, 0), mass = lane < k ? mass_of(merged, maximum) : 0.0f, tie = mass_of(kth, maximum);
-    KeptLogits kept{maximum, kth, warp_sum(mass) + equal * tie, target};
-    if (!nucleus) return kept;
+    bool has_nan = false;
+#pragma unroll
+    for (int q = 0; q < W; ++q) has_nan |= ties[q] != ties[q];
+    KeptLogits kept{maximum, kth, has_nan ? not_a_number : warp_sum(mass) + equal * tie, target};
+    if (!nucleus || has_nan) return kept;
     const float goal = top_p * kept.mass;
     float through = mass;  // of this entry and those before it
 #pragma unroll
@@ -212,20 +220,25 @@ class VocabularySums {
 template <class E, int W>
 __device__ inline KeptLogits search_kept(VocabularySums<E, W> sums, const ShardRow<E>& shard, float target, u32 top_k, float top_p) {
     ThreeSums own{-infinity, target, 0.0f};
-    shard.each([&](u32, float value) { own.first = fmaxf(own.first, value); });
+    shard.each([&](u32, float value) {
+        own.first = fmaxf(own.first, value);
+        if (value != value) own.third = 1.0f;
+    });
     const ThreeSums largest = sums.join(own, [](const ThreeSums& a, const ThreeSums& b) {
-        return ThreeSums{fmaxf(a.first, b.first), fmaxf(a.second, b.second), 0.0f};
+        return ThreeSums{fmaxf(a.first, b.first), fmaxf(a.second, b.second), fmaxf(a.third, b.third)};
     });
     KeptLogits kept{largest.first, -infinity, 0.0f, largest.second};
     if (top_k > 0) kept.threshold = sums.search(float(top_k), [](float) { return 1.0f; });
     const auto mass = [&](float value) { return value >= kept.threshold ? mass_of(value, kept.maximum) : 0.0f; };
+    const bool has_nan = largest.third > 0.0f;
     kept.mass = sums.sum([&](float value) { return ThreeSums{mass(value), 0.0f, 0.0f}; }).first;
+    if (has_nan) kept.mass = not_a_number;
     if (top_p >= 1.0f) return kept;
     const float goal = fmaxf(top_p * kept.mass, 1e-30f), cut = sums.search(goal, mass), tie = mass_of(cut, kept.maximum);
     const ThreeSums at_cut = sums.sum([&](float value) { return ThreeSums{value > cut ? mass(value) : 0.0f, value == cut ? 1.0f : 0.0f, 0.0f}; });
     // Of the logits that equal the cut, as many as it takes.
     kept.threshold = cut;
-    kept.mass = at_cut.first + tie * fminf(fmaxf(ceilf((goal - at_cut.first) / tie), 1.0f), at_cut.second);
+    if (!has_nan) kept.mass = at_cut.first + tie * fminf(fmaxf(ceilf((goal - at_cut.first) / tie), 1.0f), at_cut.second);
     return kept;
 }
 
