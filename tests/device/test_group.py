@@ -16,7 +16,7 @@ import torch.distributed as dist
 from peerlane.device import cuda_group, ipc
 from peerlane.device.cuda_group import CudaGroup
 from peerlane.device.declare import U32, DeclaredKernel, compile_ahead
-from peerlane.device.group import Small, per_group
+from peerlane.device.group import Group, Small, per_group
 from peerlane.device.host_board import HostBoard
 from peerlane.device.ipc import StoreExchange, shares
 from peerlane.errors import DeviceTimeout, UsageError
@@ -50,6 +50,12 @@ def test_ranks_compile_several_kernels_in_turned_orders(rank: int, order: list[s
     kernel = DeclaredKernel("named", "// source", count=U32)
     compile_ahead(group, [(kernel, {"NAME": "first"}), (kernel, {"NAME": "second"})])
     assert compiled == [{"WORLD_SIZE": 4, "NAME": name} for name in order]
+
+
+@pytest.mark.parametrize(("ranks_per_device", "blocks"), [(1, 33), (4, 16)])
+def test_blocks_that_wait_leave_half_of_a_shared_device_free(ranks_per_device: int, blocks: int) -> None:
+    group: Any = SimpleNamespace(sm_count=33, ranks_per_device=ranks_per_device)
+    assert Group.waiting_blocks.__get__(group) == blocks
 
 
 def test_ranks_that_share_a_device_share_its_sms() -> None:

@@ -44,9 +44,7 @@ class Communicator:
 
     def __init__(self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0, rings: Rings = RINGS) -> None:
         self.group = group_of(group)
-        # Where ranks share a GPU, blocks of the others' collectives wait on most of its SMs. Half a share leaves pairs of neighbouring SMs
-        # free for a rank whose matrix product launches clusters, and for which the others wait.
-        sm_count = max(1, self.group.sm_count // (2 if self.group.ranks_per_device > 1 else 1))
+        sm_count = self.group.waiting_blocks
         rings = replace(rings, blocks=min(rings.blocks, sm_count))  # no grid is larger
         self.arena = Arena(workspace_bytes(self.group.world_size, rings), self.group, timeout_s=timeout_s, name="collectives")
         self.workspace = Workspace.take(self.arena, self.group.world_size, rings)

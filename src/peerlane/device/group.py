@@ -117,6 +117,14 @@ class Group(ABC):
         self.cache: dict[Hashable, Any] = {}
         """what host code keeps for later calls of this group, see ``per_group``"""
 
+    @property
+    def waiting_blocks(self) -> int:
+        """Blocks, each as large as an SM, that may wait on this rank for a rank that runs a library's matrix products before it comes.
+
+        Those launch clusters. Where ranks share a GPU, other ranks' waiting blocks hold its SMs meanwhile. Half a share each leaves pairs
+        of neighbouring SMs free."""
+        return max(1, self.sm_count // (2 if self.ranks_per_device > 1 else 1))
+
     def wait_limit_s(self, seconds: float) -> float:
         """The limit of a wait in a kernel that a rank with a device of its own would give ``seconds``: longer where ranks take turns."""
         return seconds * (self.ranks_per_device if self.takes_turns else 1)

@@ -81,7 +81,8 @@ class ExpertLayer:
         tokens: list[int] = group.exchange(sizes.tokens)
         h, inner, own, groups = sizes.h, sizes.inner, sizes.own, sizes.own * group.world_size
         most, at_rank = max(tokens), sum(tokens) * min(sizes.k, own)
-        up, down = (gemm.choose_tiling(max(1, at_rank), n, k, group.sm_count, tilings=TILINGS) for n, k in ((2 * inner, h), (h, inner)))
+        blocks = group.waiting_blocks  # the router may be a library's product
+        up, down = (gemm.choose_tiling(max(1, at_rank), n, k, blocks, tilings=TILINGS) for n, k in ((2 * inner, h), (h, inner)))
         tile_rows = max(up.rows, down.rows)
         up, down = (tiling if tiling.rows == tile_rows else TILINGS[1] for tiling in (up, down))  # tiles of rows are the same in both
         self.tilings = up, down
@@ -92,17 +93,17 @@ class ExpertLayer:
         up_defines, down_defines = (tiling.defines(sizes.dtype, "k", "k") for tiling in (up, down))
         compile_ahead(group, ((MOE_UP, up_defines), (MOE_DOWN, down_defines)))
         self.up: BoundKernel = MOE_UP.bind(
-            group, grid=group.sm_count, block=up.threads, shared_bytes=up.shared_bytes, defines=up_defines,
+            group, grid=blocks, block=up.threads, shared_bytes=up.shared_bytes, defines=up_defines,
             sizes={
                 "row_memory": self.rows * h * ELEMENT_BYTES,
                 "table": 2 * group.world_size * groups * 4,
                 "list": 4 * max(1, most * sizes.k),
-                "flags": 1 + 2 * group.sm_count + self.rows // PIECE_ROWS,
+                "flags": 1 + 2 * blocks + self.rows // PIECE_ROWS,
             },
             **common,
         )  # fmt: skip
         self.down: BoundKernel = MOE_DOWN.bind(
-            group, grid=group.sm_count, block=down.threads, shared_bytes=down.shared_bytes, defines=down_defines,
+            group, grid=blocks, block=down.threads, shared_bytes=down.shared_bytes, defines=down_defines,
             sizes={"home": home_units * UNIT_ROWS * h * ELEMENT_BYTES, "flags": home_units * -(-h // down.columns)},
             **common,
         )  # fmt: skip

@@ -1,19 +1,26 @@
 """Problem 32, a mixture-of-experts layer with low-rank adapters: the adapters are added to the weights, and two kernels are the layer.
 
 W z + B (A z) is (W + B A) z. The sum W + B A is rounded once, and costs one pass over the weights. The layer's kernels are those of
-problem 31, so the host waits for nothing. The device code is ``device/include/peerlane/moe_layer.cuh``."""
+problem 31, so the host waits for nothing. The device code is ``device/include/peerlane/moe_layer.cuh``.
+
+W + B A is a product of the kit. A library's product may launch clusters. Where ranks share a GPU, a cluster may find no room beside the
+blocks of other ranks that already wait for this rank."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from peerlane.device import group_of
+from peerlane.device import Group, gemm, group_of
 from peerlane.device.moe_layer import Weights, gated_experts
 
 
-def adapted(layer: torch.nn.Linear, a: torch.Tensor, b: torch.Tensor) -> Weights:
-    return Weights(torch.addmm(layer.weight, b, a), layer.bias)
+def adapted(group: Group, layer: torch.nn.Linear, a: torch.Tensor, b: torch.Tensor) -> Weights:
+    weight, (outputs, depth) = layer.weight.detach(), b.shape
+    if weight.dtype not in gemm.ELEMENT_TYPES:
+        return Weights(torch.addmm(weight, b, a), layer.bias)
+    multiply = gemm.product(group, outputs, a.shape[1], depth, weight.dtype, gemm.Epilogue(residual=True))
+    return Weights(multiply(gemm.aligned(b), gemm.aligned(a), residual=weight), layer.bias)
 
 
 @torch.no_grad()
@@ -36,8 +43,8 @@ def solution(
 ) -> torch.Tensor:
     ranks, tokens = group_of(group), hidden_states.reshape(-1, hidden_states.shape[-1])
     layers = (
-        adapted(gate_proj, lora_gate_A, lora_gate_B),
-        adapted(up_proj, lora_up_A, lora_up_B),
-        adapted(down_proj, lora_down_A, lora_down_B),
+        adapted(ranks, gate_proj, lora_gate_A, lora_gate_B),
+        adapted(ranks, up_proj, lora_up_A, lora_up_B),
+        adapted(ranks, down_proj, lora_down_A, lora_down_B),
     )
     return gated_experts(ranks, tokens, (gate_weight, gate_bias), layers, top_k)
