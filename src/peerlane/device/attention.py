@@ -217,15 +217,15 @@ def bind(
     scale: float,
     tiling: AttentionTiling | None = None,
 ) -> DeviceLaunch:
-    """The launch for ``tensors`` q, k, v and out, all ``aligned``; claims (1; int32, zero), which launches of one stream may share; and
-    logarithms, if they are wanted. ``scale`` as ``check_scale`` gives it. The launch holds addresses, not tensors."""
+    """The launch for ``tensors`` q, k, v and out, all ``aligned``; under a causal mask claims (1; int32, zero), which launches of one
+    stream may share; and logarithms, if they are wanted. ``scale`` as ``check_scale`` gives it. The launch holds addresses, not tensors."""
     depths = [tensors[name].shape[3] for name in ("q", "v")]
     tiling = tiling or choose_tiling(sizes.queries, sizes.keys, max(depths), sizes.causal)
     kernel = _kernel(group, tiling, tensors["q"].dtype, sizes.causal)
     places = {name: TensorPlace.of(tensors[name], group) for name in ("q", "k", "v", "out")}
     maps = {name: group.encode(spec) for name, spec in specs(places, tiling).items()}
-    logarithms = group.address(tensors["logarithms"]) if "logarithms" in tensors else 0
-    arguments = sizes.parameters(maps, scale, sum(depths), group.address(tensors["claims"]), logarithms)
+    claims, logarithms = (group.address(tensors[name]) if name in tensors else 0 for name in ("claims", "logarithms"))
+    arguments = sizes.parameters(maps, scale, sum(depths), claims, logarithms)
     grid = min(group.sm_count, tiling.tiles(sizes.queries) * sizes.heads * sizes.batch)
     return kernel.bind(grid, tiling.threads, (arguments,), shared_bytes=tiling.shared_bytes)
 
@@ -250,8 +250,9 @@ def attention(
     member, sizes, power = group or group_of(), Sizes.of(q, k, causal, offset), check_scale(scale, q.shape[3])
     out = v.new_empty((*q.shape[:3], v.shape[3]))
     logarithms = torch.empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32, device=q.device)
-    claims = torch.zeros(1, dtype=torch.int32, device=q.device)
-    tensors = {"q": aligned(q), "k": aligned(k), "v": aligned(v), "out": out, "logarithms": logarithms, "claims": claims}
+    tensors = {"q": aligned(q), "k": aligned(k), "v": aligned(v), "out": out, "logarithms": logarithms}
+    if causal:
+        tensors["claims"] = torch.zeros(1, dtype=torch.int32, device=q.device)
     bind(member, tensors, sizes, power, tiling)()
     return out, logarithms
 
@@ -261,8 +262,7 @@ def attend_into(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     if not supports(q, k, v):
         out.copy_(wide_attention(q, k, v, scale=q.shape[3] ** -0.5 if scale is None else scale, causal=False)[0])
         return
-    claims = torch.zeros(1, dtype=torch.int32, device=q.device)
-    tensors = {"q": aligned(q), "k": aligned(k), "v": aligned(v), "out": out, "claims": claims}
+    tensors = {"q": aligned(q), "k": aligned(k), "v": aligned(v), "out": out}
     bind(group, tensors, Sizes.of(q, k, False, None), check_scale(scale, q.shape[3]))()
 
 

@@ -343,7 +343,7 @@ struct AttentionTile {
 struct AttentionParameters {
     TensorMap q, k, v, out;
     float* logarithms;   // (batch, heads, queries), of sums of exponentials; or null
-    u32* claims;         // of tiles; zero before and after a launch
+    u32* claims;         // of tiles, if causal; zero before and after a launch
     float scale;         // of scores, as powers of two
     u32 batch, heads, key_heads, queries, keys;
     u32 causal;          // key j counts for query i if j <= i + offset
