@@ -150,6 +150,17 @@ def test_faults_are_findings(kernel: str, kind: str, says: str) -> None:
     assert says in str(report)
 
 
+def test_what_a_kernel_prints_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("prints", block=2, schedules=1).clean and run("prints", block=2, schedules=3).clean
+    assert sorted(capsys.readouterr().err.splitlines()) == ["thread 0 has 0", "thread 1 has 0"]
+
+
+@pytest.mark.slow
+def test_a_loop_without_an_end_is_a_finding() -> None:
+    finding = only(run("polls_without_volatile", block=1, schedules=100))
+    assert finding.kind == "endless" and finding.schedules == 1 and "ptx:: loads or volatile" in str(finding)
+
+
 def test_memory_of_another_rank_is_no_address() -> None:
     scenario = Scenario("foreign", SOURCE, 2)
     own = scenario.buffer("own", [words(0)] * 2)
@@ -219,6 +230,8 @@ def test_unusable_requests_say_what_to_do(tmp_path: Path, monkeypatch: pytest.Mo
         scenario.launch("traps", 1, 32, [3])
     with pytest.raises(UsageError, match="fewer or smaller blocks"):
         scenario.launch("traps", 132, 512, [])
+    with pytest.raises(UsageError, match="at most 1024 in all"):
+        scenario.launch("traps", 1, 1025, [])
     with pytest.raises(UsageError, match="0 launches"):
         check(Scenario("empty", SOURCE, 2))
     scenario = Scenario("unknown", SOURCE, 1)

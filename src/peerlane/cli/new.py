@@ -22,10 +22,13 @@ def new(
 ) -> None:
     """Write a candidate with the problem's signature, which is right as it comes: the reference, with one kernel that moves all data."""
     from peerlane import problems
+    from peerlane.evaluate.candidates import candidate_file
     from peerlane.scaffolds import scaffold, scaffold_name
 
     problem = problems.named(problem_name)
     text, file = scaffold(problem, backend, variant), out or Path(scaffold_name(problem, backend))
+    if file.suffix != ".py":
+        raise UsageError(f"--out got {file}; expected the name of a Python file, such as {scaffold_name(problem, backend)}")
     if file.exists() and not force:
         raise UsageError(f"{file} exists; choose another file with --out, or replace it with --force")
     try:
@@ -33,7 +36,10 @@ def new(
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror}; choose another file with --out") from None
     device = {"kit": "emulated", "cuda": "cuda"}.get(backend, "cpu")
-    commands = [f"peerlane eval {file} --device {device} --preset small"] + ([f"peerlane race {file}"] if backend == "kit" else [])
+    numbered = candidate_file(file).problem == problem.id
+    commands = [f"peerlane eval {file} {'' if numbered else f'--problem {problem.id} '}--device {device} --preset small"]
+    if backend == "kit" and numbered:
+        commands.append(f"peerlane race {file}")
     if as_json:
         print_json({"problem": problem.id, "backend": backend, "file": str(file), "commands": commands})
         return

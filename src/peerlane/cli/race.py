@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -59,12 +58,13 @@ def race(
 def _race_solution(file: Path, world_sizes: Iterable[int], schedules: int, seed: int, as_json: bool) -> bool:
     """The file's solution on all small cases of the problem that its name says."""
     from peerlane import problems
+    from peerlane.evaluate.candidates import candidate_file
     from peerlane.evaluate.correctness.emulated import judge_emulated
 
-    number = re.match(r"p?(\d+)_", file.name)
+    number = candidate_file(file).problem
     if number is None:
         raise UsageError(f"{file.name} says no problem; name the file like 18_mine_cuda.py, or give it a function race(world_size)")
-    problem, rows = problems.get(int(number[1])), []
+    problem, rows = problems.get(number), []
     said: dict[str, str] = {}
     for case in (case for size in world_sizes for case in problem.cases("small", size)):
         with contextlib.redirect_stdout(sys.stderr):
@@ -125,5 +125,5 @@ def _running(file: Path) -> Iterator[None]:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file.absolute()]
         where = f", line {lines[-1]}" if lines else ""  # a SyntaxError says it itself
         raise UsageError(
-            f"{file}{where} raised {type(error).__name__}: {error}; expected a file with a function race(world_size) that gives scenarios"
+            f"{file}{where} raised {type(error).__name__}: {error}; the file must run without an error before it is judged"
         ) from None

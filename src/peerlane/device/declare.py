@@ -31,7 +31,7 @@ from peerlane.device.group import Group
 from peerlane.device.layout import LINE_BYTES
 from peerlane.device.roles import BlockNeeds, require_resident
 from peerlane.device.tensor_map import TensorMap, TensorMapSpec
-from peerlane.errors import UsageError
+from peerlane.errors import EmulatedFault, UsageError
 
 MAX_EPOCH_BLOCKS = 256  # of arena.cuh
 PACKET_BYTES = 16  # of packet.cuh
@@ -270,6 +270,7 @@ class BoundKernel:
         self._kernel, self._launch = kernel, launch
         self._arguments = launch.args[1]
         self._fields = {name: field for name, field in kernel.fields.items() if not isinstance(field, ArenaField)}
+        self._unset = {name for name, field in self._fields.items() if isinstance(field, Pointer)}
 
     def set(self, **values: Any) -> None:
         """Set fields, for this launch and those that follow."""
@@ -278,10 +279,16 @@ class BoundKernel:
             if field is None:
                 raise UsageError(f"kernel {self._kernel.name!r} has no field {name!r} to set; expected one of {', '.join(self._fields)}")
             setattr(self._arguments, name, field.value(self.group, value))
+            self._unset.discard(name)
 
     def __call__(self, **values: Any) -> None:
         self.set(**values)
-        self._launch()
+        try:
+            self._launch()
+        except EmulatedFault as fault:
+            if self._unset and "\ncrash in" in str(fault):
+                raise EmulatedFault(f"{fault}; these pointers were never set: {', '.join(sorted(self._unset))}") from None
+            raise
 
     def addresses(self, name: str) -> list[int]:
         """Where the arena field ``name`` lies on every rank, as kernels of this rank address it."""

@@ -46,6 +46,8 @@ from peerlane.words import counted
 CHECKED_SLOTS = 4
 _RAISED = ("runtime_error", "import_error", "cuda_error")
 _GPU_ONLY = "needs a GPU: its import was tried here, and what it compiles when it is called was not compiled; run it on a GPU node"
+KIT = "peerlane.device"
+_GPU_OR_EMULATED = "needs a GPU: here only its import was tried; add --device emulated, or run it on a GPU node"
 
 
 def groups_needed(job: Job, device: str) -> int:
@@ -182,7 +184,7 @@ class EvaluationPipeline:
             with self._in("build"):
                 (self.builds or Builds(self.session, [])).finish(job.candidate, self.limit)
             if job.candidate.backend == "cuda" and self.node.device == "cpu":
-                return NotRun(missing=_GPU_ONLY)
+                return NotRun(missing=_GPU_OR_EMULATED if KIT in (self.source or "") else _GPU_ONLY)
         self._spawn()
         self._load()
         checked = [self._check(case, first=number == 0) for number, case in enumerate(cases)]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from peerlane.device.emulator.ranks import wants_distributed
 from peerlane.evaluate.correctness.case_runner import Rejected
-from peerlane.evaluate.pipeline import CHECKED_SLOTS, EvaluationPipeline
+from peerlane.evaluate.pipeline import CHECKED_SLOTS, KIT, EvaluationPipeline
 from peerlane.evaluate.processes.protocol import is_count
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import EMULATED_SCHEDULES
@@ -19,10 +19,8 @@ from peerlane.evaluate.results.speed_record import NotMeasured
 from peerlane.evaluate.results.verdict import Correct, NotRun, Unstable, Verdict, WrongResult
 from peerlane.problems.contract.spec import Case
 
-KIT = "peerlane.device"
 _NO_KIT = f"emulated ranks run candidates of the device kit ({KIT}), and this one does not import it: use --device cpu or cuda"
 _REFERENCE = "the reference communicates by torch.distributed, which emulated ranks do not have: use --device cpu or cuda"
-_DISTRIBUTED = re.compile(r"process group has not been initialized|init_process_group|ProcessGroup|torch\.distributed")
 _MOST_KERNELS = 32
 
 
@@ -83,7 +81,7 @@ class EmulatedPipeline(EvaluationPipeline):
     def _blame(self, failure: GroupFailure) -> Verdict:
         line = "".join(failure.message.strip().splitlines()[-1:])
         if failure.kind in ("runtime_error", "import_error"):
-            if _DISTRIBUTED.search(line):
+            if wants_distributed(line):
                 return NotRun(missing=f"uses torch.distributed, which emulated ranks do not have ({line}): use --device cpu or cuda")
             if wants_gpu(line):
                 return NotRun(missing=f"needs a GPU: {line}; emulated ranks have the kernels of the device kit alone")

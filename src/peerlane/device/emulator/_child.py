@@ -7,6 +7,7 @@ python _child.py JOB      JOB is a JSON file beside the bytes it names; prints t
 import ctypes
 import json
 import mmap
+import os
 import sys
 from pathlib import Path
 
@@ -53,7 +54,7 @@ class _Run(ctypes.Structure):
     )
 
 
-def main() -> None:
+def main() -> str:
     path = Path(sys.argv[1])
     job = json.loads(path.read_text())
     with open(job["data"], "r+b") as file:
@@ -97,12 +98,15 @@ def main() -> None:
         job["resident_blocks"],
     )
     program.peerlane_emulator_run.restype = ctypes.c_char_p
-    said = program.peerlane_emulator_run(ctypes.byref(run)).decode()
+    said: str = program.peerlane_emulator_run(ctypes.byref(run)).decode()
     if job["memory"] is not None:
         with open(job["memory"], "wb") as pages:
             for page in json.loads(said)["dirty"]:
                 pages.write(ctypes.string_at(job["base"] + page * PAGE_BYTES, PAGE_BYTES))
-    sys.stdout.write(said)
+    return said
 
 
-main()
+# What device code prints goes to stderr, apart from the answer.
+with os.fdopen(os.dup(1), "w") as answer:
+    os.dup2(2, 1)
+    answer.write(main())

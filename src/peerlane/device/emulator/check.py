@@ -28,8 +28,8 @@ MEANINGS = {
     "unfinished_copy": "the block ended while a copy may still use its shared memory: wait for it first",
     "wrong_result": "the memory does not hold what was expected",
     "misuse": "an mbarrier is used against its rules",
-    "crash": "the device code crashed",
-    "endless": "the launches do not end",
+    "crash": "the device code crashed: look for a null pointer or an index out of range",
+    "endless": "the launches do not end: look for a loop without an end, or one that polls memory without ptx:: loads or volatile",
 }
 
 
@@ -199,7 +199,7 @@ def _chains(text: str) -> Iterator[tuple[Frame, ...]]:
         chain = []
         for function, place in zip(lines[::2], lines[1::2], strict=False):
             file, _, line = place.partition(" (")[0].rpartition(":")
-            if not file.startswith(_OWN_CODE) and line.isdecimal():
+            if not file.startswith((*_OWN_CODE, "??")) and line.isdecimal():
                 chain.append(Frame(Path(file).name, int(line), function))
         yield tuple(chain)
 

@@ -22,7 +22,8 @@ BASE = 0x2000_0000_0000
 PAGE_BYTES = 4096
 TIMEOUT_NS = 2_000_000_000
 DEFAULT_RESIDENT_BLOCKS = 132
-_MAX_THREADS = 1 << 15
+_MAX_THREADS = 31 << 10  # each has a stack of two mappings, and Linux allows a process 65530
+_MAX_BLOCK = 1024
 _CHILD = Path(__file__).with_name("_child.py")
 
 
@@ -85,11 +86,13 @@ class Answer:
 
 def check_threads(name: str, launches: Sequence[Launch]) -> None:
     """Raise UsageError where launches that run at a time have more threads than the emulator can hold."""
+    if large := [launch for launch in launches if _product(launch.block) > _MAX_BLOCK]:
+        raise UsageError(f"{name!r} has blocks of {large[0].block} threads; expected at most {_MAX_BLOCK} in all, which is a GPU's limit")
     threads = sum(_product(launch.grid) * _product(launch.block) for launch in launches)
     if threads > _MAX_THREADS:
         raise UsageError(
             f"{name!r} launches {threads} threads at a time; expected at most {_MAX_THREADS}: "
-            "use fewer or smaller blocks, a protocol shows its faults with two of each"
+            "use fewer or smaller blocks (group.sm_count of them, as a rule); a protocol shows its faults with two"
         )
 
 
@@ -120,6 +123,8 @@ def run_job(
             ) from error
         if done.returncode:
             raise DeviceError(f"the emulator ended with status {done.returncode} in scenario {job.name!r}: {done.stderr.strip()[-2000:]}")
+        if schedules == 1:  # what device code printed; once, not in every schedule
+            sys.stderr.write(done.stderr)
         said = json.loads(done.stdout)
         return Answer(said["findings"], said["caught"], _written(job, said["dirty"], memory.read_bytes()) if keep else {})
 

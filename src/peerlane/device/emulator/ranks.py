@@ -12,6 +12,7 @@ Behind each call every rank reads the arena memory that host code has asked for,
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import threading
 from collections import Counter
@@ -36,6 +37,7 @@ from peerlane.device.tensor_map import TensorMap, TensorMapSpec
 from peerlane.errors import UsageError
 
 Arguments = tuple[Any, ...]
+_DISTRIBUTED = re.compile(r"process group has not been initialized|init_process_group|ProcessGroup|torch\.distributed")
 SM_COUNT, MAX_THREADS = 2, 128
 
 
@@ -361,6 +363,11 @@ def run(
     except RankFailure as failed:
         failure = (failed.rank, failed.error)
     return Outcome(outputs, ranks.reports(), failure)
+
+
+def wants_distributed(message: str) -> bool:
+    """Whether an error says that the solution used torch.distributed, which emulated ranks do not have."""
+    return _DISTRIBUTED.search(message) is not None
 
 
 def load(file: Path, rank: int) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from peerlane.device.emulator.ranks import Outcome, run
+from peerlane.device.emulator.ranks import Outcome, run, wants_distributed
 from peerlane.device.group import Group
 from peerlane.problems import RANDOM, Case, Draw, GroupRef, Problem
 from peerlane.problems.contract.judge import score, type_mismatch
@@ -23,6 +24,7 @@ CALLS = 3
 class EmulatedJudgement:
     """What a case showed: a failure, a wrong result, findings of the emulator, or nothing."""
 
+    file: Path
     outcome: Outcome
     mismatch: str
     """why the structure, a shape or a dtype of an output is wrong; empty if all are right"""
@@ -36,7 +38,10 @@ class EmulatedJudgement:
     def __str__(self) -> str:
         if self.outcome.failure is not None:
             rank, error = self.outcome.failure
-            return f"rank {rank} raised {type(error).__name__}: {error}"
+            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == self.file.name]
+            where = f" in line {lines[-1]}" if lines else ""
+            hint = "; emulated ranks do not have torch.distributed" if wants_distributed(str(error)) else ""
+            return f"rank {rank} raised {type(error).__name__}{where}: {error}{hint}"
         if self.mismatch:
             return f"wrong type: {self.mismatch}"
         wrong = [f"wrong result: an error of {self.worst:.3g} times what is allowed"] if not self.worst <= 1 else []
@@ -57,12 +62,12 @@ def judge_emulated(file: Path, problem: Problem, case: Case, *, schedules: int =
     calls = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, drawn)
     outcome = run(file, calls, layouts=problem.process_groups(case), resolve=resolve, schedules=schedules, seed=seed)
     if outcome.failure is not None:
-        return EmulatedJudgement(outcome, "", math.inf)
+        return EmulatedJudgement(file, outcome, "", math.inf)
     worst = 0.0
     for inputs, own, outputs in zip(drawn, calls, outcome.outputs, strict=True):
         for rank, returned in enumerate(outputs):
             output, expected = problem.answer(returned, own[rank]), problem.oracle(case, inputs, rank)
             if mismatch := type_mismatch(output, expected):
-                return EmulatedJudgement(outcome, mismatch, math.inf)
+                return EmulatedJudgement(file, outcome, mismatch, math.inf)
             worst = max([worst, *(item.ratio for item in score(problem, case, output, expected, RANDOM))])
-    return EmulatedJudgement(outcome, "", worst)
+    return EmulatedJudgement(file, outcome, "", worst)

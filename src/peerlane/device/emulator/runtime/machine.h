@@ -45,12 +45,13 @@ class Machine {
     void prepare(std::uint64_t base, std::vector<Buffer> buffers, const std::vector<Content>& contents, std::uint64_t static_shared_bytes);
     void run(int schedule, std::uint64_t seed);
     // Ends a schedule whose current thread has crashed; the caller is on the scheduler's stack.
-    void abandon(const char* what);
+    void abandon(const char* kind, const char* what);
 
     Memory memory;
     Findings findings;
     Fiber* current = nullptr;  // none while the machine itself works
     std::uint64_t switches = 0;
+    std::uint64_t switches_so_far() const { return switches + schedule_switches_; }
 
     // races.h
     void plain(const void* address, std::uint32_t bytes, std::uint8_t flags, std::uint32_t site);

@@ -88,8 +88,8 @@ inline void Machine::run(int schedule, std::uint64_t seed) {
     clear();
 }
 
-inline void Machine::abandon(const char* what) {
-    report({"crash", what, {side(*current, "crashes after this place")}});
+inline void Machine::abandon(const char* kind, const char* what) {
+    report({kind, what, {side(*current, "goes wrong after this place")}});
     switches += schedule_switches_;
     clear();
 }

@@ -6,6 +6,7 @@
 #include <link.h>
 #include <setjmp.h>
 #include <signal.h>
+#include <sys/time.h>
 
 #include "run.h"
 
@@ -81,14 +82,29 @@ void on_crash(int number, siginfo_t* info, void*) {
     siglongjmp(crashed, machine->is_stack_guard(info->si_addr) ? -1 : number);
 }
 
-void run_or_crash(int schedule, std::uint64_t seed) {
+// Comes every `tick_s` of CPU time. A thread that never lets others run is in a loop without an end that they can influence.
+constexpr int tick_s = 5, most_ticks = 2;
+
+void on_tick(int number) {
+    static std::uint64_t switches_at_last_tick = 0;
+    static int ticks = 0;
+    if (!machine || !machine->current) return;
+    ticks = machine->switches_so_far() == switches_at_last_tick ? ticks + 1 : 0;
+    switches_at_last_tick = machine->switches_so_far();
+    if (ticks >= most_ticks) siglongjmp(crashed, number);
+}
+
+// Whether further schedules make sense.
+bool run_or_crash(int schedule, std::uint64_t seed) {
     switch (sigsetjmp(crashed, 0)) {
         case 0: machine->run(schedule, seed); break;
-        case -1: machine->abandon("the stack of a thread is full"); break;
-        case SIGFPE: machine->abandon("division by zero"); break;
-        case SIGILL: machine->abandon("code that can not be reached was reached"); break;
-        default: machine->abandon("an access to memory that is nobody's");
+        case SIGVTALRM: machine->abandon("endless", "a thread ran for 10 s and never let others run"); return false;
+        case -1: machine->abandon("crash", "the stack of a thread is full"); break;
+        case SIGFPE: machine->abandon("crash", "division by zero"); break;
+        case SIGILL: machine->abandon("crash", "code that can not be reached was reached"); break;
+        default: machine->abandon("crash", "an access to memory that is nobody's");
     }
+    return true;
 }
 
 }  // namespace
@@ -236,8 +252,16 @@ const char* peerlane_emulator_run(const HostRun* run) {
     action.sa_sigaction = on_crash;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     for (const int number : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigaction(number, &action, nullptr);
+    struct sigaction tick {};
+    tick.sa_handler = on_tick;
+    tick.sa_flags = SA_ONSTACK | SA_NODEFER;
+    sigaction(SIGVTALRM, &tick, nullptr);
+    const itimerval every{{tick_s, 0}, {tick_s, 0}};
+    setitimer(ITIMER_VIRTUAL, &every, nullptr);
 
-    for (std::uint32_t i = 0; i < run->schedules; ++i) run_or_crash(static_cast<int>(run->first_schedule + i), run->seed);
+    for (std::uint32_t i = 0; i < run->schedules && run_or_crash(static_cast<int>(run->first_schedule + i), run->seed); ++i) {
+    }
+    setitimer(ITIMER_VIRTUAL, nullptr, nullptr);
     static std::string text;
     text = "{\"findings\":" + machine->findings.json() + ",\"caught\":" + std::to_string(machine->findings.schedules()) + ",\"switches\":" +
            std::to_string(machine->switches) + ",\"dirty\":[";
