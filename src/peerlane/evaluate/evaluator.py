@@ -146,15 +146,12 @@ class Evaluator:
         :class:`EvaluationPlan` for this call, such as ``presets=("small",)``, ``modes=()`` or ``timeout=60``. Raises :class:`UsageError`
         for a request that cannot be; whatever the candidate does, there is a result.
         """
-        chosen = _one_candidate(problem, source, path, candidate, name)
-        plan = self._plan_of((chosen,), {**changes, "problems": None if problem is None else str(problem)})
+        plan = self._plan_of_one(problem, source, path, candidate, name, **changes)
         return self._only_result(plan, Limit(plan.timeout))
 
     async def evaluate_async(self, problem: int | None = None, source: str | bytes | None = None, **request: Any) -> Result:
         """The same as :meth:`evaluate`, awaited. A cancelled task leaves the queue, or ends the evaluation and its processes at once."""
-        given = {key: request.pop(key, None) for key in ("path", "candidate")}
-        chosen = _one_candidate(problem, source, given["path"], given["candidate"], request.pop("name", "candidate"))
-        plan = self._plan_of((chosen,), {**request, "problems": None if problem is None else str(problem)})
+        plan = self._plan_of_one(problem, source, **request)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(max_workers=_ASYNC_CALLS, thread_name_prefix="peerlane")
         limit = Limit(plan.timeout)
@@ -175,6 +172,26 @@ class Evaluator:
         if fixed := _OF_ALL_CALLS & changes.keys():
             raise UsageError(f"{', '.join(sorted(fixed))} cannot change from call to call; the Evaluator has them for all calls")
         return _changed(self._plan, {**changes, "candidates": candidates})
+
+    def _plan_of_one(
+        self,
+        problem: int | None,
+        source: str | bytes | None,
+        path: str | Path | None = None,
+        candidate: CandidateFile | None = None,
+        name: str = "candidate",
+        **changes: Any,
+    ) -> EvaluationPlan:
+        if sum(item is not None for item in (source, path, candidate)) != 1:
+            raise UsageError("expected one of source=TEXT, path=FILE and candidate=CANDIDATE")
+        if source is not None:
+            if problem is None:
+                raise UsageError("source=TEXT does not say which problem it solves: give problem=NUMBER")
+            chosen = candidate_text(source, problem, name)
+        else:
+            chosen = candidate if candidate is not None else candidate_file(Path(path or ""))
+            chosen = chosen if problem is None else replace(chosen, problem=problem)
+        return self._plan_of((chosen,), {**changes, "problems": None if problem is None else str(problem)})
 
     def _only_result(self, plan: EvaluationPlan, limit: Limit) -> Result:
         jobs = make_jobs(plan)
@@ -427,19 +444,6 @@ def _changed(plan: EvaluationPlan, changes: dict[str, Any]) -> EvaluationPlan:
         known = EvaluationPlan.__dataclass_fields__
         unknown = ", ".join(name for name in changes if name not in known)
         raise UsageError(f"unknown options: {unknown}; expected fields of EvaluationPlan: {', '.join(known)}") from None
-
-
-def _one_candidate(
-    problem: int | None, source: str | bytes | None, path: str | Path | None, candidate: CandidateFile | None, name: str
-) -> CandidateFile:
-    if sum(item is not None for item in (source, path, candidate)) != 1:
-        raise UsageError("expected one of source=TEXT, path=FILE and candidate=CANDIDATE")
-    if source is not None:
-        if problem is None:
-            raise UsageError("source=TEXT does not say which problem it solves: give problem=NUMBER")
-        return candidate_text(source, problem, name)
-    found = candidate if candidate is not None else candidate_file(Path(path or ""))
-    return found if problem is None else replace(found, problem=problem)
 
 
 def _keep_or_end(pipeline: EvaluationPipeline, result: Result) -> RankGroup | None:

@@ -475,7 +475,6 @@ def test_what_a_call_returned_lasts_until_a_late_rank_calls_again(
     monkeypatch.setattr(rank, "_spaces", {"check": Attached()})
     monkeypatch.setattr(rank, "_solution", solution)
     monkeypatch.setattr(rank, "_jitter", lambda way, us: [result.fill_(7) for result in results[-1:]])
-    monkeypatch.setattr(rank, "_poison", lambda layout: None)
     request = {"space": "check", "side": "candidate", "order": [0, 1, 2], "jitter": [[2, "host", 10.0]], "poisoned": [], "deadline_s": 1.0}
     rank.stress({**request, "kept": [1] * kept, "swaps": []})
     assert [int(views[0]) for views in outputs.views] == [100, seen, 102]

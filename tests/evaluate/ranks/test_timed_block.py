@@ -34,7 +34,7 @@ def capturing(graph: FakeGraph, **_: Any) -> Any:
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     LOG.clear()
     for name, stand_in in {
-        "_timer": lambda **_: object(),
+        "_Event": lambda **_: object(),
         "_record": lambda event: LOG.append("event"),
         "_elapsed": lambda start, end: 0.25,
         "_current_stream": lambda: None,

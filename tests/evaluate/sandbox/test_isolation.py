@@ -10,6 +10,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -139,7 +140,7 @@ def test_variables_that_are_nobodys_business(name: str, monkeypatch: pytest.Monk
 
 def test_what_a_rank_has_to_know_travels() -> None:
     confinement = confine.Confinement((confine.SECCOMP,), 7)
-    assert confine.Confinement.from_json(confinement.to_json()) == confinement
+    assert confine.Confinement.from_json(asdict(confinement)) == confinement
 
 
 @pytest.mark.parametrize(("role", "gpus"), [("candidate", True), ("builder", False)])

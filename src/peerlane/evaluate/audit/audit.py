@@ -16,7 +16,7 @@ from typing import Any
 
 from peerlane.evaluate.audit.activity import NAME_CHARACTERS, Activity, activity, are_counts, kernel_kind, most_per_call
 from peerlane.evaluate.audit.mechanisms import LoadedKernel, loaded_kernels, mechanisms
-from peerlane.evaluate.correctness.case_runner import CaseRunner
+from peerlane.evaluate.correctness.case_runner import CaseRunner, collectives_of
 from peerlane.evaluate.processes.protocol import Message, is_count
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
@@ -72,7 +72,7 @@ class Auditor:
             for rank, answer in enumerate(runner.check("audit", limit_s, [slot], marker=marker)):
                 recorded = self._take(rank, answer, 0 if marker is None else 1)
                 self.calls += [item for item, _ in recorded]
-                unrecorded[rank] += _collectives(rank, answer) - sum(number for _, number in recorded)
+                unrecorded[rank] += collectives_of(answer, "audit", rank) - sum(number for _, number in recorded)
         self.unrecorded_collectives = max(self.unrecorded_collectives, *unrecorded)
         self.audited += len(audited)
 
@@ -181,13 +181,6 @@ def _most_frequent(counts: dict[str, int]) -> dict[str, int]:
 
 def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _collectives(rank: int, answer: Message) -> int:
-    total: Any = answer.get("collectives")
-    if not is_count(total):
-        raise GroupFailure("garbage", "audit", "a rank answered without the number of its collectives", rank=rank)
-    return int(total)
 
 
 def profiler_works(session: Session) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -38,11 +37,5 @@ def _code(value: Any) -> Any:
 
 def replaced() -> list[str]:
     """The names that hold something else now."""
-    return list(_changed())
-
-
-def _changed() -> Iterator[str]:
-    for label, (owner, name, value, code) in _originals.items():
-        now = vars(owner).get(name)
-        if now is not value or _code(now) is not code:
-            yield label
+    now = {label: vars(owner).get(name) for label, (owner, name, _, _) in _originals.items()}
+    return [label for label, (_, _, value, code) in _originals.items() if now[label] is not value or _code(now[label]) is not code]

@@ -58,10 +58,6 @@ def collectives() -> int:
     return total if backend is None else total + backend.total()
 
 
-def _configuration() -> Any:
-    return _Settings(_KINETO, False, False, False, False, False, _Configuration(profile_all_threads=True))
-
-
 class Recording:
     """What ran between the two ends of :func:`recording`, as a message for the supervisor."""
 
@@ -138,7 +134,7 @@ def recording(device: torch.device, marker: str, *, timeline: bool = False) -> I
     if timeline and (kit := _kit_trace()) is not None:
         kit.forget_observed()
         _synchronize()
-    configuration = _configuration()
+    configuration = _Settings(_KINETO, False, False, False, False, False, _Configuration(profile_all_threads=True))
     _prepare(configuration, activities)
     _enable(configuration, activities)
     before = collectives()

@@ -250,10 +250,7 @@ class CaseRunner:
 
     def count_collectives(self, answers: Sequence[Message]) -> None:
         """Takes in what the candidate's process groups counted in a timed block."""
-        for rank, answer in enumerate(answers):
-            if not is_count(answer.get("collectives")):
-                raise GroupFailure("garbage", "timing", "a rank answered without the number of its collectives", rank=rank)
-            self.collectives = max(self.collectives, int(answer["collectives"]))
+        self.collectives = max(self.collectives, *(collectives_of(answer, "timing", rank) for rank, answer in enumerate(answers)))
 
     def collect_from(
         self,
@@ -375,6 +372,14 @@ class CaseRunner:
 def torn_output(digests: Sequence[tuple[str, int]], others: Sequence[tuple[str, int]]) -> str | None:
     """The first output whose digest is not that of another rank, of two ranks' (name, digest) in the same order."""
     return next((mine[0] for mine, other in zip(digests, others, strict=True) if mine[1] != other[1]), None)
+
+
+def collectives_of(answer: Message, phase: Phase, rank: int) -> int:
+    """How many collectives the process groups of a candidate's rank counted; raises GroupFailure if it does not say."""
+    total: Any = answer.get("collectives")
+    if not is_count(total):
+        raise GroupFailure("garbage", phase, "a rank answered without the number of its collectives", rank=rank)
+    return int(total)
 
 
 def _outputs(answer: Message, count: int, phase: Phase, rank: int) -> list[Any]:

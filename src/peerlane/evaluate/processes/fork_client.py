@@ -13,6 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from dataclasses import asdict
 from typing import Any
 
 from peerlane.errors import HarnessError
@@ -65,17 +66,11 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders, self._up, self._start_end = ours, False, time.monotonic() + self._start_deadline_s
         folders, isolation = self._folders, self._isolation
-        start = json.dumps(
-            {
-                "confinement": isolation.confinement.to_json(),
-                "folders": [str(path) for path in folders.writable],
-                "program": RANK_PROGRAM,
-            }
-        )
+        told = {"confinement": asdict(isolation.confinement), "folders": list(map(str, folders.writable)), "program": RANK_PROGRAM}
         interpreter = isolation.command(folders.writable, folders.readable)
         self._variables = isolation.environment() | self._environment
         self._process = subprocess.Popen(
-            [*interpreter, "-P", "-m", "peerlane.evaluate.processes.fork_server", str(theirs.fileno()), start],
+            [*interpreter, "-P", "-m", "peerlane.evaluate.processes.fork_server", str(theirs.fileno()), json.dumps(told)],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -161,7 +156,7 @@ class ForkServer:
                     "world_size": world_size,
                     "folder": folder,
                     "writable": [folder, *([] if slot is None else [str(slot.folder)]), *config.get("writable", ())],
-                    "confinement": confinement.to_json(),
+                    "confinement": asdict(confinement),
                 }
                 ends = [there.fileno() for _, there in pairs]
                 per_rank = zip(ends[1:], memories, logs, strict=True)

@@ -13,12 +13,12 @@ import importlib.util
 import linecache
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -32,7 +32,7 @@ from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, updates
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.rank import Rank
-from peerlane.evaluate.ranks.timed_block import Plan, Solution, capture_failure, make_block
+from peerlane.evaluate.ranks.timed_block import Solution
 from peerlane.problems.contract.tree import Description, dtype_of, tensor_descriptions
 
 _data_ptr = torch.Tensor.data_ptr
@@ -93,6 +93,17 @@ class AttachedCase:
     """what the latest call returned, which is good until the next one"""
     called: list[int] = field(default_factory=list)
     """the slot that was called last, at rest"""
+    groups: Mapping[str, Any] = field(default_factory=dict)
+    """those that arguments name"""
+
+    @classmethod
+    def attach(cls, rank: Rank, layout: Message, groups: Mapping[str, Any], updates: Mapping[str, int]) -> Self:
+        """Maps the arena that a trusted rank has laid out, and builds the views of all slots."""
+        arena = Arena.attach(layout["arena"], rank.device, rank.memory_fd)
+        base, data = layout["output_base"], arena.data
+        arguments = ArgumentSlots(data[: max(base, 1)], layout["arguments"], groups.__getitem__)
+        outputs = OutputRegions(data[base : base + max(layout["output_bytes"], 1)], layout["outputs"], rank.device, updates)
+        return cls(arena, arguments, outputs, groups=groups)
 
     def holds_any(self, tensors: list[torch.Tensor]) -> bool:
         """Whether one of them lies in the arena, as arguments do."""
@@ -131,15 +142,9 @@ class CandidateRank(Rank):
         return {}
 
     def attach_case(self, request: Message) -> dict[str, Any]:
-        """Maps the space's arena and builds the views of all slots."""
-        arena = Arena.attach(request["arena"], self.device, self.memory_fd)
-        base, data = request["output_base"], arena.data
-        groups = self.groups(request["groups"])
+        """Maps the space's arena."""
         problem = problems.get(request["problem"])
-        arguments = ArgumentSlots(data[: max(base, 1)], request["arguments"], groups.__getitem__)
-        region = data[base : base + max(request["output_bytes"], 1)]
-        outputs = OutputRegions(region, request["outputs"], self.device, updates_of(problem))
-        self._spaces[request["space"]] = AttachedCase(arena, arguments, outputs)
+        self._spaces[request["space"]] = AttachedCase.attach(self, request, self.groups(request["groups"]), updates_of(problem))
         if not self._loaded:
             self._reference = problem.reference_of(request["variant"])
         self.freeze_objects()
@@ -161,7 +166,7 @@ class CandidateRank(Rank):
         extensions.use_cache(request["cache"])
         extensions.report_builds(lambda begun: self.tell({"building": begun}))
         if self.device.type == "cpu":
-            _interpret_triton()
+            os.environ["TRITON_INTERPRET"] = "1"
         out_of_reach.refuse_answers()
         if request["own_communication"]:
             out_of_reach.refuse_library()
@@ -183,19 +188,15 @@ class CandidateRank(Rank):
             attached.latest, attached.called = list, []
 
     def prepare(self, request: Message) -> dict[str, Any]:
-        """Builds the timed block of a side and mode; for graphs this captures, and a failed capture is an answer, not an error."""
-        attached, mode = self._spaces[request["space"]], request["mode"]
+        """Builds the timed block of a side and mode."""
+        attached = self._spaces[request["space"]]
         self._drop_block()
-        if mode == "graph":
+        if request["mode"] == "graph":
             self.freeze_objects()
-        try:
-            self.block = make_block(mode, self._side(request), attached.arguments, attached.outputs, self.device, Plan.of(request["plan"]))
-        except Exception as error:
-            if mode != "graph":
-                raise
-            return {"captured": False, "why": capture_failure(error)}
-        attached.latest = self.block.latest
-        return {"captured": True}
+        answer = self.build_block(request, self._side(request), attached.arguments, attached.outputs)
+        if self.block is not None:
+            attached.latest = self.block.latest
+        return answer
 
     def outputs(self, request: Message) -> dict[str, Any]:
         """What the calls of the latest block returned, as far as it was copied."""
@@ -212,7 +213,7 @@ class CandidateRank(Rank):
         marker, recordings, before = request.get("marker"), [], collectives()
         timeline = request.get("timeline", False)
         for slot in slots:
-            self._poison(outputs.layout[slot])
+            poison_freed_memory(outputs.layout[slot], self.device)
             args = outputs.fresh(attached.arguments.args[slot])
             with recording(self.device, marker, timeline=timeline) if marker else contextlib.nullcontext() as record:
                 output = solution(*args)
@@ -259,7 +260,7 @@ class CandidateRank(Rank):
             if position in first:
                 first[position]()
             if position in poisoned:
-                self._poison(outputs.layout[slot])
+                poison_freed_memory(outputs.layout[slot], self.device)
             if position == 0:
                 hold_up(0)
             args = outputs.fresh(attached.arguments.args[slot])
@@ -285,10 +286,7 @@ class CandidateRank(Rank):
         """The block that was prepared, recorded and without clocks; what its calls returned. Ranks begin a ``timeline`` together."""
         attached, timeline = self._spaces[request["space"]], request["timeline"]
         with recording(self.device, request["marker"], timeline=timeline) as record:
-            if timeline:
-                self.prepared.profile_together(record.mark_calls())
-            else:
-                self.prepared.profile()
+            self.prepared.profile(record.mark_calls() if timeline else None)
         return {"recordings": [record.message], "outputs": attached.outputs.descriptions}
 
     def loaded_code(self, request: Message) -> dict[str, Any]:
@@ -301,9 +299,6 @@ class CandidateRank(Rank):
             torch.zeros(1, device=self.device)
         return {"recordings": [record.message]}
 
-    def _poison(self, layout: Description) -> None:
-        poison_freed_memory(layout, self.device)
-
 
 def poison_freed_memory(layout: Description, device: torch.device) -> None:
     """Fills memory that the next allocations are likely to get, so that what is never written shows."""
@@ -311,8 +306,3 @@ def poison_freed_memory(layout: Description, device: torch.device) -> None:
     for description in tensor_descriptions(layout):
         size = max(1, torch.Size(description["shape"]).numel() * dtype_of(description["dtype"]).itemsize)
         blocks += [torch.empty(size, dtype=torch.uint8, device=device).fill_(POISON) for _ in range(2)]
-
-
-def _interpret_triton() -> None:
-    """Without a GPU, Triton kernels run in its interpreter."""
-    os.environ["TRITON_INTERPRET"] = "1"

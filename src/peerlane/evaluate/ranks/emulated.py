@@ -6,7 +6,6 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from peerlane import problems
 from peerlane.device.emulator import build
 from peerlane.device.emulator.ranks import EmulatedRanks
 from peerlane.device.emulator.sequence import findings
-from peerlane.device.group import Group
 from peerlane.evaluate.audit import monkeypatch_check
-from peerlane.evaluate.memory.arena import Arena, extent, view
-from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions, updates_of
+from peerlane.evaluate.memory.arena import extent, view
+from peerlane.evaluate.memory.slots import updates_of
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks import extensions, out_of_reach
 from peerlane.evaluate.ranks.candidate import AttachedCase, import_candidate, poison_freed_memory, solution_of
@@ -30,11 +28,8 @@ from peerlane.problems.contract.tree import rebuild, tensor_descriptions
 _MOST_FINDINGS, _FINDING_CHARACTERS = 8, 4000
 
 
-@dataclass
 class _RankCase(AttachedCase):
-    """The case of one emulated rank, and the rank's groups by name."""
-
-    groups: dict[str, Group] | None = None
+    """The case of one emulated rank."""
 
     @contextmanager
     def own_arguments(self, slot: int) -> Iterator[tuple[Any, ...]]:
@@ -43,7 +38,7 @@ class _RankCase(AttachedCase):
         places = [extent(placed) for placed in tensor_descriptions(layout)]
         copies = [data[begin:end].clone() for begin, end in places]
         tensors = [view(copy, {**placed, "offset": 0}) for copy, placed in zip(copies, tensor_descriptions(layout), strict=True)]
-        yield self.outputs.fresh(rebuild(layout, iter(tensors), (self.groups or {}).__getitem__))
+        yield self.outputs.fresh(rebuild(layout, iter(tensors), self.groups.__getitem__))
         for (begin, end), copy in zip(places, copies, strict=True):
             data[begin:end].copy_(copy)
 
@@ -73,19 +68,12 @@ class EmulatedCandidate(Rank):
         return {}
 
     def attach_case(self, request: Message) -> dict[str, Any]:
-        """Maps the space's arena of every rank and builds the views of all slots."""
+        """Maps the space's arena of every rank."""
         updates = updates_of(problems.get(request["problem"]))
-        groups = self._ranks.groups(request["groups"])
-        self._spaces[request["space"]] = [self._attached(own, updates, named) for own, named in zip(request["ranks"], groups, strict=True)]
+        each = zip(request["ranks"], self._ranks.groups(request["groups"]), strict=True)
+        self._spaces[request["space"]] = [_RankCase.attach(self, layout, groups, updates) for layout, groups in each]
         self.freeze_objects()
         return {}
-
-    def _attached(self, own: Message, updates: dict[str, int], groups: dict[str, Group]) -> _RankCase:
-        arena = Arena.attach(own["arena"], self.device, self.memory_fd)
-        base, data = own["output_base"], arena.data
-        arguments = ArgumentSlots(data[: max(base, 1)], own["arguments"], groups.__getitem__)
-        outputs = OutputRegions(data[base : base + max(own["output_bytes"], 1)], own["outputs"], self.device, updates)
-        return _RankCase(arena, arguments, outputs, groups=groups)
 
     def load(self, request: Message) -> dict[str, Any]:
         """Imports the candidate's ``source``, which was at ``path``, once for every rank."""

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from peerlane import problems
 from peerlane.errors import CompileError, DeviceTimeout, EmulatedFault, TrackForbids
 from peerlane.evaluate.memory.arena import Arena
+from peerlane.evaluate.memory.slots import ArgumentSlots, OutputRegions
 from peerlane.evaluate.processes.protocol import Message
-from peerlane.evaluate.ranks.timed_block import Block
+from peerlane.evaluate.ranks.timed_block import Block, Plan, Solution, capture_failure, make_block
 from peerlane.evaluate.timing import cache_flush
 from peerlane.evaluate.timing.cores import Pin, cores_of_rank
 from peerlane.problems.contract.spec import Case, GroupLayout, Problem
@@ -138,6 +139,17 @@ class Rank:
         if self.block is None:
             raise RuntimeError("no block was prepared: expected prepare first")
         return self.block
+
+    def build_block(self, request: Message, solution: Solution, arguments: ArgumentSlots, outputs: OutputRegions) -> dict[str, Any]:
+        """Builds a timed block in the request's launch mode; for graphs this captures, and a failed capture is an answer, not an error."""
+        self.block = None
+        try:
+            self.block = make_block(request["mode"], solution, arguments, outputs, self.device, Plan.of(request["plan"]))
+        except Exception as error:
+            if request["mode"] != "graph":
+                raise
+            return {"captured": False, "why": capture_failure(error)}
+        return {"captured": True}
 
     def warm(self, request: Message) -> dict[str, Any]:
         """Runs the prepared block once, without clocks."""

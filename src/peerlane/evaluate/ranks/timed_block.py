@@ -37,10 +37,6 @@ _NO_MARK: AbstractContextManager[Any] = nullcontext()
 Solution = Callable[..., Tree]
 
 
-def _timer(**options: bool) -> torch.cuda.Event:
-    return _Event(enable_timing=True, **options)  # type: ignore[no-untyped-call]
-
-
 @dataclass(frozen=True)
 class Plan:
     """What a block does besides calling: ``swaps`` are steps of :class:`SlotSwaps`, ``copied`` the slots whose outputs are copied."""
@@ -60,16 +56,14 @@ class Block(abc.ABC):
 
     captured_collectives = 0
     """what process groups counted while the calls were captured"""
+    in_graphs = False
 
     def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: Plan) -> None:
         self._solution, self._inputs, self._outputs, self._device, self.plan = solution, inputs, outputs, device, plan
         self._swappers = inputs.swappers(plan.swaps)
         self._barrier = torch.zeros(1, device=device)
         self._kept: list[Any] = []
-
-    @property
-    def _last(self) -> int:
-        return self.plan.calls - 1
+        self._start, self._end = (_Event(enable_timing=True, external=self.in_graphs) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def _enqueue(self, slots: Iterable[int], keep: Callable[[list[torch.Tensor]], list[Any]]) -> None:
         """Calls the slots in this order, with what belongs between the calls."""
@@ -84,8 +78,8 @@ class Block(abc.ABC):
             del output
 
     @abc.abstractmethod
-    def _launch(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Enqueues all calls; the events before the first and behind the last."""
+    def _launch(self) -> None:
+        """Enqueues all calls, and records the events before the first and behind the last."""
 
     @abc.abstractmethod
     def latest(self) -> list[torch.Tensor]:
@@ -106,40 +100,34 @@ class Block(abc.ABC):
             _all_reduce(self._barrier)
             counted = -_collectives()
             with mark:
-                start, end = self._launch()
+                self._launch()
             counted += _collectives()
             synchronize_all()
         finally:
             _gc_enable()
-        return {"events_us": float(_elapsed(start, end)) * 1e3, "collectives": self.captured_collectives + counted}
+        return {"events_us": float(_elapsed(self._start, self._end)) * 1e3, "collectives": self.captured_collectives + counted}
 
     def warm(self) -> None:
         """Every call once, without barrier."""
         self._launch()
         _synchronize()
 
-    def profile(self) -> None:
-        """The same, to be recorded."""
-        self.warm()
-
-    def profile_together(self, mark: AbstractContextManager[Any]) -> None:
-        """One block as it is timed, to be recorded: what is launched inside ``mark`` are its calls."""
-        self.ready()
-        self.run(mark)
+    def profile(self, mark: AbstractContextManager[Any] | None = None) -> None:
+        """One block to be recorded, without clocks; with a ``mark`` as it is timed: what is launched inside the mark are its calls."""
+        if mark is None:
+            self.warm()
+        else:
+            self.ready()
+            self.run(mark)
 
 
 class EagerBlock(Block):
     """Calls ``solution`` from Python for every slot."""
 
-    def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: Plan) -> None:
-        super().__init__(solution, inputs, outputs, device, plan)
-        self._start, self._end = _timer(), _timer()
-
-    def _launch(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def _launch(self) -> None:
         _record(self._start)
         self._enqueue(range(self.plan.calls), list)
         _record(self._end)
-        return self._start, self._end
 
     def latest(self) -> list[torch.Tensor]:
         return self._kept
@@ -152,11 +140,10 @@ class GraphBlock(Block):
     proportion to k. A block of more calls is several graphs behind each other. Raises what the capture raises.
     """
 
-    calls_per_graph = 16
+    in_graphs, calls_per_graph = True, 16
 
     def __init__(self, solution: Solution, inputs: ArgumentSlots, outputs: OutputRegions, device: torch.device, plan: Plan) -> None:
         super().__init__(solution, inputs, outputs, device, plan)
-        self._start, self._end = _timer(external=True), _timer(external=True)
         _all_reduce(self._barrier)
         _synchronize()
         self._graphs: list[torch.cuda.CUDAGraph] = []
@@ -182,19 +169,14 @@ class GraphBlock(Block):
         self.captured_collectives = _collectives() - before
         _synchronize()
 
-    def _launch(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def _launch(self) -> None:
         for graph in self._graphs:
             _replay(graph)
-        return self._start, self._end
 
-    def profile(self) -> None:
+    def profile(self, mark: AbstractContextManager[Any] | None = None) -> None:
         """Captured anew before, so that a record of the host has the calls."""
         self._capture()
-        super().profile()
-
-    def profile_together(self, mark: AbstractContextManager[Any]) -> None:
-        self._capture()
-        super().profile_together(mark)
+        super().profile(mark)
 
     def latest(self) -> list[torch.Tensor]:
         return [item.tensor() for item in self._kept]

@@ -27,7 +27,7 @@ from peerlane.evaluate.memory.layouts import Layouts, find_layouts
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks.case_state import OpenCase, Snapshot
 from peerlane.evaluate.ranks.rank import Rank
-from peerlane.evaluate.ranks.timed_block import COPIES_RUNS, Plan, capture_failure, copies_us, make_block
+from peerlane.evaluate.ranks.timed_block import COPIES_RUNS, copies_us
 from peerlane.evaluate.results.sanitize import one_line
 from peerlane.problems.contract.judge import any_differs, digests, expected_leaves, same_bits, score, type_mismatch
 from peerlane.problems.contract.tree import (
@@ -121,19 +121,9 @@ class TrustedRank(Rank):
         return {}
 
     def prepare(self, request: Message) -> dict[str, Any]:
-        """Builds the reference's timed block in a launch mode; for graphs this captures, and a failed capture is an answer."""
-        current, mode = self.opened(request), request["mode"]
-        self.block = None
-        self._mode = mode
-        try:
-            self.block = make_block(
-                mode, current.reference, current.private, current.private_outputs, self.device, Plan.of(request["plan"])
-            )
-        except Exception as error:
-            if mode != "graph":
-                raise
-            return {"captured": False, "why": capture_failure(error)}
-        return {"captured": True}
+        """Builds the reference's timed block in a launch mode."""
+        current, self._mode = self.opened(request), request["mode"]
+        return self.build_block(request, current.reference, current.private, current.private_outputs)
 
     def restore(self, request: Message) -> dict[str, Any]:
         """Undoes the swaps of the prepared block, behind each run of it."""

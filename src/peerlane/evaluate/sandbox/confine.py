@@ -56,13 +56,9 @@ class Confinement:
     measures: tuple[str, ...] = ()
     uid: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """The opposite of :meth:`from_json`."""
-        return {"measures": list(self.measures), "uid": self.uid}
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Confinement:
-        """The opposite of :meth:`to_json`."""
+        """From what ``dataclasses.asdict`` made of one."""
         return cls(tuple(data["measures"]), int(data["uid"]))
 
     def enter_fork_server(self) -> None:

@@ -65,38 +65,28 @@ class Benchmark:
         runner.open()
         modes = sorted(set(self.modes) - set(self.unmeasurable))  # eager first
         runner.generate_inputs(slots=min(_PROBE_CALLS, runner.slots))
-        for mode in modes:
-            probe = self._new_race(mode, "reference", calls=min(_PROBE_CALLS, runner.slots))
-            try:
-                call_us = probe.probe_us()
-            except CaptureFailed as failure:
-                self._break(mode, str(failure))
-                return
-            self.calls[mode] = choose_calls(call_us, rules.min_block_us[mode], runner.slots, _FEWEST_CALLS)
-        if modes:
+        try:
+            for mode in modes:
+                call_us = self._new_race(mode, "reference", calls=min(_PROBE_CALLS, runner.slots)).probe_us()
+                self.calls[mode] = choose_calls(call_us, rules.min_block_us[mode], runner.slots, _FEWEST_CALLS)
             self._call_every_slot("reference")
-        for mode in modes:
-            race = self._new_race(mode, "reference", calls=self.calls[mode])
-            try:
+            for mode in modes:
+                race = self._new_race(mode, "reference", calls=self.calls[mode])
                 race.run(rules.baseline_s)
-            except CaptureFailed as failure:
-                self._break(mode, str(failure))
-                return
-            self.baselines[mode] = race
-
-    def _break(self, mode: str, why: str) -> None:
-        self.unmeasurable[mode] = f"the reference could not be captured here: {why}"
-        self.broken = True
+                self.baselines[mode] = race
+        except CaptureFailed as failure:
+            self.unmeasurable[mode] = f"the reference could not be captured here: {failure}"
+            self.broken = True
 
     def first_calls(self) -> None:
         """Lets the candidate set up what it sets up at first: handles, connections, workspaces, which cannot be set up in a capture."""
-        if self.calls:
-            self._call_every_slot("candidate")
+        self._call_every_slot("candidate")
 
     def _call_every_slot(self, side: str) -> None:
-        runner, calls = self.runner, max(self.calls.values())
-        runner.renew(calls)
-        runner.ask("call", "timing", runner.session.deadlines.first_call, side=side, slots=list(range(calls)))
+        if self.calls:
+            runner, calls = self.runner, max(self.calls.values())
+            runner.renew(calls)
+            runner.ask("call", "timing", runner.session.deadlines.first_call, side=side, slots=list(range(calls)))
 
     def measure(self, mode: Mode) -> None:
         """Races the candidate, for :meth:`record`; raises :class:`Unmeasurable`, :class:`Rejected`, or GroupFailure.

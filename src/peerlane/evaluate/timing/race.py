@@ -127,18 +127,21 @@ class Race(Rounds):
     def _build(self) -> None:
         runner = self.runner
         ours, theirs = runner.prepare(self.mode, self.side, self._plan.message)
-        if (why := not_captured(ours)) is not None:
-            runner.session.suspect_trusted()
-            raise CaptureFailed(why, trusted=True)
-        if (why := not_captured(theirs)) is not None:
-            raise CaptureFailed(why, trusted=False)
+        self._must_be_captured(ours, trusted=True)
+        self._must_be_captured(theirs, trusted=False)
+
+    def _must_be_captured(self, answers: list[Message], *, trusted: bool) -> None:
+        """Raises :class:`CaptureFailed` if a rank's answer to ``prepare`` says that it could not build its block."""
+        for answer in answers:
+            if not answer.get("captured"):
+                if trusted:
+                    self.runner.session.suspect_trusted()
+                raise CaptureFailed(str(answer.get("why")), trusted=trusted)
 
     def probe_us(self) -> float:
         """The shortest time of a reference call in a few blocks of the trusted ranks alone; raises :class:`CaptureFailed`."""
         self._draw(0)
-        if (why := not_captured(self.runner.trusted("prepare", mode=self.mode, plan=self._plan.message))) is not None:
-            self.runner.session.suspect_trusted()
-            raise CaptureFailed(why, trusted=True)
+        self._must_be_captured(self.runner.trusted("prepare", mode=self.mode, plan=self._plan.message), trusted=True)
         return min(self._trusted_block(core=0).events_us for _ in range(3)) / self.calls
 
     def profile_block(self, marker: str, *, timeline: bool) -> list[Message]:
@@ -211,11 +214,6 @@ class Race(Rounds):
             return copied
         count = math.floor(affordable) + (_dice.random() < affordable % 1)
         return sorted(_dice.sample(copied, min(count, len(copied))))
-
-
-def not_captured(answers: list[Message]) -> str | None:
-    """Why a rank could not build its block, by the ranks' answers to ``prepare``."""
-    return next((str(answer.get("why")) for answer in answers if not answer.get("captured")), None)
 
 
 def _timed(ask: Callable[[], list[Message]]) -> tuple[list[Message], float]:
