@@ -49,7 +49,7 @@ def twin(tmp_path: Path, number: int, old: str, new: str) -> Path:
 
 
 def test_a_bug_in_host_code_is_a_wrong_result(tmp_path: Path) -> None:
-    path = twin(tmp_path, 2, "return gathered", "return gathered.flip(0)")
+    path = twin(tmp_path, 2, "all_gather(tensor)", "all_gather(tensor).flip(0)")
     judged = judge(path, 2, cases(problems.get(2), 2)[0])
     assert judged.outcome.failure is None and judged.worst > 1
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from peerlane import cli
 from peerlane.device import emulator
 from peerlane.device.emulator import Finding, Report, Scenario, build, check
 from peerlane.device.jit import INCLUDE_DIR
@@ -247,15 +245,8 @@ def test_unusable_requests_say_what_to_do(tmp_path: Path, monkeypatch: pytest.Mo
         emulator.compile_program(SOURCE)
 
 
-def race(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["peerlane", "race", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
-
-
-def test_the_all_reduce_example_is_clean(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert race(monkeypatch, str(EXAMPLE), "--schedules", "50") == 0
+def test_the_all_reduce_example_is_clean(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert peerlane("race", str(EXAMPLE), "--schedules", "50") == 0
     assert capsys.readouterr().out.count("50 schedules, seed 0: nothing found") == 6
 
 
@@ -280,23 +271,23 @@ def test_all_reduce_in_place_in_fp32_of_odd_sizes() -> None:
 
 
 def test_the_page_s_example_is_clean_and_its_broken_form_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (ROOT / "docs" / "device" / "emulator.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     (tmp_path / "mine.py").write_text(code)
-    assert race(monkeypatch, str(tmp_path / "mine.py"), "--world-size", "2", "--json") == 0
+    assert peerlane("race", str(tmp_path / "mine.py"), "--world-size", "2", "--json") == 0
     assert json.loads(capsys.readouterr().out)["clean"]
     fence = "        ptx::fence_system();  // release\n"
     assert fence in code
     (tmp_path / "mine.py").write_text(code.replace(fence, ""))
-    assert race(monkeypatch, str(tmp_path / "mine.py"), "--world-size", "2") == 3
+    assert peerlane("race", str(tmp_path / "mine.py"), "--world-size", "2") == 3
     printed = capsys.readouterr().out
     assert "race: arena allocation 0+" in printed and "source.cu:" in printed
 
 
 def test_a_file_without_scenarios_is_a_usage_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "mine_cuda.py").write_text("def solution(tensor):\n    return tensor\n")
@@ -307,17 +298,17 @@ def test_a_file_without_scenarios_is_a_usage_error(
         ("empty.py", "has no function race(world_size)"),
         ("wrong.py", "gave ['int']"),
     ):
-        assert race(monkeypatch, str(tmp_path / name)) == 2
+        assert peerlane("race", str(tmp_path / name)) == 2
         assert says in capsys.readouterr().err
 
 
 def test_a_solution_is_judged_whole_without_a_scenario(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = ROOT / "src" / "peerlane" / "solutions" / "p002_allgather.py"
-    assert race(monkeypatch, str(file), "--world-size", "2", "--schedules", "2") == 0
+    assert peerlane("race", str(file), "--world-size", "2", "--schedules", "2") == 0
     assert "ragged_bf16, 2 ranks: correct, nothing found" in capsys.readouterr().out
     twin = tmp_path / "2_twin_cuda.py"
-    twin.write_text(file.read_text().replace("return gathered", "return gathered[:, :1]"))
-    assert race(monkeypatch, str(twin), "--world-size", "2", "--schedules", "2", "--json") == 3
+    twin.write_text(file.read_text().replace("all_gather(tensor)", "all_gather(tensor)[:, :1]"))
+    assert peerlane("race", str(twin), "--world-size", "2", "--schedules", "2", "--json") == 3
     assert "wrong type: output: got shape" in capsys.readouterr().out

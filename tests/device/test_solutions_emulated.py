@@ -44,7 +44,7 @@ TWINS = [
     (62, "all_polar", "q * args.share[0] + row", "row"),
     (63, "uneven", "meet_blocks(peers, arena, 0, epoch);", "__syncthreads();"),
     (33, "same_axis_bf16", "cut=scatter).reshape", "cut=scatter).flip(scatter + 1).reshape"),
-    (34, "ragged_bf16", "x.contiguous()", "x.contiguous() * (ranks.member.rank > 0)"),
+    (34, "ragged_bf16", "all_gather(x)", "all_gather(x * (communicator(group).member.rank > 0))"),
     (35, "one_empty_bf16", "Peers<WORLD_SIZE>(arena, args.flags).barrier(0, epoch);", ""),
     (40, "bf16", "kit.all_reduce(gradient)", "gradient.mul_(group.world_size)"),
     (41, "bf16", "peers.barrier(blockIdx.x, 2 * epoch);", "peers.signal_all(blockIdx.x, 2 * epoch);"),

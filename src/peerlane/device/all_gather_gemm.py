@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
@@ -249,15 +250,7 @@ class AllGatherGemm:
         self.arena.seal()
         self._launches: dict[tuple[int, int, int, int], DeviceLaunch] = {}
 
-    def __call__(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        scale: float = 1.0,
-    ) -> torch.Tensor:
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[gemm.Terms]) -> torch.Tensor:
         out = gemm.empty_aligned(self.workspace.m, b.shape[1], a)
         key = self.group.address(a), self.group.address(b), self.group.address(out), b.shape[1]
         launch = self._launches.get(key)
@@ -267,7 +260,7 @@ class AllGatherGemm:
             launch = self._launches[key] = self.bind(a, b, out)
         if self.epilogue != gemm.PLAIN:
             rows = self.plan_for(b).tiling.block_rows
-            for name, value in self.epilogue.fields(self.maps, (self.workspace.m, b.shape[1]), rows, bias, residual, scale).items():
+            for name, value in self.epilogue.fields(self.maps, (self.workspace.m, b.shape[1]), rows, **terms).items():
                 setattr(launch.args[0], name, self.group.address(value) if name == "bias" else value)
         launch()
         return out

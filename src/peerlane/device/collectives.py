@@ -117,6 +117,12 @@ class Communicator:
             lambda: (plans.exchange(shard, self.machine), message_tables.all_gather(self.member, shard), 0),
         )
 
+    def all_gather(self, input: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``input``, in rank order: (W, *shape)."""
+        output = input.new_empty((self.machine.world_size, *input.shape))
+        self.all_gather_into_tensor(output, input.contiguous())
+        return output
+
     def gather(self, tensor: torch.Tensor, output: torch.Tensor | None, dst: int) -> None:
         """Every rank's ``tensor``, in rank order, to ``output`` on rank ``dst``; elsewhere ``output`` is None."""
         self._root(dst)

@@ -6,7 +6,7 @@ import ctypes
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -63,6 +63,14 @@ class Parameters(ctypes.Structure):
 Activation = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
 
 
+class Terms(TypedDict, total=False):
+    """What a call gives its kernel's :class:`Epilogue`."""
+
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    scale: float
+
+
 @dataclass(frozen=True)
 class Epilogue:
     """What a sum becomes before it is rounded: ``activation(scale * sum + bias) + residual``. It is part of a kernel; which bias, residual
@@ -85,9 +93,9 @@ class Epilogue:
         maps: TensorMaps,
         shape: tuple[int, int],
         block_rows: int,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        scale: float,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        scale: float = 1.0,
     ) -> dict[str, Any]:
         """The kernel's fields for a call whose result has this shape; raises UsageError unless it gives what there is, and nothing else."""
         for name, wanted, given in (("bias", self.bias, bias), ("residual", self.residual, residual)):
@@ -257,6 +265,18 @@ def tuned(
     return tune.choose(group, kernel, (*operands[0], operands[1][1], str(dtype)), options[:_TUNED_OPTIONS], made)
 
 
+TYPICAL_DEPTH = 2048
+"""For which tiles are chosen where ranks share a product, whatever k is: k may differ from rank to rank, the tiles may not."""
+
+
+def tuned_tiling(
+    group: Group, kernel: str, m: int, n: int, dtype: torch.dtype, make: Callable[[Tiling], Multiplier], parts: int = 1
+) -> Tiling:
+    """Collective: the tiling by which an (m, n) product, of which a rank computes or owns ``m / parts`` rows at a time, is fastest."""
+    options = rank_tilings(m // parts, n, TYPICAL_DEPTH, group.sm_count, parts, tilings_for(group))
+    return tuned(group, kernel, ((m, TYPICAL_DEPTH), (TYPICAL_DEPTH, n)), dtype, options, make)
+
+
 def operand_box(major: Major, span: int) -> tuple[int, int]:
     return (span if major == "k" else PANEL, PANEL)
 
@@ -331,15 +351,7 @@ class Product:
         self._arguments = Parameters(tiles=tiles, n=n, k=k)
         self._launch = kernel.bind(grid, tiling.threads, (self._arguments,), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks)
 
-    def __call__(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        scale: float = 1.0,
-    ) -> torch.Tensor:
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[Terms]) -> torch.Tensor:
         check_operands(a, b)
         m, n, k = self.shape
         if (*a.shape, b.shape[1]) != (m, k, n):
@@ -350,7 +362,7 @@ class Product:
         arguments.a = self.maps(a, operand_box("k", tiling.block_rows))
         arguments.b = self.maps(b, operand_box("mn", tiling.columns // tiling.blocks))
         arguments.c = self.maps(out, (64, PANEL))
-        for name, value in self.epilogue.fields(self.maps, (m, n), tiling.block_rows, bias, residual, scale).items():
+        for name, value in self.epilogue.fields(self.maps, (m, n), tiling.block_rows, **terms).items():
             setattr(arguments, name, self.group.address(value) if name == "bias" else value)
         self._launch()
         return out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 import torch.distributed as dist
 
@@ -53,7 +55,7 @@ class GemmAllGather:
             raise UsageError(
                 f"GEMM of ({m}, {n}) in {dtype} and all-gather: expected elements, and bfloat16 or float16; convert the operands"
             )
-        self.tiling = tiling = tiling or gemm.choose_tiling(m, n, _TYPICAL_DEPTH, sm_count, tilings=gemm.tilings_for(self.group))
+        self.tiling = tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, sm_count, tilings=gemm.tilings_for(self.group))
         self.maps = gemm.TensorMaps(self.group)
         tiles, stride = tiling.grouped(m, n), gemm.row_stride(n)
         count = tiles.rows * tiles.columns
@@ -81,15 +83,7 @@ class GemmAllGather:
         """Give the memory back, once no rank's calls use it."""
         self.bound.arena.close()
 
-    def __call__(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        scale: float = 1.0,
-    ) -> torch.Tensor:
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[gemm.Terms]) -> torch.Tensor:
         gemm.check_operands(a, b)
         (m, n), tiling = self.shape, self.tiling
         if (a.shape[0], b.shape[1], a.dtype) != (m, n, self.dtype):
@@ -97,7 +91,7 @@ class GemmAllGather:
                 f"operands {tuple(a.shape)} and {tuple(b.shape)} in {a.dtype}: expected {m} rows, {n} columns, {self.dtype}; create a "
                 "GemmAllGather for each size"
             )
-        last = self.epilogue.fields(self.maps, self.shape, tiling.block_rows, bias, residual, scale)
+        last = self.epilogue.fields(self.maps, self.shape, tiling.block_rows, **terms)
         self.bound(
             a=self.maps(a, gemm.operand_box("k", tiling.block_rows)),
             b=self.maps(b, gemm.operand_box("mn", tiling.columns // tiling.blocks)),
@@ -107,14 +101,8 @@ class GemmAllGather:
         return self.result.reshape(m, -1)
 
 
-# Tiles are chosen for this depth, whatever k is: k may differ from rank to rank, the tiles may not.
-_TYPICAL_DEPTH = 2048
-
-
 @per_group
 def gemm_all_gather(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllGather:
     """The group's one :class:`GemmAllGather` of this size; the first call is collective. k is no part of it: ranks may differ."""
-    options = gemm.rank_tilings(m, n, _TYPICAL_DEPTH, group.sm_count, tilings=gemm.tilings_for(group))
-    shapes = (m, _TYPICAL_DEPTH), (_TYPICAL_DEPTH, n)
-    tiling = gemm.tuned(group, "gemm_all_gather", shapes, dtype, options, lambda option: GemmAllGather(m, n, dtype, group, tiling=option))
+    tiling = gemm.tuned_tiling(group, "gemm_all_gather", m, n, dtype, lambda option: GemmAllGather(m, n, dtype, group, tiling=option))
     return GemmAllGather(m, n, dtype, group, epilogue=epilogue, tiling=tiling)

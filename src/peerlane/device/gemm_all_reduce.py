@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 import torch.distributed as dist
 
@@ -49,7 +51,7 @@ class GemmAllReduce(OwnerSum):
             raise UsageError(
                 f"GEMM and all-reduce of ({m}, {n}) in {dtype}: expected elements, and bfloat16 or float16; convert the operands"
             )
-        tiling = tiling or gemm.choose_tiling(m, n, owner_sum.TYPICAL_DEPTH, ranks.sm_count, tilings=gemm.tilings_for(ranks))
+        tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, ranks.sm_count, tilings=gemm.tilings_for(ranks))
         tiles = tiling.grouped(m, n)
         numbers = -(-tiles.rows * tiles.columns // ranks.world_size)
         flags = 2 * numbers * (tiling.rows // 64)
@@ -60,23 +62,13 @@ class GemmAllReduce(OwnerSum):
         self.bound.set(out=[gemm.result_map(place.split(1)) for place in places])
         self.result = self.bound.tensor("result", (m, stride), dtype)[:, :n]
 
-    def __call__(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        scale: float = 1.0,
-    ) -> torch.Tensor:
-        self.launch(self.plan.rows, a, b, bias, residual, scale)
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[gemm.Terms]) -> torch.Tensor:
+        self.launch(self.plan.rows, a, b, terms)
         return self.result
 
 
 @per_group
 def gemm_all_reduce(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllReduce:
     """The group's one :class:`GemmAllReduce` of this size; the first call is collective. k is no part of it: ranks may differ."""
-    options = gemm.rank_tilings(m, n, owner_sum.TYPICAL_DEPTH, group.sm_count, tilings=gemm.tilings_for(group))
-    shapes = (m, owner_sum.TYPICAL_DEPTH), (owner_sum.TYPICAL_DEPTH, n)
-    tiling = gemm.tuned(group, "gemm_all_reduce", shapes, dtype, options, lambda option: GemmAllReduce(m, n, dtype, group, tiling=option))
+    tiling = gemm.tuned_tiling(group, "gemm_all_reduce", m, n, dtype, lambda option: GemmAllReduce(m, n, dtype, group, tiling=option))
     return GemmAllReduce(m, n, dtype, group, epilogue=epilogue, tiling=tiling)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 import torch.distributed as dist
 
@@ -52,36 +54,22 @@ class GemmReduceScatter(OwnerSum):
             )
         if tiling is None:
             tilings = gemm.tilings_for(ranks)
-            tiling = gemm.choose_tiling(rows, n, owner_sum.TYPICAL_DEPTH, ranks.sm_count, parts=world_size, tilings=tilings)
+            tiling = gemm.choose_tiling(rows, n, gemm.TYPICAL_DEPTH, ranks.sm_count, parts=world_size, tilings=tilings)
         tiles = tiling.grouped(rows, n, parts=world_size)
         count = tiles.rows * tiles.columns
         plan = SumPlan(rows, n, dtype, tiling, tiles, count, rows, n, flags=count * (tiling.rows // 64), buffers=2)
         super().__init__(GEMM_REDUCE_SCATTER, plan, ranks, epilogue, timeout_s, {})
         self.bound.set(local_rows=rows)
 
-    def __call__(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        scale: float = 1.0,
-    ) -> torch.Tensor:
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[gemm.Terms]) -> torch.Tensor:
         out = gemm.empty_aligned(self.plan.rows, self.plan.n, a)
-        self.launch(self.plan.rows * self.group.world_size, a, b, bias, residual, scale, out=self.maps(out, (64, gemm.PANEL)))
+        self.launch(self.plan.rows * self.group.world_size, a, b, terms, out=self.maps(out, (64, gemm.PANEL)))
         return out
 
 
 @per_group
 def gemm_reduce_scatter(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmReduceScatter:
     """The group's one :class:`GemmReduceScatter` of this size; the first call is collective. k is no part of it: ranks may differ."""
-    world_size = group.world_size
-    options = gemm.rank_tilings(
-        m // world_size, n, owner_sum.TYPICAL_DEPTH, group.sm_count, parts=world_size, tilings=gemm.tilings_for(group)
-    )
-    shapes = (m, owner_sum.TYPICAL_DEPTH), (owner_sum.TYPICAL_DEPTH, n)
-    tiling = gemm.tuned(
-        group, "gemm_reduce_scatter", shapes, dtype, options, lambda option: GemmReduceScatter(m, n, dtype, group, tiling=option)
-    )
+    make = lambda option: GemmReduceScatter(m, n, dtype, group, tiling=option)  # noqa: E731
+    tiling = gemm.tuned_tiling(group, "gemm_reduce_scatter", m, n, dtype, make, parts=group.world_size)
     return GemmReduceScatter(m, n, dtype, group, epilogue=epilogue, tiling=tiling)

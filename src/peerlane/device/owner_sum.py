@@ -28,9 +28,6 @@ FIELDS = {
 }
 """Of every such kernel."""
 
-# Tiles are chosen for this depth, whatever k is: k may differ from rank to rank, the tiles may not.
-TYPICAL_DEPTH = 2048
-
 
 @dataclass(frozen=True)
 class SumPlan:
@@ -88,16 +85,7 @@ class OwnerSum:
         """Give the memory back, once no rank's calls use it."""
         self.bound.arena.close()
 
-    def launch(
-        self,
-        m: int,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        scale: float,
-        **fields: Any,
-    ) -> None:
+    def launch(self, m: int, a: torch.Tensor, b: torch.Tensor, terms: gemm.Terms, **fields: Any) -> None:
         """Of operands (m, k) and (k, n), as ``gemm.aligned`` gives them."""
         plan, tiling = self.plan, self.plan.tiling
         gemm.check_operands(a, b)
@@ -106,7 +94,7 @@ class OwnerSum:
                 f"operands {tuple(a.shape)} and {tuple(b.shape)} in {a.dtype}: expected {m} rows, {plan.n} columns, {plan.dtype}; "
                 f"create a {type(self).__name__} for each size"
             )
-        last = self.epilogue.fields(self.maps, (plan.rows, plan.n), tiling.block_rows, bias, residual, scale)
+        last = self.epilogue.fields(self.maps, (plan.rows, plan.n), tiling.block_rows, **terms)
         self.bound(
             a=self.maps(a, gemm.operand_box("k", tiling.block_rows)),
             b=self.maps(b, gemm.operand_box("mn", tiling.columns // tiling.blocks)),

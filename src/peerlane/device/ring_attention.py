@@ -335,14 +335,7 @@ def attend_over_ranks(
         if member.world_size == 1:
             return attention.attention(q, k, v, scale=scale, causal=causal, group=member)
         return ring_attention(member, Shape.of(q, k, v, causal))(q, k, v, scale)
-    shards = []
-    for own in (k.contiguous(), v.contiguous()):
-        everyone = own.new_empty((member.world_size, *own.shape))
-        if member.world_size == 1:
-            everyone[0] = own
-        else:
-            communicator(member).all_gather_into_tensor(everyone, own)
-        shards.append(everyone)
+    shards = [own.unsqueeze(0) if member.world_size == 1 else communicator(member).all_gather(own) for own in (k, v)]
     seen = range(member.rank + 1 if causal else member.world_size)
     factor = q.shape[3] ** -0.5 if scale is None else scale
     parts = [wide_attention(q, shards[0][i], shards[1][i], scale=factor, causal=causal and i == member.rank) for i in seen]

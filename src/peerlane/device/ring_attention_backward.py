@@ -60,11 +60,7 @@ def attend_over_ranks_backward(
 
 def _gather(group: Group, own: torch.Tensor) -> torch.Tensor:
     """Every rank's tensor, in rank order."""
-    if group.world_size == 1:
-        return own.unsqueeze(0)
-    everyone = own.new_empty((group.world_size, *own.shape))
-    communicator(group).all_gather_into_tensor(everyone, own)
-    return everyone
+    return own.unsqueeze(0) if group.world_size == 1 else communicator(group).all_gather(own)
 
 
 def _deltas(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

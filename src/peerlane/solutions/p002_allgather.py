@@ -11,8 +11,4 @@ from peerlane.device import communicator
 
 
 def solution(tensor: torch.Tensor) -> torch.Tensor:
-    group = communicator()
-    tensor = tensor.contiguous()
-    gathered = tensor.new_empty((group.machine.world_size, *tensor.shape))
-    group.all_gather_into_tensor(gathered, tensor)
-    return gathered
+    return communicator().all_gather(tensor)

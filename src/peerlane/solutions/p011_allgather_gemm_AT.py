@@ -14,8 +14,6 @@ from peerlane.device.all_gather_gemm import all_gather_gemm
 def solution(A_local: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
     group, (m, local_k) = group_of(), A_local.shape
     if A_local.dtype not in gemm.ELEMENT_TYPES or not (m and local_k and B.shape[1]):
-        shards = A_local.new_empty((group.world_size, m, local_k))
-        communicator().all_gather_into_tensor(shards, A_local.contiguous())
-        return torch.mm(shards.transpose(0, 1).reshape(m, -1), B)
+        return torch.mm(communicator().all_gather(A_local).transpose(0, 1).reshape(m, -1), B)
     multiply = all_gather_gemm(group, m, local_k, A_local.dtype, n=B.shape[1])
     return multiply(gemm.aligned(A_local), gemm.aligned(B)).contiguous()

@@ -14,7 +14,5 @@ from peerlane.device.gemm_all_gather import gemm_all_gather
 def solution(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
     group, (m, k), n = group_of(), A.shape, B.shape[1]
     if A.dtype not in gemm.ELEMENT_TYPES or not (m and n and k):
-        blocks = A.new_empty((group.world_size, m, n))
-        communicator().all_gather_into_tensor(blocks, torch.mm(A, B))
-        return blocks.transpose(0, 1).reshape(m, -1)
+        return communicator().all_gather(torch.mm(A, B)).transpose(0, 1).reshape(m, -1)
     return gemm_all_gather(group, m, n, A.dtype)(gemm.aligned(A), gemm.aligned(B))

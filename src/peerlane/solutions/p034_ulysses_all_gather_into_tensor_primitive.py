@@ -11,7 +11,4 @@ from peerlane.device import communicator
 
 
 def solution(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    ranks = communicator(group)
-    gathered = x.new_empty((ranks.member.world_size * x.shape[0], *x.shape[1:]))
-    ranks.all_gather_into_tensor(gathered, x.contiguous())
-    return gathered
+    return communicator(group).all_gather(x).flatten(0, 1)

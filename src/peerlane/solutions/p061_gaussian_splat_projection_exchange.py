@@ -146,9 +146,7 @@ def solution(
         raise UsageError(f"camera_model is {camera_model!r}: expected 'pinhole'")
     group, channels = group_of(), colors.shape[1]
     ranks, words = group.world_size, -(-len(means) // 32)
-    own_views = torch.cat((viewmats.flatten(1), Ks.flatten(1)), dim=1)
-    views = own_views.new_empty((ranks * len(viewmats), own_views.shape[1]))
-    communicator(group).all_gather_into_tensor(views, own_views)
+    views = communicator(group).all_gather(torch.cat((viewmats.flatten(1), Ks.flatten(1)), dim=1)).flatten(0, 1)
     given = {"means": means, "quats": quats, "scales": scales, "opacities": opacities, "colors": colors}
     masks, counts = torch.empty((2, ranks, len(viewmats), words), dtype=torch.int32, device=means.device)
     arguments = {

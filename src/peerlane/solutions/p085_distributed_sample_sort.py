@@ -26,25 +26,19 @@ def sort_keys(values: torch.Tensor) -> torch.Tensor:
     return torch.where(words < 0, words ^ top, words).masked_fill_(values.isnan(), top)
 
 
-def gathered(group: Group, row: torch.Tensor) -> torch.Tensor:
-    result = row.new_empty((group.world_size, *row.shape))
-    communicator(group).all_gather_into_tensor(result, row.contiguous())
-    return result
-
-
 def part_ends(group: Group, keys: torch.Tensor, borders: list[int]) -> torch.Tensor:
     """Where the own sorted keys are to be cut so that ``borders`` elements of all ranks lie before each cut; equal keys in rank order."""
-    bits = 8 * keys.itemsize
+    bits, everyone = 8 * keys.itemsize, communicator(group).all_gather
     wanted = torch.tensor(borders, device=keys.device)
     step = torch.arange(256, device=keys.device)
     found = torch.full_like(wanted, torch.iinfo(keys.dtype).min)  # the largest key known to have no more than `wanted` keys below it
     for shift in range(bits - 8, -1, -8):
         candidates = found.unsqueeze(1) + (step << shift)
-        below = gathered(group, torch.searchsorted(keys, candidates.to(keys.dtype))).sum(0)
+        below = everyone(torch.searchsorted(keys, candidates.to(keys.dtype))).sum(0)
         found = candidates.gather(1, (below <= wanted.unsqueeze(1)).sum(1, keepdim=True) - 1).squeeze(1)
     at = found.to(keys.dtype)
     low, high = torch.searchsorted(keys, at), torch.searchsorted(keys, at, right=True)
-    table = gathered(group, torch.stack((low, high - low)))
+    table = everyone(torch.stack((low, high - low)))
     missing = wanted - table[:, 0].sum(0)  # of the keys that equal it
     before = table[: group.rank, 1].sum(0)
     return low + torch.minimum((missing - before).clamp(min=0), high - low)
