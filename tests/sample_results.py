@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from datetime import UTC, datetime
 from typing import Any
 
@@ -87,22 +88,16 @@ def on_cpu(**changes: Any) -> Result:
     return result(**{"device": "cpu", "speed": speed, **changes})
 
 
+def wrong_result(**changes: Any) -> WrongResult:
+    """A verdict."""
+    fields = {"case": "1/small/ragged_bf16/w4", "phase": "correctness", "rank": 2, "slot": 3, "output": "sum", "index": (0, 7)}
+    fields |= {"error_over_tolerance": math.inf, "detail": "elementwise: error 3, allowed 0.1", "got": 1.0, "expected": 4.0}
+    return WrongResult(**{**fields, "wrong_ranks": (2,), **changes})
+
+
 def wrong(**changes: Any) -> Result:
     """A candidate with wrong contents."""
-    verdict = WrongResult(
-        case="1/small/ragged_bf16/w4",
-        phase="correctness",
-        rank=2,
-        slot=3,
-        output="sum",
-        error_over_tolerance=float("inf"),
-        detail="elementwise: error 3, allowed 0.1",
-        index=(0, 7),
-        got=1.0,
-        expected=4.0,
-        wrong_ranks=(2,),
-    )
-    return result(**{"verdict": verdict, "speed": (), **changes})
+    return result(**{"verdict": wrong_result(), "speed": (), **changes})
 
 
 def text_of(*results: Result) -> str:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -184,14 +185,6 @@ COMMAND_LINE = {
 }
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit code of ``peerlane arguments...``, run in this process."""
-    monkeypatch.setattr(sys, "argv", ["peerlane", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    return int(ended.value.code or 0)
-
-
 def shape(value: Any) -> Any:
     """The keys and types of a JSON value; lists by their first element."""
     if isinstance(value, dict):
@@ -218,8 +211,8 @@ def test_module_is_the_same_program() -> None:
     assert done.stdout.startswith("Usage: peerlane")
 
 
-def test_list_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "list", "--json") == ExitCode.OK
+def test_list_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert peerlane("list", "--json") == ExitCode.OK
     printed = json.loads(capsys.readouterr().out)
     assert shape(printed) == {
         "problems": [
@@ -239,40 +232,40 @@ def test_list_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert [entry["id"] for entry in printed["problems"]] == list(problems.numbers())
 
 
-def test_list_is_filtered_by_category_and_parallelism(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_is_filtered_by_category_and_parallelism(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     first = problems.get(1)
-    assert run(monkeypatch, "list", "--json", "--category", first.category, "--parallelism", first.parallelism[0]) == ExitCode.OK
+    assert peerlane("list", "--json", "--category", first.category, "--parallelism", first.parallelism[0]) == ExitCode.OK
     found = json.loads(capsys.readouterr().out)["problems"]
     assert 0 < len(found) < len(problems.numbers()) and all(entry["category"] == first.category for entry in found)
-    assert run(monkeypatch, "list", "--category", "cooking") == ExitCode.USAGE
+    assert peerlane("list", "--category", "cooking") == ExitCode.USAGE
     assert first.category in capsys.readouterr().err
 
 
 def test_a_problem_is_shown_by_its_name_and_its_reference_runs_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "show", "gemm_allreduce", "--source") == ExitCode.OK
+    assert peerlane("show", "gemm_allreduce", "--source") == ExitCode.OK
     text = capsys.readouterr().out
     compile(text, "reference", "exec")
     assert "all_reduce" in text and "import peerlane" not in text and "from peerlane" not in text
 
 
-def test_version_and_short_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--version") == ExitCode.OK
+def test_version_and_short_help(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert peerlane("--version") == ExitCode.OK
     assert capsys.readouterr().out.startswith("peerlane 0.")
-    assert run(monkeypatch, "eval", "-h") == ExitCode.OK
+    assert peerlane("eval", "-h") == ExitCode.OK
     assert "--cases" in capsys.readouterr().out
 
 
-def test_list_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "list") == ExitCode.OK
+def test_list_for_people(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert peerlane("list") == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
     for number in problems.numbers():
         assert any(line.split()[:2] == [str(number), problems.get(number).slug] for line in lines)
 
 
-def test_show_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "show", "1", "--json", "--preset", "pkb", "--world-size", "2") == ExitCode.OK
+def test_show_json(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert peerlane("show", "1", "--json", "--preset", "pkb", "--world-size", "2") == ExitCode.OK
     printed = json.loads(capsys.readouterr().out)
     assert isinstance(printed.pop("error_model"), str | None)  # as the problem documents it
     assert shape(printed) == {
@@ -342,9 +335,9 @@ def test_show_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert printed["profile"] == "H200 SXM"
 
 
-def test_show_leaves_a_sweep_out_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_leaves_a_sweep_out_unless_it_is_asked_for(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     def shown(*arguments: str) -> tuple[list[str], list[dict[str, str]]]:
-        assert run(monkeypatch, "show", "1", "--json", *arguments) == ExitCode.OK
+        assert peerlane("show", "1", "--json", *arguments) == ExitCode.OK
         printed = json.loads(capsys.readouterr().out)
         return [preset["name"] for preset in printed["presets"]], printed["sweep"]
 
@@ -353,21 +346,21 @@ def test_show_leaves_a_sweep_out_unless_it_is_asked_for(monkeypatch: pytest.Monk
     assert (sweep[0], sweep[-1]) == ({"name": "sweep_2kib", "size": "2 KiB"}, {"name": "sweep_512mib", "size": "512 MiB"})
     assert shown("--preset", "sweep,pkb")[0] == [*(item["name"] for item in sweep), "pkb"]
     assert shown("--preset", "sweep_1mib")[0] == ["sweep_1mib"]
-    assert run(monkeypatch, "show", "1") == ExitCode.OK
+    assert peerlane("show", "1") == ExitCode.OK
     assert capsys.readouterr().out.count("### `sweep`: 2 KiB - 512 MiB") == 1
 
 
 def test_show_prints_the_committed_page_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, "show", "13") == ExitCode.OK
+    assert peerlane("show", "13") == ExitCode.OK
     page = (ROOT / "docs" / "problems" / "p013_gemm_allreduce.md").read_text()
     assert page == f"{GENERATED}\n{capsys.readouterr().out}" and "us per call" in page
 
 
-def test_show_for_people_names_its_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "show", "1", "--profile", "b200") == ExitCode.OK
+def test_show_for_people_names_its_profile(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert peerlane("show", "1", "--profile", "b200") == ExitCode.OK
     out = capsys.readouterr().out
     assert "B200 SXM datasheet; it is not a measurement" in out and "no_communication" in out and "on 4 ranks" in out
 
@@ -405,9 +398,9 @@ def test_show_for_people_names_its_profile(monkeypatch: pytest.MonkeyPatch, caps
     ],
 )
 def test_user_errors_are_one_block_on_stderr(
-    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], says: str, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, *arguments) == ExitCode.USAGE
+    assert peerlane(*arguments) == ExitCode.USAGE
     captured = capsys.readouterr()
     assert captured.err.startswith("peerlane: ") and says in captured.err and "Traceback" not in captured.err
     assert captured.out == ""
@@ -424,16 +417,16 @@ def test_user_errors_are_one_block_on_stderr(
     ],
 )
 def test_what_a_file_to_race_raises_is_the_users_error(
-    source: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    source: str, says: str, tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(source)
-    assert run(monkeypatch, "race", str(tmp_path / "mine.py")) == ExitCode.USAGE
+    assert peerlane("race", str(tmp_path / "mine.py")) == ExitCode.USAGE
     error = capsys.readouterr().err
     assert says in error and "Traceback" not in error
 
 
 def test_what_a_file_to_race_prints_is_kept_out_of_stdout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(
         "from peerlane.device.emulator import Scenario\nprint('at import')\n"
@@ -441,7 +434,7 @@ def test_what_a_file_to_race_prints_is_kept_out_of_stdout(
     )
     report = Report("mine", 2, 1, 0, 0, (), 0.0)
     monkeypatch.setattr(emulator, "check", lambda *_, **__: report)
-    assert run(monkeypatch, "race", "--json", "--world-size", "2", str(tmp_path / "mine.py")) == ExitCode.OK
+    assert peerlane("race", "--json", "--world-size", "2", str(tmp_path / "mine.py")) == ExitCode.OK
     captured = capsys.readouterr()
     assert json.loads(captured.out)["clean"] and captured.err == "at import\nin race\n"
 
@@ -455,18 +448,22 @@ def test_what_a_file_to_race_prints_is_kept_out_of_stdout(
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_exit_codes_of_errors(error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes_of_errors(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail() -> None:
         raise error
 
     monkeypatch.setattr(problems, "all_problems", fail)
-    assert run(monkeypatch, "list") == code
+    assert peerlane("list") == code
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_defect_is_a_harness_failure_with_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_defect_is_a_harness_failure_with_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(problems, "all_problems", lambda: 1 / 0)
-    assert run(monkeypatch, "list") == ExitCode.HARNESS
+    assert peerlane("list") == ExitCode.HARNESS
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
@@ -479,27 +476,27 @@ def test_exit_codes_of_verdicts() -> None:
     assert _console.exit_code([wrong(), harness]) == 4
 
 
-def test_report_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_writes_a_page(tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "results.jsonl").write_text(text_of(result(), hung(preset="small")))
-    assert run(monkeypatch, "report", str(tmp_path), "--html", str(tmp_path / "page.html"), "--title", "My <kernels>") == ExitCode.OK
+    assert peerlane("report", str(tmp_path), "--html", str(tmp_path / "page.html"), "--title", "My <kernels>") == ExitCode.OK
     assert capsys.readouterr() == (f"written: {tmp_path / 'page.html'}\n", "")
     assert "<h1>My &lt;kernels&gt;</h1>" in (tmp_path / "page.html").read_text()
 
 
-def test_report_prints_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_prints_markdown(tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     """Of a file, or of the folder that `eval` names; lines that are no results are told of, and an empty file is no error."""
     file = tmp_path / "results.jsonl"
     file.write_text(text_of(result(), hung(preset="small")) + "my notes\n" + text_of(result()))
     for argument in (str(file), str(tmp_path)):
-        assert run(monkeypatch, "report", argument) == ExitCode.OK
+        assert peerlane("report", argument) == ExitCode.OK
         out, err = capsys.readouterr()
         assert out.startswith("| candidate | problem | preset | W |") and out.count("2.00 [1.96, 2.04]") == 1
         assert "4x NVIDIA H200" in out and "hang: first_call: rank(s) 1" in out and "line 4 is no result" in err
     file.write_text("")
-    assert run(monkeypatch, "report", str(tmp_path)) == ExitCode.OK
+    assert peerlane("report", str(tmp_path)) == ExitCode.OK
     assert capsys.readouterr() == ("", f"no results in {tmp_path}\n")
     calibrations = MECHANISMS_FILE.parents[1] / "cpu" / "calibration.jsonl"
-    assert run(monkeypatch, "report", str(calibrations)) == ExitCode.USAGE
+    assert peerlane("report", str(calibrations)) == ExitCode.USAGE
     assert "no results" in capsys.readouterr().err
 
 
@@ -511,28 +508,30 @@ def test_a_piped_table_fits_an_editor(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_results_are_migrated_and_the_schema_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "results", "schema") == ExitCode.OK
+    assert peerlane("results", "schema") == ExitCode.OK
     assert json.loads(capsys.readouterr().out)["$id"] == "urn:peerlane:results:2"
-    assert run(monkeypatch, "results", "migrate", str(tmp_path / "absent.jsonl")) == ExitCode.USAGE
+    assert peerlane("results", "migrate", str(tmp_path / "absent.jsonl")) == ExitCode.USAGE
     assert "No such file" in capsys.readouterr().err
 
 
-def test_bench_needs_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "bench", "mechanism") == ExitCode.USAGE
+def test_bench_needs_gpus(monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert peerlane("bench", "mechanism") == ExitCode.USAGE
     monkeypatch.setattr(topology, "discover", lambda: SimpleNamespace(gpus=()))
-    assert run(monkeypatch, "bench", "mechanisms") == ExitCode.USAGE
+    assert peerlane("bench", "mechanisms") == ExitCode.USAGE
     assert "needs 2 or more GPUs; this machine has 0" in capsys.readouterr().err
 
 
-def test_doctor_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_doctor_json(
+    monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path))
-    assert run(monkeypatch, "doctor", "--json") == ExitCode.OK
+    assert peerlane("doctor", "--json") == ExitCode.OK
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == {"node", "checks", "ceilings"} and printed["ceilings"] is None
     assert all(set(check) == {"name", "status", "detail", "remedy"} for check in printed["checks"])
-    assert run(monkeypatch, "doctor") == ExitCode.OK
+    assert peerlane("doctor") == ExitCode.OK
     out = capsys.readouterr().out
     assert printed["node"] in out and all(check["name"] in out for check in printed["checks"])
 
@@ -565,20 +564,20 @@ def test_doctor_measures_mechanisms_too(ending: Any, why: str | None, monkeypatc
 
 
 def test_docs_are_written_checked_and_found_stale(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(problems, "suite", lambda: (problems.get(1),))
     folder = ["--folder", str(tmp_path / "pages")]
-    assert run(monkeypatch, "docs", "--write", *folder) == ExitCode.OK
-    assert run(monkeypatch, "docs", "--check", *folder) == ExitCode.OK
+    assert peerlane("docs", "--write", *folder) == ExitCode.OK
+    assert peerlane("docs", "--check", *folder) == ExitCode.OK
     page = tmp_path / "pages" / "p001_allreduce.md"
     page.write_text(page.read_text() + "by hand\n")
     (tmp_path / "pages" / "p000_old.md").write_text("")
     capsys.readouterr()
-    assert run(monkeypatch, "docs", "--check", *folder) == ExitCode.CHECK_FAILED
+    assert peerlane("docs", "--check", *folder) == ExitCode.CHECK_FAILED
     out = capsys.readouterr().out
     assert "p001_allreduce.md: differs from the code" in out and "p000_old.md: belongs to no problem" in out
-    assert run(monkeypatch, "docs", "--write", *folder) == ExitCode.OK
+    assert peerlane("docs", "--write", *folder) == ExitCode.OK
     assert sorted(path.name for path in (tmp_path / "pages").iterdir()) == ["README.md", "p001_allreduce.md"]
 
 
@@ -608,10 +607,12 @@ def test_live_progress_writes_only_to_stderr(capsys: pytest.CaptureFixture[str])
     assert captured.out == "" and "1 evaluation to run" in captured.err and "wrong_result" in captured.err
 
 
-def test_bench_looks_for_its_folder_before_it_measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bench_looks_for_its_folder_before_it_measures(
+    monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], tmp_path: Path
+) -> None:
     monkeypatch.setattr(topology, "discover", lambda: SimpleNamespace(gpus=[0, 1]))
     (tmp_path / "file").touch()
-    assert run(monkeypatch, "bench", "mechanisms", "--out", str(tmp_path / "file")) == ExitCode.USAGE
+    assert peerlane("bench", "mechanisms", "--out", str(tmp_path / "file")) == ExitCode.USAGE
 
 
 FIRST_INTERRUPTED = """

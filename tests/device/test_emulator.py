@@ -216,7 +216,7 @@ TWINS = sorted((build.STAND_INS / "peerlane").glob("*.cuh"))
 @pytest.mark.parametrize("twin", TWINS, ids=lambda path: path.name)
 def test_a_stand_in_has_every_function_of_its_header(twin: Path) -> None:
     device = functions(INCLUDE_DIR / "peerlane" / twin.name)
-    assert len(device) >= 4
+    assert len(device) >= 3
     assert device - functions(twin) == set()
 
 

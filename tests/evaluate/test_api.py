@@ -23,9 +23,9 @@ from e2e.runs import DEADLINES, GOOD, STRESS, marked, marked_processes, wait_for
 from peerlane.errors import UsageError
 from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.results.store import ResultsStore
-from peerlane.evaluate.results.verdict import BuildError, Hang, HarnessFailure, NotRun, RuntimeFailure, WrongResult
+from peerlane.evaluate.results.verdict import BuildError, Hang, HarnessFailure, NotRun, RuntimeFailure
 from peerlane.settings import Deadlines
-from sample_results import measured, result
+from sample_results import measured, result, wrong_result
 
 RIGHT = "import torch.distributed as dist\n\n\ndef solution(tensor):\n    out = tensor.clone()\n    dist.all_reduce(out)\n    return out\n"
 SLEEPS = "import time\n\n\ndef solution(tensor):\n    time.sleep(600)\n"
@@ -238,19 +238,8 @@ def test_rewards_come_from_the_low_end_and_never_from_our_failures() -> None:
 
 
 def test_feedback_says_where_and_what_to_try_but_no_expected_value() -> None:
-    wrong = WrongResult(
-        case="1/small/a/w2",
-        phase="correctness",
-        rank=1,
-        slot=2,
-        output="sum",
-        error_over_tolerance=7.5,
-        detail="3 elements differ at [4]: got 1.5, expected 123.25",
-        index=(4,),
-        got=1.5,
-        expected=123.25,
-        wrong_ranks=(1,),
-    )
+    told = "3 elements differ at [4]: got 1.5, expected 123.25"
+    wrong = wrong_result(case="1/small/a/w2", rank=1, error_over_tolerance=7.5, detail=told, index=(4,), got=1.5, expected=123.25)
     text = result(verdict=wrong, speed=()).feedback()
     assert "7.5 times" in text and "rank: 1" in text and "case: 1/small/a/w2" in text and "try:" in text and "123.25" not in text
     log = 'Traceback\nnvcc ...\ncuda.cu(12): error: identifier "x" is undefined\n' + "noise\n" * 500

@@ -9,8 +9,8 @@ import pytest
 from peerlane import problems
 from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.missing import missing_before, missing_behind
-from peerlane.evaluate.results.verdict import WrongResult
 from peerlane.settings import passes_to_ranks
+from sample_results import wrong_result
 
 KITTENS = "from utils.parallelkittens_runtime import get_or_create_parallel_tensor as t, get_or_create_barrier\n"
 
@@ -50,15 +50,6 @@ def test_what_thunderkittens_needs(
     ],
 )
 def test_what_cpu_ranks_are_to_blame_for(number: int, name: str, source: str, wrong_ranks: tuple[int, ...], to_blame: str | None) -> None:
-    verdict = WrongResult(
-        case="4/small/a/w2",
-        phase="correctness",
-        rank=1,
-        slot=0,
-        output="sum",
-        error_over_tolerance=2,
-        detail="off",
-        wrong_ranks=wrong_ranks,
-    )
+    verdict = wrong_result(wrong_ranks=wrong_ranks, detail="off")
     found = missing_behind(verdict, candidate_text(source, number, name), source, problems.get(number), 2)
     assert found is None if to_blame is None else to_blame in str(found) and "off" in str(found)

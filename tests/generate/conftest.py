@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import gc
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from peerlane import cli
 
 
 @pytest.fixture
@@ -25,16 +22,3 @@ def model_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
     with warnings.catch_warnings():  # clients leave their connections open
         warnings.simplefilter("ignore")
         gc.collect()
-
-
-@pytest.fixture
-def peerlane(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs the command line in this process; returns its exit code."""
-
-    def run(*arguments: object) -> int:
-        monkeypatch.setattr(sys, "argv", ["peerlane", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0)
-
-    return run

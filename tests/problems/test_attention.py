@@ -10,22 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from peerlane import problems
-from peerlane.problems import Case, Draw, Expected
+from peerlane.problems import Case, Expected
 from peerlane.problems.contract import AnswerContext, expected_leaves
 from peerlane.problems.contract.calibration import ratios_of
 from peerlane.problems.families.attention import Grid, score_pieces
 from peerlane.problems.p058_openclip_contrastive_loss import _from_moments, _subjects
 from peerlane.problems.p077_range_shuffled_async_attention import key_ranges
+from problem_cases import arguments
 
 BF16, FP64 = torch.bfloat16, torch.float64
-
-
-def all_inputs(case: Case, block: int = 0) -> list[tuple[Any, ...]]:
-    number = case.problem
-    return [
-        problems.get(number).inputs(case, rank, Draw(secret="unit", case_key=case.key, slot=0, block=block, rank=rank))
-        for rank in range(case.world_size)
-    ]
 
 
 def oracles(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[list[Expected]]:
@@ -39,7 +32,7 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def small(number: int, label: str, world_size: int) -> tuple[Case, list[tuple[Any, ...]]]:
     case = problems.get(number).case("small", label, world_size)
-    return case, all_inputs(case)
+    return case, arguments(case)
 
 
 # Problem, preset, world size, rank; egress and ingress in MB, GFLOP: as published to two or three digits.
@@ -284,7 +277,7 @@ def test_large_logits_do_not_overflow() -> None:
 def test_every_ranks_texts_weigh_in_the_public_shape() -> None:
     """Every rank's texts make a twentieth or more of some other rank's negatives, and some a seventh; the bfloat16 tolerance is 1 %."""
     case = problems.get(58).cases("pkb", 8)[0]
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     shares = torch.zeros(8, 8)
     for rank, (images, _, scale, bias, _) in enumerate(inputs):
         blocks = torch.stack([F.softplus(scale * images.float() @ args[1].float().t() + bias).sum() for args in inputs])
@@ -299,7 +292,7 @@ def test_no_few_clusters_stand_for_texts_in_the_public_shape(world_size: int) ->
     problem = problems.get(58)
     case = problem.cases("pkb", world_size)[0]
     assert case.dtype == BF16
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     summaries = {"two": (2, False), "eight": (8, False), "subjects": (2 * _subjects(1024 // world_size), False), "no_product": (2, True)}
     furthest = dict.fromkeys(summaries, 0.0)
     for rank, [expected] in enumerate(oracles(case, inputs)):
@@ -315,7 +308,7 @@ def test_no_few_clusters_stand_for_texts_in_the_public_shape(world_size: int) ->
 def test_clusters_moments_stand_for_texts_that_are_clustered() -> None:
     """The estimate itself is good, where texts are all about two subjects: it is the inputs that make it fail."""
     case = problems.get(58).cases("pkb", 2)[0]
-    (images, _, scale, bias, group), (_, texts, *_) = all_inputs(case)
+    (images, _, scale, bias, group), (_, texts, *_) = arguments(case)
     noise = F.normalize(texts.float()[torch.randperm(512, generator=torch.Generator().manual_seed(0))])
     centres = F.normalize(noise[:2])[torch.arange(512) % 2]
     clustered = F.normalize(0.7 * centres + 0.7 * F.normalize(torch.randn(512, 1024, generator=torch.Generator().manual_seed(1)))).to(BF16)
@@ -330,7 +323,7 @@ def test_regular_samples_of_texts_are_not_fair() -> None:
     case = problems.get(58).cases("pkb", 2)[0]
     off: dict[str, list[float]] = {"half": [], "even": [], "fourth": []}
     for block in range(6):
-        for images, texts, *_ in all_inputs(case, block=block):
+        for images, texts, *_ in arguments(case, block=block):
             alike = images.float() @ texts.float().t() > 0.7
             hard = alike.fill_diagonal_(False).any(0).float()
             for name, sample in (("half", hard[:256]), ("even", hard[::2]), ("fourth", hard[::4])):

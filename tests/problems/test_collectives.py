@@ -14,20 +14,13 @@ import torch.distributed as dist
 from peerlane import problems
 from peerlane.errors import UnknownPreset
 from peerlane.evaluate.plan import presets_of
-from peerlane.problems.contract import Case, Draw
+from peerlane.problems.contract import Case
 from peerlane.problems.families.ulysses import kept_length
 from peerlane.problems.p027_moe_all2all_primitive import expected_table, popularity, split_list, split_table
+from problem_cases import arguments
 from ranks.pool import RankPool
 
 NUMBERS = (2, 3, 4, 5, 6, 7, 8, 27, 36)
-
-
-def arguments(case: Case, slot: int = 0, block: int = 0) -> list[tuple[Any, ...]]:
-    problem = problems.get(case.problem)
-    return [
-        problem.inputs(case, rank, Draw(secret="test", case_key=case.key, slot=slot, block=block, rank=rank))
-        for rank in range(case.world_size)
-    ]
 
 
 def small_cases(number: int, world_size: int) -> list[Case]:
@@ -96,7 +89,7 @@ def test_roots_change_between_slots() -> None:
         case = problems.get(number).case("small", label, 4)
         roots = set()
         for slot in range(16):
-            (root,) = {args[1] for args in arguments(case, slot)}
+            (root,) = {args[1] for args in arguments(case, slot=slot)}
             roots.add(root)
         assert roots == {0, 1, 2, 3}, number
 

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 
 from peerlane import problems
-from peerlane.problems import Case, Draw, Expected
 from peerlane.problems.families import delta
 from peerlane.problems.families.delta import Tokens, chunked_delta_rule, normalised, recurrence
+from problem_cases import arguments, oracles
 
 FP32, FP64 = torch.float32, torch.float64
-
-
-def all_inputs(case: Case) -> list[tuple[Any, ...]]:
-    problem = problems.get(case.problem)
-    return [
-        problem.inputs(case, rank, Draw(secret="unit", case_key=case.key, slot=0, block=0, rank=rank)) for rank in range(case.world_size)
-    ]
-
-
-def oracles(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[Expected]:
-    return [problems.get(case.problem).oracle(case, inputs, rank) for rank in range(case.world_size)]
 
 
 def random_tokens(length: int, *, by_channel: bool, least_log_decay: float, repeated: bool = False) -> Tokens:
@@ -98,7 +85,7 @@ def sequence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Ten
 @pytest.mark.parametrize("label", ["plain_fp32", "four_value_heads_fp32", "zeros_bf16", "extreme_fp32"])
 def test_gated_deltanet_by_its_definition(label: str) -> None:
     case = problems.get(75).case("small", label, 2)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     q, k, v, gate, beta = (torch.cat([args[i] for args in inputs], 1).to(FP64) for i in range(5))
     a_log, dt_bias = (torch.cat([args[i] for args in inputs]).to(FP64) for i in (5, 6))
     got = torch.cat([expected.value for expected in oracles(case, inputs)], 1)
@@ -112,7 +99,7 @@ def test_gated_deltanet_by_its_definition(label: str) -> None:
 @pytest.mark.parametrize(("label", "sequences"), [("plain_fp32", [[0, 1, 2, 3]]), ("summed_fp32", [[0, 2], [1, 3]])])
 def test_kimi_delta_attention_by_its_definition(label: str, sequences: list[list[int]]) -> None:
     case = problems.get(74).case("small", label, 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     total = torch.zeros(())
     for ranks in sequences:
         q, k, v, g, beta = (torch.cat([inputs[rank][i] for rank in ranks], 1)[0].to(FP64) for i in range(5))
@@ -132,7 +119,7 @@ def test_the_public_shape_remembers_across_ranks() -> None:
     """With the public benchmark's gates an answer from a state of zero passes; here the state decides the first tokens of every rank."""
     problem = problems.get(74)
     (case,) = problem.cases("pkb", 2)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     whole = problem.oracle(case, inputs, 1).value
     alone = problem.oracle(case, [inputs[1], inputs[1]], 0).value
     assert float((whole - alone).norm() / whole.norm()) > 0.3

@@ -5,31 +5,21 @@ from __future__ import annotations
 import cmath
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 
 from peerlane import problems
-from peerlane.problems import Case, Draw, Expected
+from peerlane.problems import Case, Expected
 from peerlane.problems.contract import rounded
 from peerlane.problems.families.splat import project, rotations
 from peerlane.problems.p060_distributed_irfft2 import bin_weights
 from peerlane.problems.p061_gaussian_splat_projection_exchange import project_covariances
 from peerlane.problems.p063_layerwise_kalman_filter_step import block_sizes
 from peerlane.problems.p081_mask_gather_occlusion_suppression import object_counts
+from problem_cases import arguments, oracles
 
 FP64 = torch.float64
-
-
-def all_inputs(case: Case, block: int = 0, secret: str = "unit") -> list[tuple[Any, ...]]:
-    draws = [Draw(secret=secret, case_key=case.key, slot=0, block=block, rank=rank) for rank in range(case.world_size)]
-    return [problems.get(case.problem).inputs(case, rank, draw) for rank, draw in enumerate(draws)]
-
-
-def oracles(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[Any]:
-    return [problems.get(case.problem).oracle(case, inputs, rank) for rank in range(case.world_size)]
 
 
 def small(number: int, label: str, world_size: int = 4) -> Case:
@@ -88,7 +78,7 @@ def fitted(field: torch.Tensor, axis: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("label", labels(59))
 def test_spectrum_is_the_sum_of_its_definition(label: str) -> None:
     case = small(59, label)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     _, s, dim, norm, _ = inputs[0]
     field = torch.cat([args[0].to(FP64) for args in inputs], dim=dim[1])
     n0, n1 = (field.shape[axis] if length is None else length for length, axis in zip(s, dim, strict=True))
@@ -102,7 +92,7 @@ def test_spectrum_is_the_sum_of_its_definition(label: str) -> None:
 @pytest.mark.parametrize("label", labels(60))
 def test_inverse_is_the_sum_over_all_bins(label: str) -> None:
     case = small(60, label)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     _, s, dim, norm, _ = inputs[0]
     half = torch.cat([args[0].to(torch.complex128) for args in inputs], dim=dim[0]).movedim(tuple(dim), (-2, -1))
     n0, n1 = s if s is not None else (half.shape[-2], 2 * half.shape[-1] - 2)
@@ -121,14 +111,14 @@ def test_bins_of_the_half_spectrum_stand_for_all(columns: int) -> None:
 
 def test_delta_has_the_same_modulus_everywhere() -> None:
     case = small(59, "delta")
-    modulus = torch.cat([expected.value for expected in oracles(case, all_inputs(case))], dim=1).abs().flatten(1)
+    modulus = torch.cat([expected.value for expected in oracles(case, arguments(case))], dim=1).abs().flatten(1)
     torch.testing.assert_close(modulus, modulus[:, :1].expand_as(modulus), rtol=1e-12, atol=0.0)
 
 
 @pytest.mark.parametrize("label", labels(80))
 def test_assignment_follows_its_definition_step_by_step(label: str) -> None:
     case = small(80, label)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     logits = torch.cat([args[0].to(FP64) for args in inputs])
     samples, prototypes = sum(int(args[2]) for args in inputs), logits.shape[1]
     q = torch.exp(logits / case["temp"])
@@ -158,7 +148,7 @@ def literal_suppression(masks: torch.Tensor, times: list[int], threshold: float,
 @pytest.mark.parametrize("label", labels(81))
 def test_suppression_pair_by_pair(label: str) -> None:
     case = small(81, label)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     masks, times = torch.cat([args[0].float() for args in inputs]), inputs[0][3].tolist()
     want = literal_suppression(masks, times, inputs[0][4], inputs[0][5])
     got_masks, _, got = rounded(oracles(case, inputs)[0])
@@ -174,7 +164,7 @@ def test_some_object_is_suppressed_in_every_call_but_never_more_than_promised(wo
         if case.label in ("single_bf16", "strided_group_bf16"):
             continue
         for block in range(2):
-            _, _, suppress = rounded(problem.oracle(case, all_inputs(case, block), 0))
+            _, _, suppress = rounded(problem.oracle(case, arguments(case, block), 0))
             assert 1 <= int(suppress.sum()) < len(suppress), case.key
             if "pattern" not in case.params:
                 assert int(suppress.sum()) <= len(suppress) // 2
@@ -183,7 +173,7 @@ def test_some_object_is_suppressed_in_every_call_but_never_more_than_promised(wo
 @pytest.mark.parametrize("label", labels(63))
 def test_kalman_step_entry_by_entry(label: str) -> None:
     case = small(63, label, 2)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     total = sum(case["lambda"] + float(h.t() @ p @ h) for hs, _, _, ps, *_ in inputs for h, p in zip(hs, ps, strict=True))
     for rank, expected in enumerate(oracles(case, inputs)):
         (weights, blocks, next_lambda), updated = rounded(expected)
@@ -226,7 +216,7 @@ def test_quaternions_turn_as_hamilton_has_it() -> None:
 def test_projected_covariance_is_that_of_the_linearised_projection() -> None:
     """J Sigma J^T with J from automatic differentiation of the whole way from the world to pixels; both implementations."""
     case = small(61, "two_cameras", 2)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     means, quats, scales = (tensor.to(FP64) for tensor in inputs[0][:3])
     views, intrinsics = (tensor.to(FP64) for tensor in inputs[0][5:7])
     width, height, eps2d, near, far, _ = inputs[0][7:]
@@ -263,7 +253,7 @@ def test_what_cameras_see_depends_on_no_drawing() -> None:
     """Rows by source, camera and rank are as many in every call, although all contents differ."""
     problem = problems.get(61)
     for case in problem.cases("small", 4)[:3]:
-        first, second = (oracles(case, all_inputs(case, block, secret)) for block, secret in ((0, "one"), (5, "other")))
+        first, second = (oracles(case, arguments(case, block, secret=secret)) for block, secret in ((0, "one"), (5, "other")))
         for a, b in zip(first, second, strict=True):
             assert torch.equal(a[0].value, b[0].value), case.key
             assert len(a[1].value) == 0 or not torch.equal(a[7].value, b[7].value)
@@ -271,7 +261,7 @@ def test_what_cameras_see_depends_on_no_drawing() -> None:
 
 def test_public_numbers_count_from_the_destination() -> None:
     case = small(61, "public_numbers")
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     first = [sum(len(args[0]) for args in inputs[:rank]) for rank in range(4)]
     ids: Expected
     for rank, (_, ids, *_) in enumerate(oracles(case, inputs)):
@@ -282,7 +272,7 @@ def test_public_numbers_count_from_the_destination() -> None:
 def test_gaussians_on_borders_are_not_seen() -> None:
     """Of every six, those inside and those that overlap the border by a quarter of a pixel."""
     case = small(61, "edges", 2)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     third = sum(len(args[0]) for args in inputs) // 3
     for camera_ids, *_ in oracles(case, inputs):
         assert camera_ids.value.bincount().tolist() == [third] * case["cameras"]

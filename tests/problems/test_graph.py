@@ -16,24 +16,7 @@ from peerlane.problems.families.graph import count_table, expected_distinct, lea
 from peerlane.problems.families.neighbours import mean_taken
 from peerlane.problems.p069_negative_score_ranking import sigmoid_range
 from peerlane.problems.p085_distributed_sample_sort import balanced
-
-
-def drawing(case: Case, rank: int, block: int = 0, slot: int = 0) -> Draw:
-    return Draw(secret="unit", case_key=case.key, slot=slot, block=block, rank=rank)
-
-
-def arguments(case: Case, block: int = 0) -> list[tuple[Any, ...]]:
-    return [problems.get(case.problem).inputs(case, rank, drawing(case, rank, block)) for rank in range(case.world_size)]
-
-
-def members(case: Case, rank: int) -> list[int]:
-    return [q for q in range(case.world_size) if case.params.get("group") != "strided" or q % 2 == rank % 2]
-
-
-def small(number: int, variant: str = "default") -> list[Any]:
-    problem = problems.get(number)
-    return [pytest.param(case, id=f"{case.label}-w{w}") for w in (2, 4) for case in problem.cases("small", w, variant)]
-
+from problem_cases import arguments, drawing, members, small
 
 # Problems 65 and 66
 

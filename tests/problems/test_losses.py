@@ -5,27 +5,19 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from peerlane import problems
-from peerlane.problems.contract import AnswerContext, Case, Draw
+from peerlane.problems.contract import AnswerContext
 from peerlane.problems.contract.calibration import ratios_of
 from peerlane.problems.families.importance import evaluate
 from peerlane.problems.p024_load_balancing_loss_fn import local_loss
+from problem_cases import arguments
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-
-
-def arguments(case: Case, block: int = 0) -> list[tuple[Any, ...]]:
-    problem = problems.get(case.problem)
-    return [
-        problem.inputs(case, rank, Draw(secret="unit", case_key=case.key, slot=0, block=block, rank=rank))
-        for rank in range(case.world_size)
-    ]
 
 
 def test_costs_match_published_figures() -> None:

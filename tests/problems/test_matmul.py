@@ -10,23 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from peerlane import problems
-from peerlane.problems import Case, Draw, Expected
+from peerlane.problems import Case
 from peerlane.problems.contract import score
 from peerlane.problems.families.attention import attention
+from problem_cases import arguments, oracles
 
 FP64 = torch.float64
-
-
-def all_inputs(case: Case, slot: int = 0) -> list[tuple[Any, ...]]:
-    number = case.problem
-    return [
-        problems.get(number).inputs(case, rank, Draw(secret="unit", case_key=case.key, slot=slot, block=0, rank=rank))
-        for rank in range(case.world_size)
-    ]
-
-
-def oracles(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[Expected]:
-    return [problems.get(case.problem).oracle(case, inputs, rank) for rank in range(case.world_size)]
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,7 +29,7 @@ def test_partial_products_that_are_added_one_by_one_are_right_in_every_draw(numb
     problem = problems.get(number)
     case = problem.case("small", "unequal_k_bf16", world_size)
     for slot in range(100):
-        inputs = all_inputs(case, slot)
+        inputs = arguments(case, slot=slot)
         total, *others = [a @ b for a, b in inputs]
         for other in others:
             total += other
@@ -106,7 +95,7 @@ def test_causal_attention_costs_add_up_over_the_ring() -> None:
 @pytest.mark.parametrize("label", ["tile_bf16", "rank_scale_bf16"])
 def test_gathered_product_by_shards_is_the_whole_product(number: int, label: str) -> None:
     case = problems.get(number).case("small", label, 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     a = torch.cat([wide(args[0]) for args in inputs], dim=1)
     for (_, b), expected in zip(inputs, oracles(case, inputs), strict=True):
         torch.testing.assert_close(expected.value, a @ wide(b), rtol=1e-12, atol=0.0)
@@ -116,7 +105,7 @@ def test_gathered_product_by_shards_is_the_whole_product(number: int, label: str
 
 def test_partial_products_add_up_to_the_product_over_all_ranks() -> None:
     case = problems.get(13).case("small", "unequal_k_bf16", 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     assert [a.shape[1] for a, _ in inputs] == [3, 8, 1, 5]
     whole = torch.cat([wide(a) for a, _ in inputs], dim=1) @ torch.cat([wide(b) for _, b in inputs])
     partials = torch.stack([(wide(a) @ wide(b)).abs() for a, b in inputs]).sum(0)
@@ -130,7 +119,7 @@ def test_partial_products_add_up_to_the_product_over_all_ranks() -> None:
 
 def test_rows_of_the_scattered_product_are_those_of_the_whole() -> None:
     case = problems.get(16).case("small", "row_scale_bf16", 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     whole = torch.stack([wide(a) @ wide(b) for a, b in inputs]).sum(0)
     scattered = torch.cat([expected.value for expected in oracles(case, inputs)])
     torch.testing.assert_close(scattered, whole, rtol=1e-12, atol=1e-12)
@@ -138,7 +127,7 @@ def test_rows_of_the_scattered_product_are_those_of_the_whole() -> None:
 
 def test_column_blocks_use_the_a_of_their_own_rank() -> None:
     case = problems.get(14).case("small", "ragged_bf16", 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     whole = torch.cat([wide(a) @ wide(b) for a, b in inputs], dim=1)
     for expected in oracles(case, inputs):
         torch.testing.assert_close(expected.value, whole, rtol=1e-12, atol=1e-14)
@@ -147,14 +136,14 @@ def test_column_blocks_use_the_a_of_their_own_rank() -> None:
 def test_replicated_a_is_equal_on_all_ranks_and_otherwise_differs() -> None:
     problem = problems.get(14)
     for label, equal in (("replicated_a_bf16", True), ("tile_bf16", False)):
-        first, second = (args[0] for args in all_inputs(problem.case("small", label, 2)))
+        first, second = (args[0] for args in arguments(problem.case("small", label, 2)))
         assert torch.equal(first, second) == equal
 
 
 @pytest.mark.parametrize("label", ["ragged_bf16", "decades_fp32", "fp32_weight_bf16"])
 def test_sharded_rms_norm_is_rms_norm(label: str) -> None:
     case = problems.get(18).case("small", label, 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     hidden, weight = (torch.cat([wide(args[i]) for args in inputs], dim=-1) for i in (0, 1))
     whole = F.rms_norm(hidden, hidden.shape[-1:], weight, eps=case["eps"])
     answers = torch.cat([expected.value for expected in oracles(case, inputs)], dim=-1)
@@ -163,7 +152,7 @@ def test_sharded_rms_norm_is_rms_norm(label: str) -> None:
 
 def test_rms_norm_of_extreme_rows_follows_float32_squares() -> None:
     case = problems.get(18).case("small", "extreme_fp32", 2)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     for (hidden, weight, eps), expected in zip(inputs, oracles(case, inputs), strict=True):
         zero, tiny, huge, poisoned, *ordinary = expected.value
         assert not zero.any() and not huge.any()
@@ -187,7 +176,7 @@ def dense_attention(case: Case, inputs: Sequence[tuple[Any, ...]]) -> torch.Tens
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_attention_oracle_agrees_with_torch(label: str, world_size: int) -> None:
     case = problems.get(54).case("small", label, world_size)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     answers = torch.cat([expected.value for expected in oracles(case, inputs)], dim=1)
     torch.testing.assert_close(answers, dense_attention(case, inputs), rtol=1e-10, atol=1e-12)
 
@@ -195,7 +184,7 @@ def test_attention_oracle_agrees_with_torch(label: str, world_size: int) -> None
 def test_attention_oracle_stays_within_the_group() -> None:
     case = problems.get(54).case("small", "interleaved_groups_bf16", 4)
     assert problems.get(54).process_groups(case) == {"context": [[0, 2], [1, 3]]}
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     answers = oracles(case, inputs)
     for ring in ([0, 2], [1, 3]):
         got = torch.cat([answers[rank].value for rank in ring], dim=1)
@@ -216,7 +205,7 @@ def test_attention_in_chunks_is_attention_at_once(causal: bool) -> None:
 
 def test_spike_draws_all_of_one_head_to_the_farthest_rank() -> None:
     case = problems.get(54).case("small", "spike_last_bf16", 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     scores = torch.einsum("bqd,bkd->bqk", *(torch.cat([wide(args[i]) for args in inputs], dim=1)[:, :, 0] for i in (0, 1))) / 4
     best, key = scores.max(-1)
     assert ((best > 70) & (best < 90)).all()

@@ -11,20 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from peerlane import problems
-from peerlane.problems import Case, Draw
+from peerlane.problems import Case
 from peerlane.problems.families import moe, moe_layer
 from peerlane.problems.p026_moe_token_preprocess import lists_accepted, metadata
+from problem_cases import arguments, drawing
 
 FP64 = torch.float64
 LAYERS = (31, 32, 49, 50, 51)
-
-
-def draw(case: Case, rank: int, kind: str = "random") -> Draw:
-    return Draw(secret="unit", case_key=case.key, slot=0, block=0, rank=rank, kind=kind)
-
-
-def all_inputs(case: Case) -> list[tuple[Any, ...]]:
-    return [problems.get(case.problem).inputs(case, rank, draw(case, rank)) for rank in range(case.world_size)]
 
 
 def small_cases(*numbers: int, worlds: Sequence[int] = (2, 4)) -> list[Any]:
@@ -96,7 +89,7 @@ def test_ranks_per_token_of_published_models(experts: int, k: int, ranks: int, e
 
 def test_ranks_per_token_are_not_more_than_those_drawn() -> None:
     case = Case(31, "x", "x", 4, torch.bfloat16, params={"experts": 32, "k": 4, "exponent": 1.0, "empty": 2})
-    source = draw(case, 0)
+    source = drawing(case, 0)
     chosen = moe.draw_experts(case, source, moe.log_popularity(case, source).expand(4000, -1), 4)
     hit = torch.zeros(4000, 4).scatter_(1, chosen // 8, 1.0).sum(1).mean()
     assert moe.distinct_ranks(case, 4) <= float(hit)
@@ -130,22 +123,22 @@ def test_apportioned_shares_are_whole_capped_and_ordered() -> None:
 )
 def test_assigned_experts_meet_their_counts(tokens: int, experts: int, k: int, limit: tuple[int, int], params: dict[str, Any]) -> None:
     case = Case(28, "x", "x", 2, torch.bfloat16, params={"tokens": tokens, "experts": experts, "k": k, "limit": limit, **params})
-    counts = moe.drawn_counts(case, draw(case, 0))[0]
+    counts = moe.drawn_counts(case, drawing(case, 0))[0]
     assert sum(counts) == tokens * k and sum(count == 0 for count in counts) >= params.get("empty", 0)
-    selected = moe.assign_experts(draw(case, 0), counts, tokens, k, limit)
+    selected = moe.assign_experts(drawing(case, 0), counts, tokens, k, limit)
     assert selected.flatten().bincount(minlength=experts).tolist() == list(counts)
     assert all(len(set(row)) == k for row in selected.tolist())
     groups, chosen = limit
     assert all(len({expert * groups // experts for expert in row}) <= chosen for row in selected.tolist())
     if tokens:
-        again = moe.assign_experts(draw(case, 1), counts, tokens, k, limit)
+        again = moe.assign_experts(drawing(case, 1), counts, tokens, k, limit)
         assert tokens == 1 or not torch.equal(selected, again)
 
 
 def test_assigned_sets_are_many() -> None:
     """Equal counts do not tie certain experts together."""
     case = Case(28, "x", "x", 2, torch.bfloat16, params={"tokens": 1024, "experts": 8, "k": 2})
-    selected = moe.assign_experts(draw(case, 0), [256] * 8, 1024, 2)
+    selected = moe.assign_experts(drawing(case, 0), [256] * 8, 1024, 2)
     assert len({tuple(sorted(row)) for row in selected.tolist()}) >= 12
 
 
@@ -164,7 +157,7 @@ def members(case: Case, rank: int) -> list[int]:
 @pytest.mark.parametrize("case", small_cases(28))
 def test_splits_are_those_that_problem_26_finds(case: Case) -> None:
     """For masks that are consistent; the public benchmark's, in variant pkb, are not."""
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     for rank, args in enumerate(inputs):
         group = members(case, rank)
         counts = torch.stack([(inputs[q][1].sum(1) != 0).sum(1) for q in group])
@@ -177,7 +170,7 @@ def test_splits_are_those_that_problem_26_finds(case: Case) -> None:
 @pytest.mark.parametrize("case", [item for item in small_cases(28) if "payloads" not in item.values[0].params])
 def test_dispatch_and_combination_of_halves_give_the_tokens_back(case: Case) -> None:
     """Problem 29 undoes problem 28 if experts do nothing and weights add up to one."""
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     dispatched = [problems.get(28).oracle(case, inputs, rank) for rank in range(case.world_size)]
     combined = []
     for args, (rows, routing_map, mapping, shape) in zip(inputs, dispatched, strict=True):
@@ -199,7 +192,7 @@ def test_integer_sums_of_rows_stay_exact_in_bfloat16() -> None:
     problem = problems.get(29)
     for item in small_cases(29):
         case = item.values[0]
-        inputs = [problem.inputs(case, rank, draw(case, rank, "integer")) for rank in range(case.world_size)]
+        inputs = [problem.inputs(case, rank, drawing(case, rank, kind="integer")) for rank in range(case.world_size)]
         for rank in range(case.world_size):
             expected = problem.oracle(case, inputs, rank)
             assert expected.value.abs().sum() == 0 or expected.magnitude.max() <= 256
@@ -240,7 +233,7 @@ def routed_alone(tokens: torch.Tensor, args: Sequence[Any], owner: Any) -> torch
 )
 def test_layer_oracle_is_a_loop_over_tokens_and_experts(number: int, label: str, rank: int, owners: list[int]) -> None:
     case = problems.get(number).case("small", label, 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     experts = inputs[rank][-3]
     tokens = inputs[rank][0].reshape(-1, inputs[rank][0].shape[-1])[:10]
     want = routed_alone(tokens, inputs[rank], lambda e: inputs[owners[e * len(owners) // experts]])
@@ -250,7 +243,7 @@ def test_layer_oracle_is_a_loop_over_tokens_and_experts(number: int, label: str,
 
 def test_layer_with_zero_factors_is_the_layer_without() -> None:
     case = problems.get(32).case("small", "zero_factors_bf16", 2)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     bare = [(*args[:6], *args[-3:]) for args in inputs]
     for rank in range(2):
         assert torch.equal(problems.get(32).oracle(case, inputs, rank).value, problems.get(31).oracle(case, bare, rank).value)
@@ -259,7 +252,7 @@ def test_layer_with_zero_factors_is_the_layer_without() -> None:
 def test_a_block_is_a_world_of_its_own() -> None:
     case = problems.get(51).case("small", "two_each_bf16", 4)
     alone = Case(31, case.preset, case.label, 2, case.dtype, params={**case.params, "replicas": 1})
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     for first in (0, 2):
         for place in (0, 1):
             got = problems.get(51).oracle(case, inputs, first + place).value
@@ -277,7 +270,7 @@ def chosen_gap(hidden: torch.Tensor, gate_weight: torch.Tensor, gate_bias: torch
 
 @pytest.mark.parametrize("case", small_cases(*LAYERS, worlds=(2, 4, 8)))
 def test_routing_is_the_same_in_any_precision(case: Case) -> None:
-    for args in all_inputs(case):
+    for args in arguments(case):
         hidden = args[0].reshape(-1, args[0].shape[-1])
         hidden = hidden[~hidden.isnan().any(1)]
         if not hidden.numel():
@@ -291,7 +284,7 @@ def test_routing_is_the_same_in_any_precision(case: Case) -> None:
 @pytest.mark.parametrize(("experts", "k", "hidden"), [(8, 2, 4096), (256, 8, 7168), (128, 4, 2880), (2, 1, 3584)])
 def test_production_routing_has_its_gap(experts: int, k: int, hidden: int) -> None:
     case = Case(31, "x", "x", 2, torch.bfloat16, params={"experts": experts, "k": k, "hidden": hidden, "tokens": 256, "inner": 1})
-    args = problems.get(31).inputs(case, 0, draw(case, 0))
+    args = problems.get(31).inputs(case, 0, drawing(case, 0))
     exact, gap = chosen_gap(*args[:3], k, FP64)
     assert torch.equal(exact, chosen_gap(*args[:3], k, torch.bfloat16)[0])
     assert float(gap.min()) > 0.8 * moe_layer.GAP
@@ -303,7 +296,7 @@ def test_production_routing_has_its_gap(experts: int, k: int, hidden: int) -> No
 def chosen_counts(case: Case) -> torch.Tensor:
     """Rows per rank and expert, (W, E), by what the router really does."""
     counts = []
-    for args in all_inputs(case):
+    for args in arguments(case):
         hidden = args[0].reshape(-1, args[0].shape[-1])
         counts.append(chosen_gap(hidden, args[1], args[2], args[-2], FP64)[0].sum(0))
     return torch.stack(counts)
@@ -326,7 +319,7 @@ def test_tokens_of_both_patterns_over_ranks() -> None:
     problem = problems.get(50)
     for label, ranks in (("together_bf16", 1), ("spread_bf16", 2)):
         case = problem.case("small", label, 4)
-        for args in all_inputs(case):
+        for args in arguments(case):
             if args[0].numel():
                 chosen, _ = chosen_gap(*args[:3], 2, FP64)
                 assert (chosen.view(-1, 4, 4).amax(2).sum(1) == ranks).all()

@@ -18,16 +18,9 @@ from peerlane.problems.families.clipping import draw_gradients, draw_split, shar
 from peerlane.problems.families.optimizer import Adam, Output, Training, rank_gradients, step_expected
 from peerlane.problems.families.training_step import StepModel, parameter_count, shapes_of
 from peerlane.problems.p021_clip_grad_norm_no_ep import entries
+from problem_cases import arguments
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
-
-
-def all_inputs(case: Case, block: int = 0) -> list[tuple[Any, ...]]:
-    problem = problems.get(case.problem)
-    return [
-        problem.inputs(case, rank, Draw(secret="unit", case_key=case.key, slot=0, block=block, rank=rank))
-        for rank in range(case.world_size)
-    ]
 
 
 def values(case: Case, inputs: Sequence[tuple[Any, ...]], rank: int) -> dict[str, torch.Tensor]:
@@ -100,7 +93,7 @@ def test_shards_of_ceiled_length_leave_the_last_ranks_less() -> None:
 @pytest.mark.parametrize("label", ["ragged_fp32", "mixed", "rank_scale_bf16"])
 def test_layer_norm_gradients_are_autograds(label: str) -> None:
     case = problems.get(9).case("small", label, 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     normalised, upstream = (torch.cat([wide(args[i]) for args in inputs]) for i in (0, 1))
     gain, bias = (torch.ones(case["hidden"], dtype=FP64, requires_grad=True) for _ in range(2))
     (normalised * gain + bias).backward(upstream)
@@ -110,7 +103,7 @@ def test_layer_norm_gradients_are_autograds(label: str) -> None:
 
 
 def test_normalised_rows_are_those_of_layer_norm() -> None:
-    (x_hat, _), *_ = all_inputs(problems.get(9).case("small", "ragged_fp32", 2))
+    (x_hat, _), *_ = arguments(problems.get(9).case("small", "ragged_fp32", 2))
     torch.testing.assert_close(x_hat.mean(1), torch.zeros(3), atol=1e-6, rtol=0)
     torch.testing.assert_close(x_hat.square().mean(1), torch.ones(3), atol=1e-3, rtol=0)
 
@@ -122,7 +115,7 @@ def flat(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
 @pytest.mark.parametrize("label", ["ragged", "below", "norm_1", "norm_3", "no_group", "strided_group", "just_above", "just_below", "tiny"])
 def test_clipping_is_that_of_one_long_vector(label: str) -> None:
     case = problems.get(21).case("small", label, 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     members = {"no_group": [2], "strided_group": [0, 2]}.get(label, range(4))
     norm = torch.linalg.vector_norm(torch.cat([flat(inputs[q][0]) for q in members]), case.params.get("norm_type", 2.0))
     got = values(case, inputs, 2)
@@ -137,7 +130,7 @@ def test_clipping_is_that_of_one_long_vector(label: str) -> None:
 def test_norms_near_the_bound_are_off_it_by_less_than_half_a_percent(label: str, above: bool) -> None:
     case = problems.get(21).case("small", label, 2)
     for block in range(8):
-        distance = float(values(case, all_inputs(case, block), 0)["norm"]) - case["max_norm"]
+        distance = float(values(case, arguments(case, block), 0)["norm"]) - case["max_norm"]
         assert 4e-4 < (distance if above else -distance) < 2.5e-3
 
 
@@ -176,12 +169,12 @@ def test_gradients_have_the_norms_that_were_drawn(norm_type: float) -> None:
 def test_infinite_norms_make_gradients_zero_and_nan_leaves_them() -> None:
     problem = problems.get(21)
     case = problem.case("small", "infinite", 2)
-    got = values(case, all_inputs(case), 0)
+    got = values(case, arguments(case), 0)
     assert got.pop("norm").isinf()
     joined = torch.cat([item.reshape(-1) for item in got.values()])
     assert int(joined.isnan().sum()) == 1 and not joined.nan_to_num().any()
     case = problem.case("small", "nan", 2)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     got = values(case, inputs, 1)
     assert got.pop("norm").isnan()
     assert torch.equal(torch.cat([item.reshape(-1) for item in got.values()]), flat(inputs[1][0]))
@@ -193,7 +186,7 @@ def test_expert_groups_are_blocks_and_strides() -> None:
     assert [list(group) for group in layout["ep"]] == [[0, 1], [2, 3]]
     assert [list(group) for group in layout["ep_fsdp"]] == [[0, 2], [1, 3]]
     pair = problem.case("pkb", "bf16", 2)
-    assert all_inputs(pair)[0][4] == 1 and all_inputs(pair)[0][7] is None
+    assert arguments(pair)[0][4] == 1 and arguments(pair)[0][7] is None
 
 
 @pytest.mark.parametrize(
@@ -201,7 +194,7 @@ def test_expert_groups_are_blocks_and_strides() -> None:
 )
 def test_expert_clipping_is_that_of_one_long_vector(label: str, divisor: int) -> None:
     case = problems.get(22).case("small", label, 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     assert inputs[0][4] == divisor
     non_ep, ep = ([wide(g).reshape(-1) for args in inputs for g in args[i] if g is not None] for i in (0, 1))
     norm = torch.linalg.vector_norm(torch.cat([*non_ep, *(g / divisor for g in ep)]), case.params.get("norm_type", 2.0))
@@ -216,7 +209,7 @@ def test_expert_clipping_is_that_of_one_long_vector(label: str, divisor: int) ->
 
 def test_skipped_stages_reduce_over_what_is_left() -> None:
     case = problems.get(22).case("small", "ep_fsdp_only", 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     squares = [[float(flat(args[i]).square().sum()) for args in inputs] for i in (0, 1)]
     for rank, sharers in ((0, (0, 2)), (1, (1, 3))):
         norm = math.sqrt(sum(squares[0]) + sum(squares[1][q] for q in sharers) / 4)
@@ -246,7 +239,7 @@ def step_by_torch(case: Case, batches: Sequence[tuple[torch.Tensor, ...]], state
 @pytest.mark.parametrize("label", ["fp32", "unequal_batches_fp32", "late_step_fp32", "dead_units_fp32", "zero_loss_fp32", "large_eps_fp32"])
 def test_data_parallel_step_is_torchs(label: str) -> None:
     case = problems.get(40).case("small", label, 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     state = [torch.cat([part.reshape(-1) for part in inputs[0][first : first + 4]]) for first in (2, 6, 10)]
     want = step_by_torch(case, [args[:2] for args in inputs], state)
     got = values(case, inputs, 3)
@@ -258,7 +251,7 @@ def test_data_parallel_step_is_torchs(label: str) -> None:
 @pytest.mark.parametrize("label", ["fp32", "others_nan_bf16", "unlike_shards_fp32"])
 def test_sharded_step_is_torchs(label: str) -> None:
     case = problems.get(42).case("small", label, 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     state = [torch.cat([part.reshape(-1) for part in inputs[0][2:6]]), *(torch.cat([args[i] for args in inputs]) for i in (6, 7))]
     want = step_by_torch(case, [args[:2] for args in inputs], state)
     tight = {"rtol": 1e-6, "atol": 1e-12} if case.dtype == BF16 else {"rtol": 1e-10, "atol": 1e-16}
@@ -274,7 +267,7 @@ def test_sharded_step_is_torchs(label: str) -> None:
 @pytest.mark.parametrize("label", ["fp32", "first_step_fp32", "no_decay_fp32"])
 def test_fsdp_step_is_torchs(label: str) -> None:
     case = problems.get(47).case("small", label, 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     state = [torch.cat([args[i] for args in inputs]) for i in (2, 4, 5)]
     want = step_by_torch(case, [args[:2] for args in inputs], state)
     answers = [values(case, inputs, rank) for rank in range(4)]
@@ -294,7 +287,7 @@ def test_shards_begin_inside_biases_and_rows() -> None:
 def test_moments_and_steps_have_the_gradients_scale(number: int, model: StepModel) -> None:
     """Neither the old moments nor the gradient outweighs the other, and the median update is visible in bfloat16."""
     case = problems.get(number).cases("pkb", 2)[0]
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     training = model.training(case, inputs)
     gradient = torch.stack(rank_gradients(training)).mean(0)
     for part in torch.split(torch.stack([gradient, training.exp_avg.float()]), 4096, dim=1):
@@ -322,13 +315,13 @@ def test_a_hidden_unit_near_zero_may_be_on_or_off() -> None:
 
 def test_overflowing_squares_leave_parameters_and_missing_gradients_move_by_momentum() -> None:
     case = problems.get(43).case("small", "huge_bf16", 2)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     got = values(case, inputs, 0)["parameters"]
     for rank, args in enumerate(inputs):
         first = rank * args[1].numel()
         torch.testing.assert_close(got[first : first + 4], wide(args[1][:4]), rtol=0, atol=0)
     case = problems.get(43).case("small", "still_fp32", 2)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     moved = values(case, inputs, 0)["parameters"] != torch.cat([wide(args[1]) for args in inputs])
     assert moved[:4].tolist() == [False, False, True, True]
 
@@ -336,7 +329,7 @@ def test_overflowing_squares_leave_parameters_and_missing_gradients_move_by_mome
 @pytest.mark.parametrize("label", ["grid_bf16", "tall_grid_fp32", "unequal_rows_bf16", "saturated_bf16"])
 def test_mlp_on_a_grid_is_the_whole_mlp(label: str) -> None:
     case = problems.get(48).case("small", label, 8)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     n_tp, n_fsdp = inputs[0][4:]
     assert n_tp * n_fsdp == 8
     grid = [[inputs[f * n_tp + t] for t in range(n_tp)] for f in range(n_fsdp)]
@@ -350,7 +343,7 @@ def test_mlp_on_a_grid_is_the_whole_mlp(label: str) -> None:
 
 def test_cancelling_slices_cancel() -> None:
     case = problems.get(48).case("small", "cancelling_bf16", 4)
-    inputs = all_inputs(case)
+    inputs = arguments(case)
     whole = values(case, inputs, 0)["y"]
     x, (w1, w2, w3) = wide(inputs[0][0]), (torch.cat([wide(inputs[q][i]) for q in (0, 2)], dim=1 if i == 3 else 0) for i in (1, 2, 3))
     assert float(whole.norm()) < 0.9 * float(((F.silu(x @ w1) * (x @ w2)) @ w3).norm())

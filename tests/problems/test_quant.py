@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from peerlane import problems
-from peerlane.problems.contract import Case, Draw, Expected, Tolerance, compare_exact, exactly, rounded, score
+from peerlane.problems.contract import Case, Expected, Tolerance, compare_exact, exactly, rounded, score
 from peerlane.problems.families import quant
 from peerlane.problems.families.interval import Interval, comparison
+from problem_cases import arguments
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -22,13 +23,6 @@ BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 E4M3 = [Fraction(m, 8) * Fraction(2) ** -6 for m in range(8)] + [
     (1 + Fraction(m, 8)) * Fraction(2) ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)
 ]
-
-
-def arguments(case: Case) -> list[tuple[Any, ...]]:
-    problem = problems.get(case.problem)
-    return [
-        problem.inputs(case, rank, Draw(secret="unit", case_key=case.key, slot=0, block=0, rank=rank)) for rank in range(case.world_size)
-    ]
 
 
 def nearest_codes(quotient: Fraction) -> set[Fraction]:

@@ -5,33 +5,17 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
 
 from peerlane import problems
-from peerlane.problems.contract import Case, Draw, rounded
+from peerlane.problems.contract import Case, rounded
 from peerlane.problems.p079_distributed_knn import allowed_error
+from problem_cases import arguments, members, small
 from ranks.pool import RankPool
 
 KNN, LOGPROB = problems.get(79), problems.get(82)
-
-
-def arguments(case: Case) -> list[tuple[Any, ...]]:
-    problem = problems.get(case.problem)
-    return [
-        problem.inputs(case, rank, Draw(secret="test", case_key=case.key, slot=0, block=0, rank=rank)) for rank in range(case.world_size)
-    ]
-
-
-def members(case: Case, rank: int) -> list[int]:
-    return [q for q in range(case.world_size) if case.params.get("group") != "strided" or q % 2 == rank % 2]
-
-
-def small(number: int, world_sizes: Sequence[int] = (2, 4)) -> list[Any]:
-    problem = problems.get(number)
-    return [pytest.param(case, id=f"{case.label}-w{w}") for w in world_sizes for case in problem.cases("small", w)]
 
 
 # Problem 82

@@ -16,15 +16,9 @@ from peerlane.problems import Case, Draw
 from peerlane.problems import p010_embedding_lookup as embedding
 from peerlane.problems.p036_ulysses_gather_seq_scatter_heads import PROBLEM as GATHER_SEQUENCE
 from peerlane.problems.p037_ulysses_gather_heads_scatter_seq import PROBLEM as GATHER_HEADS
+from problem_cases import arguments
 
 FP64 = torch.float64
-
-
-def arguments(case: Case, slot: int = 0) -> list[tuple[Any, ...]]:
-    problem = problems.get(case.problem)
-    return [
-        problem.inputs(case, rank, Draw(secret="unit", case_key=case.key, slot=slot, block=0, rank=rank)) for rank in range(case.world_size)
-    ]
 
 
 def values(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[torch.Tensor]:
@@ -166,7 +160,7 @@ def test_gathers_follow_the_groups_order() -> None:
 
 def test_unequal_lengths_change_places_between_slots() -> None:
     case = small(35, "uneven_bf16")
-    lengths = [[args[0].shape[0] for args in arguments(case, slot)] for slot in range(8)]
+    lengths = [[args[0].shape[0] for args in arguments(case, slot=slot)] for slot in range(8)]
     assert all(sorted(each) == [1, 3, 4, 6] for each in lengths)
     assert len({tuple(each) for each in lengths}) > 2
 

@@ -16,24 +16,9 @@ from peerlane.problems.contract.judge import score
 from peerlane.problems.families.vocab import check_chunks, filter_in_own_dtype
 from peerlane.problems.families.vocab_logprob import log_probability_answer
 from peerlane.problems.p084_vocab_parallel_sampled_logprob_backward import gradient_answer
+from problem_cases import arguments, members, small
 
 CHUNKED, BACKWARD = problems.get(83), problems.get(84)
-
-
-def arguments(case: Case) -> list[tuple[Any, ...]]:
-    problem = problems.get(case.problem)
-    return [
-        problem.inputs(case, rank, Draw(secret="unit", case_key=case.key, slot=0, block=0, rank=rank)) for rank in range(case.world_size)
-    ]
-
-
-def members(case: Case, rank: int) -> list[int]:
-    return [q for q in range(case.world_size) if case.params.get("group") != "strided" or q % 2 == rank % 2]
-
-
-def small(number: int) -> list[Any]:
-    problem = problems.get(number)
-    return [pytest.param(case, id=f"{case.label}-w{w}") for w in (2, 4) for case in problem.cases("small", w)]
 
 
 def kept(row: torch.Tensor, top_k: int | None, top_p: float | None) -> torch.Tensor:

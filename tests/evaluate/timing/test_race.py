@@ -12,24 +12,15 @@ import pytest
 from peerlane import problems
 from peerlane.evaluate.correctness.case_runner import Rejected
 from peerlane.evaluate.processes.rank_group import GroupFailure
-from peerlane.evaluate.results.verdict import WrongResult
 from peerlane.evaluate.timing import race as race_module
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
 from peerlane.evaluate.timing.race import BlockPlan
 from peerlane.evaluate.timing.scoring import BlockTimes, Rounds, choose_calls
 from peerlane.settings import Deadlines, TimingRules
+from sample_results import wrong_result
 
 HAND_OFF_US = 300.0
-WRONG = WrongResult(
-    case="c",
-    phase="timing",
-    rank=1,
-    slot=3,
-    output="sum",
-    error_over_tolerance=9.0,
-    detail="elementwise: error 3, allowed 0.1",
-    wrong_ranks=(1,),
-)
+WRONG = wrong_result(phase="timing")
 
 
 @dataclass

@@ -1,0 +1,37 @@
+"""What tests of problems share: the arguments of every rank, their answers, and the small cases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from peerlane import problems
+from peerlane.problems import Case, Draw
+
+
+def drawing(case: Case, rank: int, block: int = 0, slot: int = 0, *, secret: str = "unit", kind: str = "random") -> Draw:
+    return Draw(secret=secret, case_key=case.key, slot=slot, block=block, rank=rank, kind=kind)
+
+
+def arguments(case: Case, block: int = 0, slot: int = 0, *, secret: str = "unit") -> list[tuple[Any, ...]]:
+    """Every rank's."""
+    draws = (drawing(case, rank, block, slot, secret=secret) for rank in range(case.world_size))
+    return [problems.get(case.problem).inputs(case, rank, draw) for rank, draw in enumerate(draws)]
+
+
+def oracles(case: Case, inputs: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Every rank's answer."""
+    return [problems.get(case.problem).oracle(case, list(inputs), rank) for rank in range(case.world_size)]
+
+
+def members(case: Case, rank: int) -> list[int]:
+    """The ranks of a rank's group: all of them, or every second one."""
+    return [q for q in range(case.world_size) if case.params.get("group") != "strided" or q % 2 == rank % 2]
+
+
+def small(number: int, variant: str = "default") -> list[Any]:
+    """Parameters of a test: the small cases on 2 and on 4 ranks."""
+    problem = problems.get(number)
+    return [pytest.param(case, id=f"{case.label}-w{w}") for w in (2, 4) for case in problem.cases("small", w, variant)]
