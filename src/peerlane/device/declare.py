@@ -230,6 +230,8 @@ def compile_ahead(group: Group, kernels: Sequence[tuple[DeclaredKernel, Mapping[
 
 
 def _macros(group: Group, defines: Mapping[str, str | int]) -> dict[str, str | int]:
+    if short := [name for name in defines if len(name) == 1]:
+        raise UsageError(f"macro {short[0]!r} would replace names in the kit's headers; expected a longer one, such as X_TYPE")
     return {"WORLD_SIZE": group.world_size, **defines}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from peerlane.generate.attempts import Usage
 __all__ = ["ModelOptions", "Prices", "doubles", "first_line", "open_model", "usage_of"]
 
 _MILLION = 1e6
+_MARKUP = re.compile(r"\[/?[a-z][a-z ]*\]")  # of rich, such as [bold][blue]
 
 
 @dataclass(frozen=True)
@@ -94,5 +96,5 @@ def usage_of(output: ModelOutput, prices: Prices | None) -> Usage:
 def first_line(error: BaseException) -> str:
     """What an error says, in one line of at most 300 characters, without the markup of terminals."""
     text = str(getattr(error, "message", "") or error).strip() or type(error).__name__
-    line = " ".join(text.split())
+    line = " ".join(_MARKUP.sub("", text).split())
     return line if len(line) <= 300 else f"{line[:297]}..."

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import logging
 import random
 import threading
 import time
@@ -31,6 +32,9 @@ _CONNECT_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 30.0
 _ASYNC_CALLS = 64
 """at a time; more wait here"""
+_SILENT_S = 5.0
+"""without any answer, after which a warning is logged"""
+_log = logging.getLogger("peerlane")
 _BROKEN = (OSError, http.client.HTTPException, ValueError)
 """no connection, one that broke in the middle of an answer, or an answer that is no JSON"""
 _OPTIONS = ("modes", "cases", "track", "variant", "world_size", "timeout", "priority", "rerun")
@@ -245,7 +249,7 @@ class Client:
     def _ask(self, method: str, path: str, body: bytes | None, call: _Call) -> _Answer:
         """The answer, after as many tries as it takes: with back-off, and as the service asks with Retry-After."""
         heard, begin, pause = time.monotonic(), time.monotonic(), _FIRST_PAUSE_S
-        why = ""
+        why, told = "", False
         while True:
             if call.stopped.is_set():
                 raise _Stop
@@ -263,6 +267,11 @@ class Client:
             now = time.monotonic()
             if now - heard > self._patience or now - begin > self._longest:
                 raise ServiceFault(f"{self.url} does not answer: {why}; tried for {now - begin:.0f} s")
+            if answer is None and not told and now - heard > _SILENT_S:
+                told = True
+                _log.warning(
+                    "%s does not answer (%s): is `peerlane serve` running there? Trying for up to %.0f s", self.url, why, self._patience
+                )
             wanted = answer.retry_after if answer is not None and answer.retry_after is not None else pause
             call.stopped.wait(max(0.05, min(wanted, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)))
             pause = min(2 * pause, _LONGEST_PAUSE_S)

@@ -59,7 +59,7 @@ class NodeReport:
         if self.faults:
             return f"{self.node} is left out: {'; '.join(self.faults)}"
         speeds = ", ".join(f"{mode} {offset:+.1%}" for mode, offset in self.offsets) or "speed is not measured here"
-        return f"{self.node} is fit: {self.cheats} cheats refused; the reference against itself: {speeds}"
+        return f"the node passed its check ({self.node}): {self.cheats} cheats refused; the reference against itself: {speeds}"
 
 
 def check_node(device: str, isolation: str | None = None, cheats: Sequence[str] = CHEATS) -> NodeReport:

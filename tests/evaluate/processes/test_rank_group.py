@@ -43,6 +43,26 @@ def test_answers_come_back_in_the_order_of_the_ranks(pair: tuple[RankGroup, Far]
     assert [answer["rank"] for answer in group.finish()] == [0, 1]
 
 
+def test_an_answer_counts_that_comes_between_the_selector_s_look_and_the_report_of_the_end(
+    pair: tuple[RankGroup, Far], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader tells in one breath that both ranks have ended; rank 1 answered after the selector had looked."""
+    group, far = pair
+    group.begin({"op": "exit"}, "exit", 5)
+    far.ranks[0].send({"ok": True, "rank": 0})
+    far.leader.send({"exited": 0, "status": 0})
+    read_control = group._read_control
+
+    def answered_meanwhile(phase: str) -> GroupFailure | None:
+        if not group._exits:
+            far.ranks[1].send({"ok": True, "rank": 1})
+            far.leader.send({"exited": 1, "status": 0})
+        return read_control(phase)
+
+    monkeypatch.setattr(group, "_read_control", answered_meanwhile)
+    assert [answer["rank"] for answer in group.finish()] == [0, 1]
+
+
 def test_answers_that_waited_longer_than_the_deadline_count(pair: tuple[RankGroup, Far]) -> None:
     """A warm group comes up in seconds and may be collected minutes later."""
     group, far = pair

@@ -18,6 +18,7 @@ from peerlane.problems import RANDOM, Case, Draw, GroupRef, Problem
 from peerlane.problems.contract.judge import score, type_mismatch
 
 CALLS = 3
+_MOST_LINES = 20
 
 
 @dataclass
@@ -37,15 +38,20 @@ class EmulatedJudgement:
 
     def __str__(self) -> str:
         if self.outcome.failure is not None:
-            rank, error = self.outcome.failure
-            lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == self.file.name]
-            where = f" in line {lines[-1]}" if lines else ""
-            hint = "; emulated ranks do not have torch.distributed" if wants_distributed(str(error)) else ""
-            return f"rank {rank} raised {type(error).__name__}{where}: {error}{hint}"
+            return self._failure(*self.outcome.failure)
         if self.mismatch:
             return f"wrong type: {self.mismatch}"
         wrong = [f"wrong result: an error of {self.worst:.3g} times what is allowed"] if not self.worst <= 1 else []
         return "\n".join([*wrong, *map(str, self.outcome.findings)]) or "correct, nothing found"
+
+    def _failure(self, rank: int, error: BaseException) -> str:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == self.file.name]
+        told = str(error).splitlines()
+        if len(told) > _MOST_LINES:  # of a compiler
+            told[_MOST_LINES:] = [f"... and {len(told) - _MOST_LINES} more lines"]
+        if wants_distributed(str(error)):
+            told.append("emulated ranks do not have torch.distributed")
+        return f"rank {rank} raised {type(error).__name__}{f' in line {lines[-1]}' if lines else ''}: " + "\n".join(told)
 
 
 def judge_emulated(file: Path, problem: Problem, case: Case, *, schedules: int = 4, seed: int = 0) -> EmulatedJudgement:

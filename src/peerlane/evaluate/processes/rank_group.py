@@ -205,7 +205,12 @@ class RankGroup:
                     selector.unregister(key.fileobj)
                 for rank in sorted(waiting & set(self._exits)):
                     waiting.discard(rank)
-                    failure = _cause(failure, self._exit_failure(rank, phase))
+                    selector.unregister(self._ranks[rank])
+                    outcome = self._last_words(rank, phase)
+                    if isinstance(outcome, GroupFailure):
+                        failure = _cause(failure, outcome)
+                    else:
+                        answers[rank] = outcome
                 if failure is not None:
                     self.building.ranks.clear()
                     end = min(end, time.monotonic() + _GRACE_S)
@@ -238,6 +243,18 @@ class RankGroup:
             text = told[-ERROR_CHARACTERS:].strip() if isinstance(told, str) else ""  # a rank that a candidate has changed cuts nothing
             return GroupFailure(report["kind"], phase, text or "no message", rank=self._rank_of(rank, report))
         return None if open_ else GroupFailure("exit", phase, "the process ended", rank=rank)
+
+    def _last_words(self, rank: int, phase: str) -> Message | GroupFailure:
+        """What a rank that has ended sent before, or how it ended. Its answer may have come after the selector's last look."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._ranks[rank], selectors.EVENT_READ)
+            while selector.select(0):
+                outcome = self._read_rank(rank, phase)
+                if isinstance(outcome, GroupFailure) and outcome.kind == "exit":
+                    break
+                if outcome is not None:
+                    return outcome
+        return self._exit_failure(rank, phase)
 
     def _rank_of(self, process: int, report: Message) -> int:
         """The rank that a process's report of an error is about."""
