@@ -133,15 +133,16 @@ class Workspace:
 
     def specs(self, a: TensorPlace, b: TensorPlace, out: TensorPlace, gathered: int, tiling: Tiling) -> dict[str, TensorMapSpec]:
         """All maps of a launch, by the field they go to; ``gathered`` is the address of this rank's gathered rows."""
-        shape = (2 * self.world_size, self.m, self.local_k)
-        stride = gemm.row_stride(self.local_k)
-        strides = (self.m * stride, stride, 1)
         return {
             "a": gemm.operand_map(a.split(self.world_size if self.scatters else 1), "k", tiling.block_rows),
-            "gathered": TensorMapSpec(gathered, self.dtype, shape, strides, (1, tiling.block_rows, gemm.PANEL)),
+            "gathered": self.gathered_map(gathered, tiling),
             "b": gemm.operand_map(b.split(self.world_size), "mn", tiling.columns // tiling.blocks),
             "out": gemm.result_map(out.split(1)),
         }
+
+    def gathered_map(self, gathered: int, tiling: Tiling) -> TensorMapSpec:
+        shape, stride = (2 * self.world_size, self.m, self.local_k), gemm.row_stride(self.local_k)
+        return TensorMapSpec(gathered, self.dtype, shape, (self.m * stride, stride, 1), (1, tiling.block_rows, gemm.PANEL))
 
     def order(self, plan: Plan) -> GroupedTiles:
         """Pieces in the order in which a plan's tiles use them."""

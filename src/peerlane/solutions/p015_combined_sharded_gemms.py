@@ -1,8 +1,9 @@
-"""Problem 15, a two-layer perceptron between column shards and row shards: two persistent kernels.
+"""Problem 15, a two-layer perceptron between column shards and row shards: one persistent kernel, or two where sizes are large.
 
-In the first one a warp of every block sends each rank its rows of this rank's columns, while the tensor cores multiply what is
-here; it ends with the activation. The second one is the product with W2. No row is computed twice, and no zero is added. The device
-code is ``device/include/peerlane/all_gather_gemm.cuh``. For float32, which its tensor cores do not take, an all-to-all comes first."""
+A warp of every block sends each rank its rows of this rank's columns, while the tensor cores multiply what is here; the first product ends
+with the activation. The second one is the product with W2: by the same blocks if the first is one wave of tiles, else by a kernel of its
+own. No row is computed twice, and no zero is added. The device code is ``device/include/peerlane/perceptron.cuh`` and
+``all_gather_gemm.cuh``. For float32, which its tensor cores do not take, an all-to-all comes first."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 
 from peerlane.device import communicator, gemm, group_of
 from peerlane.device.all_gather_gemm import all_gather_gemm
+from peerlane.device.perceptron import perceptron
 
 SILU = gemm.Epilogue("silu")
 
@@ -22,6 +24,8 @@ def solution(x_local: torch.Tensor, W1: torch.Tensor, W2: torch.Tensor) -> torch
         communicator().all_to_all_single(parts, x_local.contiguous())
         x = parts.view(group.world_size, rows, local_k).transpose(0, 1).reshape(rows, -1)
         return torch.nn.functional.silu(x @ W1) @ W2
+    if (fused := perceptron(group, rows, local_k, inner, n, dtype)) is not None:
+        return fused(gemm.aligned(x_local), gemm.aligned(W1), gemm.aligned(W2)).contiguous()
     first = all_gather_gemm(group, rows, local_k, dtype, scatters=True, epilogue=SILU, n=inner)
     hidden = first(gemm.aligned(x_local), gemm.aligned(W1))
     return gemm.product(group, rows, n, inner, dtype)(hidden, gemm.aligned(W2)).contiguous()

@@ -258,6 +258,17 @@ class Peers {
         ptx::fence_proxy_async();
     }
 
+    // Until every other rank has, at each of these slots.
+    __device__ void wait_all_slots(u32 first, u32 count, u32 number) const {
+        fuzz(arena_, role_, span_wait);
+        const Span span(arena_, role_, span_wait, team_.thread() == 0);
+        for (u32 i = team_.thread(); i < (W - 1) * count; i += team_.size()) {
+            poll(rank_after<W>(arena_.rank, 1 + static_cast<int>(i / count)), first + i % count, number);
+        }
+        team_.sync();
+        ptx::fence_proxy_async();
+    }
+
     // Until every other rank has.
     __device__ void wait_all(u32 slot, u32 number) const {
         fuzz(arena_, role_, span_wait);

@@ -1,0 +1,77 @@
+"""A perceptron of two layers in one launch: right numbers, nothing unordered, and twins with one line wrong are caught."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import pytest
+import torch
+
+from peerlane import solutions
+from peerlane.device import compile_cubin, gemm, perceptron
+from peerlane.device.emulator import ranks
+from peerlane.device.jit import INCLUDE_DIR
+from peerlane.device.lint import lint
+
+LOCAL_K, INNER, OUT = 40, 72, 24
+"""Two columns of tiles in the first product, one in the second. Up to 64 rows are one row of tiles."""
+
+
+def run(world_size: int, rows: int = 40) -> tuple[ranks.Outcome, float]:
+    """What came of problem 15's solution, and the largest error of a result, relative to all of it."""
+    generator = torch.Generator().manual_seed(world_size)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) / math.sqrt(shape[0])).to(torch.bfloat16)
+
+    given = [
+        [(draw(world_size * rows, LOCAL_K) * 8, draw(world_size * LOCAL_K, INNER), draw(INNER, OUT)) for _ in range(world_size)]
+        for _ in range(2)
+    ]
+    outcome = ranks.run(solutions.files()[15], given, schedules=1, sm_count=4)
+    worst = 0.0
+    for arguments, outputs in zip(given, outcome.outputs, strict=False):
+        whole = torch.cat([x for x, _, _ in arguments], 1).float()
+        for rank, (output, (_, w1, w2)) in enumerate(zip(outputs, arguments, strict=True)):
+            hidden = torch.nn.functional.silu(whole[rank * rows : (rank + 1) * rows] @ w1.float())
+            wanted = hidden @ w2.float()
+            worst = max(worst, float((output - wanted).norm() / wanted.norm()))
+    return outcome, worst
+
+
+@pytest.mark.parametrize(("world_size", "rows"), [(2, 40), *(pytest.param(size, 72, marks=pytest.mark.slow) for size in (2, 4))])
+def test_it_is_right_call_after_call(world_size: int, rows: int) -> None:
+    outcome, worst = run(world_size, rows)
+    assert outcome.failure is None and outcome.findings == [] and worst < 0.02
+
+
+TWINS = {
+    "no wait for the first product": ("flags(all.done).wait_slots(", "if (false) flags(all.done).wait_slots("),
+    "a wait for its first column": ("Shape::roles.consumer_groups * all.first.tiles.columns, this", "Shape::roles.consumer_groups, this"),
+    "no wait for the ranks' pieces": ("flags(all.first.flags).wait_all_slots(", "if (false) flags(all.first.flags).wait_all_slots("),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWINS)
+def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, instead = TWINS[name]
+    text = (INCLUDE_DIR / "peerlane" / "perceptron.cuh").read_text()
+    assert text.count(line) == 1
+    body = text.replace(line, instead).replace("#pragma once", "")
+    monkeypatch.setattr(perceptron, "SOURCE", perceptron.SOURCE.replace("#include <peerlane/perceptron.cuh>", body))
+    outcome, worst = run(2)
+    assert outcome.findings or worst > 0.02
+
+
+def test_host_structures_have_the_devices_layout_and_the_kernel_obeys_the_rules() -> None:
+    kind, tiling = perceptron.Parameters, gemm.Tiling(1, 64, 8)
+    checks = [f"static_assert(sizeof(peerlane::PerceptronParameters) == {ctypes.sizeof(kind)});"]
+    checks += [
+        f"static_assert(__INTADDR__(&((peerlane::PerceptronParameters*)0)->{field[0]}) == {getattr(kind, field[0]).offset});"
+        for field in kind._fields_
+        if field[0] != "padding"
+    ]
+    defines = {**tiling.defines(torch.bfloat16, "k", "mn", gemm.Epilogue("silu")), "WORLD_SIZE": 4}
+    assert lint(compile_cubin(perceptron.SOURCE + "\n".join(checks), defines=defines).ptx()) == []
