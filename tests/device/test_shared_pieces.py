@@ -35,7 +35,7 @@ def case_of(number: int, label: str, world_size: int = 2) -> Case:
 
 def judged_with(monkeypatch: pytest.MonkeyPatch, body: str) -> EmulatedJudgement:
     """Problem 36 with this body in the kernel."""
-    source = strided.SOURCE.replace("exchange_strided(peers, arena, args.out, args.x, args.block, epoch);", body)
+    source = strided.SOURCE.replace("exchange_strided(peers, arena, args.out + args.part, args.x, args.block, epoch);", body)
     assert source != strided.SOURCE
     monkeypatch.setattr(strided, "AXIS_EXCHANGE", DeclaredKernel("axis_exchange", source, **strided.AXIS_EXCHANGE.fields))
     return judge(solutions.files()[36], 36, case_of(36, "padded_bf16"), schedules=20)

@@ -257,15 +257,6 @@ def attention(
     return out, logarithms
 
 
-def attend_into(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: Group, scale: float | None = None) -> None:
-    """Writes the result of :func:`attention`, without a mask, to ``out``, contiguous. Operands may have any dtype."""
-    if not supports(q, k, v):
-        out.copy_(wide_attention(q, k, v, scale=q.shape[3] ** -0.5 if scale is None else scale, causal=False)[0])
-        return
-    tensors = {"q": aligned(q), "k": aligned(k), "v": aligned(v), "out": out}
-    bind(group, tensors, Sizes.of(q, k, False, None), check_scale(scale, q.shape[3]))()
-
-
 def wide_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`attention` of any dtype by torch, in float32, for as many keys as queries if ``causal``. It holds all scores at a time."""
     share = q.shape[2] // k.shape[2]

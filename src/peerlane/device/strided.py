@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peerlane.device.declare import BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer, structure
+from peerlane.device.declare import U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer, structure
 from peerlane.device.group import Group, per_group
 from peerlane.errors import UsageError
 
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(512)
     axis_exchange(const __grid_constant__ Arena arena, const __grid_constant__ AxisExchange args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
     const Peers<WORLD_SIZE> peers(arena, args.flags);
-    exchange_strided(peers, arena, args.out, args.x, args.block, epoch);
+    exchange_strided(peers, arena, args.out + args.part, args.x, args.block, epoch);
 }
 """
 AXIS_EXCHANGE = DeclaredKernel(
@@ -45,6 +45,7 @@ AXIS_EXCHANGE = DeclaredKernel(
     flags=Flags(),
     epochs=Epochs(),
     x=Pointer("const UNIT*"),
+    part=U64,
     block=structure("StridedBlock", StridedBlock),
 )
 
@@ -98,14 +99,16 @@ class AxisLayout:
 
 
 @per_group
-def _exchange(group: Group, layout: AxisLayout) -> tuple[BoundKernel, torch.Tensor]:
+def _exchange(group: Group, layout: AxisLayout, parts: int = 1) -> tuple[BoundKernel, torch.Tensor]:
+    """The kernel, and where the results of ``parts`` exchanges lie behind each other."""
     block, unit = layout.block(group.rank, group.world_size)
-    shape, nbytes = layout.result_shape(group.world_size), math.prod(layout.shape) * layout.dtype.itemsize
+    shape, nbytes = (parts, *layout.result_shape(group.world_size)), math.prod(layout.shape) * layout.dtype.itemsize
     grid = min(MAX_BLOCKS, group.sm_count, max(1, -(-nbytes // (unit * THREADS))))
     sizes = {"out": math.prod(shape) * layout.dtype.itemsize, "flags": 1 + grid}
     bound = AXIS_EXCHANGE.bind(group, grid=grid, block=THREADS, defines={"UNIT": UNITS[unit]}, sizes=sizes)
     bound.set(block=block)
-    return bound, bound.tensor("out", shape, layout.dtype)
+    results = bound.tensor("out", shape, layout.dtype)
+    return bound, results if parts > 1 else results[0]
 
 
 def exchange_axes(group: Group, x: torch.Tensor, *, joined: int, cut: int, kept: int | None = None) -> torch.Tensor:
@@ -123,3 +126,14 @@ def exchange_axes(group: Group, x: torch.Tensor, *, joined: int, cut: int, kept:
     bound, result = _exchange(group, layout)
     bound(x=x.contiguous())
     return result
+
+
+def exchange_part(group: Group, x: torch.Tensor, part: int, parts: int, *, joined: int, cut: int) -> torch.Tensor:
+    """Collective: ``exchange_axes`` of a tensor that is number ``part`` of several, and the results of all of them, (parts, ...).
+
+    They lie in the arena. Each is valid until the group's next exchange of that part."""
+    layout = AxisLayout(tuple(x.shape), x.dtype, joined, cut, x.shape[joined] * group.world_size)
+    bound, results = _exchange(group, layout, parts)
+    results = results.view(parts, *layout.result_shape(group.world_size))
+    bound(x=x.contiguous(), part=part * results[0].nbytes)
+    return results
