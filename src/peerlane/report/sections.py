@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 
 from peerlane.errors import UsageError
 from peerlane.evaluate.results.reader import read_results
@@ -21,10 +22,23 @@ from peerlane.selftest import outcome
 from peerlane.selftest.calibrate import read_calibrations
 from peerlane.selftest.run import attributed
 from peerlane.selftest.table import FILE, load
+from peerlane.words import counted
 
 
 def _speeds(path: Path) -> str:
     return results_report(read_results(path), mechanisms=False)
+
+
+def _solutions(path: Path) -> str:
+    """The table of speeds below a line for each launch mode that sums it up."""
+    results = read_results(path)
+    lines = [f"* {counted(len({result.problem.id for result in results if result.correct}), 'problem')} correct."]
+    for mode in MODES:
+        speeds = [speed for result in results if (speed := result.speed_in(mode)) is not None]
+        if speeds:
+            mean, faster = geometric_mean(speed.speedup.median for speed in speeds), sum(speed.faster for speed in speeds)
+            lines.append(f"* {mode}: {counted(len(speeds), 'problem')} timed, {faster} faster; geometric mean {mean:.2f}.")
+    return "\n".join([*lines, "", results_report(results, mechanisms=False)])
 
 
 def _accuracy(path: Path) -> str:
@@ -76,13 +90,13 @@ SECTIONS: dict[str, tuple[Path, Callable[[Path], str]]] = {
     "sweep_of_two": (TWO_GPUS / "sweep.jsonl", _sweep),
     "fused_production_of_two": (TWO_GPUS / "fused_production.jsonl", _speeds),
     "solutions_of_two": (TWO_GPUS / "solutions.jsonl", _speeds),
-    "solutions_of_two_h100": (RESULTS / "h100x2" / "solutions.jsonl", _speeds),
+    "solutions_of_two_h100": (RESULTS / "h100x2" / "solutions.jsonl", _solutions),
     "sweep_of_two_h100": (RESULTS / "h100x2" / "sweep.jsonl", _speeds),
     "production_of_two_h100": (RESULTS / "h100x2" / "production.jsonl", _speeds),
     "fused_of_two_h100": (RESULTS / "h100x2" / "fused.json", fused_report),
     "backend_of_two_h100": (RESULTS / "h100x2" / "backend.json", backend_report),
     "backend_virtual": (ONE_GPU / "backend.json", backend_report),
-    "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _speeds),
+    "solutions_virtual": (ONE_GPU / "virtual_solutions.jsonl", _solutions),
     "symm_mem_of_two": (TWO_GPUS / "symm_mem.jsonl", _speeds),
     "mechanisms": (MECHANISMS, _mechanisms),
     "collectives": (NODE / "collectives.json", collectives_report),
