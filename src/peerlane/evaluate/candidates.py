@@ -55,7 +55,6 @@ class CandidateFile:
 
     @property
     def is_reference(self) -> bool:
-        """True for the built-in reference."""
         return self.path is None
 
     def source(self) -> str | None:
@@ -76,7 +75,6 @@ class CandidateFile:
 
 
 def reference_candidate() -> CandidateFile:
-    """The reference as its own candidate."""
     digest = hashlib.sha256(f"{REFERENCE} {peerlane.__version__}".encode()).hexdigest()
     return CandidateFile(REFERENCE, None, digest, "reference", None)
 
@@ -187,7 +185,6 @@ def _named(candidates: list[CandidateFile], skipped: list[str]) -> list[Candidat
 
 
 def candidate_info(candidate: CandidateFile) -> CandidateInfo:
-    """What a record says of the candidate."""
     path = None if candidate.text is not None else _shown(candidate.path)
     return CandidateInfo(name=candidate.name, labels=dict(candidate.labels), path=path, sha256=candidate.sha256, backend=candidate.backend)
 

@@ -259,7 +259,6 @@ class Evaluator:
         return list(new.values())
 
     def identity(self, job: Job) -> Identity:
-        """The identity of the result that a job has here."""
         return job.identity(self.node_of(job.world_size).node_class, self.isolation.tier, self._node.rules_hash)
 
     def _keep(self, result: Result, results: list[Result]) -> None:

@@ -155,12 +155,10 @@ class EvaluationPipeline:
         return HarnessFailure(phase=self.phase, message=f"{what}: {failure}")
 
     def end_group(self) -> None:
-        """Kills the group, if there is one."""
         if self.group is not None:
             self.session.end(self.group)
 
     def give_up(self, verdict: NotRun) -> Result:
-        """The result of a job that cannot be started."""
         return self._result(verdict, "")
 
     @contextlib.contextmanager
@@ -228,7 +226,6 @@ class EvaluationPipeline:
         return (*cases, *more) if job.cases == "all" else tuple(cases[:1])
 
     def _spawn(self) -> None:
-        """Takes a group, unless there is one."""
         with self._in("spawn"):
             if self.group is None:
                 needed = max(1, groups_needed(self.job, self.node.device)) + self.later
@@ -385,13 +382,11 @@ class EvaluationPipeline:
             raise Rejected(objection)
 
     def _write_call(self, folder: Path, runner: CaseRunner) -> None:
-        """A timeline of one call."""
         runner.renew(1)
         answers = runner.check("audit", self.session.deadlines.first_call, [0], marker=secrets.token_hex(16), timeline=True)
         self._write_timeline(folder, answers, 1, {"case": runner.case.label, "mode": "call"})
 
     def _write_blocks(self, folder: Path, speed: Benchmark) -> None:
-        """A timeline of a block in every mode that was measured."""
         for item in self.speeds:
             if isinstance(item, ModeSpeed):
                 answers = speed.profile_block(item.mode, secrets.token_hex(16), timeline=True)

@@ -14,7 +14,6 @@ class GpuMemory:
     """Of one GPU. ``fault``: what the driver said instead of answering; empty where all is well."""
 
     used_bytes: int
-    total_bytes: int
     fault: str = ""
 
 
@@ -23,7 +22,7 @@ def gpu_memory(indices: Sequence[int]) -> tuple[GpuMemory, ...]:
     with _nvml() as nvml:
         if nvml is not None:
             return tuple(_by_nvml(nvml, index) for index in indices)
-    output = _smi("--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits")
+    output = _smi("--query-gpu=index,memory.used", "--format=csv,noheader,nounits")
     return () if output is None else parse_smi_memory(output, indices)
 
 
@@ -31,16 +30,15 @@ def _by_nvml(nvml: object, index: int) -> GpuMemory:
     try:
         info = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByIndex(index))  # type: ignore[attr-defined]
     except Exception as error:  # NVMLError, whose class comes with the module: the GPU is lost, or needs a reset
-        return GpuMemory(0, 0, str(error) or type(error).__name__)
-    return GpuMemory(int(info.used), int(info.total))
+        return GpuMemory(0, str(error) or type(error).__name__)
+    return GpuMemory(int(info.used))
 
 
 def parse_smi_memory(output: str, indices: Sequence[int]) -> tuple[GpuMemory, ...]:
-    """From ``nvidia-smi --query-gpu=index,memory.used,memory.total``, csv without header and units; a GPU not listed has a fault."""
+    """From ``nvidia-smi --query-gpu=index,memory.used``, csv without header and units; a GPU not listed has a fault."""
     found = {}
     for line in output.splitlines():
-        if match := re.fullmatch(r"\s*(\d+)\s*,\s*(.*?)\s*,\s*(.*?)\s*", line):
-            index, used, total = match.groups()
-            numbers = used.isdecimal() and total.isdecimal()
-            found[int(index)] = GpuMemory(int(used) << 20, int(total) << 20) if numbers else GpuMemory(0, 0, f"memory in use: {used}")
-    return tuple(found.get(index, GpuMemory(0, 0, "nvidia-smi does not list it any more")) for index in indices)
+        if match := re.fullmatch(r"\s*(\d+)\s*,\s*(.*?)\s*", line):
+            index, used = match.groups()
+            found[int(index)] = GpuMemory(int(used) << 20) if used.isdecimal() else GpuMemory(0, f"memory in use: {used}")
+    return tuple(found.get(index, GpuMemory(0, "nvidia-smi does not list it any more")) for index in indices)

@@ -147,18 +147,18 @@ def test_a_log_keeps_its_end_and_stays_small() -> None:
 @pytest.mark.parametrize(("faults", "told"), [(("", ""), None), (("", "GPU is lost"), "GPU 1 does not answer: GPU is lost"), ((), None)])
 def test_gpus_are_given_up_only_when_the_driver_says_so(faults: Any, told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """However full their memory is: others may have filled it. And nobody is told to reset what others use."""
-    full = [GpuMemory(99 << 30, 100 << 30, fault) for fault in faults]
+    full = [GpuMemory(99 << 30, fault) for fault in faults]
     monkeypatch.setattr(machine, "gpu_memory", lambda indices: full)
     said = machine.lost_gpus([0, 1])
     assert (said is None) if told is None else (said is not None and told in said and "reset" not in said)
 
 
 def test_memory_by_nvidia_smi() -> None:
-    output = "0, 1024, 143771\n1, [GPU is lost], [GPU is lost]\n"
+    output = "0, 1024\n1, [GPU is lost]\n"
     assert parse_smi_memory(output, [1, 0, 2]) == (
-        GpuMemory(0, 0, "memory in use: [GPU is lost]"),
-        GpuMemory(1 << 30, 143771 << 20),
-        GpuMemory(0, 0, "nvidia-smi does not list it any more"),
+        GpuMemory(0, "memory in use: [GPU is lost]"),
+        GpuMemory(1 << 30),
+        GpuMemory(0, "nvidia-smi does not list it any more"),
     )
 
 

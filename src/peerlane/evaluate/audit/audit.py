@@ -171,7 +171,6 @@ class Auditor:
         )
 
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """For the result."""
         return mechanisms([*self.calls, *self.blocks], self.loaded)
 
 

@@ -95,7 +95,6 @@ class Timeline:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to draw."""
         return not self.spans
 
     def timed_spans(self, rank: int) -> list[Span]:
@@ -136,12 +135,10 @@ class Timeline:
         )
 
     def write(self, path: Path) -> None:
-        """As JSON, for :meth:`read`."""
         write_atomically(path, json.dumps(asdict(self)).encode())
 
     @staticmethod
     def read(path: Path) -> Timeline:
-        """What :meth:`write` wrote."""
         found = json.loads(path.read_text(encoding="utf-8"))
         return Timeline(
             found["ranks"],

@@ -146,7 +146,6 @@ class CaseRunner:
             raise HarnessError(f"{tail}\ntrusted ranks failed at {what} of {self.case.key}: {failure}".strip()) from None
 
     def ask(self, op: str, phase: Phase, deadline_s: float, **more: Any) -> list[Message]:
-        """Asks the candidate's ranks."""
         return self.group.ask({"op": op, "space": self.space, **more}, phase, deadline_s)
 
     def open(self) -> None:
@@ -161,7 +160,6 @@ class CaseRunner:
         self.group.spaces.add(self.space)
 
     def close(self) -> None:
-        """Gives the memory back on both sides."""
         self.ask("detach", "spawn", self.session.deadlines.spawn)
         self.trusted("close_case")
         self.group.spaces.discard(self.space)
@@ -180,7 +178,6 @@ class CaseRunner:
         self.trusted("generate_inputs", block=self.session.next_block(), kinds=self.kinds)
 
     def renew(self, slots: int | None = None, *, mixed: bool = False) -> None:
-        """Generates new contents and publishes them."""
         self.generate_inputs(mixed=mixed, slots=slots)
         self.publish_inputs(slots)
 
@@ -299,7 +296,6 @@ class CaseRunner:
         self._raise_if_out_of_bounds(phase, answers)
 
     def discard(self) -> None:
-        """Forgets what was collected and not judged."""
         self.trusted("discard")
         self._waiting = []
 

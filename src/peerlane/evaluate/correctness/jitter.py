@@ -48,7 +48,6 @@ class Jitter:
         self._ways["crowd"] = _crowd(self._device, code)
 
     def __call__(self, way: str, us: float) -> None:
-        """Disturbs this rank for ``us`` microseconds."""
         self._ways[way](us)
 
 

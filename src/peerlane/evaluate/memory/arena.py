@@ -21,12 +21,10 @@ _PAGE_BYTES = 2 << 20
 
 
 def aligned(size: int) -> int:
-    """The size rounded up to the arena's alignment."""
     return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def runtime() -> Any:
-    """The bindings of the CUDA runtime."""
     try:
         from cuda.bindings import runtime  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -72,7 +70,6 @@ class Arena:
 
     @property
     def size(self) -> int:
-        """Bytes."""
         return self.data.numel()
 
     @classmethod

@@ -54,7 +54,6 @@ class GuardBands:
         self._pattern = draw.bits(self._places.shape, torch.uint8).to(data.device)
 
     def paint(self) -> None:
-        """Writes the pattern."""
         self._data[self._places] = self._pattern
 
     def out_of_bounds(self) -> tuple[Region, int] | None:

@@ -108,7 +108,6 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._process.pid
 
     def spawn(
@@ -195,7 +194,6 @@ class ForkServer:
         self._folders.remove()
 
     def end_groups(self) -> None:
-        """Kills all groups."""
         for group in self._groups:
             with contextlib.suppress(HarnessError):
                 group.kill()

@@ -31,7 +31,6 @@ class Limit:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def start(self) -> None:
-        """From now on time counts."""
         self.end = time.monotonic() + self.seconds
 
     def cancel(self) -> None:

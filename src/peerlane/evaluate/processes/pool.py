@@ -75,7 +75,6 @@ class WarmPool:
         return bool(coming)
 
     def clear(self) -> None:
-        """Ends all of them."""
         while self._waiting:
             _end(self._waiting.popleft())
 

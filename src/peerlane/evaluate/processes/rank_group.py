@@ -78,7 +78,6 @@ class BuildTime:
         """those that compile now"""
 
     def report(self, rank: int, begun: bool) -> None:
-        """Takes in that a rank begins or ends a build."""
         (self.ranks.add if begun else self.ranks.discard)(rank)
 
     def spend(self, seconds: float) -> float:
@@ -128,7 +127,6 @@ class RankGroup:
 
     @property
     def busy(self) -> bool:
-        """True between :meth:`begin` and :meth:`finish`."""
         return self._pending is not None
 
     @property

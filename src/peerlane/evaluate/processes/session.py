@@ -89,7 +89,6 @@ class Session:
 
     @property
     def fork_server(self) -> ForkServer:
-        """The running fork server."""
         assert self._fork_server is not None, "use the session as a context manager"
         return self._fork_server
 
@@ -245,5 +244,4 @@ class Session:
 
 
 def case_request(case: Case, **more: Any) -> dict[str, Any]:
-    """The part of a request that names a case."""
     return {"problem": case.problem, "preset": case.preset, "label": case.label, "world_size": case.world_size, **more}

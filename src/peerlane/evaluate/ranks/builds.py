@@ -58,7 +58,6 @@ class Builds:
             raise failure
 
     def close(self) -> None:
-        """Ends builds that nobody waits for any more."""
         for sha256 in list(self._running):
             self._end(sha256)
 

@@ -106,7 +106,6 @@ class AttachedCase:
         return cls(arena, arguments, outputs, groups=groups)
 
     def holds_any(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether one of them lies in the arena, as arguments do."""
         begin = self.arena.data.data_ptr()
         return any(begin <= _data_ptr(tensor) < begin + self.arena.data.numel() for tensor in tensors)
 
@@ -142,7 +141,6 @@ class CandidateRank(Rank):
         return {}
 
     def attach_case(self, request: Message) -> dict[str, Any]:
-        """Maps the space's arena."""
         problem = problems.get(request["problem"])
         self._spaces[request["space"]] = AttachedCase.attach(self, request, self.groups(request["groups"]), updates_of(problem))
         if not self._loaded:
@@ -188,7 +186,6 @@ class CandidateRank(Rank):
             attached.latest, attached.called = list, []
 
     def prepare(self, request: Message) -> dict[str, Any]:
-        """Builds the timed block of a side and mode."""
         attached = self._spaces[request["space"]]
         self._drop_block()
         if request["mode"] == "graph":

@@ -32,7 +32,6 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Of memory that it holds."""
         return self.inputs.nbytes + sum(tensor.nbytes for tensor in self.tensors)
 
 

@@ -29,8 +29,6 @@ _MOST_FINDINGS, _FINDING_CHARACTERS = 8, 4000
 
 
 class _RankCase(AttachedCase):
-    """The case of one emulated rank."""
-
     @contextmanager
     def own_arguments(self, slot: int) -> Iterator[tuple[Any, ...]]:
         """The arguments of a slot, each tensor in memory of its own, as the emulator wants them; what becomes of them is copied back."""
@@ -61,14 +59,12 @@ class EmulatedCandidate(Rank):
         return {"pid": os.getpid()}
 
     def detach(self, request: Message) -> dict[str, Any]:
-        """Lets go of a space on all ranks."""
         for attached in self._spaces.pop(request["space"], []):
             attached.latest = list
             attached.arena.close()
         return {}
 
     def attach_case(self, request: Message) -> dict[str, Any]:
-        """Maps the space's arena of every rank."""
         updates = updates_of(problems.get(request["problem"]))
         each = zip(request["ranks"], self._ranks.groups(request["groups"]), strict=True)
         self._spaces[request["space"]] = [_RankCase.attach(self, layout, groups, updates) for layout, groups in each]

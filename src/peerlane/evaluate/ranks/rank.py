@@ -123,7 +123,6 @@ class Rank:
         return {"byte": mark}
 
     def use_device(self, request: Message) -> dict[str, Any]:
-        """Does something on the device and waits for it."""
         torch.zeros(1, device=self.device).add_(1).cpu()
         self.synchronize()
         return {}
@@ -135,7 +134,6 @@ class Rank:
 
     @property
     def prepared(self) -> Block:
-        """The block that was prepared."""
         if self.block is None:
             raise RuntimeError("no block was prepared: expected prepare first")
         return self.block
@@ -188,7 +186,6 @@ class Rank:
         gc.freeze()
 
     def synchronize(self) -> None:
-        """Waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -201,6 +198,5 @@ class Rank:
 
     @staticmethod
     def case_of(request: Message) -> tuple[Problem, Case]:
-        """The problem and case that a request names."""
         problem = problems.get(request["problem"])
         return problem, problem.case(request["preset"], request["label"], request["world_size"])

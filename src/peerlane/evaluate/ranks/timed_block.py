@@ -47,7 +47,6 @@ class Plan:
 
     @staticmethod
     def of(message: Message) -> Plan:
-        """From a request."""
         return Plan(message["calls"], tuple((p, a, b) for p, a, b in message["swaps"]), frozenset(message["copied"]))
 
 
@@ -122,8 +121,6 @@ class Block(abc.ABC):
 
 
 class EagerBlock(Block):
-    """Calls ``solution`` from Python for every slot."""
-
     def _launch(self) -> None:
         _record(self._start)
         self._enqueue(range(self.plan.calls), list)

@@ -64,7 +64,6 @@ class TrustedRank(Rank):
         return {"arms": {"crowd": base64.b64encode(compile_crowd(self.device)).decode()}}
 
     def opened(self, request: Message) -> OpenCase:
-        """The case in the request's space."""
         current = self._open.get(request["space"])
         if current is None:
             raise RuntimeError(f"no case is open in {request['space']}: expected open_case first")
@@ -95,7 +94,6 @@ class TrustedRank(Rank):
         }
 
     def close_case(self, request: Message) -> dict[str, Any]:
-        """Drops the case's memory and graphs."""
         if (current := self._open.pop(request["space"], None)) is not None:
             self.block = None
             current.arena.close()

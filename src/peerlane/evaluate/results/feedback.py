@@ -41,7 +41,6 @@ _ADVICE = {
 
 
 def feedback(result: Result) -> str:
-    """See :meth:`.Result.feedback`."""
     lines = [*_head(result), *(_speeds(result) if result.correct else _failure(result))]
     short = [line if len(line) <= _LINE_CHARACTERS else f"{line[: _LINE_CHARACTERS - 3]}..." for line in lines]
     return "\n".join(short[:MOST_LINES])

@@ -50,7 +50,6 @@ def migrate_verdict(old: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed(record: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The record with these fields under their new names."""
     return {names.get(name, name): value for name, value in record.items()}
 
 

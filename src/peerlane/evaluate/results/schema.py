@@ -24,7 +24,6 @@ def make_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """As the file has it."""
     return json.dumps(make_schema(), indent=1, ensure_ascii=False) + "\n"
 
 

@@ -82,7 +82,6 @@ class Isolation:
         return [*self.sandbox, *(word for option, path in shared for word in (option, str(path), str(path))), sys.executable]
 
     def describe(self) -> str:
-        """One line for people."""
         if self.tier == "L0":
             why = "".join(f"; no {name}: {in_short(reason)}" for name, reason in self.missing.items())
             return f"L0 (unverified): own processes and deadlines{why}"

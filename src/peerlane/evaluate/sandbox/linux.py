@@ -43,7 +43,6 @@ def _checked(result: int, what: str) -> int:
 
 
 def prctl(option: int, value: int = 0, more: int = 0) -> int:
-    """``prctl(2)``."""
     arguments = [ctypes.c_ulong(item) for item in (value, more, 0, 0)]
     return _checked(_libc.prctl(option, *arguments), f"prctl({option}, {value})")
 

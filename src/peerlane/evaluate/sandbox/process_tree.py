@@ -40,7 +40,6 @@ def _family() -> dict[int, list[int]]:
 
 
 def children(root: int) -> set[int]:
-    """The living children of a process."""
     return set(_family()[root])
 
 

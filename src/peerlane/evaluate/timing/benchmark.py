@@ -141,7 +141,6 @@ class Benchmark:
         self._check_floor(race)
 
     def record(self, mode: Mode) -> ModeSpeed:
-        """What is stored of a mode that was measured."""
         race, slowdown = self.races[mode], self.slowdown(mode, self.races[mode])
         offset, candidate_us = self.baselines[mode].ratio(), race.other_us()
         known, slower = offset.half_width <= self.rules.offset_half_width, slowdown > 1 + self.rules.slowdown_limit[mode]

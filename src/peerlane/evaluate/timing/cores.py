@@ -53,6 +53,5 @@ class Pin:
             _set_affinity(0, {self._cores[number % len(self._cores)]})
 
     def release(self) -> None:
-        """Frees the calling thread."""
         if self._cores:
             _set_affinity(0, self._everywhere)

@@ -57,7 +57,6 @@ class BlockPlan:
 
     @property
     def message(self) -> Message:
-        """For requests to ranks."""
         return {"calls": self.calls, "swaps": self.swaps.steps, "copied": self.copied}
 
 

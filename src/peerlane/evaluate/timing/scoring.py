@@ -77,7 +77,6 @@ class Rounds:
         return statistics.median(self.counted_us(self.references))
 
     def other_us(self) -> Estimate:
-        """The other side's time per call."""
         return median_interval([max(us, 1e-6) for us in self.counted_us(self.others)])
 
     def contradiction(self) -> str | None:

@@ -281,13 +281,13 @@ def local_length(case: Case, ring: int) -> int:
     return int(case["local"] if "local" in case.params else case["length"] // ring)
 
 
-def case_names(presets: Sequence[Preset], wanted: Callable[[Case], bool]) -> tuple[str, ...]:
+def case_names(presets: Sequence[Preset], wanted: Callable[[Case], bool], world_sizes: Sequence[int] = (2, 4, 8)) -> tuple[str, ...]:
     """The names of the default cases that are wanted."""
     cases = [
         Case(0, item.name, spec.label, world, spec.dtype, spec.variant, spec.params)
         for item in presets
         for spec in item.cases
-        for world in (2, 4, 8)
+        for world in world_sizes
         if spec.world_sizes is None or world in spec.world_sizes
     ]
     return tuple(item.name for item in cases if wanted(item))

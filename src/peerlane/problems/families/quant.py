@@ -45,9 +45,9 @@ def e4m3(values: torch.Tensor) -> torch.Tensor:
     return values.to(FP32).to(E4M3)
 
 
-def widened(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values less and plus |values| ``QUOTIENT_SLACK``."""
-    width = values.abs() * QUOTIENT_SLACK
+def widened(values: torch.Tensor, slack: float = QUOTIENT_SLACK) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values - |values| slack, values + |values| slack)."""
+    width = values.abs() * slack
     return values - width, values + width
 
 
