@@ -376,7 +376,8 @@ class EvaluationPipeline:
                 auditor.look_at_code(runner)
             except GroupFailure:
                 self.healthy = False  # the code of its kernels then counts as not found, which says less and forgives nothing
-        if self.job.track == "custom" and (objection := auditor.violation(must_move=self._must_move(runner.case))) is not None:
+        must_move = any(self.job.problem.cost(runner.case, rank).ingress_bytes > 0 for rank in range(runner.case.world_size))
+        if self.job.track == "custom" and (objection := auditor.violation(must_move=must_move)) is not None:
             if auditor.saw_nothing and not profiler_works(self.session):
                 raise Rejected(NotRun(missing="the profiler sees nothing of what a GPU does here, and the custom track needs it"))
             raise Rejected(objection)
@@ -399,9 +400,6 @@ class EvaluationPipeline:
         known: dict[str, object] = {"candidate": job.candidate.name, "problem": job.problem.id, "slug": job.problem.slug}
         known |= {"preset": job.preset, "world_size": job.world_size, "device": self.node.device, **labels}
         timeline_of(answers, calls, moving, known).write(folder / f"{job.candidate.name}.{labels['mode']}.json")
-
-    def _must_move(self, case: Case) -> bool:
-        return any(self.job.problem.cost(case, rank).ingress_bytes > 0 for rank in range(case.world_size))
 
     def _leave(self) -> None:
         """Lets the candidate's processes end by themselves, which they must."""

@@ -162,7 +162,7 @@ class Auditor:
             kernels=most_per_call([_by_kind(item.kernels, triton) for item in spans], calls),
             copies=most_per_call([item.copies for item in spans], calls),
             memsets=max(item.memsets for item in self.calls),
-            operators=_most_frequent(most_per_call([item.operators for item in spans], calls)),
+            operators=dict(sorted(Counter(most_per_call([item.operators for item in spans], calls)).most_common(_MOST_NAMES_KEPT))),
             other=max(item.other for item in self.calls),
             kernel_names=tuple(name for name, _ in names.most_common(_MOST_NAMES_KEPT)),
             choices=self.choices,
@@ -172,10 +172,6 @@ class Auditor:
 
     def mechanisms(self) -> tuple[Mechanism, ...]:
         return mechanisms([*self.calls, *self.blocks], self.loaded)
-
-
-def _most_frequent(counts: dict[str, int]) -> dict[str, int]:
-    return dict(sorted(Counter(counts).most_common(_MOST_NAMES_KEPT)))
 
 
 def _are_names(value: Any) -> bool:

@@ -109,11 +109,6 @@ class Recording:
         found.sort(key=lambda event: (event[1] == HOST_LANE, event[2]))  # if there are too many, those of the host go
         self.message["events"] = found[:MOST_EVENTS]
 
-    def keep_roles(self) -> None:
-        """Adds ``roles``: what kernels of the kit stamped, if they do; see :mod:`peerlane.device.trace`."""
-        if (kit := _kit_trace()) is not None:
-            self.message["roles"] = kit.observed_spans(MOST_EVENTS)
-
 
 def _kit_trace() -> Any:
     """The kit's module of stamps, where kernels of this process leave some."""
@@ -152,4 +147,5 @@ def recording(device: torch.device, marker: str, *, timeline: bool = False) -> I
     result.keep(events, marker, before, after)
     if timeline:
         result.keep_events(events, marker)
-        result.keep_roles()
+        if (kit := _kit_trace()) is not None:
+            result.message["roles"] = kit.observed_spans(MOST_EVENTS)

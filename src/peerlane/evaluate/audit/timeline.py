@@ -110,10 +110,12 @@ class Timeline:
     def shares(self) -> Shares:
         """See :class:`Shares`; raises UsageError if nothing was recorded."""
         begun_us = self.begun_us
-        by_rank = [cut for rank in range(self.ranks) if (cut := _cut(self.timed_spans(rank), begun_us))]
-        if not by_rank:
+        by_rank = []
+        for spans in map(self.timed_spans, range(self.ranks)):
+            by_rank.append([replace(span, start_us=max(span.start_us, begun_us)) for span in spans if span.end_us > begun_us])
+        if not any(by_rank):
             raise UsageError(f"the timeline of {self.labels.get('candidate', 'this side')} is empty: the profiler saw nothing run")
-        return max((_shares(spans, self.calls) for spans in by_rank), key=lambda item: item.us_per_call)
+        return max((_shares(spans, self.calls) for spans in by_rank if spans), key=lambda item: item.us_per_call)
 
     def summary(self) -> str:
         """The shares and the kernels that take longest, in a few lines; raises UsageError if nothing was recorded."""
@@ -286,10 +288,6 @@ def _kind(name: str, lane: int, mechanisms: Mapping[str, Iterable[str]]) -> Kind
     if kernel_kind(name) == "nccl" or name.startswith("Memcpy PtoP"):
         return "communication"
     return "both" if any(mechanisms.get(name, ())) else "compute"
-
-
-def _cut(spans: Sequence[Span], begin_us: float) -> list[Span]:
-    return [replace(span, start_us=max(span.start_us, begin_us)) for span in spans if span.end_us > begin_us]
 
 
 def _shares(spans: Sequence[Span], calls: int) -> Shares:

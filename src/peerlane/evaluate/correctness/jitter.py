@@ -38,10 +38,10 @@ class Jitter:
     """The ways in which a rank can be disturbed, by the names that requests use: ``host``, and on GPUs ``stream`` and ``crowd``."""
 
     def __init__(self, device: torch.device) -> None:
-        self._ways: dict[str, Callable[[float], None]] = {"host": _wait_on_host}
+        self._ways: dict[str, Callable[[float], None]] = {"host": lambda us: _sleep(us * 1e-6)}
         self._device = device
         if device.type == "cuda":
-            self._ways["stream"] = _wait_in_stream
+            self._ways["stream"] = lambda us: _device_sleep(int(us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
 
     def arm(self, code: bytes) -> None:
         """Adds ``crowd``; ``code`` is what :func:`compile_crowd` made for such a GPU."""
@@ -49,14 +49,6 @@ class Jitter:
 
     def __call__(self, way: str, us: float) -> None:
         self._ways[way](us)
-
-
-def _wait_on_host(us: float) -> None:
-    _sleep(us * 1e-6)
-
-
-def _wait_in_stream(us: float) -> None:
-    _device_sleep(int(us * _CYCLES_PER_US))  # type: ignore[no-untyped-call]
 
 
 def compile_crowd(device: torch.device) -> bytes:

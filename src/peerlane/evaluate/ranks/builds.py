@@ -6,7 +6,6 @@ import contextlib
 import shutil
 from collections import deque
 from collections.abc import Iterable
-from pathlib import Path
 
 from peerlane.errors import CandidateChanged, HarnessError
 from peerlane.evaluate.candidates import CandidateFile
@@ -81,7 +80,7 @@ class Builds:
         try:
             self._running[sha256].finish()
         except GroupFailure as failure:
-            free_bytes = shutil.disk_usage(_existing(cache_dir())).free
+            free_bytes = shutil.disk_usage(next(item for item in (cache_dir(), *cache_dir().parents) if item.exists())).free
             if failure.kind != "hang" and free_bytes < _FULL_BYTES:
                 raise HarnessError(
                     f"cannot build: the disk of {cache_dir()} is full ({free_bytes >> 20} MiB free); free some, or set PEERLANE_CACHE_DIR"
@@ -95,8 +94,3 @@ class Builds:
     def _end(self, sha256: str) -> None:
         with contextlib.suppress(HarnessError):
             self._running.pop(sha256).kill()
-
-
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    return next(item for item in (folder, *folder.parents) if item.exists())

@@ -156,7 +156,7 @@ class GraphBlock(Block):
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                     if first == 0:
                         _record(self._start)
-                    self._enqueue(range(first, min(first + self.calls_per_graph, calls)), _unowned)
+                    self._enqueue(range(first, min(first + self.calls_per_graph, calls)), lambda found: [*map(Unowned, found)])
                     if first + self.calls_per_graph >= calls:
                         _record(self._end)
                 self._graphs.append(graph)
@@ -177,10 +177,6 @@ class GraphBlock(Block):
 
     def latest(self) -> list[torch.Tensor]:
         return [item.tensor() for item in self._kept]
-
-
-def _unowned(found: list[torch.Tensor]) -> list[Unowned]:
-    return [Unowned(tensor) for tensor in found]
 
 
 def capture_failure(error: BaseException) -> str:

@@ -15,26 +15,22 @@ Track = Literal["open", "custom"]
 _OF_SEVERAL_LINES = ("message", "log_tail", "findings")
 
 _INFINITE = Field(allow_inf_nan=True)
-_NAMES: dict[str, str] = {"inf": "inf", "-inf": "-inf", "nan": "nan"}
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _number_or_name(value: float) -> float | Literal["inf", "-inf", "nan"]:
-    return value if math.isfinite(value) else _NAMES[str(value)]  # type: ignore[return-value]
-
 
 Ratio = Annotated[
     float,
     _INFINITE,
     BeforeValidator(lambda value: math.inf if value is None else value),
-    PlainSerializer(_finite_or_none, return_type=float | None, when_used="json"),
+    PlainSerializer(lambda value: value if math.isfinite(value) else None, return_type=float | None, when_used="json"),
 ]
 """An error divided by the tolerance. ``null`` in JSON where no number of times the tolerance would do: an exact output differs."""
 
-Value = Annotated[float, _INFINITE, PlainSerializer(_number_or_name, return_type=float | Literal["inf", "-inf", "nan"], when_used="json")]
+Value = Annotated[
+    float,
+    _INFINITE,
+    PlainSerializer(
+        lambda value: value if math.isfinite(value) else str(value), return_type=float | Literal["inf", "-inf", "nan"], when_used="json"
+    ),
+]
 """An element of a tensor. Text in JSON where the element is not finite: ``"inf"``, ``"-inf"`` or ``"nan"``."""
 
 

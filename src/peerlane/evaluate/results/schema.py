@@ -16,15 +16,10 @@ SCHEMA_FILE = Path(__file__).with_name(f"results-{SCHEMA_VERSION}.schema.json")
 _LINE: TypeAdapter[Any] = TypeAdapter(Annotated[Result | EnvironmentLine, Field(discriminator="type")])
 
 
-def make_schema() -> dict[str, Any]:
-    """From the models as they are; the committed file must be equal."""
-    schema = _LINE.json_schema(mode="serialization")
-    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, "title": "A line of results.jsonl"}
-    return {**head, **_without_titles(schema)}
-
-
 def schema_text() -> str:
-    return json.dumps(make_schema(), indent=1, ensure_ascii=False) + "\n"
+    """Of the models as they are; the committed file must be equal."""
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA_ID, "title": "A line of results.jsonl"}
+    return json.dumps({**head, **_without_titles(_LINE.json_schema(mode="serialization"))}, indent=1, ensure_ascii=False) + "\n"
 
 
 def _without_titles(schema: Any) -> Any:

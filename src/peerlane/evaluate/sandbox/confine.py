@@ -64,8 +64,7 @@ class Confinement:
     def enter_fork_server(self) -> None:
         """For the process that starts all ranks, before it imports anything that starts threads."""
         if LOOPBACK_ONLY in self.measures and BUBBLEWRAP not in self.measures:
-            linux.enter_namespaces(linux.CLONE_NEWNET)
-            linux.raise_loopback()
+            linux.enter_own_network()
         if NOT_DUMPABLE in self.measures:
             linux.set_dumpable(False)
 
@@ -86,8 +85,7 @@ class Confinement:
         if self.measures:
             os.chdir(folder)
         if LOOPBACK_ONLY in self.measures and device != "cuda":
-            linux.enter_namespaces(linux.CLONE_NEWNET)
-            linux.raise_loopback()
+            linux.enter_own_network()
         if {PRIVATE_SHM, GUARDED_PROC} & set(self.measures):
             linux.enter_namespaces(linux.CLONE_NEWNS)
         if PRIVATE_SHM in self.measures:
@@ -200,11 +198,6 @@ def _try_landlock(*, files: bool) -> None:
         _refused(lambda: os.kill(parent, 0), "a signal to the parent")
 
 
-def _try_network() -> None:
-    linux.enter_namespaces(linux.CLONE_NEWNET)
-    linux.raise_loopback()
-
-
 def _try_private_shm() -> None:
     linux.enter_namespaces(linux.CLONE_NEWNS)
     linux.mount_private_tmpfs(SHARED_MEMORY)
@@ -230,7 +223,7 @@ def try_measures(uid: int) -> dict[str, str]:
         SECCOMP: _try_seccomp,
         LANDLOCK_FILES: lambda: _try_landlock(files=True),
         LANDLOCK_SIGNALS: lambda: _try_landlock(files=False),
-        LOOPBACK_ONLY: _try_network,
+        LOOPBACK_ONLY: linux.enter_own_network,
         PRIVATE_SHM: _try_private_shm,
         GUARDED_PROC: _try_guarded_proc,
     }

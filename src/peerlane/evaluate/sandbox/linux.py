@@ -148,8 +148,9 @@ def enter_namespaces(flags: int) -> None:
     set_dumpable(dumpable)
 
 
-def raise_loopback() -> None:
-    """Brings up the loopback interface of a new network namespace."""
+def enter_own_network() -> None:
+    """A new network namespace, whose loopback interface is up."""
+    enter_namespaces(CLONE_NEWNET)
     request, up_and_running = 0x8914, 0x41
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         fcntl.ioctl(control, request, struct.pack("16sH14x", b"lo", up_and_running))
