@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from peerlane.device import ArenaView, compile_cubin, workspace
+from peerlane.device import ArenaView, all_gather_gemm, attention, attention_backward, compile_cubin, gemm, ring_attention, workspace
 from peerlane.device.arena import ROLES
 from peerlane.device.group import FAULT_WORDS
 from peerlane.device.jit import INCLUDE_DIR
@@ -98,3 +98,26 @@ def test_host_structures_have_the_device_s_layout() -> None:
     image = cubin.path.read_bytes()
     for name, structure in structures.items():
         assert bytes(structure) in image, name
+
+
+@pytest.mark.parametrize(
+    ("header", "structures"),
+    [
+        ("gemm", {"GemmParameters": gemm.Parameters, "GroupedTiles": gemm.GroupedTiles}),
+        ("all_gather_gemm", {"AllGatherGemmParameters": all_gather_gemm.Parameters}),
+        ("attention", {"AttentionParameters": attention.Parameters}),
+        (
+            "attention_backward",
+            {"BackwardParameters": attention_backward.Parameters, "NumbersParameters": attention_backward.NumbersParameters},
+        ),
+        ("ring_attention", {"RingAttentionParameters": ring_attention.Parameters}),
+    ],
+)
+def test_host_parameters_have_the_devices_layout(header: str, structures: dict[str, type[ctypes.Structure]]) -> None:
+    places = []
+    for name, twin in structures.items():
+        members = [member for member, *_ in twin._fields_ if member != "padding"]
+        places += [f"__INTADDR__(&(({name}*)0)->{member}) == {getattr(twin, member).offset}" for member in members]
+        places.append(f"sizeof({name}) == {ctypes.sizeof(twin)}")
+    checks = "".join(f"static_assert({place});\n" for place in places)
+    compile_cubin(f"#include <peerlane/{header}.cuh>\nusing namespace peerlane;\n{checks}")
