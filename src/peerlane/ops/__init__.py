@@ -12,6 +12,7 @@ emulated ranks. CPU ranks use torch.distributed, for tests. ``group`` is a proce
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -162,44 +163,14 @@ def _gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tens
 # --- shapes ---
 
 
-@_all_reduce.register_fake
-def _(x: torch.Tensor, group: str) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@_all_to_all.register_fake
-def _(x: torch.Tensor, group: str) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@_all_gather.register_fake
-def _(x: torch.Tensor, group: str) -> torch.Tensor:
-    return x.new_empty((_world_size(group) * x.shape[0], *x.shape[1:]))
-
-
-@_reduce_scatter.register_fake
-def _(x: torch.Tensor, group: str) -> torch.Tensor:
-    return x.new_empty((x.shape[0] // _world_size(group), *x.shape[1:]))
-
-
-@_all_gather_gemm.register_fake
-def _(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]))
-
-
-@_gemm_reduce_scatter.register_fake
-def _(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-    return a.new_empty((a.shape[0] // _world_size(group), b.shape[1]))
-
-
-@_gemm_all_reduce.register_fake
-def _(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]))
-
-
-@_gemm_all_gather.register_fake
-def _(a: torch.Tensor, b: torch.Tensor, group: str) -> torch.Tensor:
-    return a.new_empty((a.shape[0], _world_size(group) * b.shape[1]))
+for _same_shape in (_all_reduce, _all_to_all):
+    _same_shape.register_fake(lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format))
+_all_gather.register_fake(lambda x, group: x.new_empty((_world_size(group) * x.shape[0], *x.shape[1:])))
+_reduce_scatter.register_fake(lambda x, group: x.new_empty((x.shape[0] // _world_size(group), *x.shape[1:])))
+for _whole in (_all_gather_gemm, _gemm_all_reduce):
+    _whole.register_fake(lambda a, b, group: a.new_empty((a.shape[0], b.shape[1])))
+_gemm_reduce_scatter.register_fake(lambda a, b, group: a.new_empty((a.shape[0] // _world_size(group), b.shape[1])))
+_gemm_all_gather.register_fake(lambda a, b, group: a.new_empty((a.shape[0], _world_size(group) * b.shape[1])))
 
 
 # --- gradients ---
@@ -219,32 +190,27 @@ def _gather_gemm_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, 
     return _scatter_columns(grad @ b.T, a.shape[1], ctx.group), _gather_columns(a, ctx.group).T @ grad, None
 
 
-def _gemm_scatter_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-    a, b = ctx.saved_tensors
-    whole = _all_gather(grad, ctx.group)
-    return whole @ b.T, a.T @ whole, None
+def _product_gradients(own: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor, None]]:
+    """``own``: the gradient of this rank's product, from that of the result."""
+
+    def gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (a, b), whole = ctx.saved_tensors, own(ctx, grad)
+        return whole @ b.T, a.T @ whole, None
+
+    return gradients
 
 
-def _gemm_sum_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-    a, b = ctx.saved_tensors
-    whole = _all_reduce(grad, ctx.group)
-    return whole @ b.T, a.T @ whole, None
-
-
-def _gemm_gather_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-    a, b = ctx.saved_tensors
-    own = _scatter_columns(grad, b.shape[1], ctx.group)
-    return own @ b.T, a.T @ own, None
-
-
+_of_rows = _product_gradients(lambda ctx, grad: _all_gather(grad, ctx.group))
+_of_sum = _product_gradients(lambda ctx, grad: _all_reduce(grad, ctx.group))
+_of_columns = _product_gradients(lambda ctx, grad: _scatter_columns(grad, ctx.saved_tensors[1].shape[1], ctx.group))
 _all_reduce.register_autograd(lambda ctx, grad: (_all_reduce(grad, ctx.group), None), setup_context=_remember_group)
 _all_gather.register_autograd(lambda ctx, grad: (_reduce_scatter(grad, ctx.group), None), setup_context=_remember_group)
 _reduce_scatter.register_autograd(lambda ctx, grad: (_all_gather(grad, ctx.group), None), setup_context=_remember_group)
 _all_to_all.register_autograd(lambda ctx, grad: (_all_to_all(grad, ctx.group), None), setup_context=_remember_group)
 _all_gather_gemm.register_autograd(_gather_gemm_gradients, setup_context=_remember_product)
-_gemm_reduce_scatter.register_autograd(_gemm_scatter_gradients, setup_context=_remember_product)
-_gemm_all_reduce.register_autograd(_gemm_sum_gradients, setup_context=_remember_product)
-_gemm_all_gather.register_autograd(_gemm_gather_gradients, setup_context=_remember_product)
+_gemm_reduce_scatter.register_autograd(_of_rows, setup_context=_remember_product)
+_gemm_all_reduce.register_autograd(_of_sum, setup_context=_remember_product)
+_gemm_all_gather.register_autograd(_of_columns, setup_context=_remember_product)
 
 
 # --- what users call ---
