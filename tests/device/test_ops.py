@@ -156,6 +156,12 @@ def test_experts_of_one_rank_have_the_gradients_of_small_differences() -> None:
         assert torch.autograd.gradcheck(lambda x, *others: ops.gated_experts(x, experts, *others), values, fast_mode=True)
         with pytest.raises(UsageError, match=r"expected \(T, H\), \(T, k\)"):
             ops.gated_experts(values[0], experts[:3], *values[1:])
+        with pytest.raises(UsageError, match="got expert 4: expected 0 to 2"):
+            ops.gated_experts(values[0], (experts + 2).clamp(max=4), *values[1:])
+        with pytest.raises(UsageError, match="repeat shared key heads"):
+            ops.ulysses_attention(torch.ones(1, 8, 4, 16), *[torch.ones(1, 8, 2, 16)] * 2)
+        with pytest.raises(UsageError, match="batch, tokens, heads, depth"):
+            ops.ring_attention(*[torch.ones(8, 4, 16)] * 3)
     finally:
         dist.destroy_process_group()
 

@@ -15,7 +15,7 @@ from peerlane.device.ring_attention import attend_over_ranks
 from peerlane.device.ring_attention_backward import attend_over_ranks_backward
 from peerlane.device.ulysses_attention import attend_by_heads, attend_by_heads_backward
 from peerlane.errors import UsageError
-from peerlane.ops.groups import group_name, kit_group, process_group
+from peerlane.ops.groups import group_name, kit_group, process_group, world_size
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -107,6 +107,18 @@ _ring.register_autograd(_ring_gradients, setup_context=_remember_ring)
 _ulysses.register_autograd(_ulysses_gradients, setup_context=_remember_ulysses)
 
 
+def _require_heads(name: str, tensors: Tensors, ranks: int, *, one_shape: bool) -> None:
+    """The same on every device, so that a program tested on CPU ranks runs on GPUs."""
+    q, k, v = shapes = [tuple(tensor.shape) for tensor in tensors]
+    given = f"{name} got q {q}, k {k} and v {v}"
+    if any(len(shape) != 4 for shape in shapes):
+        raise UsageError(f"{given}: expected (batch, tokens, heads, depth) each")
+    if one_shape and (not q == k == v or q[2] % ranks):
+        raise UsageError(f"{given} on {ranks} ranks: expected one shape, with heads that the ranks divide; repeat shared key heads")
+    if q[:2] != k[:2] or k[:3] != v[:3] or q[3] != k[3] or q[2] % max(k[2], 1):
+        raise UsageError(f"{given}: expected one batch and length, one depth of q and k, and heads of q a multiple of k's")
+
+
 def _by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, name: str) -> torch.Tensor:
     """Of CPU ranks: keys and values are gathered."""
     group, mask = process_group(name), None
@@ -128,7 +140,9 @@ def ring_attention(
 ) -> torch.Tensor:
     """Attention of this rank's queries to all ranks' keys, of shards q (B, S, h, D), k (B, S, h_kv, D), v (B, S, h_kv, D_v) in rank order:
     (B, S, h, D_v). ``causal`` counts in the whole sequence."""
-    name, factor = group_name(group), q.shape[3] ** -0.5 if scale is None else scale
+    name = group_name(group)
+    _require_heads("ring_attention", (q, k, v), world_size(name), one_shape=False)
+    factor = q.shape[3] ** -0.5 if scale is None else scale
     if kit_group(q, name) is None and q.device.type == "cpu":
         return _by_torch(q, k, v, factor, causal, name)
     out: torch.Tensor = _ring(q, k, v, factor, causal, name)[0]
@@ -146,7 +160,9 @@ def ulysses_attention(
 ) -> torch.Tensor:
     """The same function as :func:`ring_attention`, where each rank computes its part of the heads for the whole sequence. q, k and v have
     one shape, and the ranks divide h."""
-    name, factor = group_name(group), q.shape[3] ** -0.5 if scale is None else scale
+    name = group_name(group)
+    _require_heads("ulysses_attention", (q, k, v), world_size(name), one_shape=True)
+    factor = q.shape[3] ** -0.5 if scale is None else scale
     if kit_group(q, name) is None and q.device.type == "cpu":
         return _by_torch(q, k, v, factor, causal, name)
     out: torch.Tensor = _ulysses(q, k, v, factor, causal, name)

@@ -34,7 +34,12 @@ class _Routes(NamedTuple):
     @staticmethod
     def of(experts: torch.Tensor, own: int, group: str) -> _Routes:
         ranks, flat = world_size(group), experts.flatten()
-        sent = torch.bincount(flat, minlength=ranks * own).view(ranks, own)
+        sent = torch.bincount(flat, minlength=ranks * own)
+        if sent.numel() > ranks * own:
+            raise UsageError(
+                f"gated_experts got expert {sent.numel() - 1}: expected 0 to {ranks * own - 1}, {own} on each of {ranks} ranks"
+            )
+        sent = sent.view(ranks, own)
         received = _exchanged(sent, [1] * ranks, [1] * ranks, group)
         numbers = torch.arange(own, device=flat.device).repeat(ranks).repeat_interleave(received.flatten())
         slots = flat.argsort(stable=True)
