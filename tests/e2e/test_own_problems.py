@@ -91,6 +91,7 @@ def test_an_installed_package_offers_problems(folder: Path, tmp_path: Path) -> N
     ("name", "text", "said"),
     [
         ("p1002_x.py", "PROBLEM = 3\n", "declares no problem"),
+        ("p1003_x.py", "import torch\n1 / 0\n", "p1003_x.py, line 2, raised ZeroDivisionError"),
         ("p1_x.py", "", "there are no problems in"),
     ],
 )

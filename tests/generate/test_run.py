@@ -58,9 +58,11 @@ def test_candidates_from_elsewhere_become_a_run(tmp_path: Path, peerlane: Peerla
     candidate.write_text(extract_code(broken_reply(1)) or "")
     assert peerlane("eval", tmp_path / "theirs", "--model", "somebody", "--track", "open", *JUDGE) == ExitCode.OK
     capsys.readouterr()
-    assert peerlane("metrics", tmp_path / "theirs", "--track", "open", "--json") == ExitCode.OK
+    assert peerlane("metrics", tmp_path / "theirs", "--json") == ExitCode.OK
     (found,) = json.loads(capsys.readouterr().out)["models"]
     assert found["model"] == "somebody" and found["verdicts"] == {"correct": 1}
+    assert peerlane("metrics", tmp_path / "theirs", "--track", "custom") == ExitCode.USAGE
+    assert "it has these:\n  track open" in capsys.readouterr().err
     assert peerlane("eval", tmp_path / "theirs", "--model", "another", *JUDGE) == ExitCode.USAGE
     assert "is a run of 'somebody'" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()

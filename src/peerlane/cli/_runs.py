@@ -11,6 +11,7 @@ from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
     from peerlane.evaluate import CandidateFile
+    from peerlane.evaluate.results.record import Track
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,11 @@ class RunToJudge:
     track: str
 
 
-def run_to_judge(arguments: Sequence[str], model: str | None) -> RunToJudge | None:
+def run_to_judge(arguments: Sequence[str], model: str | None, track: Track | None = None) -> RunToJudge | None:
     """The run that is to be judged, or None if the arguments name other candidates.
 
-    ``model`` makes a run of a folder PROBLEM/SAMPLE/candidate.py from elsewhere. Equal candidates of a problem are judged once. Raises
-    UsageError for a run beside other candidates, and for one without any.
+    ``model`` makes a run of a folder PROBLEM/SAMPLE/candidate.py from elsewhere, for this ``track`` or ``custom``. Equal candidates of a
+    problem are judged once. Raises UsageError for a run beside other candidates, and for one without any.
     """
     folders = [Path(argument) for argument in arguments]
     if model is None and not any((folder / "run.json").is_file() for folder in folders):
@@ -42,7 +43,7 @@ def run_to_judge(arguments: Sequence[str], model: str | None) -> RunToJudge | No
         if model is not None and model != run.settings.model:
             raise UsageError(f"--model got {model!r}: {path} is a run of {run.settings.model!r}")
     else:
-        run = RunFolder(path, RunSettings(kind="candidates", model=model))
+        run = RunFolder(path, RunSettings(kind="candidates", model=model, track=track or "custom"))
         if any(run.candidates()):
             run = RunFolder.open_or_create(path, run.settings)
     found: dict[tuple[int, str], CandidateFile] = {}

@@ -89,7 +89,8 @@ def evaluate_candidates(
 
     dispatcher = choose_dispatcher(on)
     notes: list[str] = []
-    run = run_to_judge(candidates, model)
+    asked = None if track is None else cast(Track, one_of(track, ("open", "custom"), "--track"))
+    run = run_to_judge(candidates, model, asked)
     found = discover(candidates, notes.append) if run is None else run.candidates
     for note in notes:
         console(stderr=True).print(note, highlight=False)
@@ -97,7 +98,6 @@ def evaluate_candidates(
     shared = parse_ranks_per_gpu(ranks_per_gpu)
     sizes = sizes or dispatcher.world_sizes() or default_world_sizes(chosen, shared)
     variant = one_of(variant, ("default", "pkb"), "--variant")
-    track = one_of(track or ("open" if run is None else run.track), ("open", "custom"), "--track")
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
     with early_start(chosen, tier) if on == "local" else contextlib.nullcontext():
         from peerlane.evaluate import EvaluationPlan  # torch, which takes seconds
@@ -116,7 +116,7 @@ def evaluate_candidates(
             rerun=rerun,
             cases=cast(Literal["all", "timed"], one_of(cases, ("all", "timed"), "--cases")),
             variant=variant,
-            track=cast(Track, track),
+            track=asked or cast(Track, "open" if run is None else run.track),
             isolation=tier,
         )
         try:

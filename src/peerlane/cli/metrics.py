@@ -62,6 +62,12 @@ def metrics(
         for run in opened
     }
     shared = _the_setting(settings)
+    for run in opened:
+        if not settings[run.path] and (others := settings_of(run, judged[run.path])):
+            found = "\n".join(f"  {setting}" for setting in others)
+            raise UsageError(
+                f"{run.path} has no results of what was asked for; it has these:\n{found}\nchoose with --track, --preset or --world-size"
+            )
     names = _names([run.settings.model for run in opened])
     models = [_scored(run, name, judged[run.path], shared, counted) for run, name in zip(opened, names, strict=True)]
     most = min((scored.samples for scored in models), default=1) or 1

@@ -7,6 +7,7 @@ import functools
 import importlib
 import re
 import sys
+import traceback
 from types import ModuleType
 
 from peerlane.errors import UnknownProblem, UsageError
@@ -33,7 +34,15 @@ def _load(file: ProblemFile) -> Problem:
         package = ModuleType(file.package, f"The problems in {file.path.parent}.")
         package.__path__ = [str(file.path.parent)]
         sys.modules[file.package] = package
-    problem = getattr(importlib.import_module(f"{file.package}.{file.path.stem}"), "PROBLEM", None)
+    try:
+        module = importlib.import_module(f"{file.package}.{file.path.stem}")
+    except Exception as error:
+        if file.package == OWN_PACKAGE:
+            raise
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file.path)]
+        where = f", line {lines[-1]}," if lines else ""
+        raise UsageError(f"{file.path}{where} raised {type(error).__name__}: {error}; correct this file") from error
+    problem = getattr(module, "PROBLEM", None)
     if not isinstance(problem, Problem):
         raise UsageError(f"{file.path} declares no problem: expected `PROBLEM = Problem(...)`, got {problem!r}")
     if (problem.id, problem.slug) != (file.number, file.slug):
