@@ -46,8 +46,8 @@ from peerlane.words import counted
 CHECKED_SLOTS = 4
 _RAISED = ("runtime_error", "import_error", "cuda_error")
 _GPU_ONLY = "needs a GPU: its import was tried here, and what it compiles when it is called was not compiled; run it on a GPU node"
+_GPU_OR_EMULATED = f"{_GPU_ONLY}, or add --device emulated"
 KIT = "peerlane.device"
-_GPU_OR_EMULATED = "needs a GPU: here only its import was tried; add --device emulated, or run it on a GPU node"
 
 
 def groups_needed(job: Job, device: str) -> int:
