@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from peerlane import problems
 from peerlane.errors import CaseTooLarge, HarnessError
 from peerlane.evaluate.correctness import case_runner as runner_module
-from peerlane.evaluate.correctness import contention, jitter, stress
+from peerlane.evaluate.correctness import jitter, stress
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected
 from peerlane.evaluate.correctness.jitter import Jitter
 from peerlane.evaluate.correctness.stress import Stress, choose_compared, choose_slots, draw_jitter, draw_time_slicing
@@ -299,9 +299,9 @@ class PretendedGpu:
         self.now, self.idle_from = 0.0, 0.0
         self.left_idle_s, self.most_ahead_s = 0.0, 0.0
         self.pieces = 0
-        monkeypatch.setattr(contention, "_device_sleep", self.enqueue)
-        monkeypatch.setattr(contention, "_event", self.event)
-        monkeypatch.setattr(contention, "_clock", lambda: self.now)
+        monkeypatch.setattr(jitter, "_device_sleep", self.enqueue)
+        monkeypatch.setattr(jitter, "_event", self.event)
+        monkeypatch.setattr(jitter, "_clock", lambda: self.now)
 
     def enqueue(self, cycles: int) -> None:
         self.pieces += 1
@@ -321,7 +321,7 @@ class PretendedGpu:
 
 def test_a_busy_gpu_never_waits_for_its_host_and_is_free_soon_after(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = PretendedGpu(monkeypatch)
-    contention.keep_busy(0.03)
+    jitter.keep_busy(0.03)
     assert gpu.left_idle_s <= 60e-6  # until the first piece
     assert gpu.most_ahead_s < 0.003
     assert 0.03 <= gpu.now < 0.033 and gpu.now >= gpu.idle_from

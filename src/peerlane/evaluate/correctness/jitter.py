@@ -1,4 +1,4 @@
-"""What a rank does to its own timing under stress: it waits on the host or in its stream, or has some of its SMs held.
+"""What ranks do to their timing under stress: they wait on the host or in their stream, have some of their SMs held, or a GPU kept busy.
 
 Which rank does what before which call, the supervisor draws and sends along with the request. All of it is made ready before candidate code
 is loaded, and ends by itself, whatever the candidate does meanwhile.
@@ -9,14 +9,19 @@ from __future__ import annotations
 import ctypes
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 _sleep = time.sleep
-_device_sleep = torch.cuda._sleep
+_device_sleep, _event = torch.cuda._sleep, torch.cuda.Event
+_clock = time.monotonic
 _CYCLES_PER_US = 1_800  # SM clock
+_PIECE_CYCLES = 1_300_000  # 0.7 ms on an SM
+_PIECES_AHEAD = 4  # the GPU need not wait for the host, and has nothing left to do a few milliseconds after the end
 
 # One block fills half of an SM's threads and all but a little of its shared memory: no second one fits, nor any block that needs much.
 _THREADS, _SHARED_BYTES_LEFT, _SHARE_OF_SMS = 1024, 28 << 10, 0.5
@@ -78,3 +83,23 @@ def _crowd(device: torch.device, code: bytes) -> Callable[[float], None]:
         launch(stream.cuda_stream)
 
     return hold
+
+
+def keep_busy(seconds: float) -> None:
+    """Enqueues short kernels on the current device for so long, and returns when the last of them has ended. With 0 it does nothing.
+
+    Processes take turns on a GPU. When the time slice of one ends, its kernels stop wherever they are, and go on with its next slice,
+    milliseconds later. So beside a trusted rank that keeps the GPU busy a candidate's rank falls behind inside of its kernels, where no
+    wait before a call could hold it up.
+    """
+    end = _clock() + seconds
+    ahead: deque[Any] = deque()
+    while _clock() < end:
+        _device_sleep(_PIECE_CYCLES)  # type: ignore[no-untyped-call]
+        piece = _event(blocking=True)  # type: ignore[no-untyped-call]  # the host's core is left to the candidate
+        piece.record()
+        ahead.append(piece)
+        if len(ahead) == _PIECES_AHEAD:
+            ahead.popleft().synchronize()
+    for piece in ahead:
+        piece.synchronize()

@@ -11,11 +11,10 @@ from typing import Any, Self
 
 from peerlane.errors import HarnessError
 from peerlane.evaluate.processes import early
-from peerlane.evaluate.processes.emulated_group import EmulatedRankGroup
 from peerlane.evaluate.processes.fork_client import FILE_BYTES, ForkServer, fork_server_environment
 from peerlane.evaluate.processes.pool import WarmPool
 from peerlane.evaluate.processes.protocol import Message
-from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
+from peerlane.evaluate.processes.rank_group import EmulatedRankGroup, GroupFailure, RankGroup
 from peerlane.evaluate.sandbox import linux
 from peerlane.evaluate.sandbox.confine import NOT_DUMPABLE
 from peerlane.evaluate.sandbox.isolation import NO_ISOLATION, Isolation

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.evaluate.correctness.contention import keep_busy
-from peerlane.evaluate.correctness.jitter import compile_crowd
+from peerlane.evaluate.correctness.jitter import compile_crowd, keep_busy
 from peerlane.evaluate.memory.arena import POISON, aligned, view
 from peerlane.evaluate.memory.input_generation import Inputs
 from peerlane.evaluate.memory.layouts import Layouts, find_layouts
