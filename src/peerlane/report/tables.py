@@ -64,7 +64,7 @@ class TextTable:
                 break
             left_out.append(name)
             del widths[name]
-        caption = f"for {', '.join(left_out)}: a wider terminal, or --json" if left_out else None
+        caption = f"no room for the columns {', '.join(left_out)}: use a wider terminal, or --json" if left_out else None
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
         for column in widths:
             table.add_column(column, justify="right" if column in self.right else "left", overflow="fold")
