@@ -240,7 +240,8 @@ class AllGatherGemm:
             raise UsageError(f"an all-to-all by {communicator_blocks} communicator blocks: expected 0; a warp of every block sends")
         if dtype not in gemm.ELEMENT_TYPES or not m * local_k:
             raise UsageError(
-                f"all-gather of ({m}, {local_k}) in {dtype} and GEMM: expected elements, and bfloat16 or float16; convert the operands"
+                f"all-gather of ({m}, {local_k}) in {dtype} and GEMM: "
+                "expected bfloat16 or float16, and no size of 0; use a product and a collective otherwise"
             )
         self.communicator_blocks = communicator_blocks
         self.workspace = Workspace(choose_pieces(m, local_k, world_size, communicator_blocks), dtype, world_size, scatters)

@@ -53,7 +53,8 @@ class GemmAllGather:
         world_size, sm_count = self.group.world_size, self.group.sm_count
         if dtype not in gemm.ELEMENT_TYPES or not m * n:
             raise UsageError(
-                f"GEMM of ({m}, {n}) in {dtype} and all-gather: expected elements, and bfloat16 or float16; convert the operands"
+                f"GEMM of ({m}, {n}) in {dtype} and all-gather: "
+                "expected bfloat16 or float16, and no size of 0; use a product and a collective otherwise"
             )
         self.tiling = tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, sm_count, tilings=gemm.tilings_for(self.group))
         self.maps = gemm.TensorMaps(self.group)

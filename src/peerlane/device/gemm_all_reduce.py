@@ -49,7 +49,8 @@ class GemmAllReduce(OwnerSum):
         ranks = group_of(group)
         if dtype not in gemm.ELEMENT_TYPES or not m * n:
             raise UsageError(
-                f"GEMM and all-reduce of ({m}, {n}) in {dtype}: expected elements, and bfloat16 or float16; convert the operands"
+                f"GEMM and all-reduce of ({m}, {n}) in {dtype}: "
+                "expected bfloat16 or float16, and no size of 0; use a product and a collective otherwise"
             )
         tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, ranks.sm_count, tilings=gemm.tilings_for(ranks))
         tiles = tiling.grouped(m, n)
