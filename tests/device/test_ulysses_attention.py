@@ -11,8 +11,9 @@ import torch
 from device.judged import cases, judge, require_correct
 from device.test_attention import BF16, expected
 from peerlane import problems, solutions
-from peerlane.device import compile_cubin, ulysses_attention
+from peerlane.device import compile_cubin, short_attention, ulysses_attention
 from peerlane.device.attention import choose_tiling
+from peerlane.device.declare import DeclaredKernel
 from peerlane.device.emulator import ranks
 from peerlane.device.jit import INCLUDE_DIR, compiler_report
 from peerlane.device.ring_attention import PARCEL_BYTES, PARCELS
@@ -45,6 +46,29 @@ def run(folder: Path, length: int, *, causal: bool, calls: int = 3) -> tuple[ran
 def test_the_solution_is_right(label: str) -> None:
     case = next(case for case in cases(problems.get(39), 2) if case.label == label)
     require_correct(judge(solutions.files()[39], 39, case, schedules=1))
+
+
+def test_longer_sequences_are_right(tmp_path: Path) -> None:
+    outcome, worst = run(tmp_path, 20, causal=True, calls=2)
+    assert outcome.failure is None and outcome.findings == [] and worst < 0.01
+
+
+SHORT_TWINS = {
+    "no wait for a line": ("        peers.wait_all(line, epoch);\n", ""),
+    "no wait for results": ("peers.wait_all(lines + line, epoch);", ";"),
+    "results of another rank's heads": ("+ arena.rank * args.heads + head", "+ owner * args.heads + head"),
+}
+
+
+@pytest.mark.parametrize("name", SHORT_TWINS)
+def test_a_twin_for_short_sequences_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line, instead = SHORT_TWINS[name]
+    kernel = short_attention.SHORT_ATTENTION
+    assert short_attention.SOURCE.count(line) == 1
+    twin = DeclaredKernel(kernel.name, short_attention.SOURCE.replace(line, instead), **kernel.fields)
+    monkeypatch.setattr(short_attention, "SHORT_ATTENTION", twin)
+    outcome, worst = run(tmp_path, 3, causal=False)
+    assert outcome.findings or worst > 0.01
 
 
 TWINS = {

@@ -19,6 +19,7 @@ from peerlane.device.layout import LINE_BYTES
 from peerlane.device.ring_attention import MAX_EPOCH_BLOCKS, PARCEL_BYTES, PARCELS, attend_over_ranks, parcel_tokens
 from peerlane.device.ring_attention_backward import attend_over_ranks_backward
 from peerlane.device.roles import BlockNeeds, require_resident
+from peerlane.device.short_attention import is_short, short_attention
 from peerlane.device.strided import exchange_axes
 from peerlane.device.tensor_map import TensorMap, TensorMapSpec, TensorPlace
 from peerlane.errors import UsageError
@@ -218,8 +219,8 @@ def attend_by_heads(
 ) -> torch.Tensor:
     """Collective: attention as :class:`UlyssesAttention` has it, for any dtype.
 
-    What the tensor cores' kernel does not take, such as float32, is exchanged by the kit and computed by torch. A result is valid until the
-    group's next call with this shape."""
+    Sequences of a few tokens have a kernel of their own. What the tensor cores' kernel does not take, such as float32, is exchanged by the
+    kit and computed by torch. A result is valid until the group's next call with this shape."""
     member = group_of(group)
     if len({q.shape, k.shape, v.shape}) > 1 or q.dim() != 4 or q.shape[2] % member.world_size:
         raise UsageError(
@@ -228,6 +229,8 @@ def attend_by_heads(
         )
     if member.world_size == 1 and supports(q, k, v):
         return attention.attention(q, k, v, scale=scale, causal=causal, group=member)[0]
+    if member.world_size > 1 and is_short(member, q, k, v):
+        return short_attention(member, (q, k, v), scale, causal)
     if supports(q, k, v):
         batch, length, heads, depth = q.shape
         return ulysses_attention(member, batch, length, heads, depth, q.dtype, causal)(q, k, v, scale)

@@ -1,8 +1,9 @@
 """Problem 39, an attention block with Ulysses exchanges.
 
 The projections are torch's. The exchanges and attention are one persistent kernel, ``device/include/peerlane/ulysses_attention.cuh``. It
-takes queries, keys and values where the projection leaves them, and stores every result where its token lives. float32, which its tensor
-cores do not take, is exchanged by two launches and computed by torch."""
+takes queries, keys and values where the projection leaves them, and stores every result where its token lives. Sequences of up to 32
+tokens have a kernel without tensor cores, ``device/short_attention.py``. Longer ones in float32, which tensor cores do not take, are
+exchanged by two launches and computed by torch."""
 
 from __future__ import annotations
 
