@@ -168,7 +168,7 @@ def _bound(
     tokens, own, nbytes = length * group.world_size, heads // group.world_size, batch * length * heads * depth * dtype.itemsize
     bound = SHORT_ATTENTION.bind(
         group,
-        grid=min(batch * own, group.sm_count),
+        grid=min(batch * own, group.waiting_blocks),
         block=min(128 if tokens <= MAX_TOKENS // 2 else 256, group.max_threads),
         defines={"ELEMENT": element_type(dtype)},
         sizes={"lines": 3 * nbytes, "out": nbytes, "flags": 2 * batch * own},
