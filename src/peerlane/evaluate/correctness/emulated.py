@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from peerlane.device.emulator.ranks import Outcome, run, wants_distributed
 from peerlane.device.group import Group
 from peerlane.problems import RANDOM, Case, Draw, GroupRef, Problem
-from peerlane.problems.contract.judge import score, type_mismatch
+from peerlane.problems.contract.judge import same_bits, score, type_mismatch
 
 CALLS = 3
 _MOST_LINES = 20
@@ -28,9 +28,11 @@ class EmulatedJudgement:
     file: Path
     outcome: Outcome
     mismatch: str
-    """why the structure, a shape or a dtype of an output is wrong; empty if all are right"""
+    """why an output's structure, shape or dtype is wrong, or which argument was changed; empty if all is right"""
     worst: float
     """the largest error as a share of what is allowed"""
+    place: str = ""
+    """of the first wrong output: its name, rank, call and worst element"""
 
     @property
     def correct(self) -> bool:
@@ -40,8 +42,8 @@ class EmulatedJudgement:
         if self.outcome.failure is not None:
             return self._failure(*self.outcome.failure)
         if self.mismatch:
-            return f"wrong type: {self.mismatch}"
-        wrong = [f"wrong result: an error of {self.worst:.3g} times what is allowed"] if not self.worst <= 1 else []
+            return self.mismatch
+        wrong = [f"wrong result: {self.place}; the largest error is {self.worst:.3g} times what is allowed"] if not self.worst <= 1 else []
         return "\n".join([*wrong, *map(str, self.outcome.findings)]) or "correct, nothing found"
 
     def _failure(self, rank: int, error: BaseException) -> str:
@@ -69,11 +71,29 @@ def judge_emulated(file: Path, problem: Problem, case: Case, *, schedules: int =
     outcome = run(file, calls, layouts=problem.process_groups(case), resolve=resolve, schedules=schedules, seed=seed)
     if outcome.failure is not None:
         return EmulatedJudgement(file, outcome, "", math.inf)
-    worst = 0.0
-    for inputs, own, outputs in zip(drawn, calls, outcome.outputs, strict=True):
+    worst, place = 0.0, ""
+    for call, (inputs, own, outputs) in enumerate(zip(drawn, calls, outcome.outputs, strict=True)):
         for rank, returned in enumerate(outputs):
             output, expected = problem.answer(returned, own[rank]), problem.oracle(case, inputs, rank)
             if mismatch := type_mismatch(output, expected):
-                return EmulatedJudgement(file, outcome, mismatch, math.inf)
-            worst = max([worst, *(item.ratio for item in score(problem, case, output, expected, RANDOM))])
-    return EmulatedJudgement(file, outcome, "", worst)
+                return EmulatedJudgement(file, outcome, f"wrong type: {mismatch}", math.inf)
+            for name, before, after in zip(problem.parameters, inputs[rank], own[rank], strict=False):
+                if name not in problem.changeable and not _same(before, after):
+                    refused = f"wrong result: argument `{name}` was changed on rank {rank}, which the problem does not allow"
+                    return EmulatedJudgement(file, outcome, refused, math.inf)
+            for item in score(problem, case, output, expected, RANDOM):
+                worst = max(worst, item.ratio)
+                if not item.passed and not place:
+                    element = (
+                        ""
+                        if item.index is None or item.got is None
+                        else f" at {list(item.index)}: got {item.got:g}, expected {item.want:g}"
+                    )
+                    place = f"{item.output} on rank {rank} in call {call}{element}"
+    return EmulatedJudgement(file, outcome, "", worst, place)
+
+
+def _same(before: Any, after: Any) -> bool:
+    """Whether all dense tensors in an argument have the same bits as before the call."""
+    leaves = zip(tree_leaves(before), tree_leaves(after), strict=True)
+    return all(same_bits(a, b) for a, b in leaves if isinstance(a, torch.Tensor) and a.layout == torch.strided)
