@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from peerlane.device import backend
-from peerlane.device.backend import routing
+from peerlane.device.backend import routing, symmetric
 from peerlane.errors import UsageError
 from ranks.pool import RankPool
 from ranks.stand_in_kit import StandInProvider
@@ -25,6 +27,7 @@ from ranks.stand_in_kit import StandInProvider
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 GLOO_RANKS, KIT_RANKS = 3, 4
+c10d: Any = distributed_c10d
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +242,32 @@ def mesh_dimensions(rank: int, world: int) -> None:
     check("a row's sum", tensor, torch.tensor([1.0 if rank < 2 else 5.0]))
 
 
+def rendezvous_of_symmetric_memory(rank: int, world: int) -> None:
+    """torch's own function, replaced here for it wants a GPU, finds groups with stores in the places of all groups and of a half."""
+    halves = [dist.new_group(list(members)) for members in (range(world // 2), range(world // 2, world))]
+    half, whole = halves[rank >= world // 2], dist.group.WORLD
+    assert whole is not None
+    found = []
+
+    def look(tensor: torch.Tensor, name: str) -> None:
+        group = c10d._resolve_process_group(c10d.GroupName(name))
+        group.get_group_store().set(f"{group.rank()}", f"rank {rank}")
+        found.append([group.get_group_store().get(f"{other}").decode() for other in range(group.size())])
+
+    before, symmetric._rendezvous = symmetric._rendezvous, look
+    try:
+        for group in (whole, half):
+            symmetric_memory.rendezvous(torch.zeros(1), group)
+            assert c10d._resolve_process_group(group.group_name) is group
+    finally:
+        symmetric._rendezvous = before
+    own = range(world // 2) if rank < world // 2 else range(world // 2, world)
+    assert found == [[f"rank {other}" for other in range(world)], [f"rank {other}" for other in own]]
+    name = half.group_name
+    dist.destroy_process_group(half)
+    assert whole.group_name in symmetric._stand_ins and name not in symmetric._stand_ins
+
+
 def bad_calls(rank: int, world: int) -> list[str]:
     """What a rank is told; the others have not called."""
     said = []
@@ -287,6 +316,10 @@ def test_what_the_kit_serves_goes_to_the_kit_and_the_rest_is_counted(kit_ranks: 
 @pytest.mark.parametrize("ranks", ["gloo_ranks", "kit_ranks"])
 def test_torch_distributed_works(work: Callable[[int, int], None], ranks: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue(ranks).run(work)
+
+
+def test_a_rendezvous_finds_groups_with_stores(kit_ranks: RankPool) -> None:
+    kit_ranks.run(rendezvous_of_symmetric_memory)
 
 
 def test_device_meshes_are_made_of_such_groups(kit_ranks: RankPool) -> None:

@@ -16,6 +16,7 @@ from peerlane.device.backend import kit
 from peerlane.device.backend.kit import Collectives, KitProvider, Provider
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus
 from peerlane.device.backend.ordering import FinishedWork, JointWork
+from peerlane.device.backend.symmetric import forget_symmetric_memory, serve_symmetric_memory
 from peerlane.device.backend.tally import count
 from peerlane.device.ipc import StoreExchange
 from peerlane.errors import PeerlaneError, UsageError
@@ -71,7 +72,8 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             self._children["cuda"] = _nccl(PrefixStore("nccl", store), rank, world_size, timeout, name, ranks)
             self._register_backend(torch.device("cuda"), kind.NCCL, self._children["cuda"])
             self._set_default_backend(kind.NCCL)
-        _tell_symmetric_memory(name, rank, world_size, PrefixStore("symmetric_memory", store))
+        self._name = name
+        serve_symmetric_memory(name, rank, world_size, PrefixStore("symmetric_memory", store))
 
     def _served(self, operation: str, tensor: torch.Tensor, op: ReduceOp | None = None, refusal: str = "") -> Collectives | None:
         """The kit, if it serves this call; counts where the call goes. All ranks of a call decide alike."""
@@ -204,6 +206,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
 
     def _close_kit(self, *, waits: bool) -> None:
         """Free the kit's memory once no rank can write to it; where that can not be known, the end of the process frees it."""
+        forget_symmetric_memory(self._name)
         opened, self._kit = self._kit, None
         if opened is None or not waits or self._kit_device is None:
             return
@@ -221,11 +224,3 @@ def _nccl(store: Store, rank: int, world_size: int, timeout: timedelta, name: st
     options.global_ranks_in_group = list(ranks)
     options.group_name = name
     return c10d.ProcessGroupNCCL(store, rank, world_size, options)
-
-
-def _tell_symmetric_memory(name: str, rank: int, world_size: int, store: Store) -> None:
-    """torch's symmetric memory asks a group for its store, which a group written in Python can not hold."""
-    from torch._C._distributed_c10d import _SymmetricMemory
-
-    with contextlib.suppress(RuntimeError):  # a group of this name, destroyed since, has told it already
-        _SymmetricMemory.set_group_info(name, rank, world_size, store)
