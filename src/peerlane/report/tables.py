@@ -200,7 +200,11 @@ def results_report(results: Iterable[Result], *, mechanisms: bool = True) -> str
     groups = by_node(results)
     parts = []
     for node, mine in groups.items():
-        told = [*(mechanism_lines(mine) if mechanisms else ()), *environment_lines(mine), *reasons(mine)]
+        told = [
+            *(mechanism_lines(mine) if mechanisms else ()),
+            *environment_lines(mine),
+            *(f"* {line.rstrip('.')}." for line in reasons(mine)),
+        ]
         head = f"Results of {node}, which compare with no others here:\n\n" if len(groups) > 1 else ""
         parts.append(f"{head}{result_table(mine).markdown()}\n" + "\n\n".join(told))
     return "\n\n".join(parts)
