@@ -73,7 +73,7 @@ check: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/peerlane docs --write
-	$(BIN)/python -m peerlane.report.lines > docs/device/lines.md
+	$(BIN)/python -m peerlane.report.line_counts > docs/device/lines.md
 
 site: $(STAMP)
 	$(BIN)/peerlane docs --site build/site

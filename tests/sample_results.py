@@ -7,9 +7,9 @@ import math
 from datetime import UTC, datetime
 from typing import Any
 
-from peerlane.evaluate.results.result import Audit, CandidateInfo, CaseEvidence, EnvironmentLine, ProblemInfo, Result
-from peerlane.evaluate.results.speed_record import Estimate, ModeSpeed, NotMeasured, Utilisation
-from peerlane.evaluate.results.verdict import Correct, Hang, WrongResult
+from peerlane.results.result import Audit, CandidateInfo, CaseEvidence, EnvironmentLine, ProblemInfo, Result
+from peerlane.results.speed_record import Estimate, ModeSpeed, NotMeasured, Utilisation
+from peerlane.results.verdict import Correct, Hang, WrongResult
 
 ENVIRONMENT = {
     "gpus": [{"name": "NVIDIA H200"}] * 4,

@@ -30,9 +30,9 @@ from e2e.runs import EXAMPLES, MARK, marked_processes, wait_for
 from peerlane.cli.demo import read_expectation
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
 from peerlane.evaluate.evaluator import Silent
-from peerlane.evaluate.sandbox.process_tree import children
 from peerlane.hardware.memory import gpu_memory
 from peerlane.hardware.topology import discover as discover_machine
+from peerlane.sandbox.process_tree import children
 from peerlane.settings import SELFTEST_POOL_SETTINGS, SELFTEST_RULES, Deadlines, StressRules
 
 BROKEN_SHARE = 0.2

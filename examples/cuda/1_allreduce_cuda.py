@@ -15,11 +15,11 @@ from collections.abc import Iterator
 
 import torch
 
-from peerlane.device import Arena, Group, group_of, per_group, plans
+from peerlane.device import Arena, Group, element_type, group_of, per_group
+from peerlane.device.collectives import plans
+from peerlane.device.collectives.workspace import RINGS, Rings, Workspace, workspace_bytes
 from peerlane.device.emulator import Scenario
-from peerlane.device.group import DeviceLaunch
-from peerlane.device.kernels import element_type
-from peerlane.device.workspace import RINGS, Rings, Workspace, workspace_bytes
+from peerlane.device.host.group import DeviceLaunch
 
 SOURCE = r"""
 #include <peerlane/collectives/all_reduce.cuh>

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from peerlane.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from peerlane import evaluate as evaluate
     from peerlane import problems as problems
@@ -16,22 +18,20 @@ if TYPE_CHECKING:
     from peerlane.evaluate.candidates import discover as discover
     from peerlane.evaluate.evaluator import Evaluator as Evaluator
     from peerlane.evaluate.plan import EvaluationPlan as EvaluationPlan
-    from peerlane.evaluate.results.result import Result as Result
-    from peerlane.evaluate.results.verdict import Verdict as Verdict
+    from peerlane.results.result import Result as Result
+    from peerlane.results.verdict import Verdict as Verdict
     from peerlane.service.client import Client as Client
 
     problem = problems.get
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "CandidateFile": "evaluate.candidates",
     "Client": "service.client",
     "EvaluationPlan": "evaluate.plan",
     "Evaluator": "evaluate.evaluator",
-    "Result": "evaluate.results.result",
+    "Result": "results.result",
     "UsageError": "errors",
-    "Verdict": "evaluate.results.verdict",
+    "Verdict": "results.verdict",
     "discover": "evaluate.candidates",
     "evaluate": "",
     "problem": "problems:get",

@@ -24,7 +24,7 @@ def cache_dir() -> Path:
 
 
 def candidate_caches() -> Path:
-    """Where what confined candidates compile is kept, a folder for each; see :mod:`peerlane.evaluate.sandbox.caches`."""
+    """Where what confined candidates compile is kept, a folder for each; see :mod:`peerlane.sandbox.caches`."""
     return cache_dir() / "candidates"
 
 

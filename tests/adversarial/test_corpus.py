@@ -17,7 +17,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 from e2e.runs import marked, marked_processes
 from peerlane.evaluate.candidates import candidate_file
-from peerlane.evaluate.sandbox.isolation import choose
+from peerlane.sandbox.isolation import choose
 from peerlane.selftest.outcome import Outcome, objection
 from peerlane.selftest.run import SelftestPlan, selftest
 from peerlane.selftest.table import Entry, load

@@ -24,8 +24,8 @@ from peerlane import problems
 from peerlane.errors import UsageError
 from peerlane.evaluate import EvaluationPlan, Result, candidates, evaluate
 from peerlane.evaluate.evaluator import Silent
-from peerlane.evaluate.sandbox import confine, isolation
-from peerlane.evaluate.sandbox.process_tree import descendants
+from peerlane.sandbox import confine, isolation
+from peerlane.sandbox.process_tree import descendants
 from peerlane.settings import cache_dir, candidate_caches
 
 REPORT = "what happened: "

@@ -22,10 +22,10 @@ from peerlane.cli.evaluation import print_results
 from peerlane.device import emulator
 from peerlane.device.emulator import Report
 from peerlane.errors import HarnessError, MissingDependency, UsageError
-from peerlane.evaluate.results.verdict import HarnessFailure, NotRun
 from peerlane.hardware import topology
 from peerlane.hardware.ceilings import Ceilings, Measurement
 from peerlane.report.pages import GENERATED
+from peerlane.results.verdict import HarnessFailure, NotRun
 from sample_results import hung, on_cpu, result, text_of, wrong
 
 ROOT = Path(__file__).parents[2]

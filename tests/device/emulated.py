@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from peerlane.device import all_gather_gemm, gemm
 from peerlane.device.emulator import Buffer, Scenario, ranks
-from peerlane.device.gemm import Tiling
-from peerlane.device.tensor_map import TensorPlace
+from peerlane.device.host.tensor_map import TensorPlace
+from peerlane.device.products import all_gather_gemm, gemm
+from peerlane.device.products.gemm import Tiling
 
 GUARD = -7.0
 """What lies where nothing may be written: between the end of a row and the next one."""
@@ -75,8 +75,9 @@ def products(rows: int, depths: Sequence[int], columns: int, call: int) -> tuple
 
 
 FUSED = """
-from peerlane.device import gemm, group_of, per_group
-from peerlane.device.{module} import {name}
+from peerlane.device.products import gemm
+from peerlane.device import group_of, per_group
+from peerlane.device.products.{module} import {name}
 
 @per_group
 def kernel(group, m, n, dtype):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from peerlane import problems
-from peerlane.device.declare import DeclaredKernel
-from peerlane.device.jit import compile_cubin
+from peerlane.device.host.declare import DeclaredKernel
+from peerlane.device.host.jit import compile_cubin
 from peerlane.scaffolds import scaffold
 from peerlane.solutions import p018_tp_rms_norm
 

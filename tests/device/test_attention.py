@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from peerlane.device import attention as kit
-from peerlane.device.attention import MAX_DEPTH, TILINGS, AttentionTiling, choose_tiling
+from peerlane.device.attention import forward as kit
+from peerlane.device.attention.forward import MAX_DEPTH, TILINGS, AttentionTiling, choose_tiling
+from peerlane.device.attention.ring import PARCEL_BYTES, PARCELS
 from peerlane.device.emulator import ranks
-from peerlane.device.jit import INCLUDE_DIR, compiler_report
-from peerlane.device.ring_attention import PARCEL_BYTES, PARCELS
-from peerlane.device.roles import SHARED_LIMIT_BYTES, BlockNeeds
+from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
+from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
 from peerlane.errors import UsageError
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CALLER = """
-from peerlane.device.attention import AttentionTiling, attention
+from peerlane.device.attention.forward import AttentionTiling, attention
 
 def solution(q, k, v, scale, causal):
     return attention(q, k, v, scale=scale, causal=causal, tiling={tiling})

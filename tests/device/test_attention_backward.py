@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from device.test_attention import BF16, FP16, expected, operands
-from peerlane.device import attention_backward as kit
-from peerlane.device.attention_backward import TILINGS, BackwardTiling
+from peerlane.device.attention import backward as kit
+from peerlane.device.attention.backward import TILINGS, BackwardTiling
 from peerlane.device.emulator import ranks
-from peerlane.device.jit import INCLUDE_DIR, compiler_report
-from peerlane.device.roles import SHARED_LIMIT_BYTES, BlockNeeds
+from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
+from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
 
 CALLER = """
-from peerlane.device.attention_backward import attention_backward
+from peerlane.device.attention.backward import attention_backward
 
 def solution(dout, q, k, v, out, logarithms, causal, offset):
     return attention_backward(dout, q, k, v, out, logarithms, causal=causal, offset=offset)

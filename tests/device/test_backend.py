@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from peerlane.device.backend import kit, ordering, tally
+from peerlane.device.backend import kit, ordering
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus, share_gpus
+from peerlane.device.host import tally
 
 
 class Stream:
@@ -84,7 +85,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         is_current_stream_capturing=lambda: machine.current.capture != 0,
     )
     monkeypatch.setattr(ordering.torch, "cuda", cuda)
-    monkeypatch.setattr(ordering._cuda, "driver", lambda: SimpleNamespace(cuStreamGetCaptureInfo=lambda stream: (0, 1, stream.capture)))
+    monkeypatch.setattr(
+        ordering.cuda_bindings, "driver", lambda: SimpleNamespace(cuStreamGetCaptureInfo=lambda stream: (0, 1, stream.capture))
+    )
     return machine
 
 

@@ -15,14 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from peerlane.device import compile_cubin, messages
+from peerlane.device import compile_cubin
+from peerlane.device.collectives import messages
+from peerlane.device.collectives.kernels import KERNELS, ROUNDS
+from peerlane.device.collectives.messages import Member
+from peerlane.device.collectives.workspace import Channels, Messages, Rings, Workspace
 from peerlane.device.emulator import Scenario, check
 from peerlane.device.emulator.build import compile_program
-from peerlane.device.jit import INCLUDE_DIR
-from peerlane.device.kernels import ELEMENT_TYPES, KERNELS, ROUNDS
-from peerlane.device.lint import lint
-from peerlane.device.messages import Member
-from peerlane.device.workspace import Channels, Messages, Rings, Workspace
+from peerlane.device.host.element_types import ELEMENT_TYPES
+from peerlane.device.host.jit import INCLUDE_DIR
+from peerlane.device.tools.lint import lint
 
 RINGS = Rings(tile_bytes=256, summing_warps=2, depth=8, stages=6, in_flight=3)  # so short that small messages go round
 BLOCKS = 2

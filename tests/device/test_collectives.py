@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from peerlane.device import messages, plans, workspace
-from peerlane.device.arena import check_sizes, describe_fault
-from peerlane.device.collectives import Communicator
-from peerlane.device.kernels import KERNELS, ROUNDS
-from peerlane.device.layout import Layout, check_layouts
-from peerlane.device.messages import Member
-from peerlane.device.plans import Machine
-from peerlane.device.workspace import RINGS, Messages, Workspace
+from peerlane.device.collectives import messages, plans, workspace
+from peerlane.device.collectives.communicator import Communicator
+from peerlane.device.collectives.kernels import KERNELS, ROUNDS
+from peerlane.device.collectives.messages import Member
+from peerlane.device.collectives.plans import Machine
+from peerlane.device.collectives.workspace import RINGS, Messages, Workspace
+from peerlane.device.host.arena import check_sizes, describe_fault
+from peerlane.device.host.layout import Layout, check_layouts
 from peerlane.errors import UsageError
 
 SIZES = (1, 2, 12, 4096, 65536, 1 << 20, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 12 << 20, 1 << 28, (1 << 33) + 2)

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from peerlane.device import emulator
+from peerlane.device.collectives.kernels import KERNELS
+from peerlane.device.collectives.workspace import Messages, Rings, Workspace, workspace_bytes
 from peerlane.device.emulator import Finding, Report, Scenario, build, check
-from peerlane.device.jit import INCLUDE_DIR
-from peerlane.device.kernels import KERNELS
-from peerlane.device.workspace import Messages, Rings, Workspace, workspace_bytes
+from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.errors import CompileError, DeviceError, MissingDependency, UsageError
 
 SOURCE = Path(__file__).with_name("emulator_kernels.cu")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from peerlane.device.emulator import Report, Scenario, check
-from peerlane.device.jit import INCLUDE_DIR
+from peerlane.device.host.jit import INCLUDE_DIR
 
 FOLDER = Path(__file__).parent / "protocols"
 SCHEDULES = 300

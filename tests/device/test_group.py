@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from peerlane.device import cuda_group, ipc
-from peerlane.device.cuda_group import CudaGroup
-from peerlane.device.declare import U32, DeclaredKernel, compile_ahead
-from peerlane.device.group import Group, Small, per_group
-from peerlane.device.host_board import HostBoard
-from peerlane.device.ipc import StoreExchange, shares
+from peerlane.device.host import cuda_group, ipc
+from peerlane.device.host.cuda_group import CudaGroup
+from peerlane.device.host.declare import U32, DeclaredKernel, compile_ahead
+from peerlane.device.host.group import Group, Small, per_group
+from peerlane.device.host.host_board import HostBoard
+from peerlane.device.host.ipc import StoreExchange, shares
 from peerlane.errors import DeviceTimeout, UsageError
 
 
@@ -77,7 +77,7 @@ def test_the_ranks_of_a_destroyed_process_group_are_forgotten(monkeypatch: pytes
 
 
 def test_a_group_keeps_one_object_for_each_set_of_arguments() -> None:
-    from peerlane.device.local import LocalRank
+    from peerlane.device.host.local import LocalRank
 
     class Kept(LocalRank):
         def __init__(self) -> None:

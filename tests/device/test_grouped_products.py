@@ -7,12 +7,14 @@ import re
 import pytest
 import torch
 
-from peerlane.device import compile_cubin, gemm, group_of, grouped_gemm, moe_layer
+from peerlane.device import compile_cubin, group_of
 from peerlane.device.emulator.ranks import EmulatedRanks
-from peerlane.device.gemm_all_reduce import GEMM_ALL_REDUCE
-from peerlane.device.grouped_gemm import GroupedProduct
-from peerlane.device.resources import resources
-from peerlane.device.roles import SHARED_LIMIT_BYTES
+from peerlane.device.host.roles import SHARED_LIMIT_BYTES
+from peerlane.device.moe import layer
+from peerlane.device.products import gemm, grouped_gemm
+from peerlane.device.products.gemm_all_reduce import GEMM_ALL_REDUCE
+from peerlane.device.products.grouped_gemm import GroupedProduct
+from peerlane.device.tools.resources import resources
 from peerlane.errors import UsageError
 
 RESERVED_BYTES = 1024  # of a block's shared memory, which resources() counts
@@ -49,7 +51,7 @@ def test_a_grouped_product_fits_a_block(tiling: gemm.Tiling) -> None:
 BLACKWELL = {
     "product": (gemm.SOURCE, gemm.TILINGS[2], "mn"),
     "all-reduce": (GEMM_ALL_REDUCE.source, gemm.TILINGS[3], "mn"),
-    "experts": (moe_layer.MOE_UP.source, moe_layer.TILINGS[1], "k"),
+    "experts": (layer.MOE_UP.source, layer.TILINGS[1], "k"),
 }
 
 

@@ -12,11 +12,14 @@ from types import ModuleType
 import pytest
 import torch
 
-from peerlane.device import ArenaView, all_gather_gemm, attention, attention_backward, compile_cubin, gemm, ring_attention, workspace
-from peerlane.device.arena import ROLES
-from peerlane.device.group import FAULT_WORDS
-from peerlane.device.jit import INCLUDE_DIR
-from peerlane.device.kernels import ELEMENT_TYPES
+from peerlane.device import ArenaView, compile_cubin
+from peerlane.device.attention import backward, forward, ring
+from peerlane.device.collectives import workspace
+from peerlane.device.host.arena import ROLES
+from peerlane.device.host.element_types import ELEMENT_TYPES
+from peerlane.device.host.group import FAULT_WORDS
+from peerlane.device.host.jit import INCLUDE_DIR
+from peerlane.device.products import all_gather_gemm, gemm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [path for path in sorted((ROOT / "examples" / "cuda").glob("*_cuda.py")) if "\nSOURCE = " in path.read_text()]
@@ -105,12 +108,12 @@ def test_host_structures_have_the_device_s_layout() -> None:
     [
         ("gemm", {"GemmParameters": gemm.Parameters, "GroupedTiles": gemm.GroupedTiles}),
         ("all_gather_gemm", {"AllGatherGemmParameters": all_gather_gemm.Parameters}),
-        ("attention", {"AttentionParameters": attention.Parameters}),
+        ("attention", {"AttentionParameters": forward.Parameters}),
         (
             "attention_backward",
-            {"BackwardParameters": attention_backward.Parameters, "NumbersParameters": attention_backward.NumbersParameters},
+            {"BackwardParameters": backward.Parameters, "NumbersParameters": backward.NumbersParameters},
         ),
-        ("ring_attention", {"RingAttentionParameters": ring_attention.Parameters}),
+        ("ring_attention", {"RingAttentionParameters": ring.Parameters}),
     ],
 )
 def test_host_parameters_have_the_devices_layout(header: str, structures: dict[str, type[ctypes.Structure]]) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from peerlane.device import _cuda, copy_engine
-from peerlane.device.copy_engine import CopyEngine
-from peerlane.device.trace import Event, decode, observed_spans, trace, write_trace
+from peerlane.device.collectives import copy_engine
+from peerlane.device.collectives.copy_engine import CopyEngine
+from peerlane.device.host import cuda_bindings
+from peerlane.device.host.timeline import Event, decode
+from peerlane.device.tools.trace import observed_spans, trace, write_trace
 from peerlane.errors import UsageError
 
 
@@ -49,7 +51,7 @@ def test_groups_of_one_role_have_tracks_of_their_own(monkeypatch: pytest.MonkeyP
         (8, CONSUMER | 3, 5 << 1 | 1),
     ]
     observed = SimpleNamespace(read=lambda: decode(ring(events, capacity=8)))
-    monkeypatch.setattr("peerlane.device.trace._observed", [observed])
+    monkeypatch.setattr("peerlane.device.tools.trace.observed", [observed])
     assert observed_spans(9) == [["compute", "consumer", 3, 7, 8], ["compute", "consumer 1", 3, 5, 9]]
     assert observed_spans(1) == [["compute", "consumer 1", 3, 5, 9]]
 
@@ -97,7 +99,7 @@ class RecordedDriver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> RecordedDriver:
     recorded = RecordedDriver()
-    monkeypatch.setattr(_cuda, "driver", lambda: recorded)
+    monkeypatch.setattr(cuda_bindings, "driver", lambda: recorded)
     stream = SimpleNamespace(cuda_stream=7, wait_stream=lambda other: recorded.calls.append(("order",)))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from peerlane.device import compile_cubin, jit
-from peerlane.device._cuda import _bindings
+from peerlane.device import compile_cubin
+from peerlane.device.host import jit
+from peerlane.device.host.cuda_bindings import _bindings
 from peerlane.errors import CompileError, MissingDependency, UsageError
 from peerlane.evaluate.correctness.jitter import CROWD
 
@@ -117,7 +118,7 @@ def test_absent_bindings_name_the_command_that_installs_them(monkeypatch: pytest
 # Both wait for the file `go`, so that they reach the cache together. The pause in the compiler makes sure that they overlap there.
 _RACER = """
 import pathlib, sys, time
-from peerlane.device import jit
+from peerlane.device.host import jit
 compile_for_real = jit._compile
 jit._compile = lambda *args: (time.sleep(0.5), compile_for_real(*args))[1]
 folder = pathlib.Path(sys.argv[1])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from peerlane.device import compile_cubin, gemm
-from peerlane.device.all_gather_gemm import SOURCE as FUSED
-from peerlane.device.kernels import ELEMENT_TYPES, KERNELS, ROUNDS, compile_kernel
-from peerlane.device.lint import RULES, lint
-from peerlane.device.resources import resources
+from peerlane.device import compile_cubin
+from peerlane.device.collectives.kernels import KERNELS, ROUNDS, compile_kernel
+from peerlane.device.host.element_types import ELEMENT_TYPES
+from peerlane.device.products import gemm
+from peerlane.device.products.all_gather_gemm import SOURCE as FUSED
+from peerlane.device.tools.lint import RULES, lint
+from peerlane.device.tools.resources import resources
 from peerlane.errors import UsageError
 
 REGISTER_BUDGET = {

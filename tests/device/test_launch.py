@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from peerlane.device import Kernel, _cuda, launch
+from peerlane.device import Kernel
+from peerlane.device.host import cuda_bindings, launch
 from peerlane.errors import LaunchError
 
 UNASKED_BYTES, MOST_BYTES = 48 << 10, 227 << 10
@@ -57,8 +58,8 @@ class SharedMemoryDriver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> SharedMemoryDriver:
     stand_in = SharedMemoryDriver(static_bytes=96)
-    monkeypatch.setattr(_cuda, "driver", lambda: stand_in)
-    monkeypatch.setattr(_cuda, "describe", lambda status: "CUDA_ERROR_INVALID_VALUE")
+    monkeypatch.setattr(cuda_bindings, "driver", lambda: stand_in)
+    monkeypatch.setattr(cuda_bindings, "describe", lambda status: "CUDA_ERROR_INVALID_VALUE")
     monkeypatch.setattr(launch, "_module", lambda cubin, device: object())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)  # only in builds with CUDA

@@ -7,12 +7,15 @@ import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from peerlane.device import compile_cubin, launch, plans
-from peerlane.device.plans import Machine
-from peerlane.device.workspace import RINGS
+from peerlane.device import compile_cubin
+from peerlane.device.collectives import plans
+from peerlane.device.collectives.plans import Machine
+from peerlane.device.collectives.workspace import RINGS
+from peerlane.device.host import launch, tune
 from peerlane.evaluate.audit.device_code import in_ptx
 from peerlane.evaluate.audit.loaded_code import disassembled, loaded_code, mapped_libraries
 
@@ -135,6 +138,7 @@ def test_what_a_process_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     alive = triton.compile(source, target=GPUTarget("cuda", 90, 32))
     gc.freeze()
     try:
+        tune.choose(Mock(), "gemm_of_this_test", (64,), ["one tiling"], Mock())
         monkeypatch.setattr(launch, "_modules", {(str(compile_cubin(KERNELS).path), 0): object(), ("gone.cubin", 0): object()})
         report = loaded_code(mapped_libraries(), libraries=True)
     finally:
@@ -144,6 +148,7 @@ def test_what_a_process_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["peerlane.device", "signals"] == ["sm_load_store"]
     assert found["peerlane.device", "void is_a_template<float>(float*)"] == ["sm_load_store"]
     assert len(report["unknown"]) == 1 and report["unknown"][0].startswith("gone.cubin")
+    assert "gemm_of_this_test (64,): one tiling, model" in report["choices"]
 
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:

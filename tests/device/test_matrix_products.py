@@ -7,13 +7,13 @@ import re
 import pytest
 import torch
 
-from peerlane.device import all_gather_gemm, gemm
-from peerlane.device.gemm import TILINGS, Tiling, choose_tiling
-from peerlane.device.gemm_all_gather import GEMM_ALL_GATHER
-from peerlane.device.gemm_all_reduce import GEMM_ALL_REDUCE
-from peerlane.device.gemm_reduce_scatter import GEMM_REDUCE_SCATTER
-from peerlane.device.jit import compiler_report
-from peerlane.device.roles import SHARED_LIMIT_BYTES, BlockNeeds, require_resident
+from peerlane.device.host.jit import compiler_report
+from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds, require_resident
+from peerlane.device.products import all_gather_gemm, gemm
+from peerlane.device.products.gemm import TILINGS, Tiling, choose_tiling
+from peerlane.device.products.gemm_all_gather import GEMM_ALL_GATHER
+from peerlane.device.products.gemm_all_reduce import GEMM_ALL_REDUCE
+from peerlane.device.products.gemm_reduce_scatter import GEMM_REDUCE_SCATTER
 from peerlane.errors import LaunchError
 
 FUSED = {

@@ -15,10 +15,10 @@ from device import emulated
 from device.emulated import SumCalls
 from device.judged import cases, judge, require_correct
 from peerlane import problems, solutions
-from peerlane.device import all_gather_gemm, gemm
 from peerlane.device.emulator import Scenario, build, check, ranks
-from peerlane.device.gemm import Tiling
-from peerlane.device.jit import INCLUDE_DIR
+from peerlane.device.host.jit import INCLUDE_DIR
+from peerlane.device.products import all_gather_gemm, gemm
+from peerlane.device.products.gemm import Tiling
 
 SMALL = Tiling(groups=1, columns=64, slots=2)
 

@@ -9,8 +9,8 @@ import torch
 
 from peerlane.cli.bench import print_mechanisms
 from peerlane.device.emulator import Scenario, check
-from peerlane.device.lint import lint
-from peerlane.device.mechanisms import (
+from peerlane.device.tools.lint import lint
+from peerlane.device.tools.mechanisms import (
     _SOURCE,
     KERNELS,
     SIZES,
@@ -24,7 +24,7 @@ from peerlane.device.mechanisms import (
     launches_between_events,
     samples,
 )
-from peerlane.device.resources import resources
+from peerlane.device.tools.resources import resources
 from peerlane.errors import DeviceError
 
 RANKS, NBYTES = 3, 2 * (2 * TILE_BYTES + 48)

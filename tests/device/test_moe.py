@@ -13,14 +13,16 @@ import torch
 
 from device.judged import cases, judge, require_correct
 from peerlane import problems, solutions
-from peerlane.device import compile_cubin, group_of, moe, moe_layer, moe_router
-from peerlane.device.declare import DeclaredKernel
+from peerlane.device import compile_cubin, group_of
 from peerlane.device.emulator import build
 from peerlane.device.emulator.ranks import EmulatedRanks
-from peerlane.device.gemm import Tiling
-from peerlane.device.jit import INCLUDE_DIR, compiler_report
-from peerlane.device.kernels import ELEMENT_TYPES
-from peerlane.device.roles import BlockNeeds
+from peerlane.device.host.declare import DeclaredKernel
+from peerlane.device.host.element_types import ELEMENT_TYPES
+from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
+from peerlane.device.host.roles import BlockNeeds
+from peerlane.device.moe import exchange, layer
+from peerlane.device.moe import router as router_kernel
+from peerlane.device.products.gemm import Tiling
 from peerlane.evaluate.correctness.emulated import EmulatedJudgement
 
 NUMBERS = {"dispatch": 28, "combine": 29}
@@ -53,15 +55,15 @@ def test_rows_go_to_their_experts_and_come_back(number: int, label: str, world_s
 def test_the_kernels_compile(kernel: str) -> None:
     types = {"ROW": torch.bfloat16, "WEIGHT": torch.float32, "RESULT": torch.float32}
     defines = {"WORLD_SIZE": 8, "MAP": "u8", **{name: ELEMENT_TYPES[dtype] for name, dtype in types.items()}}
-    compile_cubin(getattr(moe, kernel).source, defines=defines)
+    compile_cubin(getattr(exchange, kernel).source, defines=defines)
 
 
 @pytest.mark.parametrize(
     "tiling",
-    [moe_layer.TILINGS[0], *(pytest.param(tiling, marks=pytest.mark.long) for tiling in moe_layer.TILINGS[1:])],
+    [layer.TILINGS[0], *(pytest.param(tiling, marks=pytest.mark.long) for tiling in layer.TILINGS[1:])],
     ids=lambda tiling: f"{tiling.rows}x{tiling.columns}",
 )
-@pytest.mark.parametrize("kernel", [moe_layer.MOE_UP, moe_layer.MOE_DOWN], ids=["up", "down"])
+@pytest.mark.parametrize("kernel", [layer.MOE_UP, layer.MOE_DOWN], ids=["up", "down"])
 def test_the_kernels_of_a_layer_fit_a_block(kernel: DeclaredKernel, tiling: Tiling) -> None:
     report = compiler_report(kernel.source, defines={**tiling.defines(torch.bfloat16, "k", "k"), "WORLD_SIZE": 8})
     assert "Potential Performance Loss" not in report
@@ -115,10 +117,10 @@ LOST = {
 @pytest.mark.parametrize("name", LOST)
 def test_a_kernel_that_has_lost_a_line_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, line, kinds = LOST[name]
-    given: DeclaredKernel = getattr(moe, KERNELS[way])
+    given: DeclaredKernel = getattr(exchange, KERNELS[way])
     source = str(given._given)
     assert source.count(line) == 1
-    monkeypatch.setattr(moe, KERNELS[way], DeclaredKernel(given.name, source.replace(line, ""), **given.fields))
+    monkeypatch.setattr(exchange, KERNELS[way], DeclaredKernel(given.name, source.replace(line, ""), **given.fields))
     outcome = judged(NUMBERS[way], "duplicates_bf16", 2, schedules=12).outcome
     assert {finding.kind for finding in outcome.findings} & kinds
 
@@ -131,7 +133,7 @@ def test_the_router_ranks_and_weighs_as_torch_does_with_numbers_that_are_none() 
     logits = tokens.clone()
     logits[2, 1:] = logits[3, 1:] = none  # infinity times the zeros of other experts
     ranks = EmulatedRanks(2, schedules=1)
-    ranks.load(lambda rank: lambda x, router: moe_router.route(group_of(), x, router, None, 2))
+    ranks.load(lambda rank: lambda x, router: router_kernel.route(group_of(), x, router, None, 2))
     routers = [torch.eye(4, dtype=torch.bfloat16) for _ in range(2)]
     for weights, experts in ranks.call([(tokens.clone(), router) for router in routers], lambda rank, found: found):
         torch.testing.assert_close(weights, logits.softmax(-1).topk(2).values, equal_nan=True)
@@ -158,7 +160,7 @@ def judged_layers(batches: Sequence[tuple[list[int], int]], owners: Callable[[in
     ranks = EmulatedRanks(world_size, schedules=1)
     ranks.load(
         lambda rank: (
-            lambda tokens, router: moe_layer.gated_experts(group_of(), tokens, (router, None), own[rank], 1, owners(rank, router.shape[0]))
+            lambda tokens, router: layer.gated_experts(group_of(), tokens, (router, None), own[rank], 1, owners(rank, router.shape[0]))
         )
     )
     for counts, experts in batches:

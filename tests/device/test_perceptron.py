@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from peerlane import solutions
-from peerlane.device import compile_cubin, gemm, perceptron
+from peerlane.device import compile_cubin
 from peerlane.device.emulator import ranks
-from peerlane.device.jit import INCLUDE_DIR
-from peerlane.device.lint import lint
+from peerlane.device.host.jit import INCLUDE_DIR
+from peerlane.device.products import gemm, perceptron
+from peerlane.device.tools.lint import lint
 
 LOCAL_K, INNER, OUT = 40, 72, 24
 """Two columns of tiles in the first product, one in the second. Up to 64 rows are one row of tiles."""

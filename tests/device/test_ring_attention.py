@@ -11,17 +11,18 @@ import torch
 from device.judged import cases, judge, require_correct
 from device.test_attention import BF16, expected
 from peerlane import problems, solutions
-from peerlane.device import attention, ring_attention
-from peerlane.device.attention import TILINGS, AttentionTiling
+from peerlane.device.attention import forward, ring
+from peerlane.device.attention.forward import TILINGS, AttentionTiling
+from peerlane.device.attention.ring import PARCEL_BYTES, PARCELS, Shape, Workspace
 from peerlane.device.emulator import ranks
-from peerlane.device.jit import INCLUDE_DIR, compiler_report
-from peerlane.device.ring_attention import PARCEL_BYTES, PARCELS, Shape, Workspace
-from peerlane.device.roles import BlockNeeds
+from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
+from peerlane.device.host.roles import BlockNeeds
 
 CALLER = """
-from peerlane.device.attention import AttentionTiling
-from peerlane.device.group import group_of, per_group
-from peerlane.device.ring_attention import RingAttention, Shape
+from peerlane.device.attention.forward import AttentionTiling
+from peerlane.device.host.group import per_group
+from peerlane.device.host.group_of import group_of
+from peerlane.device.attention.ring import RingAttention, Shape
 
 @per_group
 def made(group, shape):
@@ -96,7 +97,7 @@ def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkey
     text = next(headers).replace("#include <peerlane/parcels.cuh>", next(headers))
     assert text.count(line) == 1
     body = text.replace(line, instead).replace("#pragma once", "")
-    monkeypatch.setattr(ring_attention, "SOURCE", ring_attention.SOURCE.replace("#include <peerlane/ring_attention.cuh>", body))
+    monkeypatch.setattr(ring, "SOURCE", ring.SOURCE.replace("#include <peerlane/ring_attention.cuh>", body))
     outcome, worst = run(tmp_path, 2, 130, causal=True, balanced=balanced)
     assert outcome.findings or worst > 0.01
 
@@ -105,9 +106,7 @@ def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkey
 def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: AttentionTiling) -> None:
     shared = replace(tiling, output_slots=1).shared_bytes + PARCELS * PARCEL_BYTES
     layout = f"static_assert(sizeof(peerlane::RoleMemory<Fused>) == {shared});\n"
-    report = compiler_report(
-        ring_attention.SOURCE + layout, defines={"SHAPE": replace(tiling, output_slots=1).define(BF16), "WORLD_SIZE": 4}
-    )
+    report = compiler_report(ring.SOURCE + layout, defines={"SHAPE": replace(tiling, output_slots=1).define(BF16), "WORLD_SIZE": 4})
     assert "0 bytes spill stores, 0 bytes spill loads" in report and "Potential Performance Loss" not in report
     registers = int(report.split("Used ")[1].split()[0])
     assert BlockNeeds(tiling.threads, registers, shared).per_sm() >= 1
@@ -131,9 +130,9 @@ def test_balanced_shares_are_even_and_complete(world_size: int) -> None:
 def test_partial_results_merge() -> None:
     torch.manual_seed(3)
     q, k, v = (torch.randn(2, length, 3, 16) for length in (4, 9, 9))
-    parts = [attention.wide_attention(q, k[:, part], v[:, part], scale=0.25, causal=False) for part in (slice(0, 2), slice(2, 9))]
+    parts = [forward.wide_attention(q, k[:, part], v[:, part], scale=0.25, causal=False) for part in (slice(0, 2), slice(2, 9))]
     parts.append((torch.zeros(2, 4, 3, 16), torch.full((2, 3, 4), -torch.inf)))
-    out, logarithms = attention.merge(parts)
+    out, logarithms = forward.merge(parts)
     wanted, wanted_logarithms = expected(q, k, v, 0.25, False)
     torch.testing.assert_close(out, wanted.float())
     torch.testing.assert_close(logarithms, wanted_logarithms.float())

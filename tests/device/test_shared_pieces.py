@@ -10,9 +10,10 @@ import torch
 
 from device.judged import cases, judge, require_correct
 from peerlane import problems, solutions
-from peerlane.device import compile_cubin, strided
-from peerlane.device.declare import F32, U32, DeclaredKernel, Epochs, Packets, Pointer, array, structure
+from peerlane.device import compile_cubin
+from peerlane.device.collectives import strided
 from peerlane.device.emulator.ranks import run
+from peerlane.device.host.declare import F32, U32, DeclaredKernel, Epochs, Packets, Pointer, array, structure
 from peerlane.errors import CompileError, UsageError
 from peerlane.evaluate.correctness.emulated import EmulatedJudgement
 from peerlane.problems import Case
@@ -159,7 +160,7 @@ def test_norms_over_other_ranks_than_in_the_call_before_are_right(tmp_path: Path
     file.write_text("""
 import torch
 from peerlane.device import group_of
-from peerlane.device.clipping import Clipping, clip_gradients
+from peerlane.solutions.families.clipping import Clipping, clip_gradients
 
 def solution(gradient, *members):
     return [clip_gradients(group_of(), [gradient.clone()], [], Clipping(of, of, 100.0, 1.0)) for of in members]

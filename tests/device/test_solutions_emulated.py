@@ -10,13 +10,15 @@ import torch
 
 from device.judged import judge, require_correct
 from peerlane import problems, solutions
-from peerlane.device import clipping, counts, delta_rule, fp8_history, group_of, nucleus, training_step
-from peerlane.device.declare import DeclaredKernel
+from peerlane.device import group_of
+from peerlane.device.collectives import counts
 from peerlane.device.emulator import sequence
 from peerlane.device.emulator.build import Program
 from peerlane.device.emulator.ranks import EmulatedRanks
-from peerlane.device.jit import Cubin, compile_cubin
+from peerlane.device.host.declare import DeclaredKernel
+from peerlane.device.host.jit import Cubin, compile_cubin
 from peerlane.problems import Case
+from peerlane.solutions.families import clipping, delta_rule, fp8_history, nucleus, training_step
 
 QUICK = {23: "idle_bf16", 43: "bf16", 73: "special_fp32"}
 """One case of solutions whose kernels are small."""

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from peerlane.device.tensor_map import TensorMapSpec, TensorPlace
+from peerlane.device.host.group import Group
+from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
 from peerlane.errors import UsageError
 
 PLACE = TensorPlace(1 << 20, torch.bfloat16, (3, 40, 72), (40 * 80, 80, 1))
@@ -25,7 +26,7 @@ def test_a_map_counts_dimensions_from_the_innermost_one() -> None:
 
 def test_a_tensor_is_described_as_it_lies_in_memory() -> None:
     tensor = torch.zeros(6, 16, dtype=torch.float16)[:, :9]
-    place = TensorPlace.of(tensor, SimpleNamespace(address=torch.Tensor.data_ptr))  # type: ignore[arg-type]
+    place = Group.place(SimpleNamespace(address=torch.Tensor.data_ptr), tensor)  # type: ignore[arg-type]
     assert place == TensorPlace(tensor.data_ptr(), torch.float16, (6, 9), (16, 1))
     assert place.split(2) == TensorPlace(tensor.data_ptr(), torch.float16, (2, 3, 9), (48, 16, 1))
     assert place.split(1).shape == (1, 6, 9)

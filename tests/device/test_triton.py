@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from peerlane.device import triton as kit
-from peerlane.device.lint import lint
+from peerlane.device.tools.lint import lint
 from peerlane.evaluate.ranks.public_helpers import triton_utils
 
 

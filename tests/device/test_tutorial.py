@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from peerlane.device import compile_cubin
-from peerlane.device.resources import resources
+from peerlane.device.tools.resources import resources
 
 PAGE = (Path(__file__).parents[2] / "docs" / "device" / "README.md").read_text()
 

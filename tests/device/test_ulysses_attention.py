@@ -11,15 +11,16 @@ import torch
 from device.judged import cases, judge, require_correct
 from device.test_attention import BF16, expected
 from peerlane import problems, solutions
-from peerlane.device import compile_cubin, short_attention, ulysses_attention
-from peerlane.device.attention import choose_tiling
-from peerlane.device.declare import DeclaredKernel
+from peerlane.device import compile_cubin
+from peerlane.device.attention import short, ulysses
+from peerlane.device.attention.forward import choose_tiling
+from peerlane.device.attention.ring import PARCEL_BYTES, PARCELS
 from peerlane.device.emulator import ranks
-from peerlane.device.jit import INCLUDE_DIR, compiler_report
-from peerlane.device.ring_attention import PARCEL_BYTES, PARCELS
+from peerlane.device.host.declare import DeclaredKernel
+from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
 
 CALLER = """
-from peerlane.device.ulysses_attention import attend_by_heads
+from peerlane.device.attention.ulysses import attend_by_heads
 
 def solution(q, k, v, causal):
     return attend_by_heads(q, k, v, causal=causal)
@@ -63,10 +64,10 @@ SHORT_TWINS = {
 @pytest.mark.parametrize("name", SHORT_TWINS)
 def test_a_twin_for_short_sequences_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = SHORT_TWINS[name]
-    kernel = short_attention.SHORT_ATTENTION
-    assert short_attention.SOURCE.count(line) == 1
-    twin = DeclaredKernel(kernel.name, short_attention.SOURCE.replace(line, instead), **kernel.fields)
-    monkeypatch.setattr(short_attention, "SHORT_ATTENTION", twin)
+    kernel = short.SHORT_ATTENTION
+    assert short.SOURCE.count(line) == 1
+    twin = DeclaredKernel(kernel.name, short.SOURCE.replace(line, instead), **kernel.fields)
+    monkeypatch.setattr(short, "SHORT_ATTENTION", twin)
     outcome, worst = run(tmp_path, 3, causal=False)
     assert outcome.findings or worst > 0.01
 
@@ -88,7 +89,7 @@ def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkey
     text = (INCLUDE_DIR / "peerlane" / "ulysses_attention.cuh").read_text()
     assert text.count(line) == 1
     body = text.replace(line, instead).replace("#pragma once", "")
-    monkeypatch.setattr(ulysses_attention, "SOURCE", ulysses_attention.SOURCE.replace("#include <peerlane/ulysses_attention.cuh>", body))
+    monkeypatch.setattr(ulysses, "SOURCE", ulysses.SOURCE.replace("#include <peerlane/ulysses_attention.cuh>", body))
     outcome, worst = run(tmp_path, 20, causal=True, calls=2)
     assert outcome.findings or worst > 0.01
 
@@ -96,12 +97,12 @@ def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkey
 def test_kernels_keep_to_their_registers_and_their_shared_memory() -> None:
     tiling = choose_tiling(4096, 4096, 128, causal=False, parcels=True)
     layout = f"static_assert(sizeof(peerlane::RoleMemory<Fused>) == {tiling.shared_bytes + PARCELS * PARCEL_BYTES});\n"
-    report = compiler_report(ulysses_attention.SOURCE + layout, defines={"SHAPE": tiling.define(BF16), "WORLD_SIZE": 4})
+    report = compiler_report(ulysses.SOURCE + layout, defines={"SHAPE": tiling.define(BF16), "WORLD_SIZE": 4})
     assert "0 bytes spill stores, 0 bytes spill loads" in report and "Potential Performance Loss" not in report
 
 
 def test_host_structures_have_the_devices_layout() -> None:
-    kind = ulysses_attention.Parameters
+    kind = ulysses.Parameters
     places = [f"static_assert(sizeof(UlyssesAttentionParameters) == {ctypes.sizeof(kind)});"]
     places += [
         f"static_assert(__INTADDR__(&((UlyssesAttentionParameters*)0)->{field[0]}) == {getattr(kind, field[0]).offset});"

@@ -12,7 +12,7 @@ from e2e.runs import marked, marked_processes, wait_for
 from peerlane.evaluate import evaluator
 from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.fork_client import ForkServer
-from peerlane.evaluate.sandbox.process_tree import descendants
+from peerlane.sandbox.process_tree import descendants
 
 MARKED = f"faults-{os.getpid()}"
 

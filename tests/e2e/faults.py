@@ -18,7 +18,7 @@ from e2e.runs import EXAMPLES, wait_for
 from peerlane.evaluate.evaluator import Silent
 from peerlane.evaluate.processes.fork_client import ForkServer
 from peerlane.evaluate.processes.rank_group import RankGroup
-from peerlane.evaluate.sandbox.process_tree import children
+from peerlane.sandbox.process_tree import children
 from peerlane.settings import PoolSettings, StressRules
 
 GOOD = EXAMPLES / "pytorch" / "8_alltoall_pytorch.py"  # of the problem with the fewest cases

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
-from peerlane.evaluate.sandbox.isolation import Tier
+from peerlane.sandbox.isolation import Tier
 from peerlane.settings import Deadlines, StressRules
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -14,7 +14,7 @@ import pytest
 
 from e2e.runs import GOOD, judge
 from peerlane.evaluate import node
-from peerlane.evaluate.sandbox import confine, isolation, process_tree
+from peerlane.sandbox import confine, isolation, process_tree
 
 COMET = """
 #include <stdlib.h>

@@ -11,7 +11,7 @@ import pytest
 from e2e.runs import GOOD, PATIENT, judge
 from peerlane import problems
 from peerlane.evaluate.pipeline import CHECKED_SLOTS
-from peerlane.evaluate.sandbox.isolation import choose
+from peerlane.sandbox.isolation import choose
 
 AUDITED_SLOTS = 2 * CHECKED_SLOTS
 """of the timed case: every slot once more, then again, some of them recorded"""

@@ -29,8 +29,8 @@ from peerlane.evaluate import EvaluationPlan, Result, discover, evaluator
 from peerlane.evaluate.evaluator import Evaluator
 from peerlane.evaluate.processes.fork_client import ForkServer
 from peerlane.evaluate.processes.rank_group import RankGroup
-from peerlane.evaluate.results.store import ResultsStore
-from peerlane.evaluate.sandbox.process_tree import descendants
+from peerlane.results.store import ResultsStore
+from peerlane.sandbox.process_tree import descendants
 
 
 class Conversation:

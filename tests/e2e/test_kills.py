@@ -21,8 +21,8 @@ from e2e.faults import GOOD, ONE_PASS, POOL_SETTINGS, Fault, Message, Switchboar
 from e2e.runs import DEADLINES, wait_for, within
 from peerlane.evaluate import EvaluationPlan, Result, discover, evaluate
 from peerlane.evaluate.processes.fork_client import ForkServer
-from peerlane.evaluate.results.store import ResultsStore
-from peerlane.evaluate.sandbox.process_tree import descendants
+from peerlane.results.store import ResultsStore
+from peerlane.sandbox.process_tree import descendants
 from sample_results import on_cpu
 
 CANDIDATE, TRUSTED, SUPERVISOR = VICTIMS = ("candidate", "trusted", "supervisor")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from e2e.runs import GOOD, MARK, judge, marked, marked_processes, wait_for
-from peerlane.evaluate.results.store import ResultsStore
+from peerlane.results.store import ResultsStore
 
 DAEMON_THEN_LOOP = '''
 """Leaves a daemon behind, says so, and never returns."""

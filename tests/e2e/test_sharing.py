@@ -12,7 +12,7 @@ from peerlane.errors import UsageError
 from peerlane.evaluate import EvaluationPlan, discover, node
 from peerlane.evaluate.processes import sharing
 from peerlane.evaluate.processes.sharing import sharing_failure
-from peerlane.evaluate.sandbox import isolation
+from peerlane.sandbox import isolation
 
 
 def test_memory_is_shared_at_the_default_tier_and_that_is_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ import peerlane as pl
 from e2e.runs import DEADLINES, GOOD, STRESS, marked, marked_processes, wait_for
 from peerlane.errors import UsageError
 from peerlane.evaluate.candidates import candidate_text
-from peerlane.evaluate.results.store import ResultsStore
-from peerlane.evaluate.results.verdict import BuildError, Hang, HarnessFailure, NotRun, RuntimeFailure
+from peerlane.results.store import ResultsStore
+from peerlane.results.verdict import BuildError, Hang, HarnessFailure, NotRun, RuntimeFailure
 from peerlane.settings import Deadlines
 from sample_results import measured, result, wrong_result
 
@@ -255,7 +255,7 @@ def test_the_reason_of_a_failure_names_the_line(evaluator: pl.Evaluator) -> None
 
 def test_overlapping_evaluators_leave_the_caller_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """In whatever order they end."""
-    from peerlane.evaluate.sandbox import linux
+    from peerlane.sandbox import linux
 
     monkeypatch.setattr(linux, "_hidden", [])
     before = linux.set_dumpable(True)

@@ -12,7 +12,7 @@ import pytest
 import peerlane as pl
 from peerlane import problems, solutions
 from peerlane.evaluate import EvaluationPlan, discover, evaluate
-from peerlane.evaluate.results.verdict import CudaError, NotRun, RuntimeFailure, Unstable, WrongResult
+from peerlane.results.verdict import CudaError, NotRun, RuntimeFailure, Unstable, WrongResult
 from peerlane.scaffolds import scaffold
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cuda"
@@ -20,7 +20,7 @@ GATHER = r'''
 import torch
 
 from peerlane.device import group_of, per_group
-from peerlane.device.declare import U64, Buffer, DeclaredKernel, Epochs, Flags, Pointer
+from peerlane.device.host.declare import U64, Buffer, DeclaredKernel, Epochs, Flags, Pointer
 
 SOURCE = r"""
 #include <peerlane/comm.cuh>

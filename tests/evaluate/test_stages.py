@@ -19,10 +19,10 @@ from peerlane.evaluate.node import Node
 from peerlane.evaluate.pipeline import EvaluationPipeline
 from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.rank_group import GroupFailure
-from peerlane.evaluate.results.speed_record import Failed, ModeSpeed
-from peerlane.evaluate.results.verdict import NotRun, WrongType
-from peerlane.evaluate.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.evaluate.timing.benchmark import Unmeasurable
+from peerlane.results.speed_record import Failed, ModeSpeed
+from peerlane.results.verdict import NotRun, WrongType
+from peerlane.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.settings import Deadlines, PoolSettings, TimingRules
 from sample_results import measured
 

@@ -18,10 +18,10 @@ from peerlane.evaluate.pipeline import EvaluationPipeline
 from peerlane.evaluate.plan import make_jobs
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
-from peerlane.evaluate.results.verdict import HarnessFailure, NotRun
 from peerlane.hardware import virtual_node
 from peerlane.hardware.virtual_node import VirtualNode
 from peerlane.problems import get
+from peerlane.results.verdict import HarnessFailure, NotRun
 from peerlane.settings import Deadlines
 
 GPU = {"index": 0, "name": "NVIDIA H100", "memory_bytes": 80e9}

@@ -12,13 +12,13 @@ import pytest
 from generate.fake_provider import FakeServer
 from peerlane import problems
 from peerlane.cli._console import ExitCode
-from peerlane.evaluate.results.reader import read_results
 from peerlane.generate.attempts import Speedup
 from peerlane.generate.extra import require_models_extra
 from peerlane.generate.judgements import attempts_of, settings_of
 from peerlane.generate.judging import Judged
 from peerlane.generate.run_folder import RunFolder
 from peerlane.problems.reference_source import reference_source
+from peerlane.results.reader import read_results
 
 require_models_extra()  # says what to install
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from peerlane.evaluate.results.result import CandidateInfo, ProblemInfo
 from peerlane.generate.attempts import NO_CODE, NOT_JUDGED, Speedup, Usage
 from peerlane.generate.judgements import attempts_of, setting_of, settings_of
 from peerlane.generate.run_folder import RunFolder, RunSettings, SampleKey, SampleRecord
+from peerlane.results.result import CandidateInfo, ProblemInfo
 from sample_results import ENVIRONMENT, on_cpu, result, wrong
 
 SOURCE = "def solution(*args): ..."

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from check_kernels import faults_told
 
-from peerlane.device.grouped_gemm import GroupedProduct
-from peerlane.device.local import LocalRanks
+from peerlane.device.host.local import LocalRanks
+from peerlane.device.products.grouped_gemm import GroupedProduct
 from peerlane.hardware.environment import record
 
 BF16 = torch.bfloat16

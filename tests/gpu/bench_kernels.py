@@ -25,7 +25,8 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory  # torch.ops.symm_mem
 import torch.multiprocessing as mp
 
-from peerlane.device import Communicator, communicator, gemm, group_of
+from peerlane.device import Communicator, communicator, group_of
+from peerlane.device.products import gemm
 from peerlane.hardware.environment import record
 from peerlane.solutions import p012_allgather_gemm, p013_gemm_allreduce, p014_gemm_allgather, p016_gemm_reducescatter
 

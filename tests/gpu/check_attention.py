@@ -29,12 +29,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from peerlane.device import attention as kit
-from peerlane.device.arena import faults
-from peerlane.device.attention import TILINGS, AttentionTiling, Sizes
-from peerlane.device.local import LocalRanks
-from peerlane.device.ring_attention import RingAttention, Shape
-from peerlane.device.ulysses_attention import UlyssesAttention, Workspace
+from peerlane.device.attention import forward as kit
+from peerlane.device.attention.forward import TILINGS, AttentionTiling, Sizes
+from peerlane.device.attention.ring import RingAttention, Shape
+from peerlane.device.attention.ulysses import UlyssesAttention, Workspace
+from peerlane.device.host.arena import faults
+from peerlane.device.host.local import LocalRanks
 from peerlane.hardware.environment import record
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -29,10 +29,11 @@ from check_attention import BF16, FP16, HIDDEN, TOKENS, TORCH, expected, millise
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from peerlane.device import attention, attention_backward, compile_cubin
-from peerlane.device.attention import Sizes
-from peerlane.device.attention_backward import BackwardTiling, choose_tiling, query_numbers
-from peerlane.device.local import LocalRanks
+from peerlane.device import compile_cubin
+from peerlane.device.attention import backward, forward
+from peerlane.device.attention.backward import BackwardTiling, choose_tiling, query_numbers
+from peerlane.device.attention.forward import Sizes
+from peerlane.device.host.local import LocalRanks
 from peerlane.hardware.environment import record
 
 # batch, queries, keys, heads, key heads, depth, depth of values, causal, dtype; the simplest first
@@ -80,10 +81,10 @@ def compile_ahead() -> None:
     tilings = {(tiling, BF16) for tiling in TILINGS}
     for _, queries, keys, _, _, depth, value_depth, _, dtype in SHAPES:
         tilings |= {(choose_tiling(of_keys, keys if of_keys else queries, max(depth, value_depth)), dtype) for of_keys in (False, True)}
-    jobs = {(attention_backward.SOURCE, (("SHAPE", tiling.define(dtype)),)) for tiling, dtype in tilings}
+    jobs = {(backward.SOURCE, (("SHAPE", tiling.define(dtype)),)) for tiling, dtype in tilings}
     for depth, length, causal in POINTS:
-        forward = attention.defines(attention.choose_tiling(length, length, depth, causal), BF16, causal)
-        jobs.add((attention.SOURCE, tuple(forward.items())))
+        chosen = forward.defines(forward.choose_tiling(length, length, depth, causal), BF16, causal)
+        jobs.add((forward.SOURCE, tuple(chosen.items())))
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
         list(pool.map(compile_one, jobs))
     say(f"{len(jobs)} kernels are compiled")
@@ -110,7 +111,7 @@ def check(group: Any, shape: tuple[Any, ...], kernels: Sequence[str]) -> list[st
             continue
         faulthandler.dump_traceback_later(STEP_S, exit=True)
         say(f"{shape}: {kernel}")
-        results, again = (attention_backward.gradients(group, known, sizes, None, of_keys=kernel == "dkv") for _ in range(2))
+        results, again = (backward.gradients(group, known, sizes, None, of_keys=kernel == "dkv") for _ in range(2))
         torch.cuda.synchronize()
         for name, got, other, want in zip(names, results, again, wants, strict=True):
             error = float((got.float() - want).norm() / want.norm())
@@ -126,17 +127,17 @@ def check(group: Any, shape: tuple[Any, ...], kernels: Sequence[str]) -> list[st
 def speed(group: Any, depth: int, length: int, causal: bool) -> dict[str, Any]:
     batch, heads = TOKENS // length, HIDDEN // depth
     q, k, v, dout = (torch.randn(batch, length, heads, depth, device="cuda").to(BF16) for _ in range(4))
-    out, logarithms = attention.attention(q, k, v, causal=causal, group=group)
+    out, logarithms = forward.attention(q, k, v, causal=causal, group=group)
     sizes, numbers = Sizes.of(q, k, causal, None), query_numbers(group, dout, out, logarithms)
     tensors = {"q": q, "k": k, "v": v, "dout": dout, "numbers": numbers, "claims": torch.zeros(1, dtype=torch.int32, device="cuda")}
     tensors |= {name: torch.empty_like(q) for name in ("dq", "dk", "dv")}
     calls: dict[str, Callable[[], Any]] = {
-        "kit": lambda: attention_backward.attention_backward(dout, q, k, v, out, logarithms, causal=causal, group=group),
+        "kit": lambda: backward.attention_backward(dout, q, k, v, out, logarithms, causal=causal, group=group),
         "numbers": lambda: query_numbers(group, dout, out, logarithms),
     }
     for tiling in (item for item in TILINGS if item.depth == depth):
         name = f"{'dkv' if tiling.of_keys else 'dq'} {tiling.columns}"
-        calls[name] = attention_backward.bind(group, tensors, sizes, None, tiling.of_keys, tiling)
+        calls[name] = backward.bind(group, tensors, sizes, None, tiling.of_keys, tiling)
     flat = [tensor.transpose(1, 2).contiguous().requires_grad_() for tensor in (q, k, v)]
     flat_dout = dout.transpose(1, 2).contiguous()
     for name, backend in TORCH.items():

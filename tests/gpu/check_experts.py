@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python tests/gpu/check_experts.py [--ranks 4] [--time] [--out FILE]
 
-A rank is a stream on a GPU of its own, or on its part of one (``peerlane.device.local``). For each case: three calls with new contents and
-random routing against float32, then a graph of all ranks' calls replayed, with contents that change. ``--time`` adds the time of a
-replay. Every failure names the wait that ran out. Exits with 1 if a result was wrong.
+A rank is a stream on a GPU of its own, or on its part of one (``peerlane.device.host.local``). For each case: three calls with new
+contents and random routing against float32, then a graph of all ranks' calls replayed, with contents that change. ``--time`` adds the
+time of a replay. Every failure names the wait that ran out. Exits with 1 if a result was wrong.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from check_kernels import captured, faults_told
 
-from peerlane.device.local import LocalRanks
-from peerlane.device.moe_layer import ExpertLayer, ExpertSizes
+from peerlane.device.host.local import LocalRanks
+from peerlane.device.moe.layer import ExpertLayer, ExpertSizes
 from peerlane.hardware.environment import record
 
 BF16 = torch.bfloat16

@@ -25,12 +25,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from peerlane.device import group_of, tune
-from peerlane.device.all_gather_gemm import all_gather_gemm
-from peerlane.device.gemm_all_gather import gemm_all_gather
-from peerlane.device.gemm_all_reduce import gemm_all_reduce
-from peerlane.device.gemm_reduce_scatter import gemm_reduce_scatter
-from peerlane.device.group import Group
+from peerlane.device import group_of
+from peerlane.device.host import tune
+from peerlane.device.host.group import Group
+from peerlane.device.products.all_gather_gemm import all_gather_gemm
+from peerlane.device.products.gemm_all_gather import gemm_all_gather
+from peerlane.device.products.gemm_all_reduce import gemm_all_reduce
+from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.hardware.environment import record
 from peerlane.hardware.virtual_node import share_gpus
 

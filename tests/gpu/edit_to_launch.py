@@ -22,8 +22,9 @@ from unittest import mock
 
 import torch
 
-from peerlane.device import Kernel, compile_cubin, gemm
-from peerlane.device.local import LocalRanks
+from peerlane.device import Kernel, compile_cubin
+from peerlane.device.host.local import LocalRanks
+from peerlane.device.products import gemm
 from peerlane.hardware.environment import record
 
 SCALE = """

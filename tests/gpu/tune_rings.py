@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from peerlane.device import plans
-from peerlane.device.collectives import Communicator
-from peerlane.device.kernels import compile_kernel
-from peerlane.device.plans import Machine, Plan
-from peerlane.device.workspace import RINGS, Rings
+from peerlane.device.collectives import plans
+from peerlane.device.collectives.communicator import Communicator
+from peerlane.device.collectives.kernels import compile_kernel
+from peerlane.device.collectives.plans import Machine, Plan
+from peerlane.device.collectives.workspace import RINGS, Rings
 from peerlane.errors import LaunchError, UsageError
 
 SIZES = (16 << 20, 64 << 20, 256 << 20)

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from peerlane import cli
-from peerlane.evaluate.results.reader import read_results
 from peerlane.report.evidence import NODE
+from peerlane.results.reader import read_results
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = sorted(path for path in (ROOT / NODE).glob("*.jsonl") if path.name != "calibration.jsonl")

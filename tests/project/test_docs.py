@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from peerlane import cli, problems
 from peerlane.cli._console import ExitCode
-from peerlane.evaluate.results.verdict import Verdict
 from peerlane.hardware.profiles import PROFILES
 from peerlane.report import evidence, pages
+from peerlane.results.verdict import Verdict
 from sample_results import result, text_of, wrong
 
 ROOT = Path(__file__).resolve().parents[2]

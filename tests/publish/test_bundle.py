@@ -11,14 +11,14 @@ import pytest
 
 from peerlane.cli._console import ExitCode
 from peerlane.errors import UsageError
-from peerlane.evaluate.results.reader import read_results
-from peerlane.evaluate.results.result import Result
-from peerlane.evaluate.results.verdict import Correct
 from peerlane.generate.run_folder import RunFolder
 from peerlane.publish.bundle import MANIFEST, read_bundle, write_bundle
 from peerlane.publish.gather import gather
 from peerlane.publish.page import render_page
 from peerlane.publish.verify import Verification, compare, verification, verification_file
+from peerlane.results.reader import read_results
+from peerlane.results.result import Result
+from peerlane.results.verdict import Correct
 from sample_results import ENVIRONMENT, hung, measured, on_cpu, result, text_of, wrong
 from sample_runs import make_run
 

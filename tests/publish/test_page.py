@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.results.result import CandidateInfo
 from peerlane.publish.boards import boards
 from peerlane.publish.gather import gather
 from peerlane.publish.page import INLINE_CANDIDATES, render_page, write_page
+from peerlane.results.result import CandidateInfo
 from sample_results import ENVIRONMENT, on_cpu, result, text_of, wrong
 from sample_runs import CODE, make_run, reference_results
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from peerlane.evaluate.results.result import CandidateInfo, ProblemInfo, Result
-from peerlane.evaluate.results.speed_record import ModeSpeed
 from peerlane.report.noise import acceptance_lines, deviation, noise_table
+from peerlane.results.result import CandidateInfo, ProblemInfo, Result
+from peerlane.results.speed_record import ModeSpeed
 from sample_results import measured, result
 
 

@@ -14,15 +14,15 @@ import pytest
 from typer.testing import CliRunner
 
 from peerlane import cli, problems
-from peerlane.device import mechanisms
-from peerlane.device.mechanisms import Bandwidth, Latency, Mechanisms
+from peerlane.device.tools import mechanisms
+from peerlane.device.tools.mechanisms import Bandwidth, Latency, Mechanisms
 from peerlane.errors import MissingDependency, UsageError
-from peerlane.evaluate.results.result import CandidateInfo, Result
 from peerlane.hardware import environment, topology
 from peerlane.hardware.ceilings import FIGURES
 from peerlane.report import sections
 from peerlane.report.mechanisms import MeasuredMechanisms, as_ceilings, choice_table, mechanisms_report, read_mechanisms, size_text
 from peerlane.report.plots import Point, mechanisms_plot, sweep_bytes, sweep_plot, write_svg
+from peerlane.results.result import CandidateInfo, Result
 from sample_results import ENVIRONMENT, estimate, measured, on_cpu, result, text_of
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from peerlane.evaluate.results.result import Mechanism
 from peerlane.report.tables import RESULT_COLUMNS, TextTable, environment_lines, mechanism_lines, reasons, result_table, results_report
+from peerlane.results.result import Mechanism
 from sample_results import ENVIRONMENT, hung, measured, on_cpu, own_audit, result, wrong
 
 

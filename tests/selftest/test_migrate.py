@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.results.migrate import migrate_result
-from peerlane.evaluate.results.reader import ResultsReader, read_results
+from peerlane.results.migrate import migrate_result
+from peerlane.results.reader import ResultsReader, read_results
 from peerlane.selftest.calibrate import read_calibrations
 from peerlane.selftest.migrate import migrate_file
 from peerlane.selftest.outcome import read_outcomes
 
-LINES = (Path(__file__).parents[1] / "evaluate" / "results" / "version_1.jsonl").read_text().splitlines()
+LINES = (Path(__file__).parents[1] / "results" / "version_1.jsonl").read_text().splitlines()
 """a result, an outcome, an outcome from before stages were recorded, a calibration"""
 RESULT: dict[str, Any] = json.loads(LINES[0])
 

@@ -18,8 +18,8 @@ import uvicorn
 from e2e.runs import wait_for
 from peerlane.evaluate.candidates import candidate_info, candidate_text
 from peerlane.evaluate.evaluator import Evaluator, Progress
-from peerlane.evaluate.results.result import ProblemInfo, Result
-from peerlane.evaluate.results.verdict import HarnessFailure, NotRun
+from peerlane.results.result import ProblemInfo, Result
+from peerlane.results.verdict import HarnessFailure, NotRun
 from peerlane.service.app import Service
 from peerlane.service.node import Node, NodeCheck
 from peerlane.service.queue import JobQueue

@@ -17,8 +17,8 @@ import pytest
 
 import peerlane as pl
 from peerlane.errors import HarnessError, UsageError
-from peerlane.evaluate.results.reader import as_document
-from peerlane.evaluate.results.verdict import HarnessFailure
+from peerlane.results.reader import as_document
+from peerlane.results.verdict import HarnessFailure
 from peerlane.service.adapters import harbor, verl
 from peerlane.service.adapters.nemo_rl import environment_class
 from peerlane.service.adapters.reward import URL, RewardSettings, reply_text, reward_of

@@ -23,9 +23,9 @@ from peerlane.errors import RunStopped, UsageError
 from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.evaluator import Silent
 from peerlane.evaluate.plan import EvaluationPlan, make_jobs
-from peerlane.evaluate.results.identity import NodeClass, source_hash
-from peerlane.evaluate.results.result import ProblemInfo
-from peerlane.evaluate.results.store import ResultsStore
+from peerlane.results.identity import NodeClass, source_hash
+from peerlane.results.result import ProblemInfo
+from peerlane.results.store import ResultsStore
 from peerlane.service.dispatch import choose_dispatcher
 from peerlane.service.dispatch.batch import batch_plan, write_result
 from peerlane.service.dispatch.by_slurm import SlurmDispatcher

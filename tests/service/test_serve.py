@@ -19,7 +19,7 @@ import pytest
 import peerlane as pl
 from e2e.runs import MARK, marked_processes, wait_for
 from peerlane.errors import UsageError
-from peerlane.evaluate.results.reader import read_results
+from peerlane.results.reader import read_results
 from peerlane.service.client import Client
 from peerlane.service.node_check import CHEATS, check_node
 from peerlane.service.server import exclusive

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-import peerlane
 from peerlane.cli import (
     agent,
     bench,
@@ -37,6 +36,7 @@ from peerlane.cli import (
 )
 from peerlane.cli._console import ExitCode, print_error
 from peerlane.errors import MissingDependency, PeerlaneError, UsageError
+from peerlane.version import __version__
 
 __all__ = ["app", "main"]
 
@@ -53,7 +53,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"peerlane {peerlane.__version__}")
+        print(f"peerlane {__version__}")
         raise typer.Exit
 
 

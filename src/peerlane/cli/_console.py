@@ -18,7 +18,7 @@ from peerlane.settings import PROBLEM_FOLDERS
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from peerlane.evaluate.results.result import Result
+    from peerlane.results.result import Result
 
 WIDE, PIPED_TABLE = 240, 120
 """Columns when the output is no terminal: a sentence stays on one line, and a table fits an editor."""
@@ -72,7 +72,7 @@ def print_error(message: str) -> None:
 
 def read_result_files(files: Sequence[Path]) -> list[Result]:
     """The results in files and folders. A note on stderr says what was left out."""
-    from peerlane.evaluate.results.reader import read_results
+    from peerlane.results.reader import read_results
 
     notes: list[str] = []
     results = [result for file in files for result in read_results(file, notes)]

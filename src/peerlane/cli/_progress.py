@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 from peerlane.cli._console import console
 
 if TYPE_CHECKING:
-    from peerlane.evaluate.results.result import Result
+    from peerlane.results.result import Result
 
 
 def summary(result: Result) -> str:

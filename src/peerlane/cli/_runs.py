@@ -11,7 +11,7 @@ from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
     from peerlane.evaluate import CandidateFile
-    from peerlane.evaluate.results.record import Track
+    from peerlane.results.record import Track
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from peerlane.cli._console import console, one_of, print_json
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
-    from peerlane.device.mechanisms import Mechanisms
+    from peerlane.device.tools.mechanisms import Mechanisms
 
 
 def bench(
@@ -38,7 +38,7 @@ def bench(
     except OSError as error:
         raise UsageError(f"cannot make the folder {out}: {error.strerror}; name one that can be written with --out") from None
 
-    from peerlane.device.mechanisms import measure_mechanisms
+    from peerlane.device.tools.mechanisms import measure_mechanisms
     from peerlane.files import write_atomically
     from peerlane.hardware.environment import record
     from peerlane.report.mechanisms import FILE, MeasuredMechanisms

@@ -18,10 +18,10 @@ from peerlane.words import counted
 
 if TYPE_CHECKING:
     from peerlane.evaluate.candidates import CandidateFile
-    from peerlane.evaluate.results.result import Result
     from peerlane.generate.run_folder import RunFolder
     from peerlane.publish.bundle import Bundle
     from peerlane.publish.verify import PlanKey, Verification
+    from peerlane.results.result import Result
 
 
 def bundle(
@@ -60,10 +60,10 @@ def verify(
 
     Example: peerlane verify model-a.peerlane.zip --sample 20
     """
-    from peerlane.evaluate.results.reader import FILE, newest, read_results
     from peerlane.files import write_atomically
     from peerlane.publish.bundle import read_bundle
     from peerlane.publish.verify import plans, verification, verification_file
+    from peerlane.results.reader import FILE, newest, read_results
 
     opened = read_bundle(bundle)
     folder = out if out is not None else bundle.with_name(f"{bundle.name}.verified")

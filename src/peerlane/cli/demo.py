@@ -21,7 +21,7 @@ from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
     from peerlane.evaluate import CandidateFile
-    from peerlane.evaluate.results.result import Result
+    from peerlane.results.result import Result
 
 BROKEN = "broken"
 BROKEN_DEADLINE_S = 8.0

@@ -12,6 +12,7 @@ from peerlane.errors import UsageError
 
 
 def docs(
+    context: typer.Context,
     write: Annotated[bool, typer.Option("--write", help="Write the pages.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Exit with 1 if the pages do not match the code.")] = False,
     site: Annotated[
@@ -33,7 +34,7 @@ def docs(
         print(f"{stage(folder.parent.parent, site)} pages in {site}")
         return
     (pages.must_exist if check else pages.make)(folder)
-    root = folder.parent.parent
+    root, command = folder.parent.parent, context.find_root().command
     measured = evidence.read_evidence(root)
     generated = pages.generate(problems.suite(), measured)
     documents = all((root / path).is_file() for path in sections.DOCUMENTS)  # a folder elsewhere has pages alone
@@ -41,14 +42,24 @@ def docs(
     if write:
         changes = pages.write(folder, generated)
         if documents:
-            changes += [*evidence.write(root, measured), *sections.write(root), *_reference.write(root), *figures.write(root, pictures)]
+            changes += [
+                *evidence.write(root, measured),
+                *sections.write(root),
+                *_reference.write(root, command),
+                *figures.write(root, pictures),
+            ]
         for change in changes:
             print(f"written: {change}")
         print(f"{len(generated)} pages in {folder}")
         return
     changes = pages.stale(folder, generated)
     if documents:
-        changes += [*evidence.stale(root, measured), *sections.stale(root), *_reference.stale(root), *figures.stale(root, pictures)]
+        changes += [
+            *evidence.stale(root, measured),
+            *sections.stale(root),
+            *_reference.stale(root, command),
+            *figures.stale(root, pictures),
+        ]
     for change in changes:
         print(change)
     if changes:

@@ -77,9 +77,9 @@ def isolation_checks(device: Literal["cuda", "cpu"]) -> list[Check]:
     """How far candidates can be confined here: a check per tier above L0."""
     from peerlane.errors import UsageError
     from peerlane.evaluate.processes.sharing import sharing_failure
-    from peerlane.evaluate.sandbox.confine import OWN_UID
-    from peerlane.evaluate.sandbox.isolation import Tier, choose, in_short
     from peerlane.hardware.doctor import Check
+    from peerlane.sandbox.confine import OWN_UID
+    from peerlane.sandbox.isolation import Tier, choose, in_short
     from peerlane.settings import Deadlines
 
     remedies: dict[Tier, str] = {

@@ -17,7 +17,7 @@ from peerlane.cli._runs import run_to_judge
 from peerlane.errors import RunStopped, UsageError
 
 if TYPE_CHECKING:
-    from peerlane.evaluate.results.result import Result
+    from peerlane.results.result import Result
 
 Device: TypeAlias = Literal["cuda", "cpu", "emulated"]
 Mode: TypeAlias = Literal["eager", "graph"]
@@ -84,7 +84,7 @@ def evaluate_candidates(
     chosen = choose_device(device if on == "local" or device != "auto" else "cuda", emulated=on == "local")
 
     from peerlane.evaluate import discover
-    from peerlane.evaluate.processes.early import early_start
+    from peerlane.evaluate.processes.prestart import early_start
     from peerlane.service.dispatch import choose_dispatcher
 
     dispatcher = choose_dispatcher(on)
@@ -178,7 +178,7 @@ def default_world_sizes(device: Device, ranks_per_gpu: int = 1) -> tuple[int, ..
 
 def results_json(results: Sequence[Result]) -> dict[str, object]:
     """What ``--json`` prints."""
-    from peerlane.evaluate.results.reader import as_document
+    from peerlane.results.reader import as_document
 
     return as_document(results)
 

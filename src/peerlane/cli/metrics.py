@@ -12,10 +12,10 @@ from peerlane.cli._console import ProblemFolders, console, one_of, positive_inte
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:
-    from peerlane.evaluate.results.result import Result
     from peerlane.generate.attempts import Setting
     from peerlane.generate.run_folder import RunFolder
     from peerlane.generate.summary import Scored
+    from peerlane.results.result import Result
 
 
 def metrics(
@@ -40,11 +40,11 @@ def metrics(
     interval.
     """
     from peerlane import problems
-    from peerlane.evaluate.results.reader import FILE
     from peerlane.generate import summary
     from peerlane.generate.judgements import settings_of
     from peerlane.generate.judging import MODES
     from peerlane.generate.run_folder import RunFolder
+    from peerlane.results.reader import FILE
 
     one_of(mode, MODES, "--mode")
     thresholds = [_number(text) for text in words(p, "--p")]

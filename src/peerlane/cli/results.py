@@ -35,6 +35,6 @@ def migrate(
 @results.command()
 def schema() -> None:
     """Print the JSON Schema of a line of results.jsonl."""
-    from peerlane.evaluate.results.schema import SCHEMA_FILE
+    from peerlane.results.schema import SCHEMA_FILE
 
     print(SCHEMA_FILE.read_text(encoding="utf-8"), end="")

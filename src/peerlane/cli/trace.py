@@ -27,7 +27,7 @@ from peerlane.errors import MissingDependency, UsageError
 
 if TYPE_CHECKING:
     from peerlane.evaluate.audit.timeline import Timeline
-    from peerlane.evaluate.results.result import Result
+    from peerlane.results.result import Result
 
 _RACE_S = 2.0  # the time is to stand beside the picture; a speedup worth quoting is `eval`'s
 

@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from peerlane.device.arena import Arena
-from peerlane.device.group import MAX_RANKS
+from peerlane.device.host.arena import Arena
+from peerlane.device.host.group import MAX_RANKS
 
 _RANK: tl.constexpr = tl.constexpr(MAX_RANKS)
 _TIMEOUT: tl.constexpr = tl.constexpr(MAX_RANKS + 1)

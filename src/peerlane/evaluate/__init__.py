@@ -18,26 +18,26 @@ if TYPE_CHECKING:
     from peerlane.evaluate.evaluator import Progress as Progress
     from peerlane.evaluate.evaluator import evaluate as evaluate
     from peerlane.evaluate.plan import EvaluationPlan as EvaluationPlan
-    from peerlane.evaluate.results.result import Result as Result
-    from peerlane.evaluate.results.speed_record import ModeSpeed as ModeSpeed
-    from peerlane.evaluate.results.speed_record import NotMeasured as NotMeasured
-    from peerlane.evaluate.results.store import ResultsStore as ResultsStore
-    from peerlane.evaluate.results.verdict import Verdict as Verdict
+    from peerlane.results.result import Result as Result
+    from peerlane.results.speed_record import ModeSpeed as ModeSpeed
+    from peerlane.results.speed_record import NotMeasured as NotMeasured
+    from peerlane.results.store import ResultsStore as ResultsStore
+    from peerlane.results.verdict import Verdict as Verdict
 
 _HOMES = {
-    "CandidateFile": "candidates",
-    "candidate_file": "candidates",
-    "candidate_text": "candidates",
-    "discover": "candidates",
-    "EvaluationPlan": "plan",
-    "Evaluator": "evaluator",
-    "Progress": "evaluator",
-    "evaluate": "evaluator",
-    "ResultsStore": "results.store",
-    "ModeSpeed": "results.speed_record",
-    "NotMeasured": "results.speed_record",
-    "Result": "results.result",
-    "Verdict": "results.verdict",
+    "CandidateFile": "peerlane.evaluate.candidates",
+    "candidate_file": "peerlane.evaluate.candidates",
+    "candidate_text": "peerlane.evaluate.candidates",
+    "discover": "peerlane.evaluate.candidates",
+    "EvaluationPlan": "peerlane.evaluate.plan",
+    "Evaluator": "peerlane.evaluate.evaluator",
+    "Progress": "peerlane.evaluate.evaluator",
+    "evaluate": "peerlane.evaluate.evaluator",
+    "ResultsStore": "peerlane.results.store",
+    "ModeSpeed": "peerlane.results.speed_record",
+    "NotMeasured": "peerlane.results.speed_record",
+    "Result": "peerlane.results.result",
+    "Verdict": "peerlane.results.verdict",
 }
 
 __all__ = sorted(_HOMES)
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

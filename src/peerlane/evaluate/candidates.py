@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-import peerlane
 from peerlane.errors import CandidateChanged, CandidateNotFound
-from peerlane.evaluate.results.record import Track
-from peerlane.evaluate.results.result import CandidateInfo
 from peerlane.problem_files import slugs
 from peerlane.problem_names import resolve
+from peerlane.results.record import Track
+from peerlane.results.result import CandidateInfo
+from peerlane.version import PACKAGE, __version__
 
 Backend = Literal["pytorch", "cuda", "triton", "reference"]
 
@@ -75,7 +75,7 @@ class CandidateFile:
 
 
 def reference_candidate() -> CandidateFile:
-    digest = hashlib.sha256(f"{REFERENCE} {peerlane.__version__}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{REFERENCE} {__version__}".encode()).hexdigest()
     return CandidateFile(REFERENCE, None, digest, "reference", None)
 
 
@@ -143,7 +143,7 @@ def discover(arguments: Sequence[str], note: Callable[[str], None] = lambda _: N
     for argument in arguments:
         if not argument:  # an unset variable of a shell, more likely than the working directory
             raise CandidateNotFound("got '' for a candidate: expected a .py file or a folder; '.' is the current one")
-        path = Path(peerlane.__file__).parent / SOLUTIONS if argument == SOLUTIONS else Path(argument)
+        path = PACKAGE / SOLUTIONS if argument == SOLUTIONS else Path(argument)
         if argument == REFERENCE:
             found.append(reference_candidate())
         elif path.is_dir():

@@ -24,15 +24,15 @@ from peerlane.evaluate.pipeline import EvaluationPipeline, groups_needed
 from peerlane.evaluate.pipeline_emulated import EmulatedPipeline
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
 from peerlane.evaluate.processes.limit import Cancelled, Limit
-from peerlane.evaluate.processes.machine import OVERLOADED, lost_gpus, overloaded
+from peerlane.evaluate.processes.machine_faults import OVERLOADED, lost_gpus, overloaded
 from peerlane.evaluate.processes.rank_group import RankGroup
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.ranks.builds import Builds
-from peerlane.evaluate.results.identity import Identity
-from peerlane.evaluate.results.result import Result
-from peerlane.evaluate.results.store import ResultsStore
-from peerlane.evaluate.results.verdict import NotRun
 from peerlane.hardware.virtual_node import VirtualNode
+from peerlane.results.identity import Identity
+from peerlane.results.result import Result
+from peerlane.results.store import ResultsStore
+from peerlane.results.verdict import NotRun
 
 _RUNS_WITHOUT_RANKS = 2  # so many evaluations in a row without rank groups, and the rest of the run is given up
 _LOOK_S = 0.1

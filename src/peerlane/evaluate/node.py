@@ -13,13 +13,13 @@ from peerlane.device.emulator import build
 from peerlane.errors import UsageError
 from peerlane.evaluate.plan import EvaluationPlan
 from peerlane.evaluate.processes.sharing import sharing_failure
-from peerlane.evaluate.results.identity import NodeClass
-from peerlane.evaluate.sandbox.isolation import NO_ISOLATION, Isolation, choose
 from peerlane.hardware.ceilings import load_ceilings
 from peerlane.hardware.environment import node_class, record
 from peerlane.hardware.profiles import HardwareProfile, profile_for
 from peerlane.hardware.roofline import Peaks, datasheet_peaks, measured_peaks
 from peerlane.hardware.virtual_node import Sharing, VirtualNode, share_gpus
+from peerlane.results.identity import NodeClass
+from peerlane.sandbox.isolation import NO_ISOLATION, Isolation, choose
 from peerlane.words import counted
 
 

@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import peerlane
 from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
 from peerlane.evaluate.audit.audit import Auditor, profiler_works
 from peerlane.evaluate.audit.timeline import timeline_of
 from peerlane.evaluate.candidates import candidate_info
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected, verdict_of
 from peerlane.evaluate.correctness.stress import Stress
-from peerlane.evaluate.missing import missing_before, missing_behind, missing_on_virtual_node
 from peerlane.evaluate.node import Node
 from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.limit import Cancelled, Limit, OutOfTime
@@ -32,15 +30,17 @@ from peerlane.evaluate.processes.rank_group import BuildTime, GroupFailure, Rank
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
-from peerlane.evaluate.results.identity import source_hash
-from peerlane.evaluate.results.record import Mode
-from peerlane.evaluate.results.result import Audit, CaseEvidence, ProblemInfo, Result
-from peerlane.evaluate.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
-from peerlane.evaluate.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
-from peerlane.evaluate.sandbox.answers import answer_folders
+from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
 from peerlane.problems.contract.spec import Case
+from peerlane.results.identity import source_hash
+from peerlane.results.record import Mode
+from peerlane.results.result import Audit, CaseEvidence, ProblemInfo, Result
+from peerlane.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
+from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
+from peerlane.sandbox.hidden_files import family_sources, is_answer_file
 from peerlane.settings import StressRules, TimingRules
+from peerlane.version import __version__
 from peerlane.words import counted
 
 CHECKED_SLOTS = 4
@@ -251,7 +251,8 @@ class EvaluationPipeline:
             "cache": cache,
             "problem": self.job.problem.id,
             "variant": self.job.variant,
-            "own_communication": self.job.track == "custom" and not _is_ours(self.job.candidate.path),
+            "own_communication": self.job.track == "custom" and not is_answer_file(self.job.candidate.path),
+            "granted": family_sources(self.job.candidate.path),
         }
         with self._in("import"):
             self.loaded = True
@@ -421,7 +422,7 @@ class EvaluationPipeline:
         if any(runner.aliased for runner in self.runners):
             self.flags.add("aliased_output")
         return Result(
-            evaluator_version=peerlane.__version__,
+            evaluator_version=__version__,
             run_id=self.node.run_id,
             candidate=candidate_info(job.candidate),
             problem=ProblemInfo(id=job.problem.id, slug=job.problem.slug, variant=job.variant, source_hash=source_hash(job.problem)),
@@ -444,8 +445,3 @@ class EvaluationPipeline:
             log_tail=log,
             environment={**self.node.environment, "isolation_measures": list(self.session.isolation.measures)},
         )
-
-
-def _is_ours(path: Path | None) -> bool:
-    """True for peerlane's own solutions, whose communication the kit's is."""
-    return path is not None and any(str(path).startswith(f"{folder}/") for folder in answer_folders())

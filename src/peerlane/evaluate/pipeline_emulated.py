@@ -13,11 +13,11 @@ from peerlane.evaluate.processes.protocol import is_count
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import EMULATED_SCHEDULES
 from peerlane.evaluate.ranks.rank import wants_gpu
-from peerlane.evaluate.results.result import Audit
-from peerlane.evaluate.results.sanitize import sanitize
-from peerlane.evaluate.results.speed_record import NotMeasured
-from peerlane.evaluate.results.verdict import Correct, NotRun, Unstable, Verdict, WrongResult
 from peerlane.problems.contract.spec import Case
+from peerlane.results.result import Audit
+from peerlane.results.sanitize import sanitize
+from peerlane.results.speed_record import NotMeasured
+from peerlane.results.verdict import Correct, NotRun, Unstable, Verdict, WrongResult
 
 _NO_KIT = f"emulated ranks run candidates of the device kit ({KIT}), and this one does not import it: use --device cpu or cuda"
 _REFERENCE = "the reference communicates by torch.distributed, which emulated ranks do not have: use --device cpu or cuda"

@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-import peerlane
 from peerlane import problems
 from peerlane.errors import UnknownPreset, UnknownProblem, UsageError
 from peerlane.evaluate.candidates import REFERENCE, CandidateFile
-from peerlane.evaluate.results.identity import Identity, NodeClass, hash_rules, source_hash
-from peerlane.evaluate.results.record import Mode, Track
-from peerlane.evaluate.sandbox.isolation import Tier
 from peerlane.hardware.virtual_node import Baseline
 from peerlane.problems.contract.spec import Problem
+from peerlane.results.identity import Identity, NodeClass, hash_rules, source_hash
+from peerlane.results.record import Mode, Track
+from peerlane.sandbox.isolation import Tier
 from peerlane.settings import Deadlines, PoolSettings, StressRules, TimingRules
+from peerlane.version import __version__
 
 Device = Literal["cuda", "cpu", "emulated"]
 Cases = Literal["all", "timed"]
@@ -125,7 +125,7 @@ class Job:
             track=self.track,
             isolation=isolation,
             node=node,
-            evaluator_version=peerlane.__version__,
+            evaluator_version=__version__,
             rules_hash=rules_hash,
             source_hash=source_hash(self.problem),
         )

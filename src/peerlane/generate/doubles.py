@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from inspect_ai.model import ChatMessage, GenerateConfig, ModelAPI, ModelOutput, ModelUsage, modelapi
 from inspect_ai.tool import ToolChoice, ToolInfo
 
-import peerlane
 from peerlane import problems
 from peerlane.errors import UsageError
 from peerlane.problems.reference_source import reference_source
+from peerlane.version import PACKAGE
 
 _PROBLEM = re.compile(r"^Problem (\d+):", re.MULTILINE)
 _CHARACTERS_PER_TOKEN = 4
@@ -25,7 +24,7 @@ _CHARACTERS_PER_TOKEN = 4
 
 def expert_source(number: int) -> str | None:
     """The package's solution of a problem, or None if it has none."""
-    found = list((Path(peerlane.__file__).parent / "solutions").glob(f"p{number:03d}_*.py"))
+    found = list((PACKAGE / "solutions").glob(f"p{number:03d}_*.py"))
     return found[0].read_text() if found else None
 
 

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from peerlane.evaluate.results.result import Result
 from peerlane.generate.attempts import NO_CODE, NO_REPLY, NOT_JUDGED, Attempt, Setting
 from peerlane.generate.judging import speedups_of
 from peerlane.generate.run_folder import RunFolder, SampleKey
+from peerlane.results.result import Result
 
 
 def setting_of(result: Result) -> Setting:

@@ -23,11 +23,11 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-import peerlane
 from peerlane.errors import UsageError
 from peerlane.files import write_atomically
 from peerlane.generate.attempts import Attempt, Speedup, Usage
 from peerlane.generate.machine import Machine
+from peerlane.version import __version__
 
 FORMAT = 1
 RUN_FILE = "run.json"
@@ -150,7 +150,7 @@ class RunFolder:
             raise UsageError(f"{file} is not JSON: {error}; restore it, or use another --out") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             got = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise UsageError(f"{file} has format {got!r}: this peerlane ({peerlane.__version__}) reads {FORMAT}; use the one that wrote it")
+            raise UsageError(f"{file} has format {got!r}: this peerlane ({__version__}) reads {FORMAT}; use the one that wrote it")
         try:
             return cls(path, RunSettings.model_validate(data))
         except ValidationError as error:
@@ -169,7 +169,7 @@ class RunFolder:
                 raise UsageError(f"{path} holds a run with {changes or 'another machine'}: repeat its settings, or use another --out")
             return run
         path.mkdir(parents=True, exist_ok=True)
-        text = {"peerlane": peerlane.__version__, "created_at": datetime.now(UTC).isoformat(), **settings.model_dump(mode="json")}
+        text = {"peerlane": __version__, "created_at": datetime.now(UTC).isoformat(), **settings.model_dump(mode="json")}
         write_atomically(path / RUN_FILE, (json.dumps(text, indent=2) + "\n").encode())
         return cls(path, settings)
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-import peerlane
 from peerlane.hardware.topology import Topology, discover
+from peerlane.version import PACKAGE, __version__
 
 _RECORDED_PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_")
 _RECORDED_NAMES = (
@@ -52,7 +52,7 @@ def record(topology: Topology | None = None, environ: Mapping[str, str] | None =
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         "host": platform.node(),
         "software": software_versions(),
-        "git": git_revision(Path(peerlane.__file__).resolve().parents[2]),
+        "git": git_revision(PACKAGE.parents[1]),
         "variables": recorded_variables(environ),
     }
 
@@ -76,7 +76,7 @@ def software_versions() -> dict[str, str | None]:
     """Versions of python, peerlane, torch, the CUDA and NCCL that torch uses, and triton; None for what is not there."""
     return {
         "python": platform.python_version(),
-        "peerlane": peerlane.__version__,
+        "peerlane": __version__,
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "nccl": _nccl_version(),

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-import peerlane
 from peerlane.hardware.ceilings import Ceilings, Measurement, save_ceilings
 from peerlane.hardware.environment import node_class, record
 from peerlane.hardware.topology import Topology, discover
+from peerlane.version import PACKAGE
 
 DEFAULT_BUDGET_S = 40.0
 _POLL_S = 0.02
@@ -118,7 +118,7 @@ def _steps(gpus: int, folder: Path) -> list[list[ProbeJob]]:
 
 
 def _start(job: ProbeJob) -> subprocess.Popen[bytes]:
-    source = str(Path(peerlane.__file__).resolve().parents[1])
+    source = str(PACKAGE.parent)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH"))))}
     # Latency of 8 bytes needs no NVLink multicast, and a program that uses it can take shared GPUs out of service.
     environ.setdefault("NCCL_NVLS_ENABLE", "0")

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.device import gemm
-from peerlane.device.all_gather_gemm import all_gather_gemm as _fused_gather
-from peerlane.device.collectives import communicator
-from peerlane.device.gemm_all_gather import gemm_all_gather as _fused_columns
-from peerlane.device.gemm_all_reduce import gemm_all_reduce as _fused_sum
-from peerlane.device.gemm_reduce_scatter import gemm_reduce_scatter as _fused_scatter
+from peerlane.device import communicator
+from peerlane.device.products import gemm
+from peerlane.device.products.all_gather_gemm import all_gather_gemm as _fused_gather
+from peerlane.device.products.gemm_all_gather import gemm_all_gather as _fused_columns
+from peerlane.device.products.gemm_all_reduce import gemm_all_reduce as _fused_sum
+from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter as _fused_scatter
 from peerlane.errors import UsageError
 from peerlane.ops.attention import ring_attention, ulysses_attention
 from peerlane.ops.experts import gated_experts

@@ -10,10 +10,10 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
-from peerlane.device.group import Group
-from peerlane.device.ring_attention import attend_over_ranks
-from peerlane.device.ring_attention_backward import attend_over_ranks_backward
-from peerlane.device.ulysses_attention import attend_by_heads, attend_by_heads_backward
+from peerlane.device import Group
+from peerlane.device.attention.ring import attend_over_ranks
+from peerlane.device.attention.ring_backward import attend_over_ranks_backward
+from peerlane.device.attention.ulysses import attend_by_heads, attend_by_heads_backward
 from peerlane.errors import UsageError
 from peerlane.ops.groups import group_name, kit_group, process_group, world_size
 

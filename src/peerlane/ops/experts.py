@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import silu
 
-from peerlane.device import gemm
-from peerlane.device.collectives import communicator
-from peerlane.device.moe import room_for
-from peerlane.device.moe_layer import MAX_GROUPS, ExpertSizes, expert_layer
+from peerlane.device import communicator
+from peerlane.device.moe.exchange import room_for
+from peerlane.device.moe.layer import MAX_GROUPS, ExpertSizes, expert_layer
+from peerlane.device.products import gemm
 from peerlane.errors import UsageError
 from peerlane.ops.groups import group_name, kit_group, process_group, world_size
 

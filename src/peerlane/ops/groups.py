@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from peerlane.device.group import Group, current_group, group_of
+from peerlane.device import Group, group_of
+from peerlane.device.host.group import current_group
 
 
 def group_name(group: dist.ProcessGroup | None) -> str:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from peerlane import problems
-from peerlane.evaluate.results.identity import NodeClass
-from peerlane.evaluate.results.speed_record import Utilisation
 from peerlane.generate import metrics
 from peerlane.generate.attempts import Attempt, Usage
 from peerlane.generate.judging import MODES
 from peerlane.publish.gather import Sample, Standing, Task
+from peerlane.results.identity import NodeClass
+from peerlane.results.speed_record import Utilisation
 
 OTHER = "not in this suite"
 SWEEP = "sweep"

@@ -16,14 +16,14 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
-import peerlane
 from peerlane.errors import UsageError
-from peerlane.evaluate.results.reader import FILE, newest, read_results
-from peerlane.evaluate.results.record import Record
-from peerlane.evaluate.results.result import EnvironmentLine, Result
 from peerlane.files import write_atomically
 from peerlane.generate.judgements import settings_of
 from peerlane.generate.run_folder import RUN_FILE, RunFolder
+from peerlane.results.reader import FILE, newest, read_results
+from peerlane.results.record import Record
+from peerlane.results.result import EnvironmentLine, Result
+from peerlane.version import __version__
 
 FORMAT: Final = 1
 MANIFEST = "manifest.json"
@@ -79,7 +79,7 @@ def write_bundle(run_folder: Path, out: Path) -> Manifest:
         raise UsageError(f"{run_folder} holds no results of its candidates: run `peerlane eval {run_folder}` first")
     members = dict(_members(run, own))
     manifest = Manifest(
-        peerlane=peerlane.__version__,
+        peerlane=__version__,
         author=run.settings.model,
         kind=run.settings.kind,
         settings=tuple(map(str, settings_of(run, own))),
@@ -136,7 +136,7 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> Manifest:
         raise UsageError(f"{path} is too large for a bundle: expected at most {_MOST_MEMBERS:,} files and {_MOST_BYTES >> 20:,} MiB")
     found: dict[str, Any] = json.loads(_limited(archive, MANIFEST))
     if found.get("format") != FORMAT:
-        raise UsageError(f"{path} has format {found.get('format')!r}: this peerlane ({peerlane.__version__}) reads {FORMAT}")
+        raise UsageError(f"{path} has format {found.get('format')!r}: this peerlane ({__version__}) reads {FORMAT}")
     manifest = Manifest.model_validate(found)
     names = [info.filename for info in infos if info.filename != MANIFEST]
     if sorted(names) != sorted(manifest.files):

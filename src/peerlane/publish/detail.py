@@ -17,10 +17,10 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import CudaLexer, PythonLexer
 from pygments.token import String
 
-from peerlane.evaluate.results.result import Result
-from peerlane.evaluate.results.sanitize import printable
-from peerlane.evaluate.results.speed_record import ModeSpeed
 from peerlane.publish.gather import Sample
+from peerlane.results.result import Result
+from peerlane.results.sanitize import printable
+from peerlane.results.speed_record import ModeSpeed
 
 _HIGHLIGHTED_CHARACTERS = 200_000
 _FORMATTER = HtmlFormatter(nowrap=True)

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-import peerlane
 from peerlane.errors import UsageError
-from peerlane.evaluate.results.reader import FILE, newest, read_results
-from peerlane.evaluate.results.result import Result
 from peerlane.generate.attempts import Attempt
 from peerlane.generate.judgements import attempt_of, judged_samples, setting_of, settings_of
 from peerlane.generate.run_folder import RunFolder, is_run
 from peerlane.publish.bundle import is_bundle, read_bundle
 from peerlane.publish.verify import read_verification
+from peerlane.results.reader import FILE, newest, read_results
+from peerlane.results.result import Result
+from peerlane.version import PACKAGE
 
 REFERENCE = "reference"
 UNNAMED = "candidates"
@@ -189,7 +189,7 @@ def _code(result: Result) -> bytes | None:
     """Of the file that was judged, or of the package's own solution of that name, whichever has the result's hash."""
     if result.candidate.path is None:
         return None
-    own = Path(peerlane.__file__).parent / "solutions" / Path(result.candidate.path).name
+    own = PACKAGE / "solutions" / Path(result.candidate.path).name
     for path in (Path(result.candidate.path), own):
         try:
             data = path.read_bytes()

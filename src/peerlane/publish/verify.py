@@ -11,13 +11,13 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
-import peerlane
 from peerlane.errors import UsageError
-from peerlane.evaluate.results.record import Record
-from peerlane.evaluate.results.result import Result
-from peerlane.evaluate.results.speed_record import ModeSpeed
 from peerlane.generate.attempts import UNJUDGED
 from peerlane.publish.bundle import Bundle
+from peerlane.results.record import Record
+from peerlane.results.result import Result
+from peerlane.results.speed_record import ModeSpeed
+from peerlane.version import __version__
 
 Agreement = Literal["confirmed", "verdict_only", "differs", "not_judged"]
 """confirmed: the verdict, and the speeds if any were claimed. verdict_only: claimed speeds were not measured again on such a machine."""
@@ -113,7 +113,7 @@ def verification(bundle: Bundle, claims: Sequence[Result], checks: Iterable[Resu
     pairs = [(claim, check) for claim in claims if (check := by_question.get(Question.of(claim))) is not None]
     return Verification(
         bundle_sha256=bundle.sha256,
-        peerlane=peerlane.__version__,
+        peerlane=__version__,
         node_classes=tuple(dict.fromkeys(str(check.node) for _, check in pairs)),
         claimed=len(claims),
         findings=tuple(compare(claim, check) for claim, check in pairs),

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from peerlane.evaluate.results.reader import read_results
-from peerlane.evaluate.results.record import Record
-from peerlane.evaluate.results.result import Result
 from peerlane.problems.contract.count import Step
+from peerlane.results.reader import read_results
+from peerlane.results.record import Record
+from peerlane.results.result import Result
 from peerlane.selftest.calibrate import Calibration, read_calibrations
 
 RESULTS = Path("results")

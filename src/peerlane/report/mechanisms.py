@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from peerlane.device.mechanisms import Bandwidth, Latency, Mechanisms, fastest
+from peerlane.device.tools.mechanisms import Bandwidth, Latency, Mechanisms, fastest
 from peerlane.errors import UsageError
 from peerlane.hardware.ceilings import Measurement
 from peerlane.hardware.environment import node_class

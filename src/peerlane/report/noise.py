@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from peerlane.report.tables import TextTable, by_node, environment_lines
 
 if TYPE_CHECKING:
-    from peerlane.evaluate.results.record import Mode
-    from peerlane.evaluate.results.result import Result
-    from peerlane.evaluate.results.speed_record import ModeSpeed
+    from peerlane.results.record import Mode
+    from peerlane.results.result import Result
+    from peerlane.results.speed_record import ModeSpeed
 
 
 @dataclass(frozen=True)

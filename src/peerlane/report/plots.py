@@ -22,8 +22,8 @@ from peerlane.report.mechanisms import MeasuredMechanisms, size_text
 from peerlane.words import counted
 
 if TYPE_CHECKING:
-    from peerlane.evaluate.results.result import Result
-    from peerlane.evaluate.results.speed_record import Estimate
+    from peerlane.results.result import Result
+    from peerlane.results.speed_record import Estimate
 
 INSTALL = "pip install 'peerlane[plot]'"
 REFERENCE = "reference"

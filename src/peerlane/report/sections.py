@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import geometric_mean
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.results.reader import read_results
 from peerlane.report.calibration import calibration_table
 from peerlane.report.corpus import rule_table, rules_table
 from peerlane.report.evidence import CALIBRATIONS, MECHANISMS, NODE, ONE_GPU, PRODUCTION, PRODUCTION_OF_TWO, REFERENCES, RESULTS, TWO_GPUS
@@ -18,6 +17,7 @@ from peerlane.report.noise import accuracy
 from peerlane.report.selftest import selftest_report
 from peerlane.report.sweep import MODES, sweep_table
 from peerlane.report.tables import environment_lines, results_report
+from peerlane.results.reader import read_results
 from peerlane.selftest import outcome
 from peerlane.selftest.calibrate import read_calibrations
 from peerlane.selftest.run import attributed

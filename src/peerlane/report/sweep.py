@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peerlane.evaluate.results.record import Mode
-from peerlane.evaluate.results.result import Result
 from peerlane.report.mechanisms import size_text
 from peerlane.report.plots import sweep_bytes
 from peerlane.report.tables import TextTable, microseconds
+from peerlane.results.record import Mode
+from peerlane.results.result import Result
 
 MODES: tuple[Mode, ...] = ("graph", "eager")
 

@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from peerlane.evaluate.results.reader import newest
+from peerlane.results.reader import newest
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from peerlane.evaluate.results.identity import NodeClass
-    from peerlane.evaluate.results.result import Result
-    from peerlane.evaluate.results.speed_record import Estimate, ModeSpeed, Utilisation
+    from peerlane.results.identity import NodeClass
+    from peerlane.results.result import Result
+    from peerlane.results.speed_record import Estimate, ModeSpeed, Utilisation
 
 NOT_MEASURED = "not measured"
 FAILED = "failed"

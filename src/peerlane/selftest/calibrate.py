@@ -10,20 +10,20 @@ from typing import Any, Literal
 import torch
 from pydantic import ValidationError
 
-import peerlane
 from peerlane import problems
 from peerlane.errors import UsageError
 from peerlane.evaluate.plan import Device, must_have_presets, presets_of
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session, case_request
-from peerlane.evaluate.results.lines import append_lines, make_appendable, whole_lines
-from peerlane.evaluate.results.record import Ratio, Record
 from peerlane.hardware.environment import record as record_environment
 from peerlane.hardware.virtual_node import VirtualNode, share_gpus
 from peerlane.problems.contract.calibration import Margins, worst
 from peerlane.problems.contract.count import Count, Step, cost_faults
 from peerlane.problems.contract.spec import Case, Problem
+from peerlane.results.json_lines import append_lines, make_appendable, whole_lines
+from peerlane.results.record import Ratio, Record
 from peerlane.settings import Deadlines
+from peerlane.version import __version__
 from peerlane.words import counted
 
 Ratios = dict[str, Ratio]
@@ -136,7 +136,7 @@ def jobs_of(plan: CalibrationPlan, world_size: int) -> list[Job]:
 
 def job_key(job: Job, device: str) -> tuple[str, ...]:
     """The key that a job's record will have."""
-    return (peerlane.__version__, device, str(job.problem.id), job.variant, job.preset, str(job.world_size))
+    return (__version__, device, str(job.problem.id), job.variant, job.preset, str(job.world_size))
 
 
 def calibrate(plan: CalibrationPlan, tell: Callable[[str], None] = lambda _: None) -> Iterator[Calibration]:
@@ -223,7 +223,7 @@ def _record(job: Job, device: str, found: Sequence[Margins | str]) -> Calibratio
     timed = found[0]
     steps = () if isinstance(timed, str) or not timed.counts else tuple(timed.counts[0].steps)
     return Calibration(
-        evaluator_version=peerlane.__version__,
+        evaluator_version=__version__,
         torch_version=torch.__version__,
         device=device,
         problem=job.problem.id,

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from peerlane.errors import HarnessError, PeerlaneError
-from peerlane.evaluate.processes.early import early_start
-from peerlane.evaluate.results.result import Result
-from peerlane.evaluate.sandbox.process_tree import die_with_parent
+from peerlane.evaluate.processes.prestart import early_start
+from peerlane.results.result import Result
+from peerlane.sandbox.process_tree import die_with_parent
 
 if TYPE_CHECKING:
     from peerlane.evaluate.evaluator import Progress

@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.results.migrate import RENAMED, VERDICT_KINDS, migrate_result, ratio, renamed
-from peerlane.evaluate.results.record import Record
-from peerlane.evaluate.results.result import EnvironmentLine
 from peerlane.files import write_atomically
+from peerlane.results.migrate import RENAMED, VERDICT_KINDS, migrate_result, ratio, renamed
+from peerlane.results.record import Record
+from peerlane.results.result import EnvironmentLine
 from peerlane.selftest.calibrate import Calibration
 from peerlane.selftest.outcome import Outcome
 

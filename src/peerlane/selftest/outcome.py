@@ -10,11 +10,11 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.results.lines import whole_lines
-from peerlane.evaluate.results.record import Record
-from peerlane.evaluate.results.result import Result
-from peerlane.evaluate.results.speed_record import Estimate
 from peerlane.hardware.environment import node_class
+from peerlane.results.json_lines import whole_lines
+from peerlane.results.record import Record
+from peerlane.results.result import Result
+from peerlane.results.speed_record import Estimate
 from peerlane.selftest.table import Device, Entry
 
 FILE = "selftest.jsonl"

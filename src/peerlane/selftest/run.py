@@ -12,20 +12,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import peerlane
 from peerlane.evaluate.candidates import CandidateFile, candidate_file, reference_candidate
 from peerlane.evaluate.evaluator import Progress, Silent, evaluate
 from peerlane.evaluate.node import choose_isolation
 from peerlane.evaluate.plan import EvaluationPlan
-from peerlane.evaluate.results.lines import append_lines, make_appendable
-from peerlane.evaluate.results.result import Result
-from peerlane.evaluate.sandbox.isolation import Tier
 from peerlane.hardware.topology import discover
 from peerlane.hardware.virtual_node import share_gpus
+from peerlane.results.json_lines import append_lines, make_appendable
+from peerlane.results.result import Result
+from peerlane.sandbox.isolation import Tier
 from peerlane.selftest.lanes import Lane, divide, evaluate_side_by_side
 from peerlane.selftest.outcome import FILE, Outcome, identity, read_outcomes
 from peerlane.selftest.table import Corpus, Device, Entry
 from peerlane.settings import SELFTEST_DEADLINES, SELFTEST_POOL_SETTINGS, SELFTEST_RULES
+from peerlane.version import __version__
 
 MOST_LANES = 8
 FEWEST_PER_LANE = 8
@@ -93,7 +93,7 @@ class _Run:
         if self.path is not None:
             make_appendable(self.path)
         found = [item for item in read_outcomes(self.path) if item.device == self.plan.device] if self.path else []
-        kept = attributed(self.plan.corpus, [item for item in found if item.evaluator_version == peerlane.__version__])
+        kept = attributed(self.plan.corpus, [item for item in found if item.evaluator_version == __version__])
         yield from kept
         done = Counter(item.identity for _, item in kept)
         missing: dict[int, list[Entry]] = defaultdict(list)  # by world size: what can be judged in one session
@@ -106,7 +106,7 @@ class _Run:
 
     def _identity(self, entry: Entry) -> tuple[str, ...]:
         sha256 = self.files[entry.file].sha256
-        return identity(peerlane.__version__, sha256, entry.world_size, self.plan.device, entry.track, self.tier)
+        return identity(__version__, sha256, entry.world_size, self.plan.device, entry.track, self.tier)
 
     def _controls(self) -> list[Entry]:
         """Legitimate candidates that may stand between others: those of the plan where it has some."""

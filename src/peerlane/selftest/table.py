@@ -13,8 +13,8 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from peerlane.errors import UsageError
 from peerlane.evaluate.candidates import REFERENCE
-from peerlane.evaluate.results.record import Record
-from peerlane.evaluate.results.verdict import Phase
+from peerlane.results.record import Record
+from peerlane.results.verdict import Phase
 
 Device = Literal["cuda", "cpu", "emulated"]
 VerdictKind = Literal[

@@ -15,7 +15,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-import peerlane
 from peerlane.evaluate.evaluator import Evaluator
 from peerlane.service.metrics import render_metrics
 from peerlane.service.node import Node
@@ -23,6 +22,7 @@ from peerlane.service.openapi import openapi_document
 from peerlane.service.queue import JobQueue
 from peerlane.service.request import ENDED, FieldFault, JobDocument, Refusal, RequestFault, job_key, job_of, parse_request
 from peerlane.service.settings import ServiceSettings, Tokens
+from peerlane.version import __version__
 
 MOST_BODY_BYTES = 4 << 20
 """a candidate has at most half of it, and JSON may double it"""
@@ -199,7 +199,7 @@ class Service:
         """What judges here: the node, its settings, and the limits."""
         node = self.identify.node_of(self.settings.world_size)
         found = {
-            "evaluator_version": peerlane.__version__,
+            "evaluator_version": __version__,
             "node": node.node_class.model_dump(),
             "description": str(node.node_class),
             "world_size": self.settings.world_size,

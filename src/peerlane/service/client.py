@@ -23,8 +23,8 @@ from typing import Any, Self
 
 from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate.candidates import CandidateFile, candidate_file, candidate_info, candidate_text
-from peerlane.evaluate.results.result import Result
-from peerlane.evaluate.results.store import ResultsStore
+from peerlane.results.result import Result
+from peerlane.results.store import ResultsStore
 from peerlane.settings import service_token
 
 _POLL_S = 30.0

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from peerlane.errors import PeerlaneError, UsageError
 from peerlane.evaluate.evaluator import Evaluator, Progress, Silent
-from peerlane.evaluate.results.result import Result
+from peerlane.results.result import Result
 from peerlane.service import node_check
 from peerlane.service.node_check import NodeReport
 from peerlane.service.queue import JobQueue, Outcome, Taken

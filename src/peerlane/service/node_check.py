@@ -64,9 +64,9 @@ class NodeReport:
 
 def check_node(device: str, isolation: str | None = None, cheats: Sequence[str] = CHEATS) -> NodeReport:
     """The report on this node. Takes about ten seconds of CPU; at most :data:`LIMIT_S` where it is run as a process."""
-    from peerlane.evaluate.results.identity import NodeClass
     from peerlane.hardware.doctor import diagnose
     from peerlane.hardware.environment import record
+    from peerlane.results.identity import NodeClass
 
     node = str(NodeClass.of(record(), device))
     if broken := [f"{check.name}: {check.detail}" for check in diagnose() if check.status == "fail"]:
@@ -94,8 +94,8 @@ def check_node(device: str, isolation: str | None = None, cheats: Sequence[str] 
 
 def conditions_of(device: str, isolation: str | None, world_sizes: Sequence[int], ranks_per_gpu: int) -> dict[str, Any]:
     """What results from this node have in common, as JSON."""
-    import peerlane
     from peerlane.evaluate.evaluator import Evaluator
+    from peerlane.version import __version__
 
     evaluator = Evaluator(world_sizes[0], device, isolation=isolation, ranks_per_gpu=ranks_per_gpu)
     classes = {str(size): evaluator.node_of(size).node_class.model_dump() for size in world_sizes}
@@ -104,7 +104,7 @@ def conditions_of(device: str, isolation: str | None, world_sizes: Sequence[int]
         "classes": classes,
         "isolation": evaluator.isolation.tier,
         "rules_hash": rules,
-        "evaluator_version": peerlane.__version__,
+        "evaluator_version": __version__,
     }
 
 

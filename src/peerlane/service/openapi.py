@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-import peerlane
 from peerlane.service.request import JobDocument, JobRequest, Refusal
+from peerlane.version import __version__
 
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[^/]+$"}}
 _WAIT = {
@@ -120,7 +120,7 @@ def openapi_document() -> dict[str, Any]:
     }
     return {
         "openapi": "3.1.0",
-        "info": {"title": "peerlane", "version": peerlane.__version__, "description": "Evaluations of multi-GPU kernels as a service."},
+        "info": {"title": "peerlane", "version": __version__, "description": "Evaluations of multi-GPU kernels as a service."},
         "security": [{"token": []}],
         "paths": paths,
         "components": {"schemas": schemas["$defs"], "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}},

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from peerlane.errors import CandidateNotFound, UnknownPreset, UnknownProblem, UsageError
 from peerlane.evaluate.candidates import candidate_text
 from peerlane.evaluate.plan import Cases, EvaluationPlan, Job, make_jobs
-from peerlane.evaluate.results.record import Mode, Track
+from peerlane.results.record import Mode, Track
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 ENDED: tuple[State, ...] = ("done", "failed", "cancelled")

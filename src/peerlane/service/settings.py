@@ -10,7 +10,7 @@ from typing import Any
 
 from peerlane.errors import UsageError
 from peerlane.evaluate.plan import Device
-from peerlane.evaluate.sandbox.isolation import Tier
+from peerlane.sandbox.isolation import Tier
 
 ANYONE = "anyone"
 """the owner of all jobs of a service without tokens"""

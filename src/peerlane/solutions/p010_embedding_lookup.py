@@ -1,14 +1,14 @@
 """Problem 10, lookup in a sharded table: ids go to the rows' owners, and rows come back sorted by owner, as the problem wants them.
 
 One question to the device tells all ranks how many rows go where. Bound by that question and by the links, which carry eight bytes of
-an id and the row. ``device/counts.py`` and ``device/include/peerlane/collectives/exchange.cuh``."""
+an id and the row. ``device/collectives/counts.py`` and ``device/include/peerlane/collectives/exchange.cuh``."""
 
 from __future__ import annotations
 
 import torch
 
 from peerlane.device import communicator, group_of
-from peerlane.device.counts import share_counts
+from peerlane.device.collectives.counts import share_counts
 
 
 def solution(indices: torch.Tensor, local_shard: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from peerlane.device import communicator, gemm, group_of
-from peerlane.device.all_gather_gemm import all_gather_gemm
+from peerlane.device import communicator, group_of
+from peerlane.device.products import gemm
+from peerlane.device.products.all_gather_gemm import all_gather_gemm
 
 
 def solution(A_local: torch.Tensor, B: torch.Tensor) -> torch.Tensor:

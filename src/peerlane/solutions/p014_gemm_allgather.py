@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from peerlane.device import communicator, gemm, group_of
-from peerlane.device.gemm_all_gather import gemm_all_gather
+from peerlane.device import communicator, group_of
+from peerlane.device.products import gemm
+from peerlane.device.products.gemm_all_gather import gemm_all_gather
 
 
 def solution(A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:

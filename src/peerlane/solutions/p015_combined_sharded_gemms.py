@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from peerlane.device import communicator, gemm, group_of
-from peerlane.device.all_gather_gemm import all_gather_gemm
-from peerlane.device.perceptron import perceptron
+from peerlane.device import communicator, group_of
+from peerlane.device.products import gemm
+from peerlane.device.products.all_gather_gemm import all_gather_gemm
+from peerlane.device.products.perceptron import perceptron
 
 SILU = gemm.Epilogue("silu")
 

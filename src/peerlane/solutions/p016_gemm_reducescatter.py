@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from peerlane.device import communicator, gemm, group_of
-from peerlane.device.gemm_reduce_scatter import gemm_reduce_scatter
+from peerlane.device import communicator, group_of
+from peerlane.device.products import gemm
+from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 
 
 def solution(A_local: torch.Tensor, B_local: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Problem 21, clipping by the norm over shards: one kernel reads, sums, exchanges and scales, with no question to the host.
 
 Bound by HBM: each gradient is read once for the norm; what changes is written, and read again as far as L2 no longer holds it. The links
-carry a packet of each block. Small lists are bound by one launch and one trip of a packet. ``device/clipping.py``."""
+carry a packet of each block. Small lists are bound by one launch and one trip of a packet. ``families/clipping.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import Group, group_of, per_group
-from peerlane.device.clipping import Clipping, clip_gradients
+from peerlane.solutions.families.clipping import Clipping, clip_gradients
 
 
 @per_group

@@ -1,7 +1,7 @@
 """Problem 22, clipping by one norm over different groups: one kernel and one exchange for both sums, however many groups there are.
 
 A rank's experts' powers count once for every rank of ep_group whose ep_fsdp_group holds it; these counts are found once for each set
-of groups. Bound by HBM as problem 21: ``device/clipping.py``."""
+of groups. Bound by HBM as problem 21: ``families/clipping.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import Group, group_of, per_group
-from peerlane.device.clipping import Clipping, clip_gradients
+from peerlane.solutions.families.clipping import Clipping, clip_gradients
 
 
 @per_group

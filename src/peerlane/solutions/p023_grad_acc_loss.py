@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from peerlane.device import Group, group_of, per_group
-from peerlane.device.declare import BoundKernel, DeclaredKernel, Epochs, Packets, Pointer
-from peerlane.device.kernels import element_type
+from peerlane.device import BoundKernel, DeclaredKernel, Epochs, Group, Packets, Pointer, element_type, group_of, per_group
 
 SOURCE = r"""
 #include <peerlane/rows.cuh>

@@ -10,9 +10,21 @@ import ctypes
 
 import torch
 
-from peerlane.device import Group, group_of, per_group
-from peerlane.device.declare import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Field, Packets, Pointer, array
-from peerlane.device.kernels import element_type
+from peerlane.device import (
+    U32,
+    BoundKernel,
+    Buffer,
+    DeclaredKernel,
+    Epochs,
+    Field,
+    Group,
+    Packets,
+    Pointer,
+    array,
+    element_type,
+    group_of,
+    per_group,
+)
 from peerlane.errors import UsageError
 
 SOURCE = r"""

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from peerlane.device import Group, group_of, per_group
-from peerlane.device.declare import I32, U32, BoundKernel, DeclaredKernel, Epochs, Packets, Pointer
-from peerlane.device.kernels import element_type
+from peerlane.device import I32, U32, BoundKernel, DeclaredKernel, Epochs, Group, Packets, Pointer, element_type, group_of, per_group
 
 SOURCE = r"""
 #include <peerlane/grid.cuh>

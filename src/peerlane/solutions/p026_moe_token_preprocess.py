@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from peerlane.device import Group, group_of, per_group
-from peerlane.device.declare import U32, BoundKernel, DeclaredKernel, Epochs, Packets, Pointer
+from peerlane.device import U32, BoundKernel, DeclaredKernel, Epochs, Group, Packets, Pointer, group_of, per_group
 
 SOURCE = r"""
 #include <peerlane/rows.cuh>

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import group_of
-from peerlane.device.moe import dispatch
+from peerlane.device.moe.exchange import dispatch
 
 
 def solution(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import group_of
-from peerlane.device.moe import combine
+from peerlane.device.moe.exchange import combine
 
 
 def solution(

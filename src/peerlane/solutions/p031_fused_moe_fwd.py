@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import group_of
-from peerlane.device.moe_layer import gated_experts
+from peerlane.device.moe.layer import gated_experts
 
 
 @torch.no_grad()

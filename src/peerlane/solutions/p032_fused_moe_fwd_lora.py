@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from peerlane.device import Group, gemm, group_of
-from peerlane.device.moe_layer import Weights, gated_experts
+from peerlane.device import Group, group_of
+from peerlane.device.moe.layer import Weights, gated_experts
+from peerlane.device.products import gemm
 
 
 def adapted(group: Group, layer: torch.nn.Linear, a: torch.Tensor, b: torch.Tensor) -> Weights:

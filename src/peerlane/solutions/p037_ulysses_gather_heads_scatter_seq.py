@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import group_of
-from peerlane.device.strided import exchange_axes
+from peerlane.device.collectives.strided import exchange_axes
 
 
 def solution(x: torch.Tensor, seq_dim: int, head_dim: int, group: dist.ProcessGroup | None = None) -> torch.Tensor:

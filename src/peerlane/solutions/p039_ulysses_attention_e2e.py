@@ -2,7 +2,7 @@
 
 The projections are torch's. The exchanges and attention are one persistent kernel, ``device/include/peerlane/ulysses_attention.cuh``. It
 takes queries, keys and values where the projection leaves them, and stores every result where its token lives. Sequences of up to 32
-tokens have a kernel without tensor cores, ``device/short_attention.py``. Longer ones in float32, which tensor cores do not take, are
+tokens have a kernel without tensor cores, ``device/attention/short.py``. Longer ones in float32, which tensor cores do not take, are
 exchanged by two launches and computed by torch."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import group_of
-from peerlane.device.ulysses_attention import attend_by_heads
+from peerlane.device.attention.ulysses import attend_by_heads
 
 
 def solution(

@@ -1,14 +1,14 @@
 """Problem 40, a data-parallel training step of a two-layer MLP: one broadcast of all state, one sum of gradients, and Adam in one kernel.
 
 All ranks update all state, which costs less than the links would take to spread it. The public shape is bound by launches; larger ones by
-the products, and by the links, which carry three times the parameters from rank 0. ``peerlane.device.training_step`` has the kernel."""
+the products, and by the links, which carry three times the parameters from rank 0. The kernel is ``families/training_step.py``."""
 
 from __future__ import annotations
 
 import torch
 
 from peerlane.device import communicator, group_of
-from peerlane.device.training_step import Adam, adam_step, mlp_gradient, unflatten
+from peerlane.solutions.families.training_step import Adam, adam_step, mlp_gradient, unflatten
 
 
 def solution(

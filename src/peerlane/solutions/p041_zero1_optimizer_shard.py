@@ -1,14 +1,14 @@
 """Problem 41, ZeRO-1 on a two-layer MLP: behind the products one kernel sums gradients, updates the own part and stores it on all ranks.
 
 Parameters come from rank 0 by one broadcast. The public shape is bound by launches: of the products and of three kernels; larger ones by
-the products, and by the links, which carry the parameters three times. ``peerlane.device.training_step`` has the kernel."""
+the products, and by the links, which carry the parameters three times. The kernel is ``families/training_step.py``."""
 
 from __future__ import annotations
 
 import torch
 
 from peerlane.device import group_of
-from peerlane.device.training_step import Adam, partitioned_mlp_step
+from peerlane.solutions.families.training_step import Adam, partitioned_mlp_step
 
 
 def solution(

@@ -9,9 +9,7 @@ import math
 
 import torch
 
-from peerlane.device import Group, group_of, per_group
-from peerlane.device.declare import F32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer
-from peerlane.device.kernels import element_type
+from peerlane.device import F32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, element_type, group_of, per_group
 
 SOURCE = r"""
 #include <peerlane/rows.cuh>

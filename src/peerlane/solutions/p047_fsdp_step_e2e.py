@@ -1,7 +1,7 @@
 """Problem 47, a sharded training step of a two-layer MLP: parameters are gathered, and one kernel sums gradients and updates the own part.
 
 The public shape is bound by launches: of the products and of two kernels; larger ones by the products, and by the links, which carry the
-parameters twice. ``peerlane.device.training_step`` has the kernel."""
+parameters twice. The kernel is ``families/training_step.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from peerlane.device import communicator, group_of
-from peerlane.device.training_step import Adam, adam_step, mlp_gradient
+from peerlane.solutions.families.training_step import Adam, adam_step, mlp_gradient
 
 
 def solution(

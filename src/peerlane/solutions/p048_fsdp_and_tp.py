@@ -8,10 +8,22 @@ from __future__ import annotations
 
 import torch
 
-from peerlane.device import Group, communicator, group_of, per_group
-from peerlane.device.declare import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer
-from peerlane.device.kernels import element_type
-from peerlane.device.moe import room_for
+from peerlane.device import (
+    U32,
+    U64,
+    BoundKernel,
+    Buffer,
+    DeclaredKernel,
+    Epochs,
+    Flags,
+    Group,
+    Pointer,
+    communicator,
+    element_type,
+    group_of,
+    per_group,
+)
+from peerlane.device.moe.exchange import room_for
 
 GATHER = r"""
 #include <peerlane/rows.cuh>

@@ -1,14 +1,14 @@
 """Problem 53, all-gather of parameters as e4m3 codes: one kernel; codes travel, every receiver decodes them with the source's scale.
 
 One byte an element crosses the links, half of bfloat16. Bound by HBM at large sizes: each rank writes W shards. Small ones are bound
-by the launch, one trip of packets and one of a flag. ``device/fp8_history.py``."""
+by the launch, one trip of packets and one of a flag. ``families/fp8_history.py``."""
 
 from __future__ import annotations
 
 import torch
 
 from peerlane.device import group_of
-from peerlane.device.fp8_history import exchange_as_fp8
+from peerlane.solutions.families.fp8_history import exchange_as_fp8
 
 
 def solution(flat_param_shard: torch.Tensor, amax_history: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from peerlane.device.ring_attention import attend_over_ranks
+from peerlane.device.attention.ring import attend_over_ranks
 
 
 def solution(

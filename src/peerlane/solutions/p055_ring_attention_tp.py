@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import communicator, group_of
-from peerlane.device.ring_attention import attention_layer
+from peerlane.device.attention.ring import attention_layer
 
 
 def solution(

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import group_of
-from peerlane.device.hand_over import pipeline
-from peerlane.device.ring_attention import attention_layer
+from peerlane.device.attention.ring import attention_layer
+from peerlane.solutions.families.hand_over import pipeline
 
 LARGE_PART = 1 << 20
 """Elements of an entry from which on a part is one entry: the work on it takes longer than a launch."""

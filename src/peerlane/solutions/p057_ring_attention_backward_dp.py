@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import communicator, group_of
-from peerlane.device.ring_attention_backward import attend_over_ranks_backward
+from peerlane.device.attention.ring_backward import attend_over_ranks_backward
 
 
 def solution(

@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from peerlane.device import Group, communicator, group_of, per_group
-from peerlane.device.declare import F32, U32, BoundKernel, Buffer, DeclaredKernel, Pointer
-from peerlane.device.kernels import element_type
+from peerlane.device import F32, U32, BoundKernel, Buffer, DeclaredKernel, Group, Pointer, communicator, element_type, group_of, per_group
 
 SOURCE = r"""
 #include <peerlane/grid.cuh>

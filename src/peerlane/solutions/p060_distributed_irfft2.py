@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import group_of
-from peerlane.device.strided import exchange_axes
+from peerlane.device.collectives.strided import exchange_axes
 
 
 def solution(

@@ -7,10 +7,24 @@ from __future__ import annotations
 
 import torch
 
-from peerlane.device import Group, communicator, group_of, per_group
-from peerlane.device.counts import share_counts
-from peerlane.device.declare import F32, U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer, array
-from peerlane.device.group import MAX_RANKS
+from peerlane.device import (
+    F32,
+    U32,
+    U64,
+    BoundKernel,
+    Buffer,
+    DeclaredKernel,
+    Epochs,
+    Flags,
+    Group,
+    Pointer,
+    array,
+    communicator,
+    group_of,
+    per_group,
+)
+from peerlane.device.collectives.counts import share_counts
+from peerlane.device.host.group import MAX_RANKS
 from peerlane.errors import UsageError
 
 SOURCE = r"""

@@ -9,9 +9,22 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from peerlane.device import Group, communicator, group_of, per_group
-from peerlane.device.declare import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer, array
-from peerlane.device.group import MAX_RANKS
+from peerlane.device import (
+    U32,
+    U64,
+    BoundKernel,
+    Buffer,
+    DeclaredKernel,
+    Epochs,
+    Flags,
+    Group,
+    Pointer,
+    array,
+    communicator,
+    group_of,
+    per_group,
+)
+from peerlane.device.host.group import MAX_RANKS
 
 TAPS = r"""
 #include <peerlane/comm.cuh>

@@ -10,9 +10,24 @@ import functools
 
 import torch
 
-from peerlane.device import Group, group_of, per_group
-from peerlane.device.counts import MOST_GIVEN, share_counts
-from peerlane.device.declare import F64, U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Field, Flags, Packets, Pointer, array
+from peerlane.device import (
+    F64,
+    U32,
+    U64,
+    BoundKernel,
+    Buffer,
+    DeclaredKernel,
+    Epochs,
+    Field,
+    Flags,
+    Group,
+    Packets,
+    Pointer,
+    array,
+    group_of,
+    per_group,
+)
+from peerlane.device.collectives.counts import MOST_GIVEN, share_counts
 from peerlane.errors import UsageError
 
 SOURCE = r"""

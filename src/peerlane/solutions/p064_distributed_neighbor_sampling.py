@@ -1,7 +1,7 @@
 """Problem 64, neighbours sampled hop by hop: two questions to the device and three launches of the kit's exchange for each hop.
 
 Sizes of all parts are known behind the questions, so nothing else waits but the search for new nodes, which is one stable sort. Bound by
-those waits. ``device/counts.py`` and ``device/include/peerlane/collectives/exchange.cuh``."""
+those waits. ``device/collectives/counts.py`` and ``device/include/peerlane/collectives/exchange.cuh``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import communicator, group_of
-from peerlane.device.counts import share_counts
+from peerlane.device.collectives.counts import share_counts
 
 Sample = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import communicator, group_of
-from peerlane.device.collectives import relative_parts
+from peerlane.device.collectives.communicator import relative_parts
 
 
 def solution(

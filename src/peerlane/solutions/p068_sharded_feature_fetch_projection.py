@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from peerlane.device import Group, group_of, per_group
-from peerlane.device.counts import share_counts
-from peerlane.device.declare import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer, array
+from peerlane.device import U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, array, group_of, per_group
+from peerlane.device.collectives.counts import share_counts
 
 SOURCE = r"""
 #include <peerlane/comm.cuh>

@@ -11,10 +11,9 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from peerlane.device import Group, group_of, per_group
-from peerlane.device.counts import share_table
-from peerlane.device.declare import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer, array
-from peerlane.device.group import MAX_RANKS
+from peerlane.device import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Group, Pointer, array, group_of, per_group
+from peerlane.device.collectives.counts import share_table
+from peerlane.device.host.group import MAX_RANKS
 
 SOURCE = r"""
 #include <peerlane/rows.cuh>

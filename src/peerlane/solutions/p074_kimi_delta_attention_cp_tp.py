@@ -2,7 +2,7 @@
 
 The reference gathers whole sequences on every rank; here a state of K V numbers a head moves from each rank to the next. Bound by the
 chain of tokens, each of which waits for the one before: as long as the sequence, whatever the number of ranks.
-``peerlane.device.delta_rule`` has the kernel."""
+The kernel is ``families/delta_rule.py``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import communicator, group_of
-from peerlane.device.delta_rule import DeltaInputs, gated_delta_rule
+from peerlane.solutions.families.delta_rule import DeltaInputs, gated_delta_rule
 
 
 def solution(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from peerlane.device import group_of
-from peerlane.device.strided import exchange_axes, exchange_part
+from peerlane.device.collectives.strided import exchange_axes, exchange_part
 
 
 def solution(

@@ -12,9 +12,20 @@ import math
 import torch
 import torch.distributed as dist
 
-from peerlane.device import Group, group_of, per_group
-from peerlane.device.declare import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer, array
-from peerlane.device.kernels import element_type
+from peerlane.device import (
+    U32,
+    BoundKernel,
+    Buffer,
+    DeclaredKernel,
+    Epochs,
+    Flags,
+    Group,
+    Pointer,
+    array,
+    element_type,
+    group_of,
+    per_group,
+)
 from peerlane.errors import UsageError
 
 SOURCE = r"""

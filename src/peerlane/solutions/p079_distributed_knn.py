@@ -10,9 +10,21 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 
-from peerlane.device import Group, communicator, group_of, per_group
-from peerlane.device.counts import share_counts
-from peerlane.device.declare import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer, array
+from peerlane.device import (
+    U32,
+    BoundKernel,
+    Buffer,
+    DeclaredKernel,
+    Epochs,
+    Flags,
+    Group,
+    Pointer,
+    array,
+    communicator,
+    group_of,
+    per_group,
+)
+from peerlane.device.collectives.counts import share_counts
 
 SOURCE = r"""
 #include <peerlane/rows.cuh>

@@ -9,9 +9,22 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from peerlane.device import Group, group_of, per_group
-from peerlane.device.declare import F32, U32, U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer, array
-from peerlane.device.kernels import element_type
+from peerlane.device import (
+    F32,
+    U32,
+    U64,
+    BoundKernel,
+    Buffer,
+    DeclaredKernel,
+    Epochs,
+    Flags,
+    Group,
+    Pointer,
+    array,
+    element_type,
+    group_of,
+    per_group,
+)
 from peerlane.errors import UsageError
 
 SOURCE = r"""

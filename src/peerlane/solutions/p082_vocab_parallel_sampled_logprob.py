@@ -2,7 +2,7 @@
 
 With up to 32 of top-k each rank sends its k largest logits of a token, and every rank merges them; other filters are searched for by
 packets of three sums. Bound by HBM: each rank reads its shard once, where the reference sends it, sorts it and sends results back. Small
-inputs are bound by the launch and one trip of a packet. ``device/nucleus.py``, and docs/kernels/filtered-log-probability.md."""
+inputs are bound by the launch and one trip of a packet. ``families/nucleus.py``, and docs/kernels/filtered-log-probability.md."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import group_of
-from peerlane.device.nucleus import filtered_logits
+from peerlane.solutions.families.nucleus import filtered_logits
 
 
 def solution(

@@ -1,6 +1,6 @@
 """Problem 83, problem 82 in chunks: the same kernel, which has no intermediate results for chunks to bound.
 
-Bound by HBM, which reads each logit once. ``device/nucleus.py``."""
+Bound by HBM, which reads each logit once. ``families/nucleus.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import group_of
-from peerlane.device.nucleus import filtered_logits
+from peerlane.solutions.families.nucleus import filtered_logits
 
 
 def solution(

@@ -1,7 +1,7 @@
 """Problem 84, the gradient of problem 83: the same kernel, which finds the filter again and writes its shard's part of the gradient.
 
 Bound by HBM: logits are read twice, the second time from L2 where they fit, and float32 gradients are written once. Neither crosses a
-link. Logits that equal the top-p cut are all kept, with the mass of as many as the cut takes. ``device/nucleus.py``."""
+link. Logits that equal the top-p cut are all kept, with the mass of as many as the cut takes. ``families/nucleus.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import group_of
-from peerlane.device.nucleus import filtered_logits
+from peerlane.solutions.families.nucleus import filtered_logits
 
 
 def solution(

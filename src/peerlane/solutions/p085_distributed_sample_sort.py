@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.device import Group, communicator, group_of
-from peerlane.device.counts import share_counts
+from peerlane.device.collectives.counts import share_counts
 
 GATHERED = 1 << 18
 """Elements of all ranks that every rank sorts for itself."""

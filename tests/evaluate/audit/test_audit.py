@@ -18,8 +18,8 @@ from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
-from peerlane.evaluate.results.record import Track
 from peerlane.problems.contract import Case
+from peerlane.results.record import Track
 from peerlane.settings import Deadlines, TimingRules
 
 NCCL = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -2,7 +2,7 @@
 
 import torch
 
-from peerlane.device.backend.tally import count
+from peerlane.device.host.tally import count
 from peerlane.evaluate.audit.activity import activity
 from peerlane.evaluate.audit.recorder import recording
 

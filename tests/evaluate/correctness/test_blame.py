@@ -10,8 +10,8 @@ import pytest
 from peerlane import problems
 from peerlane.errors import HarnessError
 from peerlane.evaluate.correctness.case_runner import CaseRunner
-from peerlane.evaluate.missing import missing_on_virtual_node
 from peerlane.evaluate.processes.rank_group import GroupFailure
+from peerlane.evaluate.requirements import missing_on_virtual_node
 from peerlane.settings import Deadlines
 
 FAULT = GroupFailure("cuda_error", "correctness", "an illegal memory access was encountered")

@@ -30,9 +30,9 @@ from peerlane.evaluate.processes.fork_client import memory_file
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.ranks import candidate
 from peerlane.evaluate.ranks.trusted import TrustedRank
-from peerlane.evaluate.results.verdict import Unstable, WrongResult
 from peerlane.evaluate.timing import cache_flush
 from peerlane.problems.contract import Draw, describe, tensor_descriptions
+from peerlane.results.verdict import Unstable, WrongResult
 from peerlane.settings import Deadlines, StressRules
 
 RULES = StressRules()

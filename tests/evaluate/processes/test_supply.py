@@ -13,13 +13,13 @@ import pytest
 
 from peerlane.errors import CandidateNotFound, HarnessError, RunStopped
 from peerlane.evaluate import EvaluationPlan, discover, evaluate, evaluator
-from peerlane.evaluate.processes import machine
+from peerlane.evaluate.processes import machine_faults
 from peerlane.evaluate.processes.logs import KEPT_BYTES, LogTail
 from peerlane.evaluate.processes.pool import NoRanks, WarmPool
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.ranks import builds
-from peerlane.evaluate.results.store import ResultsStore
 from peerlane.hardware.memory import GpuMemory, parse_smi_memory
+from peerlane.results.store import ResultsStore
 from peerlane.settings import PoolSettings
 from sample_results import result
 
@@ -148,8 +148,8 @@ def test_a_log_keeps_its_end_and_stays_small() -> None:
 def test_gpus_are_given_up_only_when_the_driver_says_so(faults: Any, told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """However full their memory is: others may have filled it. And nobody is told to reset what others use."""
     full = [GpuMemory(99 << 30, fault) for fault in faults]
-    monkeypatch.setattr(machine, "gpu_memory", lambda indices: full)
-    said = machine.lost_gpus([0, 1])
+    monkeypatch.setattr(machine_faults, "gpu_memory", lambda indices: full)
+    said = machine_faults.lost_gpus([0, 1])
     assert (said is None) if told is None else (said is not None and told in said and "reset" not in said)
 
 

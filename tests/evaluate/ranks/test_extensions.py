@@ -27,7 +27,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def request_of(candidate: Path) -> dict[str, Any]:
-    return {"path": str(candidate), "source": candidate.read_bytes().decode("latin-1"), "cache": None, "gpu_only": False, "on_cpu": False}
+    return {
+        "path": str(candidate),
+        "source": candidate.read_bytes().decode("latin-1"),
+        "cache": None,
+        "gpu_only": False,
+        "on_cpu": False,
+        "granted": {},
+    }
 
 
 def test_two_sources_build_in_two_folders(tmp_path: Path) -> None:

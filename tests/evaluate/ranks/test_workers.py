@@ -23,8 +23,8 @@ from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.ranks import timed_block
 from peerlane.evaluate.ranks.rank import classify
 from peerlane.evaluate.ranks.trusted import _changed, _changes, _claimed_mismatch
-from peerlane.evaluate.results.sanitize import LINE_CHARACTERS
 from peerlane.problems.contract import describe, exactly, map_leaves, plainly
+from peerlane.results.sanitize import LINE_CHARACTERS
 
 
 @pytest.mark.parametrize("module", ["ranks.serve", "ranks.candidate", "ranks.trusted", "processes.fork_server", "ranks.builder"])

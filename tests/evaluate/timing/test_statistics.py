@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from peerlane.evaluate.results.speed_record import Estimate
 from peerlane.evaluate.timing.scoring import median_interval
+from peerlane.results.speed_record import Estimate
 
 
 def test_the_interval_holds_the_true_median_in_about_95_of_100_samples() -> None:

@@ -18,7 +18,7 @@ Rules for programs:
 import torch.distributed as dist
 
 from peerlane.device.backend.process_group import PeerlaneGroup, create_group
-from peerlane.device.backend.tally import Count, counts, report, reset_counts
+from peerlane.device.host.tally import Count, counts, report, reset_counts
 
 __all__ = ["Count", "PeerlaneGroup", "counts", "report", "reset_counts"]
 

@@ -9,9 +9,9 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, ReduceOp
 
 from peerlane.device.backend.ordering import CudaLane, Lane
-from peerlane.device.collectives import Communicator
-from peerlane.device.group import MAX_RANKS
-from peerlane.device.kernels import ELEMENT_TYPES
+from peerlane.device.collectives.communicator import Communicator
+from peerlane.device.host.element_types import ELEMENT_TYPES
+from peerlane.device.host.group import MAX_RANKS
 from peerlane.errors import UsageError
 
 

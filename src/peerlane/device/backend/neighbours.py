@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from peerlane.device.ipc import host_name
+from peerlane.device.host.ipc import host_name
 from peerlane.settings import shared_gpu_environment
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import Work
 
-from peerlane.device import _cuda
+from peerlane.device.host import cuda_bindings
 
 NO_TIMEOUT = timedelta(0)
 
@@ -202,5 +202,5 @@ def _capture(stream: torch.cuda.Stream) -> int:
     """Which capture the current stream is in; 0 outside of captures."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
-    status, _, capture, *_ = _cuda.driver().cuStreamGetCaptureInfo(stream.cuda_stream)
+    status, _, capture, *_ = cuda_bindings.driver().cuStreamGetCaptureInfo(stream.cuda_stream)
     return 0 if status else int(capture)

@@ -17,7 +17,7 @@ from peerlane.device.backend import kit
 from peerlane.device.backend.kit import Collectives
 from peerlane.device.backend.ordering import JointWork
 from peerlane.device.backend.routing import LIBRARIES, RoutedGroup, c10d
-from peerlane.device.backend.tally import count
+from peerlane.device.host.tally import count
 from peerlane.errors import UsageError
 
 NO_POINT_TO_POINT = "the kit has no point-to-point operations"

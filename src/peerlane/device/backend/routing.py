@@ -17,8 +17,8 @@ from peerlane.device.backend.kit import Collectives, KitProvider, Provider
 from peerlane.device.backend.neighbours import Seat, prepare_shared_gpus
 from peerlane.device.backend.ordering import FinishedWork, JointWork
 from peerlane.device.backend.symmetric import forget_symmetric_memory, serve_symmetric_memory
-from peerlane.device.backend.tally import count
-from peerlane.device.ipc import StoreExchange
+from peerlane.device.host.ipc import StoreExchange
+from peerlane.device.host.tally import count
 from peerlane.errors import PeerlaneError, UsageError
 
 c10d: Any = distributed_c10d

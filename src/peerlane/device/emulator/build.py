@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from peerlane import settings
-from peerlane.device.jit import INCLUDE_DIR
+from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.errors import CompileError, MissingDependency, UsageError
 from peerlane.files import one_process, write_atomically
 

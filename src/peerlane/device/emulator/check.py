@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peerlane.device.arena import describe_fault
 from peerlane.device.emulator import build
 from peerlane.device.emulator.job import TIMEOUT_NS, Answer, Job, Launch, run_job
 from peerlane.device.emulator.scenario import Scenario
+from peerlane.device.host.arena import describe_fault
 from peerlane.errors import UsageError
 
 _OWN_CODE = (str(build.STAND_INS), str(build.RUNTIME.parent))

@@ -29,11 +29,11 @@ from peerlane.device.emulator.job import PAGE_BYTES, Launch
 from peerlane.device.emulator.scenario import GUARDED_TAKES
 from peerlane.device.emulator.sequence import Code, LaunchSequence, Step, findings
 from peerlane.device.emulator.turns import Meeting, Turns
-from peerlane.device.group import FAULT_WORDS, Group, Small, entered
-from peerlane.device.launch import argument, three
-from peerlane.device.layout import LINE_BYTES, Layout
-from peerlane.device.roles import BlockNeeds
-from peerlane.device.tensor_map import TensorMap, TensorMapSpec
+from peerlane.device.host.group import FAULT_WORDS, Group, Small, entered
+from peerlane.device.host.launch import argument, three
+from peerlane.device.host.layout import LINE_BYTES, Layout
+from peerlane.device.host.roles import BlockNeeds
+from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
 from peerlane.errors import UsageError
 
 Arguments = tuple[Any, ...]

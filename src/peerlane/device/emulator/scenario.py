@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from peerlane.device.arena import ArenaView
 from peerlane.device.emulator.job import BASE, DEFAULT_RESIDENT_BLOCKS, PAGE_BYTES, TIMEOUT_NS, Job, Launch, Region, check_threads
-from peerlane.device.group import FAULT_WORDS, MAX_RANKS
-from peerlane.device.layout import LINE_BYTES, Layout
+from peerlane.device.host.arena import ArenaView
+from peerlane.device.host.group import FAULT_WORDS, MAX_RANKS
+from peerlane.device.host.layout import LINE_BYTES, Layout
 from peerlane.errors import UsageError
 
 

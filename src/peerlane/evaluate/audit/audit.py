@@ -20,10 +20,10 @@ from peerlane.evaluate.correctness.case_runner import CaseRunner, collectives_of
 from peerlane.evaluate.processes.protocol import Message, is_count
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
-from peerlane.evaluate.results.record import Mode
-from peerlane.evaluate.results.result import Audit, Mechanism
-from peerlane.evaluate.results.verdict import IntegrityFailure, TrackViolation
 from peerlane.evaluate.timing.benchmark import Benchmark
+from peerlane.results.record import Mode
+from peerlane.results.result import Audit, Mechanism
+from peerlane.results.verdict import IntegrityFailure, TrackViolation
 
 _SLOTS = 4
 _MOST_CHOICES = 16

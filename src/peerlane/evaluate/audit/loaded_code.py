@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from peerlane.device.host import launch, tune
 from peerlane.evaluate.audit.activity import MOST_NAMES, NAME_CHARACTERS
 from peerlane.evaluate.audit.device_code import in_ptx, in_sass
 
@@ -49,7 +50,7 @@ def loaded_code(before: frozenset[str], *, libraries: bool) -> dict[str, Any]:
         for name, words in found.items():
             kernels.append({"name": _demangle(name)[:NAME_CHARACTERS], "origin": origin, "mechanisms": sorted(words)})
 
-    for path in _peerlane_cubins():
+    for path in launch.loaded_cubins():
         try:
             add("peerlane.device", in_ptx(path.with_suffix(".ptx").read_text()))
         except OSError as error:
@@ -68,13 +69,7 @@ def loaded_code(before: frozenset[str], *, libraries: bool) -> dict[str, Any]:
 
 def _choices() -> list[str]:
     """What the kit's tuner has chosen in this process."""
-    tune = sys.modules.get("peerlane.device.tune")  # there if the candidate uses it
-    return [] if tune is None else [str(choice)[:NAME_CHARACTERS] for choice in tune.report()]
-
-
-def _peerlane_cubins() -> list[Path]:
-    launch = sys.modules.get("peerlane.device.launch")  # there if the candidate uses it
-    return [] if launch is None else launch.loaded_cubins()
+    return [str(choice)[:NAME_CHARACTERS] for choice in tune.report()]
 
 
 def _triton_ptx() -> Iterator[str]:

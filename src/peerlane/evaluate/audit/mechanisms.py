@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from peerlane.evaluate.audit.activity import MOST_NAMES, Activity, kernel_kind
-from peerlane.evaluate.results.result import Confidence, Mechanism, MechanismName
+from peerlane.results.result import Confidence, Mechanism, MechanismName
 
 _ORDER: tuple[Confidence, ...] = get_args(Confidence)
 _OWN = ("own", "triton")

@@ -7,7 +7,6 @@ get at the profiler from native code; what can be seen from outside is that the 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -18,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
 from peerlane import settings
+from peerlane.device.host import tally
+from peerlane.device.tools import trace
 from peerlane.evaluate.audit import monkeypatch_check
 from peerlane.evaluate.audit.activity import MOST_NAMES, NAME_CHARACTERS
 from peerlane.evaluate.audit.timeline import HOST_LANE, MOST_EVENTS
@@ -54,8 +55,7 @@ def collectives() -> int:
     for group in list(_world.pg_map):
         with contextlib.suppress(Exception):  # backends that do not count
             total += _sequence(group)
-    backend = sys.modules.get("peerlane.device.backend.tally")  # its groups count by themselves
-    return total if backend is None else total + backend.total()
+    return total + tally.total()  # the groups of the backend peerlane count by themselves
 
 
 class Recording:
@@ -110,11 +110,6 @@ class Recording:
         self.message["events"] = found[:MOST_EVENTS]
 
 
-def _kit_trace() -> Any:
-    """The kit's module of stamps, where kernels of this process leave some."""
-    return sys.modules.get("peerlane.device.trace") if settings.records_roles() else None
-
-
 @contextlib.contextmanager
 def recording(device: torch.device, marker: str, *, timeline: bool = False) -> Iterator[Recording]:
     """Records all threads' operators and, on a GPU, what the device does, until everything that was launched has ended.
@@ -126,8 +121,8 @@ def recording(device: torch.device, marker: str, *, timeline: bool = False) -> I
     activities = {_Activity.CPU, _Activity.CUDA} if on_gpu else {_Activity.CPU}
     if on_gpu:
         _synchronize()
-    if timeline and (kit := _kit_trace()) is not None:
-        kit.forget_observed()
+    if timeline and settings.records_roles():
+        trace.forget_observed()
         _synchronize()
     configuration = _Settings(_KINETO, False, False, False, False, False, _Configuration(profile_all_threads=True))
     _prepare(configuration, activities)
@@ -147,5 +142,5 @@ def recording(device: torch.device, marker: str, *, timeline: bool = False) -> I
     result.keep(events, marker, before, after)
     if timeline:
         result.keep_events(events, marker)
-        if (kit := _kit_trace()) is not None:
-            result.message["roles"] = kit.observed_spans(MOST_EVENTS)
+        if settings.records_roles():
+            result.message["roles"] = trace.observed_spans(MOST_EVENTS)

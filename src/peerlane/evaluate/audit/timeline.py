@@ -157,7 +157,7 @@ def timeline_of(answers: Sequence[Message], calls: int, mechanisms: Mapping[str,
     ``mechanisms``: of kernels whose code was found, what in it moves data between ranks; such a kernel does both. The kit's collectives
     communicate, like NCCL's.
     """
-    from peerlane.device.kernels import KERNELS  # which needs torch; ranks import this module
+    from peerlane.device.collectives.kernels import KERNELS  # which needs torch; ranks import this module
 
     recorded = [(rank, *event) for rank, answer in enumerate(answers) for event in _events(answer, rank)]
     begin = min((start for _, _, lane, start, _ in recorded if lane != HOST_LANE), default=None)

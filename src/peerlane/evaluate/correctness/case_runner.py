@@ -16,7 +16,11 @@ from peerlane.evaluate.correctness.slot_swaps import SlotSwaps, kinds_of_slots
 from peerlane.evaluate.processes.protocol import Message, is_count
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session, case_request
-from peerlane.evaluate.results.verdict import (
+from peerlane.problems.contract.draw import INTEGER, RANDOM
+from peerlane.problems.contract.judge import plainly
+from peerlane.problems.contract.spec import Case, Problem
+from peerlane.problems.contract.tree import dtype_name
+from peerlane.results.verdict import (
     ARGUMENT,
     CHANGED,
     BuildError,
@@ -34,10 +38,6 @@ from peerlane.evaluate.results.verdict import (
     WrongResult,
     WrongType,
 )
-from peerlane.problems.contract.draw import INTEGER, RANDOM
-from peerlane.problems.contract.judge import plainly
-from peerlane.problems.contract.spec import Case, Problem
-from peerlane.problems.contract.tree import dtype_name
 
 _Answers = TypeVar("_Answers")
 _PATIENCE = 50.0  # a candidate may take so many times as long as the reference

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from peerlane.device.emulator.ranks import Outcome, run, wants_distributed
-from peerlane.device.group import Group
+from peerlane.device.host.group import Group
 from peerlane.problems import RANDOM, Case, Draw, GroupRef, Problem
 from peerlane.problems.contract.judge import same_bits, score, type_mismatch
 

@@ -19,9 +19,9 @@ from typing import Any
 from peerlane.errors import HarnessError
 from peerlane.evaluate.processes.protocol import Channel
 from peerlane.evaluate.processes.rank_group import RankGroup
-from peerlane.evaluate.sandbox.caches import RunFolders
-from peerlane.evaluate.sandbox.isolation import NO_ISOLATION, Isolation
-from peerlane.evaluate.sandbox.trees import remove_tree
+from peerlane.sandbox.caches import RunFolders
+from peerlane.sandbox.isolation import NO_ISOLATION, Isolation
+from peerlane.sandbox.untrusted_folders import remove_tree
 
 RANK_PROGRAM = "peerlane.evaluate.ranks.serve"
 """The module whose ``serve`` every rank runs. It is named, not imported: it imports torch, and lies above this one."""

@@ -27,9 +27,9 @@ from typing import Any, NoReturn
 
 from peerlane.evaluate.processes.logs import LogTail
 from peerlane.evaluate.processes.protocol import Channel
-from peerlane.evaluate.sandbox.confine import Confinement
-from peerlane.evaluate.sandbox.process_tree import adopt_orphans, children, descendants, die_with_parent, kill_descendants
-from peerlane.evaluate.sandbox.trees import remove_tree
+from peerlane.sandbox.confine import Confinement
+from peerlane.sandbox.process_tree import adopt_orphans, children, descendants, die_with_parent, kill_descendants
+from peerlane.sandbox.untrusted_folders import remove_tree
 
 FDS_PER_RANK = 3  # command socket, shared memory, log
 _SWEEP_S = 5.0  # orphans of a leader that was killed are looked for so long

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from peerlane.errors import HarnessError
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
-from peerlane.evaluate.sandbox.isolation import in_short
+from peerlane.sandbox.isolation import in_short
 from peerlane.settings import PoolSettings
 
 

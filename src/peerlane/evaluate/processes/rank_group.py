@@ -14,8 +14,8 @@ from pathlib import Path
 from peerlane.errors import HarnessError, ProtocolError
 from peerlane.evaluate.processes.limit import Limit
 from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, Channel, Message, encode
-from peerlane.evaluate.sandbox import linux
-from peerlane.evaluate.sandbox.caches import CacheSlot
+from peerlane.sandbox import linux
+from peerlane.sandbox.caches import CacheSlot
 
 _REPORTED_KINDS = ("runtime_error", "import_error", "cuda_error", "out_of_memory", "build_error", "not_run", "track_violation")
 _LOG_BYTES = 2000

@@ -10,17 +10,17 @@ from types import TracebackType
 from typing import Any, Self
 
 from peerlane.errors import HarnessError
-from peerlane.evaluate.processes import early
+from peerlane.evaluate.processes import prestart
 from peerlane.evaluate.processes.fork_client import FILE_BYTES, ForkServer, fork_server_environment
 from peerlane.evaluate.processes.pool import WarmPool
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import EmulatedRankGroup, GroupFailure, RankGroup
-from peerlane.evaluate.sandbox import linux
-from peerlane.evaluate.sandbox.confine import NOT_DUMPABLE
-from peerlane.evaluate.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.hardware.architecture import extension_architectures
 from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode
 from peerlane.problems.contract.spec import Case
+from peerlane.sandbox import linux
+from peerlane.sandbox.confine import NOT_DUMPABLE
+from peerlane.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.settings import Deadlines, PoolSettings
 
 _BUSY_GROUPS = 2  # beside those that are warm: the trusted ranks, and a candidate's
@@ -71,7 +71,7 @@ class Session:
         try:
             if self.node is not None:
                 self._daemon = self._kept_open.enter_context(self.node.daemon())
-            begun = early.take(environment, self.isolation)
+            begun = prestart.take(environment, self.isolation)
             self._fork_server = begun or ForkServer(environment, self.deadlines.spawn, self.isolation)
             self._fork_server.await_start()
         except BaseException:

@@ -14,13 +14,13 @@ from typing import Literal
 
 import torch
 
-import peerlane
 from peerlane.errors import HarnessError
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
-from peerlane.evaluate.sandbox.isolation import Isolation
 from peerlane.hardware.virtual_node import VirtualNode
+from peerlane.sandbox.isolation import Isolation
 from peerlane.settings import Deadlines, PoolSettings, cache_dir
+from peerlane.version import __version__
 
 _ONE_ATTEMPT = PoolSettings(warm_groups=1, start_attempts=1)
 _MACHINE = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/driver/nvidia/version"))
@@ -44,7 +44,7 @@ def sharing_failure(isolation: Isolation, device: Device, deadlines: Deadlines, 
 
 def _mark(isolation: Isolation, device: str) -> Path:
     """The file that stands for success under this isolation, with this software, on this machine since its start."""
-    parts = [peerlane.__version__, torch.__version__, device, isolation.tier, *isolation.measures, *isolation.sandbox]
+    parts = [__version__, torch.__version__, device, isolation.tier, *isolation.measures, *isolation.sandbox]
     for path in _MACHINE:
         with contextlib.suppress(OSError):
             parts.append(path.read_text())

@@ -39,7 +39,7 @@ class Builder(Rank):
         path, source = Path(request["path"]), request["source"].encode("latin-1")
         extensions.use_cache(request["cache"])
         extensions.remove_stale_locks(extensions.use_own_build_folder(source))
-        out_of_reach.refuse_answers()
+        out_of_reach.refuse_answers(request["granted"])
         gpu_only = request["gpu_only"]
         try:
             module = import_candidate(path, source)

@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from peerlane.errors import CandidateChanged, HarnessError
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.processes.limit import Limit
+from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import GroupFailure, RankGroup
 from peerlane.evaluate.processes.session import Session
+from peerlane.sandbox.hidden_files import family_sources
 from peerlane.settings import cache_dir
 
 _FULL_BYTES = 64 << 20  # a disk with less than this is full, as far as a compiler is concerned
@@ -72,7 +74,8 @@ class Builds:
                 raise HarnessError(f"the process that compiles did not start: {failure}") from None
             cache = builder.admit(sha256)
             on_cpu = self._session.device == "cpu"
-            request = {"op": "build", "path": str(candidate.path), "source": source, "cache": cache, "on_cpu": on_cpu}
+            request: Message = {"op": "build", "path": str(candidate.path), "source": source, "cache": cache, "on_cpu": on_cpu}
+            request["granted"] = family_sources(candidate.path)
             request["gpu_only"] = on_cpu and candidate.backend == "cuda"
             builder.begin({**request, "blame": "import_error"}, "build", self._session.deadlines.build)
 

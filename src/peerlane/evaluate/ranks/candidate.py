@@ -165,7 +165,7 @@ class CandidateRank(Rank):
         extensions.report_builds(lambda begun: self.tell({"building": begun}))
         if self.device.type == "cpu":
             os.environ["TRITON_INTERPRET"] = "1"
-        out_of_reach.refuse_answers()
+        out_of_reach.refuse_answers(request["granted"])
         if request["own_communication"]:
             out_of_reach.refuse_library()
         monkeypatch_check.remember_originals()

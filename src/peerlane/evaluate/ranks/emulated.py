@@ -74,7 +74,7 @@ class EmulatedCandidate(Rank):
     def load(self, request: Message) -> dict[str, Any]:
         """Imports the candidate's ``source``, which was at ``path``, once for every rank."""
         extensions.use_cache(request["cache"])
-        out_of_reach.refuse_answers()
+        out_of_reach.refuse_answers(request["granted"])
         if request["own_communication"]:
             out_of_reach.refuse_library()
         monkeypatch_check.remember_originals()

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.utils import cpp_extension  # takes half a second, and the fork server has it before ranks are forked
 
-from peerlane.evaluate.sandbox.caches import cache_variables
 from peerlane.files import one_process
+from peerlane.sandbox.caches import cache_variables
 from peerlane.settings import ARCHITECTURE, cache_dir
 
 _PATIENCE_S = 5.0  # with whoever holds our lock; torch has one of its own, on which the others wait for the one that compiles

@@ -2,53 +2,66 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
+from collections.abc import Mapping, Sequence
+from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
+from peerlane.device.collectives.communicator import Communicator, communicator
+from peerlane.device.moe.layer import ExpertLayer
+from peerlane.device.products.all_gather_gemm import AllGatherGemm
+from peerlane.device.products.gemm_all_gather import GemmAllGather
+from peerlane.device.products.owner_sum import OwnerSum
 from peerlane.errors import TrackForbids
-from peerlane.evaluate.sandbox.answers import PACKAGES
+from peerlane.sandbox.hidden_files import PACKAGES
 
-_LIBRARY = (
-    ("peerlane.device.collectives", "Communicator"),
-    ("peerlane.device.all_gather_gemm", "AllGatherGemm"),
-    ("peerlane.device.gemm_all_gather", "GemmAllGather"),
-    ("peerlane.device.moe_layer", "ExpertLayer"),
-    ("peerlane.device.owner_sum", "OwnerSum"),
-)
+_LIBRARY = (Communicator, AllGatherGemm, GemmAllGather, ExpertLayer, OwnerSum)
 
 
 def _is_answer(name: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in PACKAGES)
 
 
-class _Refuse(MetaPathFinder):
+class _Refuse(MetaPathFinder, InspectLoader):
+    """Refuses to import answers, except the modules whose source was handed over."""
+
+    def __init__(self, granted: Mapping[str, str]) -> None:
+        self._granted = granted
+
     def find_spec(self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname in self._granted:
+            return importlib.util.spec_from_loader(fullname, self)
         if _is_answer(fullname):
             raise ImportError(
                 f"{fullname} is out of a candidate's reach: it holds answers. The kit's primitives in peerlane.device may be used"
             )
         return None
 
+    def get_source(self, fullname: str) -> str:
+        return self._granted[fullname]
 
-def refuse_answers() -> None:
-    """From now on this process imports none of peerlane's answers, nor keeps any that it has."""
+    def is_package(self, fullname: str) -> bool:
+        return any(name.startswith(f"{fullname}.") for name in self._granted)
+
+
+def refuse_answers(granted: Mapping[str, str]) -> None:
+    """From now on this process imports none of peerlane's answers, nor keeps any that it has.
+
+    ``granted``: sources of those that may be imported all the same, by module (``hidden_files.family_sources``)."""
     for name in [name for name in sys.modules if _is_answer(name)]:
         del sys.modules[name]
-    sys.meta_path.insert(0, _Refuse())
+    sys.meta_path.insert(0, _Refuse(granted))
 
 
 def refuse_library() -> None:
     """From now on this process makes none of the kit's ready collectives and fused kernels: whoever tries gets TrackForbids."""
-    for home, name in _LIBRARY:
-        setattr(getattr(importlib.import_module(home), name), "__init__", _forbid)  # noqa: B010
-    ready = importlib.import_module("peerlane.device.collectives").communicator
+    for kind in _LIBRARY:
+        setattr(kind, "__init__", _forbid)  # noqa: B010
     for module in [module for name, module in sys.modules.items() if name.startswith("peerlane.device")]:
-        if getattr(module, "communicator", None) is ready:
+        if getattr(module, "communicator", None) is communicator:
             setattr(module, "communicator", _forbid)  # noqa: B010
 
 

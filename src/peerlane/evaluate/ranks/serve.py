@@ -8,8 +8,8 @@ import os
 import traceback
 from typing import Any
 
-from peerlane.device.arena import faults
 from peerlane.device.emulator.ranks import RankFailure
+from peerlane.device.host.arena import faults
 from peerlane.errors import EmulatedFault
 from peerlane.evaluate.processes.protocol import ERROR_CHARACTERS, Channel, Message
 from peerlane.evaluate.ranks.builder import Builder

@@ -27,7 +27,6 @@ from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks.case_state import OpenCase, Snapshot
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.timed_block import COPIES_RUNS, copies_us
-from peerlane.evaluate.results.sanitize import one_line
 from peerlane.problems.contract.judge import any_differs, digests, expected_leaves, same_bits, score, type_mismatch
 from peerlane.problems.contract.tree import (
     Description,
@@ -39,6 +38,7 @@ from peerlane.problems.contract.tree import (
     resolve_groups,
     tensor_descriptions,
 )
+from peerlane.results.sanitize import one_line
 
 _GATHERED_BYTES = 64 << 20  # of a rank's inputs, that oracles get from it at a time
 

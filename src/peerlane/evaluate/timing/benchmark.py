@@ -9,13 +9,13 @@ from peerlane.errors import HarnessError
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected, verdict_of
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import GroupFailure
-from peerlane.evaluate.results.record import Mode
-from peerlane.evaluate.results.speed_record import Estimate, ModeSpeed, Utilisation
-from peerlane.evaluate.results.verdict import IntegrityFailure
 from peerlane.evaluate.timing.race import CaptureFailed, Race
 from peerlane.evaluate.timing.scoring import choose_calls
 from peerlane.hardware.profiles import HardwareProfile
 from peerlane.hardware.roofline import Peaks, physical_floor_us, roofline
+from peerlane.results.record import Mode
+from peerlane.results.speed_record import Estimate, ModeSpeed, Utilisation
+from peerlane.results.verdict import IntegrityFailure
 from peerlane.settings import TimingRules
 
 _PROBE_CALLS = 8

@@ -13,8 +13,8 @@ from peerlane.evaluate.correctness.case_runner import CaseRunner, Rejected
 from peerlane.evaluate.correctness.slot_swaps import SlotSwaps
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import GroupFailure
-from peerlane.evaluate.results.verdict import IntegrityFailure
 from peerlane.evaluate.timing.scoring import BlockTimes, Rounds
+from peerlane.results.verdict import IntegrityFailure
 from peerlane.settings import TimingRules
 
 _ROUNDS_PER_LOOK = 3

@@ -10,7 +10,7 @@ import numpy as np
 
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import GroupFailure
-from peerlane.evaluate.results.speed_record import Estimate
+from peerlane.results.speed_record import Estimate
 
 HAND_OFF_QUANTILE = 0.9
 _FOREVER_US, _RESAMPLES = 1e12, 1000

@@ -13,11 +13,11 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-import peerlane
 from peerlane.errors import UsageError
 from peerlane.publish.boards import boards
 from peerlane.publish.gather import Gathered
 from peerlane.publish.page.view import Item, View
+from peerlane.version import __version__
 
 INLINE_CANDIDATES = 200
 """Above this number of candidates each has a file of its own, beside the page."""
@@ -68,7 +68,7 @@ def render_page(gathered: Gathered, title: str, stem: str = "page") -> Page:
         inline=inline,
         notes=gathered.notes,
         files=gathered.files,
-        version=peerlane.__version__,
+        version=__version__,
         scripts=[_script(path) for path in _SCRIPTS],
         css=css,
         data=for_script([view.data for view in views]),

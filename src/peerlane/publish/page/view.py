@@ -11,13 +11,13 @@ from typing import Any
 
 from markupsafe import Markup
 
-from peerlane.evaluate.results.result import Result
 from peerlane.generate.metrics import total_usage
 from peerlane.problem_files import slugs
 from peerlane.publish.boards import Board, Row, category_of, measured_bound
 from peerlane.publish.detail import Source, block_times, facts, source_of, speeds
 from peerlane.publish.gather import Sample
 from peerlane.report.catalogue import plain
+from peerlane.results.result import Result
 
 _NOTICES = {
     "virtual": "Virtual node: several ranks share a GPU. Speeds here compare with each other only, never with those of a node.",

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import peerlane
 from peerlane.errors import HarnessError, PeerlaneError, UsageError
-from peerlane.evaluate.results.result import Result
 from peerlane.generate.machine import choose_machine
 from peerlane.generate.prompt import PromptSettings, render_prompt
 from peerlane.problems import Problem, select
+from peerlane.results.result import Result
+from peerlane.version import PACKAGE, __version__
 
 _TOML = """schema_version = "1.4"
 artifacts = ["/app/candidate.py"]
@@ -82,14 +82,14 @@ def _export(task: Path, problem: Problem, settings: HarborSettings) -> Path:
     prompt = PromptSettings(choose_machine("auto"), "cuda", settings.track, settings.world_size, settings.preset)
     files = {
         "task.toml": _TOML.format(
-            name=task.name, version=peerlane.__version__, title=json.dumps(problem.title), number=problem.id, gpus=settings.gpus
+            name=task.name, version=__version__, title=json.dumps(problem.title), number=problem.id, gpus=settings.gpus
         ),
         "instruction.md": render_prompt(problem, prompt).text
         + "\nWrite the candidate to `/app/candidate.py`; the file counts, not your reply.\n",
-        "environment/Dockerfile": _DOCKERFILE.format(image=settings.image, version=peerlane.__version__),
+        "environment/Dockerfile": _DOCKERFILE.format(image=settings.image, version=__version__),
         "tests/test.sh": _TEST.format(number=problem.id, options=options),
     }
-    if (solution := next((Path(peerlane.__file__).parent / "solutions").glob(f"p{problem.id:03d}_*.py"), None)) is not None:
+    if (solution := next((PACKAGE / "solutions").glob(f"p{problem.id:03d}_*.py"), None)) is not None:
         files["solution/solve.sh"] = f"#!/bin/bash\ncat > /app/candidate.py <<'END_OF_SOLUTION'\n{solution.read_text()}END_OF_SOLUTION\n"
     for name, text in files.items():
         (task / name).parent.mkdir(parents=True, exist_ok=True)

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from peerlane.evaluate.results.result import RewardKind
 from peerlane.generate.reply import extract_code
+from peerlane.results.result import RewardKind
 from peerlane.service.client import Client, ServiceFault
 
 if TYPE_CHECKING:
-    from peerlane.evaluate.results.result import Result
+    from peerlane.results.result import Result
 
 URL = "PEERLANE_URL"
 """variable of the environment with the service's URL"""

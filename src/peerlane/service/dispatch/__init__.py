@@ -12,7 +12,7 @@ from peerlane.errors import UsageError
 if TYPE_CHECKING:
     from peerlane.evaluate.evaluator import Progress
     from peerlane.evaluate.plan import EvaluationPlan
-    from peerlane.evaluate.results.result import Result
+    from peerlane.results.result import Result
 
 PLACES = "local, the URL of a service, ray, ray:ADDRESS, slurm or slurm:PARTITION"
 

@@ -16,8 +16,8 @@ from typing import Any
 from peerlane.errors import PeerlaneError
 from peerlane.evaluate.candidates import CandidateFile
 from peerlane.evaluate.plan import EvaluationPlan, Job
-from peerlane.evaluate.results.result import Result
-from peerlane.evaluate.sandbox.process_tree import die_with_parent
+from peerlane.results.result import Result
+from peerlane.sandbox.process_tree import die_with_parent
 
 
 def batch_plan(plan: EvaluationPlan, jobs: Sequence[Job]) -> EvaluationPlan:
@@ -53,7 +53,7 @@ def write_result(result: Result) -> str:
 
 def main() -> int:
     """The process: nothing but results goes to stdout. It ends with its worker, for the farm then gives the node more work."""
-    from peerlane.evaluate.processes.early import early_start
+    from peerlane.evaluate.processes.prestart import early_start
 
     die_with_parent(os.getppid())
     out = os.fdopen(os.dup(1), "w")

@@ -11,7 +11,7 @@ from typing import Any
 from peerlane.errors import MissingDependency, UsageError
 from peerlane.evaluate.evaluator import Progress
 from peerlane.evaluate.plan import EvaluationPlan
-from peerlane.evaluate.results.result import Result
+from peerlane.results.result import Result
 from peerlane.service.dispatch.farm import Farm, FarmSettings
 from peerlane.service.dispatch.launch import BatchTask, CheckTask, run_batch, run_check
 

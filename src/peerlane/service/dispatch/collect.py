@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-import peerlane
 from peerlane.errors import HarnessError, RunStopped
 from peerlane.evaluate.candidates import candidate_info
 from peerlane.evaluate.evaluator import Progress
 from peerlane.evaluate.plan import EvaluationPlan, Job
-from peerlane.evaluate.results.identity import Identity, NodeClass
-from peerlane.evaluate.results.result import Result
-from peerlane.evaluate.results.store import ResultsStore
-from peerlane.evaluate.sandbox.isolation import Tier
+from peerlane.results.identity import Identity, NodeClass
+from peerlane.results.result import Result
+from peerlane.results.store import ResultsStore
+from peerlane.sandbox.isolation import Tier
+from peerlane.version import __version__
 from peerlane.words import counted
 
 FILE = "conditions.json"
@@ -42,7 +42,7 @@ class Conditions:
         if file is None or not file.is_file():
             return None
         told = json.loads(file.read_text(encoding="utf-8"))
-        same = told["evaluator_version"] == peerlane.__version__ and told["rules_hash"] == plan.rules_hash
+        same = told["evaluator_version"] == __version__ and told["rules_hash"] == plan.rules_hash
         found = cls.of(told) if same else None
         return found if found is not None and set(plan.world_sizes) <= found.classes.keys() else None
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from peerlane.errors import HarnessError, RunStopped
 from peerlane.evaluate.evaluator import Progress
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
-from peerlane.evaluate.results.result import Result
+from peerlane.results.result import Result
 from peerlane.service import node_check
 from peerlane.service.dispatch.batch import batch_plan, read_batch
 from peerlane.service.dispatch.collect import Collector, Conditions, group

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-import peerlane
 from peerlane.errors import HarnessError, UsageError
 from peerlane.evaluate.evaluator import Progress
 from peerlane.evaluate.plan import EvaluationPlan, Job, make_jobs
-from peerlane.evaluate.results.identity import NodeClass
-from peerlane.evaluate.results.result import Result
+from peerlane.results.identity import NodeClass
+from peerlane.results.result import Result
 from peerlane.service.client import Client
 from peerlane.service.dispatch.collect import Collector, Conditions
+from peerlane.version import __version__
 
 _REQUESTS = 32
 
@@ -70,10 +70,8 @@ class Remote:
 
 def _require_same(node: dict[str, object], plan: EvaluationPlan) -> None:
     """Raises UsageError for a plan that the service would not judge as it says."""
-    if node["evaluator_version"] != peerlane.__version__:
-        raise UsageError(
-            f"the service runs peerlane {node['evaluator_version']}, this is {peerlane.__version__}: use the same on both sides"
-        )
+    if node["evaluator_version"] != __version__:
+        raise UsageError(f"the service runs peerlane {node['evaluator_version']}, this is {__version__}: use the same on both sides")
     if plan.world_sizes != (node["world_size"],):
         asked = ",".join(map(str, plan.world_sizes))
         raise UsageError(f"--world-size got {asked}: the service judges on {node['world_size']} ranks")

@@ -19,7 +19,7 @@
 
 namespace peerlane {
 
-// Mirrors `peerlane.device.all_gather_gemm.Parameters`.
+// Mirrors `peerlane.device.products.all_gather_gemm.Parameters`.
 struct AllGatherGemmParameters {
     TensorMap a;         // this rank's: (local_k, m, 1), or (local_k, m, W)
     TensorMap gathered;  // in the arena: (local_k, m, 2 W), third index buffer * W + source

@@ -12,7 +12,7 @@ namespace peerlane {
 constexpr int max_ranks = 8;
 constexpr int line_bytes = 128;
 
-// What a part of a block does. Names waits in fault records and tracks in timelines; mirrors `peerlane.device.arena.ROLES`.
+// What a part of a block does. Names waits in fault records and tracks in timelines; mirrors `peerlane.device.host.arena.ROLES`.
 enum Role : u32 { whole_block, loader, consumer, storer, communicator };
 
 // What a wait that ran out of time leaves behind. Lies in pinned host memory; `set` is written last.
@@ -26,7 +26,7 @@ struct alignas(16) TimelineEvent {
     u32 who, what;
 };
 
-// The symmetric allocation as a kernel argument; mirrors `peerlane.device.arena.ArenaView`.
+// The symmetric allocation as a kernel argument; mirrors `peerlane.device.host.arena.ArenaView`.
 // base[q] is where rank q's copy is mapped here. The first line of every copy is reserved for `fail`.
 struct Arena {
     char* base[max_ranks];

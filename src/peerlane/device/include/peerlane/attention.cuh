@@ -339,7 +339,7 @@ struct AttentionTile {
     u32 steps;
 };
 
-// Mirrors `peerlane.device.attention.Parameters`. Maps are of (depth, heads, tokens, batch), innermost first, with boxes of a panel of a tile.
+// Mirrors `peerlane.device.attention.forward.Parameters`. Maps are of (depth, heads, tokens, batch), innermost first, with boxes of a panel of a tile.
 struct AttentionParameters {
     TensorMap q, k, v, out;
     float* logarithms;   // (batch, heads, queries), of sums of exponentials; or null

@@ -16,7 +16,7 @@
 
 namespace peerlane {
 
-// Mirrors `peerlane.device.attention_backward.NumbersParameters`.
+// Mirrors `peerlane.device.attention.backward.NumbersParameters`.
 struct NumbersParameters {
     const char *dout, *out;                // (batch, queries, heads, depth), rows aligned to 16 bytes
     const float* logarithms;               // (batch, heads, queries), natural ones
@@ -93,7 +93,7 @@ struct BackwardShape {
     static_assert(Slots >= 4 && Columns % mma_depth == 0 && Depth % panel_columns == 0);
 };
 
-// Mirrors `peerlane.device.attention_backward.Parameters`. Maps are of (depth, heads, tokens, batch), innermost first.
+// Mirrors `peerlane.device.attention.backward.Parameters`. Maps are of (depth, heads, tokens, batch), innermost first.
 struct BackwardParameters {
     TensorMap x, y, a, b, out[2];      // out: dk and dv, or dq
     const float* numbers;              // [2][batch * heads][padded queries]: logarithms as powers of two, infinite where no key counts; delta

@@ -216,7 +216,7 @@ class VocabularySums {
     const ShardRow<E>& shard_;
 };
 
-// Rounds: search_rounds(...) of peerlane.device.nucleus. `top_k` 0 and `top_p` 1 filter nothing.
+// Rounds: search_rounds(...) of peerlane.solutions.families.nucleus. `top_k` 0 and `top_p` 1 filter nothing.
 template <class E, int W>
 __device__ inline KeptLogits search_kept(VocabularySums<E, W> sums, const ShardRow<E>& shard, float target, u32 top_k, float top_p) {
     ThreeSums own{-infinity, target, 0.0f};

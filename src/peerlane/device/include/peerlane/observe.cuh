@@ -1,14 +1,14 @@
 // Two ways to look at a running protocol, both compiled away unless asked for by a macro.
 //
 //   PEERLANE_FUZZ=<seed>   random delays before primitives: orders of events that a quiet machine never shows
-//   PEERLANE_TIMELINE      stamps at the start and end of spans, kept in arena.timeline; `peerlane.device.trace` makes a trace of them
+//   PEERLANE_TIMELINE      stamps at the start and end of spans, kept in arena.timeline; `peerlane.device.tools.trace` makes a trace of them
 #pragma once
 
 #include <peerlane/arena.cuh>
 
 namespace peerlane {
 
-// What a span is about; mirrors `peerlane.device.trace.SPANS`. Numbers from `first_own_span` on are the kernel's own.
+// What a span is about; mirrors `peerlane.device.tools.trace.SPANS`. Numbers from `first_own_span` on are the kernel's own.
 enum SpanKind : u32 { span_store, span_load, span_reduce, span_signal, span_wait, span_compute, span_send, first_own_span = 16 };
 
 constexpr u32 roles_per_group = 16;  // the g-th group of one role stamps as role + 16 g

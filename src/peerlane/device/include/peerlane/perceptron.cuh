@@ -9,7 +9,7 @@
 
 namespace peerlane {
 
-// Mirrors `peerlane.device.perceptron.Parameters`.
+// Mirrors `peerlane.device.products.perceptron.Parameters`.
 struct PerceptronParameters {
     AllGatherGemmParameters first;  // its result is `hidden`
     TensorMap hidden, b, out;       // of the second product

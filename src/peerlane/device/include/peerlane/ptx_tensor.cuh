@@ -1,6 +1,6 @@
 // Copies of boxes of tensors between shared and global memory (a peer's too), by tensor maps. Needs sm_90.
 //
-// A tensor map describes a tensor of up to five dimensions in global memory and the box that one copy moves; `peerlane.device.tensor_map` makes
+// A tensor map describes a tensor of up to five dimensions in global memory and the box that one copy moves; `peerlane.device.host.tensor_map` makes
 // it. Coordinates are of the box's first element, the innermost dimension first. What a load finds outside the tensor is zero, and what a
 // store would write outside is left out, so ragged edges need no care; the bytes that a load announces to its mbarrier are always the whole
 // box's. Only one thread starts a copy, and the same thread commits and waits for its stores (bulk_commit, bulk_wait of ptx_async.cuh).

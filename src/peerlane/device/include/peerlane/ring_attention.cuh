@@ -21,7 +21,7 @@
 
 namespace peerlane {
 
-// Mirrors `peerlane.device.ring_attention.Parameters`. Maps are of (depth, heads, tokens, batch), innermost first. Those of the arena have further
+// Mirrors `peerlane.device.attention.ring.Parameters`. Maps are of (depth, heads, tokens, batch), innermost first. Those of the arena have further
 // batches: (buffer * W + source) * batch + entry, those of guests buffer * batch + entry.
 struct RingAttentionParameters {
     TensorMap q, k, v, out;                        // this rank's

@@ -10,7 +10,7 @@
 //
 // A kernel is a type that says what each role does with one tile, and of which kinds and sizes everything is; docs/device/template.md lists what
 // it has to have. The template lays out shared memory, initialises barriers, keeps phases, moves registers from the warps that copy to the
-// warps that compute, and loops. `peerlane.device.roles` is the host's side of it.
+// warps that compute, and loops. `peerlane.device.host.roles` is the host's side of it.
 #pragma once
 
 #include <peerlane/observe.cuh>

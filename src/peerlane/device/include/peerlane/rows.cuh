@@ -170,7 +170,7 @@ __device__ inline void round_as(float (&value)[row_lanes]) {
 
 // ---- small values from every rank to every rank ----------------------------------------------------------------------------------------------
 
-// `count` packets of every rank, in two alternating buffers. Mirrors `peerlane.device.declare.PacketSpace`.
+// `count` packets of every rank, in two alternating buffers. Mirrors `peerlane.device.host.declare.PacketSpace`.
 struct PacketSpace {
     u64 at;
     u32 count, unused;

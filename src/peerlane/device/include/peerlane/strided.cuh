@@ -6,7 +6,7 @@
 namespace peerlane {
 
 // A block that a rank sends to each: runs of `units` units, numbered by three indices, outermost first. Distances are in units.
-// Mirrors `peerlane.device.strided.StridedBlock`.
+// Mirrors `peerlane.device.collectives.strided.StridedBlock`.
 struct StridedBlock {
     u64 from[3], to[3];      // from one index to the next, in the source and in the target
     u64 for_rank, of_rank;   // from what is for a rank to what is for the next one; from what comes of a rank to what comes of the next

@@ -14,7 +14,7 @@
 
 namespace peerlane {
 
-// Mirrors `peerlane.device.ulysses_attention.Parameters`. Maps are of (depth, heads, tokens, batch), innermost first. Those of the arena have a rank's
+// Mirrors `peerlane.device.attention.ulysses.Parameters`. Maps are of (depth, heads, tokens, batch), innermost first. Those of the arena have a rank's
 // heads, and further batches: (buffer * W + source) * batch + entry. Operands come in the order q, k, v.
 struct UlyssesAttentionParameters {
     TensorMap own[3], gathered[3], parcels[3];

@@ -7,7 +7,7 @@
 
 namespace peerlane {
 
-// What `peerlane.device.tensor_map.TensorMapSpec.emulated` writes.
+// What `peerlane.device.host.tensor_map.TensorMapSpec.emulated` writes.
 struct alignas(64) TensorMap {
     u64 address;
     u64 extent[5];   // in elements, innermost first; 1 beyond the rank

@@ -8,7 +8,7 @@
 
 namespace peerlane {
 
-// How tiles go round the rings. Mirrors `peerlane.device.workspace.Rings`, which has the defaults and the reasons, and hands them over as the macro.
+// How tiles go round the rings. Mirrors `peerlane.device.collectives.workspace.Rings`, which has the defaults and the reasons, and hands them over as the macro.
 struct RingSettings {
     u32 tile_bytes;      // what goes round
     u32 depth;           // places per ring
@@ -17,7 +17,7 @@ struct RingSettings {
     u32 summing_warps;   // of a block that sums
 };
 #ifndef PEERLANE_RINGS
-#error "PEERLANE_RINGS is not defined: pass the macros of peerlane.device.workspace.Rings().defines()"
+#error "PEERLANE_RINGS is not defined: pass the macros of peerlane.device.collectives.workspace.Rings().defines()"
 #endif
 constexpr RingSettings rings{PEERLANE_RINGS};
 
@@ -63,7 +63,7 @@ struct PacketBuffer {
     __device__ u64 place(u32 source, u64 i) const { return at + source * stride + i * sizeof(Vec16); }
 };
 
-// Mirrors `peerlane.device.workspace.Workspace`. Offsets and sizes in bytes; places for as many blocks as `blocks` says.
+// Mirrors `peerlane.device.collectives.workspace.Workspace`. Offsets and sizes in bytes; places for as many blocks as `blocks` says.
 struct CollectiveWorkspace {
     u64 epochs;               // u32[max_epoch_blocks]
     u64 packets;              // two alternating buffers of packet_buffer_bytes each
@@ -127,7 +127,7 @@ class PacketRounds {
 };
 
 // What this rank sends to and gets from every rank, itself included: bytes, and where they lie in `in` and `out`. Both ends of a message
-// agree on its length; a rank need not know of other ranks' messages. Mirrors `peerlane.device.messages.Messages`.
+// agree on its length; a rank need not know of other ranks' messages. Mirrors `peerlane.device.collectives.messages.Messages`.
 struct Messages {
     u64 send_at[max_ranks], send_bytes[max_ranks];
     u64 receive_at[max_ranks], receive_bytes[max_ranks];

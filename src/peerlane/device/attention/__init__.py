@@ -1,0 +1,1 @@
+"""Attention on one rank, over a sequence in shards, and with shared heads."""

@@ -1,0 +1,247 @@
+"""Host side of ``peerlane/attention_backward.cuh``: the gradients of attention on one rank, by two launches."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from peerlane.device.attention.forward import KEYS_IN_L2, Sizes, aligned, check_operands, check_scale, operand_map
+from peerlane.device.host.group import DeviceKernel, DeviceLaunch, Group, per_group
+from peerlane.device.host.group_of import group_of
+from peerlane.device.host.roles import GROUP_THREADS
+from peerlane.device.host.tensor_map import TensorMap
+from peerlane.device.products.gemm import ELEMENT_BYTES, ELEMENT_TYPES, PANEL
+from peerlane.errors import UsageError
+
+PADDING = 128
+"""Queries that numbers of a head are padded to a multiple of: at least a block."""
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Parameters(ctypes.Structure):
+    """Mirrors ``peerlane::BackwardParameters``."""
+
+    _fields_ = (
+        *((name, TensorMap) for name in ("x", "y", "a", "b")),
+        ("out", TensorMap * 2),
+        *((name, ctypes.c_uint64) for name in ("numbers", "claims")),
+        *((name, ctypes.c_float) for name in ("scale", "gradient_scale")),
+        *((name, ctypes.c_uint32) for name in ("batch", "heads", "key_heads", "queries", "keys", "padded", "causal")),
+        ("offset", ctypes.c_int32),
+        ("lines_at_once", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32),
+    )
+
+
+@dataclass(frozen=True)
+class BackwardTiling:
+    """One instance of ``peerlane::BackwardShape``: tiles of 64 ``groups`` rows, blocks of ``columns`` rows, heads of at most ``depth``
+    elements, ``slots`` blocks and ``output_slots`` pieces of results of each group in flight. ``of_keys``: gradients of keys and values,
+    else of queries."""
+
+    of_keys: bool
+    groups: int
+    columns: int
+    depth: int
+    slots: int
+    output_slots: int = 1
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return GROUP_THREADS * (1 + self.groups)
+
+    @property
+    def shared_bytes(self) -> int:
+        """``sizeof(RoleMemory)``: two kept operands, blocks with 1024 bytes of numbers, results on their way out, and barriers."""
+        output = self.groups * self.output_slots * 64 * PANEL
+        elements = 2 * self.rows * self.depth + self.slots * self.columns * self.depth + output
+        return elements * ELEMENT_BYTES + 1024 * (self.slots + 1)
+
+    def define(self, dtype: torch.dtype) -> str:
+        numbers = f"{self.groups}, {self.columns}, {self.depth}, {self.slots}, {self.output_slots}, {str(self.of_keys).lower()}"
+        return f"peerlane::BackwardShape<{ELEMENT_TYPES[dtype]}, {numbers}>"
+
+
+TILINGS = (
+    BackwardTiling(True, 2, 64, 128, 6),
+    BackwardTiling(True, 2, 128, 64, 6),
+    BackwardTiling(False, 2, 128, 128, 4),
+    BackwardTiling(False, 2, 128, 64, 6, 2),
+    *(BackwardTiling(of_keys, 1, 32, depth, 4) for of_keys in (False, True) for depth in (64, 128)),
+)
+
+
+def choose_tiling(of_keys: bool, rows: int, depth: int) -> BackwardTiling:
+    """For tiles of ``rows`` keys or queries."""
+    wanted = of_keys, 1 if rows <= 64 else 2, 2 * PANEL if depth > PANEL else PANEL
+    return next(item for item in TILINGS if (item.of_keys, item.groups, item.depth) == wanted)
+
+
+SOURCE = r"""
+#include <peerlane/attention_backward.cuh>
+
+using Shape = SHAPE;
+
+extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
+    attention_backward(const __grid_constant__ peerlane::BackwardParameters parameters) {
+    peerlane::run_roles(peerlane::AttentionBackward<Shape>(parameters));
+}
+"""
+
+
+@per_group
+def _kernel(group: Group, tiling: BackwardTiling, dtype: torch.dtype) -> DeviceKernel:
+    return group.kernel(SOURCE, "attention_backward", defines={"SHAPE": tiling.define(dtype)})
+
+
+def bind(
+    group: Group,
+    tensors: Mapping[str, torch.Tensor],
+    sizes: Sizes,
+    scale: float | None,
+    of_keys: bool,
+    tiling: BackwardTiling | None = None,
+) -> DeviceLaunch:
+    """The launch that writes ``dk`` and ``dv``, or ``dq``, of ``tensors``: q, k, v, dout and the results, all ``aligned``.
+
+    They also have numbers, as ``query_numbers`` gives them, and claims (1; int32, zero), which launches of one stream may share. The launch
+    holds addresses, not tensors."""
+    depths = [tensors[name].shape[3] for name in ("q", "v")]
+    lengths = (sizes.keys, sizes.queries) if of_keys else (sizes.queries, sizes.keys)
+    tiling = tiling or choose_tiling(of_keys, lengths[0], max(depths))
+    kept, streamed = (("k", "v"), ("q", "dout")) if of_keys else (("q", "dout"), ("k", "v"))
+    rows = (*((name, tiling.rows) for name in kept), *((name, tiling.columns) for name in streamed))
+    maps = [group.encode(operand_map(group.place(tensors[name]), count)) for name, count in rows]
+    results = [group.encode(operand_map(group.place(tensors[name]), 64)) for name in (("dk", "dv") if of_keys else ("dq", "dq"))]
+    lines = sizes.batch * (sizes.key_heads if of_keys else sizes.heads)
+    share = 1 if of_keys else sizes.heads // sizes.key_heads
+    streamed_bytes = lengths[1] * sum(depths) * ELEMENT_BYTES * (sizes.heads // sizes.key_heads if of_keys else 1)
+    arguments = Parameters(
+        **dict(zip(("x", "y", "a", "b"), maps, strict=True)),
+        out=(TensorMap * 2)(*results),
+        numbers=group.address(tensors["numbers"]),
+        claims=group.address(tensors["claims"]),
+        scale=check_scale(scale, depths[0]),
+        gradient_scale=depths[0] ** -0.5 if scale is None else scale,
+        batch=sizes.batch,
+        heads=sizes.heads,
+        key_heads=sizes.key_heads,
+        queries=sizes.queries,
+        keys=sizes.keys,
+        padded=tensors["numbers"].shape[-1],
+        causal=int(sizes.causal),
+        offset=sizes.offset,
+        lines_at_once=min(lines, share * max(1, KEYS_IN_L2 // streamed_bytes)) if sizes.causal else 1,
+    )
+    grid = min(group.sm_count, lines * -(-lengths[0] // tiling.rows))
+    return _kernel(group, tiling, tensors["q"].dtype).bind(grid, tiling.threads, (arguments,), shared_bytes=tiling.shared_bytes)
+
+
+class NumbersParameters(ctypes.Structure):
+    """Mirrors ``peerlane::NumbersParameters``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("dout", "out", "logarithms", "numbers")),
+        *((name, ctypes.c_uint64 * 3) for name in ("dout_strides", "out_strides")),
+        *((name, ctypes.c_uint32) for name in ("batch", "heads", "queries", "depth", "padded", "padding")),
+    )
+
+
+NUMBERS_SOURCE = r"""
+#include <peerlane/attention_backward.cuh>
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_numbers(const __grid_constant__ peerlane::NumbersParameters parameters) {
+    peerlane::write_numbers<ELEMENT>(parameters);
+}
+"""
+_NUMBERS_THREADS, _NUMBERS_BLOCKS_PER_SM, _ROWS_AT_ONCE = 256, 8, 4
+
+
+@per_group
+def _numbers_kernel(group: Group, dtype: torch.dtype) -> DeviceKernel:
+    defines: dict[str, str | int] = {"ELEMENT": ELEMENT_TYPES[dtype], "THREADS": _NUMBERS_THREADS}
+    return group.kernel(NUMBERS_SOURCE, "attention_numbers", defines=defines)
+
+
+def query_numbers(group: Group, dout: torch.Tensor, out: torch.Tensor, logarithms: torch.Tensor) -> torch.Tensor:
+    """What the kernels know of queries: (2, B, h, padded S; float32), by one launch.
+
+    dout and out (B, S, h, D); logarithms of sums of exponentials (B, h, S; float32)."""
+    dout, out, logarithms = aligned(dout), aligned(out.to(dout.dtype)), logarithms.float().contiguous()
+    batch, queries, heads, depth = dout.shape
+    padded = -(-queries // PADDING) * PADDING
+    numbers = logarithms.new_empty((2, batch, heads, padded))
+    arguments = NumbersParameters(
+        **{
+            name: group.address(tensor) for name, tensor in (("dout", dout), ("out", out), ("logarithms", logarithms), ("numbers", numbers))
+        },
+        dout_strides=(ctypes.c_uint64 * 3)(*(stride * ELEMENT_BYTES for stride in dout.stride()[:3])),
+        out_strides=(ctypes.c_uint64 * 3)(*(stride * ELEMENT_BYTES for stride in out.stride()[:3])),
+        batch=batch,
+        heads=heads,
+        queries=queries,
+        depth=depth,
+        padded=padded,
+    )
+    blocks = -(-batch * heads * padded * 16 // (_ROWS_AT_ONCE * _NUMBERS_THREADS))
+    grid = min(_NUMBERS_BLOCKS_PER_SM * group.sm_count, blocks)
+    _numbers_kernel(group, dout.dtype).bind(grid, _NUMBERS_THREADS, (arguments,))()
+    return numbers
+
+
+def pad_numbers(numbers: torch.Tensor) -> torch.Tensor:
+    """Numbers (2, B, h, S) of queries as ``query_numbers`` gives them."""
+    missing = -numbers.shape[3] % PADDING
+    if missing == 0:
+        return numbers.contiguous()
+    return torch.stack((pad(numbers[0], (0, missing), value=math.inf), pad(numbers[1], (0, missing))))
+
+
+def gradients(
+    group: Group, known: Mapping[str, torch.Tensor], sizes: Sizes, scale: float | None, *, of_keys: bool
+) -> tuple[torch.Tensor, ...]:
+    """dk and dv, or dq, by one launch. ``known``: q, k, v, dout and numbers, as ``query_numbers`` gives them."""
+    tensors = {name: aligned(known[name]) for name in ("q", "k", "v", "dout")}
+    results = {f"d{name}": tensors[name].new_empty(known[name].shape) for name in (("k", "v") if of_keys else ("q",))}
+    claims = torch.zeros(1, dtype=torch.int32, device=known["q"].device)
+    bind(group, {**tensors, **results, "numbers": known["numbers"], "claims": claims}, sizes, scale, of_keys)()
+    return tuple(results.values())
+
+
+def attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logarithms: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    offset: int | None = None,
+    group: Group | None = None,
+) -> Gradients:
+    """Gradients of :func:`peerlane.device.attention.forward.attention` with respect to q, k and v, from that of its result, ``dout``.
+
+    ``out`` and ``logarithms`` are what it returned for the other arguments. The gradients are the same in every call."""
+    check_operands(q, k, v)
+    if dout.shape != out.shape or out.shape != (*q.shape[:3], v.shape[3]) or dout.dtype != q.dtype:
+        raise UsageError(
+            f"gradients of attention with dout {tuple(dout.shape)} in {dout.dtype} and out {tuple(out.shape)}: expected "
+            f"{(*q.shape[:3], v.shape[3])} in {q.dtype} both"
+        )
+    sizes, member = Sizes.of(q, k, causal, offset), group or group_of()
+    known = {"q": q, "k": k, "v": v, "dout": dout, "numbers": query_numbers(member, dout, out, logarithms)}
+    (dq,) = gradients(member, known, sizes, scale, of_keys=False)
+    dk, dv = gradients(member, known, sizes, scale, of_keys=True)
+    return dq, dk, dv

@@ -1,0 +1,110 @@
+"""Gradients of attention over a sequence that is sharded across ranks: two gathers, then two launches of ``attention_backward.cuh``."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from peerlane.device.attention.backward import Gradients, attention_backward, gradients, pad_numbers, query_numbers
+from peerlane.device.attention.forward import Sizes, supports
+from peerlane.device.collectives.communicator import communicator
+from peerlane.device.host.group import Group
+from peerlane.device.host.group_of import group_of
+from peerlane.errors import UsageError
+
+_SCORES_AT_ONCE = 1 << 28
+
+
+def attend_over_ranks_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logarithms: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    group: Group | dist.ProcessGroup | None = None,
+) -> Gradients:
+    """Collective: gradients of :func:`peerlane.device.attention.ring.attend_over_ranks` with respect to this rank's q, k and v.
+
+    All tensors are this rank's shards; ``out`` and ``logarithms`` are what it returned. Every rank computes the gradients of its own
+    shard, in a fixed order. What the tensor cores' kernel does not take, such as float32, is computed by torch."""
+    ring = group_of(group)
+    if not supports(q, k, v):
+        if len({tensor.shape for tensor in (dout, q, k, v)}) > 1:
+            raise UsageError(
+                f"gradients of attention in {q.dtype} with q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}: "
+                "expected one shape; repeat shared key heads, or convert the tensors to bfloat16"
+            )
+        return _wide(ring, (dout, q, k, v), logarithms, _deltas(dout, out), scale, causal)
+    if ring.world_size == 1:
+        return attention_backward(dout, q, k, v, out, logarithms, scale=scale, causal=causal, group=ring)
+    own, length = query_numbers(ring, dout, out, logarithms), q.shape[1]
+    # Tokens outermost, so that the shards behind each other are one sequence.
+    rows = torch.cat([tensor.transpose(0, 1).flatten(2) for tensor in (dout, q, k, v)], 2)
+    sequence = _gather(ring, rows).flatten(0, 1)
+    parts = torch.split(sequence, [tensor.shape[2] * tensor.shape[3] for tensor in (dout, q, k, v)], 2)
+    shapes = [(ring.world_size * length, *tensor.transpose(0, 1).shape[1:]) for tensor in (dout, q, k, v)]
+    all_dout, all_q, all_k, all_v = (part.view(shape).transpose(0, 1) for part, shape in zip(parts, shapes, strict=True))
+    numbers = pad_numbers(_gather(ring, own[..., :length].contiguous()).permute(1, 2, 3, 0, 4).flatten(3))
+    first = ring.rank * length  # of this rank's tokens in the sequence
+    queries = {"q": q, "dout": dout, "k": all_k, "v": all_v, "numbers": own}
+    keys = {"q": all_q, "dout": all_dout, "k": k, "v": v, "numbers": numbers}
+    (dq,) = gradients(ring, queries, Sizes.of(q, all_k, causal, first), scale, of_keys=False)
+    dk, dv = gradients(ring, keys, Sizes.of(all_q, k, causal, -first), scale, of_keys=True)
+    return dq, dk, dv
+
+
+def _gather(group: Group, own: torch.Tensor) -> torch.Tensor:
+    """Every rank's tensor, in rank order."""
+    return own.unsqueeze(0) if group.world_size == 1 else communicator(group).all_gather(own)
+
+
+def _deltas(dout: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Sums of dout times out, (B, h, S) in float32."""
+    return (dout.float() * out.float()).sum(-1).transpose(1, 2)
+
+
+def _wide(
+    ring: Group, own: tuple[torch.Tensor, ...], logarithms: torch.Tensor, delta: torch.Tensor, scale: float | None, causal: bool
+) -> Gradients:
+    """By torch, in float32, some heads at a time. ``own``: dout, q, k and v, with one number of heads."""
+    q = own[1]
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    shards, numbers = _gather(ring, torch.stack(own)), _gather(ring, torch.stack((logarithms, delta)))
+    results = torch.empty((3, *q.shape), dtype=q.dtype, device=q.device)
+    length, heads = q.shape[1:3]
+    step = max(1, _SCORES_AT_ONCE // (q.shape[0] * length**2))
+    for first in range(0, heads, step):
+        part = slice(first, first + step)
+        # (W, 4, B, h, S, D) in float32, and (W, 2, B, h, S, 1)
+        wide, known = shards[:, :, :, :, part].transpose(3, 4).float(), numbers[:, :, :, part].unsqueeze(-1)
+        sums = torch.zeros_like(wide[0, :3])
+        for other in range(ring.world_size):
+            if not causal or other <= ring.rank:  # own queries
+                ds, _ = _weights(wide[ring.rank], known[ring.rank], wide[other], factor, causal and other == ring.rank)
+                sums[0] += torch.matmul(ds, wide[other, 2])
+            if not causal or other >= ring.rank:  # own keys
+                ds, p = _weights(wide[other], known[other], wide[ring.rank], factor, causal and other == ring.rank)
+                sums[1] += torch.matmul(ds.transpose(-1, -2), wide[other, 1])
+                sums[2] += torch.matmul(p.transpose(-1, -2), wide[other, 0])
+        sums[:2] *= factor
+        results[:, :, :, part] = sums.transpose(2, 3).to(q.dtype)
+    return results[0], results[1], results[2]
+
+
+def _weights(
+    queries: torch.Tensor, numbers: torch.Tensor, keys: torch.Tensor, scale: float, masked: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the scores of one shard's queries with another's keys, without the scale, and their weights, (B, h, S, S).
+
+    ``queries`` and ``keys`` hold dout, q, k and v of a shard, ``numbers`` logarithms and delta."""
+    scores = torch.matmul(queries[1], keys[2].transpose(-1, -2)) * scale
+    if masked:
+        scores.masked_fill_(torch.ones_like(scores[0, 0], dtype=torch.bool).triu_(1), -math.inf)
+    p = scores.sub_(numbers[0]).exp_()
+    return torch.matmul(queries[0], keys[3].transpose(-1, -2)).sub_(numbers[1]).mul_(p), p

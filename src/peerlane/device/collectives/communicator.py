@@ -1,0 +1,279 @@
+"""torch.distributed's collectives on the kit: one kernel a call, on the current stream, in eager mode and in CUDA graphs.
+
+    group = Communicator()                      collective; one arena for all operations
+    group.all_reduce(tensor)                    in place, or into another tensor
+    group.all_gather_into_tensor(output, input)
+
+Every method is called by all ranks of the group, in the same order, on streams that are ordered alike. Sums are taken in rank order in fp32
+(int32: in int32) and rounded once; all ranks get the same bits. Roots are numbers within the group. Which kernel serves which size is in
+``plans.py``, who sends what to whom in ``messages.py``, the kernels in ``kernels.py``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+
+from peerlane.device.collectives import messages as message_tables
+from peerlane.device.collectives import plans
+from peerlane.device.collectives.kernels import kernel_source
+from peerlane.device.collectives.messages import Member
+from peerlane.device.collectives.plans import Machine, Plan
+from peerlane.device.collectives.workspace import RINGS, Messages, Rings, Workspace, workspace_bytes
+from peerlane.device.host.arena import Arena
+from peerlane.device.host.group import DeviceLaunch, Group, per_group
+from peerlane.device.host.group_of import group_of
+from peerlane.errors import UsageError
+
+# Places of the arguments that change from call to call.
+_MESSAGES, _IN, _OUT = 2, 3, 4
+
+
+class Communicator:
+    """The collectives of one group of 2 to 8 ranks of one node, on the current device. Creating one is collective.
+
+    Tensors are contiguous, on that device and of any shape. Sums take bfloat16, float16, float32, int32 and both float8 types; moves take
+    any dtype. Other tensors, sizes that do not fit, and roots outside the group raise UsageError. The first call of each shape compiles and
+    loads; do that before a graph is captured. A wait of more than ``timeout_s`` ends in DeviceTimeout, which says who waited for whom.
+    ``rings`` is for tuning, the same on all ranks.
+    """
+
+    def __init__(self, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0, rings: Rings = RINGS) -> None:
+        self.group = group_of(group)
+        sm_count = self.group.waiting_blocks
+        rings = replace(rings, blocks=min(rings.blocks, sm_count))  # no grid is larger
+        self.arena = Arena(workspace_bytes(self.group.world_size, rings), self.group, timeout_s=timeout_s, name="collectives")
+        self.workspace = Workspace.take(self.arena, self.group.world_size, rings)
+        self.arena.seal()
+        self.member = Member(self.arena.rank, self.arena.world_size)
+        self.machine = Machine(self.arena.world_size, sm_count, rings)
+        self._launches: dict[Hashable, DeviceLaunch] = {}
+
+    def close(self) -> None:
+        """Give the memory back, once all ranks have finished all calls."""
+        self._launches.clear()
+        self.arena.close()
+
+    # ---- sums ------------------------------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, output: torch.Tensor | None = None) -> None:
+        """The sum of all ranks' tensors to ``output`` (default: in place)."""
+        output = tensor if output is None else output
+        self._same_size(output, tensor, 1, 1)
+        nbytes = tensor.nbytes
+        self._run(("all_reduce", nbytes, tensor.dtype), tensor, output, lambda: (plans.all_reduce(nbytes, self.machine), Messages(), 0))
+
+    def reduce(self, tensor: torch.Tensor, dst: int, output: torch.Tensor | None = None) -> None:
+        """The same on rank ``dst``; elsewhere ``output`` becomes a copy of the rank's own tensor."""
+        output = tensor if output is None else output
+        self._same_size(output, tensor, 1, 1)
+        self._root(dst)
+        nbytes = tensor.nbytes
+        self._run(
+            ("reduce", nbytes, tensor.dtype, dst),
+            tensor,
+            output,
+            lambda: (plans.reduce(nbytes, self.machine), message_tables.reduce(self.member, nbytes, dst), dst),
+        )
+
+    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        """``input`` is W equal parts; the sum of all ranks' parts number r goes to rank r's ``output``."""
+        self._same_size(output, input, self.machine.world_size, 1)
+        shard = output.nbytes
+        self._run(
+            ("reduce_scatter", shard, input.dtype),
+            input,
+            output,
+            lambda: (plans.reduce_scatter(shard, self.machine), message_tables.reduce_scatter(self.member, shard), 0),
+        )
+
+    # ---- moves -----------------------------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: torch.Tensor, src: int, output: torch.Tensor | None = None) -> None:
+        """Rank ``src``'s tensor to ``output`` on every rank (default: in place). Other ranks' ``tensor`` is not read."""
+        output = tensor if output is None else output
+        self._same_size(output, tensor, 1, 1)
+        self._root(src)
+        nbytes = tensor.nbytes
+        self._run(
+            ("broadcast", nbytes, src),
+            tensor,
+            output,
+            lambda: (plans.broadcast(nbytes, self.machine), message_tables.broadcast(self.member, nbytes, src), src),
+        )
+
+    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        """Every rank's ``input``, in rank order, to ``output`` on every rank. ``input`` may be its own place in ``output``."""
+        self._same_size(output, input, 1, self.machine.world_size)
+        shard = input.nbytes
+        self._run(
+            ("all_gather", shard),
+            input,
+            output,
+            lambda: (plans.exchange(shard, self.machine), message_tables.all_gather(self.member, shard), 0),
+        )
+
+    def all_gather(self, input: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``input``, in rank order: (W, *shape)."""
+        output = input.new_empty((self.machine.world_size, *input.shape))
+        self.all_gather_into_tensor(output, input.contiguous())
+        return output
+
+    def gather(self, tensor: torch.Tensor, output: torch.Tensor | None, dst: int) -> None:
+        """Every rank's ``tensor``, in rank order, to ``output`` on rank ``dst``; elsewhere ``output`` is None."""
+        self._root(dst)
+        shard = tensor.nbytes
+        if self.member.rank == dst:
+            output = self._needed(output, "output", "gathers")
+            self._same_size(output, tensor, 1, self.machine.world_size)
+        else:
+            output = None
+        self._run(
+            ("gather", shard, dst),
+            tensor,
+            output,
+            lambda: (plans.rooted_exchange(shard, self.machine), message_tables.gather(self.member, shard, dst), dst),
+        )
+
+    def scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> None:
+        """``input`` of rank ``src`` is W equal parts; part r goes to rank r's ``output``. Elsewhere ``input`` is None."""
+        self._root(src)
+        shard = output.nbytes
+        if self.member.rank == src:
+            input = self._needed(input, "input", "scatters")
+            self._same_size(output, input, self.machine.world_size, 1)
+        else:
+            input = None
+        self._run(
+            ("scatter", shard, src),
+            input,
+            output,
+            lambda: (plans.rooted_exchange(shard, self.machine), message_tables.scatter(self.member, shard, src), src),
+        )
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+    ) -> None:
+        """Part q of ``input`` to rank q, where it becomes part r of ``output``. Parts are rows of axis 0: equal, or as the splits say.
+
+        With splits on one rank there are splits on all; what rank r sends to q is what q expects from r. Zero rows are a part too.
+        """
+        if output_split_sizes is None and input_split_sizes is None:
+            self._same_size(output, input, 1, 1)
+            part = self._part_bytes(input, None)[0]
+            self._run(
+                ("all_to_all", part),
+                input,
+                output,
+                lambda: (plans.exchange(part, self.machine), message_tables.all_to_all(*[[part] * self.machine.world_size] * 2), 0),
+            )
+            return
+        table = message_tables.all_to_all(self._part_bytes(input, input_split_sizes), self._part_bytes(output, output_split_sizes))
+        self._uneven(output, input, table)
+
+    def exchange(
+        self, output: torch.Tensor, input: torch.Tensor, sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]]
+    ) -> None:
+        """The most general move: ``sends[q]`` is where in ``input`` the bytes for rank q begin and how many they are, ``receives[q]`` where
+        in ``output`` those of rank q go. What rank r sends to q is as long as what q expects from r; parts may overlap in ``input``."""
+        for tensor, parts in ((input, sends), (output, receives)):
+            if len(parts) != self.machine.world_size or any(at < 0 or size < 0 or at + size > tensor.nbytes for at, size in parts):
+                raise UsageError(f"parts {list(parts)} of {tensor.nbytes} bytes; expected {self.machine.world_size} parts inside them")
+        self._uneven(output, input, message_tables.parts(sends, receives))
+
+    def _uneven(self, output: torch.Tensor, input: torch.Tensor, table: Messages) -> None:
+        launch = self._launch(("uneven_all_to_all",), input, lambda: (plans.uneven_exchange(self.machine), Messages(), 0))
+        ctypes.memmove(ctypes.addressof(launch.args[_MESSAGES]), ctypes.addressof(table), ctypes.sizeof(table))
+        self._start(launch, input, output)
+
+    # ---- launches --------------------------------------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        key: Hashable,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        make: Callable[[], tuple[Plan, Messages, int]],
+    ) -> None:
+        """Launch what ``make`` plans, once per ``key``. Nothing to move on one rank means nothing to move on any."""
+        shape = source if source is not None else target
+        if shape is None or shape.nbytes == 0:
+            return
+        self._start(self._launch(key, shape, make), source, target)
+
+    def _launch(self, key: Hashable, tensor: torch.Tensor, make: Callable[[], tuple[Plan, Messages, int]]) -> DeviceLaunch:
+        launch = self._launches.get(key)
+        if launch is None:
+            plan, messages, root = make()
+            source, defines = kernel_source(plan.kernel, self.machine.world_size, tensor.dtype, self.machine.rings)
+            kernel = self.group.kernel(source, plan.kernel, defines=defines, on_failure=self.arena.raise_fault)
+            pointers = (ctypes.c_void_p(), ctypes.c_void_p())
+            args = (self.arena.view, self.workspace, messages, *pointers, ctypes.c_uint64(tensor.nbytes), ctypes.c_int(root))
+            launch = kernel.bind(plan.grid, plan.block, args, shared_bytes=plan.shared_bytes)
+            self._launches[key] = launch
+        return launch
+
+    def _start(self, launch: DeviceLaunch, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+        for place, tensor in ((_IN, source), (_OUT, target)):
+            if tensor is not None and not tensor.is_contiguous():
+                raise UsageError(
+                    f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; pass .contiguous()"
+                )
+            launch.args[place].value = None if tensor is None else self.group.address(tensor)
+        launch()
+
+    # ---- checks ----------------------------------------------------------------------------------------------------------------------
+
+    def _same_size(self, output: torch.Tensor, input: torch.Tensor, outputs: int, inputs: int) -> None:
+        if output.dtype != input.dtype or output.numel() * outputs != input.numel() * inputs or output.device != input.device:
+            raise UsageError(
+                f"output {tuple(output.shape)} {output.dtype} on {output.device} does not fit input {tuple(input.shape)} {input.dtype} on "
+                f"{input.device}: expected {input.numel() * inputs // outputs} elements of {input.dtype}"
+            )
+        if input.device != self.arena.device:
+            raise UsageError(f"tensors on {input.device}; this communicator works on {self.arena.device}: move them, or make one there")
+
+    def _root(self, root: int) -> None:
+        if not 0 <= root < self.machine.world_size:
+            raise UsageError(f"rank {root} is not in a group of {self.machine.world_size}; expected a number within the group")
+
+    def _needed(self, tensor: torch.Tensor | None, name: str, verb: str) -> torch.Tensor:
+        if tensor is None:
+            raise UsageError(f"rank {self.member.rank} {verb} and got no {name}; pass a tensor of {self.machine.world_size} equal parts")
+        return tensor
+
+    def _part_bytes(self, tensor: torch.Tensor, rows: Sequence[int] | None) -> list[int]:
+        """Bytes of each rank's part of ``tensor``."""
+        world_size = self.machine.world_size
+        length = tensor.shape[0] if tensor.dim() else 0
+        rows = [length // world_size] * world_size if rows is None else rows
+        if len(rows) != world_size or sum(rows) != length or min(rows) < 0:
+            raise UsageError(f"splits {list(rows)} do not cut {length} rows into {world_size} parts; they must sum to the length of axis 0")
+        row_bytes = tensor.nbytes // length if length else 0
+        return [count * row_bytes for count in rows]
+
+
+def relative_parts(counts: Sequence[int], rank: int, row_bytes: int) -> list[tuple[int, int]]:
+    """Parts of ``exchange`` from counts of rows, of which number j is that of rank (rank + j) mod W and lies behind number j - 1."""
+    begins = list(accumulate(counts, initial=0))
+    places = [(q - rank) % len(counts) for q in range(len(counts))]
+    return [(begins[place] * row_bytes, counts[place] * row_bytes) for place in places]
+
+
+def communicator(group: Group | dist.ProcessGroup | None = None) -> Communicator:
+    """The one communicator of ``group`` (default: all ranks) in this process, made by the first call, which is collective."""
+    return _communicator(group_of(group))
+
+
+@per_group
+def _communicator(group: Group) -> Communicator:
+    return Communicator(group)

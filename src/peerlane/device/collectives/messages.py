@@ -1,0 +1,101 @@
+"""Who sends what to whom in each collective: pure functions from sizes to :class:`Messages`, in bytes.
+
+An *exchange* takes every message to its place; a *sum* adds the messages from all ranks. Ranks are numbered within the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from peerlane.device.collectives.workspace import Messages
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of a group."""
+
+    rank: int
+    world_size: int
+
+
+def all_gather(member: Member, shard: int) -> Messages:
+    """Own ``shard`` bytes to everybody; rank q's to place q."""
+    every = range(member.world_size)
+    return _messages([0 for _ in every], [shard for _ in every], [q * shard for q in every], [shard for _ in every])
+
+
+def all_to_all(sends: Sequence[int], receives: Sequence[int]) -> Messages:
+    """``sends[q]`` bytes to rank q and ``receives[q]`` from it, one behind the other on both sides."""
+    return _messages(_starts(sends), sends, _starts(receives), receives)
+
+
+def parts(sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]]) -> Messages:
+    """Begin and length of what goes to each rank, and of what comes from it."""
+    return _messages(*zip(*sends, strict=True), *zip(*receives, strict=True))
+
+
+def broadcast(member: Member, nbytes: int, root: int) -> Messages:
+    """The root's ``nbytes`` to everybody, itself included."""
+    every = range(member.world_size)
+    return _messages(
+        [0 for _ in every],
+        [nbytes if member.rank == root else 0 for _ in every],
+        [0 for _ in every],
+        [nbytes if q == root else 0 for q in every],
+    )
+
+
+def gather(member: Member, shard: int, root: int) -> Messages:
+    """Everybody's ``shard`` bytes to the root, rank q's to place q."""
+    every = range(member.world_size)
+    at_root = member.rank == root
+    return _messages(
+        [0 for _ in every],
+        [shard if q == root else 0 for q in every],
+        [q * shard if at_root else 0 for q in every],
+        [shard if at_root else 0 for _ in every],
+    )
+
+
+def scatter(member: Member, shard: int, root: int) -> Messages:
+    """The root's q-th ``shard`` bytes to rank q."""
+    every = range(member.world_size)
+    from_root = member.rank == root
+    return _messages(
+        [q * shard if from_root else 0 for q in every],
+        [shard if from_root else 0 for _ in every],
+        [0 for _ in every],
+        [shard if q == root else 0 for q in every],
+    )
+
+
+def reduce_scatter(member: Member, shard: int) -> Messages:
+    """The q-th ``shard`` bytes to rank q, terms of a sum that goes to the start of the output."""
+    every = range(member.world_size)
+    return _messages([q * shard for q in every], [shard for _ in every], [0 for _ in every], [shard for _ in every])
+
+
+def reduce(member: Member, nbytes: int, root: int) -> Messages:
+    """All ``nbytes`` to the root, terms of a sum there; elsewhere to the rank itself, as they are."""
+    every = range(member.world_size)
+    return _messages(
+        [0 for _ in every],
+        [nbytes if q in (root, member.rank) else 0 for q in every],
+        [0 for _ in every],
+        [nbytes if member.rank == root else 0 for _ in every],
+    )
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return list(accumulate(lengths, initial=0))[:-1]
+
+
+def _messages(send_at: Sequence[int], send_bytes: Sequence[int], receive_at: Sequence[int], receive_bytes: Sequence[int]) -> Messages:
+    messages = Messages()
+    for name, values in (("send_at", send_at), ("send_bytes", send_bytes), ("receive_at", receive_at), ("receive_bytes", receive_bytes)):
+        array = getattr(messages, name)
+        for q, value in enumerate(values):
+            array[q] = value
+    return messages

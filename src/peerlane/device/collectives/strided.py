@@ -1,0 +1,139 @@
+"""Host side of ``peerlane/strided.cuh``: an exchange that cuts one axis of a tensor and joins another, as all-to-alls of attention do."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+
+import torch
+
+from peerlane.device.host.declare import U64, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Pointer, structure
+from peerlane.device.host.group import Group, per_group
+from peerlane.errors import UsageError
+
+UNITS = {16: "peerlane::Vec16", 8: "peerlane::u64", 4: "peerlane::u32", 2: "peerlane::u16", 1: "peerlane::u8"}
+MAX_BLOCKS, THREADS = 128, 512
+
+
+class StridedBlock(ctypes.Structure):
+    """Mirrors ``peerlane::StridedBlock``."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64 * 3) for name in ("source_strides", "target_strides")),
+        *((name, ctypes.c_uint64) for name in ("for_rank", "of_rank")),
+        ("count", ctypes.c_uint32 * 3),
+        ("units", ctypes.c_uint32),
+    )
+
+
+SOURCE = r"""
+#include <peerlane/strided.cuh>
+using namespace peerlane;
+
+extern "C" __global__ void __launch_bounds__(512)
+    axis_exchange(const __grid_constant__ Arena arena, const __grid_constant__ AxisExchange args) {
+    const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
+    const Peers<WORLD_SIZE> peers(arena, args.flags);
+    exchange_strided(peers, arena, args.out + args.part, args.x, args.block, epoch);
+}
+"""
+AXIS_EXCHANGE = DeclaredKernel(
+    "axis_exchange",
+    SOURCE,
+    out=Buffer(),
+    flags=Flags(),
+    epochs=Epochs(),
+    x=Pointer("const UNIT*"),
+    part=U64,
+    block=structure("StridedBlock", StridedBlock),
+)
+
+
+@dataclass(frozen=True)
+class AxisLayout:
+    """One rank's contiguous tensor, whose axis ``cut`` is cut among the ranks and whose axis ``joined`` is joined of theirs."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    joined: int
+    cut: int
+    kept: int
+    """positions of the joined axis that remain; those behind it are not sent"""
+
+    def result_shape(self, world_size: int) -> tuple[int, ...]:
+        shape = list(self.shape)
+        shape[self.joined], shape[self.cut] = self.kept, shape[self.cut] // world_size
+        return tuple(shape)
+
+    def block(self, rank: int, world_size: int) -> tuple[StridedBlock, int]:
+        """What ``rank`` sends to each, and the bytes of a unit: the widest that divides all distances."""
+        out, local, size = self.result_shape(world_size), self.shape[self.joined], self.dtype.itemsize
+        first, second = sorted((self.joined, self.cut))
+        counts = list(out)
+        counts[self.joined] = min(max(self.kept - rank * local, 0), local)
+        # Axes, outermost first: those before both, one of both, those between; the other one with all behind it is a run.
+        axes = (first, math.prod(self.shape[:first])), (first + 1, counts[first]), (second, math.prod(self.shape[first + 1 : second]))
+        run = counts[second] * math.prod(self.shape[second + 1 :])
+        distances = [
+            run,
+            *(math.prod(self.shape[axis:]) for axis, _ in axes),
+            *(math.prod(out[axis:]) for axis, _ in axes),
+            out[self.cut] * math.prod(self.shape[self.cut + 1 :]),
+            local * math.prod(out[self.joined + 1 :]),
+        ]
+        # The same on all ranks: local lengths and what is kept divide by it too, whatever a rank has of them.
+        inner = math.prod(out[self.joined + 1 :]) if self.joined == second else out[self.cut] * math.prod(out[self.cut + 1 :])
+        unit = math.gcd(16, size * inner, *(size * distance for distance in distances[1:]))
+        units, *strides = (size * distance // unit for distance in distances)
+        if (copies := math.prod(count for _, count in axes) * units) >= 1 << 32:
+            raise UsageError(f"an exchange of {self.shape}: {copies} copies of {unit} bytes by a rank; expected fewer than 2^32")
+        return StridedBlock(
+            source_strides=(ctypes.c_uint64 * 3)(*strides[:3]),
+            target_strides=(ctypes.c_uint64 * 3)(*strides[3:6]),
+            for_rank=strides[6],
+            of_rank=strides[7],
+            count=(ctypes.c_uint32 * 3)(*(count for _, count in axes)),
+            units=units,
+        ), unit
+
+
+@per_group
+def _exchange(group: Group, layout: AxisLayout, parts: int = 1) -> tuple[BoundKernel, torch.Tensor]:
+    """The kernel, and where the results of ``parts`` exchanges lie behind each other."""
+    block, unit = layout.block(group.rank, group.world_size)
+    shape, nbytes = (parts, *layout.result_shape(group.world_size)), math.prod(layout.shape) * layout.dtype.itemsize
+    grid = min(MAX_BLOCKS, group.sm_count, max(1, -(-nbytes // (unit * THREADS))))
+    sizes = {"out": math.prod(shape) * layout.dtype.itemsize, "flags": 1 + grid}
+    bound = AXIS_EXCHANGE.bind(group, grid=grid, block=THREADS, defines={"UNIT": UNITS[unit]}, sizes=sizes)
+    bound.set(block=block)
+    results = bound.tensor("out", shape, layout.dtype)
+    return bound, results if parts > 1 else results[0]
+
+
+def exchange_axes(group: Group, x: torch.Tensor, *, joined: int, cut: int, kept: int | None = None) -> torch.Tensor:
+    """Collective: part r of axis ``cut`` of every rank's tensor, joined along axis ``joined`` in rank order, on rank r.
+
+    All ranks pass one shape; ``cut`` divides by the ranks. Only the first ``kept`` positions of the joined axis come. The result lies in
+    the arena and is valid until the group's next exchange of this shape."""
+    joined, cut = joined % x.dim(), cut % x.dim()
+    if joined == cut or x.shape[cut] % group.world_size:
+        raise UsageError(f"axes {joined} and {cut} of {tuple(x.shape)}: expected two axes, the second divisible by {group.world_size}")
+    whole = x.shape[joined] * group.world_size
+    layout = AxisLayout(tuple(x.shape), x.dtype, joined, cut, whole if kept is None else kept)
+    if not x.numel() or not layout.kept:
+        return x.new_empty(layout.result_shape(group.world_size))
+    bound, result = _exchange(group, layout)
+    bound(x=x.contiguous())
+    return result
+
+
+def exchange_part(group: Group, x: torch.Tensor, part: int, parts: int, *, joined: int, cut: int) -> torch.Tensor:
+    """Collective: ``exchange_axes`` of a tensor that is number ``part`` of several, and the results of all of them, (parts, ...).
+
+    They lie in the arena. Each is valid until the group's next exchange of that part."""
+    layout = AxisLayout(tuple(x.shape), x.dtype, joined, cut, x.shape[joined] * group.world_size)
+    bound, results = _exchange(group, layout, parts)
+    results = results.view(parts, *layout.result_shape(group.world_size))
+    bound(x=x.contiguous(), part=part * results[0].nbytes)
+    return results

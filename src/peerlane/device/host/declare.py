@@ -1,0 +1,382 @@
+"""Kernels declared once, in Python: fields by value, tensors, and what they keep in the arena.
+
+    SCALE = DeclaredKernel("scale_all", SOURCE, flags=Flags(), epochs=Epochs(), x=Pointer(), rows=U32)
+
+    launch = SCALE.bind(group, grid=8, block=256, defines={...}, sizes={"flags": 8}, rows=64)     collective; keep it: per_group
+    launch(x=tensor)                                                                              a few microseconds
+
+The source gets a structure ``ScaleAll`` with these fields, in this order, behind its last ``#include``. Its kernel has two parameters:
+
+    extern "C" __global__ void scale_all(const __grid_constant__ Arena arena, const __grid_constant__ ScaleAll args)
+
+The structure's twin in Python has the same layout: the compiler checks sizes and offsets. ``bind`` makes an arena of the size that is
+needed and takes every part of it. Where several launches share that memory, ``reserve`` takes it and each ``bind`` of it makes a launch.
+A ``LocalKernel`` has no arena: ``args`` is its only parameter. In the emulator the same declarations make the scenario.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import linecache
+import re
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from peerlane.device.host.arena import Arena
+from peerlane.device.host.group import Group
+from peerlane.device.host.layout import LINE_BYTES
+from peerlane.device.host.roles import BlockNeeds, require_resident
+from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
+from peerlane.errors import EmulatedFault, UsageError
+
+Key = TypeVar("Key", bound=Hashable)
+
+MAX_EPOCH_BLOCKS = 256  # of arena.cuh
+PACKET_BYTES = 16  # of packet.cuh
+MAP_ALIGNMENT = 64  # of tensor maps, in C++; ctypes knows nothing of it
+
+
+class PacketSpace(ctypes.Structure):
+    """Mirrors ``peerlane::PacketSpace``."""
+
+    _fields_ = (("at", ctypes.c_uint64), ("count", ctypes.c_uint32), ("unused", ctypes.c_uint32))
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field by value: its C++ type and its twin. ``count`` makes it an array."""
+
+    cpp: str
+    twin: Any
+    count: int = 0
+
+    def ctype(self) -> Any:
+        return self.twin * self.count if self.count else self.twin
+
+    def declaration(self, name: str) -> str:
+        return f"{self.cpp} {name}{f'[{self.count}]' if self.count else ''};"
+
+    def value(self, group: Group, given: Any) -> Any:
+        """What a caller gives, as the structure holds it."""
+        return (self.twin * self.count)(*given) if self.count else given
+
+
+U32, U64, I32 = Field("u32", ctypes.c_uint32), Field("u64", ctypes.c_uint64), Field("int", ctypes.c_int32)
+F32, F64 = Field("float", ctypes.c_float), Field("double", ctypes.c_double)
+
+
+def array(field: Field, count: int) -> Field:
+    """``count`` values in a row."""
+    return Field(field.cpp, field.twin, count)
+
+
+def structure(cpp: str, twin: type[ctypes.Structure]) -> Field:
+    """A structure of a header, by its C++ name and its twin; sizes are compared by the compiler."""
+    return Field(cpp, twin)
+
+
+class Map(Field):
+    """A tensor map, or ``count`` of them: what a caller gives is encoded, unless it is already."""
+
+    def __init__(self, count: int = 0) -> None:
+        super().__init__("TensorMap", TensorMap, count)
+
+    def value(self, group: Group, given: Any) -> Any:
+        def encoded(one: TensorMap | TensorMapSpec) -> TensorMap:
+            return group.encode(one) if isinstance(one, TensorMapSpec) else one
+
+        return (TensorMap * self.count)(*map(encoded, given)) if self.count else encoded(given)
+
+
+class Pointer(Field):
+    """The address of a tensor's first element; the tensor is contiguous and kept by the caller. None is a null pointer."""
+
+    def __init__(self, cpp: str = "char*") -> None:
+        super().__init__(cpp, ctypes.c_uint64)
+
+    def value(self, group: Group, given: torch.Tensor | None) -> int:
+        if given is None:
+            return 0
+        if not given.is_contiguous():
+            raise UsageError(f"a tensor of shape {tuple(given.shape)} and strides {given.stride()} is not contiguous; pass .contiguous()")
+        return group.address(given)
+
+
+class ArenaField(Field):
+    """Something in the arena; the kernel gets its offset. ``nbytes(size, world_size)`` of it, where ``size`` is the caller's."""
+
+    def __init__(self, nbytes: Callable[[int, int], int], align: int = LINE_BYTES) -> None:
+        super().__init__("u64", ctypes.c_uint64)
+        object.__setattr__(self, "nbytes", nbytes)
+        object.__setattr__(self, "align", align)
+
+    nbytes: Callable[[int, int], int]
+    align: int
+
+    def taken(self, offset: int, size: int) -> Any:
+        """What the kernel gets."""
+        return offset
+
+
+class Epochs(ArenaField):
+    """The counters of ``next_epoch``."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda size, world_size: 4 * MAX_EPOCH_BLOCKS)
+
+
+class Flags(ArenaField):
+    """``size`` slots of ``Peers``: a flag on a line of its own for every slot and source."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda size, world_size: size * world_size * LINE_BYTES)
+
+
+class Buffer(ArenaField):
+    """``size`` bytes."""
+
+    def __init__(self, align: int = LINE_BYTES) -> None:
+        super().__init__(lambda size, world_size: size, align)
+
+
+class Packets(ArenaField):
+    """``size`` packets of every rank, in two alternating buffers: a ``PacketSpace``."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda size, world_size: 2 * world_size * size * PACKET_BYTES)
+        object.__setattr__(self, "cpp", "PacketSpace")
+        object.__setattr__(self, "twin", PacketSpace)
+
+    def taken(self, offset: int, size: int) -> Any:
+        return PacketSpace(offset, size)
+
+
+class DeclaredKernel:
+    """A kernel and its arguments; see the module."""
+
+    def __init__(self, name: str, source: str | Path, **fields: Field) -> None:
+        self.name, self.fields = name, fields
+        self.struct = "".join(word.capitalize() for word in name.split("_"))
+        self.arguments: type[ctypes.Structure] = type(self.struct, (ctypes.Structure,), {"_fields_": _padded(fields)})
+        self._given = source
+        self._file, self._line = (str(source), 1) if isinstance(source, Path) else _written_in(sys._getframe(1).f_code.co_filename, source)
+
+    @property
+    def source(self) -> str:
+        """The source with the structure behind its last include; messages name the file and line where the author wrote it."""
+        lines = (self._given if isinstance(self._given, str) else self._given.read_text()).splitlines()
+        last = max((i for i, line in enumerate(lines) if re.match(r"\s*#\s*include\b", line)), default=-1) + 1
+        before, behind = (f'#line {self._line + line} "{self._file}"' for line in (0, last))
+        return "\n".join([before, *lines[:last], self._structure(), behind, *lines[last:], ""])
+
+    def _structure(self) -> str:
+        body = "\n".join(f"    {field.declaration(name)}" for name, field in self.fields.items())
+        checks, end = "", 0
+        for name in self.fields:
+            place, member = getattr(self.arguments, name), f"decltype({self.struct}::{name})"
+            # What offsetof would say, which NVRTC does not know: the end before it, rounded up to the alignment.
+            begin = f"({end} + alignof({member}) - 1) / alignof({member}) * alignof({member})"
+            checks += f'static_assert({begin} == {place.offset} && sizeof({member}) == {place.size}, "{self.struct}.{name}");\n'
+            end = place.offset + place.size
+        size = f'static_assert(sizeof({self.struct}) == {ctypes.sizeof(self.arguments)}, "{self.struct}");'
+        return f"namespace peerlane {{\nstruct {self.struct} {{\n{body}\n}};\n{checks}{size}\n}}"
+
+    def reserve(self, group: Group, *, sizes: Mapping[str, int] | None = None, timeout_s: float = 10.0) -> Reserved:
+        """Collective: what the kernel keeps in the arena, on every rank of ``group``; launches are bound to it.
+
+        ``sizes`` say how much each arena field holds, the same on all ranks."""
+        sizes = sizes or {}
+        in_arena = {name: field for name, field in self.fields.items() if isinstance(field, ArenaField)}
+        wanted = {name for name, field in in_arena.items() if not isinstance(field, Epochs)}
+        if sizes.keys() != wanted:
+            raise UsageError(f"kernel {self.name!r}: sizes of {sorted(sizes)}; expected {sorted(wanted)}, one for each field in the arena")
+        places = {name: (field.nbytes(sizes.get(name, 0), group.world_size), field.align) for name, field in in_arena.items()}
+        arena = Arena(sum(nbytes + align for nbytes, align in places.values()), group, timeout_s=timeout_s, name=self.name)
+        offsets = {name: arena.take(nbytes, align=align, name=name) for name, (nbytes, align) in places.items()}
+        arena.seal()
+        taken = {name: in_arena[name].taken(offset, sizes.get(name, 0)) for name, offset in offsets.items()}
+        return Reserved(self, group, arena, offsets, taken)
+
+    def bind(
+        self, group: Group, *, sizes: Mapping[str, int] | None = None, timeout_s: float = 10.0, **shape_and_values: Any
+    ) -> BoundKernel:
+        """Collective: ``reserve``, and one launch bound to it: :meth:`Reserved.bind` has the other arguments."""
+        return self.reserve(group, sizes=sizes, timeout_s=timeout_s).bind(**shape_and_values)
+
+
+class LocalKernel(DeclaredKernel):
+    """A declared kernel that no other rank takes part in: its one parameter is its structure, and it has nothing in an arena."""
+
+    def reserve(self, group: Group, *, sizes: Mapping[str, int] | None = None, timeout_s: float = 10.0) -> Reserved:
+        """Not collective; there is nothing to reserve."""
+        if any(isinstance(field, ArenaField) for field in self.fields.values()):
+            raise UsageError(f"kernel {self.name!r} has fields in the arena; declare it as a DeclaredKernel")
+        return Reserved(self, group, None, {}, {})
+
+
+class Reserved:
+    """A kernel's part of the arena, and what launches are bound to."""
+
+    def __init__(
+        self, kernel: DeclaredKernel, group: Group, arena: Arena | None, offsets: Mapping[str, int], taken: Mapping[str, Any]
+    ) -> None:
+        self.kernel, self.group, self.offsets = kernel, group, offsets
+        self._arena, self._taken = arena, taken
+
+    @property
+    def arena(self) -> Arena:
+        """Raises UsageError for a kernel that has none."""
+        if self._arena is None:
+            raise UsageError(f"kernel {self.kernel.name!r} runs on one rank alone and has no arena; declare it as a DeclaredKernel")
+        return self._arena
+
+    def bind(
+        self,
+        *,
+        grid: int,
+        block: int,
+        defines: Mapping[str, str | int] | None = None,
+        shared_bytes: int = 0,
+        cluster: int = 1,
+        resident: bool = False,
+        **values: Any,
+    ) -> BoundKernel:
+        """A launch. It is not collective; kernels with other macros and grids may share one reserve. ``WORLD_SIZE`` is always defined.
+
+        ``resident``: raise LaunchError where the blocks, which wait for other ranks', do not all fit on the GPU at a time. ``values`` are
+        fields that do not change from call to call."""
+        kernel, arena = self.kernel, self._arena
+        arguments = kernel.arguments(**self._taken)
+        loaded = self.group.kernel(
+            kernel.source, kernel.name, defines=_macros(self.group, defines or {}), on_failure=arena.raise_fault if arena else None
+        )
+        if resident:
+            attributes = loaded.attributes()
+            needs = BlockNeeds(block, attributes["registers"], attributes["shared_bytes"] + shared_bytes)
+            require_resident(kernel.name, grid, needs, self.group.sm_count)
+        parameters = (arena.view, arguments) if arena else (arguments,)
+        bound = BoundKernel(self, loaded.bind(grid, block, parameters, shared_bytes=shared_bytes, cluster=cluster), arguments)
+        bound.set(**values)
+        return bound
+
+    def addresses(self, name: str) -> list[int]:
+        """Where the arena field ``name`` lies on every rank, as kernels of this rank address it."""
+        return [self.arena.view.base[rank] + self.offsets[name] for rank in range(self.group.world_size)]
+
+    def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """This rank's own memory of the arena field ``name``."""
+        return self.arena.tensor(self.offsets[name], shape, dtype)
+
+    def close(self) -> None:
+        """Give the memory back, once no rank's launches use it."""
+        if self._arena is not None:
+            self._arena.close()
+
+
+def compile_ahead(group: Group, kernels: Sequence[tuple[DeclaredKernel, Mapping[str, str | int]]]) -> None:
+    """Ranks share the work of compiling kernels with these defines, which they bind later."""
+    group.compile_ahead([(kernel.source, _macros(group, defines)) for kernel, defines in kernels])
+
+
+def _macros(group: Group, defines: Mapping[str, str | int]) -> dict[str, str | int]:
+    if short := [name for name in defines if len(name) == 1]:
+        raise UsageError(f"macro {short[0]!r} would replace names in the kit's headers; expected a longer one, such as X_TYPE")
+    return {"WORLD_SIZE": group.world_size, **defines}
+
+
+def _written_in(path: str, source: str) -> tuple[str, int]:
+    """The name of the Python file that holds this text, and the text's first line there."""
+    linecache.checkcache(path)
+    before, found, _ = "".join(linecache.getlines(path)).partition(source)
+    return (Path(path).name, before.count("\n") + 1) if found else ("source.cu", 1)
+
+
+def _padded(fields: Mapping[str, Field]) -> list[tuple[str, Any]]:
+    """The twin's fields, with what the alignment of tensor maps leaves free before and behind them."""
+    twins: list[tuple[str, Any]] = []
+    end = 0
+
+    def pad() -> None:
+        nonlocal end
+        if gap := -end % MAP_ALIGNMENT:
+            twins.append((f"free_{end}", ctypes.c_uint8 * gap))
+        end += gap
+
+    for name, field in fields.items():
+        twin = field.ctype()
+        if isinstance(field, Map):
+            pad()
+        twins.append((name, twin))
+        end = -(-end // ctypes.alignment(twin)) * ctypes.alignment(twin) + ctypes.sizeof(twin)
+    if any(isinstance(field, Map) for field in fields.values()):
+        pad()
+    return twins
+
+
+class BoundKernel:
+    """A launch of a declared kernel. Calling it sets fields and launches."""
+
+    def __init__(self, reserved: Reserved, launch: Any, arguments: ctypes.Structure) -> None:
+        self.reserved, self.group = reserved, reserved.group
+        self._launch, self._arguments = launch, arguments
+        self._fields = {name: field for name, field in reserved.kernel.fields.items() if not isinstance(field, ArenaField)}
+        self._unset = {name for name, field in self._fields.items() if isinstance(field, Pointer)}
+
+    @property
+    def arena(self) -> Arena:
+        """The arena of its fields there; raises UsageError for a kernel that has none."""
+        return self.reserved.arena
+
+    def set(self, **values: Any) -> None:
+        """Set fields, for this launch and those that follow."""
+        for name, value in values.items():
+            field = self._fields.get(name)
+            if field is None:
+                known = ", ".join(self._fields)
+                raise UsageError(f"kernel {self.reserved.kernel.name!r} has no field {name!r} to set; expected one of {known}")
+            setattr(self._arguments, name, field.value(self.group, value))
+            self._unset.discard(name)
+
+    def __call__(self, **values: Any) -> None:
+        self.set(**values)
+        try:
+            self._launch()
+        except EmulatedFault as fault:
+            if self._unset and "\ncrash in" in str(fault):
+                raise EmulatedFault(f"{fault}; these pointers were never set: {', '.join(sorted(self._unset))}") from None
+            raise
+
+    def addresses(self, name: str) -> list[int]:
+        """Where the arena field ``name`` lies on every rank, as kernels of this rank address it."""
+        return self.reserved.addresses(name)
+
+    def tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """This rank's own memory of the arena field ``name``."""
+        return self.reserved.tensor(name, shape, dtype)
+
+
+class BoundLaunches(Generic[Key]):
+    """Launches by the addresses that they were bound to, so that tensors which come again and again are described once.
+
+    At most ``most``: then all are forgotten, for addresses that do not come again would fill any memory."""
+
+    def __init__(self, most: int = 512) -> None:
+        self._most = most
+        self._kept: dict[Key, BoundKernel] = {}
+
+    def get(self, key: Key, bind: Callable[[], BoundKernel]) -> BoundKernel:
+        """The launch of this key, made by ``bind`` if there is none."""
+        found = self._kept.get(key)
+        if found is None:
+            if len(self._kept) == self._most:
+                self._kept.clear()
+            found = self._kept[key] = bind()
+        return found
+
+    def clear(self) -> None:
+        self._kept.clear()

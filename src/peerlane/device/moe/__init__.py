@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, rows to experts and back, and whole layers."""

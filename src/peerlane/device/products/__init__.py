@@ -1,0 +1,1 @@
+"""Matrix products on one rank, and fused with the collectives around them."""

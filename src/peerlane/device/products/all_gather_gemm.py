@@ -1,0 +1,324 @@
+"""Host side of ``peerlane/all_gather_gemm.cuh``: a product whose left operand lies in columns on all ranks, in one launch."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Unpack
+
+import torch
+import torch.distributed as dist
+
+from peerlane.device.host.arena import Arena
+from peerlane.device.host.group import DeviceLaunch, Group, per_group
+from peerlane.device.host.group_of import group_of
+from peerlane.device.host.layout import LINE_BYTES
+from peerlane.device.host.roles import BlockNeeds, require_resident
+from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec, TensorPlace
+from peerlane.device.host.tensor_maps import TensorMaps
+from peerlane.device.products import gemm
+from peerlane.device.products.gemm import ELEMENT_BYTES, Epilogue, GroupedTiles, Tiling
+from peerlane.errors import UsageError
+
+MAX_EPOCH_BLOCKS = 256  # of arena.cuh
+
+_SENT_BYTES, _PIECE_BYTES = 48 << 10, 32 << 10
+"""What one signal speaks for at most: of a warp, what it stores at all ranks, and of a communicator block. A dozen us of stores, so that a
+signal costs little and pieces do not come late."""
+_SHORT_PIECE_BYTES = 4 << 10
+"""What pieces are not cut below to have one for every sender."""
+_PIECE_COLUMNS, _COLUMN_PIECES = 256, 4
+"""Columns are cut into as many pieces, none of them narrower than this: rows of 512 bytes are what a warp stores at a time."""
+_KEPT_LAUNCHES = 512
+COMMUNICATOR_BLOCKS = (8, 16)
+"""What is tried beside a warp of every block."""
+
+
+class Parameters(ctypes.Structure):
+    """Mirrors ``peerlane::AllGatherGemmParameters``."""
+
+    _fields_ = (
+        ("a", TensorMap),
+        ("gathered", TensorMap),
+        ("b", TensorMap),
+        ("out", TensorMap),
+        ("residual", TensorMap),
+        ("tiles", GroupedTiles),
+        ("pieces", GroupedTiles),
+        ("m", ctypes.c_uint32),
+        ("local_k", ctypes.c_uint32),
+        ("row_bytes", ctypes.c_uint32),
+        ("piece_rows", ctypes.c_uint32),
+        ("piece_columns", ctypes.c_uint32),
+        ("communicator_blocks", ctypes.c_uint32),
+        ("local", ctypes.c_uint64),
+        ("gathered_at", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("epochs", ctypes.c_uint64),
+        ("bias", ctypes.c_uint64),
+        ("scale", ctypes.c_float),
+        ("n", ctypes.c_uint32),
+        ("padding", ctypes.c_uint32 * 8),
+    )
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Shards of (m, local_k) in pieces of (rows, columns), of which each has a signal."""
+
+    m: int
+    local_k: int
+    rows: int
+    columns: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return -(-self.m // self.rows), -(-self.local_k // self.columns)
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.columns * ELEMENT_BYTES
+
+
+def choose_pieces(m: int, local_k: int, world_size: int, communicator_blocks: int = 0) -> Pieces:
+    """Pieces of enough bytes to make a signal cheap, but some for all senders. Rows divide those of every tiling's blocks; communicator
+    blocks send whole rows."""
+    senders, limit, columns = communicator_blocks, _PIECE_BYTES, local_k
+    if not communicator_blocks:
+        senders, limit = gemm.TYPICAL_SM_COUNT, _SENT_BYTES // max(1, world_size - 1)
+        columns = min(local_k, max(_PIECE_COLUMNS, -(-local_k // (_COLUMN_PIECES * gemm.PANEL)) * gemm.PANEL))
+    pieces = Pieces(m, local_k, 64, columns)
+    while pieces.rows > 1 and (pieces.nbytes > limit or (pieces.count < senders and pieces.nbytes > _SHORT_PIECE_BYTES)):
+        pieces = replace(pieces, rows=pieces.rows // 2)
+    return pieces
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where gathered pieces, flags and epochs lie in the arena, for left operands of (m, local_k) on each of ``world_size`` ranks."""
+
+    pieces: Pieces
+    dtype: torch.dtype
+    world_size: int
+    scatters: bool = False
+
+    @property
+    def m(self) -> int:
+        return self.pieces.m
+
+    @property
+    def a_rows(self) -> int:
+        """of the left operand of a rank"""
+        return self.m * (self.world_size if self.scatters else 1)
+
+    @property
+    def local_k(self) -> int:
+        return self.pieces.local_k
+
+    @property
+    def gathered_bytes(self) -> int:
+        return 2 * self.world_size * self.m * gemm.row_stride(self.local_k) * ELEMENT_BYTES
+
+    @property
+    def flags_bytes(self) -> int:
+        return self.pieces.count * self.world_size * LINE_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        return self.gathered_bytes + self.flags_bytes + 4 * MAX_EPOCH_BLOCKS + 2 * 1024
+
+    def specs(self, a: TensorPlace, b: TensorPlace, out: TensorPlace, gathered: int, tiling: Tiling) -> dict[str, TensorMapSpec]:
+        """All maps of a launch, by the field they go to; ``gathered`` is the address of this rank's gathered rows."""
+        return {
+            "a": gemm.operand_map(a.split(self.world_size if self.scatters else 1), "k", tiling.block_rows),
+            "gathered": self.gathered_map(gathered, tiling),
+            "b": gemm.operand_map(b.split(self.world_size), "mn", tiling.columns // tiling.blocks),
+            "out": gemm.result_map(out.split(1)),
+        }
+
+    def gathered_map(self, gathered: int, tiling: Tiling) -> TensorMapSpec:
+        shape, stride = (2 * self.world_size, self.m, self.local_k), gemm.row_stride(self.local_k)
+        return TensorMapSpec(gathered, self.dtype, shape, (self.m * stride, stride, 1), (1, tiling.block_rows, gemm.PANEL))
+
+    def order(self, plan: Plan) -> GroupedTiles:
+        """Pieces in the order in which a plan's tiles use them."""
+        rows, columns = self.pieces.grid
+        return GroupedTiles(rows=rows, columns=columns, group_rows=plan.tiles.group_rows * plan.tiling.rows // self.pieces.rows)
+
+    def parameters(self, maps: Mapping[str, TensorMap], plan: Plan, a: int, gathered_at: int, flags: int, epochs: int) -> Parameters:
+        """``a`` is the address of this rank's left operand, the others are offsets in the arena."""
+        return Parameters(
+            **maps,
+            tiles=plan.tiles,
+            pieces=self.order(plan),
+            m=self.m,
+            local_k=self.local_k,
+            row_bytes=gemm.row_stride(self.local_k) * ELEMENT_BYTES,
+            piece_rows=self.pieces.rows,
+            piece_columns=self.pieces.columns,
+            communicator_blocks=plan.communicator_blocks,
+            local=a,
+            gathered_at=gathered_at,
+            flags=flags,
+            epochs=epochs,
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch: the first ``communicator_blocks`` blocks of the grid communicate, the others compute. If there are none of the first, a
+    warp of every block communicates, and blocks beyond the tiles do nothing else."""
+
+    tiling: Tiling
+    tiles: GroupedTiles
+    grid: int
+    communicator_blocks: int
+
+
+def plan(pieces: Pieces, n: int, k: int, sm_count: int, communicator_blocks: int = 0, tilings: Sequence[Tiling] = gemm.TILINGS) -> Plan:
+    """The launch for a result of ``n`` columns and ``k`` in all, by the best of the tilings."""
+    communicators, m = min(communicator_blocks, pieces.count), pieces.m
+    tiling = gemm.choose_tiling(m, n, k, sm_count - communicators, tilings=tilings)
+    communicators = -(-communicators // tiling.blocks) * tiling.blocks
+    computing = tiling.whole(sm_count - communicators)
+    tiles = tiling.grouped(m, n)
+    rows, columns = tiles.rows, tiles.columns
+    # As few rows at a time as keep all compute blocks busy, for rows are used in the order in which they come; but half of what reads least
+    # at any rate: B is read once for each group.
+    busy = -(-computing // (tiling.blocks * columns))
+    tiles.group_rows = min(rows, max(busy, tiles.group_rows // 2))
+    needed = rows * columns * tiling.blocks
+    if not communicators:
+        needed = max(needed, -(-pieces.count // tiling.blocks) * tiling.blocks)
+    return Plan(tiling, tiles, communicators + min(needed, computing), communicators)
+
+
+SOURCE = r"""
+#include <peerlane/all_gather_gemm.cuh>
+
+using Shape = SHAPE;
+using Fused = peerlane::AllGatherGemm<Shape, WORLD_SIZE, SCATTERS>;
+
+extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1) all_gather_gemm(
+    const __grid_constant__ Fused::Parameters parameters, const __grid_constant__ peerlane::Arena arena) {
+    peerlane::run_roles(Fused(parameters, arena), parameters.communicator_blocks);
+}
+"""
+
+
+class AllGatherGemm:
+    """``call(a, b)`` for one shape of left operand: every rank gets ``[a_0 | a_1 | ...] @ b`` with its own b. With ``scatters`` every rank
+    has W m rows, and rank r gets rows [r m, (r + 1) m) of that product.
+
+    a (m, local_k), b (W local_k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, local_k and the dtype the same on all ranks.
+    The result is laid out in the same way. Creating one is collective. Calls in one stream need no barrier between them and can be
+    captured in a graph. ``communicator_blocks`` of the blocks only send; with 0, the default, a spare warp of every block does. The
+    epilogue's bias (n), residual (m, n) and scale are this rank's."""
+
+    def __init__(
+        self,
+        m: int,
+        local_k: int,
+        dtype: torch.dtype,
+        group: Group | dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float = 10.0,
+        communicator_blocks: int = 0,
+        scatters: bool = False,
+        epilogue: Epilogue = gemm.PLAIN,
+        tiling: Tiling | None = None,
+    ) -> None:
+        self.group, self.epilogue = group_of(group), epilogue
+        self.tilings = gemm.tilings_for(self.group) if tiling is None else [tiling]
+        self.maps = TensorMaps(self.group)
+        world_size = self.group.world_size
+        if scatters and communicator_blocks:
+            raise UsageError(f"an all-to-all by {communicator_blocks} communicator blocks: expected 0; a warp of every block sends")
+        if dtype not in gemm.ELEMENT_TYPES or not m * local_k:
+            raise UsageError(
+                f"all-gather of ({m}, {local_k}) in {dtype} and GEMM: "
+                "expected bfloat16 or float16, and no size of 0; use a product and a collective otherwise"
+            )
+        self.communicator_blocks = communicator_blocks
+        self.workspace = Workspace(choose_pieces(m, local_k, world_size, communicator_blocks), dtype, world_size, scatters)
+        self.arena = Arena(self.workspace.nbytes, self.group, timeout_s=timeout_s, name="all_gather_gemm")
+        self.gathered = self.arena.take(self.workspace.gathered_bytes, align=1024)
+        self.flags = self.arena.take(self.workspace.flags_bytes)
+        self.epochs = self.arena.take(4 * MAX_EPOCH_BLOCKS)
+        self.arena.seal()
+        self._launches: dict[tuple[int, int, int, int], DeviceLaunch] = {}
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[gemm.Terms]) -> torch.Tensor:
+        out = gemm.empty_aligned(self.workspace.m, b.shape[1], a)
+        key = self.group.address(a), self.group.address(b), self.group.address(out), b.shape[1]
+        launch = self._launches.get(key)
+        if launch is None:
+            if len(self._launches) == _KEPT_LAUNCHES:
+                self._launches.clear()
+            launch = self._launches[key] = self.bind(a, b, out)
+        if self.epilogue != gemm.PLAIN:
+            rows = self.plan_for(b).tiling.block_rows
+            for name, value in self.epilogue.fields(self.maps, (self.workspace.m, b.shape[1]), rows, **terms).items():
+                setattr(launch.args[0], name, self.group.address(value) if name == "bias" else value)
+        launch()
+        return out
+
+    def close(self) -> None:
+        """Give the memory back, once no rank's calls use it."""
+        self.arena.close()
+
+    def plan_for(self, b: torch.Tensor) -> Plan:
+        return plan(self.workspace.pieces, b.shape[1], b.shape[0], self.arena.sm_count, self.communicator_blocks, self.tilings)
+
+    def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> DeviceLaunch:
+        """The launch for these tensors. It holds their addresses, not them."""
+        space = self.workspace
+        if (
+            tuple(a.shape) != (space.a_rows, space.local_k)
+            or b.shape[0] != space.world_size * space.local_k
+            or {a.dtype, b.dtype} != {space.dtype}
+        ):
+            raise UsageError(
+                f"operands {tuple(a.shape)} and {tuple(b.shape)} in {a.dtype}: expected ({space.a_rows}, {space.local_k}) and "
+                f"({space.world_size * space.local_k}, n) in {space.dtype}; create an AllGatherGemm for each size"
+            )
+        chosen = self.plan_for(b)
+        tiling = chosen.tiling
+        defines = {**tiling.defines(a.dtype, "k", "mn", self.epilogue), "WORLD_SIZE": space.world_size, "SCATTERS": int(space.scatters)}
+        kernel = self.group.kernel(SOURCE, "all_gather_gemm", defines=defines, on_failure=self.arena.raise_fault)
+        needs = BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes)
+        require_resident("all_gather_gemm", chosen.grid, needs, self.arena.sm_count)
+        gathered = self.arena.view.base[self.arena.rank] + self.gathered
+        a_place, b_place, out_place = (self.group.place(tensor) for tensor in (a, b, out))
+        maps = {name: self.group.encode(spec) for name, spec in space.specs(a_place, b_place, out_place, gathered, tiling).items()}
+        parameters = space.parameters(maps, chosen, self.group.address(a), self.gathered, self.flags, self.epochs)
+        parameters.n = b.shape[1]
+        arguments = parameters, self.arena.view
+        return kernel.bind(chosen.grid, tiling.threads, arguments, shared_bytes=tiling.shared_bytes, cluster=tiling.blocks)
+
+
+@per_group
+def all_gather_gemm(
+    group: Group, m: int, local_k: int, dtype: torch.dtype, scatters: bool = False, epilogue: Epilogue = gemm.PLAIN, n: int = 0
+) -> AllGatherGemm:
+    """The group's one :class:`AllGatherGemm` of this kind and size; the first call is collective. It is tuned for ``n`` columns, the
+    same on all ranks; 0: it follows the model."""
+    k, tilings = group.world_size * local_k, gemm.tilings_for(group)
+    options: list[tuple[int, Tiling | None]] = [(0, None)]
+    if n:
+        best, *others = gemm.rank_tilings(m, n, k, group.sm_count, tilings=tilings)
+        options += [(0, tiling) for tiling in others[:2]] + [(blocks, best) for blocks in COMMUNICATOR_BLOCKS if not scatters]
+    shapes = (m * (group.world_size if scatters else 1), local_k), (k, max(1, n))
+
+    def make(option: tuple[int, Tiling | None]) -> AllGatherGemm:
+        return AllGatherGemm(m, local_k, dtype, group, communicator_blocks=option[0], scatters=scatters, tiling=option[1])
+
+    kernel = "all_to_all_gemm" if scatters else "all_gather_gemm"
+    blocks, tiling = gemm.tuned(group, kernel, shapes, dtype, options, make)
+    return AllGatherGemm(m, local_k, dtype, group, communicator_blocks=blocks, scatters=scatters, epilogue=epilogue, tiling=tiling)

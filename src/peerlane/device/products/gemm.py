@@ -1,0 +1,370 @@
+"""Host side of ``peerlane/gemm.cuh``: which tiles for which size, the maps of the operands, and the plain product."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack
+
+import torch
+
+from peerlane.device.host import tune
+from peerlane.device.host.group import DeviceLaunch, Group, per_group
+from peerlane.device.host.roles import GROUP_THREADS, BlockNeeds, require_resident
+from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec, TensorPlace
+from peerlane.device.host.tensor_maps import TensorMaps
+from peerlane.errors import UsageError
+
+Option = TypeVar("Option")
+Major = Literal["k", "mn"]
+"""Which dimension of an operand is contiguous: k, or the other one."""
+
+ELEMENT_TYPES: Mapping[torch.dtype, str] = {torch.bfloat16: "peerlane::BFloat16", torch.float16: "peerlane::Float16"}
+ELEMENT_BYTES = 2
+TYPICAL_SM_COUNT = 132
+"""What tiles are chosen for when all ranks have to choose the same."""
+PANEL = 64
+"""Elements in a row of a swizzled tile; k of one step."""
+
+# Priors of the model that picks tiles, for an H100: an SM's matrix units at the rate a large product reaches, operands from L2 for one SM
+# and for all of them, and what a tile costs besides (first loads, last stores). Kernels are compared by them, nothing else.
+_FLOPS_PER_US = 5.3e6
+_SM_BYTES_PER_US = 1e5
+_L2_BYTES_PER_US = 5.9e6
+_TILE_OVERHEAD_US = 1.5
+
+
+class GroupedTiles(ctypes.Structure):
+    """Mirrors ``peerlane::GroupedTiles``."""
+
+    _fields_ = (("rows", ctypes.c_uint32), ("columns", ctypes.c_uint32), ("group_rows", ctypes.c_uint32))
+
+
+class Parameters(ctypes.Structure):
+    """Mirrors ``peerlane::GemmParameters``."""
+
+    _fields_ = (
+        ("a", TensorMap),
+        ("b", TensorMap),
+        ("c", TensorMap),
+        ("residual", TensorMap),
+        ("tiles", GroupedTiles),
+        ("n", ctypes.c_uint32),
+        ("k", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+        ("bias", ctypes.c_uint64),
+        ("padding", ctypes.c_uint32 * 8),
+    )
+
+
+Activation = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
+
+
+class Terms(TypedDict, total=False):
+    """What a call gives its kernel's :class:`Epilogue`."""
+
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What a sum becomes before it is rounded: ``activation(scale * sum + bias) + residual``. It is part of a kernel; which bias, residual
+    and scale, each call says."""
+
+    activation: Activation = "none"
+    bias: bool = False
+    """for each column, in the operands' dtype"""
+    residual: bool = False
+    """as large as the result, in the operands' dtype"""
+    scale: bool = False
+
+    @property
+    def cpp(self) -> str:
+        parts = ", ".join("true" if part else "false" for part in (self.bias, self.residual, self.scale))
+        return f"peerlane::Epilogue<peerlane::Activation::{self.activation}, {parts}>"
+
+    def fields(
+        self,
+        maps: TensorMaps,
+        shape: tuple[int, int],
+        block_rows: int,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        scale: float = 1.0,
+    ) -> dict[str, Any]:
+        """The kernel's fields for a call whose result has this shape; raises UsageError unless it gives what there is, and nothing else."""
+        for name, wanted, given in (("bias", self.bias, bias), ("residual", self.residual, residual)):
+            size = shape if name == "residual" else shape[1:]
+            if wanted != (given is not None) or (given is not None and tuple(given.shape) != size):
+                got = "none" if given is None else f"one of {tuple(given.shape)}"
+                raise UsageError(f"a product with the epilogue {self}: got {name} {got}; expected {f'one of {size}' if wanted else 'none'}")
+        if scale != 1 and not self.scale:
+            raise UsageError(f"a product with the epilogue {self}: got the scale {scale}; create it with Epilogue(scale=True)")
+        fields: dict[str, Any] = {"scale": scale} if self.scale else {}
+        if bias is not None:
+            fields["bias"] = bias
+        if residual is not None:
+            fields["residual"] = maps(aligned(residual), (block_rows, PANEL))
+        return fields
+
+
+PLAIN = Epilogue()
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """One instance of ``peerlane::GemmShape``: tiles of ``columns`` columns by clusters of ``blocks`` blocks, each of which has
+    64 ``groups`` rows of it, with ``slots`` steps of 64 k in flight."""
+
+    groups: int
+    columns: int
+    slots: int
+    blocks: int = 1
+
+    @property
+    def block_rows(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def rows(self) -> int:
+        return self.block_rows * self.blocks
+
+    @property
+    def threads(self) -> int:
+        return GROUP_THREADS * (1 + self.groups)
+
+    @property
+    def shared_bytes(self) -> int:
+        """``sizeof(RoleMemory)``: both rings' buffers, and their barriers in the last 1024 bytes."""
+        return (self.slots * (self.block_rows + self.columns) + self.groups * 2 * 64) * PANEL * ELEMENT_BYTES + 1024
+
+    def grid(self, m: int, n: int) -> tuple[int, int]:
+        """Row and column tiles of an (m, n) result."""
+        return -(-m // self.rows), -(-n // self.columns)
+
+    def whole(self, blocks: int) -> int:
+        """The largest grid of at most ``blocks`` blocks."""
+        return blocks // self.blocks * self.blocks
+
+    def grouped(self, m: int, n: int, *, parts: int = 1) -> GroupedTiles:
+        """The order of the tiles of ``parts`` results of (m, n) that are computed side by side: such that a wave of tiles, on all SMs,
+        reads as many rows of A as columns of B, which is the least."""
+        rows, columns = self.grid(m, n)
+        group_rows = round(math.sqrt(TYPICAL_SM_COUNT / self.blocks * self.columns / self.rows) / parts)
+        return GroupedTiles(rows=rows, columns=columns, group_rows=max(1, min(group_rows, rows)))
+
+    def defines(self, dtype: torch.dtype, a: Major, b: Major, epilogue: Epilogue | None = None) -> dict[str, str | int]:
+        return {
+            "SHAPE": f"peerlane::GemmShape<{ELEMENT_TYPES[dtype]}, {self.groups}, {self.columns}, {self.slots}, "
+            f"peerlane::Major::{a}, peerlane::Major::{b}, {self.blocks}, {(epilogue or PLAIN).cpp}>"
+        }
+
+
+TILINGS = (
+    Tiling(2, 256, 4, blocks=2),
+    Tiling(2, 128, 6, blocks=2),
+    Tiling(2, 256, 4),
+    Tiling(2, 128, 6),
+    Tiling(2, 64, 8),
+    Tiling(1, 64, 8),
+)
+
+
+def choose_tiling(m: int, n: int, k: int, sm_count: int, parts: int = 1, tilings: Sequence[Tiling] = TILINGS) -> Tiling:
+    """The tiling whose waves of tiles take least time in the model, for ``parts`` results of (m, n). Depends on its arguments alone, so
+    ranks that must agree pass the same."""
+    return rank_tilings(m, n, k, sm_count, parts, tilings)[0]
+
+
+def rank_tilings(m: int, n: int, k: int, sm_count: int, parts: int = 1, tilings: Sequence[Tiling] = TILINGS) -> list[Tiling]:
+    """Tilings by their time in the model, the best first."""
+
+    def time_us(tiling: Tiling) -> float:
+        rows, columns = tiling.grid(m, n)
+        tiles, clusters = parts * rows * columns, sm_count // tiling.blocks
+        flops = 2 * tiling.block_rows * tiling.columns * k
+        loaded = (tiling.block_rows + tiling.columns / tiling.blocks) * k * ELEMENT_BYTES
+        loading_us = loaded * max(1 / _SM_BYTES_PER_US, min(tiles, clusters) * tiling.blocks / _L2_BYTES_PER_US)
+        return -(-tiles // clusters) * (max(flops / _FLOPS_PER_US, loading_us) + _TILE_OVERHEAD_US)
+
+    return sorted((tiling for tiling in tilings if tiling.blocks <= sm_count), key=time_us)
+
+
+def operand_map(place: TensorPlace, major: Major, span: int) -> TensorMapSpec:
+    """The map of A or B, (parts, outer, k) or (parts, k, outer), for what a block loads of a ``peerlane::Operand``: ``span`` of its
+    rows (A) or columns (B)."""
+    return place.map(operand_box(major, span))
+
+
+def result_map(place: TensorPlace) -> TensorMapSpec:
+    """The map of a result (parts, m, n), for pieces of 64 x 64."""
+    return place.map((64, PANEL))
+
+
+def tilings_for(group: Group) -> Sequence[Tiling]:
+    """Those of one block where ranks share a GPU: all blocks have to be resident, and how many clusters a share holds nobody says."""
+    return TILINGS if group.ranks_per_device == 1 else [tiling for tiling in TILINGS if tiling.blocks == 1]
+
+
+TUNED_ELEMENTS = 1 << 18
+"""Of a result: smaller ones take what the model says."""
+_TUNED_OPTIONS = 5
+
+
+class Multiplier(Protocol):
+    """A kernel of one size, with memory of its own."""
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor: ...
+
+    def close(self) -> None: ...
+
+
+def tuned(
+    group: Group,
+    kernel: str,
+    operands: tuple[tuple[int, int], tuple[int, int]],
+    dtype: torch.dtype,
+    options: Sequence[Option],
+    make: Callable[[Option], Multiplier],
+) -> Option:
+    """Collective: the option by which a product of operands of these shapes takes least time. Options come best first by the model. Rows of
+    the first and columns of the second operand are the same on all ranks."""
+    if operands[0][0] * operands[1][1] < TUNED_ELEMENTS:
+        return options[0]
+    drawn: list[torch.Tensor] = []
+
+    def made(option: Option) -> tuple[Callable[[], object], Callable[[], None]]:
+        if not drawn:
+            drawn.extend(aligned(torch.randn(shape, device=group.device).to(dtype)) for shape in operands)
+        multiply = make(option)
+        return lambda: multiply(*drawn), multiply.close
+
+    return tune.choose(group, kernel, (*operands[0], operands[1][1], str(dtype)), options[:_TUNED_OPTIONS], made)
+
+
+TYPICAL_DEPTH = 2048
+"""For which tiles are chosen where ranks share a product, whatever k is: k may differ from rank to rank, the tiles may not."""
+
+
+def tuned_tiling(
+    group: Group, kernel: str, m: int, n: int, dtype: torch.dtype, make: Callable[[Tiling], Multiplier], parts: int = 1
+) -> Tiling:
+    """Collective: the tiling by which an (m, n) product, of which a rank computes or owns ``m / parts`` rows at a time, is fastest."""
+    options = rank_tilings(m // parts, n, TYPICAL_DEPTH, group.sm_count, parts, tilings_for(group))
+    return tuned(group, kernel, ((m, TYPICAL_DEPTH), (TYPICAL_DEPTH, n)), dtype, options, make)
+
+
+def operand_box(major: Major, span: int) -> tuple[int, int]:
+    return (span if major == "k" else PANEL, PANEL)
+
+
+def row_stride(columns: int) -> int:
+    """Elements from one row to the next that give rows a multiple of 16 bytes."""
+    return -(-columns // 8) * 8
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor (rows, columns) itself, or a copy, whose rows are as far apart as ``row_stride`` says and begin at multiples of 16
+    bytes."""
+    rows, columns = tensor.shape
+    stride = row_stride(columns)
+    if tensor.stride() == (stride, 1) and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return empty_aligned(rows, columns, tensor).copy_(tensor)
+
+
+def empty_aligned(rows: int, columns: int, like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty((rows, row_stride(columns)))[:, :columns]
+
+
+def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Raise UsageError unless there is a kernel for this product: A (m, k), B (k, n)."""
+    if a.dtype not in ELEMENT_TYPES or b.dtype != a.dtype:
+        raise UsageError(f"a product of {a.dtype} and {b.dtype}: expected both bfloat16 or both float16; convert the operands")
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or 0 in a.shape or 0 in b.shape:
+        raise UsageError(f"a product of shapes {tuple(a.shape)} and {tuple(b.shape)}: expected (m, k) and (k, n), none of them 0")
+
+
+SOURCE = r"""
+#include <peerlane/gemm.cuh>
+
+using Shape = SHAPE;
+
+extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
+    gemm(const __grid_constant__ peerlane::GemmParameters parameters) {
+    peerlane::run_roles(peerlane::Gemm<Shape>(parameters));
+}
+"""
+
+
+def bind(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiling: Tiling | None = None) -> DeviceLaunch:
+    """The launch of ``out = a @ b`` on a rank of ``group``: a (m, k), b (k, n), all ``aligned``. It holds addresses, not tensors."""
+    check_operands(a, b)
+    (m, k), n = a.shape, b.shape[1]
+    sm_count = group.sm_count
+    tiling = tiling or choose_tiling(m, n, k, sm_count)
+    kernel = group.kernel(SOURCE, "gemm", defines=tiling.defines(a.dtype, "k", "mn"))
+    rows, columns = tiling.grid(m, n)
+    grid = tiling.whole(min(rows * columns * tiling.blocks, sm_count))
+    require_resident("gemm", grid, BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes), sm_count)
+    a_place, b_place, out_place = (group.place(tensor) for tensor in (a, b, out))
+    maps = {name: group.encode(spec) for name, spec in specs(a_place, b_place, out_place, tiling).items()}
+    arguments = (parameters(maps, m, n, k, tiling),)
+    return kernel.bind(grid, tiling.threads, arguments, shared_bytes=tiling.shared_bytes, cluster=tiling.blocks)
+
+
+class Product:
+    """``call(a, b)`` for one shape: ``a @ b`` with an epilogue, on a rank of ``group`` alone. a (m, k), b (k, n), all ``aligned``."""
+
+    def __init__(
+        self, group: Group, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: Epilogue = PLAIN, tiling: Tiling | None = None
+    ) -> None:
+        m, n, k = shape
+        self.group, self.shape, self.epilogue, self.maps = group, shape, epilogue, TensorMaps(group)
+        self.tiling = tiling = tiling or choose_tiling(m, n, k, group.sm_count, tilings=tilings_for(group))
+        kernel = group.kernel(SOURCE, "gemm", defines=tiling.defines(dtype, "k", "mn", epilogue))
+        tiles = tiling.grouped(m, n)
+        grid = tiling.whole(min(tiles.rows * tiles.columns * tiling.blocks, group.sm_count))
+        self._arguments = Parameters(tiles=tiles, n=n, k=k)
+        self._launch = kernel.bind(grid, tiling.threads, (self._arguments,), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks)
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[Terms]) -> torch.Tensor:
+        check_operands(a, b)
+        m, n, k = self.shape
+        if (*a.shape, b.shape[1]) != (m, k, n):
+            raise UsageError(
+                f"operands {tuple(a.shape)} and {tuple(b.shape)}: expected ({m}, {k}) and ({k}, {n}); create a Product for each size"
+            )
+        out, tiling, arguments = empty_aligned(m, n, a), self.tiling, self._arguments
+        arguments.a = self.maps(a, operand_box("k", tiling.block_rows))
+        arguments.b = self.maps(b, operand_box("mn", tiling.columns // tiling.blocks))
+        arguments.c = self.maps(out, (64, PANEL))
+        for name, value in self.epilogue.fields(self.maps, (m, n), tiling.block_rows, **terms).items():
+            setattr(arguments, name, self.group.address(value) if name == "bias" else value)
+        self._launch()
+        return out
+
+
+@per_group
+def product(group: Group, m: int, n: int, k: int, dtype: torch.dtype, epilogue: Epilogue = PLAIN) -> Product:
+    """The group's one :class:`Product` of this size."""
+    return Product(group, (m, n, k), dtype, epilogue)
+
+
+def specs(
+    a: TensorPlace, b: TensorPlace, out: TensorPlace, tiling: Tiling, a_major: Major = "k", b_major: Major = "mn"
+) -> dict[str, TensorMapSpec]:
+    """All maps of a launch, by the field they go to, for matrices as they lie in memory."""
+    return {
+        "a": operand_map(a.split(1), a_major, tiling.block_rows),
+        "b": operand_map(b.split(1), b_major, tiling.columns // tiling.blocks),
+        "c": result_map(out.split(1)),
+    }
+
+
+def parameters(maps: Mapping[str, TensorMap], m: int, n: int, k: int, tiling: Tiling) -> Parameters:
+    return Parameters(**maps, tiles=tiling.grouped(m, n), n=n, k=k)

@@ -1,0 +1,111 @@
+"""Host side of ``peerlane/gemm_all_gather.cuh``: products of all ranks side by side, on every rank, in one launch."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+import torch.distributed as dist
+
+from peerlane.device.host.declare import F32, U32, Buffer, DeclaredKernel, Epochs, Flags, Map, Pointer, structure
+from peerlane.device.host.group import MAX_RANKS, Group, per_group
+from peerlane.device.host.group_of import group_of
+from peerlane.device.host.tensor_map import TensorMapSpec
+from peerlane.device.host.tensor_maps import TensorMaps
+from peerlane.device.products import gemm
+from peerlane.device.products.gemm import Epilogue, GroupedTiles, Tiling
+from peerlane.errors import UsageError
+
+SOURCE = r"""
+#include <peerlane/gemm_all_gather.cuh>
+using namespace peerlane;
+using Shape = SHAPE;
+
+extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
+    gemm_all_gather(const __grid_constant__ Arena arena, const __grid_constant__ GemmAllGather args) {
+    run_roles(GemmAllGatherRoles<Shape, WORLD_SIZE, GemmAllGather>(args, arena));
+}
+"""
+GEMM_ALL_GATHER = DeclaredKernel(
+    "gemm_all_gather", SOURCE, a=Map(), b=Map(), residual=Map(), out=Map(MAX_RANKS), tiles=structure("GroupedTiles", GroupedTiles),
+    n=U32, k=U32, scale=F32, bias=Pointer("const char*"), result=Buffer(align=1024), flags=Flags(), epochs=Epochs(),
+)  # fmt: skip
+
+
+class GemmAllGather:
+    """``call(a, b)`` for one shape: every rank gets ``[a_0 @ b_0 | a_1 @ b_1 | ...]`` (m, W n), the same bits on all.
+
+    a (m, k), b (k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, n and the dtype the same on all ranks, k as it comes, but
+    not 0. The epilogue's bias (n) and residual (m, n) are of this rank's columns. The result lies in the arena and is valid until the next
+    call; if n is no multiple of 8, it is a copy. Creating one is collective. Calls in one stream need no barrier between them and can be
+    captured in a graph."""
+
+    def __init__(
+        self,
+        m: int,
+        n: int,
+        dtype: torch.dtype,
+        group: Group | dist.ProcessGroup | None = None,
+        *,
+        epilogue: Epilogue = gemm.PLAIN,
+        tiling: Tiling | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self.group, self.shape, self.dtype, self.epilogue = group_of(group), (m, n), dtype, epilogue
+        world_size, sm_count = self.group.world_size, self.group.sm_count
+        if dtype not in gemm.ELEMENT_TYPES or not m * n:
+            raise UsageError(
+                f"GEMM of ({m}, {n}) in {dtype} and all-gather: "
+                "expected bfloat16 or float16, and no size of 0; use a product and a collective otherwise"
+            )
+        self.tiling = tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, sm_count, tilings=gemm.tilings_for(self.group))
+        self.maps = TensorMaps(self.group)
+        tiles, stride = tiling.grouped(m, n), gemm.row_stride(n)
+        count = tiles.rows * tiles.columns
+        self.bound = GEMM_ALL_GATHER.bind(
+            self.group,
+            grid=tiling.whole(min(count * tiling.blocks, sm_count)),
+            block=tiling.threads,
+            cluster=tiling.blocks,
+            shared_bytes=tiling.shared_bytes,
+            resident=True,
+            timeout_s=timeout_s,
+            defines=tiling.defines(dtype, "k", "mn", epilogue),
+            sizes={"result": world_size * m * stride * gemm.ELEMENT_BYTES, "flags": 1 + count * (tiling.rows // 64)},
+            tiles=tiles,
+            n=n,
+        )
+        # Blocks of columns side by side where they begin at multiples of 16 bytes, one behind the other elsewhere.
+        strides = (n, world_size * n, 1) if n == stride else (m * stride, stride, 1)
+        box, addresses = (1, 64, gemm.PANEL), self.bound.addresses("result")
+        self.bound.set(out=[TensorMapSpec(address, dtype, (world_size, m, n), strides, box) for address in addresses])
+        flat = self.bound.tensor("result", (world_size * m * stride,), dtype)
+        self.result = flat.as_strided((m, world_size, n), (strides[1], strides[0], 1), flat.storage_offset())
+
+    def close(self) -> None:
+        """Give the memory back, once no rank's calls use it."""
+        self.bound.arena.close()
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[gemm.Terms]) -> torch.Tensor:
+        gemm.check_operands(a, b)
+        (m, n), tiling = self.shape, self.tiling
+        if (a.shape[0], b.shape[1], a.dtype) != (m, n, self.dtype):
+            raise UsageError(
+                f"operands {tuple(a.shape)} and {tuple(b.shape)} in {a.dtype}: expected {m} rows, {n} columns, {self.dtype}; create a "
+                "GemmAllGather for each size"
+            )
+        last = self.epilogue.fields(self.maps, self.shape, tiling.block_rows, **terms)
+        self.bound(
+            a=self.maps(a, gemm.operand_box("k", tiling.block_rows)),
+            b=self.maps(b, gemm.operand_box("mn", tiling.columns // tiling.blocks)),
+            k=a.shape[1],
+            **last,
+        )
+        return self.result.reshape(m, -1)
+
+
+@per_group
+def gemm_all_gather(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllGather:
+    """The group's one :class:`GemmAllGather` of this size; the first call is collective. k is no part of it: ranks may differ."""
+    tiling = gemm.tuned_tiling(group, "gemm_all_gather", m, n, dtype, lambda option: GemmAllGather(m, n, dtype, group, tiling=option))
+    return GemmAllGather(m, n, dtype, group, epilogue=epilogue, tiling=tiling)

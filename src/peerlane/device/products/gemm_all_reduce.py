@@ -1,0 +1,76 @@
+"""Host side of ``peerlane/gemm_all_reduce.cuh``: a sum of products over ranks, on every rank, in one launch."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+import torch.distributed as dist
+
+from peerlane.device.host.declare import Buffer, DeclaredKernel, Map
+from peerlane.device.host.group import MAX_RANKS, Group, per_group
+from peerlane.device.host.group_of import group_of
+from peerlane.device.host.tensor_map import TensorPlace
+from peerlane.device.products import gemm, owner_sum
+from peerlane.device.products.gemm import Epilogue, Tiling
+from peerlane.device.products.owner_sum import OwnerSum, SumPlan
+from peerlane.errors import UsageError
+
+SOURCE = r"""
+#include <peerlane/gemm_all_reduce.cuh>
+using namespace peerlane;
+using Shape = SHAPE;
+
+extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
+    gemm_all_reduce(const __grid_constant__ Arena arena, const __grid_constant__ GemmAllReduce args) {
+    run_roles(GemmAllReduceRoles<Shape, WORLD_SIZE, GemmAllReduce>(args, arena));
+}
+"""
+GEMM_ALL_REDUCE = DeclaredKernel("gemm_all_reduce", SOURCE, out=Map(MAX_RANKS), result=Buffer(align=1024), **owner_sum.FIELDS)
+
+
+class GemmAllReduce(OwnerSum):
+    """``call(a, b)`` for one shape of result: every rank gets the sum over ranks of ``a @ b``, the same bits on all.
+
+    a (m, k), b (k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m, n and the dtype the same on all ranks, k as it comes, but
+    not 0. The epilogue's bias, residual (m, n) and scale are the same on all ranks. The result lies in the arena and is valid until the
+    next call. Creating one is collective. Calls in one stream need no barrier between them and can be captured in a graph."""
+
+    def __init__(
+        self,
+        m: int,
+        n: int,
+        dtype: torch.dtype,
+        group: Group | dist.ProcessGroup | None = None,
+        *,
+        epilogue: Epilogue = gemm.PLAIN,
+        tiling: Tiling | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        ranks = group_of(group)
+        if dtype not in gemm.ELEMENT_TYPES or not m * n:
+            raise UsageError(
+                f"GEMM and all-reduce of ({m}, {n}) in {dtype}: "
+                "expected bfloat16 or float16, and no size of 0; use a product and a collective otherwise"
+            )
+        tiling = tiling or gemm.choose_tiling(m, n, gemm.TYPICAL_DEPTH, ranks.sm_count, tilings=gemm.tilings_for(ranks))
+        tiles = tiling.grouped(m, n)
+        numbers = -(-tiles.rows * tiles.columns // ranks.world_size)
+        flags = 2 * numbers * (tiling.rows // 64)
+        plan = SumPlan(m, n, dtype, tiling, tiles, numbers, numbers * tiling.rows, tiling.columns, flags, buffers=1)
+        stride = gemm.row_stride(n)
+        super().__init__(GEMM_ALL_REDUCE, plan, ranks, epilogue, timeout_s, {"result": m * stride * gemm.ELEMENT_BYTES})
+        places = [TensorPlace(address, dtype, (m, n), (stride, 1)) for address in self.bound.addresses("result")]
+        self.bound.set(out=[gemm.result_map(place.split(1)) for place in places])
+        self.result = self.bound.tensor("result", (m, stride), dtype)[:, :n]
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[gemm.Terms]) -> torch.Tensor:
+        self.launch(self.plan.rows, a, b, terms)
+        return self.result
+
+
+@per_group
+def gemm_all_reduce(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmAllReduce:
+    """The group's one :class:`GemmAllReduce` of this size; the first call is collective. k is no part of it: ranks may differ."""
+    tiling = gemm.tuned_tiling(group, "gemm_all_reduce", m, n, dtype, lambda option: GemmAllReduce(m, n, dtype, group, tiling=option))
+    return GemmAllReduce(m, n, dtype, group, epilogue=epilogue, tiling=tiling)

@@ -1,0 +1,76 @@
+"""Host side of ``peerlane/gemm_reduce_scatter.cuh``: rows of a sum of products over ranks, in one launch."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+import torch
+import torch.distributed as dist
+
+from peerlane.device.host.declare import U32, DeclaredKernel, Map
+from peerlane.device.host.group import Group, per_group
+from peerlane.device.host.group_of import group_of
+from peerlane.device.products import gemm, owner_sum
+from peerlane.device.products.gemm import Epilogue, Tiling
+from peerlane.device.products.owner_sum import OwnerSum, SumPlan
+from peerlane.errors import UsageError
+
+SOURCE = r"""
+#include <peerlane/gemm_reduce_scatter.cuh>
+using namespace peerlane;
+using Shape = SHAPE;
+
+extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
+    gemm_reduce_scatter(const __grid_constant__ Arena arena, const __grid_constant__ GemmReduceScatter args) {
+    run_roles(GemmReduceScatterRoles<Shape, WORLD_SIZE, GemmReduceScatter>(args, arena));
+}
+"""
+GEMM_REDUCE_SCATTER = DeclaredKernel("gemm_reduce_scatter", SOURCE, out=Map(), local_rows=U32, **owner_sum.FIELDS)
+
+
+class GemmReduceScatter(OwnerSum):
+    """``call(a, b)`` for one shape of result: rank r gets rows [r m / W, (r + 1) m / W) of the sum over ranks of ``a @ b``.
+
+    a (m, k), b (k, n): bfloat16 or float16, as ``gemm.aligned`` gives them; m divisible by the world size; m, n and the dtype the same on
+    all ranks, k as it comes, but not 0. The result is laid out in the same way; bias and residual (m / W, n) of the epilogue are this
+    rank's. Creating one is collective. Calls in one stream need no barrier between them and can be captured in a graph."""
+
+    def __init__(
+        self,
+        m: int,
+        n: int,
+        dtype: torch.dtype,
+        group: Group | dist.ProcessGroup | None = None,
+        *,
+        epilogue: Epilogue = gemm.PLAIN,
+        tiling: Tiling | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        ranks = group_of(group)
+        world_size, rows = ranks.world_size, m // ranks.world_size
+        if m % world_size or dtype not in gemm.ELEMENT_TYPES:
+            raise UsageError(
+                f"GEMM and reduce-scatter of ({m}, {n}) in {dtype} over {world_size} ranks: expected m divisible by the ranks, and "
+                "bfloat16 or float16; pad the rows with zeros or convert the operands"
+            )
+        if tiling is None:
+            tilings = gemm.tilings_for(ranks)
+            tiling = gemm.choose_tiling(rows, n, gemm.TYPICAL_DEPTH, ranks.sm_count, parts=world_size, tilings=tilings)
+        tiles = tiling.grouped(rows, n, parts=world_size)
+        count = tiles.rows * tiles.columns
+        plan = SumPlan(rows, n, dtype, tiling, tiles, count, rows, n, flags=count * (tiling.rows // 64), buffers=2)
+        super().__init__(GEMM_REDUCE_SCATTER, plan, ranks, epilogue, timeout_s, {})
+        self.bound.set(local_rows=rows)
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[gemm.Terms]) -> torch.Tensor:
+        out = gemm.empty_aligned(self.plan.rows, self.plan.n, a)
+        self.launch(self.plan.rows * self.group.world_size, a, b, terms, out=self.maps(out, (64, gemm.PANEL)))
+        return out
+
+
+@per_group
+def gemm_reduce_scatter(group: Group, m: int, n: int, dtype: torch.dtype, epilogue: Epilogue = gemm.PLAIN) -> GemmReduceScatter:
+    """The group's one :class:`GemmReduceScatter` of this size; the first call is collective. k is no part of it: ranks may differ."""
+    make = lambda option: GemmReduceScatter(m, n, dtype, group, tiling=option)  # noqa: E731
+    tiling = gemm.tuned_tiling(group, "gemm_reduce_scatter", m, n, dtype, make, parts=group.world_size)
+    return GemmReduceScatter(m, n, dtype, group, epilogue=epilogue, tiling=tiling)

@@ -1,0 +1,149 @@
+"""What makes two evaluations the same: candidate, problem, class of machine, evaluator, rules, and the source of the problem."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+
+from pydantic import Field
+
+from peerlane.hardware.virtual_node import Baseline, Sharing
+from peerlane.problem_files import OWN_PACKAGE, problem_files
+from peerlane.results.record import Mode, Record
+
+if TYPE_CHECKING:
+    from peerlane.problems.contract.spec import Problem
+
+HASH_CHARACTERS = 16
+_CONTRACT = tuple(f"peerlane.problems.contract.{name}" for name in ("draw", "judge", "spec", "tree"))
+"""decide on the inputs and on what is right, for every problem"""
+_FAMILIES = "peerlane.problems.families."
+
+
+class NodeClass(Record):
+    """The class of machine. Only results of one class are compared or ranked with each other."""
+
+    kind: Literal["node", "virtual", "cpu", "emulated"] = Field(
+        description="node: a GPU for every rank; virtual: ranks share GPUs; cpu: gloo ranks; emulated: threads stand in for GPUs"
+    )
+    gpu: str | None = Field(default=None, description="model; None without GPUs")
+    gpus: int = Field(default=0, ge=0, description="visible on the machine")
+    link: str | None = Field(default=None, description="how the GPUs are joined: NVLink, PCIe")
+    driver: str | None = Field(default=None, description="major version of the GPU driver")
+    ranks_per_gpu: int = Field(default=1, ge=1)
+    sharing: Sharing | None = Field(default=None, description="how ranks share a GPU of a virtual node")
+    baseline: Baseline | None = Field(default=None, description="what serves torch.distributed on a virtual node")
+
+    @classmethod
+    def of(cls, environment: Mapping[str, Any], device: str) -> Self:
+        """From a :func:`peerlane.hardware.environment.record`. Its optional key ``virtual_node`` has ``ranks_per_gpu``, ``sharing`` and
+        ``baseline``."""
+        if device != "cuda":
+            return cls(kind="cpu" if device == "cpu" else "emulated")
+        counts = Counter(gpu["name"] for gpu in environment.get("gpus") or ())
+        shared = environment.get("virtual_node") or {}
+        shared = shared if shared.get("ranks_per_gpu", 1) > 1 else {}
+        driver = environment.get("driver")
+        return cls(
+            kind="virtual" if shared else "node",
+            gpu=" + ".join(sorted(counts)) or None,
+            gpus=sum(counts.values()),
+            link=environment.get("interconnect"),
+            driver=driver.split(".")[0] if driver else None,
+            **{name: shared[name] for name in ("ranks_per_gpu", "sharing", "baseline") if name in shared},
+        )
+
+    def __str__(self) -> str:
+        if self.kind in ("cpu", "emulated"):
+            return {"cpu": "CPU ranks", "emulated": "emulated ranks"}[self.kind]
+        how = {"mps": "MPS", "time_slices": "time slices", None: "unknown means"}[self.sharing]
+        shared = f"virtual node of {self.ranks_per_gpu} ranks per GPU by {how}, on {self.baseline or 'an unknown'} baseline"
+        parts = [
+            shared if self.kind == "virtual" else None,
+            f"{self.gpus}x {self.gpu or 'unknown GPU'}",
+            self.link,
+            f"driver {self.driver or 'unknown'}",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+class Identity(NamedTuple):
+    """Two results of one identity answer the same question; the newer one replaces the older. The candidate's label is no part of it."""
+
+    sha256: str
+    problem: int
+    preset: str
+    world_size: int
+    variant: str
+    modes: tuple[Mode, ...]
+    cases: str
+    track: str
+    isolation: str
+    node: NodeClass
+    evaluator_version: str
+    rules_hash: str | None
+    source_hash: str | None
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes, the same in every process."""
+        return hashlib.sha256(repr(self).encode()).digest()
+
+
+def short_hash(*parts: bytes) -> str:
+    """The first digits of the parts' SHA-256."""
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:HASH_CHARACTERS]
+
+
+def environment_hash(environment: Mapping[str, Any]) -> str:
+    """Names an environment: equal contents, equal hash."""
+    return short_hash(json.dumps(environment, sort_keys=True, separators=(",", ":")).encode())
+
+
+def hash_rules(*rules: Any) -> str:
+    """Of dataclasses of settings, by their names and values; see :mod:`peerlane.settings`."""
+    assert all(fields(item) for item in rules)
+    found = {type(item).__name__: asdict(item) for item in rules}
+    return short_hash(json.dumps(found, sort_keys=True, default=str).encode())
+
+
+def source_hash(problem: Problem) -> str:
+    """Of the sources that define the problem: its file, the modules of its family, and the contract that draws and judges."""
+    file = problem_files().get(problem.id)
+    package = OWN_PACKAGE if file is None else file.package
+    own = {} if file is None else {file.path.stem: file.path}
+    found = own | {name: path for name in _CONTRACT if (path := _file_of(name)) is not None}
+    waiting = list(own.values())
+    while waiting:
+        for name in _imported(waiting.pop(), package):
+            followed = name.startswith(_FAMILIES if package == OWN_PACKAGE else (_FAMILIES, f"{package}."))
+            if followed and name not in found and (path := _file_of(name)) is not None:
+                found[name] = path
+                waiting.append(path)
+    return short_hash(*(path.read_bytes() for _, path in sorted(found.items())))
+
+
+def _file_of(module: str) -> Path | None:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return None if file is None else Path(file)
+
+
+@functools.cache
+def _imported(path: Path, package: str) -> tuple[str, ...]:
+    """Names that may be modules; relative ones are of the package."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.Import):
+            found += (item.name for item in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(filter(None, [package if node.level else "", node.module]))
+            found += (base, *(f"{base}.{item.name}" for item in node.names))
+    return tuple(found)

@@ -1,0 +1,152 @@
+"""What comes up before the session that takes it; mostly with a stand-in for the fork server, which is up at once, or never."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peerlane.errors import HarnessError, UsageError
+from peerlane.evaluate.processes import prestart
+from peerlane.evaluate.processes.fork_client import ForkServer, fork_server_environment
+from peerlane.evaluate.processes.prestart import early_start
+from peerlane.evaluate.processes.session import Session
+from peerlane.sandbox.confine import Confinement
+from peerlane.sandbox.isolation import Isolation
+from peerlane.settings import Deadlines
+
+
+def stand_in(code: str) -> Isolation:
+    """Runs this in place of the fork server; ``orders`` is its socket."""
+    start = f"import json, socket, sys, time; orders = socket.socket(fileno=int(sys.argv[-2])); {code}"
+    return Isolation("L0", Confinement(), {}, (sys.executable, "-c", start))
+
+
+ORDERS = "map(json.loads, iter(lambda: orders.recv(1 << 16), b''))"
+UP = stand_in(f"orders.send(b'ready'); [orders.send(order['end'].encode()) for order in {ORDERS} if 'end' in order]")
+COMING_UP = stand_in("time.sleep(600)")
+BROKEN = stand_in("sys.exit('out of luck')")
+
+
+@pytest.fixture(autouse=True)
+def scratch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where the folders of runs are made; none may be left."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield tmp_path
+    assert list(tmp_path.iterdir()) == [] and not prestart._waiting
+
+
+def choose_always(monkeypatch: pytest.MonkeyPatch, isolation: Isolation) -> None:
+    monkeypatch.setattr(prestart, "choose", lambda *_: isolation)
+
+
+def session(isolation: Isolation, device: str = "cpu") -> Session:
+    return Session(device, 1, Deadlines(), isolation=isolation)
+
+
+@pytest.mark.parametrize("module", ["selftest.lanes", "cli.evaluation"])
+def test_what_starts_a_fork_server_does_not_import_torch(module: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import sys, peerlane.{module}; assert 'torch' not in sys.modules"], check=True)
+
+
+def test_the_first_session_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_always(monkeypatch, UP)
+    with early_start("cpu", None):
+        pid = prestart._waiting[0].pid
+        with session(UP) as first:
+            assert first.fork_server.pid == pid
+        with session(UP) as second:
+            assert second.fork_server.pid != pid
+
+
+def test_it_may_outlive_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_always(monkeypatch, UP)
+    with early_start("cpu", None):
+        taken = session(UP).__enter__()
+    assert taken.fork_server.alive
+    taken.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("differs", ["isolation", "device", "variables"])
+def test_what_a_session_cannot_use_is_ended(differs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_always(monkeypatch, COMING_UP)
+    with early_start("cpu", None):
+        waiting = prestart._waiting[0]
+        with monkeypatch.context() as changed:
+            if differs == "variables":
+                changed.setenv("NCCL_DEBUG", "INFO")
+            environment = fork_server_environment("cuda" if differs == "device" else "cpu")
+            isolation = UP if differs == "isolation" else COMING_UP
+            assert prestart.take(environment, isolation) is None
+        assert not waiting.alive and not prestart._waiting
+
+
+@pytest.mark.parametrize("ending", [None, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("isolation", [UP, COMING_UP, BROKEN])
+def test_what_nobody_takes_is_ended_at_once(
+    isolation: Isolation, ending: type[BaseException] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_always(monkeypatch, isolation)
+    begin = time.monotonic()
+    waiting: list[ForkServer] = []
+
+    def run() -> None:
+        with early_start("cpu", None):
+            waiting.extend(prestart._waiting)
+            if ending is not None:
+                raise ending
+
+    if ending is None:
+        run()
+    else:
+        with pytest.raises(ending):
+            run()
+    assert not waiting[0].alive and time.monotonic() - begin < 4
+
+
+def test_what_fails_early_is_left_to_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    def impossible(*_: object) -> Isolation:
+        raise UsageError("isolation L1 is not possible")
+
+    monkeypatch.setattr(prestart, "choose", impossible)
+    with early_start("cpu", "L1"):
+        assert not prestart._waiting
+    with early_start("cpu", "L2"):
+        assert not prestart._waiting
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_one_that_does_not_come_up_is_told_by_the_session(is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_always(monkeypatch, BROKEN if is_early else UP)
+    with early_start("cpu", None), pytest.raises(HarnessError, match="starts ranks did not come up: out of luck"), session(BROKEN):
+        pass
+
+
+def test_the_deadline_counts_from_the_start() -> None:
+    fork_server = ForkServer({}, 0.3, UP)
+    time.sleep(0.5)
+    fork_server.await_start()  # it has been up for long
+    fork_server.close()
+    fork_server = ForkServer({}, 0.3, COMING_UP)
+    time.sleep(0.3)
+    begin = time.monotonic()
+    with pytest.raises(HarnessError, match="did not come up"):
+        fork_server.await_start()
+    assert time.monotonic() - begin < 0.2
+    fork_server.close()
+
+
+@pytest.mark.parametrize("is_up", [False, True])
+def test_one_whose_supervisor_dies_before_it_is_awaited_clears_up(is_up: bool, scratch: Path) -> None:
+    fork_server = ForkServer(fork_server_environment("cpu"))
+    assert list(scratch.iterdir()) and (not is_up or select.select([fork_server._orders], [], [], 60)[0])
+    fork_server._orders.close()
+    assert fork_server._process.wait(60) == 0
+    assert list(scratch.iterdir()) == []
+    fork_server.close()

@@ -1,0 +1,80 @@
+"""What makes two evaluations the same, and what does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from peerlane import problems
+from peerlane.evaluate.plan import EvaluationPlan
+from peerlane.hardware.virtual_node import VirtualNode
+from peerlane.results import identity
+from peerlane.results.identity import NodeClass, environment_hash, hash_rules, source_hash
+from peerlane.settings import Deadlines, PoolSettings, TimingRules
+from sample_results import ENVIRONMENT, on_cpu, own_audit, result
+
+
+def test_it_tells_evaluations_apart() -> None:
+    base = result()
+    changes = [
+        {"preset": "small"},
+        {"world_size": 2},
+        {"evaluator_version": "0.2.0"},
+        {"track": "custom", "audit": own_audit()},
+        {"isolation": "L0"},
+        {"cases": "timed"},
+        {"rules_hash": "another"},
+        {"environment": {**ENVIRONMENT, "driver": "590.2"}},
+        {"environment": {**ENVIRONMENT, "virtual_node": {"ranks_per_gpu": 4, "sharing": "mps"}}},
+        {"environment": {**ENVIRONMENT, "virtual_node": {"ranks_per_gpu": 4, "sharing": "time_slices"}}},
+        {"candidate": base.candidate.model_copy(update={"sha256": "1" * 64})},
+        {"problem": base.problem.model_copy(update={"id": 2})},
+        {"problem": base.problem.model_copy(update={"variant": "pkb"})},
+        {"problem": base.problem.model_copy(update={"source_hash": "another"})},
+    ]
+    found = {base.identity, on_cpu().identity, *(result(**change).identity for change in changes)}
+    assert len(found) == len({item.digest for item in found}) == len(changes) + 2
+
+
+def test_it_does_not_depend_on_the_run_the_host_or_the_name() -> None:
+    base = result()
+    named = base.candidate.model_copy(update={"name": "sample1/1_allreduce_cuda", "labels": {"model": "m", "sample": 1}})
+    same = result(run_id="another", flags=("aliased_output",), candidate=named, environment={**ENVIRONMENT, "host": "b", "driver": "580.9"})
+    assert same.identity == base.identity and same.environment_hash != base.environment_hash
+
+
+def test_classes_of_nodes() -> None:
+    assert str(NodeClass.of(ENVIRONMENT, "cuda")) == "4x NVIDIA H200, NVLink, driver 580"
+    assert NodeClass.of(ENVIRONMENT, "cpu") == NodeClass(kind="cpu") != NodeClass.of(ENVIRONMENT, "cuda")
+    shared = NodeClass.of({**ENVIRONMENT, "virtual_node": {"ranks_per_gpu": 2, "sharing": "mps", "baseline": "peerlane"}}, "cuda")
+    assert NodeClass.of({**ENVIRONMENT, "virtual_node": VirtualNode(4, 4, "mps").describe()}, "cuda") == NodeClass.of(ENVIRONMENT, "cuda")
+    assert NodeClass.of({**ENVIRONMENT, "virtual_node": VirtualNode(8, 4, "mps").describe()}, "cuda") == shared
+    assert shared.kind == "virtual" and str(shared).startswith("virtual node of 2 ranks per GPU by MPS, on peerlane baseline, 4x")
+
+
+def test_rules_are_those_that_decide() -> None:
+    plan = EvaluationPlan(())
+    assert plan.rules_hash == replace(plan, pool_settings=PoolSettings(warm_groups=5)).rules_hash == hash_rules(*_rules(plan))
+    assert plan.rules_hash != replace(plan, deadlines=Deadlines(exit=7.0)).rules_hash
+    assert environment_hash({"a": 1, "b": 2}) == environment_hash({"b": 2, "a": 1}) != environment_hash({"a": 1})
+
+
+def _rules(plan: EvaluationPlan) -> tuple[object, ...]:
+    assert isinstance(plan.rules, TimingRules)
+    return plan.deadlines, plan.rules, plan.stress
+
+
+@pytest.mark.parametrize("edited", ["p054_ring_attention.py", "families/attention.py", "contract/judge.py"])
+def test_the_problem_is_its_file_its_family_and_the_contract(edited: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, other = source_hash(problems.get(54)), source_hash(problems.get(1))
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + (b"#" if str(path).endswith(f"problems/{edited}") else b""))
+    identity._imported.cache_clear()
+    assert source_hash(problems.get(54)) != before
+    assert (source_hash(problems.get(1)) != other) == (edited == "contract/judge.py")
+
+
+def test_all_problems_differ() -> None:
+    assert len({source_hash(problem) for problem in problems.suite()}) == len(problems.suite())
