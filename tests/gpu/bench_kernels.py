@@ -1,11 +1,11 @@
 """Times the kit's collectives, fused kernels and matrix product beside NCCL, cuBLAS and torch's fused operators, as replayed CUDA graphs.
 
-    PYTHONPATH=src python tests/gpu/bench_kernels.py collectives|fused|product [--world 2] [--out FILE]
+    PYTHONPATH=src python tests/gpu/bench_kernels.py collectives|fused|product|launches [--world 2] [--out FILE]
 
 One process per GPU. A quick look for those who change a kernel: calls of one kind back to back on the same tensors, nothing judged but the
 size of the error. What is published comes from `peerlane eval`, which generates inputs anew and compares every answer. Times are the
-slowest
-rank's, in microseconds, the median of five stretches of calls, which take turns with those of what it is compared with.
+slowest rank's, in microseconds, the median of five stretches of calls, which take turns with those of what it is compared with.
+`launches` is for one GPU: two ranks of one process share it, and the host's time for a call is shown beside the time of the call.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,12 @@ import torch.distributed._symmetric_memory  # torch.ops.symm_mem
 import torch.multiprocessing as mp
 
 from peerlane.device import Communicator, communicator, group_of
+from peerlane.device.host.local import LocalRanks
 from peerlane.device.products import gemm
+from peerlane.device.products.all_gather_gemm import all_gather_gemm
+from peerlane.device.products.gemm_all_gather import gemm_all_gather
+from peerlane.device.products.gemm_all_reduce import gemm_all_reduce
+from peerlane.device.products.gemm_reduce_scatter import gemm_reduce_scatter
 from peerlane.hardware.environment import record
 from peerlane.solutions import p012_allgather_gemm, p013_gemm_allreduce, p014_gemm_allgather, p016_gemm_reducescatter
 
@@ -220,7 +226,39 @@ def product(rank: int, world: int) -> Iterator[dict[str, Any]]:
         }
 
 
-BENCHES = {"collectives": collectives, "fused": fused, "product": product}
+def launches(rank: int, world: int) -> Iterator[dict[str, Any]]:
+    """Host time of a repeated call, and the time that calls of both ranks take, with operands of (m, k) and (k, n)."""
+    ranks = LocalRanks(2)
+    for m, n, k in ((64, 256, 256), (512, 1024, 1024), (4096, 4096, 2048)):
+        shapes: dict[str, tuple[tuple[int, int], tuple[int, int], Any]] = {
+            "gemm_rs": ((m, k // 2), (k // 2, n), lambda g, m=m, n=n: gemm_reduce_scatter(g, m, n, BF16)),
+            "gemm_ar": ((m, k // 2), (k // 2, n), lambda g, m=m, n=n: gemm_all_reduce(g, m, n, BF16)),
+            "gemm_ag": ((m, k), (k, n // 2), lambda g, m=m, n=n: gemm_all_gather(g, m, n // 2, BF16)),
+            "ag_gemm": ((m, k // 2), (k, n), lambda g, m=m, k=k: all_gather_gemm(g, m, k // 2, BF16)),
+            "gemm": ((m, k), (k, n), lambda g, m=m, n=n, k=k: gemm.product(g, m, n, k, BF16)),
+        }
+        for name, (left, right, make) in shapes.items():
+            calls: list[Call] = []
+            for group in ranks.each():
+                a, b, kernel = torch.randn(left, device="cuda").to(BF16), torch.randn(right, device="cuda").to(BF16), make(group)
+                calls.append(lambda kernel=kernel, a=a, b=b: kernel(a, b))
+            host_us, call_us = [], []
+            for stretch in range(6):
+                ranks.synchronize()
+                count, begin, spent = 40, time.perf_counter(), 0.0
+                for group, call in zip(ranks.each(), calls, strict=True):
+                    start = time.perf_counter()
+                    for _ in range(count):
+                        call()
+                    spent += (time.perf_counter() - start) / len(calls)
+                ranks.synchronize()
+                if stretch:  # the first one compiles and loads
+                    host_us.append(spent / count * 1e6)
+                    call_us.append((time.perf_counter() - begin) / count * 1e6)
+            yield {"op": name, "m": m, "n": n, "k": k, "host_us": round(min(host_us), 2), "call_us": round(statistics.median(call_us), 2)}
+
+
+BENCHES = {"collectives": collectives, "fused": fused, "product": product, "launches": launches}
 
 
 def run(rank: int, world: int, what: str, store: str, out: Path | None) -> None:
