@@ -246,7 +246,7 @@ def launches(rank: int, world: int) -> Iterator[dict[str, Any]]:
             for stretch in range(6):
                 ranks.synchronize()
                 count, begin, spent = 40, time.perf_counter(), 0.0
-                for group, call in zip(ranks.each(), calls, strict=True):
+                for _, call in zip(ranks.each(), calls, strict=True):
                     start = time.perf_counter()
                     for _ in range(count):
                         call()
