@@ -25,10 +25,12 @@ from peerlane.errors import UsageError
 from peerlane.evaluate import EvaluationPlan, Result, candidates, evaluate
 from peerlane.evaluate.evaluator import Silent
 from peerlane.sandbox import confine, isolation
+from peerlane.sandbox.hidden_files import keep_from_candidates
 from peerlane.sandbox.process_tree import descendants
 from peerlane.settings import cache_dir, candidate_caches
 
 REPORT = "what happened: "
+ROOT = Path(__file__).resolve().parents[2]
 
 ATTACKER = '''
 import ctypes, json, os, signal, socket, subprocess, tempfile, threading
@@ -112,6 +114,8 @@ def attacks():
         yield "add a file", lambda: append(os.path.join(os.path.dirname(path), "new"))
         yield "replace a file", lambda: os.rename(path, path + ".old")
     yield "read another candidate", lambda: open(AIMS["rival"]).close()
+    for path in AIMS["hidden"]:
+        yield "read a hidden file", lambda: open(path).read(1)
     yield "open a source file", lambda: os.close(os.open(AIMS["source"], os.O_WRONLY))
     yield "reach the machine's loopback", lambda: connect(AIMS["listener"])
     yield "reach the network", lambda: send(["192.0.2.1", 9])
@@ -182,6 +186,7 @@ STOPPED_BY = {
     **{form.format(who): {confine.NOT_DUMPABLE} for form in _MEMORY for who in _OTHERS},
     "read another candidate": {confine.BUBBLEWRAP},
     "open a source file": {confine.LANDLOCK_FILES},
+    "read a hidden file": {confine.LANDLOCK_FILES, confine.BUBBLEWRAP},
     **{f"{what} a file": {confine.LANDLOCK_FILES} for what in ("append to", "cut", "remove", "add", "replace")},
     "reach the machine's loopback": {confine.LOOPBACK_ONLY},
     "reach the network": {confine.LOOPBACK_ONLY},
@@ -253,6 +258,10 @@ def attack(folder: Path, monkeypatch: pytest.MonkeyPatch, tier: isolation.Tier |
     for path in (foreign, ceilings, results):
         path.parent.mkdir(parents=True)
         path.write_bytes(b"")
+    token = folder / "tokens"
+    token.write_text("not for candidates")
+    keep_from_candidates(token)
+    (folder / "processes.json").write_text("{}")  # what is made later beside a hidden file cannot be read
     files = {path: path.read_bytes() for path in (foreign, ceilings)}
     shared = Path("/dev/shm") / f"peerlane-test-{os.getpid()}-{tier}"
     handed_in = folder.parent / f"{folder.name}-candidates"
@@ -268,6 +277,7 @@ def attack(folder: Path, monkeypatch: pytest.MonkeyPatch, tier: isolation.Tier |
             "signal": signal.SIGKILL if way.tier != "L0" else 0,
             "files": [str(item) for item in (*files, results)] if way.tier != "L0" else [],
             "source": problems.__file__,
+            "hidden": [str(item) for item in (results, token, ROOT / "results" / "README.md", *(ROOT / ".git").glob("HEAD"))],
             "rival": str(rival),
             "listener": listener.getsockname(),
             "shared": str(shared),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peerlane.sandbox import linux, seccomp
-from peerlane.sandbox.hidden_files import answer_folders, everything_but
+from peerlane.sandbox.hidden_files import everything_but
 from peerlane.sandbox.process_tree import kill_user, kill_within_reach
 
 NO_NEW_PRIVILEGES = "no_new_privileges"
@@ -51,15 +51,17 @@ class Confinement:
     Attributes:
         measures: names, of those above, that are in force.
         uid: of the group's processes, under ``own_uid``.
+        hidden: files and folders that untrusted ranks cannot read, under ``landlock_files``.
     """
 
     measures: tuple[str, ...] = ()
     uid: int = 0
+    hidden: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Confinement:
         """From what ``dataclasses.asdict`` made of one."""
-        return cls(tuple(data["measures"]), int(data["uid"]))
+        return cls(tuple(data["measures"]), int(data["uid"]), tuple(data["hidden"]))
 
     def enter_fork_server(self) -> None:
         """For the process that starts all ranks, before it imports anything that starts threads."""
@@ -99,7 +101,7 @@ class Confinement:
             shared = [path for path in (SHARED_MEMORY, *device_nodes(gpus=role != "builder")) if os.path.exists(path)]
             linux.landlock(
                 [*writable, *shared, *self._named_threads(device)] if files else None,
-                readable=list(everything_but(answer_folders())) if files else None,
+                readable=list(everything_but(self.hidden)) if files else None,
                 keep_signals=signals,
             )
         if SECCOMP in self.measures:

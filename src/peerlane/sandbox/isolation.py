@@ -22,7 +22,7 @@ from typing import Literal
 from peerlane.errors import UsageError
 from peerlane.sandbox import confine
 from peerlane.sandbox.confine import Confinement
-from peerlane.sandbox.hidden_files import answer_folders
+from peerlane.sandbox.hidden_files import hidden_paths
 from peerlane.settings import passes_to_ranks, problem_folders
 
 Tier = Literal["L0", "L1", "L2"]
@@ -68,7 +68,8 @@ class Isolation:
     def confine(self, role: str, taken: Collection[int]) -> Confinement:
         """For one more group; where it has a user of its own, none of those that are ``taken``."""
         measures = self.builders if role == "builder" else self.measures
-        return Confinement(measures, draw_user(taken) if confine.OWN_UID in measures else 0)
+        hidden = tuple(hidden_paths()) if confine.LANDLOCK_FILES in measures else ()
+        return Confinement(measures, draw_user(taken) if confine.OWN_UID in measures else 0, hidden)
 
     def environment(self) -> dict[str, str]:
         """The variables that the processes of the run get: from L1 on, none that is not known to be needed."""
@@ -202,5 +203,5 @@ def sandbox_command(readable: Iterable[Path]) -> tuple[str, ...]:
         *(word for path in nodes for word in ("--dev-bind", path, path)),
         *(word for path in hidden for word in ("--tmpfs", path)),
         *(word for path in below for word in ("--ro-bind", path, path)),
-        *(word for path in answer_folders() for word in ("--tmpfs", path)),
+        *(word for path in hidden_paths() for word in (("--tmpfs", path) if os.path.isdir(path) else ("--ro-bind", os.devnull, path))),
     )
