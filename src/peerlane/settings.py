@@ -28,6 +28,16 @@ def candidate_caches() -> Path:
     return cache_dir() / "candidates"
 
 
+def candidate_memory_bytes() -> int | None:
+    """Host memory that the ranks of one candidate may hold together: PEERLANE_CANDIDATE_MEMORY_MIB; None: a share of what is free."""
+    given = os.environ.get("PEERLANE_CANDIDATE_MEMORY_MIB")
+    if given is None:
+        return None
+    if not given.isdecimal() or not int(given):
+        raise UsageError(f"PEERLANE_CANDIDATE_MEMORY_MIB={given}: expected a number of MiB of at least 1")
+    return int(given) << 20
+
+
 def tunes() -> bool:
     """Whether kernels time their choices at first use, which PEERLANE_TUNE=1 asks for; else their models choose."""
     return os.environ.get("PEERLANE_TUNE") == "1"

@@ -63,6 +63,11 @@ class Confinement:
         """From what ``dataclasses.asdict`` made of one."""
         return cls(tuple(data["measures"]), int(data["uid"]), tuple(data["hidden"]))
 
+    @property
+    def shared_memory(self) -> str | None:
+        """The folder of shared memory, if the group has one of its own."""
+        return SHARED_MEMORY if PRIVATE_SHM in self.measures else None
+
     def enter_fork_server(self) -> None:
         """For the process that starts all ranks, before it imports anything that starts threads."""
         if LOOPBACK_ONLY in self.measures and BUBBLEWRAP not in self.measures:

@@ -21,6 +21,7 @@ from peerlane.evaluate.processes.protocol import Channel
 from peerlane.evaluate.processes.rank_group import RankGroup
 from peerlane.sandbox.caches import RunFolders
 from peerlane.sandbox.isolation import NO_ISOLATION, Isolation
+from peerlane.sandbox.limits import Limits
 from peerlane.sandbox.untrusted_folders import remove_tree
 
 RANK_PROGRAM = "peerlane.evaluate.ranks.serve"
@@ -156,6 +157,8 @@ class ForkServer:
                     "folder": folder,
                     "writable": [folder, *([] if slot is None else [str(slot.folder)]), *config.get("writable", ())],
                     "confinement": asdict(confinement),
+                    "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+                    "limits": None if role == "trusted" else asdict(Limits.of_machine(self._folders.scratch)),
                 }
                 ends = [there.fileno() for _, there in pairs]
                 per_rank = zip(ends[1:], memories, logs, strict=True)

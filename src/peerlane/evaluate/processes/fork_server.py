@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from peerlane.evaluate.processes.logs import LogTail
 from peerlane.evaluate.processes.protocol import Channel
 from peerlane.sandbox.confine import Confinement
+from peerlane.sandbox.limits import LOOK_S, Limits, Watch
 from peerlane.sandbox.process_tree import adopt_orphans, children, descendants, die_with_parent, kill_descendants
 from peerlane.sandbox.untrusted_folders import remove_tree
 
@@ -75,6 +76,7 @@ def _fork_ranks(config: dict[str, Any], fds: list[int], logs: list[tuple[int, in
     if (forker := os.fork()) == 0:
         try:
             forker, pids = os.getpid(), []
+            os.setpriority(os.PRIO_PROCESS, 0, max(os.getpriority(os.PRIO_PROCESS, 0), config["niceness"]))
             Confinement.from_json(config["confinement"]).enter_ranks(config["role"])
             for rank, (_, log) in enumerate(logs):
                 if (pid := os.fork()) == 0:
@@ -100,11 +102,22 @@ def _end_group(config: dict[str, Any]) -> list[int]:
     return kill_descendants()
 
 
+def _watch(config: dict[str, Any]) -> Watch | None:
+    """Watches what the ranks to come take of the machine, if they are a candidate's."""
+    if config["limits"] is None:
+        return None
+    confinement = Confinement.from_json(config["confinement"])
+    watch = Watch(Limits.from_json(config["limits"]), confinement.shared_memory, confinement.uid)
+    watch.enter()
+    return watch
+
+
 def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
     """Starts the ranks and watches them until the group is to end."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     adopt_orphans()
+    watch = _watch(config)
     Confinement.from_json(config["confinement"]).enter_group(config["role"], config["device"], config["folder"], config["writable"])
     pipes = [os.pipe() for _ in range(config["world_size"])]
     pids = _fork_ranks(config, fds, pipes)
@@ -121,7 +134,12 @@ def _lead(config: dict[str, Any], fds: list[int]) -> NoReturn:
         os.close(fd)
     running = True
     while running:
-        for key, _ in selector.select():
+        if watch is not None and (exceeded := watch.look()) is not None:
+            watch = None
+            with contextlib.suppress(OSError):
+                control.send({"exceeded": list(exceeded)})
+            _end_group(config)
+        for key, _ in selector.select(None if watch is None else LOOK_S):
             if key.data is None:
                 running = False  # a word from the supervisor or its end: both mean stop
                 continue

@@ -105,6 +105,8 @@ class RankGroup:
         self._control, self._ranks, self._memories, self._logs = control, ranks, memories, logs
         self.world_size = len(ranks)
         self._exits: dict[int, int] = {}
+        self._exceeded: tuple[str, str] | None = None
+        """the kind of failure and its message, if the candidate took more of the machine than it may"""
         self._log = ""
         self._sweep = sweep
         self._pending: tuple[str, float, float, set[int]] | None = None
@@ -266,6 +268,10 @@ class RankGroup:
                 return GroupFailure("machine", phase, what)
             return GroupFailure("garbage", phase, "the process that guards the ranks was killed")
         while (message := self._control.pop()) is not None:
+            if "exceeded" in message:
+                kind, what = message["exceeded"]
+                self._exceeded = kind, f"the candidate took too much of the machine: {what}"
+                return GroupFailure(kind, phase, self._exceeded[1])
             if "exited" in message:
                 self._exits[int(message["exited"])] = int(message["status"])
         return None
@@ -282,6 +288,8 @@ class RankGroup:
 
     def _exit_failure(self, rank: int, phase: str) -> GroupFailure:
         status = self._exits.get(rank)
+        if self._exceeded is not None:  # told before its ranks were killed
+            return GroupFailure(self._exceeded[0], phase, self._exceeded[1])
         if status is None:
             how = "closed its command socket"
         elif status < 0:
