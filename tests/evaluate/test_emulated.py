@@ -89,8 +89,9 @@ def test_a_right_candidate_is_correct_in_every_case_and_its_launches_are_counted
         ("if x.numel():", "if group.rank == 0:", RuntimeFailure, "the ranks of a group do different things"),
         (FIRST_WAIT, "        ;\n", Unstable, "race"),
         (SIGNAL, "", CudaError, "deadlock in gather"),
+        (SIGNAL, '    asm volatile("syscall" :: "a"(231), "D"(0));\n', CudaError, "ended the process that ran it, with status 0"),
     ],
-    ids=["rows_reversed", "a_size_of_another_case", "one_rank_alone", "missing_wait", "missing_signal"],
+    ids=["rows_reversed", "a_size_of_another_case", "one_rank_alone", "missing_wait", "missing_signal", "exit"],
 )
 def test_a_twin_is_refused(evaluator: pl.Evaluator, old: str, new: str, kind: type, says: str) -> None:
     verdict = judge(evaluator, old, new).verdict

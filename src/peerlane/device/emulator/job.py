@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from peerlane.device.emulator.build import Program
-from peerlane.errors import DeviceError, UsageError
+from peerlane.errors import DeviceError, EmulatedFault, UsageError
 
 BASE = 0x2000_0000_0000
 """Where the ranks' memory begins. Fixed, so that arguments can be made before there is a process to hold it."""
@@ -121,11 +121,17 @@ def run_job(
                 f"scenario {job.name!r} did not end in {timeout_s:g} s; expected less: use fewer schedules or a smaller case, and see "
                 "whether a loop waits on memory that it reads without ptx:: loads or volatile"
             ) from error
-        if done.returncode:
+        if done.returncode and "Traceback" in done.stderr:
             raise DeviceError(f"the emulator ended with status {done.returncode} in scenario {job.name!r}: {done.stderr.strip()[-2000:]}")
         if schedules == 1:  # what device code printed; once, not in every schedule
             sys.stderr.write(done.stderr)
-        said = json.loads(done.stdout)
+        try:
+            said = json.loads(done.stdout)
+        except ValueError:  # nothing but the kernel itself can have ended the process before its answer
+            raise EmulatedFault(
+                f"{job.name!r} ended the process that ran it, with status {done.returncode}; expected device code that returns: "
+                f"it must call nothing of the host, such as exit(){done.stderr.strip()[-2000:] and ': '}{done.stderr.strip()[-2000:]}"
+            ) from None
         return Answer(said["findings"], said["caught"], _written(job, said["dirty"], memory.read_bytes()) if keep else {})
 
 
