@@ -105,7 +105,7 @@ def read_calibrations(path: Path) -> list[Calibration]:
     except ValidationError as error:
         raise UsageError(
             f"{path} holds a line that is no calibration of this version ({error.errors()[0]['msg']}); "
-            "bring it up to date with `peerlane results migrate`, or name another file with --out"
+            "name another file with --out"
         ) from None
 
 

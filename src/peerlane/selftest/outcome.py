@@ -109,7 +109,7 @@ def read_outcomes(path: Path) -> list[Outcome]:
             first = error.errors()[0]
             raise UsageError(
                 f"{path}, line {number} is not an outcome of this version ({first['msg']} at {first['loc']}); "
-                "bring it up to date with `peerlane results migrate`, or choose another folder with --out"
+                "choose another folder with --out"
             ) from None
     return outcomes
 
