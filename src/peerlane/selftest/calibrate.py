@@ -104,8 +104,7 @@ def read_calibrations(path: Path) -> list[Calibration]:
         return list({item.key: item for item in found}.values())
     except ValidationError as error:
         raise UsageError(
-            f"{path} holds a line that is no calibration of this version ({error.errors()[0]['msg']}); "
-            "name another file with --out"
+            f"{path} holds a line that is no calibration of this version ({error.errors()[0]['msg']}); name another file with --out"
         ) from None
 
 
