@@ -384,13 +384,9 @@ def test_a_piped_table_fits_an_editor(capsys: pytest.CaptureFixture[str]) -> Non
     assert max(map(len, table.splitlines())) <= 120 and "speedup" in table
 
 
-def test_results_are_migrated_and_the_schema_is_printed(
-    tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_schema_of_results_is_printed(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert peerlane("results", "schema") == ExitCode.OK
     assert json.loads(capsys.readouterr().out)["$id"] == "urn:peerlane:results:2"
-    assert peerlane("results", "migrate", str(tmp_path / "absent.jsonl")) == ExitCode.USAGE
-    assert "No such file" in capsys.readouterr().err
 
 
 def test_bench_needs_gpus(monkeypatch: pytest.MonkeyPatch, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,7 +38,7 @@ def test_an_environment_is_stored_once(tmp_path: Path) -> None:
         ('{"schema_version":2,"type":"result","evaluator_v', None),
         ('{"schema_version": 2, "type": "footnote"}', None),
         ('{"schema_version": 3, "type": "result"}', "1 line left out: written by another version of peerlane (schema 3, this one reads 2)"),
-        ('{"schema_version": 1}', "1 line of version 1 left out; `peerlane results migrate"),
+        ('{"schema_version": 1}', "1 line left out: written by another version of peerlane (schema 1, this one reads 2)"),
     ],
 )
 def test_one_line_makes_no_other_unreadable(line: str, told: str | None, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import typer
 
 from peerlane.cli._console import ExitCode, console, one_of, print_json, table_room
 from peerlane.cli._progress import progress
-from peerlane.cli.evaluation import ISOLATION_HELP, Device, Tier, choose_device
+from peerlane.cli.evaluation import ISOLATION_HELP, Tier, choose_device
 from peerlane.errors import UsageError
+from peerlane.place import Device
 from peerlane.words import counted
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ import typer
 
 from peerlane.cli._console import ExitCode, console, positive_integers, print_error, print_json
 from peerlane.cli._progress import progress
-from peerlane.cli.evaluation import Device, choose_device, print_results, results_json
+from peerlane.cli.evaluation import choose_device, print_results, results_json
 from peerlane.errors import UsageError
+from peerlane.place import Device, Place
 
 if TYPE_CHECKING:
     from peerlane.evaluate import CandidateFile
@@ -54,7 +55,7 @@ def demo(
 
     good, broken = discover(good_folders(examples)), discover([str(examples / BROKEN)])
     made_for = {candidate.name: read_expectation(candidate.path) for candidate in broken if candidate.path is not None}
-    left_out = {candidate.name for candidate in good if chosen == "cpu" and needs_gpu(candidate)}
+    left_out = {candidate.name for candidate in good if not Place.of(chosen).has_gpus and needs_gpu(candidate)}
     emulated = [candidate for candidate in good if candidate.name in left_out and uses_kit(candidate) and shutil.which(COMPILER)]
     left_out -= {candidate.name for candidate in emulated}
     left_out |= {name for name, expectation in made_for.items() if not can_run(expectation, chosen)}
@@ -91,7 +92,7 @@ def good_folders(examples: Path) -> list[str]:
 
 def needs_gpu(candidate: CandidateFile) -> bool:
     """Whether a good candidate runs on GPUs only: by its backend, or by a comment ``# needs: gpu`` that it starts with."""
-    return candidate.backend == "cuda" or (candidate.path is not None and stated(candidate.path).get("needs") == "gpu")
+    return candidate.is_cuda or (candidate.path is not None and stated(candidate.path).get("needs") == "gpu")
 
 
 def uses_kit(candidate: CandidateFile) -> bool:
@@ -120,7 +121,7 @@ class Expectation:
 
     def on(self, device: Device) -> tuple[str, ...]:
         """The verdicts that are right on this device."""
-        return self.cuda if device == "cuda" else self.cpu
+        return self.cuda if Place.of(device).has_gpus else self.cpu
 
 
 def read_expectation(path: Path) -> Expectation:
@@ -146,7 +147,7 @@ def can_run(expectation: Expectation, device: Device) -> bool:
     """True if this machine can show what the candidate is made for."""
     from peerlane.hardware.doctor import check_cuda_bindings, check_nvrtc
 
-    if not expectation.on(device) or (expectation.needs == "gpu" and device == "cpu"):
+    if not expectation.on(device) or (expectation.needs == "gpu" and not Place.of(device).has_gpus):
         return False
     return expectation.needs != "nvrtc" or (check_nvrtc().status == "ok" and check_cuda_bindings().status == "ok")
 

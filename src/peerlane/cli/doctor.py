@@ -7,11 +7,12 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from peerlane.cli._console import ExitCode, console, print_json
+from peerlane.place import Device, Place
 
 if TYPE_CHECKING:
     from peerlane.hardware.ceilings import Ceilings
@@ -73,7 +74,7 @@ def _with_mechanisms(ceilings: Ceilings) -> Ceilings:
     return ceilings.joined({}, (f"mechanisms: not measured: {why}",))
 
 
-def isolation_checks(device: Literal["cuda", "cpu"]) -> list[Check]:
+def isolation_checks(device: Device) -> list[Check]:
     """How far candidates can be confined here: a check per tier above L0."""
     from peerlane.errors import UsageError
     from peerlane.evaluate.processes.sharing import sharing_failure
@@ -94,7 +95,7 @@ def isolation_checks(device: Literal["cuda", "cpu"]) -> list[Check]:
         except UsageError as error:
             checks.append(Check(name, "absent", str(error), remedy))
             continue
-        if device == "cuda" and (failure := sharing_failure(found, device, Deadlines())):
+        if Place.of(device).has_gpus and (failure := sharing_failure(found, device, Deadlines())):
             detail = f"confined ranks cannot share GPU memory with trusted ones: {in_short(failure)}"
             checks.append(Check(name, "absent", detail, "docs/isolation.md; candidates that you trust can be judged in L0"))
             continue

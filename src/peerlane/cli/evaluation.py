@@ -15,11 +15,11 @@ from peerlane.cli._console import ProblemFolders, console, exit_code, one_of, po
 from peerlane.cli._progress import progress
 from peerlane.cli._runs import run_to_judge
 from peerlane.errors import RunStopped, UsageError
+from peerlane.place import Device, Place
 
 if TYPE_CHECKING:
     from peerlane.results.result import Result
 
-Device: TypeAlias = Literal["cuda", "cpu", "emulated"]
 Mode: TypeAlias = Literal["eager", "graph"]
 Track: TypeAlias = Literal["open", "custom"]
 Tier: TypeAlias = Literal["L0", "L1", "L2"]
@@ -170,7 +170,7 @@ def gpu_count() -> int:
 
 def default_world_sizes(device: Device, ranks_per_gpu: int = 1) -> tuple[int, ...]:
     """2 and 4 on CPU and emulated ranks; of 2, 4 and 8 what the GPUs allow, else 2: a virtual node, or the verdict says so."""
-    if device != "cuda":
+    if not Place.of(device).has_gpus:
         return (2, 4)
     available = gpu_count() * max(ranks_per_gpu, 1)
     return tuple(size for size in (2, 4, 8) if size <= available) or (2,)

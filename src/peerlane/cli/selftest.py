@@ -10,8 +10,9 @@ import typer
 
 from peerlane.cli._console import ExitCode, console, one_of, print_json
 from peerlane.cli._progress import progress
-from peerlane.cli.evaluation import ISOLATION_HELP, RANKS_PER_GPU_HELP, Device, Tier, choose_device, parse_ranks_per_gpu
+from peerlane.cli.evaluation import ISOLATION_HELP, RANKS_PER_GPU_HELP, Tier, choose_device, parse_ranks_per_gpu
 from peerlane.errors import UsageError
+from peerlane.place import Device, Place
 
 if TYPE_CHECKING:
     from peerlane.report.selftest import Judged
@@ -33,7 +34,7 @@ def selftest(
     """
     if repeat < 1:
         raise UsageError(f"--repeat got {repeat}: expected at least 1")
-    if gpu and choose_device("auto") != "cuda":
+    if gpu and not Place.of(choose_device("auto")).has_gpus:
         raise UsageError("--gpu: no GPU is visible here; leave out --gpu to judge on CPU ranks, or see `peerlane doctor`")
 
     from peerlane.report.selftest import objections, selftest_table, totals_lines

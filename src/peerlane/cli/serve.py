@@ -9,6 +9,7 @@ import typer
 
 from peerlane.cli._console import ProblemFolders, one_of
 from peerlane.cli.evaluation import ISOLATION_HELP, RANKS_PER_GPU_HELP, Tier, choose_device, default_world_sizes, parse_ranks_per_gpu
+from peerlane.place import Place
 
 
 def serve(
@@ -44,7 +45,7 @@ def serve(
     forget_service_token()
     judged_on = choose_device(device)
     gpus = []
-    if judged_on == "cuda":
+    if Place.of(judged_on).has_gpus:
         from peerlane.hardware.topology import discover
 
         gpus = [gpu.uuid for gpu in discover().gpus]

@@ -24,6 +24,7 @@ from peerlane.cli.evaluation import (
     parse_ranks_per_gpu,
 )
 from peerlane.errors import MissingDependency, UsageError
+from peerlane.place import Place
 
 if TYPE_CHECKING:
     from peerlane.evaluate.audit.timeline import Timeline
@@ -60,11 +61,12 @@ def trace(
     Example: peerlane trace examples/pytorch/13_gemm_allreduce_pytorch.py --device cpu --preset small
     """
     chosen = choose_device(device)
+    on_gpus = Place.of(chosen).has_gpus
     wanted = cast(Mode, one_of(mode, ("eager", "graph"), "--mode"))
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
     served = None if baseline is None else cast(Baseline, one_of(baseline, ("peerlane", "nccl"), "--baseline"))
     shared = parse_ranks_per_gpu(ranks_per_gpu)
-    size = world_size or (max(default_world_sizes(chosen, shared)) if chosen == "cuda" else 2)
+    size = world_size or (max(default_world_sizes(chosen, shared)) if on_gpus else 2)
 
     from peerlane.evaluate import EvaluationPlan, discover, evaluate
     from peerlane.evaluate.candidates import reference_candidate
@@ -93,10 +95,10 @@ def trace(
         raise UsageError(f"trace got {len(jobs)} evaluations: expected one problem and one preset")
     both = replace(plan, candidates=[reference_candidate(), *found], problems=str(jobs[0].problem.id))
     with tempfile.TemporaryDirectory(prefix="peerlane-trace-") as folder, progress() as shown:
-        files = _Files(Path(folder), out, found[0].name, wanted if chosen == "cuda" else "call")
+        files = _Files(Path(folder), out, found[0].name, wanted if on_gpus else "call")
         try:
             results = evaluate(replace(both, timelines=Path(folder)), _Writing(shown, files))
-            if roles and chosen == "cuda" and files.has_kit_kernels:
+            if roles and on_gpus and files.has_kit_kernels:
                 files.suffix = ", stamped"
                 with recorded_roles():
                     evaluate(replace(both, candidates=found, timelines=Path(folder)), _Writing(shown, files))

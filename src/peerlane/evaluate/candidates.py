@@ -57,6 +57,11 @@ class CandidateFile:
     def is_reference(self) -> bool:
         return self.path is None
 
+    @property
+    def is_cuda(self) -> bool:
+        """True if its kernels are CUDA, which only GPUs and the emulator run."""
+        return self.backend == "cuda"
+
     def source(self) -> str | None:
         """The file's bytes, one character each, as a message carries them; None for the reference. Raises :class:`CandidateChanged`."""
         if self.path is None:

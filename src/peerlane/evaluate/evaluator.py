@@ -292,8 +292,8 @@ class Evaluator:
             yield from self._not_run(left, missing)
             return
         session, node = self._session_of(world_size), self.node_of(world_size)
-        kind = EmulatedPipeline if plan.device == "emulated" else EvaluationPipeline
-        built = [] if plan.device == "emulated" else [job.candidate for job in left]  # the emulator compiles kernels when they are launched
+        kind = EmulatedPipeline if plan.place.emulated else EvaluationPipeline
+        built = [] if plan.place.emulated else [job.candidate for job in left]  # the emulator compiles kernels when they are launched
         with contextlib.closing(Builds(session, built)) as builds:
             while left:
                 builds.ahead()
@@ -306,7 +306,7 @@ class Evaluator:
                     limit.seconds = job.timeout
                     limit.start()
                 later = plan.pool_settings.warm_groups if self._warm else 0
-                later += sum(groups_needed(other, plan.device) for other in left)
+                later += sum(groups_needed(other, plan.place) for other in left)
                 tell = partial(self._progress.phase, job.candidate.name, job.problem.id, job.preset, job.world_size)
                 start = partial(kind, session, job, node, plan.rules, tell, builds, later, stress=plan.stress, limit=limit)
                 yield job, self._run(start)
@@ -344,7 +344,7 @@ class Evaluator:
         self._without_ranks = [*self._without_ranks, result.verdict.reason] if pipeline.no_ranks else []
         if len(self._without_ranks) == _RUNS_WITHOUT_RANKS:
             self._missing = f"rank groups do not start here any more: {self._without_ranks[-1]}"
-        if self._plan.device == "cuda" and not pipeline.healthy and self._missing is None:
+        if self._plan.place.has_gpus and not pipeline.healthy and self._missing is None:
             place = pipeline.session.node
             used = pipeline.job.world_size if place is None else place.gpus
             self._missing = lost_gpus([gpu["index"] for gpu in self._node.environment["gpus"]][:used])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from peerlane.hardware.environment import node_class, record
 from peerlane.hardware.profiles import HardwareProfile, profile_for
 from peerlane.hardware.roofline import Peaks, datasheet_peaks, measured_peaks
 from peerlane.hardware.virtual_node import Sharing, VirtualNode, share_gpus
+from peerlane.place import Device, Place
 from peerlane.results.identity import NodeClass
 from peerlane.sandbox.isolation import NO_ISOLATION, Isolation, choose
 from peerlane.words import counted
@@ -32,7 +33,7 @@ class Node:
     """Where it runs: what every result of a run has in common."""
 
     run_id: str
-    device: Literal["cuda", "cpu", "emulated"]
+    device: Device
     gpus: int
     environment: Mapping[str, Any]
     profile: HardwareProfile | None
@@ -50,6 +51,11 @@ class Node:
         return replace(self, environment=environment, profile=None, peaks=(), memory_bytes=part)
 
     @property
+    def place(self) -> Place:
+        """Where the ranks run."""
+        return self.node_class.place
+
+    @property
     def node_class(self) -> NodeClass:
         """Which results may be compared with those from here."""
         return NodeClass.of(self.environment, self.device)
@@ -57,14 +63,13 @@ class Node:
 
 def describe_node(plan: EvaluationPlan) -> Node:
     """This machine, as results record it; raises :class:`UsageError` if it has no GPU and one was asked for."""
-    device, rules = plan.device, plan.rules_hash
+    rules = plan.rules_hash
     environment: dict[str, Any] = record()
-    gpus = torch.cuda.device_count() if device == "cuda" else 0
-    if device == "emulated":
+    if plan.place.emulated:
         build.runtime()  # every candidate needs it, and nobody else can put it where all find it
-    if device != "cuda":
-        return Node(secrets.token_hex(6), device, 0, environment, None, (), 0.0, rules)
-    if gpus == 0:
+    if not plan.place.has_gpus:
+        return Node(secrets.token_hex(6), plan.device, 0, environment, None, (), 0.0, rules)
+    if (gpus := torch.cuda.device_count()) == 0:
         raise UsageError("--device cuda: no GPU is visible here; use --device cpu, or see `peerlane doctor`")
     gpu = environment["gpus"][0]
     profile = profile_for(gpu["name"])
@@ -73,12 +78,12 @@ def describe_node(plan: EvaluationPlan) -> Node:
         peaks.append(datasheet_peaks(profile))
         if (ceilings := load_ceilings(node_class(environment))) is not None:
             peaks.append(measured_peaks(ceilings, profile))
-    return Node(secrets.token_hex(6), device, gpus, environment, profile, tuple(peaks), float(gpu["memory_bytes"]), rules)
+    return Node(secrets.token_hex(6), plan.device, gpus, environment, profile, tuple(peaks), float(gpu["memory_bytes"]), rules)
 
 
 def place_ranks(plan: EvaluationPlan, world_size: int, gpus: int) -> VirtualNode | None:
     """The virtual node that so many ranks are on; None where each has a GPU, or a CPU. Raises :class:`TooFewGpus`."""
-    if plan.device != "cuda":
+    if not plan.place.has_gpus:
         return None
     sharing: Sharing | None = "time_slices" if plan.isolation == "L2" else None  # MPS does not reach into the sandbox's namespaces
     node = share_gpus(world_size, gpus, plan.ranks_per_gpu or None, sharing)
@@ -101,7 +106,7 @@ def _uses_mps(plan: EvaluationPlan) -> bool:
 def choose_isolation(plan: EvaluationPlan) -> Isolation:
     """The tier that the plan asks for, or the best of L0 and L1 that this machine gives; raises :class:`UsageError`."""
     isolation = choose(plan.isolation, plan.device)  # no candidate's file is shown: each is sent to its own ranks
-    if plan.device != "cuda" or isolation.tier == "L0":
+    if not plan.place.has_gpus or isolation.tier == "L0":
         return isolation
     if not (failure := sharing_failure(isolation, plan.device, plan.deadlines, _uses_mps(plan))):
         return isolation

@@ -32,6 +32,7 @@ from peerlane.evaluate.ranks.builds import Builds
 from peerlane.evaluate.ranks.rank import wants_gpu
 from peerlane.evaluate.requirements import missing_before, missing_behind, missing_on_virtual_node
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
+from peerlane.place import Place
 from peerlane.problems.contract.spec import Case
 from peerlane.results.identity import source_hash
 from peerlane.results.record import Mode
@@ -50,11 +51,9 @@ _GPU_OR_EMULATED = f"{_GPU_ONLY}, or add --device emulated"
 KIT = "peerlane.device"
 
 
-def groups_needed(job: Job, device: str) -> int:
-    """The fresh groups that a candidate may take: one to show whether it is right, one to time it. The reference keeps the one it has."""
-    if job.candidate.is_reference:
-        return 0
-    return 2 if device == "cuda" else 1
+def groups_needed(job: Job, place: Place) -> int:
+    """The fresh groups that a candidate may take. The reference keeps the one it has."""
+    return 0 if job.candidate.is_reference else place.groups
 
 
 @dataclass
@@ -119,7 +118,7 @@ class EvaluationPipeline:
             return self._run_stages()
         except Rejected as rejected:
             missing = None
-            if self.node.device == "cpu":
+            if not self.node.place.runs_cuda:
                 missing = missing_behind(rejected.verdict, self.job.candidate, self.source or "", self.job.problem, self.job.world_size)
             return rejected.verdict if missing is None else NotRun(missing=missing)
         except GroupFailure as failure:
@@ -142,10 +141,10 @@ class EvaluationPipeline:
 
     def _blame(self, failure: GroupFailure) -> Verdict:
         line = failure.message.strip().splitlines()[-1:]
-        compiles = self.job.candidate.backend == "cuda" or self.job.candidate.compiles
-        if failure.kind in _RAISED and compiles and self.node.device == "cpu" and wants_gpu("".join(line)):
+        compiles = self.job.candidate.is_cuda or self.job.candidate.compiles
+        if failure.kind in _RAISED and compiles and not self.node.place.runs_cuda and wants_gpu("".join(line)):
             return NotRun(missing=f"needs a GPU: {line[0]}; run it on a GPU node")
-        if self.loaded and self.node.node_class.kind == "virtual" and (missing := missing_on_virtual_node(failure.message)) is not None:
+        if self.loaded and self.node.place.shares_gpus and (missing := missing_on_virtual_node(failure.message)) is not None:
             return NotRun(missing=f"{missing}: {''.join(line)}")
         if failure.kind != "machine" and (failure.phase in ("build", "import") or self.loaded):
             if failure.phase == "spawn":  # it was asked to map another case's memory
@@ -181,7 +180,7 @@ class EvaluationPipeline:
         if job.candidate.compiles:
             with self._in("build"):
                 (self.builds or Builds(self.session, [])).finish(job.candidate, self.limit)
-            if job.candidate.backend == "cuda" and self.node.device == "cpu":
+            if job.candidate.is_cuda and not self.node.place.runs_cuda:
                 return NotRun(missing=_GPU_OR_EMULATED if KIT in (self.source or "") else _GPU_ONLY)
         self._spawn()
         self._load()
@@ -189,7 +188,7 @@ class EvaluationPipeline:
         with self._in("stress"):
             self._stress(checked)
         self.case, runner = cases[0], checked[0]
-        timed = self.node.device == "cuda" and bool(job.modes)
+        timed = bool(job.modes) and not self.node.place.untimed
         if job.timelines is not None and not (timed and job.candidate.is_reference):
             # Before any timing: what hangs there then has a timeline of one call all the same.
             with self._in("audit"):
@@ -199,8 +198,7 @@ class EvaluationPipeline:
             speed = self._time(runner)
             runner = speed.runner
         else:
-            why = "no GPU: times on CPU ranks say nothing about a kernel"
-            self.speeds = [NotMeasured(mode=mode, why=why) for mode in job.modes]
+            self.speeds = self._no_speeds()
         if not job.candidate.is_reference:
             with self._in("audit"):
                 self._audit(runner, speed)
@@ -213,6 +211,9 @@ class EvaluationPipeline:
                 for runner in reversed([runner for runner in self.runners if runner.group is self.group]):
                     runner.close()
         return Correct()
+
+    def _no_speeds(self) -> list[Speed]:
+        return [NotMeasured(mode=mode, why=self.node.place.untimed) for mode in self.job.modes]
 
     def _cases(self) -> tuple[Case, ...]:
         """Those to judge, the timed one first; raises :class:`Rejected` if the preset has none."""
@@ -228,7 +229,7 @@ class EvaluationPipeline:
     def _spawn(self) -> None:
         with self._in("spawn"):
             if self.group is None:
-                needed = max(1, groups_needed(self.job, self.node.device)) + self.later
+                needed = max(1, groups_needed(self.job, self.node.place)) + self.later
                 self.session.start_warm_groups(needed)
                 self._take_group()
                 self.session.start_warm_groups(needed - 1)
@@ -268,7 +269,7 @@ class EvaluationPipeline:
     def _check(self, case: Case, *, first: bool) -> CaseRunner:
         """Judges the candidate on a case, at rest, with room for the stress to come; the runner knows what that cost."""
         self.case, limits = case, self.session.deadlines
-        stressed = self.node.device != "emulated" and (first or self.job.problem.graph)  # without graphs every slot costs a reference call
+        stressed = not self.node.place.emulated and (first or self.job.problem.graph)  # without graphs every slot costs a reference call
         slots = CHECKED_SLOTS if not stressed else self.stress.max_slots if first else self.stress.min_slots
         runner = self._open(case, case.key, slots)
         with self._in("first_call" if first else "correctness"):
@@ -363,7 +364,7 @@ class EvaluationPipeline:
             self.flags.add("audit_failed")
 
     def _audit_calls(self, runner: CaseRunner, speed: Benchmark | None) -> None:
-        auditor = self.auditor = Auditor(self.node.device)
+        auditor = self.auditor = Auditor(self.node.place)
         if speed is not None:
             for item in self.speeds:
                 if isinstance(item, ModeSpeed):
@@ -372,7 +373,7 @@ class EvaluationPipeline:
         auditor.audit_calls(runner)
         if (integrity_failure := auditor.integrity_failure) is not None:
             raise Rejected(integrity_failure)
-        if self.node.device == "cuda":
+        if self.node.place.has_gpus:
             try:
                 auditor.look_at_code(runner)
             except GroupFailure:

@@ -16,7 +16,6 @@ from peerlane.evaluate.ranks.rank import wants_gpu
 from peerlane.problems.contract.spec import Case
 from peerlane.results.result import Audit
 from peerlane.results.sanitize import sanitize
-from peerlane.results.speed_record import NotMeasured
 from peerlane.results.verdict import Correct, NotRun, Unstable, Verdict, WrongResult
 
 _NO_KIT = f"emulated ranks run candidates of the device kit ({KIT}), and this one does not import it: use --device cpu or cuda"
@@ -43,7 +42,7 @@ class EmulatedPipeline(EvaluationPipeline):
         self._load()
         for number, case in enumerate(cases):
             self._check_and_race(case, first=number == 0)
-        self.speeds = [NotMeasured(mode=mode, why="emulated ranks: nothing is timed") for mode in job.modes]
+        self.speeds = self._no_speeds()
         self._leave()
         return Correct()
 

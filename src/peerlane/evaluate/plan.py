@@ -14,6 +14,7 @@ from peerlane import problems
 from peerlane.errors import UnknownPreset, UnknownProblem, UsageError
 from peerlane.evaluate.candidates import REFERENCE, CandidateFile
 from peerlane.hardware.virtual_node import Baseline
+from peerlane.place import Device, Place
 from peerlane.problems.contract.spec import Problem
 from peerlane.results.identity import Identity, NodeClass, hash_rules, source_hash
 from peerlane.results.record import Mode, Track
@@ -21,7 +22,6 @@ from peerlane.sandbox.isolation import Tier
 from peerlane.settings import Deadlines, PoolSettings, StressRules, TimingRules
 from peerlane.version import __version__
 
-Device = Literal["cuda", "cpu", "emulated"]
 Cases = Literal["all", "timed"]
 MAX_RANKS_PER_GPU = 8
 PRODUCTION, PRODUCTION_FIRST, SWEEP = "production", "production_first", "sweep"
@@ -85,6 +85,11 @@ class EvaluationPlan:
                 told = error.errors()[0]["msg"]
                 expected = told.replace("Input should be", "expected") if "should be" in told else f"expected another value: {told}"
                 raise UsageError(f"{name}={value!r}: {expected}") from None
+
+    @property
+    def place(self) -> Place:
+        """Where its ranks run; which of them share GPUs depends on the machine."""
+        return Place.of(self.device)
 
     @property
     def rules_hash(self) -> str:

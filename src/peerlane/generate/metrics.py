@@ -184,7 +184,7 @@ def after_steps(attempts: Sequence[Attempt], steps: int) -> list[Attempt]:
     return [attempt.after(steps) if attempt.judged else attempt for attempt in attempts]
 
 
-def step_curve(attempts: Sequence[Attempt], problems: Sequence[int], test: Test, k: int = 1) -> list[float]:
-    """How many problems k episodes solve within 1, 2, ... steps."""
+def step_curve(attempts: Sequence[Attempt], problems: Sequence[int], test: Test) -> list[float]:
+    """How many problems one episode solves within 1, 2, ... steps."""
     longest = max((len(attempt.steps) for attempt in attempts), default=0)
-    return [sum(solved(after_steps(attempts, steps), problems, test, k).values()) for steps in range(1, longest + 1)]
+    return [sum(solved(after_steps(attempts, steps), problems, test, 1).values()) for steps in range(1, longest + 1)]

@@ -167,7 +167,7 @@ def roofline(costs: Sequence[Cost], peaks: Peaks) -> Roofline:
     )
 
 
-def physical_floor_us(costs: Sequence[Cost], profile: HardwareProfile, *, calls: int = 1, in_network: bool = False) -> float:
+def physical_floor_us(costs: Sequence[Cost], profile: HardwareProfile, *, calls: int = 1) -> float:
     """A time that no honest candidate can beat for ``calls`` calls back to back: a shorter one means that the clock or the work is false.
 
     The datasheet bound, less everything that could make an honest call faster than it, so that nobody is accused wrongly:
@@ -177,9 +177,7 @@ def physical_floor_us(costs: Sequence[Cost], profile: HardwareProfile, *, calls:
     * memory bytes less twice the L2 cache, once for all calls: inputs may lie in it at the start, outputs at the end;
     * no memory bytes of a rank that neither computes nor exchanges anything: it may return its input as it is;
     * no latency term: a rank that starts late may find its data delivered;
-    * half of it all where the costs are means over layouts or contents (``Cost.typical``), of which a block's calls may fall short;
-    * half the link bytes where the switches may reduce and multicast (``in_network``): an all-reduce then crosses each port (1 + 1/W) times
-      instead of 2(W - 1)/W times.
+    * half of it all where the costs are means over layouts or contents (``Cost.typical``), of which a block's calls may fall short.
 
     Many calls make it sharper than one, for the cache counts once. 0 is possible, and means that nothing can be said.
     """
@@ -190,7 +188,6 @@ def physical_floor_us(costs: Sequence[Cost], profile: HardwareProfile, *, calls:
         "fp32": max(profile.vector_tflops["fp32"], profile.tensor_tflops["tf32"]) * faster,
         "fp64": max(profile.vector_tflops["fp64"], profile.tensor_tflops["fp64"]) * faster,
     }
-    ports = 2.0 if in_network else 1.0
     cached_bytes = 2 * profile.l2_mib * 2**20
     certain = 0.5 if any(cost.typical for cost in costs) else 1.0
     return certain * max(
@@ -198,7 +195,7 @@ def physical_floor_us(costs: Sequence[Cost], profile: HardwareProfile, *, calls:
         # The two vector types may run side by side, on the vector units and the tensor cores.
         calls * _busiest(max(cost.flops.get(dtype, 0.0) / (rate * _TFLOPS_PER_US) for dtype, rate in vector.items()) for cost in costs),
         _busiest(max(calls * cost.hbm_bytes - cached_bytes, 0.0) for cost in costs if _works(cost)) / (profile.hbm_tbps * _TBPS_PER_US),
-        calls * _busiest(max(cost.egress_bytes, cost.ingress_bytes) for cost in costs) / (ports * profile.nvlink_gbps * _GBPS_PER_US),
+        calls * _busiest(max(cost.egress_bytes, cost.ingress_bytes) for cost in costs) / (profile.nvlink_gbps * _GBPS_PER_US),
     )
 
 

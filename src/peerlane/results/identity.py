@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from pydantic import Field
 
 from peerlane.hardware.virtual_node import Baseline, Sharing
+from peerlane.place import NodeKind, Place
 from peerlane.problem_files import OWN_PACKAGE, problem_files
 from peerlane.results.record import Mode, Record
 
@@ -31,7 +32,7 @@ _FAMILIES = "peerlane.problems.families."
 class NodeClass(Record):
     """The class of machine. Only results of one class are compared or ranked with each other."""
 
-    kind: Literal["node", "virtual", "cpu", "emulated"] = Field(
+    kind: NodeKind = Field(
         description="node: a GPU for every rank; virtual: ranks share GPUs; cpu: gloo ranks; emulated: threads stand in for GPUs"
     )
     gpu: str | None = Field(default=None, description="model; None without GPUs")
@@ -46,14 +47,15 @@ class NodeClass(Record):
     def of(cls, environment: Mapping[str, Any], device: str) -> Self:
         """From a :func:`peerlane.hardware.environment.record`. Its optional key ``virtual_node`` has ``ranks_per_gpu``, ``sharing`` and
         ``baseline``."""
-        if device != "cuda":
-            return cls(kind="cpu" if device == "cpu" else "emulated")
-        counts = Counter(gpu["name"] for gpu in environment.get("gpus") or ())
         shared = environment.get("virtual_node") or {}
         shared = shared if shared.get("ranks_per_gpu", 1) > 1 else {}
+        place = Place.of(device, shared=bool(shared))
+        if not place.has_gpus:
+            return cls(kind=place.kind)
+        counts = Counter(gpu["name"] for gpu in environment.get("gpus") or ())
         driver = environment.get("driver")
         return cls(
-            kind="virtual" if shared else "node",
+            kind=place.kind,
             gpu=" + ".join(sorted(counts)) or None,
             gpus=sum(counts.values()),
             link=environment.get("interconnect"),
@@ -61,13 +63,18 @@ class NodeClass(Record):
             **{name: shared[name] for name in ("ranks_per_gpu", "sharing", "baseline") if name in shared},
         )
 
+    @property
+    def place(self) -> Place:
+        """Where its ranks run."""
+        return Place.of_kind(self.kind)
+
     def __str__(self) -> str:
-        if self.kind in ("cpu", "emulated"):
-            return {"cpu": "CPU ranks", "emulated": "emulated ranks"}[self.kind]
+        if not self.place.has_gpus:
+            return self.place.title
         how = {"mps": "MPS", "time_slices": "time slices", None: "unknown means"}[self.sharing]
-        shared = f"virtual node of {self.ranks_per_gpu} ranks per GPU by {how}, on {self.baseline or 'an unknown'} baseline"
+        shared = f"{self.place.title} of {self.ranks_per_gpu} ranks per GPU by {how}, on {self.baseline or 'an unknown'} baseline"
         parts = [
-            shared if self.kind == "virtual" else None,
+            shared if self.place.shares_gpus else None,
             f"{self.gpus}x {self.gpu or 'unknown GPU'}",
             self.link,
             f"driver {self.driver or 'unknown'}",

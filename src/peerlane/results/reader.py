@@ -37,13 +37,8 @@ class ResultsReader:
         """A sentence for every kind of line that was left out."""
         found = []
         for version, count in sorted(self._versions.items()):
-            lines = f"{self.path}: {counted(count, 'line')}"
-            if version < SCHEMA_VERSION:
-                found.append(f"{lines} of version {version} left out; `peerlane results migrate {self.path}` makes them readable")
-            else:
-                found.append(
-                    f"{lines} left out: written by another version of peerlane (schema {version}, this one reads {SCHEMA_VERSION})"
-                )
+            lines = f"{self.path}: {counted(count, 'line')} left out"
+            found.append(f"{lines}: written by another version of peerlane (schema {version}, this one reads {SCHEMA_VERSION})")
         if self._garbage:
             number, why = next(iter(self._garbage.items()))
             count = len(self._garbage)

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from peerlane.errors import UsageError
+from peerlane.place import Device
 from peerlane.results.feedback import feedback
 from peerlane.results.identity import Identity, NodeClass, environment_hash
 from peerlane.results.record import Mode, Ratio, Record, Track
@@ -105,7 +106,7 @@ class Result(Record):
     problem: ProblemInfo
     preset: str
     world_size: int = Field(ge=1)
-    device: Literal["cuda", "cpu", "emulated"]
+    device: Device
     modes: tuple[Mode, ...] = Field(description="launch modes asked for; none: correctness alone")
     cases: Literal["all", "timed"] = Field(default="all", description="timed: the preset's first case alone was judged")
     isolation: Literal["L0", "L1", "L2"] = Field(description="L0: unverified, the candidate was not confined")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from peerlane.place import Place
 from peerlane.sandbox import linux, seccomp
 from peerlane.sandbox.hidden_files import everything_but
 from peerlane.sandbox.process_tree import kill_user, kill_within_reach
@@ -91,7 +92,7 @@ class Confinement:
                 os.chown(path, self.uid, self.uid)
         if self.measures:
             os.chdir(folder)
-        if LOOPBACK_ONLY in self.measures and device != "cuda":
+        if LOOPBACK_ONLY in self.measures and not Place.of(device).has_gpus:
             linux.enter_own_network()
         if {PRIVATE_SHM, GUARDED_PROC} & set(self.measures):
             linux.enter_namespaces(linux.CLONE_NEWNS)
@@ -116,7 +117,7 @@ class Confinement:
         """Where the CUDA driver names its threads; it does not start where it cannot (CUDA_ERROR_OPERATING_SYSTEM).
 
         Which processes the ranks will be is not known yet, so it is all of /proc; for root only where that is guarded."""
-        return ["/proc"] if device == "cuda" and (GUARDED_PROC in self.measures or os.geteuid() != 0) else []
+        return ["/proc"] if Place.of(device).has_gpus and (GUARDED_PROC in self.measures or os.geteuid() != 0) else []
 
     def enter_ranks(self, role: str) -> None:
         """Before a group's ranks are started: a domain within the leader's, which they share and from which it is out of reach."""

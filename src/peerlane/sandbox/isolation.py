@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from peerlane.errors import UsageError
+from peerlane.place import Place
 from peerlane.sandbox import confine
 from peerlane.sandbox.confine import Confinement
 from peerlane.sandbox.hidden_files import hidden_paths
@@ -137,7 +138,7 @@ def choose(tier: Tier | None, device: str) -> Isolation:
 def _select(reasons: Mapping[str, str], device: str) -> tuple[tuple[str, ...], dict[str, str]]:
     """The measures to take, and why the others are not taken."""
     missing = {name: reason for name, reason in reasons.items() if reason}
-    if device == "cuda" and confine.OWN_UID not in missing:
+    if Place.of(device).has_gpus and confine.OWN_UID not in missing:
         missing[confine.OWN_UID] = "the NVIDIA driver lets processes of one user only share memory"
     measures = [name for name in reasons if name not in missing]
     return (*measures, confine.CLEAN_ENVIRONMENT), missing

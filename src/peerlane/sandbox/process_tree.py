@@ -10,6 +10,8 @@ from collections import defaultdict
 
 from peerlane.sandbox import linux
 
+_KILL_S = 8.0
+
 
 def die_with_parent(parent: int) -> None:
     """SIGKILL for this process when its parent ends; at once if ``parent`` is already gone."""
@@ -83,12 +85,12 @@ def kill_user(uid: int) -> None:
     os.waitpid(executioner, 0)
 
 
-def kill_descendants(deadline_s: float = 8.0) -> list[int]:
-    """SIGKILL for every descendant of this process until none is left; returns those that survived the deadline.
+def kill_descendants() -> list[int]:
+    """SIGKILL for every descendant of this process until none is left; returns those that survive for so long.
 
     The caller must adopt orphans, else a daemon whose parent died is not found.
     """
-    end = time.monotonic() + deadline_s
+    end = time.monotonic() + _KILL_S
     while True:
         alive = descendants(os.getpid())
         for pid in alive:

@@ -12,11 +12,12 @@ from pydantic import ValidationError
 
 from peerlane import problems
 from peerlane.errors import UsageError
-from peerlane.evaluate.plan import Device, must_have_presets, presets_of
+from peerlane.evaluate.plan import must_have_presets, presets_of
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session, case_request
 from peerlane.hardware.environment import record as record_environment
 from peerlane.hardware.virtual_node import VirtualNode, share_gpus
+from peerlane.place import Device, Place
 from peerlane.problems.contract.calibration import Margins, worst
 from peerlane.problems.contract.count import Count, Step, cost_faults
 from peerlane.problems.contract.spec import Case, Problem
@@ -104,8 +105,7 @@ def read_calibrations(path: Path) -> list[Calibration]:
         return list({item.key: item for item in found}.values())
     except ValidationError as error:
         raise UsageError(
-            f"{path} holds a line that is no calibration of this version ({error.errors()[0]['msg']}); "
-            "bring it up to date with `peerlane results migrate`, or name another file with --out"
+            f"{path} holds a line that is no calibration of this version ({error.errors()[0]['msg']}); name another file with --out"
         ) from None
 
 
@@ -171,15 +171,15 @@ def calibrate(plan: CalibrationPlan, tell: Callable[[str], None] = lambda _: Non
 
 def device_name(plan: CalibrationPlan) -> str:
     """As records name the device; raises UsageError if the machine has too few GPUs."""
-    if plan.device == "cpu":
-        return "cpu"
+    if not Place.of(plan.device).has_gpus:
+        return plan.device
     name, node = str(record_environment()["gpus"][0]["name"]), _shared_node(plan, max(plan.world_sizes))
     return name if node is None else f"{name}, {counted(node.ranks_per_gpu, 'rank')} on each"
 
 
 def _shared_node(plan: CalibrationPlan, world_size: int) -> VirtualNode | None:
     """The virtual node where ranks share GPUs; raises UsageError if the machine has too few GPUs for them."""
-    if plan.device == "cpu":
+    if not Place.of(plan.device).has_gpus:
         return None
     node = share_gpus(world_size, torch.cuda.device_count(), plan.ranks_per_gpu or None)
     if node is None:

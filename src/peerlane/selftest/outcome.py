@@ -11,11 +11,12 @@ from pydantic import Field, ValidationError
 
 from peerlane.errors import UsageError
 from peerlane.hardware.environment import node_class
+from peerlane.place import Device
 from peerlane.results.json_lines import whole_lines
 from peerlane.results.record import Record
 from peerlane.results.result import Result
 from peerlane.results.speed_record import Estimate
-from peerlane.selftest.table import Device, Entry
+from peerlane.selftest.table import Entry
 
 FILE = "selftest.jsonl"
 
@@ -65,7 +66,7 @@ class Outcome(Record):
             speedups={mode: speed.speedup for mode, speed in measured.items()},
             flags=result.flags,
             stage_seconds=dict(result.stage_seconds),
-            node=str(result.node) if result.node.kind == "virtual" else node_class(result.environment),
+            node=str(result.node) if result.node.place.shares_gpus else node_class(result.environment),
             torch=str(result.environment["software"]["torch"]),
         )
 
@@ -109,7 +110,7 @@ def read_outcomes(path: Path) -> list[Outcome]:
             first = error.errors()[0]
             raise UsageError(
                 f"{path}, line {number} is not an outcome of this version ({first['msg']} at {first['loc']}); "
-                "bring it up to date with `peerlane results migrate`, or choose another folder with --out"
+                "choose another folder with --out"
             ) from None
     return outcomes
 

@@ -18,12 +18,13 @@ from peerlane.evaluate.node import choose_isolation
 from peerlane.evaluate.plan import EvaluationPlan
 from peerlane.hardware.topology import discover
 from peerlane.hardware.virtual_node import share_gpus
+from peerlane.place import Device, Place
 from peerlane.results.json_lines import append_lines, make_appendable
 from peerlane.results.result import Result
 from peerlane.sandbox.isolation import Tier
 from peerlane.selftest.lanes import Lane, divide, evaluate_side_by_side
 from peerlane.selftest.outcome import FILE, Outcome, identity, read_outcomes
-from peerlane.selftest.table import Corpus, Device, Entry
+from peerlane.selftest.table import Corpus, Entry
 from peerlane.settings import SELFTEST_DEADLINES, SELFTEST_POOL_SETTINGS, SELFTEST_RULES
 from peerlane.version import __version__
 
@@ -118,7 +119,7 @@ class _Run:
 
     def _lanes(self, world_size: int, due: int) -> list[Lane]:
         """What runs side by side: on GPUs, as many runs as there is work for; what is judged needs verdicts, and few speeds."""
-        gpus = [gpu.uuid for gpu in discover().gpus] if self.plan.device == "cuda" else []
+        gpus = [gpu.uuid for gpu in discover().gpus] if Place.of(self.plan.device).has_gpus else []
         node = share_gpus(world_size, len(gpus), self.plan.ranks_per_gpu or None)
         most = min(MOST_LANES, due // FEWEST_PER_LANE)
         return divide(gpus, os.sched_getaffinity(0), world_size, most, 0 if node is None else node.gpus)

@@ -13,10 +13,10 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from peerlane.errors import UsageError
 from peerlane.evaluate.candidates import REFERENCE
+from peerlane.place import Device, Place
 from peerlane.results.record import Record
 from peerlane.results.verdict import Phase
 
-Device = Literal["cuda", "cpu", "emulated"]
 VerdictKind = Literal[
     "correct",
     "wrong_result",
@@ -85,7 +85,7 @@ class Entry(Record):
 
     def accepted(self, device: Device) -> tuple[VerdictKind, ...]:
         """The verdicts that are right on this device; empty where it is not judged."""
-        return (self.cuda if device == "cuda" else self.cpu) or ()
+        return (self.cuda if Place.of(device).has_gpus else self.cpu) or ()
 
 
 class _Document(Record):

@@ -113,13 +113,13 @@ def command() -> list[str]:
     return [sys.executable, "-P", "-m", "peerlane.service.node_check"]
 
 
-def read_report(status: int, out: bytes, err: bytes, node: str = "this node") -> NodeReport:
+def read_report(status: int, out: bytes, err: bytes) -> NodeReport:
     """The report that the process printed; of a process that printed none, a report that says so."""
     try:
         return NodeReport.from_json(json.loads(out))
     except (ValueError, KeyError, TypeError):
         told = (err.decode(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
-        return NodeReport(node, (f"the check ended with status {status}: {told[:300]}",))
+        return NodeReport("this node", (f"the check ended with status {status}: {told[:300]}",))
 
 
 def main() -> int:

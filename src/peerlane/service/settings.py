@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peerlane.errors import UsageError
-from peerlane.evaluate.plan import Device
+from peerlane.place import Device
 from peerlane.sandbox.isolation import Tier
 
 ANYONE = "anyone"

@@ -18,6 +18,7 @@ from peerlane.evaluate.plan import Job
 from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
+from peerlane.place import CPU, GPUS, Place
 from peerlane.problems.contract import Case
 from peerlane.results.record import Track
 from peerlane.settings import Deadlines, TimingRules
@@ -53,8 +54,8 @@ class Answers:
         return [{"recordings": [*recordings]} for recordings in self.of_ranks]
 
 
-def auditor(*recordings: Message, device: str = "cuda", **more: Any) -> Auditor:
-    made = Auditor(device)
+def auditor(*recordings: Message, place: Place = GPUS, **more: Any) -> Auditor:
+    made = Auditor(place)
     runner: Any = Answers(*recordings, **more)
     made.audit_calls(runner)
     return made
@@ -103,8 +104,8 @@ def test_nothing_seen_is_no_proof() -> None:
     blind = auditor(recorded({}))
     assert blind.saw_nothing and (objection(blind) or ("", ""))[0] == "track_violation"
     assert objection(blind, must_move=False) is None
-    assert not auditor(recorded({}), device="cpu").saw_nothing
-    assert auditor(recorded({}, host={}), device="cpu").saw_nothing
+    assert not auditor(recorded({}), place=CPU).saw_nothing
+    assert auditor(recorded({}, host={}), place=CPU).saw_nothing
 
 
 @pytest.mark.parametrize("change", [{"marked": False}, {"marked": "yes"}, {"replaced": ["torch.profiler.profile"]}])
@@ -153,14 +154,14 @@ def test_every_audited_call_must_be_reported(recordings: tuple[Message, ...]) ->
 
 
 def test_no_calls_no_record() -> None:
-    assert Auditor("cuda").record() is None and Auditor("cuda").mechanisms() == ()
+    assert Auditor(GPUS).record() is None and Auditor(GPUS).mechanisms() == ()
 
 
 class BrokenAudit(EvaluationPipeline):
     """An examination whose audit loses the ranks."""
 
     def _audit_calls(self, case: Case, speed: Any) -> None:
-        self.auditor = Auditor("cuda")
+        self.auditor = Auditor(GPUS)
         raise GroupFailure("runtime_error", "audit", "killed", rank=1)
 
 

@@ -31,6 +31,7 @@ from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.ranks import candidate
 from peerlane.evaluate.ranks.trusted import TrustedRank
 from peerlane.evaluate.timing import cache_flush
+from peerlane.place import GPUS
 from peerlane.problems.contract import Draw, describe, tensor_descriptions
 from peerlane.results.verdict import Unstable, WrongResult
 from peerlane.settings import Deadlines, StressRules
@@ -177,7 +178,7 @@ class StressedRunner:
 
     def __init__(self, pass_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pass_s, self.now, self.evidence = pass_s, 0.0, Evidence()
-        self.session = types.SimpleNamespace(device="cuda", deadlines=Deadlines())
+        self.session = types.SimpleNamespace(place=GPUS, deadlines=Deadlines())
         self.problem = self.case = self.space = None
         self.deadline = lambda seconds, calls: seconds
         self.group = types.SimpleNamespace(ask=self.ask)
@@ -242,7 +243,7 @@ def ask_beside_a_busy_gpu(
 ) -> None:
     session = types.SimpleNamespace(
         trusted=NotedRanks("trusted", log, trusted),
-        device="cuda",
+        place=GPUS,
         deadlines=Deadlines(),
         drop_trusted=lambda: log.append("trusted dropped"),
     )

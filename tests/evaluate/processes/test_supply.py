@@ -19,6 +19,7 @@ from peerlane.evaluate.processes.pool import NoRanks, WarmPool
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.ranks import builds
 from peerlane.hardware.memory import GpuMemory, parse_smi_memory
+from peerlane.place import GPUS
 from peerlane.results.store import ResultsStore
 from peerlane.settings import PoolSettings
 from sample_results import result
@@ -245,7 +246,7 @@ class Builder(Group):
 class Building:
     """A session that has builders only; ``built`` are those that it gave."""
 
-    device = "cuda"
+    place = GPUS
     pool_settings = PoolSettings()
     deadlines = EvaluationPlan([]).deadlines
 

@@ -21,6 +21,7 @@ from peerlane.evaluate.processes.protocol import Message, is_count
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
 from peerlane.evaluate.timing.benchmark import Benchmark
+from peerlane.place import Place
 from peerlane.results.record import Mode
 from peerlane.results.result import Audit, Mechanism
 from peerlane.results.verdict import IntegrityFailure, TrackViolation
@@ -37,7 +38,7 @@ class Auditor:
     """What the ranks of one candidate report of their audited calls. They are not believed more than that: see docs/tracks.md.
 
     Attributes:
-        device: ``cuda`` or ``cpu``.
+        place: where the ranks run.
         calls: one span for every rank and audited call.
         blocks: one span for every rank and recorded block, without what copying outputs may have added.
         unrecorded_collectives: those that process groups counted in calls that were not recorded, once set-up was over.
@@ -45,7 +46,7 @@ class Auditor:
         monkeypatches: those of them that say so of the evaluator's.
     """
 
-    device: str
+    place: Place
     calls: list[Activity] = field(default_factory=list)
     audited: int = 0
     blocks: list[Activity] = field(default_factory=list)
@@ -124,7 +125,7 @@ class Auditor:
     @property
     def saw_nothing(self) -> bool:
         """True if no rank was seen to do anything: on a GPU, anything on the device."""
-        return not any(item.device_events if self.device == "cuda" else not item.empty for item in self.calls)
+        return not any(_shows_work(item, self.place) for item in self.calls)
 
     @property
     def integrity_failure(self) -> IntegrityFailure | None:
@@ -188,7 +189,12 @@ def profiler_works(session: Session) -> bool:
     finally:
         group.kill()
     seen = [activity(item["host"], item["device"]) for answer in answers for item in answer["recordings"]]
-    return all(item.device_events if session.device == "cuda" else not item.empty for item in seen)
+    return all(_shows_work(item, session.place) for item in seen)
+
+
+def _shows_work(item: Activity, place: Place) -> bool:
+    """True if something ran; where there are GPUs, on the device."""
+    return bool(item.device_events) if place.has_gpus else not item.empty
 
 
 def _by_kind(kernels: Counter[str], triton: Sequence[str] | set[str]) -> Counter[str]:

@@ -102,7 +102,7 @@ class Stress:
             late = passes == 1 or (passes > 1 and _dice.random() < _LATE_PASSES)
             if not late:  # else the order of the pass before: who has learned which slot comes next finds it so, and its contents changed
                 order = _dice.sample(range(slots), slots)
-            time_slicing = draw_time_slicing(passes, len(runner.layouts), on_gpu=_on_gpu(runner))
+            time_slicing = draw_time_slicing(passes, len(runner.layouts), on_gpu=runner.session.place.has_gpus)
             self._pass(runner, order, late=late, time_slicing=time_slicing)
             passes += 1
 
@@ -133,11 +133,7 @@ class Stress:
         runner.evidence.stressed_calls += len(order)
 
     def _requests(self, runner: CaseRunner, order: list[int], slot_swaps: SlotSwaps, kept: list[int]) -> list[Message]:
-        plans = draw_jitter(len(runner.layouts), len(order), on_gpu=_on_gpu(runner))
+        plans = draw_jitter(len(runner.layouts), len(order), on_gpu=runner.session.place.has_gpus)
         poisoned = [position for position in range(len(order)) if _dice.random() < _POISONED_CALLS]
         common = {"op": "stress", "space": runner.space, "side": "candidate", "order": order, "poisoned": poisoned, "kept": kept}
         return [{**common, "swaps": slot_swaps.steps, "jitter": plan} for plan in plans]
-
-
-def _on_gpu(runner: CaseRunner) -> bool:
-    return runner.session.device == "cuda"

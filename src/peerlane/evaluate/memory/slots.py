@@ -38,9 +38,9 @@ def place_all(description: Description, offset: int) -> tuple[Description, int]:
     return description, offset
 
 
-def place_slots(descriptions: Iterable[Description], offset: int = FRONT_BYTES) -> tuple[list[Description], int]:
+def place_slots(descriptions: Iterable[Description]) -> tuple[list[Description], int]:
     """Placed descriptions of slots, one behind the other, and the offset behind the last."""
-    layout = []
+    layout, offset = [], FRONT_BYTES
     for description in descriptions:
         placed, offset = place_all(description, offset)
         layout.append(placed)

@@ -19,6 +19,7 @@ from typing import Any
 from peerlane.errors import HarnessError
 from peerlane.evaluate.processes.protocol import Channel
 from peerlane.evaluate.processes.rank_group import RankGroup
+from peerlane.place import Place
 from peerlane.sandbox.caches import RunFolders
 from peerlane.sandbox.isolation import NO_ISOLATION, Isolation
 from peerlane.sandbox.limits import Limits
@@ -47,7 +48,7 @@ def fork_server_environment(device: str) -> dict[str, str]:
         "KINETO_LOG_LEVEL": "99",  # audits would print a line for each end of every record
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking how many GPUs there are must not initialise CUDA
     }
-    return environment | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"} if device != "cuda" else environment
+    return environment | {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"} if not Place.of(device).has_gpus else environment
 
 
 class ForkServer:

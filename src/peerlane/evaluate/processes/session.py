@@ -17,6 +17,7 @@ from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.processes.rank_group import EmulatedRankGroup, GroupFailure, RankGroup
 from peerlane.hardware.architecture import extension_architectures
 from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode
+from peerlane.place import Device, Place
 from peerlane.problems.contract.spec import Case
 from peerlane.sandbox import linux
 from peerlane.sandbox.confine import NOT_DUMPABLE
@@ -39,7 +40,7 @@ class Session:
 
     def __init__(
         self,
-        device: str,
+        device: Device,
         world_size: int,
         deadlines: Deadlines,
         pool_settings: PoolSettings | None = None,
@@ -47,8 +48,9 @@ class Session:
         note: Callable[[str], None] = lambda _: None,
         node: VirtualNode | None = None,
     ) -> None:
-        self.device, self.world_size, self.isolation = device, world_size, isolation
-        self.deadlines = deadlines if device != "emulated" else deadlines.with_calls(_EMULATED_CALLS * deadlines.first_call)
+        self.place = Place.of(device, shared=node is not None and node.ranks_per_gpu > 1)
+        self.world_size, self.isolation = world_size, isolation
+        self.deadlines = deadlines if not self.place.emulated else deadlines.with_calls(_EMULATED_CALLS * deadlines.first_call)
         self._kept_open = contextlib.ExitStack()
         self.pool_settings, self.note, self.node = pool_settings or PoolSettings(), note, node
         if node is not None:
@@ -65,7 +67,7 @@ class Session:
         self._arms: Message = {}  # what candidates' ranks on GPUs are armed with, see peerlane.evaluate.ranks.trusted
 
     def __enter__(self) -> Self:
-        environment = fork_server_environment(self.device)
+        environment = fork_server_environment(self.place.device)
         if NOT_DUMPABLE in self.isolation.measures:
             self._kept_open.enter_context(linux.not_dumpable())
         try:
@@ -101,10 +103,10 @@ class Session:
         what all trusted ranks have: these share one file, each with a range of its own."""
         config = self._config()
         # Confined ranks read the kit's kernels from the cache, which the trusted ranks of a virtual node fill when they start.
-        share = self.trusted if self.device != "cuda" or self.node is not None else None
-        if self.device == "cuda":
+        share = self.trusted if not self.place.has_gpus or self.node is not None else None
+        if self.place.has_gpus:
             share, config["environment"] = None, {"TORCH_CUDA_ARCH_LIST": extension_architectures()}
-        if self.device == "emulated":
+        if self.place.emulated:
             config |= {"emulated_ranks": self.world_size, "schedules": EMULATED_SCHEDULES}
             group = self.fork_server.spawn("candidate", 1, config, share, EmulatedRankGroup)
             assert isinstance(group, EmulatedRankGroup)
@@ -117,8 +119,8 @@ class Session:
     def _config(self) -> dict[str, Any]:
         """What the processes of a group have to know of where they run: on CPUs, each on a GPU of its own, or several on each GPU."""
         ranks, node = range(self.world_size), self.node
-        config: dict[str, Any] = {"device": self.device, "backend": "nccl" if self.device == "cuda" else "gloo"}
-        if self.device == "emulated":
+        config: dict[str, Any] = {"device": self.place.device, "backend": self.place.backend}
+        if self.place.emulated:
             config["memory_range"] = FILE_BYTES // self.world_size
         if node is not None:
             config["backend"] = node.baseline
@@ -152,7 +154,7 @@ class Session:
             with contextlib.suppress(HarnessError):
                 self._trusted.kill()
         self._trusted, self._suspected = None, False
-        if self.device != "cuda":
+        if not self.place.has_gpus:
             self._pool.clear()
 
     @property
@@ -200,7 +202,7 @@ class Session:
         """A fresh candidate group, ready. Raises :class:`NoRanks`."""
         self._recover()
         group = self._pool.take()
-        if self.device == "cuda":
+        if self.place.has_gpus:
             self.trusted  # noqa: B018  (knows what groups are armed with)
             self._prepare(group, {"op": "arm", **self._arms})
         return group
@@ -213,7 +215,7 @@ class Session:
             group.kill()
         except HarnessError as error:
             self.note(str(error))
-        if self._trusted is not None and self.device != "cuda":  # what the trusted ranks still have of it has been judged
+        if self._trusted is not None and not self.place.has_gpus:  # what the trusted ranks still have of it has been judged
             self._trusted.empty_memory()
 
     @contextlib.contextmanager
@@ -233,7 +235,7 @@ class Session:
     def builder(self) -> RankGroup:
         """A process that compiles, on cores where no rank is timed; no GPU is visible to it."""
         environment = {"CUDA_VISIBLE_DEVICES": "", "TORCH_CUDA_ARCH_LIST": extension_architectures()}
-        config = {"device": "cpu", "environment": environment, "timed_ranks": self.world_size if self.device == "cuda" else 0}
+        config = {"device": "cpu", "environment": environment, "timed_ranks": self.world_size if self.place.has_gpus else 0}
         return self.fork_server.spawn("builder", 1, config)
 
     def next_block(self) -> int:

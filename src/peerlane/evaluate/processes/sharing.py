@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -18,14 +17,13 @@ from peerlane.errors import HarnessError
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.processes.session import Session
 from peerlane.hardware.virtual_node import VirtualNode
+from peerlane.place import Device
 from peerlane.sandbox.isolation import Isolation
 from peerlane.settings import Deadlines, PoolSettings, cache_dir
 from peerlane.version import __version__
 
 _ONE_ATTEMPT = PoolSettings(warm_groups=1, start_attempts=1)
 _MACHINE = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/driver/nvidia/version"))
-
-Device = Literal["cuda", "cpu"]
 
 
 @functools.cache

@@ -73,10 +73,10 @@ class Builds:
                 self._end(sha256)
                 raise HarnessError(f"the process that compiles did not start: {failure}") from None
             cache = builder.admit(sha256)
-            on_cpu = self._session.device == "cpu"
+            on_cpu = not self._session.place.runs_cuda
             request: Message = {"op": "build", "path": str(candidate.path), "source": source, "cache": cache, "on_cpu": on_cpu}
             request["granted"] = family_sources(candidate.path)
-            request["gpu_only"] = on_cpu and candidate.backend == "cuda"
+            request["gpu_only"] = on_cpu and candidate.is_cuda
             builder.begin({**request, "blame": "import_error"}, "build", self._session.deadlines.build)
 
     def _await(self, sha256: str) -> GroupFailure | None:

@@ -126,7 +126,7 @@ class CandidateRank(Rank):
 
     def init(self, request: Message) -> dict[str, Any]:
         """As every rank's; and what :meth:`arm` needs is imported, while nobody waits for it."""
-        if self.device.type == "cuda":
+        if self.place.has_gpus:
             importlib.import_module("peerlane.device")
         return super().init(request)
 
@@ -163,7 +163,7 @@ class CandidateRank(Rank):
         self._own_libraries = mapped_libraries()
         extensions.use_cache(request["cache"])
         extensions.report_builds(lambda begun: self.tell({"building": begun}))
-        if self.device.type == "cpu":
+        if not self.place.has_gpus:
             os.environ["TRITON_INTERPRET"] = "1"
         out_of_reach.refuse_answers(request["granted"])
         if request["own_communication"]:

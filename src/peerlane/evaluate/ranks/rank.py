@@ -24,6 +24,7 @@ from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks.timed_block import Block, Plan, Solution, capture_failure, make_block
 from peerlane.evaluate.timing import cache_flush
 from peerlane.evaluate.timing.cores import Pin, cores_of_rank
+from peerlane.place import Place
 from peerlane.problems.contract.spec import Case, GroupLayout, Problem
 
 Handler = Callable[[Message], dict[str, Any]]
@@ -70,7 +71,8 @@ class Rank:
         self.config, self.rank, self.memory_fd = config, rank, memory_fd
         self.world_size: int = config["world_size"]
         gpus = config.get("gpu_of_rank", range(self.world_size))
-        self.device = torch.device("cuda", gpus[rank]) if config["device"] == "cuda" else torch.device("cpu")
+        self.place = Place.of(config["device"])
+        self.device = torch.device("cuda", gpus[rank]) if self.place.has_gpus else torch.device("cpu")
         Arena.begin_at(rank * config.get("memory_range", 0))
         self._groups: dict[tuple[tuple[int, ...], ...], Any] = {}
         self.handlers: dict[str, Handler] = {}
@@ -91,7 +93,7 @@ class Rank:
         store = dist.FileStore(  # type: ignore[attr-defined]
             str(Path(self.config["folder"]) / "store"), self.world_size
         )
-        if self.device.type == "cuda":
+        if self.place.has_gpus:
             torch.cuda.set_device(self.device)
             cache_flush.bind()
             backend = self.config["backend"]
@@ -186,13 +188,13 @@ class Rank:
         gc.freeze()
 
     def synchronize(self) -> None:
-        if self.device.type == "cuda":
+        if self.place.has_gpus:
             torch.cuda.synchronize()
 
     def give_back(self) -> None:
         """Returns memory that PyTorch keeps for later to the device, where another rank's process may need it, if it is much: small cases
         that follow each other go on with what there is."""
-        if self.device.type == "cuda" and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > _KEPT_BYTES:
+        if self.place.has_gpus and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > _KEPT_BYTES:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 

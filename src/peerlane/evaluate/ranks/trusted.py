@@ -58,7 +58,7 @@ class TrustedRank(Rank):
     def secret(self, request: Message) -> dict[str, Any]:
         """Takes the run's secret, which seeds all inputs. ``arms`` in the answer: what candidates' ranks need and may not compile."""
         self._secret = request["secret"]
-        if self.device.type == "cpu":
+        if not self.place.has_gpus:
             return {"arms": {}}
         return {"arms": {"crowd": base64.b64encode(compile_crowd(self.device)).decode()}}
 
@@ -263,7 +263,7 @@ class TrustedRank(Rank):
             return resolve_groups(tree, groups.__getitem__)
 
         found = margins(problem, case, self.rank, secret=self._secret, resolve=resolve, device=self.device)
-        if self.device.type == "cuda":
+        if self.place.has_gpus:
             torch.cuda.empty_cache()
         return {"margins": asdict(found)}
 

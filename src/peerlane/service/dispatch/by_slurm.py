@@ -88,7 +88,7 @@ class SlurmDispatcher:
             time=max(1, math.ceil(limit / 60)),
             nodes=1,
             ntasks_per_node=1,
-            gpus_per_node=max(plan.world_sizes) if plan.device == "cuda" else None,
+            gpus_per_node=max(plan.world_sizes) if plan.place.has_gpus else None,
             array_parallelism=_NODES,
             exclusive=True,
             additional_parameters={"requeue": True},
