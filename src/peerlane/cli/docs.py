@@ -26,7 +26,7 @@ def docs(
         raise UsageError(f"docs got {' and '.join(asked) or 'nothing to do'}: expected one of --write, --check and --site")
     from peerlane import problems
     from peerlane.cli import _reference
-    from peerlane.report import evidence, figures, pages, sections
+    from peerlane.report import architecture, evidence, figures, pages, sections
     from peerlane.report.site import stage
 
     if site is not None:
@@ -38,7 +38,7 @@ def docs(
     measured = evidence.read_evidence(root)
     generated = pages.generate(problems.suite(), measured)
     documents = all((root / path).is_file() for path in sections.DOCUMENTS)  # a folder elsewhere has pages alone
-    pictures = figures.figures(problems.suite(), measured) if documents else {}
+    pictures = {**figures.figures(problems.suite(), measured), **architecture.pictures(root)} if documents else {}
     if write:
         changes = pages.write(folder, generated)
         if documents:
