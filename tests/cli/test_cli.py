@@ -118,9 +118,7 @@ def test_list_is_filtered_by_category_and_parallelism(peerlane: Callable[..., in
     assert first.category in capsys.readouterr().err
 
 
-def test_a_problem_is_shown_by_its_name_and_its_reference_runs_alone(
-    peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_problem_is_found_by_name_and_its_reference_runs(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert peerlane("show", "gemm_allreduce", "--source") == ExitCode.OK
     text = capsys.readouterr().out
     compile(text, "reference", "exec")

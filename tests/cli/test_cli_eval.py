@@ -85,7 +85,7 @@ def test_a_run_that_stops_shows_what_it_has(examples: Path, tmp_path: Path, monk
     assert isinstance(stopped.exception, RunStopped) and on_cpu().candidate.name in stopped.stdout
 
 
-def test_demo_compares_verdicts_with_what_broken_candidates_are_made_for(examples: Path) -> None:
+def test_demo_compares_verdicts_with_the_expected_ones(examples: Path) -> None:
     (examples / "broken" / "1_idle_pytorch.py").write_text(LAZY.replace("wrong_result", "hang"))
     done = CliRunner().invoke(cli.app, ["demo", "--examples", str(examples), "--world-size", "2"])
     assert done.exit_code == ExitCode.NOT_CORRECT, done.output

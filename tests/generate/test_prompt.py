@@ -37,7 +37,7 @@ def test_shots_are_worked_examples(shots: int) -> None:
     assert text.count("### Example") == shots
 
 
-def test_tracks_differ_in_their_rules_only_where_communication_is_meant() -> None:
+def test_tracks_differ_only_in_rules_of_communication() -> None:
     custom, free = (render_prompt(problems.get(1), PromptSettings(NODE, track=track)).text for track in ("custom", "open"))
     assert "must not use NCCL" in custom and "Anything goes" in free and "must not use NCCL" not in free
 

@@ -47,7 +47,7 @@ def test_torn_last_line_is_dropped_and_overwritten(tmp_path: Path) -> None:
     assert ResultsStore(tmp_path).results() == [numbered(1), numbered(2)]
 
 
-def test_lines_that_are_no_results_stay_and_make_no_other_unusable(tmp_path: Path) -> None:
+def test_lines_that_are_no_results_stay_and_do_no_harm(tmp_path: Path) -> None:
     store = ResultsStore(tmp_path)
     store.append(numbered(1))
     with open(store.path, "ab") as file:
@@ -180,7 +180,7 @@ def test_lines_are_plain_json(tmp_path: Path) -> None:
     assert json.loads(told)["environment"] == wrong().environment and "Infinity" not in line
 
 
-def test_whoever_locks_the_results_holds_them_up_no_longer_than_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreign_lock_delays_an_append_for_a_moment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To lock a file it is enough to be able to read it."""
     monkeypatch.setattr(json_lines, "_PATIENCE_S", 0.05)
     store = ResultsStore(tmp_path)

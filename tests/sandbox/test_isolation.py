@@ -81,7 +81,7 @@ def test_no_two_groups_have_one_user(monkeypatch: pytest.MonkeyPatch, device: st
     assert (confine.OWN_UID in ranks.measures) == (ranks.uid in isolation._USERS) == (device == "cpu")
 
 
-def test_where_there_is_no_user_to_spare_builders_have_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_user_to_spare_builders_have_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, own_uid="peerlane was not started as root")
     found = isolation.choose("L1", "cuda")
     assert found.confine("builder", ()) == found.confine("candidate", ()) == confine.Confinement(found.measures)
@@ -224,7 +224,7 @@ def test_what_is_left_in_the_place_of_a_cache_is_not_kept(left: str, folders: Ru
 
 
 @pytest.mark.parametrize("left", ["a link", "a file"])
-def test_what_an_earlier_version_kept_in_the_place_of_a_cache_is_replaced(left: str, folders: RunFolders) -> None:
+def test_files_of_an_earlier_version_are_replaced_by_a_cache(left: str, folders: RunFolders) -> None:
     kept = candidate_caches() / "kept" / SHA
     if left == "a link":
         kept.symlink_to("/nonexistent")

@@ -167,7 +167,7 @@ def test_what_is_objected_to() -> None:
     assert "aliased_output" in str(objection(flagged, outcome(flagged, on_cpu())))
 
 
-def test_totals_count_both_sides_and_leave_out_what_could_not_run() -> None:
+def test_totals_leave_out_candidates_that_could_not_run() -> None:
     cheat, honest = entry(), entry(row="A01", file="1_a01_honest_pytorch", cpu=["correct"])
     elsewhere = entry(row="A01", file="1_a01_other_cuda", cpu=["not_run"])
     judged = [
