@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from generate.fake_provider import FakeServer
-from peerlane.cli._console import ExitCode
+from peerlane.cli.exit_codes import ExitCode
 from peerlane.generate.extra import require_models_extra
 from peerlane.generate.run_folder import RunFolder
 

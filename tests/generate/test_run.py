@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peerlane.cli._console import ExitCode
+from peerlane.cli.exit_codes import ExitCode
 from peerlane.generate.doubles import BROKEN, broken_reply, expert_source
 from peerlane.generate.extra import require_models_extra
 from peerlane.generate.reply import extract_code

@@ -74,7 +74,7 @@ def test_what_is_out_of_tolerance_is_named_with_its_place(tolerance: Tolerance, 
 
 
 @pytest.mark.parametrize("value", SPECIAL)
-def test_special_elements_are_right_only_where_the_oracle_has_one(value: float) -> None:
+def test_special_elements_must_be_where_the_oracle_has_one(value: float) -> None:
     want = torch.ones(2, 3, dtype=torch.float64)
     got = want.clone()
     want[0, 1] = got[0, 1] = value

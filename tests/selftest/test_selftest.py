@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from peerlane import cli
-from peerlane.cli._console import ExitCode
+from peerlane.cli.exit_codes import ExitCode
 from peerlane.errors import UsageError
 from peerlane.evaluate.plan import EvaluationPlan, make_jobs
 from peerlane.report.selftest import objections, selftest_report, totals_lines

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from peerlane.cli._console import ExitCode
+from peerlane.cli.exit_codes import ExitCode
 from peerlane.errors import UsageError
 
 
@@ -25,7 +25,7 @@ def docs(
     if len(asked) != 1:
         raise UsageError(f"docs got {' and '.join(asked) or 'nothing to do'}: expected one of --write, --check and --site")
     from peerlane import problems
-    from peerlane.cli import _reference
+    from peerlane.cli import command_reference
     from peerlane.report import architecture, evidence, figures, pages, sections
     from peerlane.report.site import stage
 
@@ -45,7 +45,7 @@ def docs(
             changes += [
                 *evidence.write(root, measured),
                 *sections.write(root),
-                *_reference.write(root, command),
+                *command_reference.write(root, command),
                 *figures.write(root, pictures),
             ]
         for change in changes:
@@ -57,7 +57,7 @@ def docs(
         changes += [
             *evidence.stale(root, measured),
             *sections.stale(root),
-            *_reference.stale(root, command),
+            *command_reference.stale(root, command),
             *figures.stale(root, pictures),
         ]
     for change in changes:
