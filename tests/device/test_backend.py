@@ -84,7 +84,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         stream=machine.on,
         is_current_stream_capturing=lambda: machine.current.capture != 0,
     )
-    monkeypatch.setattr(ordering.torch, "cuda", cuda)
+    monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(
         ordering.cuda_bindings, "driver", lambda: SimpleNamespace(cuStreamGetCaptureInfo=lambda stream: (0, 1, stream.capture))
     )

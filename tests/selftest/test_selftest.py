@@ -229,7 +229,7 @@ def test_outcomes_of_another_version_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_exits_by_what_was_expected(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peerlane.selftest.table._home", lambda: root)
+    monkeypatch.setattr("peerlane.selftest.table.corpus_home", lambda: root)
     done = CliRunner().invoke(cli.app, ["selftest", "--json", "--out", str(root)])
     assert done.exit_code == ExitCode.OK, done.output
     printed = json.loads(done.stdout)
@@ -244,7 +244,7 @@ def test_the_command_exits_by_what_was_expected(root: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("arguments", [["--repeat", "0"], ["--rows", "C02"], ["--rows", "X01"]])
 def test_requests_that_cannot_be(root: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
-    monkeypatch.setattr("peerlane.selftest.table._home", lambda: root)
+    monkeypatch.setattr("peerlane.selftest.table.corpus_home", lambda: root)
     done = CliRunner().invoke(cli.app, ["selftest", *arguments])
     assert isinstance(done.exception, UsageError)
 
