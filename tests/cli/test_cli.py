@@ -16,9 +16,9 @@ import pytest
 import typer.main
 
 from peerlane import cli, problems
-from peerlane.cli import _console, _progress, doctor
-from peerlane.cli._console import ExitCode
+from peerlane.cli import doctor, exit_codes, progress
 from peerlane.cli.evaluation import print_results
+from peerlane.cli.exit_codes import ExitCode
 from peerlane.device import emulator
 from peerlane.device.emulator import Report
 from peerlane.errors import HarnessError, MissingDependency, UsageError
@@ -118,9 +118,7 @@ def test_list_is_filtered_by_category_and_parallelism(peerlane: Callable[..., in
     assert first.category in capsys.readouterr().err
 
 
-def test_a_problem_is_shown_by_its_name_and_its_reference_runs_alone(
-    peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_problem_is_found_by_name_and_its_reference_runs(peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
     assert peerlane("show", "gemm_allreduce", "--source") == ExitCode.OK
     text = capsys.readouterr().out
     compile(text, "reference", "exec")
@@ -347,10 +345,10 @@ def test_a_defect_is_a_harness_failure_with_its_traceback(
 def test_exit_codes_of_verdicts() -> None:
     harness = result(verdict=HarnessFailure(phase="spawn", message="no ranks"), speed=())
     absent = result(verdict=NotRun(missing="a GPU"), speed=())
-    assert _console.exit_code([result(), on_cpu()]) == 0
-    assert _console.exit_code([result(), wrong()]) == 3
-    assert _console.exit_code([result(), absent]) == 3
-    assert _console.exit_code([wrong(), harness]) == 4
+    assert exit_codes.exit_code([result(), on_cpu()]) == 0
+    assert exit_codes.exit_code([result(), wrong()]) == 3
+    assert exit_codes.exit_code([result(), absent]) == 3
+    assert exit_codes.exit_code([wrong(), harness]) == 4
 
 
 def test_report_writes_a_page(tmp_path: Path, peerlane: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
@@ -428,7 +426,7 @@ def test_doctor_measures_mechanisms_too(ending: Any, why: str | None, monkeypatc
 
     monkeypatch.setattr(subprocess, "run", bench)
     before = Ceilings("node", "2026-01-02", {}, {"hbm_copy_tbps": Measurement(4.0, 3.9, 4.1, 9)}, ("a note",))
-    after = doctor._with_mechanisms(before)
+    after = doctor.with_mechanisms(before)
     assert after.figures.items() >= before.figures.items() and after.notes[0] == "a note"
     if why is None:
         assert after.median("nvlink_sm_store_gbps") is not None and after.median("packet_round_us") is not None and len(after.notes) == 1
@@ -455,7 +453,7 @@ def test_docs_are_written_checked_and_found_stale(
 
 
 def test_progress_without_a_terminal_is_plain_lines_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    with _progress.progress() as shown:
+    with progress.progress() as shown:
         shown.started(2, 3)
         shown.phase("a", 1, "pkb", 4, "timing")
         shown.finished(result())
@@ -472,7 +470,7 @@ def test_progress_without_a_terminal_is_plain_lines_on_stderr(capsys: pytest.Cap
 
 
 def test_live_progress_writes_only_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    with _progress.LiveProgress() as shown:
+    with progress.LiveProgress() as shown:
         shown.started(1, 0)
         shown.phase("a", 1, "pkb", 4, "timing")
         shown.finished(wrong())

@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from peerlane import cli
-from peerlane.cli._console import ExitCode
 from peerlane.cli.demo import Expectation, can_run, good_folders, needs_gpu, read_expectation
 from peerlane.cli.evaluation import choose_device, gpu_count, torch_has_cuda
+from peerlane.cli.exit_codes import ExitCode
 from peerlane.errors import RunStopped, UsageError
 from peerlane.evaluate import discover
 from peerlane.evaluate.candidates import reference_candidate
@@ -85,7 +85,7 @@ def test_a_run_that_stops_shows_what_it_has(examples: Path, tmp_path: Path, monk
     assert isinstance(stopped.exception, RunStopped) and on_cpu().candidate.name in stopped.stdout
 
 
-def test_demo_compares_verdicts_with_what_broken_candidates_are_made_for(examples: Path) -> None:
+def test_demo_compares_verdicts_with_the_expected_ones(examples: Path) -> None:
     (examples / "broken" / "1_idle_pytorch.py").write_text(LAZY.replace("wrong_result", "hang"))
     done = CliRunner().invoke(cli.app, ["demo", "--examples", str(examples), "--world-size", "2"])
     assert done.exit_code == ExitCode.NOT_CORRECT, done.output

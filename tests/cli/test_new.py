@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from peerlane import cli, problems
-from peerlane.cli._console import ExitCode
+from peerlane.cli.exit_codes import ExitCode
 from peerlane.errors import UsageError
 from peerlane.evaluate import discover
 from peerlane.scaffolds import scaffold

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_reference_and_candidate_are_traced_into_one_file_and_one_picture(tmp_path: Path) -> None:
+def test_both_sides_are_traced_into_one_file_and_one_picture(tmp_path: Path) -> None:
     candidate = ROOT / "examples/pytorch/13_gemm_allreduce_pytorch.py"
     asked = ["trace", str(candidate), "--device", "cpu", "--preset", "small", "--out", str(tmp_path), "--json"]
     result = CliRunner().invoke(app, asked)
@@ -29,7 +29,7 @@ def test_reference_and_candidate_are_traced_into_one_file_and_one_picture(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_candidate_without_a_timeline_says_why_and_the_reference_is_drawn(tmp_path: Path) -> None:
+def test_without_a_timeline_the_reference_and_the_reason_remain(tmp_path: Path) -> None:
     broken = tmp_path / "1_broken_pytorch.py"
     broken.write_text("def solution(tensor):\n    return tensor * 0\n")
     asked = ["trace", str(broken), "--device", "cpu", "--preset", "small", "--out", str(tmp_path / "out"), "--json"]

@@ -84,14 +84,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         stream=machine.on,
         is_current_stream_capturing=lambda: machine.current.capture != 0,
     )
-    monkeypatch.setattr(ordering.torch, "cuda", cuda)
+    monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(
         ordering.cuda_bindings, "driver", lambda: SimpleNamespace(cuStreamGetCaptureInfo=lambda stream: (0, 1, stream.capture))
     )
     return machine
 
 
-def test_collectives_of_a_process_form_one_chain_whatever_their_streams(machine: Machine) -> None:
+def test_collectives_form_one_chain_whatever_their_streams(machine: Machine) -> None:
     lane, seen, tensor = ordering.CudaLane(torch.device("cpu")), dict[str, set[str]](), Tensor()
     streams = [machine.current, Stream(machine), Stream(machine)]
     plan = [(0, False), (1, False), (1, True), (2, True), (2, False), (0, True), (0, False)]
@@ -141,7 +141,7 @@ def test_the_kit_waits_for_nccl_and_nccl_for_the_kit(machine: Machine) -> None:
         assert seen[name] >= set(order[:number]), name
 
 
-def test_a_captured_graph_waits_for_nothing_outside_and_nothing_for_it(machine: Machine) -> None:
+def test_a_captured_graph_and_calls_outside_do_not_wait(machine: Machine) -> None:
     lane, seen = ordering.CudaLane(torch.device("cpu")), dict[str, set[str]]()
     lane.run(machine.call("eager 1", seen), [], asynchronous=True)
     for capture in (1, 2):
@@ -181,7 +181,7 @@ def test_ranks_share_gpus_where_a_host_has_fewer_than_ranks(members: list[Seat],
     assert share_gpus(members) is shared
 
 
-def test_ranks_that_share_a_gpu_get_what_nccl_needs_and_users_keep_what_they_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_gpus_set_the_variables_of_nccl_but_no_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"NCCL_IB_DISABLE": "0"})
     assert prepare_shared_gpus(seats([["a", "b"]] * 2), "rank1") == {}
     assert "NCCL_HOSTID" not in os.environ

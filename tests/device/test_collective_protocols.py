@@ -219,7 +219,7 @@ extern "C" __global__ void late(u32 pauses) {
 
 
 @pytest.mark.parametrize("late_rank", range(3))
-def test_kernels_that_use_packets_take_turns_while_one_rank_is_late(late_rank: int) -> None:
+def test_packet_kernels_take_turns_while_one_rank_is_late(late_rank: int) -> None:
     """The root stays. Kernels in which it might not wait for the others lie between two that write to the same places."""
     work = Collectives(3, tuple(BY_PACKETS), source=LATE)
     for kernel in BY_PACKETS:
@@ -233,7 +233,7 @@ def test_kernels_that_use_packets_take_turns_while_one_rank_is_late(late_rank: i
 @pytest.mark.long
 @pytest.mark.parametrize("rings", [RINGS, replace(RINGS, depth=4, stages=2, in_flight=1)], ids=["deep", "shallow"])
 @pytest.mark.parametrize("kernel", ["exchange_ring", "reduce_ring", "all_reduce_relay", "reduce_relay", "broadcast_relay"])
-def test_messages_of_many_rounds_that_end_in_different_ones_lock_nobody(kernel: str, rings: Rings) -> None:
+def test_messages_that_end_in_different_rounds_do_not_deadlock(kernel: str, rings: Rings) -> None:
     """Rings just as deep as the rule wants them, gone round several times; the shallow ones have the stages of the default."""
     assert rings.depth == rings.stages + 2
     work = Collectives(3, (kernel,), rings=rings)
@@ -308,7 +308,7 @@ def test_epochs_alternate_across_the_wrap(last: int) -> None:
     assert report.clean, report
 
 
-def test_collectives_share_a_workspace_in_any_order_at_an_odd_world_size() -> None:
+def test_collectives_in_any_order_share_a_workspace() -> None:
     work = Collectives(3, ONE_ROUND_EACH)
     for kernel in (*ONE_ROUND_EACH, *reversed(ONE_ROUND_EACH)):
         work.add(kernel, 604)
@@ -440,7 +440,7 @@ ROUNDS_TWINS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ROUNDS_TWINS)
-def test_rounds_that_overwrite_what_a_late_root_has_not_read_are_caught_in_every_schedule(name: str, tmp_path: Path) -> None:
+def test_overwriting_unread_rounds_is_caught_in_every_schedule(name: str, tmp_path: Path) -> None:
     """A gather: nobody but the root needs what it gets."""
     text = (INCLUDE_DIR / "peerlane" / "collectives" / "workspace.cuh").read_text()
     assert text.count(ROUNDS_TWINS[name][0]) == 1

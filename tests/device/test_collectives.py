@@ -139,7 +139,7 @@ def test_plans_fit_the_workspace_and_the_device(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", range(2, 9))
-def test_packets_carry_what_the_buffers_hold_and_more_than_that_in_rounds(world_size: int) -> None:
+def test_packets_carry_more_than_the_buffers_hold_in_rounds(world_size: int) -> None:
     machine, held = Machine(world_size, 132), workspace.packet_message_bytes(world_size)
     most = plans.PORT_PACKET_LIMIT_BYTES // (world_size - 1)
     for plan, name in ((plans.exchange, "exchange"), (plans.reduce_scatter, "reduce")):
@@ -196,7 +196,7 @@ def test_all_ranks_plan_alike(world_size: int) -> None:
     assert bool(planners[0].longest) == (world_size > 2) and all(planner.longest == planners[0].longest for planner in planners)
 
 
-def test_small_tensors_go_as_packets_and_large_ones_through_rings() -> None:
+def test_small_tensors_take_packets_and_large_ones_rings() -> None:
     machine = Machine(4, 132)
     assert [plans.all_reduce(size, machine).kernel for size in (4 << 10, 2 << 20, 64 << 20)] == [
         "all_reduce_one_shot",
@@ -225,7 +225,7 @@ def test_small_tensors_go_as_packets_and_large_ones_through_rings() -> None:
     assert [plan(25 << 20, two).kernel for plan in (plans.reduce, plans.broadcast)] == ["reduce_ring", "exchange_ring"]
 
 
-def test_rings_of_every_world_size_stay_within_bounds_and_of_four_ranks_reach_every_sm() -> None:
+def test_rings_stay_within_bounds_and_four_ranks_reach_every_sm() -> None:
     for world_size in range(2, 9):
         assert RINGS.exchange_blocks(world_size) >= 57
         assert workspace.workspace_bytes(world_size) <= 424 << 20

@@ -166,7 +166,7 @@ def test_a_broken_queue_is_caught_in_every_schedule(twin: str, tmp_path: Path) -
     assert "race" in {finding.kind for finding in report.findings}, str(report)
 
 
-def test_a_grid_that_can_not_be_resident_is_a_deadlock_in_every_schedule() -> None:
+def test_a_grid_beyond_the_gpu_deadlocks_in_every_schedule() -> None:
     report = run(scenario("counter", resident_blocks=1))
     assert report.caught == SCHEDULES, str(report)
     (finding,) = {finding.kind: finding for finding in report.findings}.values()
@@ -174,7 +174,7 @@ def test_a_grid_that_can_not_be_resident_is_a_deadlock_in_every_schedule() -> No
     assert "1 blocks of rank 0 have not started: only 1 are resident at a time" in finding.detail
 
 
-def test_ranks_with_different_grids_are_a_deadlock_in_every_schedule() -> None:
+def test_ranks_with_different_grids_deadlock_in_every_schedule() -> None:
     report = run(scenario("push", grid_of=lambda rank: 2 - rank))
     assert report.caught == SCHEDULES, str(report)
     assert {finding.kind for finding in report.findings} == {"deadlock"}
@@ -194,7 +194,7 @@ extern "C" __global__ void wait_for_nobody(Arena arena, u32* flag) {
 """
 
 
-def test_warps_that_vote_while_they_wait_for_nobody_are_a_deadlock() -> None:
+def test_warps_that_vote_in_vain_are_a_deadlock() -> None:
     """Every vote lets somebody go on, so that there is always somebody who can."""
     made = Scenario("votes", WARPS_KEEP_EACH_OTHER_AWAKE, 2)
     arena = made.arena(1 << 16)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from peerlane.device import Kernel
-from peerlane.device.host import cuda_bindings, launch
+from peerlane.device import Cubin, Kernel
+from peerlane.device.host import cuda_bindings
 from peerlane.errors import LaunchError
 
 UNASKED_BYTES, MOST_BYTES = 48 << 10, 227 << 10
@@ -31,6 +32,9 @@ class SharedMemoryDriver:
         self.attributes = {"static": static_bytes, "dynamic": UNASKED_BYTES}
         self.allowed = UNASKED_BYTES - static_bytes
         self.launched: list[int] = []
+
+    def cuModuleLoadData(self, image: bytes) -> tuple[int, bytes]:
+        return self.OK, image
 
     def cuModuleGetFunction(self, module: object, name: bytes) -> tuple[int, str]:
         return self.OK, name.decode()
@@ -60,29 +64,32 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SharedMemoryDriver:
     stand_in = SharedMemoryDriver(static_bytes=96)
     monkeypatch.setattr(cuda_bindings, "driver", lambda: stand_in)
     monkeypatch.setattr(cuda_bindings, "describe", lambda status: "CUDA_ERROR_INVALID_VALUE")
-    monkeypatch.setattr(launch, "_module", lambda cubin, device: object())
+    monkeypatch.setattr(torch, "empty", lambda size, device: None)  # which makes a context current
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)  # only in builds with CUDA
     return stand_in
 
 
-CUBIN: Any = SimpleNamespace(path="kernel.cubin")
+@pytest.fixture
+def cubin(tmp_path: Path) -> Cubin:
+    (tmp_path / "kernel.cubin").write_bytes(b"machine code")
+    return Cubin(tmp_path / "kernel.cubin", "sm_90a", compiled_here=False)
 
 
-def test_dynamic_shared_memory_that_fits_only_without_the_static_one_is_granted(driver: SharedMemoryDriver) -> None:
+def test_dynamic_memory_is_granted_beside_static_memory(driver: SharedMemoryDriver, cubin: Cubin) -> None:
     sizes = [UNASKED_BYTES - 96, UNASKED_BYTES, UNASKED_BYTES + 1]
     for shared_bytes in sizes:
-        Kernel(CUBIN, "k").bind(1, 32, [], shared_bytes=shared_bytes)(0)
+        Kernel(cubin, "k").bind(1, 32, [], shared_bytes=shared_bytes)(0)
     assert driver.launched == sizes
 
 
-def test_a_second_kernel_of_a_function_takes_nothing_from_the_first(driver: SharedMemoryDriver) -> None:
-    large = Kernel(CUBIN, "k").bind(1, 32, [], shared_bytes=200 << 10)
-    Kernel(CUBIN, "k").bind(1, 32, [], shared_bytes=100 << 10)(0)
+def test_a_second_kernel_takes_nothing_from_the_first(driver: SharedMemoryDriver, cubin: Cubin) -> None:
+    large = Kernel(cubin, "k").bind(1, 32, [], shared_bytes=200 << 10)
+    Kernel(cubin, "k").bind(1, 32, [], shared_bytes=100 << 10)(0)
     large(0)
     assert driver.launched == [100 << 10, 200 << 10]
 
 
-def test_more_than_a_block_has_is_refused_with_both_amounts(driver: SharedMemoryDriver) -> None:
+def test_more_than_a_block_has_is_refused(driver: SharedMemoryDriver, cubin: Cubin) -> None:
     with pytest.raises(LaunchError, match=r"asks for 232448 bytes of dynamic shared memory beside 96 static ones.*232448 bytes for both"):
-        Kernel(CUBIN, "k").bind(1, 32, [], shared_bytes=MOST_BYTES)
+        Kernel(cubin, "k").bind(1, 32, [], shared_bytes=MOST_BYTES)

@@ -90,7 +90,7 @@ def _launch(scenario: Scenario, kernel: str, places: tuple[object, int, int, obj
 
 
 @pytest.mark.parametrize(("world_size", "peers"), [(2, {1}), (4, {1, 3}), (8, {1, 7})])
-def test_cases_give_every_peer_whole_vectors_and_every_block_work(world_size: int, peers: set[int]) -> None:
+def test_every_peer_gets_whole_vectors_and_every_block_work(world_size: int, peers: set[int]) -> None:
     found = list(cases(world_size, 132))
     assert {move.peers for move in found} == peers and len(set(found)) == len(found)
     for move in found:
@@ -98,7 +98,7 @@ def test_cases_give_every_peer_whole_vectors_and_every_block_work(world_size: in
         assert (move.blocks == 0) == move.mechanism.startswith("copy_engine") and move.blocks <= 132 and move.movers == 1
 
 
-def test_all_gpus_move_the_largest_size_with_the_fastest_block_count() -> None:
+def test_all_gpus_move_the_largest_size_with_the_best_grid() -> None:
     def rate(mechanism: str, nbytes: int, blocks: int, peers: int, gbps: float) -> Bandwidth:
         return Bandwidth(mechanism, nbytes, blocks, peers, 1, gbps, gbps, gbps, 7)
 
@@ -118,7 +118,7 @@ def test_small_sizes_are_moved_several_times_between_events() -> None:
     assert [launches_between_events(size) for size in SIZES] == [16, 16, 16, 4, 1, 1, 1]
 
 
-def test_a_sample_for_which_the_host_was_late_is_taken_again_with_a_longer_head_start() -> None:
+def test_a_sample_with_a_late_host_is_repeated_with_more_lead() -> None:
     starts: list[float] = []
 
     def take(head_start_us: float) -> float | None:
@@ -131,7 +131,7 @@ def test_a_sample_for_which_the_host_was_late_is_taken_again_with_a_longer_head_
         samples(lambda _: None)
 
 
-def test_the_tables_have_a_row_for_every_mechanism_and_block_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_have_a_row_for_every_mechanism_and_grid(capsys: pytest.CaptureFixture[str]) -> None:
     rows = (
         Bandwidth("sm_store", 1 << 20, 8, 1, 1, 300.0, 290.0, 310.0, 7),
         Bandwidth("copy_engine_push", 1 << 24, 0, 1, 1, 390.0, 380.0, 395.0, 7),

@@ -84,7 +84,7 @@ def outputs(tmp_path: Path, text: str, calls: list[tuple[torch.Tensor, ...]]) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tensor_parallel_layer_has_the_results_and_gradients_of_the_whole_one(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_tensor_parallel_layer_equals_the_whole_layer(dtype: torch.dtype, tmp_path: Path) -> None:
     world_size, m, k, n = 2, 32, 32, 64
     generator = torch.Generator().manual_seed(1)
 
@@ -110,7 +110,7 @@ def test_a_tensor_parallel_layer_has_the_results_and_gradients_of_the_whole_one(
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), pytest.param(torch.bfloat16, marks=pytest.mark.long)]
 )
-def test_products_whose_results_all_ranks_have_are_those_of_one_place(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_replicated_products_equal_those_of_one_place(dtype: torch.dtype, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     shapes = (32, 16), (16, 24), (48, 40)
     parts = [tuple(torch.randint(-2, 3, shape, generator=generator).to(dtype) / 4 for shape in shapes) for _ in range(2)]
@@ -132,7 +132,7 @@ def test_products_whose_results_all_ranks_have_are_those_of_one_place(dtype: tor
         pytest.param("ulysses_attention", torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_attention_over_ranks_has_the_results_and_gradients_of_the_whole_one(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_attention_over_ranks_equals_attention_in_one_place(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     whole = [torch.randn(1, 12, 2, 16, generator=generator).to(dtype) for _ in range(4)]
     parts = [(*(value.chunk(2, 1)[rank].contiguous() for value in whole), name) for rank in range(2)]
@@ -146,7 +146,7 @@ def test_attention_over_ranks_has_the_results_and_gradients_of_the_whole_one(nam
             assert float((got - part).norm() / part.norm()) < (1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 
-def test_experts_of_one_rank_have_the_gradients_of_small_differences() -> None:
+def test_gradients_of_local_experts_match_finite_differences() -> None:
     generator = torch.Generator().manual_seed(1)
     experts = torch.rand(4, 3, generator=generator).topk(2).indices
     shapes = (4, 5), (4, 2), (3, 2, 5), (3, 2, 5), (3, 5, 2)
@@ -169,7 +169,7 @@ def test_experts_of_one_rank_have_the_gradients_of_small_differences() -> None:
 @pytest.mark.parametrize(
     "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), pytest.param(torch.bfloat16, marks=pytest.mark.long)]
 )
-def test_experts_on_ranks_have_the_results_and_gradients_of_all_in_one_place(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_experts_on_ranks_equal_experts_in_one_place(dtype: torch.dtype, tmp_path: Path) -> None:
     own, inner, h, k, counts = 2, 8, 16, 2, (5, 3)
     generator = torch.Generator().manual_seed(1)
 
@@ -196,7 +196,7 @@ def test_experts_on_ranks_have_the_results_and_gradients_of_all_in_one_place(dty
             assert float((value - want).norm()) <= (3e-2 if dtype == torch.bfloat16 else 1e-5) * float(want.norm())
 
 
-def test_moves_and_sums_have_the_gradients_of_the_sum_of_all_losses(tmp_path: Path) -> None:
+def test_collectives_have_the_gradients_of_the_summed_losses(tmp_path: Path) -> None:
     x = [torch.arange(4.0).view(4, 1) * (rank + 1) for rank in range(2)]
     weight = [torch.arange(8.0) + 10 * rank for rank in range(2)]
     for rank, found in enumerate(outputs(tmp_path, MOVES, list(zip(x, weight, strict=True)))):
@@ -229,7 +229,7 @@ def solution():
 
 
 @pytest.mark.slow
-def test_the_training_example_has_the_losses_of_torch_distributed() -> None:
+def test_the_training_example_has_the_losses_of_torch() -> None:
     example = Path(__file__).parents[2] / "examples" / "training" / "tensor_parallel_mlp.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -79,7 +79,7 @@ def test_a_small_exchange_with_one_thing_wrong_is_caught(tmp_path: Path, old: st
     assert judged.worst > 1 or judged.outcome.findings
 
 
-def test_a_row_reduction_of_a_real_shape_is_right_in_the_emulator() -> None:
+def test_a_row_reduction_of_a_real_shape_is_right() -> None:
     """The public benchmark's 1024 rows: many rows for every warp."""
     (case,) = problems.get(18).cases("pkb", 2)
     require_correct(judge(solutions.files()[18], 18, case, schedules=1))
@@ -100,7 +100,7 @@ KERNEL two_parts(const __grid_constant__ Arena arena, const __grid_constant__ Tw
 """
 
 
-def test_a_declaration_gives_the_source_its_structure_and_keeps_line_numbers() -> None:
+def test_a_declaration_adds_a_structure_and_keeps_line_numbers() -> None:
     declared = DeclaredKernel("two_parts", KERNEL, packets=Packets(), epochs=Epochs(), y=Pointer("float*"), n=array(U32, 3), scale=F32)
     compile_cubin(declared.source, defines={"BROKEN": ""})
     line = Path(__file__).read_text().split(" BROKEN }")[0].count("\n") + 1
@@ -155,7 +155,7 @@ def test_roles_share_the_registers_that_a_block_begins_with() -> None:
 
 
 @pytest.mark.slow
-def test_norms_over_other_ranks_than_in_the_call_before_are_right(tmp_path: Path) -> None:
+def test_norms_may_change_their_ranks_from_call_to_call(tmp_path: Path) -> None:
     file = tmp_path / "clip.py"
     file.write_text("""
 import torch

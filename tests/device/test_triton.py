@@ -49,7 +49,7 @@ def barrier_of_blocks(pads, rank, WORLD_SIZE: tl.constexpr):  # type: ignore[no-
     triton_utils.send_signal(pads, "relaxed")
 
 
-def test_the_public_barrier_has_one_thread_per_peer_and_waits_with_a_limit() -> None:
+def test_the_barrier_has_one_thread_per_peer_and_a_time_limit() -> None:
     source = ASTSource(
         fn=barrier_of_blocks, signature={"pads": "*i64", "rank": "i32", "WORLD_SIZE": "constexpr"}, constexprs={"WORLD_SIZE": 4}
     )

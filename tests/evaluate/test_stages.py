@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from peerlane import problems
-from peerlane.cli._console import ExitCode, exit_code
+from peerlane.cli.exit_codes import ExitCode, exit_code
 from peerlane.errors import CaseTooLarge, HarnessError
 from peerlane.evaluate import pipeline as pipeline_module
 from peerlane.evaluate.candidates import candidate_file, reference_candidate

@@ -11,7 +11,7 @@ import pytest
 
 from generate.fake_provider import FakeServer
 from peerlane import problems
-from peerlane.cli._console import ExitCode
+from peerlane.cli.exit_codes import ExitCode
 from peerlane.generate.attempts import Speedup
 from peerlane.generate.extra import require_models_extra
 from peerlane.generate.judgements import attempts_of, settings_of

@@ -52,7 +52,7 @@ def test_example_is_right_on_cpu_ranks(backend: str, tmp_path: Path) -> None:
         pool.close()
 
 
-def test_example_for_the_kit_is_right_in_the_emulator_and_compiles() -> None:
+def test_the_example_for_the_kit_is_right_and_compiles() -> None:
     from peerlane.device import compile_cubin
     from peerlane.device.emulator import Scenario, check
     from peerlane.device.tools.resources import resources

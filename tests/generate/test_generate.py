@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from generate.fake_provider import FakeServer
-from peerlane.cli._console import ExitCode
+from peerlane.cli.exit_codes import ExitCode
 from peerlane.generate.extra import require_models_extra
 from peerlane.generate.run_folder import RunFolder
 
@@ -87,7 +87,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert len(RunFolder.open(tmp_path / "run").sample_keys()) == 12
 
 
-def test_a_provider_that_stays_down_ends_the_run_with_what_it_has(
+def test_a_provider_that_stays_down_ends_the_run(
     tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("peerlane.generate.single_shot.FAILURES_IN_A_ROW", 2)
@@ -139,9 +139,7 @@ def test_what_cannot_be_is_one_clear_line(
     assert message in said and "Traceback" not in said and not (tmp_path / "run").exists()
 
 
-def test_a_run_with_other_settings_or_of_another_version_is_refused(
-    tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_other_settings_or_version_is_refused(tmp_path: Path, peerlane: Peerlane, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["1", "--model", "peerlane/broken", "--hardware", "h200x4", "--out", tmp_path / "run"]
     assert peerlane("generate", *common) == ExitCode.OK
     assert peerlane("generate", *common, "--temperature", 0.5) == ExitCode.USAGE

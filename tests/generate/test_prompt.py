@@ -12,7 +12,7 @@ import pytest
 from peerlane import problems, solutions
 from peerlane.errors import UsageError
 from peerlane.generate.machine import Machine, choose_machine
-from peerlane.generate.prompt import BACKENDS, MAX_TOKENS, PromptSettings, _templates, describe_machine, render_prompt
+from peerlane.generate.prompt import BACKENDS, MAX_TOKENS, PromptSettings, describe_machine, render_prompt, templates
 from peerlane.problems import Problem
 from peerlane.problems.reference_source import reference_source
 
@@ -37,7 +37,7 @@ def test_shots_are_worked_examples(shots: int) -> None:
     assert text.count("### Example") == shots
 
 
-def test_tracks_differ_in_their_rules_only_where_communication_is_meant() -> None:
+def test_tracks_differ_only_in_rules_of_communication() -> None:
     custom, free = (render_prompt(problems.get(1), PromptSettings(NODE, track=track)).text for track in ("custom", "open"))
     assert "must not use NCCL" in custom and "Anything goes" in free and "must not use NCCL" not in free
 
@@ -49,13 +49,13 @@ def test_the_public_variant_prints_its_own_reference() -> None:
 
 def test_a_name_that_a_template_does_not_know_is_an_error() -> None:
     with pytest.raises(jinja2.UndefinedError):
-        _templates().from_string("{{ problm.id }}").render(problem=1)
+        templates().from_string("{{ problm.id }}").render(problem=1)
 
 
-def test_too_long_a_prompt_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peerlane.generate.prompt._CHARACTERS_PER_TOKEN", 0.1)
+def test_too_long_a_prompt_is_refused() -> None:
+    verbose = NODE.model_copy(update={"gpu": "GPU of a long name " * MAX_TOKENS})
     with pytest.raises(UsageError, match=f"expected at most {MAX_TOKENS}"):
-        render_prompt(problems.get(1), PromptSettings(NODE))
+        render_prompt(problems.get(1), PromptSettings(verbose))
 
 
 def test_hardware_is_a_file_a_known_node_or_an_error(tmp_path: Path) -> None:

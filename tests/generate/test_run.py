@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peerlane.cli._console import ExitCode
+from peerlane.cli.exit_codes import ExitCode
 from peerlane.generate.doubles import BROKEN, broken_reply, expert_source
 from peerlane.generate.extra import require_models_extra
 from peerlane.generate.reply import extract_code
@@ -70,7 +70,7 @@ def test_candidates_from_elsewhere_become_a_run(tmp_path: Path, peerlane: Peerla
     assert "013/0/candidate.py" in capsys.readouterr().err and not list((tmp_path / "empty").iterdir())
 
 
-def test_expert_answers_with_the_packages_solutions_and_reference_with_the_reference() -> None:
+def test_the_doubles_answer_with_solution_and_reference() -> None:
     from peerlane import problems, solutions
 
     files = sorted(Path(solutions.__file__).parent.glob("p*.py"))

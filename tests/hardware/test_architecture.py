@@ -31,8 +31,8 @@ def test_the_node_decides(
     if printed is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{printed}\\n'\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-    architecture._of_gpus.cache_clear()
+    architecture.gpu_architectures.cache_clear()
     try:
         assert architecture.extension_architectures() == expected
     finally:
-        architecture._of_gpus.cache_clear()
+        architecture.gpu_architectures.cache_clear()

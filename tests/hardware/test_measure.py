@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from peerlane.device import compile_cubin
-from peerlane.hardware import _probes, measure
+from peerlane.hardware import measure, probes
 from peerlane.hardware.ceilings import load_ceilings
 from peerlane.hardware.measure import ProbeJob, measure_node, run_probes
 from peerlane.hardware.topology import Gpu, Topology
@@ -43,7 +43,7 @@ def fake_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Topology:
     script = tmp_path / "probe.py"
     script.write_text(FAKE_PROBE)
     monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(measure, "_PROBES", (sys.executable, str(script)))
+    monkeypatch.setattr(measure, "PROBES", (sys.executable, str(script)))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(measure, "discover", lambda: machine(4))
     return machine(4)
@@ -106,7 +106,7 @@ def test_torch_without_cuda_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 
 def test_one_failing_figure_does_not_cost_the_others(tmp_path: Path) -> None:
-    report = _probes.Report(tmp_path / "out.json")
+    report = probes.Report(tmp_path / "out.json")
 
     def fails(size: int) -> list[float]:
         raise RuntimeError(f"no room for {size}\nwith a long story after it")
@@ -124,7 +124,7 @@ def test_probes_without_cuda_leave_a_note_and_no_traceback(tmp_path: Path) -> No
     outs = {probe: tmp_path / f"{probe}.json" for probe in ("gpu", "links", "nccl")}
     shared = ["--devices", "2", "--rendezvous", str(tmp_path / "rendezvous")]
     commands = [[probe, "--out", str(out), *shared] for probe, out in outs.items()]
-    code = f"from peerlane.hardware._probes import main; print([main(command) for command in {commands!r}])"
+    code = f"from peerlane.hardware.probes import main; print([main(command) for command in {commands!r}])"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
     assert (done.stdout, done.stderr) == ("[1, 1, 1]\n", "")
@@ -135,5 +135,5 @@ def test_probes_without_cuda_leave_a_note_and_no_traceback(tmp_path: Path) -> No
 
 def test_flag_exchange_kernel_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PEERLANE_CACHE_DIR", str(tmp_path))
-    ptx = compile_cubin(_probes.FLAG_EXCHANGE_SOURCE).ptx()
+    ptx = compile_cubin(probes.FLAG_EXCHANGE_SOURCE).ptx()
     assert "st.release.sys" in ptx and "ld.relaxed.sys" in ptx and "fence.acq_rel.sys" in ptx

@@ -63,7 +63,7 @@ def test_every_term_is_the_busiest_ranks() -> None:
     assert line.vector_us == pytest.approx(2)
 
 
-def test_small_message_is_bound_by_latency_and_a_local_problem_is_not() -> None:
+def test_only_a_small_message_is_bound_by_latency() -> None:
     assert roofline([Cost(64, 8, 8)], SHEET).bound_by == "latency"
     local = roofline([Cost(64, 0, 0)], SHEET)
     assert local.bound_by == "hbm" and local.latency_us == 0
@@ -135,7 +135,7 @@ def test_an_exchange_among_one_rank_may_return_its_input() -> None:
     assert physical_floor_us([dataclasses.replace(cost, egress_bytes=1.0)], H200_SXM, calls=128) > 0
 
 
-def test_measured_peaks_replace_the_datasheets_and_name_what_they_lack() -> None:
+def test_measured_peaks_replace_those_of_the_datasheet() -> None:
     peaks = measured_peaks(
         ceilings(hbm_copy_tbps=4.3, bf16_matmul_tflops=780, nvlink_pair_gbps=389, nvlink_ring_gbps=371, nccl_allreduce_8b_us=23), H200_SXM
     )
@@ -147,7 +147,7 @@ def test_measured_peaks_replace_the_datasheets_and_name_what_they_lack() -> None
     assert roofline([Cost(43e6, 0, 0)], peaks).assumed == peaks.assumed
 
 
-def test_the_best_mechanism_and_the_shortest_trip_are_the_ceilings() -> None:
+def test_best_mechanism_and_shortest_trip_are_the_ceilings() -> None:
     peaks = measured_peaks(
         ceilings(
             nvlink_pair_gbps=389, nvlink_copy_engine_push_gbps=392, nvlink_sm_store_gbps=366, flag_exchange_us=1.8, packet_round_us=1.4

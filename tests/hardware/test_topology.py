@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from peerlane.hardware import topology
 from peerlane.hardware.topology import Gpu, Topology, clock_event_reasons, discover, parse_smi_gpus, parse_smi_topology, visible
 
 SMI_GPUS = """\
@@ -176,12 +176,26 @@ class FakeNvml:
         return self.nvmlDeviceGetPciInfo(end)
 
 
-@pytest.fixture
-def no_smi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(topology, "_smi", lambda *arguments: None)
+@pytest.fixture(autouse=True)
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The path of a stand-in for nvidia-smi, the only program there is; nvidia-smi is missing until a test writes it."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path / "nvidia-smi"
 
 
-@pytest.mark.usefixtures("no_smi")
+def write_smi(smi: Path, links: str, gpus: str = "") -> None:
+    """Writes a stand-in of an old driver, which refuses to tell clock event reasons by their newer name."""
+    smi.write_text(
+        f"#!{sys.executable}\n"
+        "import sys\n"
+        f"answers = {{'topo': {links!r}, '--query-gpu': {gpus!r}}}\n"
+        "answer = '' if 'clocks_event_reasons' in sys.argv[1] else answers.get(sys.argv[1].partition('=')[0], '')\n"
+        "print(answer, end='')\n"
+        "sys.exit(not answer)\n"
+    )
+    smi.chmod(0o755)
+
+
 def test_nvml_behind_nvswitch(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([[None] * 18, [None] * 18, [None] * 17], {(0, 1), (0, 2), (1, 2)})
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
@@ -193,14 +207,12 @@ def test_nvml_behind_nvswitch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not nvml.is_open
 
 
-@pytest.mark.usefixtures("no_smi")
 def test_nvml_with_direct_links(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml([[1] * 4 + [2] * 2, [0] * 4, [0] * 2], {(0, 1), (0, 2)})
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert discover({}).links == {(0, 1): "NV4", (0, 2): "NV2", (1, 2): "PCIe"}
 
 
-@pytest.mark.usefixtures("no_smi")
 def test_hidden_gpus_take_their_links_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([[None] * 18] * 3, {(0, 1), (0, 2), (1, 2)}))
     found = discover({"CUDA_VISIBLE_DEVICES": "2,0"})
@@ -210,26 +222,20 @@ def test_hidden_gpus_take_their_links_with_them(monkeypatch: pytest.MonkeyPatch)
     assert hidden.gpus == () and "CUDA_VISIBLE_DEVICES" in hidden.reason
 
 
-def test_links_come_from_smi_where_nvml_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_come_from_smi_where_nvml_does_not_say(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([[None] * 18] * 3, set(), answers_p2p=False))
-    monkeypatch.setattr(topology, "_smi", lambda *arguments: SMI_TOPOLOGY_NVSWITCH if arguments == ("topo", "-m") else None)
+    write_smi(smi, SMI_TOPOLOGY_NVSWITCH)
     assert discover({}).links == {(0, 1): "NV18", (0, 2): "NV18", (1, 2): "NV18"}
 
 
-def test_smi_answers_where_nvml_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def old_smi(*arguments: str) -> str | None:
-        if arguments == ("topo", "-m"):
-            return SMI_TOPOLOGY_NVSWITCH
-        return None if "clocks_event_reasons" in arguments[0] else SMI_GPUS
-
+def test_smi_answers_where_nvml_is_missing(smi: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(topology, "_smi", old_smi)
+    write_smi(smi, SMI_TOPOLOGY_NVSWITCH, SMI_GPUS)
     found = discover({})
     assert found.source == "nvidia-smi" and found.driver_version == "580.159.04" and len(found.gpus) == 3
     assert found.interconnect == "NVLink"
 
 
-@pytest.mark.usefixtures("no_smi")
 def test_bare_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     found = discover({})

@@ -14,7 +14,7 @@ import pytest
 
 from peerlane.errors import HarnessError, UsageError
 from peerlane.hardware import virtual_node
-from peerlane.hardware._mps_watcher import PID_FILE, is_alive, processes
+from peerlane.hardware.mps_watcher import PID_FILE, is_alive, processes
 from peerlane.hardware.virtual_node import MpsDaemon, VirtualNode, available_sharing, share_gpus
 
 DAEMON = f"""#!/bin/sh
@@ -61,7 +61,7 @@ def within(seconds: float, holds: Callable[[], bool]) -> bool:
     return holds()
 
 
-def test_a_daemon_runs_in_a_folder_of_its_own_and_both_go_with_the_context() -> None:
+def test_a_daemon_and_its_folder_end_with_the_context() -> None:
     with MpsDaemon() as first, MpsDaemon() as second:
         assert first.is_alive() and second.is_alive() and first.folder != second.folder
         pid = pid_of(first)
@@ -71,7 +71,7 @@ def test_a_daemon_runs_in_a_folder_of_its_own_and_both_go_with_the_context() -> 
     assert not second.folder.exists()
 
 
-def test_a_daemon_that_does_not_listen_is_killed_with_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deaf_daemon_is_killed_with_its_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DEAF", "1")
     with MpsDaemon() as daemon:
         assert within(5.0, lambda: len(processes(daemon.folder)) == 2)
@@ -157,12 +157,12 @@ def test_ranks_are_spread_evenly(ranks: int, gpus: int, ranks_per_gpu: int | Non
     assert (None if node is None else node.gpus) == used
 
 
-def test_the_clients_of_a_server_and_the_patience_of_time_slices_are_planned_for() -> None:
+def test_a_plan_knows_the_clients_of_a_server_and_time_slices() -> None:
     assert VirtualNode(8, 1, "mps").most_groups == 6 and VirtualNode(4, 1, "mps").most_groups == 12
     assert VirtualNode(4, 1, "mps").patience == 1 and VirtualNode(4, 1, "time_slices").patience == 4
 
 
-def test_a_daemon_is_ready_when_no_server_is_in_a_fault_and_is_started_anew_where_that_does_not_end() -> None:
+def test_a_daemon_restarts_when_a_fault_of_its_server_stays() -> None:
     with MpsDaemon() as daemon:
         pid, status = pid_of(daemon), daemon.folder / "log" / "status"
         daemon.await_ready()

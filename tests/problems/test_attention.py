@@ -73,7 +73,7 @@ def test_every_byte_that_leaves_arrives(number: int, preset: str) -> None:
     assert sum(cost.egress_bytes for cost in costs) == pytest.approx(sum(cost.ingress_bytes for cost in costs))
 
 
-def test_pipeline_sends_hidden_states_and_the_smaller_of_keys_and_hidden_states() -> None:
+def test_a_pipeline_sends_the_smaller_of_keys_and_hidden_states() -> None:
     """pkb on 8 ranks: 4 tokens x 16 sequences x 512 x 2 bytes are 65536; a ring of 4, and one hop between the stages."""
     problem = problems.get(56)
     case = problem.cases("pkb", 8)[0]
@@ -219,7 +219,7 @@ def gradients_by_autograd(case: Case, inputs: Sequence[tuple[Any, ...]], ring: S
 
 
 @pytest.mark.parametrize("label", ["replicas_bf16", "replicas_full_fp32", "ring_alone_full_fp32", "replicas_inner_bf16", "late_dout_bf16"])
-def test_backward_is_the_gradient_of_attention_averaged_over_replicas(label: str) -> None:
+def test_backward_is_the_gradient_averaged_over_replicas(label: str) -> None:
     """As exactly as the rounding of ``out`` allows: it enters every ds."""
     case, inputs = small(57, label, 4)
     groups = problems.get(57).process_groups(case)
@@ -233,7 +233,7 @@ def test_backward_is_the_gradient_of_attention_averaged_over_replicas(label: str
 
 
 @pytest.mark.parametrize("label", ["ring_alone_bf16", "ring_alone_full_fp32", "one_hot_bf16"])
-def test_forward_results_that_are_given_belong_to_the_whole_sequence(label: str) -> None:
+def test_given_forward_results_belong_to_the_whole_sequence(label: str) -> None:
     case, inputs = small(57, label, 4)
     q, k, v, out = (torch.cat([wide(args[i]) for args in inputs], dim=1) for i in (1, 2, 3, 4))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * case["depth"] ** -0.5

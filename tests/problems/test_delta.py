@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from peerlane import problems
-from peerlane.problems.families import delta
 from peerlane.problems.families.delta import Tokens, chunked_delta_rule, normalised, recurrence
 from problem_cases import arguments, oracles
 
@@ -37,13 +36,14 @@ def some(tokens: Tokens, part: slice, dtype: torch.dtype = FP64) -> Tokens:
     return Tokens(*(getattr(tokens, name)[:, :, part].to(dtype) for name in ("q", "k", "v", "log_decay", "beta")))
 
 
-@pytest.mark.parametrize("least_log_decay", [-0.01, -1.0, -5.0])
-@pytest.mark.parametrize("by_channel", [True, False])
-@pytest.mark.parametrize(("length", "first"), [(64, 0), (150, 33), (300, 256), (7, 3)])
-def test_chunks_compute_the_recurrence(
-    length: int, first: int, by_channel: bool, least_log_decay: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(delta, "_SEGMENT", 128)
+DECAYS = [(by_channel, least) for by_channel in (True, False) for least in (-0.01, -1.0, -5.0)]
+
+
+@pytest.mark.parametrize(
+    ("length", "first", "by_channel", "least_log_decay"),
+    [*((*part, *decay) for part in ((64, 0), (150, 33), (7, 3)) for decay in DECAYS), (2200, 2100, True, -1.0), (2200, 2040, False, -1.0)],
+)
+def test_chunks_compute_the_recurrence(length: int, first: int, by_channel: bool, least_log_decay: float) -> None:
     tokens = random_tokens(length, by_channel=by_channel, least_log_decay=least_log_decay)
     want = recurrence(tokens)[..., first:, :]
     got, scale = chunked_delta_rule(lambda part: some(tokens, part), length, first=first, with_scale=True)

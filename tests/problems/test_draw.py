@@ -32,7 +32,7 @@ def test_apart_takes_another_end_of_the_range_in_every_block() -> None:
     assert not torch.equal(_drawn("a", 0), _drawn("a", 2))
 
 
-def test_what_is_drawn_is_new_for_every_slot_block_rank_and_secret_and_else_the_same() -> None:
+def test_draws_depend_on_slot_block_rank_and_secret_alone() -> None:
     def drawn(**changed: Any) -> torch.Tensor:
         usual = {"secret": "a", "case_key": "1/small/case/w2", "slot": 0, "block": 1, "rank": 0}
         return Draw(**{**usual, **changed}).normal((64,), torch.float32)
@@ -61,7 +61,7 @@ def test_on_the_meta_device_draws_have_shapes_only() -> None:
     assert all(tensor.is_meta and tensor.shape == (3, 4) for tensor in drawn)
 
 
-def test_octaves_change_no_rounding_error_and_no_code_of_few_bits_survives_them() -> None:
+def test_octaves_keep_rounding_errors_and_break_short_codes() -> None:
     draw = _draw("a", 0)
     x, w, scale = draw.normal((64, 512), torch.bfloat16), draw.normal((512, 32), torch.float32), draw.octaves((512,), most=3)
     assert sorted(set(scale.tolist())) == [0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0]
@@ -83,14 +83,14 @@ def test_a_code_of_eight_bits_keeps_what_fits_it(shape: tuple[int, ...]) -> None
     assert tensor.numel() < 32 or not torch.equal(coded, tensor)
 
 
-def test_eight_bit_floats_keep_four_significant_bits_of_what_is_not_too_small() -> None:
+def test_eight_bit_floats_keep_four_significant_bits() -> None:
     rows = torch.tensor([[448.0, 1.0, 1.0625, 1.125, 2.0**-10], [0.0] * 5])
     assert eight_bit_floats(rows).tolist() == [[448.0, 1.0, 1.0, 1.125, 0.0], [0.0] * 5]
     scaled = eight_bit_floats((rows * 1024).to(torch.bfloat16))
     assert scaled.dtype == torch.bfloat16 and torch.equal(scaled.float(), eight_bit_floats(rows) * 1024)
 
 
-def test_constants_are_made_once_and_told_apart_by_how_they_are_written() -> None:
+def test_constants_are_made_once_and_told_apart_by_source() -> None:
     cpu = torch.device("cpu")
     assert constant([1, 2], cpu) is constant([1, 2], cpu) and constant([1, 2], cpu).dtype == torch.int64
     assert constant([1.0, 2.0], cpu).dtype == torch.float32 and constant([1, 2], cpu, torch.float64).dtype == torch.float64

@@ -158,7 +158,7 @@ def test_suppression_pair_by_pair(label: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(8, marks=pytest.mark.slow)])
-def test_some_object_is_suppressed_in_every_call_but_never_more_than_promised(world_size: int) -> None:
+def test_every_call_suppresses_some_objects_within_the_bound(world_size: int) -> None:
     problem = problems.get(81)
     for case in [*problem.cases("small", world_size), *problem.cases("pkb", world_size)]:
         if case.label in ("single_bf16", "strided_group_bf16"):
@@ -191,7 +191,7 @@ def test_kalman_step_entry_by_entry(label: str) -> None:
     assert (total < 0) == (label == "indefinite")
 
 
-def test_production_blocks_are_the_same_parameters_on_any_number_of_ranks() -> None:
+def test_production_blocks_do_not_depend_on_the_world_size() -> None:
     problem = problems.get(63)
     for preset, total in (("production_rlekf_water", 26651), ("production_dpa1_small", 13 * 5120)):
         for world_size in (2, 4, 8):
@@ -213,7 +213,7 @@ def test_quaternions_turn_as_hamilton_has_it() -> None:
         torch.testing.assert_close(matrix, torch.tensor(want, dtype=FP64), rtol=1e-12, atol=1e-14)
 
 
-def test_projected_covariance_is_that_of_the_linearised_projection() -> None:
+def test_covariance_is_that_of_the_linearised_projection() -> None:
     """J Sigma J^T with J from automatic differentiation of the whole way from the world to pixels; both implementations."""
     case = small(61, "two_cameras", 2)
     inputs = arguments(case)

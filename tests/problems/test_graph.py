@@ -173,7 +173,7 @@ def test_float32_sigmoids_lie_in_their_range(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("label", ["tied_fp32", "saturated_fp32"])
-def test_float32_scores_that_tie_have_sigmoids_that_round_in_one_way(label: str) -> None:
+def test_tied_float32_scores_have_equal_sigmoids(label: str) -> None:
     """Else a sigmoid that is computed another way at a tensor's end tells equal scores apart; ties must count all the same."""
     for positive, negative in arguments(problems.get(69).case("small", label, 2)):
         equal = negative == positive.unsqueeze(1)

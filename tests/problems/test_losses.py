@@ -136,7 +136,7 @@ def test_skew_differs_between_ranks_and_calls() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_no_regular_sample_of_many_tokens_has_the_popularity_of_all(world_size: int) -> None:
+def test_no_regular_sample_of_tokens_has_the_popularity_of_all(world_size: int) -> None:
     """Where tokens' places mean nothing every sample passes: the bfloat16 tolerance is wider than the error of so many tokens' mean."""
     problem = problems.get(24)
     case = problem.case("production_mixtral_8x7b", "bf16", world_size)
@@ -223,7 +223,7 @@ def test_policy_loss_token_by_token(label: str) -> None:
     assert label != "wide_logprobs_bf16" or problem.oracle(case, inputs, 0)[3].dtype == FP32
 
 
-def test_without_valid_tokens_everything_is_zero_but_the_extremes() -> None:
+def test_without_valid_tokens_all_but_the_extremes_is_zero() -> None:
     problem = problems.get(25)
     case = problem.case("small", "none_valid_fp32", 2)
     loss, _, lp, pg, metrics = problem.oracle(case, arguments(case), 0)

@@ -24,7 +24,7 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("number", [13, 16])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_partial_products_that_are_added_one_by_one_are_right_in_every_draw(number: int, world_size: int) -> None:
+def test_partial_products_added_one_by_one_are_right(number: int, world_size: int) -> None:
     """A few elements, whose terms may cancel, and columns of unlike size: one column can be most of the norm."""
     problem = problems.get(number)
     case = problem.case("small", "unequal_k_bf16", world_size)
@@ -75,7 +75,7 @@ def test_compulsory_memory_traffic_of_the_public_shapes(number: int) -> None:
     assert problem.cost(problem.cases("pkb", 8)[0], 0).hbm_bytes == pytest.approx(4.2e6, rel=0.01)
 
 
-def test_rms_norm_sends_no_more_than_a_reduce_scatter_and_a_gather() -> None:
+def test_rms_norm_sends_no_more_than_two_collectives() -> None:
     """A direct exchange of one float32 per row with 7 peers takes 28 KB; the least is 2/8 of it."""
     problem = problems.get(18)
     cost = problem.cost(problem.cases("pkb", 8)[0], 0)
@@ -133,7 +133,7 @@ def test_column_blocks_use_the_a_of_their_own_rank() -> None:
         torch.testing.assert_close(expected.value, whole, rtol=1e-12, atol=1e-14)
 
 
-def test_replicated_a_is_equal_on_all_ranks_and_otherwise_differs() -> None:
+def test_only_a_replicated_a_is_equal_on_all_ranks() -> None:
     problem = problems.get(14)
     for label, equal in (("replicated_a_bf16", True), ("tile_bf16", False)):
         first, second = (args[0] for args in arguments(problem.case("small", label, 2)))

@@ -325,7 +325,7 @@ def test_tokens_of_both_patterns_over_ranks() -> None:
                 assert (chosen.view(-1, 4, 4).amax(2).sum(1) == ranks).all()
 
 
-def test_split_sizes_may_be_lists_in_the_variant_of_the_public_benchmark() -> None:
+def test_split_sizes_may_be_lists_in_the_variant_pkb() -> None:
     problem, counts = problems.get(26), torch.tensor([[2.0, 3.0]])
 
     def published(*_: Any) -> Any:

@@ -62,7 +62,7 @@ def test_costs_match_published_figures(number: int, preset: str, megabytes: floa
     assert cost.egress_bytes == cost.ingress_bytes == pytest.approx(megabytes * 1e6, rel=0.01)
 
 
-def test_on_two_ranks_sending_all_codes_is_cheaper_than_sending_means_back() -> None:
+def test_on_two_ranks_sending_all_codes_is_cheaper() -> None:
     problem = problems.get(44)
     case = problem.cases("pkb", 2)[0]
     assert problem.cost(case, 0).egress_bytes == 1048576 + 4 * 8192
@@ -115,7 +115,7 @@ def test_codes_are_the_nearest_to_the_exact_quotient(label: str) -> None:
     assert label != "hard_bf16" or open_ > 50
 
 
-def test_one_wrong_code_among_many_is_found_and_a_tie_may_go_either_way() -> None:
+def test_one_wrong_code_is_found_and_ties_may_go_either_way() -> None:
     problem = problems.get(19)
     case = problem.case("small", "hard_fp32", 2)
     expected = problem.oracle(case, arguments(case), 0)
@@ -162,7 +162,7 @@ def test_products_are_those_of_elements_and_their_blocks(label: str) -> None:
                 assert torch.equal(got, want) or (got.isnan() and want.isnan())
 
 
-def test_random_payload_has_all_codes_and_extreme_scales_overflow() -> None:
+def test_a_payload_has_all_codes_and_extreme_scales_overflow() -> None:
     problem = problems.get(20)
     case = problem.case("small", "all_codes_fp8", 4)
     payload = torch.cat([args[0].view(torch.uint8).flatten() for args in arguments(case)])
@@ -256,7 +256,7 @@ def test_history_in_bfloat16_may_round_the_amax_down() -> None:
 
 
 @pytest.mark.parametrize("label", ["history_4_bf16", "bf16_history_fp32", "rank_scale_bf16", "outlier_bf16", "ties_bf16"])
-def test_gathered_parameters_are_the_nearest_codes_times_the_scale(label: str) -> None:
+def test_gathered_parameters_are_nearest_codes_times_scale(label: str) -> None:
     problem = problems.get(53)
     case = problem.case("small", label, 2)
     inputs = arguments(case)

@@ -250,7 +250,7 @@ def can_be_matched(rows: Sequence[tuple[float, str]], answer: Sequence[tuple[flo
     ) == len(required)
 
 
-def test_labels_are_right_if_and_only_if_they_can_be_matched_with_rows() -> None:
+def test_labels_are_right_only_if_they_match_rows() -> None:
     """Random answers, right and spoilt, against a search for a matching."""
     source = random.Random(7)
     verdicts = {True: 0, False: 0}

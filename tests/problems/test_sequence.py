@@ -313,7 +313,7 @@ def test_public_semantics_attend_over_heads_token_by_token(label: str) -> None:
         torch.testing.assert_close(answer, F.linear(context.flatten(2), w_o.to(FP64)), rtol=1e-10, atol=1e-12)
 
 
-def test_one_head_per_rank_makes_the_public_semantics_a_projection_of_values() -> None:
+def test_one_head_a_rank_makes_the_variant_pkb_a_projection() -> None:
     case = small(39, "public_one_head_bf16")
     inputs = arguments(case)
     for (hidden, w_qkv, w_o, *_), answer in zip(inputs, values(case, inputs), strict=True):

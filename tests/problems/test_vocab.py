@@ -130,7 +130,7 @@ def test_either_side_of_a_cut_within_the_margin_is_right() -> None:
 
 @pytest.mark.parametrize("number", [82, 83, 84])
 @pytest.mark.parametrize(("label", "right"), [("bf16", False), ("public_bf16", True)])
-def test_a_filter_in_bfloat16_gets_the_same_verdict_for_every_secret(number: int, label: str, right: bool) -> None:
+def test_a_bfloat16_filter_has_one_verdict_for_every_secret(number: int, label: str, right: bool) -> None:
     """It is wrong in the default variant, and right in the variant pkb."""
     problem, verdicts = problems.get(number), set()
     case = problem.case("pkb", label, 4)

@@ -15,7 +15,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from peerlane import cli, problems
-from peerlane.cli._console import ExitCode
+from peerlane.cli.exit_codes import ExitCode
 from peerlane.hardware.profiles import PROFILES
 from peerlane.report import evidence, pages
 from peerlane.results.verdict import Verdict

@@ -24,7 +24,7 @@ MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_operator_exists_takes_what_is_passed_and_needs_no_multicast(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_operator_takes_the_arguments_without_multicast(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = path.read_text()
     assert "multimem" not in source and f'os.environ.setdefault("{MULTICAST}", "1")' in source
     (name,) = set(re.findall(r"torch\.ops\.symm_mem\.(\w+)\(", source))

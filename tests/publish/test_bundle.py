@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from peerlane.cli._console import ExitCode
+from peerlane.cli.exit_codes import ExitCode
 from peerlane.errors import UsageError
 from peerlane.generate.run_folder import RunFolder
 from peerlane.publish.bundle import MANIFEST, read_bundle, write_bundle

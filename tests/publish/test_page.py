@@ -123,7 +123,7 @@ def test_code_cannot_hide_text(tmp_path: Path) -> None:
     assert "\u202e" not in html and "\\u202e" in "".join(Elements(html).text)
 
 
-def test_the_policy_allows_the_own_scripts_alone_and_nothing_is_fetched(runs: Path) -> None:
+def test_the_policy_allows_own_scripts_and_fetches_nothing(runs: Path) -> None:
     html = render_page(gather([runs]), "t").html
     found = [attributes for _, attributes in Elements(html).tags]
     policy = next(str(item["content"]) for item in found if item.get("http-equiv") == "Content-Security-Policy")

@@ -67,7 +67,7 @@ def test_arguments_of_any_size_are_shown() -> None:
     assert production["cases"][0]["params"] == {"rows": 10**9, "nested": {"k": [1, 2]}}
 
 
-def test_arguments_whose_shapes_hang_on_contents_are_drawn_where_they_are_small() -> None:
+def test_arguments_shaped_by_contents_are_drawn_if_small() -> None:
     def kept(case: Case, rank: int, draw: Draw) -> tuple[torch.Tensor, float]:
         x = draw.normal((case["rows"], 8), case.dtype)
         return x[: 1 + int(x.isfinite().all())], 0.5
@@ -82,7 +82,7 @@ def test_a_case_of_another_world_size_is_named_without_figures() -> None:
     assert problem_detail(SAMPLE, world_size=2)["presets"][0]["cases"][1]["arguments"][0]["value"] == "float32[0, 8]"
 
 
-def test_cost_is_the_busiest_ranks_and_the_roofline_follows_the_profile() -> None:
+def test_cost_is_the_busiest_ranks_and_depends_on_the_profile() -> None:
     timed = problem_detail(SAMPLE, world_size=4)["presets"][1]["cases"][0]
     assert timed["cost"] == {"flops": {"bf16": 2e9}, "hbm_bytes": 4.8e6, "egress_bytes": 3 * 450e3, "ingress_bytes": 0.0}
     assert timed["roofline"]["bound_by"] == "nvlink" and timed["roofline"]["bound_us"] == pytest.approx(3.0)
@@ -209,7 +209,7 @@ def test_without_a_graph_nothing_is_said_of_one() -> None:
     assert "graph" not in beside_public(PublicTimes(mean_us=100.0, min_us=90.0), {"eager": 200.0})
 
 
-def test_every_reference_that_is_far_from_the_public_one_has_a_page_that_says_why() -> None:
+def test_references_unlike_the_public_one_have_a_page_with_why() -> None:
     evidence = packaged_evidence()
     far = []
     for problem in problems.all_problems():

@@ -35,7 +35,7 @@ def test_table_has_the_references_alone() -> None:
     assert table.rows[1][6] == "3.1%"
 
 
-def test_acceptance_needs_most_within_the_narrow_bound_and_all_within_the_wide_one() -> None:
+def test_acceptance_needs_both_bounds() -> None:
     good = [reference_result(number, 1.01) for number in range(1, 20)]
     assert "20 of 20 within 2%" in acceptance_lines([*good, reference_result(20, 1.019)])[0]
     assert acceptance_lines([*good, reference_result(20, 1.039)])[0].endswith(": met.")

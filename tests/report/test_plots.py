@@ -74,7 +74,7 @@ def test_presets_of_the_sweep_name_their_size() -> None:
     assert sweep_bytes("pkb") is None
 
 
-def test_the_drawing_has_units_sizes_names_and_colours_of_its_own_for_every_line(tmp_path: Path) -> None:
+def test_every_line_has_a_name_and_colour_and_axes_have_units(tmp_path: Path) -> None:
     path = tmp_path / "new" / "sweep.svg"
     write_svg(sweep_plot(SWEPT), path)
     found = texts(path)
@@ -191,7 +191,7 @@ def test_results_of_a_sweep_are_drawn(tmp_path: Path) -> None:
     assert drawn.exit_code == 0 and drawn.stdout.startswith("written: ") and "1 allreduce, 2 ranks" in texts(tmp_path / "s.svg")
 
 
-def test_principles_show_the_measurement_or_say_that_there_is_none(tmp_path: Path) -> None:
+def test_principles_show_a_measurement_or_say_there_is_none(tmp_path: Path) -> None:
     empty = "<!-- mechanisms:begin -->\n<!-- mechanisms:end -->\n"
     assert "No measurement is recorded here." in sections.filled(empty, tmp_path)
     path = tmp_path / sections.SECTIONS["mechanisms"][0]

@@ -19,7 +19,7 @@ def checkout(root: Path, page: str) -> Path:
     return root
 
 
-def test_the_site_holds_every_page_and_draws_flowcharts_without_a_script(tmp_path: Path) -> None:
+def test_the_site_has_every_page_and_flowcharts_need_no_script(tmp_path: Path) -> None:
     assert stage(ROOT, tmp_path / "site") > 100
     page = (tmp_path / "site/docs/problems/p012_allgather_gemm.md").read_text()
     assert "mermaid" not in page and '<li class="transfer">all-gather<br>' in page

@@ -58,7 +58,7 @@ def test_binary_lines_and_blank_ones(tmp_path: Path) -> None:
     assert read_results(file) == [result()]
 
 
-def test_a_last_line_that_a_killed_run_left_unfinished_is_left_out(tmp_path: Path) -> None:
+def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     text = text_of(result(), wrong())
     file.write_text(text[:-1])

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from peerlane.errors import HarnessError, UsageError
-from peerlane.results import json_lines
 from peerlane.results.json_lines import append_lines
 from peerlane.results.result import Result
 from peerlane.results.store import ResultsStore
@@ -47,7 +48,7 @@ def test_torn_last_line_is_dropped_and_overwritten(tmp_path: Path) -> None:
     assert ResultsStore(tmp_path).results() == [numbered(1), numbered(2)]
 
 
-def test_lines_that_are_no_results_stay_and_make_no_other_unusable(tmp_path: Path) -> None:
+def test_lines_that_are_no_results_stay_and_do_no_harm(tmp_path: Path) -> None:
     store = ResultsStore(tmp_path)
     store.append(numbered(1))
     with open(store.path, "ab") as file:
@@ -105,7 +106,7 @@ def test_an_append_reads_one_byte_and_not_the_file(tmp_path: Path, monkeypatch: 
     for number in range(20):
         store.append(numbered(number))
     read: list[int] = []
-    monkeypatch.setattr(json_lines.os, "pread", lambda _, count, where, pread=os.pread: read.append(count) or pread(_, count, where))
+    monkeypatch.setattr(os, "pread", lambda _, count, where, pread=os.pread: read.append(count) or pread(_, count, where))
     monkeypatch.setattr(Path, "read_bytes", lambda _: pytest.fail("the file was read"))
     monkeypatch.setattr(Path, "open", lambda *_: pytest.fail("the file was read"))
     store.append(numbered(20))
@@ -122,7 +123,6 @@ sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!
 from pathlib import Path
 from test_store import numbered
 from peerlane.errors import HarnessError
-from peerlane.results import json_lines
 from peerlane.results.store import ResultsStore
 store = ResultsStore(Path({str(tmp_path)!r}))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -180,10 +180,11 @@ def test_lines_are_plain_json(tmp_path: Path) -> None:
     assert json.loads(told)["environment"] == wrong().environment and "Infinity" not in line
 
 
-def test_whoever_locks_the_results_holds_them_up_no_longer_than_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreign_lock_delays_an_append_for_a_moment_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To lock a file it is enough to be able to read it."""
-    monkeypatch.setattr(json_lines, "_PATIENCE_S", 0.05)
     store = ResultsStore(tmp_path)
+    clock = itertools.count(time.monotonic(), 10.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     with store.path.open("rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         store.append(numbered(1))

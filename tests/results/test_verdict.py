@@ -75,7 +75,7 @@ STOPPED = "ninja: build stopped: subcommand failed."
         ("main.o: in function f: undefined reference to `g()'", "collect2: error: ld returned 1 exit status"),
     ],
 )
-def test_the_reason_of_a_build_error_is_the_first_one_of_the_compiler(error: str, rest: str) -> None:
+def test_a_build_error_gives_the_first_error_of_the_compiler(error: str, rest: str) -> None:
     made = verdict("build_error", phase="build", rank=None, message=f"{TRACEBACK}cuda.cu(3): warning: unused\n{error}\n{rest}\n{STOPPED}\n")
     assert made.reason == f"build: {error}"
     assert made.message.endswith(f"{STOPPED}\n")

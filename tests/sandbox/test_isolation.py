@@ -22,13 +22,13 @@ from peerlane.sandbox.caches import CacheSlot, RunFolders
 from peerlane.settings import candidate_caches, passes_to_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-probe = isolation._probe
+probe = isolation.probe_measures
 SHA = "a" * 64
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, **lacking: str) -> None:
     reasons = {**dict.fromkeys(probe(()), ""), **lacking}
-    monkeypatch.setattr(isolation, "_probe", lambda sandbox: reasons)
+    monkeypatch.setattr(isolation, "probe_measures", lambda sandbox: reasons)
 
 
 def test_every_measure_is_tried_and_none_breaks_the_probe() -> None:
@@ -75,13 +75,13 @@ def test_no_two_groups_have_one_user(monkeypatch: pytest.MonkeyPatch, device: st
     machine(monkeypatch)
     found = isolation.choose("L1", device)
     one = found.confine("builder", ())
-    assert confine.OWN_UID in one.measures and one.uid in isolation._USERS
-    assert found.confine("builder", set(isolation._USERS) - {one.uid}).uid == one.uid, "the only one that is not taken"
+    assert confine.OWN_UID in one.measures and one.uid in isolation.USERS
+    assert found.confine("builder", set(isolation.USERS) - {one.uid}).uid == one.uid, "the only one that is not taken"
     ranks = found.confine("candidate", ())
-    assert (confine.OWN_UID in ranks.measures) == (ranks.uid in isolation._USERS) == (device == "cpu")
+    assert (confine.OWN_UID in ranks.measures) == (ranks.uid in isolation.USERS) == (device == "cpu")
 
 
-def test_where_there_is_no_user_to_spare_builders_have_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_user_to_spare_builders_have_none_either(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, own_uid="peerlane was not started as root")
     found = isolation.choose("L1", "cuda")
     assert found.confine("builder", ()) == found.confine("candidate", ()) and found.confine("builder", ()).uid == 0
@@ -89,9 +89,9 @@ def test_where_there_is_no_user_to_spare_builders_have_none_either(monkeypatch: 
 
 def test_a_probe_that_cannot_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    reasons = isolation._probe.__wrapped__(())
+    reasons = probe.__wrapped__(())
     assert all("could not be tried" in reason and "/nowhere/python" in reason for reason in reasons.values())
-    monkeypatch.setattr(isolation, "_probe", lambda sandbox: reasons)
+    monkeypatch.setattr(isolation, "probe_measures", lambda sandbox: reasons)
     assert isolation.choose(None, "cpu").tier == "L0"
 
 
@@ -224,7 +224,7 @@ def test_what_is_left_in_the_place_of_a_cache_is_not_kept(left: str, folders: Ru
 
 
 @pytest.mark.parametrize("left", ["a link", "a file"])
-def test_what_an_earlier_version_kept_in_the_place_of_a_cache_is_replaced(left: str, folders: RunFolders) -> None:
+def test_files_of_an_earlier_version_are_replaced_by_a_cache(left: str, folders: RunFolders) -> None:
     kept = candidate_caches() / "kept" / SHA
     if left == "a link":
         kept.symlink_to("/nonexistent")

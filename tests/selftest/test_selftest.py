@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from peerlane import cli
-from peerlane.cli._console import ExitCode
+from peerlane.cli.exit_codes import ExitCode
 from peerlane.errors import UsageError
 from peerlane.evaluate.plan import EvaluationPlan, make_jobs
 from peerlane.report.selftest import objections, selftest_report, totals_lines
@@ -167,7 +167,7 @@ def test_what_is_objected_to() -> None:
     assert "aliased_output" in str(objection(flagged, outcome(flagged, on_cpu())))
 
 
-def test_totals_count_both_sides_and_leave_out_what_could_not_run() -> None:
+def test_totals_leave_out_candidates_that_could_not_run() -> None:
     cheat, honest = entry(), entry(row="A01", file="1_a01_honest_pytorch", cpu=["correct"])
     elsewhere = entry(row="A01", file="1_a01_other_cuda", cpu=["not_run"])
     judged = [
@@ -229,7 +229,7 @@ def test_outcomes_of_another_version_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_exits_by_what_was_expected(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peerlane.selftest.table._home", lambda: root)
+    monkeypatch.setattr("peerlane.selftest.table.corpus_home", lambda: root)
     done = CliRunner().invoke(cli.app, ["selftest", "--json", "--out", str(root)])
     assert done.exit_code == ExitCode.OK, done.output
     printed = json.loads(done.stdout)
@@ -244,7 +244,7 @@ def test_the_command_exits_by_what_was_expected(root: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("arguments", [["--repeat", "0"], ["--rows", "C02"], ["--rows", "X01"]])
 def test_requests_that_cannot_be(root: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
-    monkeypatch.setattr("peerlane.selftest.table._home", lambda: root)
+    monkeypatch.setattr("peerlane.selftest.table.corpus_home", lambda: root)
     done = CliRunner().invoke(cli.app, ["selftest", *arguments])
     assert isinstance(done.exception, UsageError)
 

@@ -176,7 +176,7 @@ def test_a_cancelled_task_ends_its_evaluation(running: Running) -> None:
     assert asyncio.run(cancel(also=False))
 
 
-def test_a_job_that_is_taken_back_while_another_call_asks_for_it_is_judged(running: Running) -> None:
+def test_a_job_that_another_call_still_wants_is_judged(running: Running) -> None:
     """The other call was under way, so that nobody knew yet that it wants the job."""
     source = "# sleep 1 taken back"
     with client(running) as judge, ThreadPoolExecutor(1) as threads:

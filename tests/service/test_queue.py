@@ -24,7 +24,7 @@ def order(queue: JobQueue) -> list[str]:
     return found
 
 
-def test_tokens_take_turns_and_priority_counts_among_the_jobs_of_one(tmp_path: Path) -> None:
+def test_tokens_take_turns_and_priority_orders_the_jobs_of_one(tmp_path: Path) -> None:
     queue = JobQueue(tmp_path)
     for key in ("a1", "a2", "a3"):
         ask(queue, key)

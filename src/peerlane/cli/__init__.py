@@ -1,6 +1,6 @@
 """The command line: one module per verb. torch and the evaluator are imported by the verbs that need them, when they run.
 
-Exit codes: see :class:`peerlane.cli._console.ExitCode`.
+Exit codes: see :class:`peerlane.cli.exit_codes.ExitCode`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from peerlane.cli import (
     show,
     trace,
 )
-from peerlane.cli._console import ExitCode, print_error
+from peerlane.cli.exit_codes import ExitCode
+from peerlane.cli.output import print_error
 from peerlane.errors import MissingDependency, PeerlaneError, UsageError
 from peerlane.version import __version__
 

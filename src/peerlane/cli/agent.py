@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peerlane.cli._console import ProblemFolders, console
 from peerlane.cli.evaluation import ISOLATION_HELP, choose_device, default_world_sizes
 from peerlane.cli.generate import (
     MODEL_HELP,
@@ -22,6 +21,8 @@ from peerlane.cli.generate import (
     read_prices,
     run_machine,
 )
+from peerlane.cli.options import ProblemFolders
+from peerlane.cli.output import console
 from peerlane.cli.prompt import BACKEND_HELP, HARDWARE_HELP, TRACK_HELP
 from peerlane.errors import UsageError
 

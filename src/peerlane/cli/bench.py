@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peerlane.cli._console import console, one_of, print_json
+from peerlane.cli.options import one_of
+from peerlane.cli.output import console, print_json
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:

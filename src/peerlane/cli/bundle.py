@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from peerlane.cli._console import ExitCode, console, one_of, print_json, table_room
-from peerlane.cli._progress import progress
 from peerlane.cli.evaluation import ISOLATION_HELP, Tier, choose_device
+from peerlane.cli.exit_codes import ExitCode
+from peerlane.cli.options import one_of
+from peerlane.cli.output import console, print_json, table_room
+from peerlane.cli.progress import progress
 from peerlane.errors import UsageError
 from peerlane.place import Device
 from peerlane.words import counted

@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
-from peerlane.cli._console import ExitCode, ProblemFolders, console, positive_integers, print_json, words
 from peerlane.cli.evaluation import RANKS_PER_GPU_HELP, WORLD_SIZES_HELP, choose_device, default_world_sizes, parse_ranks_per_gpu
+from peerlane.cli.exit_codes import ExitCode
+from peerlane.cli.options import ProblemFolders, positive_integers, words
+from peerlane.cli.output import console, print_json
 
 
 def calibrate(

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peerlane.cli._console import ExitCode, console, positive_integers, print_error, print_json
-from peerlane.cli._progress import progress
 from peerlane.cli.evaluation import choose_device, print_results, results_json
+from peerlane.cli.exit_codes import ExitCode
+from peerlane.cli.options import positive_integers
+from peerlane.cli.output import console, print_error, print_json
+from peerlane.cli.progress import progress
 from peerlane.errors import UsageError
 from peerlane.place import Device, Place
 

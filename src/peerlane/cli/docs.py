@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from peerlane.cli._console import ExitCode
+from peerlane.cli.exit_codes import ExitCode
 from peerlane.errors import UsageError
 
 
@@ -25,8 +25,8 @@ def docs(
     if len(asked) != 1:
         raise UsageError(f"docs got {' and '.join(asked) or 'nothing to do'}: expected one of --write, --check and --site")
     from peerlane import problems
-    from peerlane.cli import _reference
-    from peerlane.report import evidence, figures, pages, sections
+    from peerlane.cli import command_reference
+    from peerlane.report import architecture, evidence, figures, pages, sections
     from peerlane.report.site import stage
 
     if site is not None:
@@ -38,14 +38,14 @@ def docs(
     measured = evidence.read_evidence(root)
     generated = pages.generate(problems.suite(), measured)
     documents = all((root / path).is_file() for path in sections.DOCUMENTS)  # a folder elsewhere has pages alone
-    pictures = figures.figures(problems.suite(), measured) if documents else {}
+    pictures = {**figures.figures(problems.suite(), measured), **architecture.pictures(root)} if documents else {}
     if write:
         changes = pages.write(folder, generated)
         if documents:
             changes += [
                 *evidence.write(root, measured),
                 *sections.write(root),
-                *_reference.write(root, command),
+                *command_reference.write(root, command),
                 *figures.write(root, pictures),
             ]
         for change in changes:
@@ -57,7 +57,7 @@ def docs(
         changes += [
             *evidence.stale(root, measured),
             *sections.stale(root),
-            *_reference.stale(root, command),
+            *command_reference.stale(root, command),
             *figures.stale(root, pictures),
         ]
     for change in changes:

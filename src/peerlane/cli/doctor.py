@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peerlane.cli._console import ExitCode, console, print_json
+from peerlane.cli.exit_codes import ExitCode
+from peerlane.cli.output import console, print_json
 from peerlane.place import Device, Place
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def doctor(
 
         ceilings = measure_node()
         if len(topology.gpus) > 1 and ceilings.figures:
-            ceilings = _with_mechanisms(ceilings)
+            ceilings = with_mechanisms(ceilings)
         if ceilings.figures:
             save_ceilings(ceilings)
     if as_json:
@@ -55,7 +56,7 @@ def doctor(
     raise typer.Exit(ExitCode.CHECK_FAILED if broken else ExitCode.OK)
 
 
-def _with_mechanisms(ceilings: Ceilings) -> Ceilings:
+def with_mechanisms(ceilings: Ceilings) -> Ceilings:
     """What `peerlane bench mechanisms` measures, added to the ceilings; or why it could not be."""
     from peerlane.errors import UsageError
     from peerlane.report.mechanisms import FILE, as_ceilings, read_mechanisms

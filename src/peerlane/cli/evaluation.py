@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias, cast
 
 import typer
 
-from peerlane.cli._console import ProblemFolders, console, exit_code, one_of, positive_integers, print_json, table_room, words
-from peerlane.cli._progress import progress
-from peerlane.cli._runs import run_to_judge
+from peerlane.cli.exit_codes import exit_code
+from peerlane.cli.options import ProblemFolders, one_of, positive_integers, words
+from peerlane.cli.output import console, print_json, table_room
+from peerlane.cli.progress import progress
+from peerlane.cli.runs import run_to_judge
 from peerlane.errors import RunStopped, UsageError
 from peerlane.place import Device, Place
 

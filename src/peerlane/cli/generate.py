@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peerlane.cli._console import ExitCode, ProblemFolders, console, one_of
+from peerlane.cli.exit_codes import ExitCode
+from peerlane.cli.options import ProblemFolders, one_of
+from peerlane.cli.output import console
 from peerlane.cli.prompt import BACKEND_HELP, HARDWARE_HELP, TRACK_HELP
 from peerlane.errors import UsageError
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peerlane.cli._console import ProblemFolders, console, one_of, positive_integers, print_json, read_result_files, words
+from peerlane.cli.options import ProblemFolders, one_of, positive_integers, words
+from peerlane.cli.output import console, print_json, read_result_files
 from peerlane.errors import UsageError
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from peerlane.cli._console import ProblemFolders, console, print_json
+from peerlane.cli.options import ProblemFolders
+from peerlane.cli.output import console, print_json
 from peerlane.errors import UsageError
 
 

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from peerlane.cli._console import ProblemFolders, print_json
+from peerlane.cli.options import ProblemFolders
+from peerlane.cli.output import print_json
 
 HARDWARE_HELP = "auto (the GPUs of this machine, or h200x4 without any), a node such as h200x8, or a JSON file."
 BACKEND_HELP = "cuda, kit (peerlane's device kit), triton, pytorch or parallelkittens."

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peerlane.cli._console import ExitCode, positive_integers, print_json
+from peerlane.cli.exit_codes import ExitCode
+from peerlane.cli.options import positive_integers
+from peerlane.cli.output import print_json
 from peerlane.errors import PeerlaneError, UsageError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from peerlane.cli._console import print_error, read_result_files
+from peerlane.cli.output import print_error, read_result_files
 from peerlane.errors import UsageError
 from peerlane.words import counted
 

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from peerlane.cli._console import ExitCode, console, one_of, print_json
-from peerlane.cli._progress import progress
 from peerlane.cli.evaluation import ISOLATION_HELP, RANKS_PER_GPU_HELP, Tier, choose_device, parse_ranks_per_gpu
+from peerlane.cli.exit_codes import ExitCode
+from peerlane.cli.options import one_of
+from peerlane.cli.output import console, print_json
+from peerlane.cli.progress import progress
 from peerlane.errors import UsageError
 from peerlane.place import Device, Place
 

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from peerlane.cli._console import ProblemFolders, console, print_json, words
+from peerlane.cli.options import ProblemFolders, words
+from peerlane.cli.output import console, print_json
 
 
 def show(

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from peerlane.cli._console import ProblemFolders, console, exit_code, one_of, print_json, table_room
-from peerlane.cli._progress import progress
 from peerlane.cli.evaluation import (
     BASELINE_HELP,
     ISOLATION_HELP,
@@ -23,6 +21,10 @@ from peerlane.cli.evaluation import (
     default_world_sizes,
     parse_ranks_per_gpu,
 )
+from peerlane.cli.exit_codes import exit_code
+from peerlane.cli.options import ProblemFolders, one_of
+from peerlane.cli.output import console, print_json, table_room
+from peerlane.cli.progress import progress
 from peerlane.errors import MissingDependency, UsageError
 from peerlane.place import Place
 

@@ -72,7 +72,7 @@ class Prompt:
 
 def render_prompt(problem: Problem, settings: PromptSettings) -> Prompt:
     """The prompt of a problem; raises UsageError for a case that the problem lacks, and for a prompt of more than MAX_TOKENS."""
-    template = _templates().get_template("prompt.md.jinja")
+    template = templates().get_template("prompt.md.jinja")
     text = template.render(_context(problem, settings)).rstrip() + "\n"
     tokens = math.ceil(len(text) / _CHARACTERS_PER_TOKEN)
     if tokens > MAX_TOKENS:
@@ -91,7 +91,7 @@ def template_version() -> str:
 
 def describe_machine(machine: Machine) -> str:
     """The part of a prompt about the node."""
-    return _templates().get_template("hardware.md.jinja").render(hardware=machine).rstrip() + "\n"
+    return templates().get_template("hardware.md.jinja").render(hardware=machine).rstrip() + "\n"
 
 
 def timed_world_size(problem: Problem, settings: PromptSettings) -> int:
@@ -104,7 +104,7 @@ def timed_world_size(problem: Problem, settings: PromptSettings) -> int:
 
 
 @functools.cache
-def _templates() -> jinja2.Environment:
+def templates() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER / "templates"),
         undefined=jinja2.StrictUndefined,

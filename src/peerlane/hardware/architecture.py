@@ -14,11 +14,12 @@ _WITH_SUFFIX = ("9.0", "10.0", "10.3", "12.0")  # these have instructions that c
 
 def extension_architectures() -> str:
     """A value for TORCH_CUDA_ARCH_LIST: the environment's, else that of this node's GPUs, else the default of settings."""
-    return os.environ.get("TORCH_CUDA_ARCH_LIST") or _of_gpus() or ARCHITECTURE
+    return os.environ.get("TORCH_CUDA_ARCH_LIST") or gpu_architectures() or ARCHITECTURE
 
 
 @functools.cache
-def _of_gpus() -> str:
+def gpu_architectures() -> str:
+    """Returns the architectures of this node's GPUs as ``9.0a;8.0``, or an empty string where nvidia-smi does not say."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_S, check=False)

@@ -30,7 +30,7 @@ from peerlane.version import PACKAGE
 
 DEFAULT_BUDGET_S = 40.0
 _POLL_S = 0.02
-_PROBES = (sys.executable, "-m", "peerlane.hardware._probes")
+PROBES = (sys.executable, "-m", "peerlane.hardware.probes")
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _obstacle(topology: Topology) -> str:
 def _steps(gpus: int, folder: Path) -> list[list[ProbeJob]]:
     def job(name: str, *arguments: str) -> ProbeJob:
         out = folder / (name.replace(" ", "-") + ".json")
-        return ProbeJob(name, (*_PROBES, *arguments, "--out", str(out)), out)
+        return ProbeJob(name, (*PROBES, *arguments, "--out", str(out)), out)
 
     devices = ("--devices", str(gpus))
     steps = [[job(f"probe of GPU {device}", "gpu", "--device", str(device)) for device in range(gpus)]]

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from peerlane.errors import HarnessError, UsageError
-from peerlane.hardware import _mps_watcher
+from peerlane.hardware import mps_watcher
 from peerlane.settings import RANKS_PER_GPU, shared_gpu_environment
 
 CONTROL = "nvidia-cuda-mps-control"
@@ -139,7 +139,7 @@ class MpsDaemon:
             (self.folder / name).mkdir()
         # The watcher comes first: there is no moment at which nobody would end the daemon.
         self._watcher = subprocess.Popen(
-            [sys.executable, "-I", "-S", _mps_watcher.__file__, str(os.getpid()), str(self.folder), control],
+            [sys.executable, "-I", "-S", mps_watcher.__file__, str(os.getpid()), str(self.folder), control],
             stdin=subprocess.PIPE,
             env={**os.environ, **self.environment},
             start_new_session=True,
@@ -156,7 +156,7 @@ class MpsDaemon:
 
     def is_alive(self) -> bool:
         """True if a process of the daemon is there."""
-        return bool(_mps_watcher.processes(self.folder))
+        return bool(mps_watcher.processes(self.folder))
 
     def await_ready(self, limit_s: float = READY_LIMIT_S) -> None:
         """Wait until its servers admit clients. After a fault of one client a server refuses others until all its clients have ended.
@@ -169,7 +169,7 @@ class MpsDaemon:
                 return
             time.sleep(POLL_S)
         control = shutil.which(CONTROL) or CONTROL
-        _mps_watcher.end_daemon(self.folder, control)
+        mps_watcher.end_daemon(self.folder, control)
         for name in ("pipe", "log"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
             (self.folder / name).mkdir()
@@ -210,7 +210,7 @@ class MpsDaemon:
         except subprocess.TimeoutExpired:
             watcher.kill()
             watcher.wait()
-            _mps_watcher.end_daemon(self.folder, CONTROL)
+            mps_watcher.end_daemon(self.folder, CONTROL)
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _start(self, control: str) -> None:

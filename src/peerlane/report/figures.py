@@ -223,7 +223,7 @@ def figures(suite: Sequence[Problem], evidence: Evidence) -> dict[Path, str]:
 def stale(root: Path, pictures: Mapping[Path, str]) -> list[str]:
     """The pictures below a checkout that differ from these, each with the reason."""
     return [
-        f"{path}: differs from the suite and its results"
+        f"{path}: differs from what it is drawn from"
         for path, text in pictures.items()
         if not (root / path).is_file() or (root / path).read_text(encoding="utf-8") != text
     ]

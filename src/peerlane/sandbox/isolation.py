@@ -37,7 +37,7 @@ _PROMISES: Mapping[str, tuple[str, ...]] = {
     "candidates cannot set the evaluator's limits": (confine.SECCOMP, confine.OWN_UID),
     "candidates cannot write files of others, nor each other's caches": (confine.LANDLOCK_FILES,),
 }
-_USERS = range(61184, 65520, 2)  # of those without an account; the odd one behind each is its executioner's, see processes.kill_user
+USERS = range(61184, 65520, 2)  # of those without an account; the odd one behind each is its executioner's, see processes.kill_user
 _HIDDEN = ("/tmp", "/var/tmp", "/run", "/home", "/root", "/mnt", "/media", "/srv")
 _PROBE_S = 60.0
 _INSTALL_BUBBLEWRAP = "apt-get install bubblewrap (or your distribution's package of that name)"
@@ -102,7 +102,7 @@ NO_ISOLATION = Isolation("L0", Confinement(), {})
 
 def draw_user(taken: Collection[int] = ()) -> int:
     """A user for a group of candidate processes: nobody else runs as this one, so that no candidate can slow down or kill another."""
-    return secrets.choice([uid for uid in _USERS if uid not in taken])
+    return secrets.choice([uid for uid in USERS if uid not in taken])
 
 
 def choose(tier: Tier | None, device: str) -> Isolation:
@@ -116,9 +116,9 @@ def choose(tier: Tier | None, device: str) -> Isolation:
         return NO_ISOLATION
     if tier == "L2":
         sandbox = sandbox_command(_python_folders())
-        reasons = _probe(sandbox)
+        reasons = probe_measures(sandbox)
     else:
-        sandbox, reasons = (), _probe(())
+        sandbox, reasons = (), probe_measures(())
     measures, missing = _select(reasons, device)
     lacking = {promise: needed for promise, needed in _PROMISES.items() if not set(needed) & set(measures)}
     if lacking:
@@ -145,7 +145,7 @@ def _select(reasons: Mapping[str, str], device: str) -> tuple[tuple[str, ...], d
 
 
 @functools.cache
-def _probe(sandbox: tuple[str, ...]) -> Mapping[str, str]:
+def probe_measures(sandbox: tuple[str, ...]) -> Mapping[str, str]:
     """Every measure, and why it cannot be taken in a process that is started with this command."""
     script = "import json, sys; from peerlane.sandbox import confine; print(json.dumps(confine.try_measures(int(sys.argv[1]))))"
     command = [*sandbox, sys.executable, "-P", "-c", script, str(draw_user())]

@@ -140,7 +140,7 @@ def load(root: Path | None = None) -> Corpus:
 
     Raises :class:`UsageError` for a table that is not valid, names a file that is not there, or misses one that is.
     """
-    root = root or _home()
+    root = root or corpus_home()
     path = root / FILE
     try:
         document = _Document.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
@@ -160,7 +160,7 @@ def load(root: Path | None = None) -> Corpus:
     return corpus
 
 
-def _home() -> Path:
+def corpus_home() -> Path:
     """In the package, as wheels have it, or else in the checkout that the package lies in."""
     package = Path(__file__).resolve().parent
     places = (package, package.parents[2] / "tests" / "adversarial")

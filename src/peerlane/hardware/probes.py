@@ -1,8 +1,8 @@
 """The measurements themselves. Each runs in a process of its own, started by :mod:`peerlane.hardware.measure`:
 
-``python -m peerlane.hardware._probes gpu --device D``            memory, matrix products and kernel launches of one GPU
-``python -m peerlane.hardware._probes links --devices N``         copies and flags between GPUs, one process holding all
-``python -m peerlane.hardware._probes nccl --rank R --devices N --rendezvous FILE``   NCCL latency, one process a GPU
+``python -m peerlane.hardware.probes gpu --device D``            memory, matrix products and kernel launches of one GPU
+``python -m peerlane.hardware.probes links --devices N``         copies and flags between GPUs, one process holding all
+``python -m peerlane.hardware.probes nccl --rank R --devices N --rendezvous FILE``   NCCL latency, one process a GPU
 
 Each writes ``{"samples": {figure: [...]}, "notes": [...]}`` to the file that ``--out`` names, anew after every figure, so that a process
 that is stopped halfway leaves what it had. A figure that fails becomes a note; the others go on.
@@ -310,7 +310,7 @@ def graph_allreduce_us(calls: int = 20) -> list[float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m peerlane.hardware._probes")
+    parser = argparse.ArgumentParser(prog="python -m peerlane.hardware.probes")
     parser.add_argument("probe", choices=("gpu", "links", "nccl"))
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", type=int, default=0)

@@ -6,7 +6,7 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from peerlane.cli._console import console
+from peerlane.cli.output import console
 
 if TYPE_CHECKING:
     from peerlane.results.result import Result

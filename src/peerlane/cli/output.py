@@ -1,0 +1,51 @@
+"""Output of all commands: text and JSON on stdout, errors and notes on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from peerlane.results.result import Result
+
+WIDE, PIPED_TABLE = 240, 120
+"""Columns when the output is no terminal: a sentence stays on one line, and a table fits an editor."""
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console on stdout or stderr, wide where there is no terminal."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else WIDE, highlight=False, markup=False, emoji=False)
+
+
+def table_room(out: Console) -> int:
+    """Columns for a table: those of the terminal, else of an editor."""
+    return out.width if out.is_terminal else PIPED_TABLE
+
+
+def print_json(value: Any) -> None:
+    """The one JSON object of a command that was given --json."""
+    print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def print_error(message: str) -> None:
+    """One block on stderr."""
+    print(f"peerlane: {message}", file=sys.stderr)
+
+
+def read_result_files(files: Sequence[Path]) -> list[Result]:
+    """The results in files and folders. A note on stderr says what was left out."""
+    from peerlane.results.reader import read_results
+
+    notes: list[str] = []
+    results = [result for file in files for result in read_results(file, notes)]
+    for note in notes:
+        print_error(note)
+    return results
