@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -117,7 +118,8 @@ def bind(
     tiling = tiling or choose_tiling(of_keys, lengths[0], max(depths))
     kept, streamed = (("k", "v"), ("q", "dout")) if of_keys else (("q", "dout"), ("k", "v"))
     rows = (*((name, tiling.rows) for name in kept), *((name, tiling.columns) for name in streamed))
-    maps = [operand_map(group.place(tensors[name]), count) for name, count in rows]
+    operands = [operand_map(group.place(tensors[name]), count) for name, count in rows]
+    maps: dict[str, Any] = dict(zip(("x", "y", "a", "b"), operands, strict=True))
     results = [operand_map(group.place(tensors[name]), 64) for name in (("dk", "dv") if of_keys else ("dq", "dq"))]
     lines = sizes.batch * (sizes.key_heads if of_keys else sizes.heads)
     share = 1 if of_keys else sizes.heads // sizes.key_heads
@@ -128,7 +130,7 @@ def bind(
         block=tiling.threads,
         shared_bytes=tiling.shared_bytes,
         defines=defines(tiling, tensors["q"].dtype),
-        **dict(zip(("x", "y", "a", "b"), maps, strict=True)),
+        **maps,
         out=results,
         numbers=tensors["numbers"],
         claims=tensors["claims"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -172,7 +173,7 @@ class Sizes:
         share, held = self.heads // self.key_heads, KEYS_IN_L2 // (self.keys * depths * ELEMENT_BYTES)
         return min(self.heads * self.batch, share * max(1, held)) if self.causal else 1
 
-    def fields(self) -> dict[str, int]:
+    def fields(self) -> dict[str, Any]:
         """The sizes as the kernels' structures have them."""
         return {
             "batch": self.batch,
@@ -201,13 +202,14 @@ def bind(
     depths = [tensors[name].shape[3] for name in ("q", "v")]
     tiling = tiling or choose_tiling(sizes.queries, sizes.keys, max(depths), sizes.causal)
     rows = {"q": tiling.queries, "k": tiling.keys, "v": tiling.keys, "out": 64}
+    maps: dict[str, Any] = {name: operand_map(group.place(tensors[name]), count) for name, count in rows.items()}
     return ATTENTION.bind(
         group,
         grid=min(group.sm_count, tiling.tiles(sizes.queries) * sizes.heads * sizes.batch),
         block=tiling.threads,
         shared_bytes=tiling.shared_bytes,
         defines=defines(tiling, tensors["q"].dtype, sizes.causal),
-        **{name: operand_map(group.place(tensors[name]), count) for name, count in rows.items()},
+        **maps,
         logarithms=tensors.get("logarithms"),
         claims=tensors.get("claims"),
         scale=scale,

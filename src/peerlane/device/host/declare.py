@@ -298,6 +298,7 @@ class Reserved:
 
     def close(self) -> None:
         """Give the memory back, once no rank's launches use it."""
+        self.launches.clear()
         if self._arena is not None:
             self._arena.close()
 
