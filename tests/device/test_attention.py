@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from device.twins import twin
 from peerlane.device.attention import forward as kit
 from peerlane.device.attention.forward import MAX_DEPTH, TILINGS, AttentionTiling, choose_tiling
-from peerlane.device.attention.ring import PARCEL_BYTES, PARCELS
+from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
 from peerlane.device.emulator import ranks
-from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
+from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
 from peerlane.errors import UsageError
 
@@ -102,11 +103,7 @@ TWINS = {
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead, kind = TWINS[name]
-    text = (INCLUDE_DIR / "peerlane" / "attention.cuh").read_text()
-    assert text.count(line) == 1
-    monkeypatch.setattr(
-        kit, "SOURCE", kit.SOURCE.replace("#include <peerlane/attention.cuh>", text.replace(line, instead).replace("#pragma once", ""))
-    )
+    monkeypatch.setattr(kit, "ATTENTION", twin(kit.ATTENTION, line, instead, "attention.cuh"))
     tensors = operands(70, 200)
     outcome = run(tmp_path, tensors, causal=True, tiling=AttentionTiling(1, 64, 64, 2))
     if kind == "wrong":
@@ -118,9 +115,9 @@ def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkey
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: AttentionTiling) -> None:
     causal = tiling.groups == 3 or tiling.keys == 128  # each with what it is chosen for
-    layout = f"static_assert(sizeof(peerlane::RoleMemory<peerlane::Attention<Shape, CAUSAL>>) == {tiling.shared_bytes});\n"
+    layout = f"static_assert(sizeof(RoleMemory<AttentionRoles<Shape, CAUSAL, Attention>>) == {tiling.shared_bytes});\n"
     layout += f"static_assert(Shape::roles.threads() == {tiling.threads});\n"
-    report = compiler_report(kit.SOURCE + layout, defines=kit.defines(tiling, BF16, causal))
+    report = compiler_report(kit.ATTENTION.source + layout, defines=kit.defines(tiling, BF16, causal))
     spilled = int(report.split(" bytes spill stores")[0].split()[-1])
     assert spilled <= (16 if tiling.groups == 3 else 0) and "Potential Performance Loss" not in report  # three groups: 160 registers each
     registers = int(report.split("Used ")[1].split()[0])

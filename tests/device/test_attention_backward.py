@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from device.test_attention import BF16, FP16, expected, operands
+from device.twins import twin
 from peerlane.device.attention import backward as kit
 from peerlane.device.attention.backward import TILINGS, BackwardTiling
 from peerlane.device.emulator import ranks
-from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
+from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import SHARED_LIMIT_BYTES, BlockNeeds
 
 CALLER = """
@@ -69,18 +70,15 @@ TWINS = {
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = TWINS[name]
-    text = (INCLUDE_DIR / "peerlane" / "attention_backward.cuh").read_text()
-    assert text.count(line) == 1
-    body = text.replace(line, instead).replace("#pragma once", "")
-    monkeypatch.setattr(kit, "SOURCE", kit.SOURCE.replace("#include <peerlane/attention_backward.cuh>", body))
+    monkeypatch.setattr(kit, "ATTENTION_BACKWARD", twin(kit.ATTENTION_BACKWARD, line, instead, "attention_backward.cuh"))
     outcome, worst = run(tmp_path, operands(40, 70, heads=2), True)
     assert outcome.findings or worst > 0.01
 
 
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: BackwardTiling) -> None:
-    layout = f"static_assert(sizeof(peerlane::RoleMemory<peerlane::AttentionBackward<Shape>>) == {tiling.shared_bytes});\n"
-    report = compiler_report(kit.SOURCE + layout, defines={"SHAPE": tiling.define(BF16)})
+    layout = f"static_assert(sizeof(RoleMemory<AttentionBackwardRoles<Shape, AttentionBackward>>) == {tiling.shared_bytes});\n"
+    report = compiler_report(kit.ATTENTION_BACKWARD.source + layout, defines=kit.defines(tiling, BF16))
     assert "0 bytes spill stores, 0 bytes spill loads" in report and "Potential Performance Loss" not in report
     registers = int(report.split("Used ")[1].split()[0])
     assert tiling.groups == 1 or registers == 168  # what the table of roles shares out, and all that the block will ever hold

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from peerlane.device import ArenaView, compile_cubin
-from peerlane.device.attention import backward, forward, ring
 from peerlane.device.collectives import workspace
 from peerlane.device.host.arena import ROLES
 from peerlane.device.host.element_types import ELEMENT_TYPES
@@ -108,12 +107,6 @@ def test_host_structures_have_the_device_s_layout() -> None:
     [
         ("gemm", {"GemmParameters": gemm.Parameters, "GroupedTiles": gemm.GroupedTiles}),
         ("all_gather_gemm", {"AllGatherGemmParameters": all_gather_gemm.Parameters}),
-        ("attention", {"AttentionParameters": forward.Parameters}),
-        (
-            "attention_backward",
-            {"BackwardParameters": backward.Parameters, "NumbersParameters": backward.NumbersParameters},
-        ),
-        ("ring_attention", {"RingAttentionParameters": ring.Parameters}),
     ],
 )
 def test_host_parameters_have_the_devices_layout(header: str, structures: dict[str, type[ctypes.Structure]]) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from device.judged import cases, judge, require_correct
 from device.test_attention import BF16, expected
+from device.twins import twin
 from peerlane import problems, solutions
 from peerlane.device.attention import forward, ring
 from peerlane.device.attention.forward import TILINGS, AttentionTiling
-from peerlane.device.attention.ring import PARCEL_BYTES, PARCELS, Shape, Workspace
+from peerlane.device.attention.ring import RingPlan, Shape
+from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
 from peerlane.device.emulator import ranks
-from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
+from peerlane.device.host.jit import compiler_report
 from peerlane.device.host.roles import BlockNeeds
 
 CALLER = """
@@ -37,13 +41,20 @@ def run(
     folder: Path, world_size: int, length: int, *, heads: int = 1, causal: bool, balanced: bool = False, calls: int = 3
 ) -> tuple[ranks.Outcome, float]:
     """What came of it, and the largest error of a result or a logarithm."""
-    file = folder / "attends.py"
-    file.write_text(CALLER.format(balanced=balanced))
     generator = torch.Generator().manual_seed(length)
     arguments = [
         [(*(torch.randn(1, length, h, 32, generator=generator).to(BF16) for h in (heads, 1, 1)), causal) for _ in range(world_size)]
         for _ in range(calls)
     ]
+    return call(folder, arguments, causal=causal, balanced=balanced)
+
+
+def call(
+    folder: Path, arguments: Sequence[Sequence[tuple[Any, ...]]], *, causal: bool, balanced: bool = False
+) -> tuple[ranks.Outcome, float]:
+    """The same for these arguments, by call and rank."""
+    file = folder / "attends.py"
+    file.write_text(CALLER.format(balanced=balanced))
     outcome = ranks.run(file, arguments, schedules=1)
     worst = 0.0
     for given, got in zip(arguments, outcome.outputs if outcome.failure is None else [], strict=False):
@@ -79,6 +90,15 @@ def test_ranks_that_compute_for_others_are_right(world_size: int, length: int, t
     assert worst < 3e-3 and not outcome.findings, outcome.findings
 
 
+def test_tensors_at_one_address_are_told_apart_by_their_layout(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(5)
+    memory = [[torch.randn(1, 2, 5, 32, generator=generator).to(BF16) for _ in range(3)] for _ in range(2)]
+    plain = [(*(tensor.view(1, 5, 2, 32) for tensor in own), False) for own in memory]
+    transposed = [(*(tensor.transpose(1, 2) for tensor in own), False) for own in memory]
+    outcome, worst = call(tmp_path, [plain, transposed], causal=False)
+    assert outcome.failure is None and worst < 3e-3 and not outcome.findings, (worst, outcome.findings)
+
+
 # Whether ranks compute each other's tiles, a line, and what stands there instead.
 TWINS = {
     "no wait for a piece": (True, "            peers(storer).wait(source, flag, epoch);\n", ""),
@@ -93,11 +113,7 @@ TWINS = {
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     balanced, line, instead = TWINS[name]
-    headers = ((INCLUDE_DIR / "peerlane" / name).read_text() for name in ("ring_attention.cuh", "parcels.cuh"))
-    text = next(headers).replace("#include <peerlane/parcels.cuh>", next(headers))
-    assert text.count(line) == 1
-    body = text.replace(line, instead).replace("#pragma once", "")
-    monkeypatch.setattr(ring, "SOURCE", ring.SOURCE.replace("#include <peerlane/ring_attention.cuh>", body))
+    monkeypatch.setattr(ring, "RING_ATTENTION", twin(ring.RING_ATTENTION, line, instead, "ring_attention.cuh", "parcels.cuh"))
     outcome, worst = run(tmp_path, 2, 130, causal=True, balanced=balanced)
     assert outcome.findings or worst > 0.01
 
@@ -105,8 +121,10 @@ def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkey
 @pytest.mark.parametrize("tiling", [item for item in TILINGS if item.groups == 2 and item.keys != 176], ids=str)
 def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: AttentionTiling) -> None:
     shared = replace(tiling, output_slots=1).shared_bytes + PARCELS * PARCEL_BYTES
-    layout = f"static_assert(sizeof(peerlane::RoleMemory<Fused>) == {shared});\n"
-    report = compiler_report(ring.SOURCE + layout, defines={"SHAPE": replace(tiling, output_slots=1).define(BF16), "WORLD_SIZE": 4})
+    layout = f"static_assert(sizeof(RoleMemory<Roles>) == {shared});\n"
+    report = compiler_report(
+        ring.RING_ATTENTION.source + layout, defines={"SHAPE": replace(tiling, output_slots=1).define(BF16), "WORLD_SIZE": 4}
+    )
     assert "0 bytes spill stores, 0 bytes spill loads" in report and "Potential Performance Loss" not in report
     registers = int(report.split("Used ")[1].split()[0])
     assert BlockNeeds(tiling.threads, registers, shared).per_sm() >= 1
@@ -115,16 +133,16 @@ def test_kernels_keep_to_their_registers_and_their_shared_memory(tiling: Attenti
 @pytest.mark.parametrize("world_size", range(2, 9))
 def test_balanced_shares_are_even_and_complete(world_size: int) -> None:
     shape = Shape(1, 4096, 32, 32, 128, 128, BF16, causal=True)
-    space = Workspace.of(shape, world_size)
-    blocks, shard = space.tiling.tiles(4096), 4096 // space.tiling.keys
+    plan = RingPlan.of(shape, world_size)
+    blocks, shard = plan.tiling.tiles(4096), 4096 // plan.tiling.keys
     taken, costs = [], []
-    for rank, share in enumerate(space.shares):
+    for rank, share in enumerate(plan.shares):
         tiles = [(rank, block) for block in range(share.own)] + [(share.owner, share.first + i) for i in range(share.count)]
         taken += tiles
         costs.append(sum(owner * shard + block + 1 for owner, block in tiles))
     assert sorted(taken) == [(rank, block) for rank in range(world_size) for block in range(blocks)]
     assert max(costs) < 1.05 * sum(costs) / world_size
-    assert space.targets(0) == 2**world_size - 2 and space.needed(0) == world_size - 1
+    assert plan.targets(0) == 2**world_size - 2 and plan.needed(0) == world_size - 1
 
 
 def test_partial_results_merge() -> None:

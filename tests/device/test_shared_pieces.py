@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from device.judged import cases, judge, require_correct
+from device.twins import twin
 from peerlane import problems, solutions
 from peerlane.device import compile_cubin
 from peerlane.device.collectives import strided
@@ -36,9 +37,8 @@ def case_of(number: int, label: str, world_size: int = 2) -> Case:
 
 def judged_with(monkeypatch: pytest.MonkeyPatch, body: str) -> EmulatedJudgement:
     """Problem 36 with this body in the kernel."""
-    source = strided.SOURCE.replace("exchange_strided(peers, arena, args.out + args.part, args.x, args.block, epoch);", body)
-    assert source != strided.SOURCE
-    monkeypatch.setattr(strided, "AXIS_EXCHANGE", DeclaredKernel("axis_exchange", source, **strided.AXIS_EXCHANGE.fields))
+    line = "exchange_strided(peers, arena, args.out + args.part, args.x, args.block, epoch);"
+    monkeypatch.setattr(strided, "AXIS_EXCHANGE", twin(strided.AXIS_EXCHANGE, line, body))
     return judge(solutions.files()[36], 36, case_of(36, "padded_bf16"), schedules=20)
 
 

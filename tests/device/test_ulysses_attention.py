@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,13 @@ import torch
 
 from device.judged import cases, judge, require_correct
 from device.test_attention import BF16, expected
+from device.twins import twin
 from peerlane import problems, solutions
-from peerlane.device import compile_cubin
 from peerlane.device.attention import short, ulysses
 from peerlane.device.attention.forward import choose_tiling
-from peerlane.device.attention.ring import PARCEL_BYTES, PARCELS
+from peerlane.device.attention.shards import PARCEL_BYTES, PARCELS
 from peerlane.device.emulator import ranks
-from peerlane.device.host.declare import DeclaredKernel
-from peerlane.device.host.jit import INCLUDE_DIR, compiler_report
+from peerlane.device.host.jit import compiler_report
 
 CALLER = """
 from peerlane.device.attention.ulysses import attend_by_heads
@@ -64,10 +62,7 @@ SHORT_TWINS = {
 @pytest.mark.parametrize("name", SHORT_TWINS)
 def test_a_twin_for_short_sequences_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = SHORT_TWINS[name]
-    kernel = short.SHORT_ATTENTION
-    assert short.SOURCE.count(line) == 1
-    twin = DeclaredKernel(kernel.name, short.SOURCE.replace(line, instead), **kernel.fields)
-    monkeypatch.setattr(short, "SHORT_ATTENTION", twin)
+    monkeypatch.setattr(short, "SHORT_ATTENTION", twin(short.SHORT_ATTENTION, line, instead))
     outcome, worst = run(tmp_path, 3, causal=False)
     assert outcome.findings or worst > 0.01
 
@@ -86,27 +81,13 @@ TWINS = {
 @pytest.mark.parametrize("name", TWINS)
 def test_a_twin_with_one_thing_wrong_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line, instead = TWINS[name]
-    text = (INCLUDE_DIR / "peerlane" / "ulysses_attention.cuh").read_text()
-    assert text.count(line) == 1
-    body = text.replace(line, instead).replace("#pragma once", "")
-    monkeypatch.setattr(ulysses, "SOURCE", ulysses.SOURCE.replace("#include <peerlane/ulysses_attention.cuh>", body))
+    monkeypatch.setattr(ulysses, "ULYSSES_ATTENTION", twin(ulysses.ULYSSES_ATTENTION, line, instead, "ulysses_attention.cuh"))
     outcome, worst = run(tmp_path, 20, causal=True, calls=2)
     assert outcome.findings or worst > 0.01
 
 
 def test_kernels_keep_to_their_registers_and_their_shared_memory() -> None:
     tiling = choose_tiling(4096, 4096, 128, causal=False, parcels=True)
-    layout = f"static_assert(sizeof(peerlane::RoleMemory<Fused>) == {tiling.shared_bytes + PARCELS * PARCEL_BYTES});\n"
-    report = compiler_report(ulysses.SOURCE + layout, defines={"SHAPE": tiling.define(BF16), "WORLD_SIZE": 4})
+    layout = f"static_assert(sizeof(RoleMemory<Roles>) == {tiling.shared_bytes + PARCELS * PARCEL_BYTES});\n"
+    report = compiler_report(ulysses.ULYSSES_ATTENTION.source + layout, defines={"SHAPE": tiling.define(BF16), "WORLD_SIZE": 4})
     assert "0 bytes spill stores, 0 bytes spill loads" in report and "Potential Performance Loss" not in report
-
-
-def test_host_structures_have_the_devices_layout() -> None:
-    kind = ulysses.Parameters
-    places = [f"static_assert(sizeof(UlyssesAttentionParameters) == {ctypes.sizeof(kind)});"]
-    places += [
-        f"static_assert(__INTADDR__(&((UlyssesAttentionParameters*)0)->{field[0]}) == {getattr(kind, field[0]).offset});"
-        for field in kind._fields_
-        if field[0] != "padding"
-    ]
-    compile_cubin("#include <peerlane/ulysses_attention.cuh>\nusing namespace peerlane;\n" + "\n".join(places) + "\n")

@@ -32,7 +32,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from peerlane.device.attention import forward as kit
 from peerlane.device.attention.forward import TILINGS, AttentionTiling, Sizes
 from peerlane.device.attention.ring import RingAttention, Shape
-from peerlane.device.attention.ulysses import UlyssesAttention, Workspace
+from peerlane.device.attention.ulysses import UlyssesAttention, UlyssesPlan
 from peerlane.device.host.arena import faults
 from peerlane.device.host.local import LocalRanks
 from peerlane.hardware.environment import record
@@ -190,7 +190,7 @@ def check_ring(ranks: LocalRanks, case: tuple[Any, ...], calls: int = 4) -> str:
         worst = max(worst, float((out - wanted).norm() / wanted.norm()) if out.isfinite().all() else math.inf)
         off = max(off, float((torch.cat([item for _, item in results], 2) - wanted_logarithms).abs().max()))
     for attend in attends:
-        attend.arena.close()
+        attend.close()
     limit = 5e-3 if dtype == BF16 else 1e-3
     return "" if worst < limit and off < 1e-3 else f"ring of {world}, {case}: error {worst:.2e} of {limit}, logarithms off by {off:.2e}"
 
@@ -221,7 +221,7 @@ def ring_speed(ranks: LocalRanks, sizes: tuple[int, ...], causal: bool, balanced
     whole = kit.bind(alone, tensors, Sizes.of(q, k, causal, None), kit.check_scale(None, depth))
     whole_ms = milliseconds({"whole": whole})["whole"]
     for attend in attends:
-        attend.arena.close()
+        attend.close()
     return {
         "ring": sizes,
         "ranks": world,
@@ -241,8 +241,8 @@ def check_ulysses(ranks: LocalRanks, case: tuple[Any, ...], calls: int = 4) -> s
     batch, length, heads, depth, causal, dtype = case
     world = len(ranks.groups)
     tiling = kit.choose_tiling(length, length, depth, causal, parcels=True)
-    space = Workspace(batch, length, heads // world, depth, dtype, causal, world, tiling)
-    attends = [UlyssesAttention(space) for _ in ranks.each()]
+    plan = UlyssesPlan(batch, length, heads // world, depth, dtype, causal, world, tiling)
+    attends = [UlyssesAttention(plan) for _ in ranks.each()]
     drawn, got = [], []
     for _ in range(calls):
         whole = [torch.randn(batch, world * length, heads, depth, device="cuda").to(dtype) for _ in range(3)]
@@ -259,7 +259,7 @@ def check_ulysses(ranks: LocalRanks, case: tuple[Any, ...], calls: int = 4) -> s
         out = torch.cat(results, 1).float()
         worst = max(worst, float((out - wanted).norm() / wanted.norm()) if out.isfinite().all() else math.inf)
     for attend in attends:
-        attend.arena.close()
+        attend.close()
     limit = 5e-3 if dtype == BF16 else 1e-3
     return "" if worst < limit else f"Ulysses on {world}, {case}: error {worst:.2e} of {limit}"
 

@@ -81,10 +81,10 @@ def compile_ahead() -> None:
     tilings = {(tiling, BF16) for tiling in TILINGS}
     for _, queries, keys, _, _, depth, value_depth, _, dtype in SHAPES:
         tilings |= {(choose_tiling(of_keys, keys if of_keys else queries, max(depth, value_depth)), dtype) for of_keys in (False, True)}
-    jobs = {(backward.SOURCE, (("SHAPE", tiling.define(dtype)),)) for tiling, dtype in tilings}
+    jobs = {(backward.ATTENTION_BACKWARD.source, tuple(backward.defines(tiling, dtype).items())) for tiling, dtype in tilings}
     for depth, length, causal in POINTS:
         chosen = forward.defines(forward.choose_tiling(length, length, depth, causal), BF16, causal)
-        jobs.add((forward.SOURCE, tuple(chosen.items())))
+        jobs.add((forward.ATTENTION.source, tuple(chosen.items())))
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as pool:
         list(pool.map(compile_one, jobs))
     say(f"{len(jobs)} kernels are compiled")

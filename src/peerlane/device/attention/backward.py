@@ -6,15 +6,16 @@ import ctypes
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
 from peerlane.device.attention.forward import KEYS_IN_L2, Sizes, aligned, check_operands, check_scale, operand_map
-from peerlane.device.host.group import DeviceKernel, DeviceLaunch, Group, per_group
+from peerlane.device.host.declare import F32, I32, U32, U64, BoundKernel, Field, LocalKernel, Map, Pointer, array, layouts
+from peerlane.device.host.group import Group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.roles import GROUP_THREADS
-from peerlane.device.host.tensor_map import TensorMap
 from peerlane.device.products.gemm import ELEMENT_BYTES, ELEMENT_TYPES, PANEL
 from peerlane.errors import UsageError
 
@@ -22,21 +23,6 @@ PADDING = 128
 """Queries that numbers of a head are padded to a multiple of: at least a block."""
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-class Parameters(ctypes.Structure):
-    """Mirrors ``peerlane::BackwardParameters``."""
-
-    _fields_ = (
-        *((name, TensorMap) for name in ("x", "y", "a", "b")),
-        ("out", TensorMap * 2),
-        *((name, ctypes.c_uint64) for name in ("numbers", "claims")),
-        *((name, ctypes.c_float) for name in ("scale", "gradient_scale")),
-        *((name, ctypes.c_uint32) for name in ("batch", "heads", "key_heads", "queries", "keys", "padded", "causal")),
-        ("offset", ctypes.c_int32),
-        ("lines_at_once", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32),
-    )
 
 
 @dataclass(frozen=True)
@@ -81,6 +67,10 @@ TILINGS = (
 )
 
 
+def defines(tiling: BackwardTiling, dtype: torch.dtype) -> dict[str, str | int]:
+    return {"SHAPE": tiling.define(dtype)}
+
+
 def choose_tiling(of_keys: bool, rows: int, depth: int) -> BackwardTiling:
     """For tiles of ``rows`` keys or queries."""
     wanted = of_keys, 1 if rows <= 64 else 2, 2 * PANEL if depth > PANEL else PANEL
@@ -89,19 +79,26 @@ def choose_tiling(of_keys: bool, rows: int, depth: int) -> BackwardTiling:
 
 SOURCE = r"""
 #include <peerlane/attention_backward.cuh>
-
+using namespace peerlane;
 using Shape = SHAPE;
 
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
-    attention_backward(const __grid_constant__ peerlane::BackwardParameters parameters) {
-    peerlane::run_roles(peerlane::AttentionBackward<Shape>(parameters));
+extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) attention_backward(const __grid_constant__ AttentionBackward args) {
+    run_roles(AttentionBackwardRoles<Shape, AttentionBackward>(args));
 }
 """
-
-
-@per_group
-def _kernel(group: Group, tiling: BackwardTiling, dtype: torch.dtype) -> DeviceKernel:
-    return group.kernel(SOURCE, "attention_backward", defines={"SHAPE": tiling.define(dtype)})
+ATTENTION_BACKWARD = LocalKernel(
+    "attention_backward",
+    SOURCE,
+    **dict.fromkeys(("x", "y", "a", "b"), Map()),
+    out=Map(2),
+    numbers=Pointer("const float*"),
+    claims=Pointer("u32*"),
+    scale=F32,
+    gradient_scale=F32,
+    **dict.fromkeys(("batch", "heads", "key_heads", "queries", "keys", "padded", "causal"), U32),
+    offset=I32,
+    lines_at_once=U32,
+)
 
 
 def bind(
@@ -111,7 +108,7 @@ def bind(
     scale: float | None,
     of_keys: bool,
     tiling: BackwardTiling | None = None,
-) -> DeviceLaunch:
+) -> BoundKernel:
     """The launch that writes ``dk`` and ``dv``, or ``dq``, of ``tensors``: q, k, v, dout and the results, all ``aligned``.
 
     They also have numbers, as ``query_numbers`` gives them, and claims (1; int32, zero), which launches of one stream may share. The launch
@@ -121,56 +118,74 @@ def bind(
     tiling = tiling or choose_tiling(of_keys, lengths[0], max(depths))
     kept, streamed = (("k", "v"), ("q", "dout")) if of_keys else (("q", "dout"), ("k", "v"))
     rows = (*((name, tiling.rows) for name in kept), *((name, tiling.columns) for name in streamed))
-    maps = [group.encode(operand_map(group.place(tensors[name]), count)) for name, count in rows]
-    results = [group.encode(operand_map(group.place(tensors[name]), 64)) for name in (("dk", "dv") if of_keys else ("dq", "dq"))]
+    operands = [operand_map(group.place(tensors[name]), count) for name, count in rows]
+    maps: dict[str, Any] = dict(zip(("x", "y", "a", "b"), operands, strict=True))
+    results = [operand_map(group.place(tensors[name]), 64) for name in (("dk", "dv") if of_keys else ("dq", "dq"))]
     lines = sizes.batch * (sizes.key_heads if of_keys else sizes.heads)
     share = 1 if of_keys else sizes.heads // sizes.key_heads
     streamed_bytes = lengths[1] * sum(depths) * ELEMENT_BYTES * (sizes.heads // sizes.key_heads if of_keys else 1)
-    arguments = Parameters(
-        **dict(zip(("x", "y", "a", "b"), maps, strict=True)),
-        out=(TensorMap * 2)(*results),
-        numbers=group.address(tensors["numbers"]),
-        claims=group.address(tensors["claims"]),
+    return ATTENTION_BACKWARD.bind(
+        group,
+        grid=min(group.sm_count, lines * -(-lengths[0] // tiling.rows)),
+        block=tiling.threads,
+        shared_bytes=tiling.shared_bytes,
+        defines=defines(tiling, tensors["q"].dtype),
+        **maps,
+        out=results,
+        numbers=tensors["numbers"],
+        claims=tensors["claims"],
         scale=check_scale(scale, depths[0]),
         gradient_scale=depths[0] ** -0.5 if scale is None else scale,
-        batch=sizes.batch,
-        heads=sizes.heads,
-        key_heads=sizes.key_heads,
-        queries=sizes.queries,
-        keys=sizes.keys,
         padded=tensors["numbers"].shape[-1],
-        causal=int(sizes.causal),
-        offset=sizes.offset,
         lines_at_once=min(lines, share * max(1, KEYS_IN_L2 // streamed_bytes)) if sizes.causal else 1,
-    )
-    grid = min(group.sm_count, lines * -(-lengths[0] // tiling.rows))
-    return _kernel(group, tiling, tensors["q"].dtype).bind(grid, tiling.threads, (arguments,), shared_bytes=tiling.shared_bytes)
-
-
-class NumbersParameters(ctypes.Structure):
-    """Mirrors ``peerlane::NumbersParameters``."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("dout", "out", "logarithms", "numbers")),
-        *((name, ctypes.c_uint64 * 3) for name in ("dout_strides", "out_strides")),
-        *((name, ctypes.c_uint32) for name in ("batch", "heads", "queries", "depth", "padded", "padding")),
+        **sizes.fields(),
     )
 
 
 NUMBERS_SOURCE = r"""
 #include <peerlane/attention_backward.cuh>
+using namespace peerlane;
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention_numbers(const __grid_constant__ peerlane::NumbersParameters parameters) {
-    peerlane::write_numbers<ELEMENT>(parameters);
+extern "C" __global__ void __launch_bounds__(THREADS) attention_numbers(const __grid_constant__ AttentionNumbers args) {
+    write_numbers<ELEMENT>(args);
 }
 """
+_ROWS = Field("const char*", ctypes.c_uint64)  # an address: rows may lie apart
+ATTENTION_NUMBERS = LocalKernel(
+    "attention_numbers",
+    NUMBERS_SOURCE,
+    dout=_ROWS,
+    out=_ROWS,
+    logarithms=Pointer("const float*"),
+    numbers=Pointer("float*"),
+    dout_strides=array(U64, 3),
+    out_strides=array(U64, 3),
+    **dict.fromkeys(("batch", "heads", "queries", "depth", "padded"), U32),
+)
 _NUMBERS_THREADS, _NUMBERS_BLOCKS_PER_SM, _ROWS_AT_ONCE = 256, 8, 4
 
 
-@per_group
-def _numbers_kernel(group: Group, dtype: torch.dtype) -> DeviceKernel:
-    defines: dict[str, str | int] = {"ELEMENT": ELEMENT_TYPES[dtype], "THREADS": _NUMBERS_THREADS}
-    return group.kernel(NUMBERS_SOURCE, "attention_numbers", defines=defines)
+def _bind_numbers(group: Group, dout: torch.Tensor, out: torch.Tensor, logarithms: torch.Tensor, numbers: torch.Tensor) -> BoundKernel:
+    batch, queries, heads, depth = dout.shape
+    padded = numbers.shape[-1]
+    blocks = -(-batch * heads * padded * 16 // (_ROWS_AT_ONCE * _NUMBERS_THREADS))
+    return ATTENTION_NUMBERS.bind(
+        group,
+        grid=min(_NUMBERS_BLOCKS_PER_SM * group.sm_count, blocks),
+        block=_NUMBERS_THREADS,
+        defines={"ELEMENT": ELEMENT_TYPES[dout.dtype], "THREADS": _NUMBERS_THREADS},
+        dout=group.address(dout),
+        out=group.address(out),
+        logarithms=logarithms,
+        numbers=numbers,
+        dout_strides=[stride * ELEMENT_BYTES for stride in dout.stride()[:3]],
+        out_strides=[stride * ELEMENT_BYTES for stride in out.stride()[:3]],
+        batch=batch,
+        heads=heads,
+        queries=queries,
+        depth=depth,
+        padded=padded,
+    )
 
 
 def query_numbers(group: Group, dout: torch.Tensor, out: torch.Tensor, logarithms: torch.Tensor) -> torch.Tensor:
@@ -178,24 +193,10 @@ def query_numbers(group: Group, dout: torch.Tensor, out: torch.Tensor, logarithm
 
     dout and out (B, S, h, D); logarithms of sums of exponentials (B, h, S; float32)."""
     dout, out, logarithms = aligned(dout), aligned(out.to(dout.dtype)), logarithms.float().contiguous()
-    batch, queries, heads, depth = dout.shape
-    padded = -(-queries // PADDING) * PADDING
-    numbers = logarithms.new_empty((2, batch, heads, padded))
-    arguments = NumbersParameters(
-        **{
-            name: group.address(tensor) for name, tensor in (("dout", dout), ("out", out), ("logarithms", logarithms), ("numbers", numbers))
-        },
-        dout_strides=(ctypes.c_uint64 * 3)(*(stride * ELEMENT_BYTES for stride in dout.stride()[:3])),
-        out_strides=(ctypes.c_uint64 * 3)(*(stride * ELEMENT_BYTES for stride in out.stride()[:3])),
-        batch=batch,
-        heads=heads,
-        queries=queries,
-        depth=depth,
-        padded=padded,
-    )
-    blocks = -(-batch * heads * padded * 16 // (_ROWS_AT_ONCE * _NUMBERS_THREADS))
-    grid = min(_NUMBERS_BLOCKS_PER_SM * group.sm_count, blocks)
-    _numbers_kernel(group, dout.dtype).bind(grid, _NUMBERS_THREADS, (arguments,))()
+    batch, queries, heads, _ = dout.shape
+    numbers = logarithms.new_empty((2, batch, heads, -(-queries // PADDING) * PADDING))
+    key = layouts(group, dout, out, logarithms, numbers)
+    ATTENTION_NUMBERS.reserve(group).launches.get(key, lambda: _bind_numbers(group, dout, out, logarithms, numbers))()
     return numbers
 
 
@@ -214,7 +215,9 @@ def gradients(
     tensors = {name: aligned(known[name]) for name in ("q", "k", "v", "dout")}
     results = {f"d{name}": tensors[name].new_empty(known[name].shape) for name in (("k", "v") if of_keys else ("q",))}
     claims = torch.zeros(1, dtype=torch.int32, device=known["q"].device)
-    bind(group, {**tensors, **results, "numbers": known["numbers"], "claims": claims}, sizes, scale, of_keys)()
+    tensors |= {**results, "numbers": known["numbers"], "claims": claims}
+    key = of_keys, sizes, scale, layouts(group, *tensors.values())
+    ATTENTION_BACKWARD.reserve(group).launches.get(key, lambda: bind(group, tensors, sizes, scale, of_keys))()
     return tuple(results.values())
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from peerlane.device.host.group import DeviceKernel, DeviceLaunch, Group, per_group
+from peerlane.device.host.declare import F32, I32, U32, BoundKernel, LocalKernel, Map, Pointer, layouts
+from peerlane.device.host.group import Group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.roles import GROUP_THREADS
-from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec, TensorPlace
+from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
 from peerlane.device.products.gemm import ELEMENT_BYTES, ELEMENT_TYPES, PANEL
 from peerlane.errors import UsageError
 
@@ -20,24 +21,6 @@ MAX_DEPTH = 128
 _LEAST_SCALE = 1e-30
 KEYS_IN_L2 = 24 << 20
 """Bytes of keys and values that tiles at work at the same time should not exceed."""
-
-
-class Parameters(ctypes.Structure):
-    """Mirrors ``peerlane::AttentionParameters``."""
-
-    _fields_ = (
-        ("q", TensorMap),
-        ("k", TensorMap),
-        ("v", TensorMap),
-        ("out", TensorMap),
-        ("logarithms", ctypes.c_uint64),
-        ("claims", ctypes.c_uint64),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_uint32) for name in ("batch", "heads", "key_heads", "queries", "keys", "causal")),
-        ("offset", ctypes.c_int32),
-        ("lines_at_once", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32 * 3),
-    )
 
 
 @dataclass(frozen=True)
@@ -136,7 +119,8 @@ def check_scale(scale: float | None, depth: int) -> float:
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a contiguous copy, with rows that the copy unit can address."""
-    fits = tensor.stride(-1) == 1 and all(stride % 8 == 0 for stride in tensor.stride()[:-1]) and tensor.data_ptr() % 16 == 0
+    *strides, innermost = tensor.stride()
+    fits = innermost == 1 and math.gcd(8, *strides) == 8 and tensor.data_ptr() % 16 == 0
     return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
@@ -147,14 +131,24 @@ def operand_map(place: TensorPlace, rows: int) -> TensorMapSpec:
 
 SOURCE = r"""
 #include <peerlane/attention.cuh>
-
+using namespace peerlane;
 using Shape = SHAPE;
 
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
-    attention(const __grid_constant__ peerlane::AttentionParameters parameters) {
-    peerlane::run_roles(peerlane::Attention<Shape, CAUSAL>(parameters));
+extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) attention(const __grid_constant__ Attention args) {
+    run_roles(AttentionRoles<Shape, CAUSAL, Attention>(args));
 }
 """
+ATTENTION = LocalKernel(
+    "attention",
+    SOURCE,
+    **dict.fromkeys(("q", "k", "v", "out"), Map()),
+    logarithms=Pointer("float*"),
+    claims=Pointer("u32*"),
+    scale=F32,
+    **dict.fromkeys(("batch", "heads", "key_heads", "queries", "keys", "causal"), U32),
+    offset=I32,
+    lines_at_once=U32,
+)
 
 
 @dataclass(frozen=True)
@@ -179,36 +173,21 @@ class Sizes:
         share, held = self.heads // self.key_heads, KEYS_IN_L2 // (self.keys * depths * ELEMENT_BYTES)
         return min(self.heads * self.batch, share * max(1, held)) if self.causal else 1
 
-    def parameters(self, maps: Mapping[str, TensorMap], scale: float, depths: int, claims: int, logarithms: int) -> Parameters:
-        return Parameters(
-            **maps,
-            logarithms=logarithms,
-            claims=claims,
-            scale=scale,
-            batch=self.batch,
-            heads=self.heads,
-            key_heads=self.key_heads,
-            queries=self.queries,
-            keys=self.keys,
-            causal=int(self.causal),
-            offset=self.offset,
-            lines_at_once=self.lines_at_once(depths),
-        )
-
-
-def specs(places: Mapping[str, TensorPlace], tiling: AttentionTiling) -> dict[str, TensorMapSpec]:
-    """All maps of a launch, by the field they go to."""
-    rows = {"q": tiling.queries, "k": tiling.keys, "v": tiling.keys, "out": 64}
-    return {name: operand_map(place, rows[name]) for name, place in places.items()}
+    def fields(self) -> dict[str, Any]:
+        """The sizes as the kernels' structures have them."""
+        return {
+            "batch": self.batch,
+            "heads": self.heads,
+            "key_heads": self.key_heads,
+            "queries": self.queries,
+            "keys": self.keys,
+            "causal": int(self.causal),
+            "offset": self.offset,
+        }
 
 
 def defines(tiling: AttentionTiling, dtype: torch.dtype, causal: bool) -> dict[str, str | int]:
     return {"SHAPE": tiling.define(dtype), "CAUSAL": int(causal)}
-
-
-@per_group
-def _kernel(group: Group, tiling: AttentionTiling, dtype: torch.dtype, causal: bool) -> DeviceKernel:
-    return group.kernel(SOURCE, "attention", defines=defines(tiling, dtype, causal))
 
 
 def bind(
@@ -217,18 +196,26 @@ def bind(
     sizes: Sizes,
     scale: float,
     tiling: AttentionTiling | None = None,
-) -> DeviceLaunch:
+) -> BoundKernel:
     """The launch for ``tensors`` q, k, v and out, all ``aligned``; under a causal mask claims (1; int32, zero), which launches of one
     stream may share; and logarithms, if they are wanted. ``scale`` as ``check_scale`` gives it. The launch holds addresses, not tensors."""
     depths = [tensors[name].shape[3] for name in ("q", "v")]
     tiling = tiling or choose_tiling(sizes.queries, sizes.keys, max(depths), sizes.causal)
-    kernel = _kernel(group, tiling, tensors["q"].dtype, sizes.causal)
-    places = {name: group.place(tensors[name]) for name in ("q", "k", "v", "out")}
-    maps = {name: group.encode(spec) for name, spec in specs(places, tiling).items()}
-    claims, logarithms = (group.address(tensors[name]) if name in tensors else 0 for name in ("claims", "logarithms"))
-    arguments = sizes.parameters(maps, scale, sum(depths), claims, logarithms)
-    grid = min(group.sm_count, tiling.tiles(sizes.queries) * sizes.heads * sizes.batch)
-    return kernel.bind(grid, tiling.threads, (arguments,), shared_bytes=tiling.shared_bytes)
+    rows = {"q": tiling.queries, "k": tiling.keys, "v": tiling.keys, "out": 64}
+    maps: dict[str, Any] = {name: operand_map(group.place(tensors[name]), count) for name, count in rows.items()}
+    return ATTENTION.bind(
+        group,
+        grid=min(group.sm_count, tiling.tiles(sizes.queries) * sizes.heads * sizes.batch),
+        block=tiling.threads,
+        shared_bytes=tiling.shared_bytes,
+        defines=defines(tiling, tensors["q"].dtype, sizes.causal),
+        **maps,
+        logarithms=tensors.get("logarithms"),
+        claims=tensors.get("claims"),
+        scale=scale,
+        lines_at_once=sizes.lines_at_once(sum(depths)),
+        **sizes.fields(),
+    )
 
 
 def attention(
@@ -254,7 +241,8 @@ def attention(
     tensors = {"q": aligned(q), "k": aligned(k), "v": aligned(v), "out": out, "logarithms": logarithms}
     if causal:
         tensors["claims"] = torch.zeros(1, dtype=torch.int32, device=q.device)
-    bind(member, tensors, sizes, power, tiling)()
+    key = power, causal, sizes.offset, tiling, layouts(member, *tensors.values())
+    ATTENTION.reserve(member).launches.get(key, lambda: bind(member, tensors, sizes, power, tiling))()
     return out, logarithms
 
 

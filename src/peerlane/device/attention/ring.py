@@ -2,56 +2,52 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from peerlane.device.attention import forward
-from peerlane.device.attention.forward import (
-    AttentionTiling,
-    aligned,
-    check_operands,
-    check_scale,
-    merge,
-    operand_map,
-    supports,
-    wide_attention,
-)
+from peerlane.device.attention.forward import AttentionTiling, check_operands, merge, operand_map, supports, wide_attention
+from peerlane.device.attention.shards import ShardAttention, ShardPlan, parcel_map, piece_tokens, plain_place, transposed_place
 from peerlane.device.collectives.communicator import communicator
-from peerlane.device.host.arena import Arena
-from peerlane.device.host.group import DeviceLaunch, Group, per_group
+from peerlane.device.host.declare import F32, U32, Buffer, DeclaredKernel, Epochs, Flags, Map, Reserved
+from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.group_of import group_of
-from peerlane.device.host.layout import LINE_BYTES
-from peerlane.device.host.roles import BlockNeeds, require_resident
-from peerlane.device.host.tensor_map import MAX_BOX, TensorMap, TensorMapSpec, TensorPlace
+from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
 from peerlane.device.products.gemm import ELEMENT_BYTES
 from peerlane.errors import UsageError
 
-MAX_EPOCH_BLOCKS = 256  # of arena.cuh
-PARCEL_BYTES, PARCELS = 4096, 3  # of RingAttention
-_PIECE_BYTES = 64 << 10
-"""Of keys and values that one signal speaks for, if a block of keys is not more: a signal costs little, and pieces do not come late."""
 _BALANCED_BLOCKS = 4
 """Tiles of a head from which on ranks compute each other's: with fewer, the launch is over before queries and results have travelled."""
-_KEPT_LAUNCHES = 512
 
+SOURCE = r"""
+#include <peerlane/ring_attention.cuh>
+using namespace peerlane;
+using Shape = SHAPE;
+using Roles = RingAttentionRoles<Shape, WORLD_SIZE, RingAttention>;
 
-class Parameters(ctypes.Structure):
-    """Mirrors ``peerlane::RingAttentionParameters``."""
-
-    _fields_ = (
-        *((name, TensorMap) for name in ("q", "k", "v", "out", "gathered_k", "gathered_v", "guest_q", "guest_out")),
-        *((name, TensorMap) for name in ("parcels_k", "parcels_v", "parcels_q")),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_uint32) for name in ("batch", "heads", "key_heads", "length", "depth", "value_depth", "causal")),
-        *((name, ctypes.c_uint32) for name in ("own_blocks", "guest_rank", "first_guest", "guest_blocks")),
-        *((name, ctypes.c_uint32) for name in ("host_rank", "first_hosted", "hosted_blocks")),
-        *((name, ctypes.c_uint32) for name in ("lines_at_once", "piece_tokens", "targets")),
-        *((name, ctypes.c_uint64) for name in ("gathered_k_at", "gathered_v_at", "guest_q_at", "logarithms", "flags", "epochs", "claims")),
-    )
+extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
+    ring_attention(const __grid_constant__ Arena arena, const __grid_constant__ RingAttention args) {
+    run_roles(Roles(args, arena));
+}
+"""
+RING_ATTENTION = DeclaredKernel(
+    "ring_attention",
+    SOURCE,
+    **dict.fromkeys(("q", "k", "v", "out", "gathered_k", "gathered_v", "guest_q", "guest_out"), Map()),
+    **dict.fromkeys(("parcels_k", "parcels_v", "parcels_q"), Map()),
+    scale=F32,
+    **dict.fromkeys(("batch", "heads", "key_heads", "length", "depth", "value_depth", "causal"), U32),
+    **dict.fromkeys(("own_blocks", "guest_rank", "first_guest", "guest_blocks", "host_rank", "first_hosted", "hosted_blocks"), U32),
+    **dict.fromkeys(("lines_at_once", "piece_tokens", "targets"), U32),
+    **dict.fromkeys(("gathered_k_at", "gathered_v_at", "guest_q_at", "result"), Buffer(align=1024)),
+    logarithms=Buffer(),
+    flags=Flags(),
+    epochs=Epochs(),
+    claims=Buffer(),
+)
 
 
 @dataclass(frozen=True)
@@ -109,27 +105,23 @@ def shares(shape: Shape, tiling: AttentionTiling, world_size: int, balanced: boo
     return result
 
 
-def parcel_tokens(depth: int) -> int:
-    """Tokens of one head that are copied at a time."""
-    return min(MAX_BOX, PARCEL_BYTES // (depth * ELEMENT_BYTES))
-
-
 @dataclass(frozen=True)
-class Workspace:
-    """Sizes of what lies in the arena, and a rank's part in a launch."""
+class RingPlan(ShardPlan):
+    """Shards of one shape, and which tiles each rank computes."""
 
     shape: Shape
     world_size: int
     tiling: AttentionTiling
+    dtype: torch.dtype
     shares: tuple[Share, ...]
 
     @classmethod
-    def of(cls, shape: Shape, world_size: int, tiling: AttentionTiling | None = None, balanced: bool | None = None) -> Workspace:
+    def of(cls, shape: Shape, world_size: int, tiling: AttentionTiling | None = None, balanced: bool | None = None) -> RingPlan:
         chosen = tiling or forward.choose_tiling(
             shape.length, shape.length, max(shape.depth, shape.value_depth), shape.causal, parcels=True
         )
         balance = chosen.tiles(shape.length) >= _BALANCED_BLOCKS if balanced is None else balanced
-        return cls(shape, world_size, chosen, tuple(shares(shape, chosen, world_size, balance)))
+        return cls(shape, world_size, chosen, shape.dtype, tuple(shares(shape, chosen, world_size, balance)))
 
     @property
     def lines(self) -> int:
@@ -137,8 +129,7 @@ class Workspace:
 
     @property
     def piece_tokens(self) -> int:
-        block_bytes = self.tiling.keys * (self.shape.depth + self.shape.value_depth) * ELEMENT_BYTES
-        return self.tiling.keys * max(1, _PIECE_BYTES // block_bytes)
+        return piece_tokens(self.tiling, self.shape.depth + self.shape.value_depth)
 
     @property
     def pieces(self) -> int:
@@ -146,29 +137,22 @@ class Workspace:
         return self.shape.batch * self.shape.key_heads * -(-self.shape.length // self.piece_tokens)
 
     @property
-    def shared_bytes(self) -> int:
-        return self.tiling.shared_bytes + PARCELS * PARCEL_BYTES
-
-    def line_bytes(self, depth: int) -> int:
-        """Of one head of one batch entry."""
-        return self.shape.length * depth * ELEMENT_BYTES
+    def result_shape(self) -> tuple[int, int, int, int]:
+        return self.shape.batch, self.shape.length, self.shape.heads, self.shape.value_depth
 
     @property
-    def parts(self) -> dict[str, tuple[int, int]]:
-        """Bytes and alignment of every part of the arena."""
+    def sizes(self) -> dict[str, int]:
         shape, tiles = self.shape, self.lines * self.tiling.tiles(self.shape.length)
-        key_lines = 2 * self.world_size * shape.batch * shape.key_heads
-        guests = any(share.count for share in self.shares)
-        flags = 1 + self.pieces + tiles * (1 + self.tiling.groups)
+        keys = 2 * self.world_size * shape.batch * shape.key_heads * shape.length * ELEMENT_BYTES
+        queries = self.lines * shape.length * ELEMENT_BYTES
         return {
-            "gathered_k": (key_lines * self.line_bytes(shape.depth), 1024),
-            "gathered_v": (key_lines * self.line_bytes(shape.value_depth), 1024),
-            "guest_q": (2 * self.lines * self.line_bytes(shape.depth) if guests else 1024, 1024),
-            "out": (self.lines * self.line_bytes(shape.value_depth), 1024),
-            "logarithms": (self.lines * shape.length * 4, LINE_BYTES),
-            "flags": (flags * self.world_size * LINE_BYTES, LINE_BYTES),
-            "epochs": (4 * MAX_EPOCH_BLOCKS, LINE_BYTES),
-            "claims": (8, LINE_BYTES),
+            "gathered_k_at": keys * shape.depth,
+            "gathered_v_at": keys * shape.value_depth,
+            "guest_q_at": 2 * queries * shape.depth if any(share.count for share in self.shares) else 1024,
+            "result": queries * shape.value_depth,
+            "logarithms": self.lines * shape.length * 4,
+            "flags": 1 + self.pieces + tiles * (1 + self.tiling.groups),
+            "claims": 8,
         }
 
     def needed(self, rank: int) -> int:
@@ -187,84 +171,60 @@ class Workspace:
         share = self.shares[rank]
         return min(sm_count, max(self.lines * (share.own + share.count), self.pieces))
 
-    def stored(self, address: int, heads: int, depth: int, batches: int) -> TensorPlace:
-        """Memory of the arena (batches, heads, length, depth), seen as (batches, length, heads, depth)."""
-        length = self.shape.length
-        return TensorPlace(address, self.shape.dtype, (batches, length, heads, depth), (heads * length * depth, depth, length * depth, 1))
-
-    def result(self, address: int) -> TensorPlace:
-        """The result in the arena at ``address``."""
-        shape = self.shape
-        strides = (shape.length * shape.heads * shape.value_depth, shape.heads * shape.value_depth, shape.value_depth, 1)
-        return TensorPlace(address, shape.dtype, (shape.batch, shape.length, shape.heads, shape.value_depth), strides)
-
-    def specs(self, places: Mapping[str, TensorPlace], bases: list[int], offsets: Mapping[str, int], rank: int) -> dict[str, TensorMapSpec]:
-        """All maps of a launch: ``places`` are those of q, k and v, ``bases`` where every rank's arena lies."""
-        shape, share, own = self.shape, self.shares[rank], bases[rank]
-        key_batches = 2 * self.world_size * shape.batch
-        gathered = {
-            "gathered_k": self.stored(own + offsets["gathered_k"], shape.key_heads, shape.depth, key_batches),
-            "gathered_v": self.stored(own + offsets["gathered_v"], shape.key_heads, shape.value_depth, key_batches),
-        }
-        guests = self.stored(own + offsets["guest_q"], shape.heads, shape.depth, 2 * shape.batch)
-        rows = {"q": self.tiling.queries, "k": self.tiling.keys, "v": self.tiling.keys}
-        return {
-            **{name: operand_map(places[name], rows[name]) for name in rows},
-            **{name: operand_map(place, self.tiling.keys) for name, place in gathered.items()},
-            "out": operand_map(self.result(own + offsets["out"]), 64),
-            "guest_q": operand_map(guests if share.count else places["q"], self.tiling.queries),
-            "guest_out": operand_map(self.result(bases[share.owner if share.count else rank] + offsets["out"]), 64),
-            **{
-                f"parcels_{name}": place.map((parcel_tokens(place.shape[3]), 1, place.shape[3]), swizzled=False)
-                for name, place in places.items()
-            },
-        }
-
-    def parameters(self, maps: Mapping[str, TensorMap], scale: float, offsets: Mapping[str, int], rank: int, sm_count: int) -> Parameters:
-        shape, share = self.shape, self.shares[rank]
+    def fixed(self, reserved: Reserved) -> dict[str, Any]:
+        shape, rank = self.shape, reserved.group.rank
+        share, results = self.shares[rank], reserved.addresses("result")
         host = next((other for other, theirs in enumerate(self.shares) if theirs.count and theirs.owner == rank), 0)
         hosted = self.shares[host] if self.shares[host].count and self.shares[host].owner == rank else Share(0)
-        return Parameters(
-            **maps,
-            scale=scale,
-            batch=shape.batch,
-            heads=shape.heads,
-            key_heads=shape.key_heads,
-            length=shape.length,
-            depth=shape.depth,
-            value_depth=shape.value_depth,
-            causal=int(shape.causal),
-            own_blocks=share.own,
-            guest_rank=share.owner,
-            first_guest=share.first,
-            guest_blocks=share.count,
-            host_rank=host,
-            first_hosted=hosted.first,
-            hosted_blocks=hosted.count,
-            lines_at_once=min(self.lines, -(-sm_count // (share.own + share.count))),
-            piece_tokens=self.piece_tokens,
-            targets=self.targets(rank),
-            gathered_k_at=offsets["gathered_k"],
-            gathered_v_at=offsets["gathered_v"],
-            guest_q_at=offsets["guest_q"],
-            **{name: offsets[name] for name in ("logarithms", "flags", "epochs", "claims")},
-        )
+
+        def pushed(name: str, batches: int, heads: int, depth: int, rows: int) -> TensorMapSpec:
+            place = transposed_place(reserved.addresses(name)[rank], self.dtype, (batches, shape.length, heads, depth))
+            return operand_map(place, rows)
+
+        keys = 2 * self.world_size * shape.batch, shape.key_heads
+        fields = {
+            "batch": shape.batch,
+            "heads": shape.heads,
+            "key_heads": shape.key_heads,
+            "length": shape.length,
+            "depth": shape.depth,
+            "value_depth": shape.value_depth,
+            "causal": int(shape.causal),
+            "own_blocks": share.own,
+            "guest_rank": share.owner,
+            "first_guest": share.first,
+            "guest_blocks": share.count,
+            "host_rank": host,
+            "first_hosted": hosted.first,
+            "hosted_blocks": hosted.count,
+            "lines_at_once": min(self.lines, -(-reserved.group.sm_count // (share.own + share.count))),
+            "piece_tokens": self.piece_tokens,
+            "targets": self.targets(rank),
+            "out": operand_map(plain_place(results[rank], self.dtype, self.result_shape), 64),
+            "gathered_k": pushed("gathered_k_at", *keys, shape.depth, self.tiling.keys),
+            "gathered_v": pushed("gathered_v_at", *keys, shape.value_depth, self.tiling.keys),
+        }
+        if share.count:
+            fields["guest_q"] = pushed("guest_q_at", 2 * shape.batch, shape.heads, shape.depth, self.tiling.queries)
+            fields["guest_out"] = operand_map(plain_place(results[share.owner], self.dtype, self.result_shape), 64)
+        return fields
+
+    def maps(self, q: TensorPlace, k: TensorPlace, v: TensorPlace) -> dict[str, Any]:
+        return {
+            "q": operand_map(q, self.tiling.queries),
+            "k": operand_map(k, self.tiling.keys),
+            "v": operand_map(v, self.tiling.keys),
+            "parcels_k": parcel_map(k),
+            "parcels_v": parcel_map(v),
+            "parcels_q": parcel_map(q),
+        }
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        if (given := Shape.of(q, k, v, self.shape.causal)) != self.shape:
+            raise UsageError(f"ring attention of {given}: expected {self.shape}; create a RingAttention for each shape")
 
 
-SOURCE = r"""
-#include <peerlane/ring_attention.cuh>
-
-using Shape = SHAPE;
-using Fused = peerlane::RingAttention<Shape, WORLD_SIZE>;
-
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) ring_attention(
-    const __grid_constant__ Fused::Parameters parameters, const __grid_constant__ peerlane::Arena arena) {
-    peerlane::run_roles(Fused(parameters, arena));
-}
-"""
-
-
-class RingAttention:
+class RingAttention(ShardAttention):
     """``call(q, k, v, scale)`` for one shape of shards: attention to the keys of all ranks, in rank order, and logarithms of sums of
     exponentials.
 
@@ -281,44 +241,13 @@ class RingAttention:
         tiling: AttentionTiling | None = None,
         balanced: bool | None = None,
     ) -> None:
-        self.group, self.shape = group_of(group), shape
-        world_size = self.group.world_size
-        self.workspace = space = Workspace.of(shape, world_size, tiling, balanced)
-        self.arena = Arena(
-            sum(size + align for size, align in space.parts.values()), self.group, timeout_s=timeout_s, name="ring_attention"
-        )
-        self.offsets = {name: self.arena.take(size, align=align) for name, (size, align) in space.parts.items()}
-        self.arena.seal()
-        defines: dict[str, str | int] = {"SHAPE": space.tiling.define(shape.dtype), "WORLD_SIZE": world_size}
-        self.kernel = self.group.kernel(SOURCE, "ring_attention", defines=defines, on_failure=self.arena.raise_fault)
-        self.grid = space.grid(self.group.rank, self.arena.sm_count)
-        needs = BlockNeeds(space.tiling.threads, self.kernel.attributes()["registers"], space.shared_bytes)
-        require_resident("ring_attention", self.grid, needs, self.arena.sm_count)
-        self.out = self.arena.tensor(self.offsets["out"], (shape.batch, shape.length, shape.heads, shape.value_depth), shape.dtype)
-        self.logarithms = self.arena.tensor(self.offsets["logarithms"], (shape.batch, shape.heads, shape.length), torch.float32)
-        self._launches: dict[tuple[int, int, int, float | None], DeviceLaunch] = {}
+        ranks = group_of(group)
+        super().__init__(RING_ATTENTION, RingPlan.of(shape, ranks.world_size, tiling, balanced), ranks, timeout_s)
+        self.logarithms = self.reserved.tensor("logarithms", (shape.batch, shape.heads, shape.length), torch.float32)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v = aligned(q), aligned(k), aligned(v)
-        key = self.group.address(q), self.group.address(k), self.group.address(v), scale
-        launch = self._launches.get(key)
-        if launch is None:
-            if len(self._launches) == _KEPT_LAUNCHES:
-                self._launches.clear()
-            launch = self._launches[key] = self.bind(q, k, v, scale)
-        launch()
+        self.launch(q, k, v, scale)
         return self.out, self.logarithms
-
-    def bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> DeviceLaunch:
-        """The launch for these tensors. It holds their addresses, not them."""
-        if (given := Shape.of(q, k, v, self.shape.causal)) != self.shape:
-            raise UsageError(f"ring attention of {given}: expected {self.shape}; create a RingAttention for each shape")
-        space, rank, sm_count = self.workspace, self.group.rank, self.arena.sm_count
-        places = {name: self.group.place(tensor) for name, tensor in (("q", q), ("k", k), ("v", v))}
-        specs = space.specs(places, list(self.arena.view.base), self.offsets, rank)
-        maps = {name: self.group.encode(spec) for name, spec in specs.items()}
-        arguments = space.parameters(maps, check_scale(scale, q.shape[3]), self.offsets, rank, sm_count), self.arena.view
-        return self.kernel.bind(self.grid, space.tiling.threads, arguments, shared_bytes=space.shared_bytes)
 
 
 @per_group

@@ -2,51 +2,56 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from peerlane.device.attention import forward
 from peerlane.device.attention.backward import Gradients, attention_backward
-from peerlane.device.attention.forward import AttentionTiling, aligned, check_scale, operand_map, supports, wide_attention
-from peerlane.device.attention.ring import MAX_EPOCH_BLOCKS, PARCEL_BYTES, PARCELS, attend_over_ranks, parcel_tokens
+from peerlane.device.attention.forward import AttentionTiling, operand_map, supports, wide_attention
+from peerlane.device.attention.ring import attend_over_ranks
 from peerlane.device.attention.ring_backward import attend_over_ranks_backward
+from peerlane.device.attention.shards import ShardAttention, ShardPlan, parcel_map, piece_tokens, plain_place, transposed_place
 from peerlane.device.attention.short import is_short, short_attention
 from peerlane.device.collectives.strided import exchange_axes
-from peerlane.device.host.arena import Arena
-from peerlane.device.host.group import MAX_RANKS, DeviceLaunch, Group, per_group
+from peerlane.device.host.declare import F32, U32, Buffer, DeclaredKernel, Epochs, Flags, Map, Reserved
+from peerlane.device.host.group import MAX_RANKS, Group, per_group
 from peerlane.device.host.group_of import group_of
-from peerlane.device.host.layout import LINE_BYTES
-from peerlane.device.host.roles import BlockNeeds, require_resident
-from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec, TensorPlace
+from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
 from peerlane.device.products.gemm import ELEMENT_BYTES
 from peerlane.errors import UsageError
 
-_PIECE_BYTES = 64 << 10
-"""Of keys and values that one signal speaks for, if a block of keys is not more."""
-_KEPT_LAUNCHES = 512
+SOURCE = r"""
+#include <peerlane/ulysses_attention.cuh>
+using namespace peerlane;
+using Shape = SHAPE;
+using Roles = UlyssesAttentionRoles<Shape, WORLD_SIZE, UlyssesAttention>;
 
-
-class Parameters(ctypes.Structure):
-    """Mirrors ``peerlane::UlyssesAttentionParameters``."""
-
-    _fields_ = (
-        *((name, TensorMap * 3) for name in ("own", "gathered", "parcels")),
-        ("out", TensorMap * MAX_RANKS),
-        ("scale", ctypes.c_float),
-        *((name, ctypes.c_uint32) for name in ("batch", "heads", "length", "depth", "causal", "lines_at_once", "piece_tokens")),
-        ("gathered_at", ctypes.c_uint64 * 3),
-        *((name, ctypes.c_uint64) for name in ("flags", "epochs", "claims")),
-        ("padding", ctypes.c_uint64 * 6),
-    )
+extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
+    ulysses_attention(const __grid_constant__ Arena arena, const __grid_constant__ UlyssesAttention args) {
+    run_roles(Roles(args, arena));
+}
+"""
+ULYSSES_ATTENTION = DeclaredKernel(
+    "ulysses_attention",
+    SOURCE,
+    **dict.fromkeys(("own", "gathered", "parcels"), Map(3)),
+    out=Map(MAX_RANKS),
+    scale=F32,
+    **dict.fromkeys(("batch", "heads", "length", "depth", "causal", "lines_at_once", "piece_tokens"), U32),
+    **dict.fromkeys(("gathered_q_at", "gathered_k_at", "gathered_v_at", "result"), Buffer(align=1024)),
+    flags=Flags(),
+    epochs=Epochs(),
+    claims=Buffer(),
+)
 
 
 @dataclass(frozen=True)
-class Workspace:
-    """What all ranks agree on: shards of q, k and v (batch, length, world_size heads, depth), and what lies in the arena."""
+class UlyssesPlan(ShardPlan):
+    """Shards of q, k and v: (batch, length, world_size heads, depth)."""
 
     batch: int
     length: int
@@ -64,149 +69,76 @@ class Workspace:
 
     @property
     def piece_tokens(self) -> int:
-        return self.tiling.keys * max(1, _PIECE_BYTES // (2 * self.tiling.keys * self.depth * ELEMENT_BYTES))
+        return piece_tokens(self.tiling, 2 * self.depth)
 
     @property
-    def shared_bytes(self) -> int:
-        return self.tiling.shared_bytes + PARCELS * PARCEL_BYTES
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Of one operand."""
-        return 2 * self.world_size * self.lines * self.length * self.depth * ELEMENT_BYTES
-
-    @property
-    def parts(self) -> dict[str, tuple[int, int]]:
-        """Bytes and alignment of every part of the arena."""
-        blocks = self.tiling.tiles(self.length)
-        flags = 1 + self.lines * (-(-self.length // self.piece_tokens) + blocks * (1 + self.tiling.groups))
+    def sizes(self) -> dict[str, int]:
+        blocks, shard = self.tiling.tiles(self.length), self.world_size * self.lines * self.length * self.depth * ELEMENT_BYTES
         return {
-            **{f"gathered_{operand}": (self.gathered_bytes, 1024) for operand in "qkv"},
-            "out": (self.world_size * self.lines * self.length * self.depth * ELEMENT_BYTES, 1024),
-            "flags": (flags * self.world_size * LINE_BYTES, LINE_BYTES),
-            "epochs": (4 * MAX_EPOCH_BLOCKS, LINE_BYTES),
-            "claims": (8, LINE_BYTES),
+            **dict.fromkeys(("gathered_q_at", "gathered_k_at", "gathered_v_at"), 2 * shard),
+            "result": shard,
+            "flags": 1 + self.lines * (-(-self.length // self.piece_tokens) + blocks * (1 + self.tiling.groups)),
+            "claims": 8,
         }
 
     @property
     def result_shape(self) -> tuple[int, int, int, int]:
         return self.batch, self.length, self.world_size * self.heads, self.depth
 
-    def grid(self, sm_count: int) -> int:
-        """Blocks: no more than there is work for."""
+    def grid(self, rank: int, sm_count: int) -> int:
         return min(sm_count, self.lines * self.world_size * self.tiling.tiles(self.length))
 
-    def specs(
-        self, places: Sequence[TensorPlace], bases: Sequence[int], offsets: Mapping[str, int], rank: int
-    ) -> dict[str, list[TensorMapSpec]]:
-        """All maps of a launch: ``places`` are those of q, k and v, ``bases`` where every rank's arena lies."""
-        rows = (self.tiling.queries, self.tiling.keys, self.tiling.keys)
-        line = self.length * self.depth
-        gathered = [
-            TensorPlace(
-                bases[rank] + offsets[f"gathered_{operand}"],
-                self.dtype,
-                (2 * self.world_size * self.batch, self.length, self.heads, self.depth),
-                (self.heads * line, self.depth, line, 1),
-            )
-            for operand in "qkv"
-        ]
-        row = self.world_size * self.heads * self.depth
-        results = [
-            TensorPlace(bases[other] + offsets["out"], self.dtype, self.result_shape, (self.length * row, row, self.depth, 1))
-            for other in range(self.world_size)
-        ]
+    def fixed(self, reserved: Reserved) -> dict[str, Any]:
+        shape = 2 * self.world_size * self.batch, self.length, self.heads, self.depth
+        pushed = [reserved.addresses(f"gathered_{name}_at")[reserved.group.rank] for name in "qkv"]
         return {
-            "own": [operand_map(place, count) for place, count in zip(places, rows, strict=True)],
-            "gathered": [operand_map(place, count) for place, count in zip(gathered, rows, strict=True)],
-            "parcels": [place.map((parcel_tokens(self.depth), 1, self.depth), swizzled=False) for place in places],
-            "out": [operand_map(place, 64) for place in results],
+            "batch": self.batch,
+            "heads": self.heads,
+            "length": self.length,
+            "depth": self.depth,
+            "causal": int(self.causal),
+            "lines_at_once": min(self.lines, -(-reserved.group.sm_count // (self.world_size * self.tiling.tiles(self.length)))),
+            "piece_tokens": self.piece_tokens,
+            "gathered": self._operand_maps(transposed_place(address, self.dtype, shape) for address in pushed),
+            "out": [operand_map(plain_place(address, self.dtype, self.result_shape), 64) for address in reserved.addresses("result")],
         }
 
-    def parameters(self, maps: Mapping[str, list[TensorMap]], scale: float, offsets: Mapping[str, int], sm_count: int) -> Parameters:
-        return Parameters(
-            **{name: (TensorMap * 3)(*maps[name]) for name in ("own", "gathered", "parcels")},
-            out=(TensorMap * MAX_RANKS)(*maps["out"]),
-            scale=scale,
-            batch=self.batch,
-            heads=self.heads,
-            length=self.length,
-            depth=self.depth,
-            causal=int(self.causal),
-            lines_at_once=min(self.lines, -(-sm_count // (self.world_size * self.tiling.tiles(self.length)))),
-            piece_tokens=self.piece_tokens,
-            gathered_at=(ctypes.c_uint64 * 3)(*(offsets[f"gathered_{operand}"] for operand in "qkv")),
-            **{name: offsets[name] for name in ("flags", "epochs", "claims")},
-        )
+    def maps(self, q: TensorPlace, k: TensorPlace, v: TensorPlace) -> dict[str, Any]:
+        return {"own": self._operand_maps((q, k, v)), "parcels": [parcel_map(place) for place in (q, k, v)]}
+
+    def _operand_maps(self, places: Iterable[TensorPlace]) -> list[TensorMapSpec]:
+        rows = self.tiling.queries, self.tiling.keys, self.tiling.keys
+        return [operand_map(place, count) for place, count in zip(places, rows, strict=True)]
+
+    def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        for tensor in (q, k, v):
+            if tuple(tensor.shape) != self.result_shape or tensor.dtype != self.dtype:
+                raise UsageError(
+                    f"Ulysses attention of {tuple(tensor.shape)} in {tensor.dtype}: expected {self.result_shape} in {self.dtype}; "
+                    "create a UlyssesAttention for each shape"
+                )
 
 
-SOURCE = r"""
-#include <peerlane/ulysses_attention.cuh>
-
-using Shape = SHAPE;
-using Fused = peerlane::UlyssesAttention<Shape, WORLD_SIZE>;
-
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) ulysses_attention(
-    const __grid_constant__ Fused::Parameters parameters, const __grid_constant__ peerlane::Arena arena) {
-    peerlane::run_roles(Fused(parameters, arena));
-}
-"""
-
-
-class UlyssesAttention:
+class UlyssesAttention(ShardAttention):
     """``call(q, k, v, scale)`` for one shape of shards: attention over the sequence of all ranks, in rank order.
 
     q, k and v (B, S, h, D): bfloat16 or float16, of one shape on all ranks, h divisible by the ranks. ``causal``: a query sees the keys up
     to its own place in the whole sequence. The result (B, S, h, D) lies in the arena and is valid until the next call. Creating one is
     collective. Calls in one stream need no barrier between them and can be captured in a graph."""
 
-    def __init__(self, workspace: Workspace, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0) -> None:
-        self.group, self.workspace = group_of(group), workspace
-        self.arena = Arena(
-            sum(size + align for size, align in workspace.parts.values()), self.group, timeout_s=timeout_s, name="ulysses_attention"
-        )
-        self.offsets = {name: self.arena.take(size, align=align) for name, (size, align) in workspace.parts.items()}
-        self.arena.seal()
-        defines: dict[str, str | int] = {"SHAPE": workspace.tiling.define(workspace.dtype), "WORLD_SIZE": workspace.world_size}
-        self.kernel = self.group.kernel(SOURCE, "ulysses_attention", defines=defines, on_failure=self.arena.raise_fault)
-        self.grid = workspace.grid(self.arena.sm_count)
-        needs = BlockNeeds(workspace.tiling.threads, self.kernel.attributes()["registers"], workspace.shared_bytes)
-        require_resident("ulysses_attention", self.grid, needs, self.arena.sm_count)
-        self.out = self.arena.tensor(self.offsets["out"], workspace.result_shape, workspace.dtype)
-        self._launches: dict[tuple[int, int, int, float | None], DeviceLaunch] = {}
+    def __init__(self, plan: UlyssesPlan, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 10.0) -> None:
+        super().__init__(ULYSSES_ATTENTION, plan, group_of(group), timeout_s)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-        q, k, v = aligned(q), aligned(k), aligned(v)
-        key = self.group.address(q), self.group.address(k), self.group.address(v), scale
-        launch = self._launches.get(key)
-        if launch is None:
-            if len(self._launches) == _KEPT_LAUNCHES:
-                self._launches.clear()
-            launch = self._launches[key] = self.bind(q, k, v, scale)
-        launch()
+        self.launch(q, k, v, scale)
         return self.out
-
-    def bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> DeviceLaunch:
-        """The launch for these tensors. It holds their addresses, not them."""
-        space = self.workspace
-        for tensor in (q, k, v):
-            if tuple(tensor.shape) != space.result_shape or tensor.dtype != space.dtype:
-                raise UsageError(
-                    f"Ulysses attention of {tuple(tensor.shape)} in {tensor.dtype}: expected {space.result_shape} in {space.dtype}; "
-                    "create a UlyssesAttention for each shape"
-                )
-        places = [self.group.place(tensor) for tensor in (q, k, v)]
-        specs = space.specs(places, list(self.arena.view.base), self.offsets, self.group.rank)
-        maps = {name: [self.group.encode(spec) for spec in several] for name, several in specs.items()}
-        arguments = space.parameters(maps, check_scale(scale, space.depth), self.offsets, self.arena.sm_count), self.arena.view
-        return self.kernel.bind(self.grid, space.tiling.threads, arguments, shared_bytes=space.shared_bytes)
 
 
 @per_group
 def ulysses_attention(group: Group, batch: int, length: int, heads: int, depth: int, dtype: torch.dtype, causal: bool) -> UlyssesAttention:
     """The group's one :class:`UlyssesAttention` of this shape; ``heads`` are all heads. The first call is collective."""
     tiling = forward.choose_tiling(length, length, depth, causal, parcels=True)
-    return UlyssesAttention(Workspace(batch, length, heads // group.world_size, depth, dtype, causal, group.world_size, tiling), group)
+    return UlyssesAttention(UlyssesPlan(batch, length, heads // group.world_size, depth, dtype, causal, group.world_size, tiling), group)
 
 
 def attend_by_heads(

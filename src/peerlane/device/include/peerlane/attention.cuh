@@ -339,25 +339,20 @@ struct AttentionTile {
     u32 steps;
 };
 
-// Mirrors `peerlane.device.attention.forward.Parameters`. Maps are of (depth, heads, tokens, batch), innermost first, with boxes of a panel of a tile.
-struct AttentionParameters {
-    TensorMap q, k, v, out;
-    float* logarithms;   // (batch, heads, queries), of sums of exponentials; or null
-    u32* claims;         // of tiles, if causal; zero before and after a launch
-    float scale;         // of scores, as powers of two
-    u32 batch, heads, key_heads, queries, keys;
-    u32 causal;          // key j counts for query i if j <= i + offset
-    int offset;
-    u32 lines_at_once;   // heads whose tiles come side by side
-};
-
-// Attention by itself. `Claimed`: blocks take the next tile when they are ready, for under a causal mask tiles differ.
-template <class Shape, bool Claimed>
-struct Attention : Shape {
+// Attention by itself. `Claimed`: blocks take the next tile when they are ready, for under a causal mask tiles differ. Parameters have
+//   TensorMap q, k, v, out  of (depth, heads, tokens, batch), innermost first, with boxes of a panel of a tile
+//   float* logarithms       (batch, heads, queries), of sums of exponentials; or null
+//   u32* claims             of tiles, if causal; zero before and after a launch
+//   float scale             of scores, as powers of two
+//   u32 batch, heads, key_heads, queries, keys
+//   u32 causal; int offset  key j counts for query i if j <= i + offset
+//   u32 lines_at_once       heads whose tiles come side by side
+template <class Shape, bool Claimed, class Parameters>
+struct AttentionRoles : Shape {
     using Tile = AttentionTile;
-    const AttentionParameters& parameters;
+    const Parameters& parameters;
 
-    __device__ explicit Attention(const AttentionParameters& p) : parameters(p) {}
+    __device__ explicit AttentionRoles(const Parameters& p) : parameters(p) {}
     __device__ u32 blocks() const { return (parameters.queries + Shape::queries - 1) / Shape::queries; }
     __device__ u32 tile_count() const { return blocks() * parameters.heads * parameters.batch; }
 
@@ -380,7 +375,7 @@ struct Attention : Shape {
         return {0, key, static_cast<int>(parameters.keys) - key, parameters.causal ? tile.query + parameters.offset - key : no_diagonal};
     }
 
-    __device__ void load(const Tile& tile, InputProducer<Attention>& in, KeptProducer<Attention>& kept) const {
+    __device__ void load(const Tile& tile, InputProducer<AttentionRoles>& in, KeptProducer<AttentionRoles>& kept) const {
         kept.fill(Shape::Kept::bytes,
                   [&](auto& queries, u64* full) { queries.load(&parameters.q, full, Place4{0, tile.head, tile.query, tile.batch}); });
         const int head = tile.head / static_cast<int>(parameters.heads / parameters.key_heads);
@@ -390,8 +385,8 @@ struct Attention : Shape {
         load_blocks<Shape>(*this, tile, in, [](const AttentionStep&) {}, copy(&parameters.k), copy(&parameters.v));
     }
 
-    __device__ void compute(const Tile& tile, u32 group, InputConsumer<Attention>& in, KeptConsumer<Attention>& kept,
-                            OutputProducer<Attention>& out) const {
+    __device__ void compute(const Tile& tile, u32 group, InputConsumer<AttentionRoles>& in, KeptConsumer<AttentionRoles>& kept,
+                            OutputProducer<AttentionRoles>& out) const {
         OnlineSoftmax<Shape> state;
         attend(state, *this, tile, group, parameters.scale, in, kept);
         if (parameters.logarithms) {
@@ -401,7 +396,7 @@ struct Attention : Shape {
         emit_attention(state, out);
     }
 
-    __device__ void store(const Tile& tile, u32 group, OutputConsumer<Attention>& out) const {
+    __device__ void store(const Tile& tile, u32 group, OutputConsumer<AttentionRoles>& out) const {
         store_attention<Shape>(out, &parameters.out, {0, tile.head, tile.query + 64 * static_cast<int>(group), tile.batch});
     }
 

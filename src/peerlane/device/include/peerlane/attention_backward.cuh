@@ -16,18 +16,14 @@
 
 namespace peerlane {
 
-// Mirrors `peerlane.device.attention.backward.NumbersParameters`.
-struct NumbersParameters {
-    const char *dout, *out;                // (batch, queries, heads, depth), rows aligned to 16 bytes
-    const float* logarithms;               // (batch, heads, queries), natural ones
-    float* numbers;                        // as in BackwardParameters
-    u64 dout_strides[3], out_strides[3];   // of batch, queries and heads, in bytes
-    u32 batch, heads, queries, depth, padded;
-};
-
-// What the two kernels know of each query: its logarithm and its delta. By all blocks; 16 lanes take four queries of a head at a time.
-template <class E>
-__device__ inline void write_numbers(const NumbersParameters& parameters) {
+// What the two kernels know of each query: its logarithm and its delta. By all blocks; 16 lanes take four queries of a head at a time. Parameters have
+//   const char *dout, *out                (batch, queries, heads, depth), rows aligned to 16 bytes
+//   const float* logarithms               (batch, heads, queries), natural ones
+//   float* numbers                        as AttentionBackwardRoles have them
+//   u64 dout_strides[3], out_strides[3]   of batch, queries and heads, in bytes
+//   u32 batch, heads, queries, depth, padded
+template <class E, class Parameters>
+__device__ inline void write_numbers(const Parameters& parameters) {
     constexpr float log2e = 1.4426950408889634f;
     constexpr u32 lanes = 16, at_once = 4;
     const u32 lane = threadIdx.x % lanes, each = blockDim.x / lanes, steps = parameters.padded / at_once;
@@ -91,18 +87,6 @@ struct BackwardShape {
     using Output = SharedTile<E, 64, panel_columns>;
     static constexpr int output_slots = OutputSlots;
     static_assert(Slots >= 4 && Columns % mma_depth == 0 && Depth % panel_columns == 0);
-};
-
-// Mirrors `peerlane.device.attention.backward.Parameters`. Maps are of (depth, heads, tokens, batch), innermost first.
-struct BackwardParameters {
-    TensorMap x, y, a, b, out[2];      // out: dk and dv, or dq
-    const float* numbers;              // [2][batch * heads][padded queries]: logarithms as powers of two, infinite where no key counts; delta
-    u32* claims;                       // of tiles; zero before and after a launch
-    float scale, gradient_scale;       // of scores as powers of two, and of dk and dq
-    u32 batch, heads, key_heads, queries, keys, padded;
-    u32 causal;                        // key j counts for query i if j <= i + offset
-    int offset;
-    u32 lines_at_once;                 // heads whose tiles come side by side
 };
 
 // What a consumer group knows of its 64 rows. Each thread has two of them, eight apart.
@@ -175,8 +159,16 @@ struct BackwardSums {
     }
 };
 
-template <class Shape>
-struct AttentionBackward : Shape {
+// Parameters have
+//   TensorMap x, y, a, b, out[2]   of (depth, heads, tokens, batch), innermost first; out: dk and dv, or dq
+//   const float* numbers           [2][batch * heads][padded queries]: logarithms as powers of two, infinite where no key counts; delta
+//   u32* claims                    of tiles; zero before and after a launch
+//   float scale, gradient_scale    of scores as powers of two, and of dk and dq
+//   u32 batch, heads, key_heads, queries, keys, padded
+//   u32 causal; int offset         key j counts for query i if j <= i + offset
+//   u32 lines_at_once              heads whose tiles come side by side
+template <class Shape, class Parameters>
+struct AttentionBackwardRoles : Shape {
     using E = typename Shape::E;
     static constexpr bool of_keys = Shape::of_keys;
     static constexpr int rows = Shape::rows, columns = Shape::columns;
@@ -188,9 +180,9 @@ struct AttentionBackward : Shape {
     struct Step {
         int token, head;
     };
-    const BackwardParameters& parameters;
+    const Parameters& parameters;
 
-    __device__ explicit AttentionBackward(const BackwardParameters& p) : parameters(p) {}
+    __device__ explicit AttentionBackwardRoles(const Parameters& p) : parameters(p) {}
 
     __device__ u32 share() const { return parameters.heads / parameters.key_heads; }
     __device__ u32 lines() const { return parameters.batch * (of_keys ? parameters.key_heads : parameters.heads); }
@@ -214,7 +206,7 @@ struct AttentionBackward : Shape {
         }
     }
 
-    __device__ void load(const Tile& tile, InputProducer<AttentionBackward>& in, KeptProducer<AttentionBackward>& kept) const {
+    __device__ void load(const Tile& tile, InputProducer<AttentionBackwardRoles>& in, KeptProducer<AttentionBackwardRoles>& kept) const {
         kept.fill(Shape::Kept::bytes, [&](auto& both, u64* full) {
             const Place4 at{0, tile.head, tile.first, tile.batch};
             both.x.load(&parameters.x, full, at);
@@ -233,8 +225,8 @@ struct AttentionBackward : Shape {
         }
     }
 
-    __device__ void compute(const Tile& tile, u32 group, InputConsumer<AttentionBackward>& in, KeptConsumer<AttentionBackward>& kept,
-                            OutputProducer<AttentionBackward>& out) const {
+    __device__ void compute(const Tile& tile, u32 group, InputConsumer<AttentionBackwardRoles>& in, KeptConsumer<AttentionBackwardRoles>& kept,
+                            OutputProducer<AttentionBackwardRoles>& out) const {
         BackwardSums<Shape> state;
         const int first = 64 * static_cast<int>(group);
         if constexpr (!of_keys) {
@@ -294,7 +286,7 @@ struct AttentionBackward : Shape {
         }
     }
 
-    __device__ void store(const Tile& tile, u32 group, OutputConsumer<AttentionBackward>& out) const {
+    __device__ void store(const Tile& tile, u32 group, OutputConsumer<AttentionBackwardRoles>& out) const {
         const Place4 at{0, tile.head, tile.first + 64 * static_cast<int>(group), tile.batch};
         for (int result = 0; result < (of_keys ? 2 : 1); ++result) store_attention<Shape>(out, parameters.out + result, at);
     }

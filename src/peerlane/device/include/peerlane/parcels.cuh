@@ -10,7 +10,7 @@ namespace peerlane {
 struct alignas(line_bytes) Parcel {
     char data[4096];
 
-    // Rows of `row_bytes` in a parcel, a box of its map; mirrors `peerlane.device.attention.ring.parcel_tokens`.
+    // Rows of `row_bytes` in a parcel, a box of its map; mirrors `peerlane.device.attention.shards.parcel_tokens`.
     __device__ static u32 rows(u32 row_bytes) { return min(256u, static_cast<u32>(sizeof(Parcel)) / row_bytes); }
 };
 

@@ -21,31 +21,26 @@
 
 namespace peerlane {
 
-// Mirrors `peerlane.device.attention.ring.Parameters`. Maps are of (depth, heads, tokens, batch), innermost first. Those of the arena have further
-// batches: (buffer * W + source) * batch + entry, those of guests buffer * batch + entry.
-struct RingAttentionParameters {
-    TensorMap q, k, v, out;                        // this rank's
-    TensorMap gathered_k, gathered_v;              // pushed here
-    TensorMap guest_q, guest_out;                  // queries pushed here, and the result of the rank they come from
-    TensorMap parcels_k, parcels_v, parcels_q;     // this rank's, for copies of a parcel
-    float scale;                                   // of scores, as powers of two
-    u32 batch, heads, key_heads, length;           // length: of a shard
-    u32 depth, value_depth;
-    u32 causal;
-    u32 own_blocks;                                // tiles of a head that are computed here: the first of this rank's,
-    u32 guest_rank, first_guest, guest_blocks;     // and some of that rank's
-    u32 host_rank, first_hosted, hosted_blocks;    // of this rank's, computed there
-    u32 lines_at_once;                             // heads whose tiles come side by side
-    u32 piece_tokens;                              // a multiple of a block of keys
-    u32 targets;                                   // ranks that need this rank's keys
-    u64 gathered_k_at, gathered_v_at, guest_q_at;  // in the arena
-    u64 logarithms;                                // (batch, heads, length) floats
-    u64 flags, epochs, claims;                     // u32[2]
-};
-
-template <class Shape, int W>
-struct RingAttention : Shape {
-    using Parameters = RingAttentionParameters;
+// Parameters have, with maps of (depth, heads, tokens, batch), innermost first,
+//   TensorMap q, k, v, out                        this rank's
+//   TensorMap gathered_k, gathered_v              pushed here; batches are (buffer * W + source) * batch + entry
+//   TensorMap guest_q, guest_out                  queries pushed here, with batches buffer * batch + entry; the result of the rank they come from
+//   TensorMap parcels_k, parcels_v, parcels_q     this rank's, for copies of a parcel
+//   float scale                                   of scores, as powers of two
+//   u32 batch, heads, key_heads, length           length: of a shard
+//   u32 depth, value_depth, causal
+//   u32 own_blocks                                tiles of a head that are computed here: the first of this rank's,
+//   u32 guest_rank, first_guest, guest_blocks     and some of that rank's
+//   u32 host_rank, first_hosted, hosted_blocks    of this rank's, computed there
+//   u32 lines_at_once                             heads whose tiles come side by side
+//   u32 piece_tokens                              a multiple of a block of keys
+//   u32 targets                                   ranks that need this rank's keys
+// and in the arena
+//   u64 gathered_k_at, gathered_v_at, guest_q_at
+//   u64 logarithms                                (batch, heads, length) floats
+//   u64 flags, epochs, claims                     claims: u32[2]
+template <class Shape, int W, class Parameters>
+struct RingAttentionRoles : Shape {
     struct Tile : AttentionTile {
         int owner;  // of the queries
     };
@@ -59,7 +54,7 @@ struct RingAttention : Shape {
     const TileClaims claims;
 
     // By all threads: advances the epoch.
-    __device__ RingAttention(const Parameters& p, const Arena& a)
+    __device__ RingAttentionRoles(const Parameters& p, const Arena& a)
         : parameters(p),
           arena(a),
           epoch(next_epoch(reinterpret_cast<u32*>(a.local(p.epochs)))),
@@ -114,7 +109,7 @@ struct RingAttention : Shape {
 
     // ---- roles ---------------------------------------------------------------------------------------------------------------------------
 
-    __device__ void load(const Tile& tile, InputProducer<RingAttention>& in, KeptProducer<RingAttention>& kept, ReadyConsumer& ready) const {
+    __device__ void load(const Tile& tile, InputProducer<RingAttentionRoles>& in, KeptProducer<RingAttentionRoles>& kept, ReadyConsumer& ready) const {
         const auto take_token = [&] {
             ready.wait();
             ready.release();
@@ -154,8 +149,8 @@ struct RingAttention : Shape {
         }
     }
 
-    __device__ void compute(const Tile& tile, u32 group, InputConsumer<RingAttention>& in, KeptConsumer<RingAttention>& kept,
-                            OutputProducer<RingAttention>& out) const {
+    __device__ void compute(const Tile& tile, u32 group, InputConsumer<RingAttentionRoles>& in, KeptConsumer<RingAttentionRoles>& kept,
+                            OutputProducer<RingAttentionRoles>& out) const {
         OnlineSoftmax<Shape> state;
         attend(state, *this, tile, group, parameters.scale, in, kept);
         float* logarithms = reinterpret_cast<float*>(arena.peer(tile.owner, parameters.logarithms));
@@ -164,7 +159,7 @@ struct RingAttention : Shape {
         emit_attention(state, out);
     }
 
-    __device__ void store(const Tile& tile, u32 group, OutputConsumer<RingAttention>& out) const {
+    __device__ void store(const Tile& tile, u32 group, OutputConsumer<RingAttentionRoles>& out) const {
         const Place4 at(0, tile.head, tile.query + 64 * static_cast<int>(group), tile.batch);
         if (!is_guest(tile)) {
             store_attention<Shape>(out, &parameters.out, at);
@@ -175,7 +170,7 @@ struct RingAttention : Shape {
     }
 
     // Tells that this rank has begun, pushes, and waits for results of its tiles that others computed.
-    __device__ void communicate(u32 part, u32 parts, ParcelProducer<RingAttention>& fill, ParcelConsumer<RingAttention>& drain) const {
+    __device__ void communicate(u32 part, u32 parts, ParcelProducer<RingAttentionRoles>& fill, ParcelConsumer<RingAttentionRoles>& drain) const {
         const auto told = peers(communicator);
         if (part == 0) told.acknowledge_all(begun, epoch);
         const u32 targets = parameters.targets | (parameters.hosted_blocks ? only(parameters.host_rank) : 0);
@@ -183,7 +178,7 @@ struct RingAttention : Shape {
         for (int q = 0; q < W; ++q) {
             if (targets >> q & 1) told.wait(q, begun, epoch - 1);
         }
-        ParcelSender<W, RingAttention> sender(arena, parameters.flags, fill, drain);
+        ParcelSender<W, RingAttentionRoles> sender(arena, parameters.flags, fill, drain);
         const u32 share = parameters.heads / parameters.key_heads, each = pieces() + share * parameters.hosted_blocks;
         for (u32 index = part; index < parameters.batch * parameters.key_heads * each; index += parts) {
             const u32 line = index / each, number = index % each, batch = line / parameters.key_heads, head = line % parameters.key_heads;

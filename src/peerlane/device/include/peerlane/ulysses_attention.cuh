@@ -14,21 +14,18 @@
 
 namespace peerlane {
 
-// Mirrors `peerlane.device.attention.ulysses.Parameters`. Maps are of (depth, heads, tokens, batch), innermost first. Those of the arena have a rank's
-// heads, and further batches: (buffer * W + source) * batch + entry. Operands come in the order q, k, v.
-struct UlyssesAttentionParameters {
-    TensorMap own[3], gathered[3], parcels[3];
-    TensorMap out[max_ranks];         // the results of all ranks
-    float scale;                      // of scores, as powers of two
-    u32 batch, heads, length, depth;  // heads: of a rank; length: of a shard
-    u32 causal, lines_at_once, piece_tokens;
-    u64 gathered_at[3];               // in the arena
-    u64 flags, epochs, claims;        // u32[2]
-};
-
-template <class Shape, int W>
-struct UlyssesAttention : Shape {
-    using Parameters = UlyssesAttentionParameters;
+// Parameters have, with maps of (depth, heads, tokens, batch), innermost first, and operands in the order q, k, v,
+//   TensorMap own[3], parcels[3]      this rank's; parcels: for copies of a parcel
+//   TensorMap gathered[3]             pushed here: a rank's heads, with batches (buffer * W + source) * batch + entry
+//   TensorMap out[max_ranks]          the results of all ranks
+//   float scale                       of scores, as powers of two
+//   u32 batch, heads, length, depth   heads: of a rank; length: of a shard
+//   u32 causal, lines_at_once, piece_tokens
+// and in the arena
+//   u64 gathered_q_at, gathered_k_at, gathered_v_at
+//   u64 flags, epochs, claims         claims: u32[2]
+template <class Shape, int W, class Parameters>
+struct UlyssesAttentionRoles : Shape {
     struct Tile : AttentionTile {
         int owner;  // of the queries
     };
@@ -42,7 +39,7 @@ struct UlyssesAttention : Shape {
     const TileClaims claims;
 
     // By all threads: advances the epoch.
-    __device__ UlyssesAttention(const Parameters& p, const Arena& a)
+    __device__ UlyssesAttentionRoles(const Parameters& p, const Arena& a)
         : parameters(p),
           arena(a),
           epoch(next_epoch(reinterpret_cast<u32*>(a.local(p.epochs)))),
@@ -75,7 +72,7 @@ struct UlyssesAttention : Shape {
         return {source, key, static_cast<int>(parameters.length) - key, diagonal ? tile.query - key : no_diagonal};
     }
 
-    __device__ void load(const Tile& tile, InputProducer<UlyssesAttention>& in, KeptProducer<UlyssesAttention>& kept, ReadyConsumer& ready) const {
+    __device__ void load(const Tile& tile, InputProducer<UlyssesAttentionRoles>& in, KeptProducer<UlyssesAttentionRoles>& kept, ReadyConsumer& ready) const {
         const auto take_token = [&] {
             ready.wait();
             ready.release();
@@ -113,41 +110,44 @@ struct UlyssesAttention : Shape {
         }
     }
 
-    __device__ void compute(const Tile& tile, u32 group, InputConsumer<UlyssesAttention>& in, KeptConsumer<UlyssesAttention>& kept,
-                            OutputProducer<UlyssesAttention>& out) const {
+    __device__ void compute(const Tile& tile, u32 group, InputConsumer<UlyssesAttentionRoles>& in, KeptConsumer<UlyssesAttentionRoles>& kept,
+                            OutputProducer<UlyssesAttentionRoles>& out) const {
         OnlineSoftmax<Shape> state;
         attend(state, *this, tile, group, parameters.scale, in, kept);
         emit_attention(state, out);
     }
 
-    __device__ void store(const Tile& tile, u32 group, OutputConsumer<UlyssesAttention>& out) const {
+    __device__ void store(const Tile& tile, u32 group, OutputConsumer<UlyssesAttentionRoles>& out) const {
         const int head = static_cast<int>(arena.rank * parameters.heads) + tile.head;
         store_attention<Shape>(out, parameters.out + tile.owner, Place4(0, head, tile.query + 64 * static_cast<int>(group), tile.batch));
         if (tile.owner != arena.rank) peers(storer).signal(tile.owner, result_flag(tile.batch * parameters.heads + tile.head, tile.query / 64 + group), epoch);
     }
 
     // Tells that this rank has begun, pushes, and waits for this rank's results of all others.
-    __device__ void communicate(u32 part, u32 parts, ParcelProducer<UlyssesAttention>& fill, ParcelConsumer<UlyssesAttention>& drain) const {
+    __device__ void communicate(u32 part, u32 parts, ParcelProducer<UlyssesAttentionRoles>& fill, ParcelConsumer<UlyssesAttentionRoles>& drain) const {
         const auto told = peers(communicator);
         if (part == 0) told.acknowledge_all(begun, epoch);
 #pragma unroll 1
         for (int k = 1; k < W; ++k) told.wait(rank_after<W>(arena.rank, k), begun, epoch - 1);
-        ParcelSender<W, UlyssesAttention> sender(arena, parameters.flags, fill, drain);
+        ParcelSender<W, UlyssesAttentionRoles> sender(arena, parameters.flags, fill, drain);
         const u32 each = together() ? 1 : pieces() + blocks(), row = parameters.depth * element_bytes;
         for (u32 index = part; index < lines() * each * (W - 1); index += parts) {
             const u32 to = rank_after<W>(arena.rank, 1 + static_cast<int>(index % (W - 1)));
             const u32 line = index / (W - 1) / each, number = index / (W - 1) % each, batch = line / parameters.heads, head = line % parameters.heads;
-            const auto send = [&](int operand, u32 token, u32 tokens, const Signal& signal) {
+            const auto send = [&](int operand, u64 gathered_at, u32 token, u32 tokens, const Signal& signal) {
                 const u64 first = (u64(gathered_batch(arena.rank, batch)) * parameters.heads + head) * parameters.length;
                 sender.send(parameters.parcels + operand, to * parameters.heads + head, batch, token, min(token + tokens, parameters.length), row,
-                            parameters.gathered_at[operand] + first * row, signal);
+                            gathered_at + first * row, signal);
             };
             const bool queries = number < blocks(), keys = together() || !queries;
-            if (queries) send(0, number * Shape::queries, Shape::queries, keys ? Signal{only(to)} : Signal{only(to), query_flag(line, number), epoch});
+            if (queries) {
+                const Signal signal = keys ? Signal{only(to)} : Signal{only(to), query_flag(line, number), epoch};
+                send(0, parameters.gathered_q_at, number * Shape::queries, Shape::queries, signal);
+            }
             if (keys) {
                 const u32 piece = together() ? 0 : number - blocks(), token = piece * parameters.piece_tokens;
-                send(1, token, parameters.piece_tokens, Signal{only(to)});
-                send(2, token, parameters.piece_tokens, Signal{only(to), piece_flag(line, piece), epoch});
+                send(1, parameters.gathered_k_at, token, parameters.piece_tokens, Signal{only(to)});
+                send(2, parameters.gathered_v_at, token, parameters.piece_tokens, Signal{only(to), piece_flag(line, piece), epoch});
             }
         }
         sender.finish();
