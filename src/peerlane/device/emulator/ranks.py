@@ -32,6 +32,7 @@ from peerlane.device.emulator.turns import Meeting, Turns
 from peerlane.device.host.group import FAULT_WORDS, Group, Small, entered
 from peerlane.device.host.launch import argument, three
 from peerlane.device.host.layout import LINE_BYTES, Layout
+from peerlane.device.host.pool import check_sizes
 from peerlane.device.host.roles import BlockNeeds
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
 from peerlane.errors import UsageError
@@ -144,9 +145,11 @@ class EmulatedGroup(Group):
         self.sm_count, self.max_threads = team.world.sm_count, MAX_THREADS
 
     def exchange(self, value: Small) -> list[Small]:
+        self.cache.exchanged()
         return list(self.team.meeting.meet(self.member, "an exchange", value))
 
-    def allocate(self, nbytes: int) -> EmulatedMemory:
+    def allocate(self, nbytes: int, name: str = "") -> EmulatedMemory:
+        check_sizes(self.exchange(nbytes))
         bases, faults = self.team.meeting.meet(self.member, f"an allocation of {nbytes} bytes", nbytes, self.team.allocate)
         return EmulatedMemory(self, nbytes, bases, faults[self.rank])
 
@@ -242,6 +245,9 @@ class EmulatedLaunch:
     cluster: int
 
     def __call__(self) -> None:
+        for value in self.args:
+            if (check := getattr(value, "before_launch", None)) is not None:
+                check()
         group = self.kernel.group
         group.team.meeting.meet(group.member, f"a launch of {self.kernel.name}", self, group.team.run)
 
