@@ -71,6 +71,8 @@ def test_the_least_recently_used_memory_makes_room() -> None:
         arenas.append(with_arena(group, 3))
         arenas.append(with_arena(group, 4))
         assert with_arena(group, 1) is not arenas[1]
+        report = group.memory_report()
+        assert list(report.by_kernel) == ["kernel 1", "kernel 3", "kernel 4"] and report.leased_bytes == sum(report.by_kernel.values())
         return open_arenas(arenas)
 
     assert on_ranks(solution) == [[3, 4]] * RANKS

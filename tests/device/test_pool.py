@@ -61,7 +61,7 @@ class HostMemory:
     """A source of memory on the host, which notes what is asked of it."""
 
     def __init__(self, meeting: Meeting, rank: int, grows_in_place: bool) -> None:
-        self.meeting, self.rank, self.grows_in_place = meeting, rank, grows_in_place
+        self.meeting, self.rank, self.grows_in_place, self.kind = meeting, rank, grows_in_place, "lists"
         self.regions: list[HostRegion] = []
         self.done: list[str] = []
 
@@ -227,3 +227,17 @@ def test_ranks_that_disagree_are_all_told(act: Callable[[MemoryPool, int], None]
         return str(caught.value)
 
     assert len(set(on_all(run))) == 1
+
+
+def test_a_report_tells_bytes_and_who_has_them() -> None:
+    def run(pool: MemoryPool, source: HostMemory) -> tuple[Any, str]:
+        for nbytes, name in ((100, "ring"), (3000, "gemm"), (100, "ring"), (10, "")):
+            pool.lease(nbytes, name)
+        pool.leases[2].close()
+        return pool.report(), str(pool.report())
+
+    ((report, text), *_) = on_all(run)
+    assert report.by_kernel == {"gemm": 13 * LEASE_BYTES, "ring": LEASE_BYTES, "unnamed": LEASE_BYTES}
+    assert (report.reserved_bytes, report.leased_bytes, report.free_bytes) == (FIRST_BYTES, 15 * LEASE_BYTES, LEASE_BYTES)
+    assert (report.allocations, report.largest_lease_bytes, report.kind) == (1, 13 * LEASE_BYTES, "lists")
+    assert "arenas by lists: 0.0 MiB reserved in 1 allocations" in text and text.splitlines()[1].endswith("gemm")

@@ -13,6 +13,7 @@ from peerlane.device.host import cuda_bindings
 from peerlane.device.host.group import Group
 from peerlane.device.host.jit import Cubin, compile_cubin
 from peerlane.device.host.launch import Kernel
+from peerlane.device.host.memory_report import MemoryReport
 from peerlane.device.host.pool import Lease, MemoryPool, Source
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
 from peerlane.errors import DeviceError, UsageError
@@ -32,6 +33,9 @@ class CudaGroup(Group):
                 f"{name or 'an arena'} asks for memory while a CUDA graph is captured; call it once with these sizes before the capture"
             )
         return self.pool.lease(nbytes, name)
+
+    def memory_report(self) -> MemoryReport:
+        return self.pool.report()
 
     def kernel(
         self, source: str | Path, name: str, *, defines: Mapping[str, str | int], on_failure: Callable[[], None] | None = None

@@ -2,7 +2,7 @@
 
 The kit's host code asks a group, and nothing else, for ranks, exchange, memory and kernels. There are three kinds:
 
-    peerlane.device.host.ipc               processes of one node, joined by a torch.distributed process group; memory by CUDA IPC
+    peerlane.device.host.ipc               processes of one node, joined by a torch.distributed process group
     peerlane.device.host.local             ranks of one process, each with a stream of its own
     peerlane.device.emulator.ranks    threads on CPUs, whose kernels run in the emulator
 
@@ -23,6 +23,7 @@ import torch
 
 from peerlane.device.host.group_cache import GroupCache
 from peerlane.device.host.layout import Layout
+from peerlane.device.host.memory_report import MemoryReport
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec, TensorPlace
 from peerlane.errors import UsageError
 
@@ -138,6 +139,10 @@ class Group(ABC):
     @abstractmethod
     def allocate(self, nbytes: int, name: str = "") -> Memory:
         """Collective: zeroed memory on every rank, for the kernel ``name``. Raises UsageError on every rank if they differ in the size."""
+
+    @abstractmethod
+    def memory_report(self) -> MemoryReport:
+        """What this rank's arenas take at present, and which kernels use them."""
 
     @abstractmethod
     def kernel(

@@ -1,4 +1,4 @@
-"""Groups of processes, each with a GPU or a share of one; they reach each other's memory by CUDA IPC, which never uses NVLink multicast."""
+"""Groups of processes, each with a GPU or a share of one, which map each other's memory. They never use NVLink multicast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from peerlane import settings
 from peerlane.device.host.cuda_group import CudaGroup
 from peerlane.device.host.group import Small
 from peerlane.device.host.host_board import HostBoard
-from peerlane.device.host.ipc_memory import IpcMemory
+from peerlane.device.host.process_memory import ProcessMemory
 from peerlane.errors import DeviceTimeout, UsageError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -48,12 +48,14 @@ class ProcessGroupRanks(CudaGroup):
             raise UsageError(f"{type(group).__name__} has no store; pass a group that init_process_group or new_group has made")
         rank, device = group.rank(), torch.device("cuda", torch.cuda.current_device())
         self._exchange = StoreExchange(store, rank, group.size())
-        super().__init__(rank, group.size(), device, IpcMemory(self._exchange, rank, device))
+        memory = ProcessMemory(self._exchange, rank, group.size(), device)
+        super().__init__(rank, group.size(), device, memory)
         self._board: HostBoard | None = None
         self.runs_together = True
-        properties = torch.cuda.get_device_properties(self.device)
-        seen = self.exchange([host_name(), str(properties.uuid), properties.multi_processor_count])
-        self.ranks_per_device, self.sm_count = shares([(host, device, count) for host, device, count in seen], settings.ranks_per_gpu())
+        properties = torch.cuda.get_device_properties(device)
+        seen = self.exchange([host_name(), str(properties.uuid), properties.multi_processor_count, settings.arena_memory()])
+        memory.grows_in_place = grows_in_place([(uuid, choice) for _, uuid, _, choice in seen])
+        self.ranks_per_device, self.sm_count = shares([(host, uuid, count) for host, uuid, count, _ in seen], settings.ranks_per_gpu())
         self.takes_turns = not settings.runs_under_mps()
 
     def exchange(self, value: Small) -> list[Small]:
@@ -95,6 +97,12 @@ class StoreExchange:
         if number >= 2:  # every rank has read that round, or it would not have come to the last one
             self._store.delete_key(f"peerlane/{number - 2}/{self._rank}")
         return found
+
+
+def grows_in_place(members: Sequence[tuple[str, str | None]]) -> bool:
+    """Whether arenas use virtual memory management, from every rank's device and setting: by default where all ranks share one device."""
+    shared = len({device for device, _ in members}) == 1
+    return all(choice == "vmm" or (choice is None and shared) for _, choice in members)
 
 
 def shares(members: Sequence[tuple[str, str, int]], at_least: int = 1) -> tuple[int, int]:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from peerlane.device.host import cuda_bindings
-from peerlane.device.host.device_memory import Exchange, bytes_at, checked, pinned_fault, together, whole_granules
-from peerlane.device.host.group import Small
-from peerlane.device.host.pool import Region
+from peerlane.device.host.device_memory import Exchange, bytes_at, checked, together, whole_granules
 from peerlane.errors import DeviceError
+
+_HANDLE_BYTES = 64
+"""CU_IPC_HANDLE_SIZE. The bindings have an attribute for these bytes in some versions only."""
 
 
 class IpcMemory:
-    """The memory of one group's pool, on one of its ranks."""
-
-    grows_in_place = False
+    """The regions of one group's pool, on one of its ranks."""
 
     def __init__(self, exchange: Exchange, rank: int, device: torch.device) -> None:
         self.rank, self.device = rank, device
@@ -26,42 +26,30 @@ class IpcMemory:
         self._released: list[int] = []
         """own memory that other ranks may still map: CUDA forbids to free that"""
 
-    def exchange(self, value: Small) -> list[Small]:
-        return self._exchange(value)
-
     def add(self, nbytes: int) -> IpcRegion:
+        """Collective: a region of zeroes. Raises DeviceError on all ranks if it failed on one."""
         if self._released:
-            self.exchange(None)  # all ranks have unmapped what they released
+            self._exchange(None)  # all ranks have unmapped what they released
             while self._released:
                 checked(cuda_bindings.driver().cuMemFree(self._released.pop()), "freeing memory of closed arenas")
         region = IpcRegion(self.rank, self.device, whole_granules(nbytes))
         try:
-            handles = together(self.exchange, region.allocate)
+            handles = together(self._exchange, region.allocate)
         except DeviceError:
             region.free()
             raise
         self._regions.append(region)
         try:
-            together(self.exchange, lambda: region.map_peers(handles))
+            together(self._exchange, lambda: region.map_peers(handles))
         except DeviceError:
             self._forget(region)
             raise
         return region
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-    def zero(self, region: Region, offset: int, nbytes: int) -> None:
-        region.tensor(offset, nbytes).zero_()
-        self.synchronize()
-        self.exchange(None)
-
     def release(self) -> None:
+        """Unmap everything; own memory is freed once the other ranks have done so too."""
         for region in list(self._regions):
             self._forget(region)
-
-    def fault_record(self) -> torch.Tensor:
-        return pinned_fault()
 
     def _forget(self, region: IpcRegion) -> None:
         self._regions.remove(region)
@@ -84,7 +72,8 @@ class IpcRegion:
         self.own = int(checked(driver.cuMemAlloc(self.nbytes), f"allocating {self.nbytes} bytes for arenas"))
         self.tensor(0, self.nbytes).zero_()
         torch.cuda.synchronize(self.device)  # before any peer gets the handle and may write
-        return bytes(checked(driver.cuIpcGetMemHandle(self.own), "exporting the memory of arenas").reserved).hex()
+        handle = checked(driver.cuIpcGetMemHandle(self.own), "exporting the memory of arenas")
+        return ctypes.string_at(int(handle.getPtr()), _HANDLE_BYTES).hex()
 
     def free(self) -> None:
         """Give back memory that no other rank has mapped."""
@@ -99,7 +88,7 @@ class IpcRegion:
             if rank == self.rank:
                 continue
             handle = driver.CUipcMemHandle()
-            handle.reserved = bytes.fromhex(text)
+            ctypes.memmove(int(handle.getPtr()), bytes.fromhex(text), _HANDLE_BYTES)
             self._opened[rank] = checked(
                 driver.cuIpcOpenMemHandle(handle, flags),
                 f"mapping the arenas of rank {rank} (do all ranks see each other's GPUs in CUDA_VISIBLE_DEVICES, and does "

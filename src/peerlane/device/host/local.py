@@ -46,7 +46,7 @@ class LocalMemory:
     """The memory of the pool, as one rank sees it. The ranks take the same steps one after the other, and the first one takes each for all:
     later ones would wait for its kernels, which wait for theirs."""
 
-    grows_in_place = False
+    kind, grows_in_place = "one process", False
 
     def __init__(self, rank: int, world_size: int, shared: _Shared) -> None:
         self._rank, self._world_size, self._shared = rank, world_size, shared

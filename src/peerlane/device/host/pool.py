@@ -19,6 +19,7 @@ import torch
 from peerlane.device.host.free_list import FreeList
 from peerlane.device.host.group import Small
 from peerlane.device.host.layout import LINE_BYTES, Layout
+from peerlane.device.host.memory_report import MemoryReport
 from peerlane.errors import DeviceError, UsageError
 
 LEASE_BYTES = 64 << 10
@@ -47,6 +48,11 @@ class Region(Protocol):
 
 class Source(Protocol):
     """Where a pool's memory comes from."""
+
+    @property
+    def kind(self) -> str:
+        """How ranks reach each other's, for reports."""
+        ...
 
     @property
     def grows_in_place(self) -> bool:
@@ -88,6 +94,11 @@ class MemoryPool:
         """those that are not closed, in the order in which they were made"""
         self.allocations = 0
         """how often memory was asked for so far"""
+
+    def report(self) -> MemoryReport:
+        """What the leases take at present."""
+        leases = [(lease.name, lease.length) for lease in self.leases]
+        return MemoryReport.of(self._source.kind, leases, self.reserved_bytes, self.allocations)
 
     @property
     def reserved_bytes(self) -> int:
