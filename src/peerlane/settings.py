@@ -43,6 +43,17 @@ def tunes() -> bool:
     return os.environ.get("PEERLANE_TUNE") == "1"
 
 
+ARENA_MEMORY = "PEERLANE_ARENA_MEMORY"
+
+
+def arena_memory() -> str | None:
+    """How ranks share the memory of arenas: PEERLANE_ARENA_MEMORY, ``vmm`` (it grows in place) or ``ipc``; None leaves it to the kit."""
+    given = os.environ.get(ARENA_MEMORY)
+    if given not in (None, "vmm", "ipc"):
+        raise UsageError(f"{ARENA_MEMORY}={given}: expected vmm or ipc")
+    return given
+
+
 def runs_under_mps() -> bool:
     """True where MPS is set up for this process by name, so that ranks that share a GPU run at once and do not take turns."""
     return bool(os.environ.get("CUDA_MPS_PIPE_DIRECTORY"))

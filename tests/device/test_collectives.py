@@ -16,7 +16,7 @@ from peerlane.device.collectives.kernels import KERNELS, ROUNDS
 from peerlane.device.collectives.messages import Member
 from peerlane.device.collectives.plans import Machine
 from peerlane.device.collectives.workspace import RINGS, Messages, Workspace
-from peerlane.device.host.arena import check_sizes, describe_fault
+from peerlane.device.host.arena import describe_fault
 from peerlane.device.host.layout import Layout, check_layouts
 from peerlane.errors import UsageError
 
@@ -50,12 +50,6 @@ def test_a_full_layout_says_what_is_left() -> None:
         layout.take(100)
     with pytest.raises(UsageError, match="a power of two"):
         layout.take(8, align=3)
-
-
-def test_members_of_an_arena_agree_on_its_size() -> None:
-    check_sizes([64, 64])
-    with pytest.raises(UsageError, match=r"different sizes: \[64, 128\] bytes"):
-        check_sizes([64, 128])
 
 
 def test_a_fault_says_who_waited_for_whom() -> None:

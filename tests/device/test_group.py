@@ -18,6 +18,7 @@ from peerlane.device.host import cuda_group, ipc
 from peerlane.device.host.cuda_group import CudaGroup
 from peerlane.device.host.declare import U32, DeclaredKernel, compile_ahead
 from peerlane.device.host.group import Group, Small, per_group
+from peerlane.device.host.group_cache import GroupCache
 from peerlane.device.host.host_board import HostBoard
 from peerlane.device.host.ipc import StoreExchange, shares
 from peerlane.errors import DeviceTimeout, UsageError
@@ -88,7 +89,7 @@ def test_a_group_keeps_one_object_for_each_set_of_arguments() -> None:
 
     class Kept(LocalRank):
         def __init__(self) -> None:
-            self.cache = {}
+            self.cache = GroupCache()
 
     made = []
 

@@ -107,7 +107,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> RecordedDriver:
 
 
 def test_a_push_raises_the_flag_behind_every_chunk(driver: RecordedDriver) -> None:
-    arena: Any = SimpleNamespace(device="cuda:0", rank=1, world_size=4, view=SimpleNamespace(base=[1 << 20, 2 << 20, 3 << 20, 4 << 20]))
+    arena: Any = SimpleNamespace(
+        stay=lambda: None, device="cuda:0", rank=1, world_size=4, view=SimpleNamespace(base=[1 << 20, 2 << 20, 3 << 20, 4 << 20])
+    )
     engine = CopyEngine(arena, flags=4096)
     tensor = torch.zeros(20, dtype=torch.uint8)
     assert engine.push(2, 512, tensor, slot=3, number=0xFFFFFFFE, chunk_bytes=8) == 3
@@ -124,7 +126,7 @@ def test_a_push_raises_the_flag_behind_every_chunk(driver: RecordedDriver) -> No
 
 
 def test_a_pull_raises_the_own_flag_and_waits_come_first(driver: RecordedDriver) -> None:
-    arena: Any = SimpleNamespace(device="cuda:0", rank=0, world_size=2, view=SimpleNamespace(base=[1 << 20, 2 << 20]))
+    arena: Any = SimpleNamespace(stay=lambda: None, device="cuda:0", rank=0, world_size=2, view=SimpleNamespace(base=[1 << 20, 2 << 20]))
     engine = CopyEngine(arena, flags=0)
     tensor = torch.zeros(4, dtype=torch.uint8)
     engine.wait(1, slot=0, number=5)

@@ -30,6 +30,7 @@ _FAULT: tl.constexpr = tl.constexpr(MAX_RANKS + 2)
 def arena_table(arena: Arena) -> torch.Tensor:
     """Base addresses of all ranks, own rank, timeout in ns, address of the fault record."""
     view = arena.view
+    arena.stay()
     return torch.tensor([*view.base, view.rank, view.timeout_ns, view.fault], dtype=torch.int64, device=arena.device)
 
 

@@ -42,6 +42,7 @@ class CopyEngine:
     def __init__(self, arena: Arena, flags: int) -> None:
         self.arena = arena
         self.flags = flags
+        arena.stay()
         self.stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call, unused-ignore]
 
     def push(self, peer: int, target: int, source: torch.Tensor, *, slot: int, number: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> int:

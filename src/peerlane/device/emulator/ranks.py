@@ -32,6 +32,8 @@ from peerlane.device.emulator.turns import Meeting, Turns
 from peerlane.device.host.group import FAULT_WORDS, Group, Small, entered
 from peerlane.device.host.launch import argument, three
 from peerlane.device.host.layout import LINE_BYTES, Layout
+from peerlane.device.host.memory_report import MemoryReport
+from peerlane.device.host.pool import check_sizes
 from peerlane.device.host.roles import BlockNeeds
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
 from peerlane.errors import UsageError
@@ -142,13 +144,21 @@ class EmulatedGroup(Group):
         super().__init__(team.members.index(member), len(team.members), torch.device("cpu"))
         self.team, self.member = team, member
         self.sm_count, self.max_threads = team.world.sm_count, MAX_THREADS
+        self._arenas: list[tuple[str, EmulatedMemory]] = []
 
     def exchange(self, value: Small) -> list[Small]:
+        self.cache.exchanged()
         return list(self.team.meeting.meet(self.member, "an exchange", value))
 
-    def allocate(self, nbytes: int) -> EmulatedMemory:
+    def allocate(self, nbytes: int, name: str = "") -> EmulatedMemory:
+        check_sizes(self.exchange(nbytes))
         bases, faults = self.team.meeting.meet(self.member, f"an allocation of {nbytes} bytes", nbytes, self.team.allocate)
-        return EmulatedMemory(self, nbytes, bases, faults[self.rank])
+        self._arenas.append((name, EmulatedMemory(self, nbytes, bases, faults[self.rank])))
+        return self._arenas[-1][1]
+
+    def memory_report(self) -> MemoryReport:
+        leases = [(name, memory.layout.nbytes) for name, memory in self._arenas if not memory.closed]
+        return MemoryReport.of("emulated", leases, sum(nbytes for _, nbytes in leases), len(self._arenas))
 
     def kernel(
         self, source: str | Path, name: str, *, defines: Mapping[str, str | int], on_failure: Callable[[], None] | None = None
@@ -166,7 +176,7 @@ class EmulatedMemory:
     """An arena of emulated ranks: around each of its parts lie pages that nobody may touch."""
 
     def __init__(self, group: EmulatedGroup, nbytes: int, bases: Sequence[int], fault: Part) -> None:
-        self.group, self.bases, self._fault = group, bases, fault
+        self.group, self.bases, self._fault, self.closed = group, bases, fault, False
         self.layout = _PartLayout(self, nbytes + LINE_BYTES)
         self._parts: dict[int, Part] = {}
         self.add(0, LINE_BYTES, "first line of the arena")
@@ -194,6 +204,7 @@ class EmulatedMemory:
 
     def close(self) -> None:
         """Memory of emulated ranks is given back at the end of the run."""
+        self.closed = True
 
 
 class _PartLayout(Layout):
@@ -242,6 +253,9 @@ class EmulatedLaunch:
     cluster: int
 
     def __call__(self) -> None:
+        for value in self.args:
+            if (check := getattr(value, "before_launch", None)) is not None:
+                check()
         group = self.kernel.group
         group.team.meeting.meet(group.member, f"a launch of {self.kernel.name}", self, group.team.run)
 

@@ -1,13 +1,13 @@
-"""The symmetric arena: one allocation per rank that every rank of a group can read and write.
+"""The symmetric arena: memory of every rank that every rank of a group can read and write.
 
-One allocation, then sub-allocation by plain counting (``layout.py``), so that an offset means the same thing everywhere and the table of
-base addresses is all a kernel needs. How the memory is shared is the group's business (``group.py``).
+One piece of it, then sub-allocation by plain counting (``layout.py``), so that an offset means the same thing everywhere and the table of
+base addresses is all a kernel needs. Where the memory comes from is the group's business: on GPUs it is a part of a pool (``pool.py``).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 from weakref import WeakSet
@@ -39,6 +39,9 @@ class ArenaView(ctypes.Structure):
         ("timeline_events", ctypes.c_uint64),
     )
 
+    before_launch: Callable[[], object] | None = None
+    """What a launch with this argument calls first, if anything. No part of what the kernel gets."""
+
 
 class Arena:
     """``nbytes`` of zeroed memory on every rank of ``group`` (default: all ranks), 2 to 8 ranks of one node.
@@ -46,19 +49,19 @@ class Arena:
     Creating it is collective and can not be captured in a graph. ``view`` is the kernel argument; ``sm_count`` is the smallest number of
     SMs of any rank, hence the largest grid of one block per SM that is resident everywhere. Waits of kernels that use this arena end after
     ``timeout_s``, or later where ranks share a device. Several kernels may share an arena, each with parts of its own. ``close()`` (or
-    leaving a ``with``) gives the memory back; nothing here is collective after creation but ``seal()``.
+    leaving a ``with``) gives the memory back, in the same order on every rank; nothing here is collective after creation but ``seal()``.
 
     ``name``: of the kernel that uses it, for the report of a wait that ran out of time.
     """
 
     def __init__(self, nbytes: int, group: Group | dist.ProcessGroup | None = None, *, timeout_s: float = 2.0, name: str = "") -> None:
-        self.name, self.group = name, group_of(group)
+        self.name, self.group, self.closed = name, group_of(group), False
         group = self.group
         self.rank, self.world_size, self.sm_count, self.device = group.rank, group.world_size, group.sm_count, group.device
         if self.world_size < 2:
             raise UsageError(f"an arena spans 2 to {MAX_RANKS} ranks of one node; this group has {self.world_size}: pass another group")
-        check_sizes(group.exchange(nbytes))
-        self._memory = group.allocate(nbytes)
+        group.cache.make_room(group.exchange)
+        self._memory = group.allocate(nbytes, name)
         self.layout = self._memory.layout
         self.nbytes = self.layout.nbytes
         self.view = ArenaView(
@@ -68,6 +71,9 @@ class Arena:
             timeout_ns=int(group.wait_limit_s(timeout_s) * 1e9),
             fault=self._memory.fault,
         )
+        self._entry = group.cache.own(self)
+        if self._entry is not None and not self._entry.stays:
+            self.view.before_launch = self._stay_if_captured
         if settings.records_roles() and self.device.type == "cuda":
             observed.append(self.record_timeline(_OBSERVED_EVENTS))
         _arenas.add(self)
@@ -84,7 +90,9 @@ class Arena:
         check_layouts([LayoutRecord(*record) for record in self.group.exchange([own.takes, own.taken, own.fingerprint])])
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """This rank's own memory at ``offset``, as a tensor. Not to be used after ``close()``."""
+        """This rank's own memory at ``offset``, as a tensor. Not to be used after ``close()``, nor once the arena made room for others."""
+        if self.closed and self.view.before_launch is not None:
+            self.view.before_launch()
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if not any(start <= offset and offset + nbytes <= start + length for start, length in self.layout.parts):
             raise UsageError(f"{nbytes} bytes at {offset} do not lie in a part of the arena; pass an offset that take() gave")
@@ -106,8 +114,31 @@ class Arena:
         return describe_fault(self._memory.fault_words(), self.view.timeout_ns, self.name)
 
     def close(self) -> None:
-        """Give the memory back once the kernels that use it have ended on every rank; the caller sees to that. May be called twice."""
-        self._memory.close()
+        """Give the memory back, to the group: it is used again once no kernel of any rank uses it. May be called twice. Launches with this
+        arena raise UsageError from now on."""
+        self._refuse(f"the arena{f' of {self.name}' if self.name else ''} is closed; create a new one")
+
+    def evict(self) -> None:
+        """The same, for an arena that made room for others in the group's cache."""
+        self._refuse(f"{self.name or 'this kernel'} made room for kernels that were used later; look it up in each call, do not keep it")
+
+    def _refuse(self, reason: str) -> None:
+        def refuse() -> None:
+            raise UsageError(reason)
+
+        if not self.closed:
+            self.closed, self.view.before_launch = True, refuse
+            self._memory.close()
+
+    def stay(self) -> None:
+        """Never make room for others: the addresses are known where no launch can ask whether the arena is closed."""
+        if self._entry is not None:
+            self._entry.stays = True
+
+    def _stay_if_captured(self) -> None:
+        if self.group.cache.captures():
+            self.stay()
+            self.view.before_launch = None
 
     def __enter__(self) -> Self:
         return self
@@ -125,12 +156,6 @@ observed: list[Timeline] = []
 def faults() -> list[str]:
     """What waits that ran out of time have reported in this process, one sentence for each arena. For whoever finds the device lost."""
     return [message for arena in list(_arenas) if (message := arena.fault())]
-
-
-def check_sizes(sizes: Sequence[int]) -> None:
-    """Raise UsageError unless all ranks ask for an arena of one size."""
-    if len(set(sizes)) != 1:
-        raise UsageError(f"the ranks ask for arenas of different sizes: {list(sizes)} bytes; ask for the same on every rank")
 
 
 def describe_fault(words: Sequence[int], timeout_ns: int, kernel: str = "") -> str:

@@ -1,4 +1,4 @@
-"""What groups on CUDA devices have in common: kernels, addresses and tensor maps."""
+"""What groups on CUDA devices have in common: a pool of memory, kernels, addresses and tensor maps."""
 
 from __future__ import annotations
 
@@ -10,17 +10,32 @@ import torch
 
 from peerlane import settings
 from peerlane.device.host import cuda_bindings
-from peerlane.device.host.group import FAULT_WORDS, Group
+from peerlane.device.host.group import Group
 from peerlane.device.host.jit import Cubin, compile_cubin
 from peerlane.device.host.launch import Kernel
+from peerlane.device.host.memory_report import MemoryReport
+from peerlane.device.host.pool import Lease, MemoryPool, Source
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
-from peerlane.errors import DeviceError
-
-GRANULARITY_BYTES = 2 << 20
+from peerlane.errors import DeviceError, UsageError
 
 
 class CudaGroup(Group):
     """Ranks on CUDA devices."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, source: Source) -> None:
+        super().__init__(rank, world_size, device)
+        self.pool = MemoryPool(source)
+        self.cache.captures = torch._C._cuda_isCurrentStreamCapturing
+
+    def allocate(self, nbytes: int, name: str = "") -> Lease:
+        if torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                f"{name or 'an arena'} asks for memory while a CUDA graph is captured; call it once with these sizes before the capture"
+            )
+        return self.pool.lease(nbytes, name)
+
+    def memory_report(self) -> MemoryReport:
+        return self.pool.report()
 
     def kernel(
         self, source: str | Path, name: str, *, defines: Mapping[str, str | int], on_failure: Callable[[], None] | None = None
@@ -41,26 +56,6 @@ class CudaGroup(Group):
 def _compiled(source: str | Path, defines: Mapping[str, str | int]) -> Cubin:
     observed = {"PEERLANE_TIMELINE": 1} if settings.records_roles() else {}
     return compile_cubin(source, defines={**defines, **observed})
-
-
-class DeviceMemory:
-    """Raw device memory with the array interface by which torch takes a view of it."""
-
-    def __init__(self, pointer: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None}
-
-
-def pinned_fault() -> torch.Tensor:
-    """A fault record that a kernel can write and the host can read after the device was lost."""
-    return torch.zeros(FAULT_WORDS, dtype=torch.int32, pin_memory=True)
-
-
-def checked(result: tuple[Any, ...], what: str) -> Any:
-    """The value of a driver call; raises DeviceError that says what failed."""
-    status, *values = result
-    if status:
-        raise DeviceError(f"{what} failed: {cuda_bindings.describe(status)}")
-    return values[0] if values else None
 
 
 def enable_peer_access(count: int) -> None:

@@ -2,7 +2,7 @@
 
 The kit's host code asks a group, and nothing else, for ranks, exchange, memory and kernels. There are three kinds:
 
-    peerlane.device.host.ipc               processes of one node, joined by a torch.distributed process group; memory by CUDA IPC
+    peerlane.device.host.ipc               processes of one node, joined by a torch.distributed process group
     peerlane.device.host.local             ranks of one process, each with a stream of its own
     peerlane.device.emulator.ranks    threads on CPUs, whose kernels run in the emulator
 
@@ -14,14 +14,16 @@ from __future__ import annotations
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from peerlane.device.host.group_cache import GroupCache
 from peerlane.device.host.layout import Layout
+from peerlane.device.host.memory_report import MemoryReport
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec, TensorPlace
 from peerlane.errors import UsageError
 
@@ -111,7 +113,7 @@ class Group(ABC):
         """whether ranks that share a device run one at a time, for want of SMs of their own"""
         self.runs_together = False
         """whether every rank is a process of its own, so that host code of one may wait for all ranks' kernels"""
-        self.cache: dict[Hashable, Any] = {}
+        self.cache = GroupCache()
         """what host code keeps for later calls of this group, see ``per_group``"""
 
     @property
@@ -135,8 +137,12 @@ class Group(ABC):
         return list(self.exchange(number))
 
     @abstractmethod
-    def allocate(self, nbytes: int) -> Memory:
-        """Collective: zeroed memory on every rank, the same size on all."""
+    def allocate(self, nbytes: int, name: str = "") -> Memory:
+        """Collective: zeroed memory on every rank, for the kernel ``name``. Raises UsageError on every rank if they differ in the size."""
+
+    @abstractmethod
+    def memory_report(self) -> MemoryReport:
+        """What this rank's arenas take at present, and which kernels use them."""
 
     @abstractmethod
     def kernel(
@@ -184,14 +190,15 @@ def current_group() -> Group | None:
 def per_group(
     make: Callable[Concatenate[Group, Arguments], Made],
 ) -> Callable[Concatenate[Group, Arguments], Made]:
-    """A function of a group and hashable arguments whose results the group keeps: one for each set of arguments."""
+    """A function of a group and hashable arguments whose results the group keeps: one for each set of arguments.
+
+    It keeps a bounded number of them, see :mod:`peerlane.device.host.group_cache`. Look a result up in each call: memory of one that was
+    evicted is used by others, and its launches raise UsageError."""
 
     @functools.wraps(make)
     def made(group: Group, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
         key = (make, args, tuple(kwargs.items())) if kwargs else (make, args)
-        if key not in group.cache:
-            group.cache[key] = make(group, *args, **kwargs)
-        found: Made = group.cache[key]
+        found: Made = group.cache.get(key, lambda: make(group, *args, **kwargs), stays=not args and not kwargs)
         return found
 
     return made

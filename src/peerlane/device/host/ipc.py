@@ -1,4 +1,4 @@
-"""Groups of processes, each with a GPU or a share of one; they reach each other's memory by CUDA IPC, which never uses NVLink multicast."""
+"""Groups of processes, each with a GPU or a share of one, which map each other's memory. They never use NVLink multicast."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from peerlane import settings
-from peerlane.device.host import cuda_bindings
-from peerlane.device.host.cuda_group import GRANULARITY_BYTES, CudaGroup, DeviceMemory, checked, pinned_fault
+from peerlane.device.host.cuda_group import CudaGroup
 from peerlane.device.host.group import Small
 from peerlane.device.host.host_board import HostBoard
-from peerlane.device.host.layout import LINE_BYTES, Layout
+from peerlane.device.host.process_memory import ProcessMemory
 from peerlane.errors import DeviceTimeout, UsageError
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -44,34 +43,29 @@ class ProcessGroupRanks(CudaGroup):
     """The ranks of a torch.distributed process group, one process each, on the current CUDA device."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group.rank(), group.size(), torch.device("cuda", torch.cuda.current_device()))
         store = group.get_group_store()
         if store is None:
             raise UsageError(f"{type(group).__name__} has no store; pass a group that init_process_group or new_group has made")
-        self._exchange = StoreExchange(store, self.rank, self.world_size)
+        rank, device = group.rank(), torch.device("cuda", torch.cuda.current_device())
+        self._exchange = StoreExchange(store, rank, group.size())
+        memory = ProcessMemory(self._exchange, rank, group.size(), device)
+        super().__init__(rank, group.size(), device, memory)
         self._board: HostBoard | None = None
-        self.closed: list[Any] = []
-        """memory of closed arenas, which is freed when the next arena is made: other ranks may still map it"""
         self.runs_together = True
-        properties = torch.cuda.get_device_properties(self.device)
-        seen = self.exchange([host_name(), str(properties.uuid), properties.multi_processor_count])
-        self.ranks_per_device, self.sm_count = shares([(host, device, count) for host, device, count in seen], settings.ranks_per_gpu())
+        properties = torch.cuda.get_device_properties(device)
+        seen = self.exchange([host_name(), str(properties.uuid), properties.multi_processor_count, settings.arena_memory()])
+        memory.grows_in_place = grows_in_place([(uuid, choice) for _, uuid, _, choice in seen])
+        self.ranks_per_device, self.sm_count = shares([(host, uuid, count) for host, uuid, count, _ in seen], settings.ranks_per_gpu())
         self.takes_turns = not settings.runs_under_mps()
 
     def exchange(self, value: Small) -> list[Small]:
+        self.cache.exchanged()
         return self._exchange(value)
 
     def agree(self, number: int) -> list[int]:
         if self._board is None:
             self._board = HostBoard(self._exchange, self.rank, self.world_size)
         return self._board(number)
-
-    def allocate(self, nbytes: int) -> IpcMemory:
-        memory = IpcMemory(self, nbytes)
-        # All ranks have come to its exchange, and have unmapped what they closed before: CUDA forbids to free memory that is still mapped.
-        while self.closed:
-            checked(cuda_bindings.driver().cuMemFree(self.closed.pop()), "freeing a closed arena")
-        return memory
 
 
 def host_name() -> str:
@@ -105,6 +99,12 @@ class StoreExchange:
         return found
 
 
+def grows_in_place(members: Sequence[tuple[str, str | None]]) -> bool:
+    """Whether arenas use virtual memory management, from every rank's device and setting: by default where all ranks share one device."""
+    shared = len({device for device, _ in members}) == 1
+    return all(choice == "vmm" or (choice is None and shared) for _, choice in members)
+
+
 def shares(members: Sequence[tuple[str, str, int]], at_least: int = 1) -> tuple[int, int]:
     """Ranks of the fullest device and SMs of the smallest share, from every rank's host, device and number of SMs.
 
@@ -117,59 +117,3 @@ def shares(members: Sequence[tuple[str, str, int]], at_least: int = 1) -> tuple[
     devices = [device for _, device, _ in members]
     on = {device: max(at_least, devices.count(device)) for device in devices}
     return max(on.values()), min(max(1, count // on[device]) for _, device, count in members)
-
-
-class IpcMemory:
-    """One allocation per rank, mapped by all others."""
-
-    def __init__(self, group: ProcessGroupRanks, nbytes: int) -> None:
-        self.group, self.nbytes = group, -(-(nbytes + LINE_BYTES) // GRANULARITY_BYTES) * GRANULARITY_BYTES
-        self.layout = Layout(self.nbytes, reserved=LINE_BYTES)
-        self._opened: dict[int, Any] = {}
-        driver = cuda_bindings.driver()
-        self._own = checked(driver.cuMemAlloc(self.nbytes), f"allocating {self.nbytes} bytes for an arena")
-        self._memory: torch.Tensor | None = torch.as_tensor(DeviceMemory(int(self._own), self.nbytes), device=group.device)
-        self._memory.zero_()
-        torch.cuda.synchronize(group.device)  # before any peer gets the handle and may write
-        self._fault = pinned_fault()
-        self.fault = self._fault.data_ptr()
-        self.bases = self._open_peers()
-
-    def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        if self._memory is None:
-            raise UsageError("the arena is closed; create a new one")
-        return self._memory[offset : offset + nbytes]
-
-    def fault_words(self) -> list[int]:
-        return self._fault.tolist()
-
-    def close(self) -> None:
-        if self._memory is None:
-            return
-        self._memory = None
-        torch.cuda.synchronize(self.group.device)
-        driver = cuda_bindings.driver()
-        for rank, pointer in self._opened.items():
-            checked(driver.cuIpcCloseMemHandle(pointer), f"unmapping the arena of rank {rank}")
-        self._opened.clear()
-        self.group.closed.append(self._own)
-
-    def _open_peers(self) -> list[int]:
-        """Where every rank's memory is mapped here."""
-        driver = cuda_bindings.driver()
-        handle = checked(driver.cuIpcGetMemHandle(self._own), "exporting the arena")
-        flags = int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
-        bases = []
-        for rank, text in enumerate(self.group.exchange(bytes(handle.reserved).hex())):
-            if rank == self.group.rank:
-                bases.append(int(self._own))
-                continue
-            peer = driver.CUipcMemHandle()
-            peer.reserved = bytes.fromhex(text)
-            self._opened[rank] = checked(
-                driver.cuIpcOpenMemHandle(peer, flags),
-                f"mapping the arena of rank {rank} (do all ranks see each other's GPUs in CUDA_VISIBLE_DEVICES, and does "
-                "`nvidia-smi topo -p2p rw` say that they can address each other?)",
-            )
-            bases.append(int(self._opened[rank]))
-        return bases

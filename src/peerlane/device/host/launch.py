@@ -120,10 +120,13 @@ class Launch:
         self._last = (ctypes.addressof(self._pointers),) if cooperative else (ctypes.addressof(self._pointers), 0)
         self._call = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
         self._device = kernel.device
+        self._arena = next((value for value in args if hasattr(value, "before_launch")), None)
         self._current_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
     def __call__(self, stream: int | None = None) -> None:
         """Launch on the raw ``stream``, or PyTorch's current one."""
+        if self._arena is not None and self._arena.before_launch is not None:
+            self._arena.before_launch()
         if stream is None:
             stream = self._current_stream(self._device)
         (status,) = self._call(*self._fixed, stream, *self._last)

@@ -7,67 +7,108 @@ from dataclasses import dataclass, field
 
 import torch
 
-from peerlane.device.host.cuda_group import CudaGroup, enable_peer_access, pinned_fault
+from peerlane.device.host.cuda_group import CudaGroup, enable_peer_access
+from peerlane.device.host.device_memory import pinned_fault
 from peerlane.device.host.group import Small, entered
-from peerlane.device.host.layout import LINE_BYTES, Layout
-from peerlane.errors import UsageError
+from peerlane.device.host.pool import Region
 
 
 @dataclass
 class _Shared:
-    """What the ranks of one process know in common: their streams, and every allocation so far."""
+    """What the ranks of one process know in common: their streams, and the memory of all of them."""
 
     streams: list[torch.cuda.Stream]
     gpus: int
-    allocations: list[list[torch.Tensor]] = field(default_factory=list)
+    regions: list[list[torch.Tensor]] = field(default_factory=list)
+    """for every allocation so far, a tensor of each rank"""
+    steps: int = 0
+    """of the pools that have been done for all ranks"""
+
+    def device(self, rank: int) -> torch.device:
+        return torch.device("cuda", rank % self.gpus)
 
 
 class LocalRank(CudaGroup):
-    """One rank of a process that holds them all. The n-th allocation of every rank is one allocation of the group."""
+    """One rank of a process that holds them all."""
 
     def __init__(self, rank: int, world_size: int, shared: _Shared) -> None:
-        super().__init__(rank, world_size, torch.device("cuda", rank % shared.gpus))
+        super().__init__(rank, world_size, shared.device(rank), LocalMemory(rank, world_size, shared))
         self.shared = shared
         self.ranks_per_device = world_size // shared.gpus
         self.sm_count = torch.cuda.get_device_properties(self.device).multi_processor_count // self.ranks_per_device
-        self._allocated = 0
-        self.memories: list[LocalMemory] = []
 
     def exchange(self, value: Small) -> list[Small]:
         """Its own value for all: the ranks run the same code one after the other, so they say the same."""
         return [value] * self.world_size
 
-    def allocate(self, nbytes: int) -> LocalMemory:
-        number, self._allocated = self._allocated, self._allocated + 1
-        if number == len(self.shared.allocations):
-            devices = [torch.device("cuda", rank % self.shared.gpus) for rank in range(self.world_size)]
-            self.shared.allocations.append([torch.zeros(nbytes + LINE_BYTES, dtype=torch.uint8, device=device) for device in devices])
-            for gpu in range(self.shared.gpus):
-                torch.cuda.synchronize(gpu)
-        self.memories.append(LocalMemory(self.shared.allocations[number], self.rank))
-        return self.memories[-1]
-
 
 class LocalMemory:
+    """The memory of the pool, as one rank sees it. The ranks take the same steps one after the other, and the first one takes each for all:
+    later ones would wait for its kernels, which wait for theirs."""
+
+    kind, grows_in_place = "one process", False
+
+    def __init__(self, rank: int, world_size: int, shared: _Shared) -> None:
+        self._rank, self._world_size, self._shared = rank, world_size, shared
+        self._steps, self._added = 0, 0
+
+    def exchange(self, value: Small) -> list[Small]:
+        return [value] * self._world_size
+
+    def add(self, nbytes: int) -> LocalRegion:
+        if self._first():
+            devices = map(self._shared.device, range(self._world_size))
+            self._shared.regions.append([torch.zeros(nbytes, dtype=torch.uint8, device=device) for device in devices])
+            self._wait()
+        number, self._added = self._added, self._added + 1
+        return LocalRegion(self._shared.regions[number], self._rank)
+
+    def synchronize(self) -> None:
+        if self._first():
+            self._wait()
+
+    def zero(self, region: Region, offset: int, nbytes: int) -> None:
+        assert isinstance(region, LocalRegion)
+        if self._first():
+            for tensor in region.tensors:
+                tensor[offset : offset + nbytes].zero_()
+            self._wait()
+
+    def release(self) -> None:
+        """The memory stays: other ranks have not come to this step yet."""
+
+    def fault_record(self) -> torch.Tensor:
+        return pinned_fault()
+
+    def _first(self) -> bool:
+        self._steps += 1
+        if self._steps <= self._shared.steps:
+            return False
+        self._shared.steps = self._steps
+        return True
+
+    def _wait(self) -> None:
+        for gpu in range(self._shared.gpus):
+            torch.cuda.synchronize(gpu)
+
+
+@dataclass(frozen=True)
+class LocalRegion:
     """One tensor for each rank."""
 
-    def __init__(self, tensors: list[torch.Tensor], rank: int) -> None:
-        self._own: torch.Tensor | None = tensors[rank]
-        self.layout = Layout(tensors[rank].nbytes, reserved=LINE_BYTES)
-        self._fault = pinned_fault()
-        self.fault = self._fault.data_ptr()
-        self.bases = [tensor.data_ptr() for tensor in tensors]
+    tensors: list[torch.Tensor]
+    rank: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensors[0].nbytes
+
+    @property
+    def bases(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self.tensors]
 
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
-        if self._own is None:
-            raise UsageError("the arena is closed; create a new one")
-        return self._own[offset : offset + nbytes]
-
-    def fault_words(self) -> list[int]:
-        return self._fault.tolist()
-
-    def close(self) -> None:
-        self._own = None
+        return self.tensors[self.rank][offset : offset + nbytes]
 
 
 class LocalRanks:

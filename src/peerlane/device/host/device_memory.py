@@ -1,0 +1,61 @@
+"""Device memory that torch's allocator knows nothing of, and the driver calls behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from peerlane.device.host import cuda_bindings
+from peerlane.device.host.group import FAULT_WORDS, Small
+from peerlane.errors import DeviceError
+
+GRANULARITY_BYTES = 2 << 20
+"""The driver gives memory in multiples of this."""
+
+
+Exchange = Callable[[Small], list[Small]]
+
+
+class DeviceMemory:
+    """Raw device memory with the array interface by which torch takes a view of it."""
+
+    def __init__(self, pointer: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (pointer, False), "version": 3, "strides": None}
+
+
+def bytes_at(pointer: int, size: int, device: torch.device) -> torch.Tensor:
+    """Device memory as a tensor of bytes. It owns nothing: not to be used once the memory was given back."""
+    return torch.as_tensor(DeviceMemory(pointer, size), device=device)
+
+
+def whole_granules(nbytes: int) -> int:
+    """As many bytes or more, in a number that the driver gives."""
+    return -(-nbytes // GRANULARITY_BYTES) * GRANULARITY_BYTES
+
+
+def pinned_fault() -> torch.Tensor:
+    """A fault record that a kernel can write and the host can read after the device was lost."""
+    return torch.zeros(FAULT_WORDS, dtype=torch.int32, pin_memory=True)
+
+
+def checked(result: tuple[Any, ...], what: str) -> Any:
+    """The value of a driver call; raises DeviceError that says what failed."""
+    status, *values = result
+    if status:
+        raise DeviceError(f"{what} failed: {cuda_bindings.describe(status)}")
+    return values[0] if values else None
+
+
+def together(exchange: Exchange, step: Callable[[], Small]) -> list[Small]:
+    """Collective: what ``step`` returns on every rank, by rank. Raises DeviceError on all ranks if it failed on one."""
+    own, problem = None, ""
+    try:
+        own = step()
+    except Exception as error:
+        problem = f"{error}"
+    answers = exchange([problem, own])
+    if problems := [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(answers) if problem]:
+        raise DeviceError("; ".join(problems))
+    return [value for _, value in answers]

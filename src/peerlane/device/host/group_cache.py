@@ -1,0 +1,158 @@
+"""What a group keeps for later calls: one entry for each function of ``per_group`` and its arguments; those not used for longest go first.
+
+An entry is collective if making it took an exchange with the other ranks, as memory in an arena does. Making it again takes all ranks, so
+they evict it together: when another such entry asks for its first memory, each rank says which entries it could do without, least recently
+used first, and the first that all can do without goes. Other entries are a rank's own, and each rank evicts them for itself.
+
+An entry stays as long as another entry needs that was made with it, and for ever if it was used while a CUDA graph was captured, since a
+replay reads its memory, or if it is the only one of its function.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Protocol
+
+MOST_COLLECTIVE = 128
+MOST_LOCAL = 2048
+"""Entries that are kept. Those without memory in an arena are small: a launch, its tensor maps, sometimes a workspace."""
+
+_clock = itertools.count(1)
+
+
+class Evictable(Protocol):
+    """Memory that goes with its entry."""
+
+    def evict(self) -> None: ...
+
+
+class Entry:
+    """A value that is kept, and what it has to do with others."""
+
+    def __init__(self, home: GroupCache, key: Hashable, *, stays: bool) -> None:
+        self.home, self.key, self.stays = home, key, stays
+        self.value: Any = None
+        self.used = 0
+        """larger for later uses"""
+        self.number: int | None = None
+        """of a collective entry among all of its group, the same on every rank"""
+        self.in_making, self.collective = True, False
+        self.arenas: list[Evictable] = []
+        self.needs: set[Entry] = set()
+        self.needed_by: set[Entry] = set()
+
+    def above(self) -> Iterator[Entry]:
+        """This entry, and all that were made with it, directly or not."""
+        yield self
+        for entry in self.needed_by:
+            yield from entry.above()
+
+
+class _Making(threading.local):
+    """The entries that this thread is making, the innermost last."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+
+_making = _Making()
+
+
+class GroupCache:
+    """The entries of one group, on one of its ranks."""
+
+    def __init__(self) -> None:
+        self.entries: dict[Hashable, Entry] = {}
+        self.captures: Callable[[], bool] = lambda: False
+        """whether a CUDA graph is captured at present"""
+        self._numbers = itertools.count()
+
+    def get(self, key: Hashable, make: Callable[[], Any], *, stays: bool = False) -> Any:
+        """The value of this key, which ``make`` makes if there is none. ``stays``: it is never evicted."""
+        entry = self.entries.get(key)
+        if entry is None:
+            entry = self._make(key, make, stays)
+        entry.used = next(_clock)
+        if self.captures():
+            entry.stays = True
+        if _making.entries:
+            above = _making.entries[-1]
+            above.needs.add(entry)
+            entry.needed_by.add(above)
+        return entry.value
+
+    def exchanged(self) -> None:
+        """The ranks of this group have met: for the entry in the making, if there is one, they are needed again."""
+        if _making.entries:
+            entry = _making.entries[-1]
+            entry.collective = True
+            entry.stays = entry.stays or entry.home is not self  # the ranks of the two groups may be others
+
+    def own(self, arena: Evictable) -> Entry | None:
+        """An arena of this group belongs to the entry in the making, if there is one, which is returned."""
+        if not _making.entries:
+            return None
+        self.exchanged()
+        _making.entries[-1].arenas.append(arena)
+        return _making.entries[-1]
+
+    def make_room(self, exchange: Callable[[list[int]], list[list[int]]]) -> None:
+        """Collective, before the entry in the making gets its first arena: evict an entry for it, if there are too many."""
+        if not _making.entries or _making.entries[-1].home is not self or _making.entries[-1].arenas:
+            return
+        while len(collective := {entry.number: entry for entry in self.entries.values() if entry.number is not None}) >= MOST_COLLECTIVE:
+            first, *others = exchange(_evictable(list(collective.values())))
+            number = next((number for number in first if all(number in other for other in others)), None)
+            if number is None:
+                return
+            for entry in list(collective[number].above()):
+                entry.home._remove(entry)
+
+    def _make(self, key: Hashable, make: Callable[[], Any], stays: bool) -> Entry:
+        entry = Entry(self, key, stays=stays)
+        _making.entries.append(entry)
+        try:
+            entry.value = make()
+        except BaseException:
+            self._remove(entry)
+            raise
+        finally:
+            _making.entries.pop()
+        entry.in_making = False
+        if entry.collective:
+            entry.number = next(self._numbers)
+        else:
+            self._drop_local()
+        self.entries[key] = entry
+        return entry
+
+    def _drop_local(self) -> None:
+        """Evict the rank's own entry that was not used for longest, if there are too many."""
+        local = [entry for entry in self.entries.values() if entry.number is None]
+        if len(local) >= MOST_LOCAL:
+            unneeded = [entry for entry in local if not entry.stays and not entry.needed_by]
+            if unneeded:
+                self._remove(min(unneeded, key=lambda entry: entry.used))
+
+    def _remove(self, entry: Entry) -> None:
+        if self.entries.get(entry.key) is entry:
+            del self.entries[entry.key]
+        for other in entry.needs:
+            other.needed_by.discard(entry)
+        for other in entry.needed_by:
+            other.needs.discard(entry)
+        for arena in entry.arenas:
+            arena.evict()
+
+
+def _evictable(entries: list[Entry]) -> list[int]:
+    """Numbers of the entries that this rank can do without, those not used for longest first."""
+    found = []
+    for entry in entries:
+        above = list(entry.above())
+        rest = above[1:]
+        if not any(other.stays or other.in_making for other in above) and all(other.number is None for other in rest):
+            found.append((max(other.used for other in above), entry.number))
+    return [number for _, number in sorted(found) if number is not None]
