@@ -120,7 +120,7 @@ def agent(
 
 
 def open_service(url: str, track: str) -> Client:
-    """A client of the service that ``--on`` names; raises UsageError."""
+    """Opens a client of the service that ``--on`` names; raises UsageError."""
     from peerlane.service.client import Client
 
     if not url.startswith(("http://", "https://")):

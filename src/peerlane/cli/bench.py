@@ -59,7 +59,7 @@ def bench(
 
 
 def print_mechanisms(measured: Mechanisms) -> None:
-    """Tables for a terminal: bandwidths by number of peers, of all GPUs at once, and latencies."""
+    """Prints tables for a terminal: bandwidths by number of peers, of all GPUs at once, and latencies."""
     from peerlane.report.mechanisms import bandwidth_table, latency_table, together_table
 
     screen = console()

@@ -87,7 +87,7 @@ def verify(
 
 
 def _candidates(run: RunFolder, claims: Sequence[Result]) -> list[CandidateFile]:
-    """The bundled file of every claim."""
+    """Returns the bundled file of every claim."""
     from peerlane.evaluate.candidates import candidate_file
 
     files = {}

@@ -56,7 +56,7 @@ def doctor(
 
 
 def with_mechanisms(ceilings: Ceilings) -> Ceilings:
-    """What `peerlane bench mechanisms` measures, added to the ceilings; or why it could not be."""
+    """Adds the figures of `peerlane bench mechanisms` to the ceilings, or a note that says why they are missing."""
     from peerlane.errors import UsageError
     from peerlane.report.mechanisms import FILE, as_ceilings, read_mechanisms
 
@@ -75,7 +75,7 @@ def with_mechanisms(ceilings: Ceilings) -> Ceilings:
 
 
 def isolation_checks(device: Literal["cuda", "cpu"]) -> list[Check]:
-    """How far candidates can be confined here: a check per tier above L0."""
+    """Checks how far this machine can confine candidates: one check per tier above L0."""
     from peerlane.errors import UsageError
     from peerlane.evaluate.processes.sharing import sharing_failure
     from peerlane.hardware.doctor import Check

@@ -137,7 +137,7 @@ def evaluate_candidates(
 
 
 def choose_device(text: str, *, emulated: bool = False) -> Device:
-    """What ``--device`` means on this machine (auto: CUDA where torch is built for it and there is a GPU); raises UsageError.
+    """Returns the device that ``--device`` means here (auto: CUDA if torch is built for it and there is a GPU); raises UsageError.
 
     ``emulated``: whether that is a choice too.
     """
@@ -147,7 +147,7 @@ def choose_device(text: str, *, emulated: bool = False) -> Device:
 
 
 def parse_ranks_per_gpu(text: str) -> int:
-    """What ``--ranks-per-gpu`` says; 0 for auto, as in a plan. Raises UsageError."""
+    """Parses ``--ranks-per-gpu``; returns 0 for auto, as in a plan. Raises UsageError."""
     if text == "auto":
         return 0
     if not text.isdecimal() or not 1 <= int(text) <= 8:
@@ -156,7 +156,7 @@ def parse_ranks_per_gpu(text: str) -> int:
 
 
 def torch_has_cuda() -> bool:
-    """Whether torch is built for CUDA, from its ``version.py``: importing all of it takes seconds."""
+    """Tells whether torch is built for CUDA, from its ``version.py``: importing all of it takes seconds."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
@@ -164,14 +164,14 @@ def torch_has_cuda() -> bool:
 
 
 def gpu_count() -> int:
-    """GPUs that a process started here would see. Does not initialise CUDA, so that rank processes may be forked from this one."""
+    """Counts the GPUs that a process started here would see. Does not initialise CUDA: rank processes may be forked from this one."""
     from peerlane.hardware.topology import discover
 
     return len(discover().gpus)
 
 
 def default_world_sizes(device: Device, ranks_per_gpu: int = 1) -> tuple[int, ...]:
-    """2 and 4 on CPU and emulated ranks; of 2, 4 and 8 what the GPUs allow, else 2: a virtual node, or the verdict says so."""
+    """Returns 2 and 4 on CPU and emulated ranks; on GPUs those of 2, 4 and 8 that fit, else 2, which needs a virtual node."""
     if device != "cuda":
         return (2, 4)
     available = gpu_count() * max(ranks_per_gpu, 1)
@@ -179,14 +179,14 @@ def default_world_sizes(device: Device, ranks_per_gpu: int = 1) -> tuple[int, ..
 
 
 def results_json(results: Sequence[Result]) -> dict[str, object]:
-    """What ``--json`` prints."""
+    """Returns the document that ``--json`` prints."""
     from peerlane.results.reader import as_document
 
     return as_document(results)
 
 
 def print_results(results: Sequence[Result]) -> None:
-    """The table on stdout, then a line for everything that is not correct or was not timed."""
+    """Prints the table on stdout, then a line for every result that is not correct or was not timed."""
     from peerlane.report.tables import reasons, result_table
 
     out = console()

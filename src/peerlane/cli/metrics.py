@@ -126,7 +126,7 @@ def _scored(run: RunFolder, name: str, judged: Sequence[Result], setting: Settin
 
 
 def _the_setting(settings: dict[Path, list[Setting]]) -> Setting | None:
-    """The one setting under which all judged runs were judged; raises UsageError if there are several, or none in common."""
+    """Returns the one setting under which all runs were judged; raises UsageError if there are several, or none in common."""
     everything = list(dict.fromkeys(setting for found in settings.values() for setting in found))
     if len(everything) > 1:
         listed = "\n".join(f"  {setting}" for setting in everything)
@@ -138,7 +138,7 @@ def _the_setting(settings: dict[Path, list[Setting]]) -> Setting | None:
 
 
 def _names(models: Sequence[str]) -> list[str]:
-    """Names of models, numbered where one comes twice."""
+    """Returns names of models, numbered where one comes twice."""
     seen: dict[str, int] = {}
     names = []
     for model in models:

@@ -58,7 +58,7 @@ def race(
 
 
 def _race_solution(file: Path, world_sizes: Iterable[int], schedules: int, seed: int, as_json: bool) -> bool:
-    """The file's solution on all small cases of the problem that its name says."""
+    """Runs the file's solution on all small cases of the problem that its name says."""
     from peerlane import problems
     from peerlane.evaluate.candidates import candidate_file
     from peerlane.evaluate.correctness.emulated import judge_emulated
@@ -83,7 +83,7 @@ def _race_solution(file: Path, world_sizes: Iterable[int], schedules: int, seed:
 
 
 def _imported(file: Path) -> ModuleType:
-    """The file as a module; raises UsageError, also for what the file raises."""
+    """Imports the file as a module; raises UsageError, also for what the file raises."""
     import importlib.util
 
     name = f"peerlane_race_{file.stem}"
@@ -98,7 +98,7 @@ def _imported(file: Path) -> ModuleType:
 
 
 def scenarios(file: Path, module: ModuleType, world_size: int) -> list[Scenario]:
-    """What the file's ``race`` gives for this number of ranks; raises UsageError, also for what the file raises."""
+    """Returns the scenarios of the file's ``race`` for this number of ranks; raises UsageError, also for what the file raises."""
     from peerlane.device.emulator import Scenario
 
     describe = getattr(module, "race", None)
@@ -117,7 +117,7 @@ def scenarios(file: Path, module: ModuleType, world_size: int) -> list[Scenario]
 
 @contextlib.contextmanager
 def _running(file: Path) -> Iterator[None]:
-    """While the user's file runs: what it prints goes to stderr, and what it raises becomes a UsageError that says where."""
+    """Redirects what the user's file prints to stderr, and turns what it raises into a UsageError that says where."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield

@@ -24,7 +24,7 @@ class RunToJudge:
 
 
 def run_to_judge(arguments: Sequence[str], model: str | None, track: Track | None = None) -> RunToJudge | None:
-    """The run that is to be judged, or None if the arguments name other candidates.
+    """Returns the run that is to be judged, or None if the arguments name other candidates.
 
     ``model`` makes a run of a folder PROBLEM/SAMPLE/candidate.py from elsewhere, for this ``track`` or ``custom``. Equal candidates of a
     problem are judged once. Raises UsageError for a run beside other candidates, and for one without any.

@@ -73,7 +73,7 @@ def selftest(
 
 
 def selftest_exit_code(judged: Judged) -> ExitCode:
-    """OK if every outcome is what the table promises."""
+    """Returns OK if every outcome is what the table promises."""
     from peerlane.selftest.outcome import objection
 
     if any(outcome.verdict == "harness_error" for _, outcome in judged):

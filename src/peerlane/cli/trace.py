@@ -134,7 +134,7 @@ class _Files:
 
     @property
     def has_kit_kernels(self) -> bool:
-        """Whether the latest side has kernels that reach other GPUs' memory: those of the kit stamp their roles."""
+        """True if the latest side has kernels that reach other GPUs' memory: those of the kit stamp their roles."""
         return bool(self.timelines) and any(span.kind == "both" for span in self.timelines[-1].spans)
 
     def add(self, result: Result) -> list[str]:

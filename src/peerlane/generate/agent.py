@@ -34,7 +34,7 @@ NUDGE = "Use the tools: `write` a file, `test` it, and `submit` when it is right
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends an episode: turns of the model, tokens in and out, US dollars, seconds of work. None: no limit."""
+    """The limits of an episode: turns of the model, tokens in and out, US dollars, seconds of work. None: no limit."""
 
     steps: int = 20
     tokens: int | None = None
@@ -42,7 +42,7 @@ class Limits:
     seconds: float | None = None
 
     def reached(self, turns: int, usage: Usage, seconds: float) -> str | None:
-        """The first limit that was reached, by name."""
+        """Returns the first limit that was reached, by name."""
         spent = usage.input_tokens + usage.output_tokens
         reached = {
             "steps": turns >= self.steps,
@@ -55,7 +55,7 @@ class Limits:
 
 @dataclass
 class Episode:
-    """What an agent has done so far; keeps every judged candidate in the run's folder."""
+    """The work of an agent so far; keeps every judged candidate in the run's folder."""
 
     run: RunFolder
     key: SampleKey
@@ -65,7 +65,7 @@ class Episode:
         shutil.rmtree(self.run.path / self.key.folder / "steps", ignore_errors=True)  # of an episode that was killed
 
     def keep(self, tool: str, source: str, found: Judged) -> None:
-        """A candidate was judged."""
+        """Keeps a judged candidate."""
         record = StepRecord(
             step=len(self.steps) + 1,
             tool=tool,
@@ -78,7 +78,7 @@ class Episode:
         self.steps.append((record, source))
 
     def best(self) -> str | None:
-        """The source of the best judged candidate that is correct, if any is."""
+        """Returns the source of the best judged candidate that is correct; None if none is."""
         attempts = [record.attempt(self.key) for record, _ in self.steps]
         chosen = best_attempt(attempts)
         return self.steps[attempts.index(chosen)][1] if chosen is not None and chosen.correct else None
@@ -93,7 +93,7 @@ def run_agents(
     judge: Judge,
     progress: Progress,
 ) -> None:
-    """One episode for each of these samples; those that fail stay missing, and ``progress`` says why."""
+    """Runs one episode for each of these samples; those that fail stay missing, and ``progress`` says why."""
     text = {number: prompt.text + INSTRUCTIONS.format(steps=limits.steps) for number, prompt in prompts.items()}
     for number in {key.problem for key in keys}:
         run.write_prompt(number, text[number])

@@ -1,4 +1,4 @@
-"""What is there, what is missing, and what cannot be done without it: a list of checks, as data.
+"""Checks of the machine, as data: what is there, what is missing, and what cannot be done without it.
 
 No check creates a CUDA context, imports an optional package or raises; a missing thing is a result with the command that brings it.
 """
@@ -50,7 +50,7 @@ class Check:
 
 
 def diagnose(topology: Topology | None = None, environ: Mapping[str, str] | None = None) -> list[Check]:
-    """All checks, in the order in which a reader wants them: what peerlane needs, the GPUs, the compilers, the system."""
+    """Runs all checks, in the order in which a reader wants them: what peerlane needs, the GPUs, the compilers, the system."""
     environ = os.environ if environ is None else environ
     topology = discover(environ) if topology is None else topology
     return [
@@ -199,7 +199,7 @@ def check_triton() -> Check:
 
 
 def check_extension_toolchain() -> Check:
-    """ninja and a C++ compiler: what ``torch.utils.cpp_extension.load_inline`` needs besides nvcc."""
+    """Checks for ninja and a C++ compiler, which ``torch.utils.cpp_extension.load_inline`` needs besides nvcc."""
     compiler = shutil.which("g++") or shutil.which("c++")
     ninja = shutil.which("ninja") or (importlib.util.find_spec("ninja") and "the ninja package")
     missing = [command for tool, command in ((ninja, "pip install ninja"), (compiler, "apt-get install g++")) if not tool]

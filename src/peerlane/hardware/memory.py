@@ -18,7 +18,7 @@ class GpuMemory:
 
 
 def gpu_memory(indices: Sequence[int]) -> tuple[GpuMemory, ...]:
-    """Of the GPUs with these numbers in the driver's list, in this order; empty where neither NVML nor nvidia-smi answers."""
+    """Reads the memory of the GPUs with these numbers of the driver, in this order; empty where neither NVML nor nvidia-smi answers."""
     with _nvml() as nvml:
         if nvml is not None:
             return tuple(_by_nvml(nvml, index) for index in indices)
@@ -35,7 +35,7 @@ def _by_nvml(nvml: object, index: int) -> GpuMemory:
 
 
 def parse_smi_memory(output: str, indices: Sequence[int]) -> tuple[GpuMemory, ...]:
-    """From ``nvidia-smi --query-gpu=index,memory.used``, csv without header and units; a GPU not listed has a fault."""
+    """Parses ``nvidia-smi --query-gpu=index,memory.used``, csv without header and units; a GPU not listed has a fault."""
     found = {}
     for line in output.splitlines():
         if match := re.fullmatch(r"\s*(\d+)\s*,\s*(.*?)\s*", line):

@@ -22,7 +22,7 @@ def process_group(name: str) -> dist.ProcessGroup | None:
 
 
 def kit_group(x: torch.Tensor, name: str) -> Group | None:
-    """The kit's group; None on CPU ranks, which have none."""
+    """Returns the kit's group; None on CPU ranks, which have none."""
     return group_of(process_group(name)) if x.is_cuda or current_group() is not None else None
 
 

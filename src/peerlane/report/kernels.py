@@ -14,7 +14,7 @@ from peerlane.words import counted
 
 
 def collectives_report(path: Path) -> str:
-    """Microseconds of the kit's collectives and, behind a stroke, of NCCL's, by size."""
+    """Returns a table of microseconds of the kit's collectives and, behind a stroke, of NCCL's, by size."""
     found = _read(path)
     operations = list(dict.fromkeys(row["op"] for row in found["rows"]))
     columns = [name.replace("_", "-") for name in operations]
@@ -27,8 +27,8 @@ def collectives_report(path: Path) -> str:
 
 
 def backend_report(path: Path) -> str:
-    """Microseconds of a captured call on the backend ``peerlane``, on NCCL and, where there is one, on the fastest operator of torch's
-    symmetric memory, by size; from ``tests/gpu/check_backend.py``."""
+    """Returns a table, by size, of microseconds of a captured call on the backend ``peerlane``, on NCCL and, where there is one, on the
+    fastest operator of torch's symmetric memory; from ``tests/gpu/check_backend.py``."""
     found = _read(path, rows="table", world_size="ranks")
     rows = [row for row in found["table"] if row["mode"] == "graph"]
     operations = list(dict.fromkeys(row["operation"] for row in rows))
@@ -40,14 +40,14 @@ def backend_report(path: Path) -> str:
 
 
 def _beside(row: dict[str, Any]) -> str:
-    """The medians of one row of ``backend_report``."""
+    """Returns the medians of one row of ``backend_report``."""
     times = [row[name]["median_us"] for name in ("peerlane", "nccl")]
     torch = [cell["median_us"] for name, cell in row.items() if name.startswith("torch ") and "median_us" in cell]
     return " / ".join(_us(us) for us in [*times, *([min(torch)] if torch else [])])
 
 
 def fused_report(path: Path) -> str:
-    """A row per kernel and width. *Faster by*: than cuBLAS and NCCL."""
+    """Returns a table with a row per kernel and width. *Faster by*: than cuBLAS and NCCL."""
     found = _read(path)
     columns = ("kernel", "N", "product us", "wire us", "kit us", "cuBLAS + NCCL us", "torch's operator us", "faster by", "of the bound")
     table = TextTable(columns, right=columns[1:])
@@ -60,7 +60,7 @@ def fused_report(path: Path) -> str:
 
 
 def product_report(path: Path) -> str:
-    """A row per width of square matrices."""
+    """Returns a table with a row per width of square matrices."""
     found = _read(path)
     columns = ("N", "kit us", "cuBLAS us", "TFLOP/s", "of cuBLAS")
     table = TextTable(columns, right=columns)

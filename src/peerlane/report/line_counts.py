@@ -1,4 +1,4 @@
-"""How many lines of code the expert solutions have: host code and device code, without blank lines, comments and docstrings.
+"""Counts of code lines of the expert solutions: host code and device code, without blank lines, comments and docstrings.
 
 python -m peerlane.report.line_counts > docs/device/lines.md
 """
@@ -69,7 +69,7 @@ def read_lines(path: Path) -> Lines:
 
 
 def _modules(node: ast.ImportFrom) -> list[str]:
-    """The shared modules that an import names, as room/module."""
+    """Returns the shared modules that an import names, as room/module."""
     names = [item.name for item in node.names]
     if node.module == "peerlane.device":
         return ["collectives/communicator"] if "communicator" in names else []
@@ -80,12 +80,12 @@ def _modules(node: ast.ImportFrom) -> list[str]:
 
 
 def device_lines(source: str) -> int:
-    """Lines of CUDA source that hold more than a comment."""
+    """Counts the lines of CUDA source that hold more than a comment."""
     return sum(1 for line in _COMMENT.sub("", source).splitlines() if line.strip())
 
 
 def lines_report(solutions: Path) -> str:
-    """The page: a row for each solution, and a row for each piece of the kit that solutions share."""
+    """Returns the page: a row for each solution, and a row for each piece of the kit that solutions share."""
     device, headers = solutions.parent / "device", solutions.parent / "device" / "include" / "peerlane"
     own = TextTable(("problem", "host", "device", "shared pieces"), right=("host", "device"))
     used: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What ``peerlane bench mechanisms`` measured: reading its file, and the tables made from it."""
+"""The measurements of ``peerlane bench mechanisms``: reading their file, and the tables made from it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class MeasuredMechanisms:
     mechanisms: Mechanisms
 
     def to_json(self) -> dict[str, Any]:
-        """The contents of the file."""
+        """Returns the contents of the file."""
         return {"environment": dict(self.environment), "finished_at": self.finished_at.isoformat(), **asdict(self.mechanisms)}
 
 
 def read_mechanisms(path: Path) -> MeasuredMechanisms:
-    """The measurement in a file; raises UsageError if there is none."""
+    """Reads the measurement in a file; raises UsageError if there is none."""
     if not path.is_file():
         raise UsageError(f"there is no file {path}: expected what `peerlane bench mechanisms` writes")
     try:
@@ -50,8 +50,8 @@ def read_mechanisms(path: Path) -> MeasuredMechanisms:
 
 
 def as_ceilings(measured: Mechanisms) -> dict[str, Measurement]:
-    """What each mechanism reached between two GPUs, and how long messages took, as figures of :class:`peerlane.hardware.ceilings.Ceilings`.
-    The lowest and the highest of the few samples stand for their percentiles.
+    """Returns the bandwidth of each mechanism between two GPUs and the latency of messages as figures of
+    :class:`peerlane.hardware.ceilings.Ceilings`. The lowest and the highest of the few samples stand for their percentiles.
     """
     found: dict[str, Measurement] = {}
     for row in measured.bandwidths:
@@ -62,13 +62,13 @@ def as_ceilings(measured: Mechanisms) -> dict[str, Measurement]:
 
 
 def size_text(nbytes: int) -> str:
-    """``64 KiB``, ``240 MiB``, to three digits: a size that had to be cut into equal parts keeps its name."""
+    """Returns a size as ``64 KiB`` or ``240 MiB``, to three digits: a size that had to be cut into equal parts keeps its name."""
     mebibytes = float(f"{nbytes / 2**20:.3g}")
     return f"{mebibytes:.4g} MiB" if mebibytes >= 1 else f"{float(f'{nbytes / 2**10:.3g}'):.4g} KiB"
 
 
 def bandwidth_table(bandwidths: Iterable[Bandwidth], peers: int) -> TextTable:
-    """GPU 0 alone, to so many peers: 10^9 bytes/s by size, a row per mechanism and block count."""
+    """Returns the rates of GPU 0 alone to so many peers: 10^9 bytes/s by size, a row per mechanism and block count."""
     rows = [row for row in bandwidths if row.peers == peers and row.movers == 1]
     sizes = sorted({row.nbytes for row in rows})
     table = TextTable(("mechanism", "blocks", *map(size_text, sizes)), right={"blocks", *map(size_text, sizes)})
@@ -80,7 +80,7 @@ def bandwidth_table(bandwidths: Iterable[Bandwidth], peers: int) -> TextTable:
 
 
 def together_table(bandwidths: Iterable[Bandwidth]) -> TextTable:
-    """All GPUs at once: 10^9 bytes/s that each moves."""
+    """Returns the rates of all GPUs at once: 10^9 bytes/s that each moves."""
     columns = ("mechanism", "blocks", "size", "each GPU", "lowest", "highest")
     table = TextTable(columns, right=columns[1:])
     for row in bandwidths:
@@ -91,7 +91,7 @@ def together_table(bandwidths: Iterable[Bandwidth]) -> TextTable:
 
 
 def latency_table(latencies: Iterable[Latency]) -> TextTable:
-    """Microseconds per round."""
+    """Returns a table of microseconds per round."""
     columns = ("round", "us", "lowest", "highest", "n")
     table = TextTable(columns, right=columns[1:])
     for row in latencies:
@@ -100,7 +100,7 @@ def latency_table(latencies: Iterable[Latency]) -> TextTable:
 
 
 def choice_table(measured: Mechanisms) -> TextTable:
-    """What one needs to choose: a row per mechanism, GPU 0 and as many peers as there are.
+    """Returns the table to choose a mechanism by: a row per mechanism, GPU 0 and as many peers as there are.
 
     Rates by size are those of the fastest block count; "blocks" are the fewest that reach :data:`NEARLY` of the rate at the largest size.
     """
@@ -124,7 +124,7 @@ def choice_table(measured: Mechanisms) -> TextTable:
 
 
 def mechanisms_report(measured: MeasuredMechanisms) -> str:
-    """All of it as Markdown, for an engineer who has to choose."""
+    """Returns the measurement as Markdown, for an engineer who has to choose a mechanism."""
     found = measured.mechanisms
     peers = f"{found.gpus - 1} peer{'s' if found.gpus > 2 else ''}"
     return "\n".join(

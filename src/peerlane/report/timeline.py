@@ -29,7 +29,7 @@ _LANE = 0.8
 
 
 def shares_table(timelines: Sequence[Timeline]) -> TextTable:
-    """A row per side: microseconds per call and the shares of :class:`Shares`, of the busiest rank."""
+    """Returns a table with a row per side: microseconds per call and the shares of :class:`Shares`, of the busiest rank."""
     columns = ("side", "us per call", "measured us", "bound us", "computes", "communicates", "overlap", "idle")
     table = TextTable(columns, right=set(columns[1:]), spare=("bound us",))
     for timeline in timelines:
@@ -97,7 +97,7 @@ def _draw(panel: Any, timeline: Timeline, found: Shares, shown_us: float) -> Non
 
 
 def _tracks(timeline: Timeline) -> list[tuple[int, str]]:
-    """Blocks and roles of the first rank: the blocks are the first and the last one of those with most roles."""
+    """Returns blocks and roles of the first rank: the blocks are the first and the last one of those with most roles."""
     spans = [span for span in timeline.roles if span.rank == 0]
     roles = {block: len({span.role for span in spans if span.block == block}) for block in sorted({span.block for span in spans})}
     blocks = [block for block, count in roles.items() if count == max(roles.values())]
@@ -125,7 +125,8 @@ def _draw_roles(panel: Any, timeline: Timeline, found: Shares, shown_us: float) 
 
 
 def _shown_from(timeline: Timeline) -> float:
-    """Microseconds at which the calls that are drawn begin: some from the first half, or the first later ones whose roles were kept."""
+    """Returns microseconds at which the calls that are drawn begin: some from the first half, or the first later ones whose roles were
+    kept."""
     kept = min((span.start_us for span in timeline.roles), default=0.0)
     last = max(0, timeline.calls - _CALLS_SHOWN)
     first = min(last, _FIRST_OF_GRAPH + timeline.calls // 4 // _CALLS_OF_GRAPH * _CALLS_OF_GRAPH)
@@ -134,6 +135,6 @@ def _shown_from(timeline: Timeline) -> float:
 
 
 def _start_of_call(timeline: Timeline, call: int) -> float:
-    """Microseconds at which a call begins on the first rank, if all calls have equally many spans."""
+    """Returns microseconds at which a call begins on the first rank, if all calls have equally many spans."""
     spans = timeline.timed_spans(0)
     return spans[min(len(spans) - 1, call * len(spans) // timeline.calls)].start_us if spans else 0.0

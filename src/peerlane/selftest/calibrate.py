@@ -32,7 +32,7 @@ _NOT_CALIBRATED = "not calibrated"
 
 
 class Reach(Record):
-    """How near a wrong answer comes to passing: the ratio of its best case, and which one that is."""
+    """The distance of a wrong answer from passing: the ratio of its best case, and which case that is."""
 
     ratio: Ratio
     case: str
@@ -70,7 +70,7 @@ class Calibration(Record):
 
     @property
     def finished(self) -> bool:
-        """Whether every case could be calibrated; if not, it is to be done again."""
+        """True if every case could be calibrated; if not, it is to be done again."""
         return not any(_NOT_CALIBRATED in line for line in self.complaints)
 
     @property
@@ -81,7 +81,7 @@ class Calibration(Record):
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """What to calibrate: problems (``"1-8,13"`` or ``"all"``), presets, world sizes, a device, a file of records to add to.
+    """A plan of calibrations: problems (``"1-8,13"`` or ``"all"``), presets, world sizes, a device, a file of records to add to.
 
     ``ranks_per_gpu``: as in an evaluation.
     """
@@ -96,7 +96,7 @@ class CalibrationPlan:
 
 
 def read_calibrations(path: Path) -> list[Calibration]:
-    """The records of a file, the newest of every key; none if there is no file. Raises UsageError for a line that is no record."""
+    """Reads the records of a file, the newest of every key; none if there is no file. Raises UsageError for a line that is no record."""
     if not path.exists():
         return []
     try:
@@ -121,7 +121,7 @@ class Job:
 
 
 def jobs_of(plan: CalibrationPlan, world_size: int) -> list[Job]:
-    """All records of the plan at a world size; problems that do not run on so many ranks have none. Raises :class:`UsageError`."""
+    """Returns all records of the plan at a world size; problems that do not run on so many ranks have none. Raises :class:`UsageError`."""
     selected = problems.select(plan.problems)
     must_have_presets(selected, plan.presets)
     jobs = [
@@ -135,7 +135,7 @@ def jobs_of(plan: CalibrationPlan, world_size: int) -> list[Job]:
 
 
 def job_key(job: Job, device: str) -> tuple[str, ...]:
-    """The key that a job's record will have."""
+    """Returns the key that a job's record will have."""
     return (__version__, device, str(job.problem.id), job.variant, job.preset, str(job.world_size))
 
 
@@ -170,7 +170,7 @@ def calibrate(plan: CalibrationPlan, tell: Callable[[str], None] = lambda _: Non
 
 
 def device_name(plan: CalibrationPlan) -> str:
-    """As records name the device; raises UsageError if the machine has too few GPUs."""
+    """Returns the device's name in records; raises UsageError if the machine has too few GPUs."""
     if plan.device == "cpu":
         return "cpu"
     name, node = str(record_environment()["gpus"][0]["name"]), _shared_node(plan, max(plan.world_sizes))
@@ -178,7 +178,7 @@ def device_name(plan: CalibrationPlan) -> str:
 
 
 def _shared_node(plan: CalibrationPlan, world_size: int) -> VirtualNode | None:
-    """The virtual node where ranks share GPUs; raises UsageError if the machine has too few GPUs for them."""
+    """Returns the virtual node where ranks share GPUs; raises UsageError if the machine has too few GPUs for them."""
     if plan.device == "cpu":
         return None
     node = share_gpus(world_size, torch.cuda.device_count(), plan.ranks_per_gpu or None)
@@ -246,10 +246,10 @@ def _enlarge(into: Ratios, ratios: Ratios) -> None:
 
 
 def _rounded(ratio: float) -> float:
-    """To four digits: more would be noise that fills the file."""
+    """Rounds to four digits: more would be noise that fills the file."""
     return float(f"{ratio:.4g}")
 
 
 def sound(records: Sequence[Calibration]) -> bool:
-    """Whether nothing is wrong with any of them."""
+    """Tells whether nothing is wrong with any of these calibrations."""
     return not any(record.complaints for record in records)

@@ -80,11 +80,11 @@ class Entry(Record):
 
     @property
     def kind(self) -> Kind:
-        """What the row's letter stands for."""
+        """The meaning of the row's letter."""
         return _KINDS[self.row[0]]
 
     def accepted(self, device: Device) -> tuple[VerdictKind, ...]:
-        """The verdicts that are right on this device; empty where it is not judged."""
+        """Returns the verdicts that are right on this device; empty where it is not judged."""
         return (self.cuda if device == "cuda" else self.cpu) or ()
 
 
@@ -123,11 +123,11 @@ class Corpus:
     folder: Path
 
     def path(self, entry: Entry) -> Path | None:
-        """The candidate's file; None for the reference."""
+        """Returns the candidate's file; None for the reference."""
         return None if entry.file == REFERENCE else self.folder / f"{entry.file}.py"
 
     def select(self, rows: str | None = None, *, quick: bool = False) -> tuple[Entry, ...]:
-        """The entries of some rows (``"C01-C10,B14"``; None: all), perhaps of the quick set only; raises :class:`UsageError`."""
+        """Returns the entries of some rows (``"C01-C10,B14"``; None: all), perhaps of the quick set only; raises :class:`UsageError`."""
         chosen = set(self.rows) if rows is None else _parse_rows(rows, self.rows)
         found = tuple(entry for entry in self.entries if entry.row in chosen and (entry.quick or not quick))
         if not found:
@@ -136,7 +136,7 @@ class Corpus:
 
 
 def load(root: Path | None = None) -> Corpus:
-    """The corpus in a folder that holds ``corpus.toml`` and ``corpus/``; by default the one that came with peerlane.
+    """Loads the corpus in a folder that holds ``corpus.toml`` and ``corpus/``; by default the one that came with peerlane.
 
     Raises :class:`UsageError` for a table that is not valid, names a file that is not there, or misses one that is.
     """
@@ -161,7 +161,7 @@ def load(root: Path | None = None) -> Corpus:
 
 
 def corpus_home() -> Path:
-    """In the package, as wheels have it, or else in the checkout that the package lies in."""
+    """Returns the folder of the corpus: in the package, as wheels have it, or else in the checkout that the package lies in."""
     package = Path(__file__).resolve().parent
     places = (package, package.parents[2] / "tests" / "adversarial")
     found = next((place for place in places if (place / FILE).is_file()), None)

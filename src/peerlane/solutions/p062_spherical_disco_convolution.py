@@ -119,7 +119,7 @@ LATITUDE_SUM = DeclaredKernel(
 
 
 def shares(size: int, count: int) -> list[int]:
-    """How many of ``size`` items each rank has: ceil(size / count) but for the last; floor, if that left it none."""
+    """Returns how many of ``size`` items each rank has: ceil(size / count) but for the last; floor, if that left it none."""
     each = -(-size // count)
     if each * (count - 1) >= size:
         each = size // count
@@ -128,7 +128,7 @@ def shares(size: int, count: int) -> list[int]:
 
 @per_group
 def sphere_taps(group: Group, columns: int) -> BoundKernel:
-    """A rank's own work, bound by all ranks together: groups may have one rank."""
+    """Makes the launch of a rank's own work, bound by all ranks together: groups may have one rank."""
     return SPHERE_TAPS.bind(group, grid=16 * group.sm_count, block=min(128, group.max_threads, -(-columns // 32) * 32), sizes={})
 
 
@@ -144,7 +144,7 @@ def latitude_sum(group: Group, images: int, channels: int, latitudes: int, colum
 
 
 def gathered(group: Group, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
-    """All ranks' parts, one behind the other."""
+    """Returns all ranks' parts, one behind the other."""
     if group.world_size == 1:
         return x.contiguous()
     parts = [x.shape[:3].numel() * width for width in widths]

@@ -51,7 +51,7 @@ def _bound(group: Group, count: int) -> tuple[BoundKernel, torch.Tensor]:
 
 
 def share_counts(group: Group, counts: torch.Tensor | Sequence[int]) -> list[list[int]]:
-    """Collective: every rank's counts, an int64 vector on the device or up to eight integers; as many on all ranks.
+    """Collective: returns every rank's counts, an int64 vector on the device or up to eight integers; as many on all ranks.
 
     Waits for the current stream, so it cannot be captured."""
     found = share_table(group, counts).tolist()
@@ -59,7 +59,7 @@ def share_counts(group: Group, counts: torch.Tensor | Sequence[int]) -> list[lis
 
 
 def share_table(group: Group, counts: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """The same as one vector of the host, which is written again by the next call for as many counts."""
+    """Returns the counts of :func:`share_counts` as one vector of the host, which the next call for as many counts overwrites."""
     launch, out = _bound(group, len(counts))
     if isinstance(counts, torch.Tensor):
         launch(counts=counts.to(torch.int64).contiguous(), out=out)

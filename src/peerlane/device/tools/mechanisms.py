@@ -1,4 +1,4 @@
-"""How fast each way to move data between the GPUs of this machine is, by size, number of blocks and peers; and how long messages take.
+"""Bandwidth of each way to move data between this machine's GPUs, by size, number of blocks and peers; and latency of messages.
 
 One process holds all GPUs. GPU 0 moves data to or from one peer, or all, while the other GPUs are idle; then all GPUs move data at once.
 
@@ -107,17 +107,17 @@ class Mechanisms:
 
 
 def compile_mechanisms(world_size: int, arch: str) -> Cubin:
-    """The cubin of all kernels measured here."""
+    """Compiles all kernels measured here."""
     return compile_cubin(_SOURCE, arch=arch, defines={"WORLD_SIZE": world_size})
 
 
 def launches_between_events(nbytes: int) -> int:
-    """How often small sizes are moved in one sample."""
+    """Returns how often small sizes are moved in one sample."""
     return max(1, min(_MOST_LAUNCHES, _BATCH_BYTES // nbytes))
 
 
 def cases(world_size: int, sm_count: int) -> Iterator[Move]:
-    """What GPU 0 does alone, of every mechanism; bytes are a multiple of 16 for every peer."""
+    """Returns what GPU 0 does alone, of every mechanism; bytes are a multiple of 16 for every peer."""
     for peers in sorted({1, world_size - 1}):
         for size in SIZES:
             nbytes = size // (16 * peers) * 16 * peers
@@ -130,7 +130,7 @@ def cases(world_size: int, sm_count: int) -> Iterator[Move]:
 
 
 def fastest(rows: Iterable[Bandwidth]) -> list[Bandwidth]:
-    """Of each mechanism and size the row with the highest rate, in the order in which they come."""
+    """Returns of each mechanism and size the row with the highest rate, in the order in which they come."""
     best: dict[tuple[str, int], Bandwidth] = {}
     for row in rows:
         key = (row.mechanism, row.nbytes)
@@ -140,7 +140,7 @@ def fastest(rows: Iterable[Bandwidth]) -> list[Bandwidth]:
 
 
 def cases_of_all(world_size: int, alone: Sequence[Bandwidth]) -> Iterator[Move]:
-    """What all GPUs do at once: every mechanism at the largest size, with the block count that was fastest for GPU 0 alone."""
+    """Returns what all GPUs do at once: every mechanism at the largest size, with the block count that was fastest for GPU 0 alone."""
     rows = [row for row in alone if row.peers == world_size - 1]
     largest = max(row.nbytes for row in rows)
     for row in fastest(row for row in rows if row.nbytes == largest):
@@ -148,7 +148,7 @@ def cases_of_all(world_size: int, alone: Sequence[Bandwidth]) -> Iterator[Move]:
 
 
 def measure_mechanisms(gpus: int | None = None) -> Mechanisms:
-    """Measure, on the first ``gpus`` GPUs (default: all, at most 8). Raises UsageError where there are fewer than two."""
+    """Measures on the first ``gpus`` GPUs (default: all, at most 8). Raises UsageError where there are fewer than two."""
     found = torch.cuda.device_count()
     count = min(found, MAX_RANKS) if gpus is None else gpus
     if not 2 <= count <= min(found, MAX_RANKS):
@@ -160,7 +160,7 @@ def measure_mechanisms(gpus: int | None = None) -> Mechanisms:
 
 
 def samples(take: Callable[[float], float | None]) -> list[float]:
-    """What ``take(head_start_us)`` measures, without the first ones, which warm up.
+    """Returns the measurements of ``take(head_start_us)``, without the first ones, which warm up.
 
     Where it has nothing, since the host was late, it is called again with twice the head start; raises DeviceError when that gets absurd.
     """
@@ -225,11 +225,11 @@ class _Bench:
         return Latency(what, statistics.median(rounds_us), min(rounds_us), max(rounds_us), len(rounds_us))
 
     def _seconds(self, works: Sequence[Callable[[], None]], launches: int = 1) -> list[float]:
-        """Device times of samples of ``launches`` calls of works[i] on GPU i; of several GPUs, the slowest one's."""
+        """Returns device times of samples of ``launches`` calls of works[i] on GPU i; of several GPUs, the slowest one's."""
         return samples(lambda head_start_us: self._sample(works, launches, head_start_us))
 
     def _sample(self, works: Sequence[Callable[[], None]], launches: int, head_start_us: float) -> float | None:
-        """Seconds of device time; None if a GPU began before the host had enqueued everything. Several GPUs start from a barrier."""
+        """Returns seconds of device time; None if a GPU began before the host had enqueued all work. Several GPUs start from a barrier."""
         events = []
         for gpu, work in enumerate(works):
             with torch.cuda.stream(self.streams[gpu]):
@@ -262,7 +262,7 @@ class _Bench:
         )
 
     def _turns(self, what: str) -> list[Launch]:
-        """A launch of the round trips ``what`` for every GPU, which has been launched without rounds once, and so is loaded."""
+        """Returns a launch of the round trips ``what`` for every GPU, which has been launched without rounds once, and so is loaded."""
         launches = []
         for gpu in range(self.count):
             with torch.cuda.stream(self.streams[gpu]):
@@ -291,7 +291,7 @@ class _Bench:
         return Kernel(self.cubin, move.mechanism).bind(move.blocks, threads, args, shared_bytes=shared_bytes)
 
     def _copies(self, move: Move, gpu: int) -> Callable[[], None]:
-        """A copy for every peer, one behind the other, as kernels cut the data."""
+        """Returns a copy for every peer, one behind the other, as kernels cut the data."""
         driver, stream = cuda_bindings.driver(), self.streams[gpu].cuda_stream
         part = move.nbytes // move.peers
         pairs = []

@@ -1,4 +1,4 @@
-"""What a kernel takes of an SM, read from its cubin without a driver or a GPU."""
+"""Resources that a kernel takes of an SM, read from its cubin without a driver or a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Resources:
 
 
 def resources(cubin: Cubin) -> dict[str, Resources]:
-    """The resources of every kernel of a cubin, by name."""
+    """Returns the resources of every kernel of a cubin, by name."""
     image = cubin.path.read_bytes()
     if image[:4] != b"\x7fELF" or image[4] != 2:
         raise DeviceError(f"{cubin.path} is not a 64-bit ELF file; remove it from the cache and compile again")
@@ -50,7 +50,7 @@ def resources(cubin: Cubin) -> dict[str, Resources]:
 
 
 def _sections(image: bytes) -> list[tuple[int, str, bytes]]:
-    """Kind, name and content of every section; a section that takes no room in the file has as many zeros as it is long."""
+    """Returns kind, name and content of every section; a section that takes no room in the file has as many zeros as it is long."""
     (table,) = struct.unpack_from("<Q", image, 40)
     size, count, names = struct.unpack_from("<HHH", image, 58)
     headers = [struct.unpack_from("<IIQQQQ", image, table + size * index) for index in range(count)]
@@ -62,7 +62,7 @@ def _sections(image: bytes) -> list[tuple[int, str, bytes]]:
 
 
 def _attributes(content: bytes) -> list[tuple[int, int, int]]:
-    """Attribute, symbol and value of the entries that have both."""
+    """Returns attribute, symbol and value of the entries that have both."""
     found, at = [], 0
     while at + 4 <= len(content):
         form, attribute, size = struct.unpack_from("<BBH", content, at)

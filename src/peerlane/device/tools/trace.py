@@ -1,4 +1,4 @@
-"""What the roles of a kernel did when, on all ranks, as one trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""The spans of a kernel's roles on all ranks, as one trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 Kernels compiled with ``defines={"PEERLANE_TIMELINE": 1}`` stamp the start and end of their spans into a ring of device memory:
 
@@ -33,7 +33,7 @@ def forget_observed() -> None:
 
 
 def observed_spans(most: int) -> list[list[Any]]:
-    """The latest ``most`` spans of all observed arenas: name, role, block, start and end in nanoseconds of the GPU's clock."""
+    """Returns the latest ``most`` spans of all observed arenas: name, role, block, start and end in nanoseconds of the GPU's clock."""
     pairs = sorted((pair for timeline in observed for pair in _spans(timeline.read())), key=lambda pair: pair[1].nanoseconds)
     return [[_kind(begin.kind, {}), _role(begin.role), begin.block, begin.nanoseconds, end.nanoseconds] for begin, end in pairs[-most:]]
 
@@ -41,7 +41,7 @@ def observed_spans(most: int) -> list[list[Any]]:
 def trace(
     ranks: Sequence[Sequence[Event]], *, names: Mapping[int, str] | None = None, offsets_ns: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """The Chrome trace of all ranks: a process per rank, a track per role and block. ``names`` are those of the kernel's own spans.
+    """Returns the Chrome trace of all ranks: a process per rank, a track per role and block. ``names`` are those of the kernel's own spans.
 
     GPUs' clocks may differ: ``offsets_ns[r]`` is added to rank r's. Spans whose start or end was overwritten are left out.
     """
@@ -72,7 +72,7 @@ def trace(
 
 
 def write_trace(path: Path, ranks: Sequence[Sequence[Event]], **options: Any) -> None:
-    """:func:`trace` as a JSON file."""
+    """Writes :func:`trace` as a JSON file."""
     path.write_text(json.dumps(trace(ranks, **options)))
 
 

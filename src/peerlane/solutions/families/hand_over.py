@@ -79,5 +79,5 @@ class Pipeline:
 
 @per_group
 def pipeline(group: Group, shape: tuple[int, ...], dtype: torch.dtype, parts: int) -> Pipeline:
-    """The group's one :class:`Pipeline` of this shape; the first call is collective."""
+    """Returns the group's one :class:`Pipeline` of this shape; the first call is collective."""
     return Pipeline(group, shape, dtype, parts)
