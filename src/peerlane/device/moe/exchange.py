@@ -218,8 +218,8 @@ def combine(
     tokens: int,
 ) -> torch.Tensor:
     """Collective: sends rows back, as :func:`dispatch` sent them, and adds them up. ``rows`` lie as it delivers them; ``returned`` come
-    back of each rank, in the order of the map's rows. Row i counts with the sum of ``weights`` (T, slots) in whose slots ``selected`` names its
-    expert, for token ``mapping[i]``. Sums are taken in fp32 in the order of the rows; the result (tokens, H) has the dtype of a
+    back of each rank, in the order of the map's rows. Row i counts with the sum of ``weights`` (T, slots) in whose slots ``selected`` names
+    its expert, for token ``mapping[i]``. Sums are taken in fp32 in the order of the rows; the result (tokens, H) has the dtype of a
     product."""
     columns, flat = rows.shape[1], flat_map(routing_map)
     types = rows.dtype, weights.dtype
