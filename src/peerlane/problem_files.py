@@ -61,17 +61,17 @@ def folder_package(folder: Path) -> str:
 
 @functools.cache
 def _find(folders: tuple[Path, ...]) -> Mapping[int, ProblemFile]:
-    found: dict[int, ProblemFile] = {}
+    by_number: dict[int, ProblemFile] = {}
     for package, folder in _places(folders):
         inside = [(match, path) for path in folder.glob("p*.py") if (match := _NAME.fullmatch(path.name))]
         if not inside:
             raise UsageError(f"there are no problems in {folder}: expected files named pNNN_slug.py, such as p1001_my_gather.py")
         for match, path in inside:
             file = ProblemFile(int(match[1]), match[2], package, path)
-            if (other := found.get(file.number)) is not None:
+            if (other := by_number.get(file.number)) is not None:
                 raise UsageError(f"problem {file.number} is both {other.path} and {path}: give one of them another number")
-            found[file.number] = file
-    return dict(sorted(found.items()))
+            by_number[file.number] = file
+    return dict(sorted(by_number.items()))
 
 
 def _places(folders: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:

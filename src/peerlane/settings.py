@@ -18,8 +18,8 @@ ARCHITECTURE = "9.0a"
 
 def cache_dir() -> Path:
     """Returns the folder of compiled kernels and measured ceilings: PEERLANE_CACHE_DIR, else peerlane/ in the user's cache folder."""
-    if chosen := os.environ.get("PEERLANE_CACHE_DIR"):
-        return Path(chosen)
+    if folder := os.environ.get("PEERLANE_CACHE_DIR"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peerlane"
 
 

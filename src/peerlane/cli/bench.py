@@ -44,8 +44,8 @@ def bench(
     from peerlane.hardware.environment import record
     from peerlane.report.mechanisms import FILE, MeasuredMechanisms
 
-    found = measure_mechanisms()
-    measured = MeasuredMechanisms(record(discover()), datetime.now(UTC).replace(microsecond=0), found)
+    mechanisms = measure_mechanisms()
+    measured = MeasuredMechanisms(record(discover()), datetime.now(UTC).replace(microsecond=0), mechanisms)
     write_atomically(out / FILE, json.dumps(measured.to_json(), indent=1).encode())
     if as_json:
         print_json(measured.to_json())

@@ -50,23 +50,23 @@ def demo(
     Exit codes: 0 if every verdict is the expected one, else 3, or 4 if peerlane itself failed.
     """
     sizes = positive_integers(world_size, "--world-size")
-    chosen = choose_device(device)
+    rank_device = choose_device(device)
 
     from peerlane.evaluate import discover
 
     good, broken = discover(good_folders(examples)), discover([str(examples / BROKEN)])
     made_for = {candidate.name: read_expectation(candidate.path) for candidate in broken if candidate.path is not None}
-    left_out = {candidate.name for candidate in good if chosen == "cpu" and needs_gpu(candidate)}
+    left_out = {candidate.name for candidate in good if rank_device == "cpu" and needs_gpu(candidate)}
     emulated = [candidate for candidate in good if candidate.name in left_out and uses_kit(candidate) and shutil.which(COMPILER)]
     left_out -= {candidate.name for candidate in emulated}
-    left_out |= {name for name, expectation in made_for.items() if not can_run(expectation, chosen)}
+    left_out |= {name for name, expectation in made_for.items() if not can_run(expectation, rank_device)}
     if left_out:
-        print(f"left out, for this machine or --device {chosen} lacks what they need: {', '.join(sorted(left_out))}", file=sys.stderr)
-    good_results = _run([item for item in good if item.name not in left_out and item not in emulated], preset, sizes, chosen)
+        print(f"left out, for this machine or --device {rank_device} lacks what they need: {', '.join(sorted(left_out))}", file=sys.stderr)
+    good_results = _run([item for item in good if item.name not in left_out and item not in emulated], preset, sizes, rank_device)
     if emulated:
         good_results += _run(emulated, preset, sizes[:1], "emulated")
-    broken_results = _run([item for item in broken if item.name not in left_out], preset, sizes, chosen, BROKEN_DEADLINE_S)
-    expected = {name: expectation.on(chosen) for name, expectation in made_for.items()}
+    broken_results = _run([item for item in broken if item.name not in left_out], preset, sizes, rank_device, BROKEN_DEADLINE_S)
+    expected = {name: expectation.on(rank_device) for name, expectation in made_for.items()}
     rows = [comparison(result, expected) for result in broken_results]
     if as_json:
         broken_json = results_json(broken_results)["results"]

@@ -91,17 +91,17 @@ def isolation_checks(device: Literal["cuda", "cpu"]) -> list[Check]:
     for tier, remedy in remedies.items():
         name = f"isolation {tier}"
         try:
-            found = choose(tier, device)
+            isolation = choose(tier, device)
         except UsageError as error:
             checks.append(Check(name, "absent", str(error), remedy))
             continue
-        if device == "cuda" and (failure := sharing_failure(found, device, Deadlines())):
+        if device == "cuda" and (failure := sharing_failure(isolation, device, Deadlines())):
             detail = f"confined ranks cannot share GPU memory with trusted ones: {in_short(failure)}"
             checks.append(Check(name, "absent", detail, "docs/isolation.md; candidates that you trust can be judged in L0"))
             continue
-        lacking = found.missing.keys() - {OWN_UID}  # of two ways to one end, it is the one that nobody but root has
-        absent = "".join(f"; no {measure}: {reason}" for measure, reason in found.missing.items())
-        checks.append(Check(name, "warn" if lacking else "ok", ", ".join(found.measures) + absent, remedies["L1"] if lacking else ""))
+        lacking = isolation.missing.keys() - {OWN_UID}  # of two ways to one end, it is the one that nobody but root has
+        absent = "".join(f"; no {measure}: {reason}" for measure, reason in isolation.missing.items())
+        checks.append(Check(name, "warn" if lacking else "ok", ", ".join(isolation.measures) + absent, remedies["L1"] if lacking else ""))
     return checks
 
 

@@ -68,7 +68,7 @@ def generate(
     from peerlane.generate.prompt import PromptSettings, render_prompt
     from peerlane.generate.single_shot import generate_samples
 
-    chosen = problems.select(problem)
+    selected = problems.select(problem)
     options = model_options(
         name=model,
         base_url=base_url,
@@ -85,11 +85,11 @@ def generate(
     )
     path = out or default_folder(model)
     settings = PromptSettings(run_machine(path, hardware), backend, track, world_size, preset, variant, shots)
-    prompts = {item.id: render_prompt(item, settings) for item in chosen}
+    prompts = {item.id: render_prompt(item, settings) for item in selected}
     run = open_run(path, "generate", options, settings)
     with locked(run):
-        missing = run.missing([item.id for item in chosen], samples)
-        progress = new_progress(len(missing), len(chosen) * samples, max_cost)
+        missing = run.missing([item.id for item in selected], samples)
+        progress = new_progress(len(missing), len(selected) * samples, max_cost)
         if missing:
             generate_samples(run, prompts, missing, options, progress)
     finish(run, missing, progress)
@@ -198,13 +198,13 @@ def read_arguments(items: list[str]) -> dict[str, Any]:
     """Parses NAME=VALUE pairs, whose values are read as JSON where possible; raises UsageError."""
     import json
 
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for item in items:
         name, equals, value = item.partition("=")
         if not name or not equals:
             raise UsageError(f"--model-arg got {item!r}: expected NAME=VALUE")
         try:
-            found[name] = json.loads(value)
+            arguments[name] = json.loads(value)
         except ValueError:
-            found[name] = value
-    return found
+            arguments[name] = value
+    return arguments

@@ -64,15 +64,15 @@ class Episode:
     def __post_init__(self) -> None:
         shutil.rmtree(self.run.path / self.key.folder / "steps", ignore_errors=True)  # of an episode that was killed
 
-    def keep(self, tool: str, source: str, found: Judged) -> None:
+    def keep(self, tool: str, source: str, judged: Judged) -> None:
         """Keeps a judged candidate."""
         record = StepRecord(
             step=len(self.steps) + 1,
             tool=tool,
-            verdict=found.verdict,
-            sha256=found.sha256,
-            speedups={mode: tuple(speedup) for mode, speedup in found.speedups.items()},  # type: ignore[misc]
-            feedback=found.feedback,
+            verdict=judged.verdict,
+            sha256=judged.sha256,
+            speedups={mode: tuple(speedup) for mode, speedup in judged.speedups.items()},  # type: ignore[misc]
+            feedback=judged.feedback,
         )
         self.run.write_step(self.key, record, source)
         self.steps.append((record, source))
@@ -80,8 +80,8 @@ class Episode:
     def best(self) -> str | None:
         """Returns the source of the best judged candidate that is correct; None if none is."""
         attempts = [record.attempt(self.key) for record, _ in self.steps]
-        chosen = best_attempt(attempts)
-        return self.steps[attempts.index(chosen)][1] if chosen is not None and chosen.correct else None
+        best = best_attempt(attempts)
+        return self.steps[attempts.index(best)][1] if best is not None and best.correct else None
 
 
 def run_agents(

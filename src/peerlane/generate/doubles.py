@@ -24,8 +24,8 @@ _CHARACTERS_PER_TOKEN = 4
 
 def expert_source(number: int) -> str | None:
     """Returns the package's solution of a problem, or None if it has none."""
-    found = list((PACKAGE / "solutions").glob(f"p{number:03d}_*.py"))
-    return found[0].read_text() if found else None
+    paths = list((PACKAGE / "solutions").glob(f"p{number:03d}_*.py"))
+    return paths[0].read_text() if paths else None
 
 
 def reference_candidate(number: int) -> str:
@@ -109,8 +109,8 @@ class Double(ModelAPI):
         from peerlane.generate.reply import extract_code
 
         text = "\n".join(message.text for message in input)
-        found = _PROBLEM.search(text)
-        reply = _REPLIES[self.model_name](int(found[1])) if found else "I see no problem."
+        match = _PROBLEM.search(text)
+        reply = _REPLIES[self.model_name](int(match[1])) if match else "I see no problem."
         name = f"peerlane/{self.model_name}"
         source = extract_code(reply)
         done = sum(message.role == "tool" for message in input)

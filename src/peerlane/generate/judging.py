@@ -98,8 +98,8 @@ class Judge:
                 result = await self._evaluator.evaluate_async(problem, data, modes=MODES, timelines=Path(folder), **common)
             except UsageError as error:
                 return str(error)
-            found = [Timeline.read(file).summary() for file in sorted(Path(folder).glob("*.json"))]
-        return "\n\n".join(found) or result.feedback()
+            summaries = [Timeline.read(file).summary() for file in sorted(Path(folder).glob("*.json"))]
+        return "\n\n".join(summaries) or result.feedback()
 
 
 def judged(result: Result, sha256: str) -> Judged:

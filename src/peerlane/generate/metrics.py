@@ -60,13 +60,13 @@ def is_faster(p: float, mode: str) -> Test:
 
 def by_problem(attempts: Sequence[Attempt], problems: Sequence[int]) -> dict[int, list[Attempt]]:
     """Returns the judged attempts of every problem; raises ValueError for attempts at other problems."""
-    found: dict[int, list[Attempt]] = {number: [] for number in problems}
+    groups: dict[int, list[Attempt]] = {number: [] for number in problems}
     for attempt in attempts:
-        if attempt.problem not in found:
-            raise ValueError(f"an attempt at problem {attempt.problem}, which is not among the {len(found)} that are counted")
+        if attempt.problem not in groups:
+            raise ValueError(f"an attempt at problem {attempt.problem}, which is not among the {len(groups)} that are counted")
         if attempt.judged:
-            found[attempt.problem].append(attempt)
-    return found
+            groups[attempt.problem].append(attempt)
+    return groups
 
 
 def solved(attempts: Sequence[Attempt], problems: Sequence[int], test: Test, k: int) -> dict[int, float]:

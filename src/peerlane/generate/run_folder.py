@@ -175,12 +175,12 @@ class RunFolder:
 
     def sample_keys(self) -> list[SampleKey]:
         """Returns the samples that there are: those done and those that hold a candidate, in order."""
-        found = []
+        keys = []
         for folder in self.path.glob("*/*"):
             match = _SAMPLE_FOLDER.fullmatch(folder.relative_to(self.path).as_posix())
             if match and ((folder / "sample.json").is_file() or (folder / "candidate.py").is_file()):
-                found.append(SampleKey(int(match[1]), int(match[2])))
-        return sorted(found)
+                keys.append(SampleKey(int(match[1]), int(match[2])))
+        return sorted(keys)
 
     def is_done(self, key: SampleKey) -> bool:
         """Tells whether the sample was finished."""

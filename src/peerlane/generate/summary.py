@@ -81,11 +81,11 @@ def _estimate(scored: Scored, test: metrics.Test, k: int) -> dict[str, float]:
 
 def _by_category(scored: Scored, ks: Sequence[int]) -> dict[str, dict[str, Any]]:
     sizes = metrics.by_category(dict.fromkeys(scored.problems, 1.0), scored.problems)
-    found: dict[str, dict[str, Any]] = {category: {"problems": int(size)} for category, size in sizes.items()}
+    categories: dict[str, dict[str, Any]] = {category: {"problems": int(size)} for category, size in sizes.items()}
     for k in ks:
         for category, value in metrics.by_category(scored.counts(metrics.is_correct, k), scored.problems).items():
-            found[category][f"correct@{k}"] = value
-    return found
+            categories[category][f"correct@{k}"] = value
+    return categories
 
 
 def _problem(scored: Scored, number: int) -> dict[str, Any]:
@@ -139,9 +139,9 @@ def model_table(models: Sequence[Scored], ks: Sequence[int], ps: Sequence[float]
                 if not measured:
                     table.add(scored.model, name, str(k), NOT_MEASURED, "-", "-")
                     continue
-                found = _estimate(scored, test, k)
-                interval = f"{found['low']:.1f} to {found['high']:.1f}"
-                table.add(scored.model, name, str(k), _number(found["problems"]), interval, f"{found['share']:.1%}")
+                estimate = _estimate(scored, test, k)
+                interval = f"{estimate['low']:.1f} to {estimate['high']:.1f}"
+                table.add(scored.model, name, str(k), _number(estimate["problems"]), interval, f"{estimate['share']:.1%}")
             for mode in MODES:
                 if metrics.is_timed(scored.attempts, mode):
                     mean = metrics.geometric_mean(metrics.log_speedups(scored.attempts, numbers, mode, k))
@@ -205,11 +205,11 @@ def comparison_lines(a: Scored, b: Scored, ks: Sequence[int], p: float) -> list[
         tests: list[tuple[str, metrics.Test]] = [("correct", metrics.is_correct)]
         tests += [(f"fast_{p:g} {mode}", metrics.is_faster(p, mode)) for mode in MODES if all(_timed(x, mode) for x in (a, b))]
         for name, test in tests:
-            found = metrics.compare(a.counts(test, k), b.counts(test, k))
-            low, high = (f"{100 * value:+.1f}" for value in found.difference[1:])
+            comparison = metrics.compare(a.counts(test, k), b.counts(test, k))
+            low, high = (f"{100 * value:+.1f}" for value in comparison.difference[1:])
             lines.append(
-                f"{name}@{k}: {a.model} minus {b.model} is {100 * found.difference.value:+.1f} points [{low}, {high}] over "
-                f"{found.problems} problems; ahead in {found.better:.1%} of resamples"
+                f"{name}@{k}: {a.model} minus {b.model} is {100 * comparison.difference.value:+.1f} points [{low}, {high}] over "
+                f"{comparison.problems} problems; ahead in {comparison.better:.1%} of resamples"
             )
     return lines
 

@@ -32,9 +32,9 @@ class Workbench:
     async def measure(self, tool_name: str, modes: tuple[str, ...]) -> str:
         """Has the file judged, keeps the result, and returns what its author may know."""
         source = self.written()
-        found = await self.judge.judge(self.problem, source, modes)
-        self._keep(tool_name, source, found)
-        return found.feedback[:_MOST_CHARACTERS]
+        judged = await self.judge.judge(self.problem, source, modes)
+        self._keep(tool_name, source, judged)
+        return judged.feedback[:_MOST_CHARACTERS]
 
 
 def check_source(problem: int, source: str) -> str:

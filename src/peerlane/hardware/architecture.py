@@ -25,5 +25,5 @@ def gpu_architectures() -> str:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    found = sorted({line.strip() for line in ran.stdout.splitlines() if line.strip().replace(".", "", 1).isdecimal()})
-    return ";".join(f"{item}a" if item in _WITH_SUFFIX else item for item in found) if ran.returncode == 0 else ""
+    capabilities = sorted({line.strip() for line in ran.stdout.splitlines() if line.strip().replace(".", "", 1).isdecimal()})
+    return ";".join(f"{item}a" if item in _WITH_SUFFIX else item for item in capabilities) if ran.returncode == 0 else ""

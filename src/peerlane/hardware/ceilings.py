@@ -93,8 +93,8 @@ class Ceilings:
 
     def median(self, figure: str) -> float | None:
         """Returns the figure's median, or None if it was not measured."""
-        found = self.figures.get(figure)
-        return found.median if found else None
+        measured = self.figures.get(figure)
+        return measured.median if measured else None
 
     def joined(self, figures: Mapping[str, Measurement], notes: Sequence[str] = ()) -> Ceilings:
         """Returns these ceilings and more."""

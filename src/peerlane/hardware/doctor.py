@@ -134,11 +134,11 @@ def check_ranks(topology: Topology) -> Check:
     if len(topology.gpus) >= 2:
         return Check("ranks", "ok", f"up to {len(topology.gpus)} on GPUs, one each; {topology.cpu_cores} CPU cores")
     if topology.gpus:
-        found = "several on the GPU, a virtual node: real concurrency, no links"
+        several = "several on the GPU, a virtual node: real concurrency, no links"
         if available_sharing() == "mps":
-            return Check("ranks", "ok", f"{found}; at once, by MPS")
+            return Check("ranks", "ok", f"{several}; at once, by MPS")
         what = f"install {CONTROL} (in the driver's package), and put it on PATH"
-        return Check("ranks", "warn", f"{found}; in time slices, for there is no {CONTROL}", what)
+        return Check("ranks", "warn", f"{several}; in time slices, for there is no {CONTROL}", what)
     cores = f"{topology.cpu_cores} CPU core{'s' if topology.cpu_cores != 1 else ''}"
     return Check(
         "ranks", "warn", f"2, 4 or 8 on the CPU with gloo, for correctness only, on {cores}", "for timing: a machine with two GPUs or more"
@@ -183,9 +183,9 @@ def check_nvrtc() -> Check:
 
 def check_nvcc(environ: Mapping[str, str]) -> Check:
     homes = [environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
-    found = shutil.which("nvcc", path=os.pathsep.join([environ.get("PATH", ""), *(f"{home}/bin" for home in (*homes, "/usr/local/cuda"))]))
-    if found:
-        return Check("nvcc", "ok", found)
+    nvcc = shutil.which("nvcc", path=os.pathsep.join([environ.get("PATH", ""), *(f"{home}/bin" for home in (*homes, "/usr/local/cuda"))]))
+    if nvcc:
+        return Check("nvcc", "ok", nvcc)
     return Check(
         "nvcc", "absent", "candidates that use torch's load_inline or nvcc cannot be built", "install the CUDA toolkit, or put nvcc on PATH"
     )

@@ -36,9 +36,9 @@ def _by_nvml(nvml: object, index: int) -> GpuMemory:
 
 def parse_smi_memory(output: str, indices: Sequence[int]) -> tuple[GpuMemory, ...]:
     """Parses ``nvidia-smi --query-gpu=index,memory.used``, csv without header and units; a GPU not listed has a fault."""
-    found = {}
+    memory = {}
     for line in output.splitlines():
         if match := re.fullmatch(r"\s*(\d+)\s*,\s*(.*?)\s*", line):
             index, used = match.groups()
-            found[int(index)] = GpuMemory(int(used) << 20) if used.isdecimal() else GpuMemory(0, f"memory in use: {used}")
-    return tuple(found.get(index, GpuMemory(0, "nvidia-smi does not list it any more")) for index in indices)
+            memory[int(index)] = GpuMemory(int(used) << 20) if used.isdecimal() else GpuMemory(0, f"memory in use: {used}")
+    return tuple(memory.get(index, GpuMemory(0, "nvidia-smi does not list it any more")) for index in indices)

@@ -41,13 +41,13 @@ def is_alive(pid: int) -> bool:
 
 def processes(folder: Path) -> set[int]:
     """Returns the living processes of the daemon: itself, and its servers, which bear its folder in their environment."""
-    mark, found = os.fsencode(f"CUDA_MPS_PIPE_DIRECTORY={folder}/pipe"), set()
+    mark, marked = os.fsencode(f"CUDA_MPS_PIPE_DIRECTORY={folder}/pipe"), set()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if (entry / "comm").read_text().startswith("nvidia-cuda-mps") and mark in (entry / "environ").read_bytes():
-                found.add(int(entry.name))
+                marked.add(int(entry.name))
     own = daemon_pid(folder)
-    return {pid for pid in (found if own is None else {own, *found}) if is_alive(pid)}
+    return {pid for pid in (marked if own is None else {own, *marked}) if is_alive(pid)}
 
 
 def wait_for_end(folder: Path, limit_s: float) -> None:

@@ -138,7 +138,7 @@ def measured_peaks(ceilings: Ceilings, profile: HardwareProfile) -> Peaks:
 
     links = [item.median for name, item in ceilings.figures.items() if name.startswith("nvlink_")]
     trips = [item.median * share for name, share in _TRIPS.items() if (item := ceilings.figures.get(name)) is not None]
-    assumed += [name for name, found in (("nvlink", links), ("latency", trips)) if not found]
+    assumed += [name for name, measured_values in (("nvlink", links), ("latency", trips)) if not measured_values]
     return Peaks(
         source="measured",
         tensor_tflops={dtype: measured(f"{dtype}_matmul_tflops", peak, dtype) for dtype, peak in sheet.tensor_tflops.items()},

@@ -130,7 +130,7 @@ def visible(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[Gpu, ...]:
     """
     if setting is None:
         return gpus
-    chosen: list[Gpu] = []
+    left: list[Gpu] = []
     for entry in (part.strip() for part in setting.split(",")):
         if entry.isdecimal():
             match = [gpu for gpu in gpus if gpu.index == int(entry)]
@@ -138,10 +138,10 @@ def visible(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[Gpu, ...]:
             match = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
         if len(match) != 1:
             break
-        if match[0] in chosen:
+        if match[0] in left:
             return ()
-        chosen.append(match[0])
-    return tuple(chosen)
+        left.append(match[0])
+    return tuple(left)
 
 
 def clock_event_reasons(mask: int) -> tuple[str, ...]:
@@ -323,10 +323,10 @@ def parse_smi_topology(output: str) -> dict[tuple[int, int], str]:
 
 def _cpu_model() -> str:
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
     except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+        match = None
+    return match.group(1).strip() if match else platform.processor() or platform.machine()
 
 
 def _cpu_cores() -> int:

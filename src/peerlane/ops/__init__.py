@@ -218,47 +218,47 @@ _gemm_all_gather.register_autograd(_of_columns, setup_context=_remember_product)
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns the sum of all ranks' ``x``."""
-    found: torch.Tensor = _all_reduce(x, _name(group))
-    return found
+    total: torch.Tensor = _all_reduce(x, _name(group))
+    return total
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns all ranks' ``x`` along axis 0, in rank order."""
-    found: torch.Tensor = _all_gather(x, _name(group))
-    return found
+    gathered: torch.Tensor = _all_gather(x, _name(group))
+    return gathered
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns this rank's part, of W equal ones along axis 0, of the sum of all ranks' ``x``."""
-    found: torch.Tensor = _reduce_scatter(x, _name(group))
-    return found
+    part: torch.Tensor = _reduce_scatter(x, _name(group))
+    return part
 
 
 def all_to_all(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns to rank r part r, of W equal ones along axis 0, of every rank's ``x``, in rank order."""
-    found: torch.Tensor = _all_to_all(x, _name(group))
-    return found
+    received: torch.Tensor = _all_to_all(x, _name(group))
+    return received
 
 
 def all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns ``cat(all ranks' a, dim=1) @ b``: (m, k/W) and (k, n) give (m, n). bfloat16 and float16 run as one kernel."""
-    found: torch.Tensor = _all_gather_gemm(a, b, _name(group))
-    return found
+    product: torch.Tensor = _all_gather_gemm(a, b, _name(group))
+    return product
 
 
 def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns this rank's rows of the summed ``a @ b``: (m, k) and (k, n) give (m/W, n). bfloat16 and float16 run as one kernel."""
-    found: torch.Tensor = _gemm_reduce_scatter(a, b, _name(group))
-    return found
+    product: torch.Tensor = _gemm_reduce_scatter(a, b, _name(group))
+    return product
 
 
 def gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns the sum of all ranks' ``a @ b``. a (m, k), b (k, n); (m, n)."""
-    found: torch.Tensor = _gemm_all_reduce(a, b, _name(group))
-    return found
+    product: torch.Tensor = _gemm_all_reduce(a, b, _name(group))
+    return product
 
 
 def gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Returns all ranks' ``a @ b`` side by side. a (m, k), b (k, n); (m, W n)."""
-    found: torch.Tensor = _gemm_all_gather(a, b, _name(group))
-    return found
+    product: torch.Tensor = _gemm_all_gather(a, b, _name(group))
+    return product

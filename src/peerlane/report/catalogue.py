@@ -61,9 +61,9 @@ def problem_detail(
     many ranks.
     """
     if presets is None:
-        chosen = [item for item in problem.presets if item.family != "sweep"]
+        selected = [item for item in problem.presets if item.family != "sweep"]
     else:
-        chosen = [item for name in presets for item in problem.family(name) or (problem.preset(name),)]
+        selected = [item for name in presets for item in problem.family(name) or (problem.preset(name),)]
     return {
         **problem_entry(problem),
         "origin": problem.origin,
@@ -84,7 +84,7 @@ def problem_detail(
         "excused": dict(problem.excused),
         "world_size": world_size,
         "profile": profile.name,
-        "presets": [_preset_detail(problem, preset, world_size, profile) for preset in chosen],
+        "presets": [_preset_detail(problem, preset, world_size, profile) for preset in selected],
         "sweep": [{"name": item.name, "size": item.about} for item in problem.family("sweep")],
     }
 

@@ -187,14 +187,14 @@ def references(evidence: Evidence) -> str:
 
     def draw(figure: Any) -> None:
         areas = figure.subplots(1, len(panels), sharey=True)
-        for area, (title, found) in zip(areas, panels, strict=True):
-            shares = {bound: [item.utilisation for item in found.values() if item.bound_by == bound] for bound in BOUNDS}
+        for area, (title, nearest) in zip(areas, panels, strict=True):
+            shares = {bound: [item.utilisation for item in nearest.values() if item.bound_by == bound] for bound in BOUNDS}
             present = {bound: values for bound, values in shares.items() if values}
             labels = [f"{bound}: {len(values)}" for bound, values in present.items()]
             colours = [COLOURS[BOUNDS.index(bound)] for bound in present]
             area.hist(list(present.values()), bins=_BINS, stacked=True, color=colours, label=labels, edgecolor="white", linewidth=0.5)
-            below = [sum(item.utilisation < limit for item in found.values()) for limit in (0.1, 0.5)]
-            area.set_title(f"{title}: {len(found)} references\n{below[0]} below 10 %, {below[1]} below 50 % of the bound", fontsize=10.5)
+            below = [sum(item.utilisation < limit for item in nearest.values()) for limit in (0.1, 0.5)]
+            area.set_title(f"{title}: {len(nearest)} references\n{below[0]} below 10 %, {below[1]} below 50 % of the bound", fontsize=10.5)
             for limit in (0.1, 0.5):
                 area.axvline(limit, color="#555555", linewidth=0.8, linestyle=":")
                 area.text(limit, 0.98, f" {limit:.0%}", transform=area.get_xaxis_transform(), ha="left", va="top", fontsize=8)

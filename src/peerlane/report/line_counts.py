@@ -90,11 +90,14 @@ def lines_report(solutions: Path) -> str:
     own = TextTable(("problem", "host", "device", "shared pieces"), right=("host", "device"))
     used: dict[str, int] = {}
     for path in sorted(solutions.glob("p[0-9]*.py")):
-        found = read_lines(path)
+        counted = read_lines(path)
         own.add(
-            f"{int(path.stem[1:4])} {path.stem[5:]}", str(found.host), str(found.device), ", ".join(f"`{name}`" for name in found.pieces)
+            f"{int(path.stem[1:4])} {path.stem[5:]}",
+            str(counted.host),
+            str(counted.device),
+            ", ".join(f"`{name}`" for name in counted.pieces),
         )
-        for piece in found.pieces:
+        for piece in counted.pieces:
             used[piece] = used.get(piece, 0) + 1
     shared = TextTable(("piece", "host", "device", "solutions"), right=("host", "device", "solutions"))
     for piece, count in sorted(used.items()):

@@ -38,11 +38,11 @@ def read_mechanisms(path: Path) -> MeasuredMechanisms:
     if not path.is_file():
         raise UsageError(f"there is no file {path}: expected what `peerlane bench mechanisms` writes")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        bandwidths = tuple(Bandwidth(**row) for row in found["bandwidths"])
-        latencies = tuple(Latency(**row) for row in found["latencies"])
-        when = datetime.fromisoformat(found["finished_at"])
-        return MeasuredMechanisms(found["environment"], when, Mechanisms(found["gpus"], bandwidths, latencies))
+        document = json.loads(path.read_text(encoding="utf-8"))
+        bandwidths = tuple(Bandwidth(**row) for row in document["bandwidths"])
+        latencies = tuple(Latency(**row) for row in document["latencies"])
+        when = datetime.fromisoformat(document["finished_at"])
+        return MeasuredMechanisms(document["environment"], when, Mechanisms(document["gpus"], bandwidths, latencies))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{path} is not a measurement of mechanisms ({error!r}): expected what `peerlane bench mechanisms` writes"
@@ -53,12 +53,12 @@ def as_ceilings(measured: Mechanisms) -> dict[str, Measurement]:
     """Returns the bandwidth of each mechanism between two GPUs and the latency of messages as figures of
     :class:`peerlane.hardware.ceilings.Ceilings`. The lowest and the highest of the few samples stand for their percentiles.
     """
-    found: dict[str, Measurement] = {}
+    figures: dict[str, Measurement] = {}
     for row in measured.bandwidths:
         name = f"nvlink_{row.mechanism}_gbps"
-        if row.peers == row.movers == 1 and (name not in found or row.gbps > found[name].median):
-            found[name] = Measurement(row.gbps, row.lowest_gbps, row.highest_gbps, row.n)
-    return found | {f"{row.what}_round_us": Measurement(row.us, row.lowest_us, row.highest_us, row.n) for row in measured.latencies}
+        if row.peers == row.movers == 1 and (name not in figures or row.gbps > figures[name].median):
+            figures[name] = Measurement(row.gbps, row.lowest_gbps, row.highest_gbps, row.n)
+    return figures | {f"{row.what}_round_us": Measurement(row.us, row.lowest_us, row.highest_us, row.n) for row in measured.latencies}
 
 
 def size_text(nbytes: int) -> str:
@@ -74,8 +74,8 @@ def bandwidth_table(bandwidths: Iterable[Bandwidth], peers: int) -> TextTable:
     table = TextTable(("mechanism", "blocks", *map(size_text, sizes)), right={"blocks", *map(size_text, sizes)})
     mechanisms = list(dict.fromkeys(row.mechanism for row in rows))
     for mechanism, blocks in sorted({(row.mechanism, row.blocks) for row in rows}, key=lambda pair: (mechanisms.index(pair[0]), pair[1])):
-        found = {row.nbytes: row for row in rows if (row.mechanism, row.blocks) == (mechanism, blocks)}
-        table.add(mechanism, str(blocks or "-"), *(f"{found[size].gbps:.0f}" if size in found else "-" for size in sizes))
+        by_size = {row.nbytes: row for row in rows if (row.mechanism, row.blocks) == (mechanism, blocks)}
+        table.add(mechanism, str(blocks or "-"), *(f"{by_size[size].gbps:.0f}" if size in by_size else "-" for size in sizes))
     return table
 
 
@@ -125,15 +125,15 @@ def choice_table(measured: Mechanisms) -> TextTable:
 
 def mechanisms_report(measured: MeasuredMechanisms) -> str:
     """Returns the measurement as Markdown, for an engineer who has to choose a mechanism."""
-    found = measured.mechanisms
-    peers = f"{found.gpus - 1} peer{'s' if found.gpus > 2 else ''}"
+    mechanisms = measured.mechanisms
+    peers = f"{mechanisms.gpus - 1} peer{'s' if mechanisms.gpus > 2 else ''}"
     return "\n".join(
         [
             f"GPU 0 and {peers}, 10^9 bytes/s of payload, by size. The spread is that of the largest size. Blocks: the fewest that reach "
             f"{NEARLY:.0%} of its rate. The last column is what each GPU moves of it while all others do the same.\n",
-            choice_table(found).markdown(),
+            choice_table(mechanisms).markdown(),
             "A flag there and back, a packet there and back, and a barrier of all GPUs:\n",
-            latency_table(found.latencies).markdown(),
-            f"{node_class(measured.environment)}; {measured.finished_at:%Y-%m-%d}; {found.bandwidths[0].n} samples each, medians.",
+            latency_table(mechanisms.latencies).markdown(),
+            f"{node_class(measured.environment)}; {measured.finished_at:%Y-%m-%d}; {mechanisms.bandwidths[0].n} samples each, medians.",
         ]
     )

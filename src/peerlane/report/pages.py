@@ -53,10 +53,10 @@ def stale(folder: Path, pages: Mapping[str, str]) -> list[str]:
     """Returns the files that are missing, differ, or belong to no problem, each with the reason; raises UsageError if the folder is
     missing."""
     must_exist(folder)
-    found = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
-    missing = [f"{name}: missing" for name in pages if name not in found]
-    different = [f"{name}: differs from the code" for name, text in pages.items() if name in found and found[name] != text]
-    return missing + different + [f"{name}: belongs to no problem" for name in found if name not in pages]
+    on_disk = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
+    missing = [f"{name}: missing" for name in pages if name not in on_disk]
+    different = [f"{name}: differs from the code" for name, text in pages.items() if name in on_disk and on_disk[name] != text]
+    return missing + different + [f"{name}: belongs to no problem" for name in on_disk if name not in pages]
 
 
 def make(folder: Path) -> None:
@@ -100,9 +100,9 @@ def _summary(details: Sequence[Entry], categories: Sequence[str]) -> str:
     bounds = ("tensor", "vector", "hbm", "nvlink", "latency")
     table = TextTable(("category", "problems", *(f"{name} bound" for name in bounds)), right={"problems", *(f"{n} bound" for n in bounds)})
     for category in [*categories, "all"]:
-        chosen = [detail for detail in details if category in (detail["category"], "all")]
-        largest = [largest_production(detail)["roofline"]["bound_by"] for detail in chosen]
-        table.add(category.replace("_", " "), str(len(chosen)), *(str(largest.count(name)) for name in bounds))
+        members = [detail for detail in details if category in (detail["category"], "all")]
+        largest = [largest_production(detail)["roofline"]["bound_by"] for detail in members]
+        table.add(category.replace("_", " "), str(len(members)), *(str(largest.count(name)) for name in bounds))
     return f"What bounds the largest production preset of each, by the roofline:\n\n{table.markdown()}"
 
 

@@ -109,8 +109,8 @@ def sweep_plot(results: Iterable[Result]) -> Plot:
 def mechanisms_plot(measured: MeasuredMechanisms) -> Plot:
     """Returns bandwidth against size, a panel per number of peers, a line per mechanism at the block count that is best at the largest
     size."""
-    found = measured.mechanisms
-    alone = [row for row in found.bandwidths if row.movers == 1]
+    mechanisms = measured.mechanisms
+    alone = [row for row in mechanisms.bandwidths if row.movers == 1]
     panels = []
     for peers in sorted({row.peers for row in alone}):
         rows = [row for row in alone if row.peers == peers]

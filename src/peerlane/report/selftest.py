@@ -19,11 +19,11 @@ def selftest_table(corpus: Corpus, judged: Judged) -> TextTable:
     """Returns a table with a line per candidate, in the table's order: the verdicts it got and how often, those that are right, whether all
     are."""
     table = TextTable(("row", "candidate", "W", "verdicts", "expected", "ok"), right={"W"})
-    found: dict[str, dict[int, list[Outcome]]] = {}
+    outcomes_of: dict[str, dict[int, list[Outcome]]] = {}
     for entry, outcome in judged:
-        found.setdefault(entry.file, {}).setdefault(outcome.world_size, []).append(outcome)
+        outcomes_of.setdefault(entry.file, {}).setdefault(outcome.world_size, []).append(outcome)
     for entry in corpus.entries:
-        for world_size, mine in sorted(found.get(entry.file, {}).items()):
+        for world_size, mine in sorted(outcomes_of.get(entry.file, {}).items()):
             counts = Counter(outcome.verdict for outcome in mine)
             table.add(
                 entry.row,

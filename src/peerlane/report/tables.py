@@ -139,8 +139,8 @@ def mechanism_lines(results: Iterable[Result]) -> list[str]:
 
 
 def _mechanisms(result: Result) -> str:
-    found = [f"{item.name} ({item.confidence})" for item in result.mechanisms]
-    return ", ".join(found) or "nothing that was recognised"
+    names = [f"{item.name} ({item.confidence})" for item in result.mechanisms]
+    return ", ".join(names) or "nothing that was recognised"
 
 
 def _problem(result: Result) -> str:
@@ -190,10 +190,10 @@ def environment_lines(results: Iterable[Result]) -> list[str]:
 
 def by_node(results: Iterable[Result]) -> dict[NodeClass, list[Result]]:
     """Groups results by class of machine, without those that a later one replaces. Only results of one class may be compared."""
-    found: dict[NodeClass, list[Result]] = {}
+    groups: dict[NodeClass, list[Result]] = {}
     for result in newest(results):
-        found.setdefault(result.node, []).append(result)
-    return found
+        groups.setdefault(result.node, []).append(result)
+    return groups
 
 
 def results_report(results: Iterable[Result], *, mechanisms: bool = True) -> str:
@@ -201,11 +201,11 @@ def results_report(results: Iterable[Result], *, mechanisms: bool = True) -> str
     groups = by_node(results)
     parts = []
     for node, mine in groups.items():
-        told = [
+        notes = [
             *(mechanism_lines(mine) if mechanisms else ()),
             *environment_lines(mine),
             *(f"* {line.rstrip('.')}." for line in reasons(mine)),
         ]
         head = f"Results of {node}, which compare with no others here:\n\n" if len(groups) > 1 else ""
-        parts.append(f"{head}{result_table(mine).markdown()}\n" + "\n\n".join(told))
+        parts.append(f"{head}{result_table(mine).markdown()}\n" + "\n\n".join(notes))
     return "\n\n".join(parts)

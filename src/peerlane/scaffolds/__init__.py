@@ -39,9 +39,9 @@ def scaffold(problem: Problem, backend: str, variant: str = "default") -> str:
     head = f'"""Problem {problem.id}: {problem.title}.\n\n{_ABOUT[backend]}\nReplace it step by step by kernels that are faster.\n"""\n\n'
     if backend == "pytorch":
         return head + reference
-    if (found := _ONE_SIDED.search(reference)) is not None:
+    if (match := _ONE_SIDED.search(reference)) is not None:
         raise UsageError(
-            f"--backend {backend} got problem {problem.id}, whose reference calls {found[0]} on two ranks alone: expected calls that all "
+            f"--backend {backend} got problem {problem.id}, whose reference calls {match[0]} on two ranks alone: expected calls that all "
             "ranks of a group make; begin with --backend pytorch"
         )
     imports, rest = _split(reference)

@@ -100,8 +100,8 @@ def read_calibrations(path: Path) -> list[Calibration]:
     if not path.exists():
         return []
     try:
-        found = (Calibration.model_validate_json(line) for line in whole_lines(path) if line.strip())
-        return list({item.key: item for item in found}.values())
+        records = (Calibration.model_validate_json(line) for line in whole_lines(path) if line.strip())
+        return list({item.key: item for item in records}.values())
     except ValidationError as error:
         raise UsageError(
             f"{path} holds a line that is no calibration of this version ({error.errors()[0]['msg']}); "
@@ -193,10 +193,10 @@ def _margins(session: Session, case: Case) -> Margins | str:
     except GroupFailure as failure:
         session.drop_trusted()
         return str(failure).strip().splitlines()[-1]
-    found = worst([_parsed(answer["margins"]) for answer in answers])
+    margins = worst([_parsed(answer["margins"]) for answer in answers])
     problem = problems.get(case.problem)
-    found.faults += cost_faults([problem.cost(case, rank) for rank in range(case.world_size)], found.counts)
-    return found
+    margins.faults += cost_faults([problem.cost(case, rank) for rank in range(case.world_size)], margins.counts)
+    return margins
 
 
 def _parsed(message: dict[str, Any]) -> Margins:
@@ -204,12 +204,12 @@ def _parsed(message: dict[str, Any]) -> Margins:
     return Margins(**{**message, "counts": counts})
 
 
-def _record(job: Job, device: str, found: Sequence[Margins | str]) -> Calibration:
+def _record(job: Job, device: str, of_cases: Sequence[Margins | str]) -> Calibration:
     complaints: list[str] = []
     variants: dict[str, Ratios] = {}
     wrong_answers: dict[str, Reach] = {}
     reference: Ratios = {}
-    for case, margins in zip(job.cases, found, strict=True):
+    for case, margins in zip(job.cases, of_cases, strict=True):
         if isinstance(margins, str):
             complaints.append(f"{case.label}: {_NOT_CALIBRATED}: {margins}")
             continue
@@ -220,7 +220,7 @@ def _record(job: Job, device: str, found: Sequence[Margins | str]) -> Calibratio
         for name, ratio in margins.reach().items():
             if name not in wrong_answers or ratio < wrong_answers[name].ratio:
                 wrong_answers[name] = Reach(ratio=_rounded(ratio), case=case.label)
-    timed = found[0]
+    timed = of_cases[0]
     steps = () if isinstance(timed, str) or not timed.counts else tuple(timed.counts[0].steps)
     return Calibration(
         evaluator_version=__version__,

@@ -111,8 +111,8 @@ class _Running:
         if (status := self._process.wait()) == 0:
             return
         self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _TOLD_CHARACTERS))
-        told = self._errors.read().decode(errors="replace").strip()
-        raise HarnessError(f"a run on {', '.join(self._lane.gpus) or 'CPU ranks'} beside others ended with status {status}: {told}")
+        errors = self._errors.read().decode(errors="replace").strip()
+        raise HarnessError(f"a run on {', '.join(self._lane.gpus) or 'CPU ranks'} beside others ended with status {status}: {errors}")
 
     def close(self) -> None:
         """Ends the process, if it still runs: as an interrupt from the keyboard would, so that it clears up."""

@@ -93,8 +93,8 @@ class _Run:
         """Returns the outcomes that are stored, then those that are missing. Raises :class:`UsageError` if no more can be stored."""
         if self.path is not None:
             make_appendable(self.path)
-        found = [item for item in read_outcomes(self.path) if item.device == self.plan.device] if self.path else []
-        kept = attributed(self.plan.corpus, [item for item in found if item.evaluator_version == __version__])
+        stored = [item for item in read_outcomes(self.path) if item.device == self.plan.device] if self.path else []
+        kept = attributed(self.plan.corpus, [item for item in stored if item.evaluator_version == __version__])
         yield from kept
         done = Counter(item.identity for _, item in kept)
         missing: dict[int, list[Entry]] = defaultdict(list)  # by world size: what can be judged in one session

@@ -22,8 +22,8 @@ __all__ = ["files", "load"]
 
 def files() -> dict[int, Path]:
     """Returns the file of every problem that has a solution, by the problem's number."""
-    found = sorted(Path(__file__).parent.glob("p[0-9][0-9][0-9]_*.py"))
-    return {int(match[1]): path for path in found if (match := re.match(r"p(\d+)_", path.name))}
+    paths = sorted(Path(__file__).parent.glob("p[0-9][0-9][0-9]_*.py"))
+    return {int(match[1]): path for path in paths if (match := re.match(r"p(\d+)_", path.name))}
 
 
 def load(problem: int) -> Callable[..., Any]:

@@ -54,7 +54,7 @@ def solution(
 
     nodes = frontier = seed_nodes.to(torch.int64)
     places = torch.arange(ranks.world_size + 1, device=nodes.device)
-    found: list[tuple[torch.Tensor, ...]] = []
+    sampled: list[tuple[torch.Tensor, ...]] = []
     for fanout in fanouts:
         owner, order = node_to_rank[frontier].to(torch.int64).sort(stable=True)
         asked, wanted = shared(torch.searchsorted(owner, places).diff())
@@ -75,10 +75,10 @@ def solution(
         first_edge, degree, begin = ranges.unbind(1)
         total = sum(received)
         source = neighbours[runs(begin, degree, total)].to(torch.int64)
-        found.append((source, frontier.repeat_interleave(degree, output_size=total), runs(first_edge, degree, total)))
+        sampled.append((source, frontier.repeat_interleave(degree, output_size=total), runs(first_edge, degree, total)))
         frontier = new_nodes(nodes, source)
         nodes = torch.cat((nodes, frontier))
 
-    source, destination, edge = (torch.cat(parts) for parts in zip(*found, strict=True)) if found else [nodes[:0]] * 3
+    source, destination, edge = (torch.cat(parts) for parts in zip(*sampled, strict=True)) if sampled else [nodes[:0]] * 3
     ascending, place = nodes.sort()
     return nodes, place[torch.searchsorted(ascending, source)], place[torch.searchsorted(ascending, destination)], edge

@@ -139,8 +139,8 @@ def solution(
     }
     strides = table.view(group.world_size, 2, features)[:, 0]
     if stride_per_key is None:
-        told = {"stride": strides[:, 0].sum(), "stride_per_rank": strides[:, 0].contiguous()}
+        stride_fields = {"stride": strides[:, 0].sum(), "stride_per_rank": strides[:, 0].contiguous()}
     else:
         in_order = strides.view(stagger, -1, features).transpose(0, 1).reshape(group.world_size, features)
-        told = {"stride_per_key_per_rank": in_order[:, first[group.rank] : first[group.rank + 1]].t().contiguous()}
-    return {"lengths": received.pop("lengths"), "values": received.pop("values"), **told, **received}
+        stride_fields = {"stride_per_key_per_rank": in_order[:, first[group.rank] : first[group.rank + 1]].t().contiguous()}
+    return {"lengths": received.pop("lengths"), "values": received.pop("values"), **stride_fields, **received}

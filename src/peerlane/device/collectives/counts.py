@@ -54,8 +54,8 @@ def share_counts(group: Group, counts: torch.Tensor | Sequence[int]) -> list[lis
     """Collective: returns every rank's counts, an int64 vector on the device or up to eight integers; as many on all ranks.
 
     Waits for the current stream, so it cannot be captured."""
-    found = share_table(group, counts).tolist()
-    return [found[first : first + len(counts)] for first in range(0, len(found), len(counts))]
+    table = share_table(group, counts).tolist()
+    return [table[first : first + len(counts)] for first in range(0, len(table), len(counts))]
 
 
 def share_table(group: Group, counts: torch.Tensor | Sequence[int]) -> torch.Tensor:

@@ -159,18 +159,18 @@ def use_as_library(folder: Path) -> None:
 
 def _cached(name: str) -> Path:
     """Returns the path where compiled code of this name lies, or is to be put."""
-    found = (library / name for library in _libraries)
-    return next((path for path in found if path.exists()), None) or folder() / name
+    paths = (library / name for library in _libraries)
+    return next((path for path in paths if path.exists()), None) or folder() / name
 
 
 def folder() -> Path:
     """Returns the folder of compiled code."""
-    found = settings.cache_dir() / "emulator"
+    path = settings.cache_dir() / "emulator"
     try:
-        found.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"the cache folder {found} can not be made ({error}); set PEERLANE_CACHE_DIR to a writable folder") from error
-    return found
+        raise UsageError(f"the cache folder {path} can not be made ({error}); set PEERLANE_CACHE_DIR to a writable folder") from error
+    return path
 
 
 @cache

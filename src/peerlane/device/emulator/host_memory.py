@@ -33,8 +33,8 @@ class Part:
     def contents(self) -> list[tuple[int, bytes]]:
         """Returns all pages that are not zero: offset and content."""
         pages: Sequence[int] = range(-(-self.nbytes // PAGE_BYTES)) if self._pages is None else sorted(self._pages)
-        found = ((page * PAGE_BYTES, self._bytes[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]) for page in pages)
-        return [(offset, page.tobytes()) for offset, page in found if page.any()]
+        contents = ((page * PAGE_BYTES, self._bytes[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]) for page in pages)
+        return [(offset, page.tobytes()) for offset, page in contents if page.any()]
 
     def update(self, pages: Sequence[tuple[int, bytes]]) -> None:
         """Takes over what a kernel has written."""

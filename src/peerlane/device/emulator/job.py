@@ -179,15 +179,15 @@ def _described(job: Job, file: Any) -> dict[str, Any]:
 def _written(job: Job, dirty: Sequence[int], memory: bytes) -> dict[Region, list[tuple[int, bytes]]]:
     """Returns the pages in ``memory``, one behind the other, by region."""
     regions = sorted((region for region in job.regions if region.nbytes), key=lambda region: region.address)
-    found: dict[Region, list[tuple[int, bytes]]] = {}
+    by_region: dict[Region, list[tuple[int, bytes]]] = {}
     for index, page in enumerate(dirty):
         address = BASE + page * PAGE_BYTES
         owner = bisect.bisect_right(regions, address, key=lambda region: region.address) - 1
         offset = address - regions[owner].address
         if owner >= 0 and offset < regions[owner].nbytes:
             content = memory[index * PAGE_BYTES : index * PAGE_BYTES + min(PAGE_BYTES, regions[owner].nbytes - offset)]
-            found.setdefault(regions[owner], []).append((offset, content))
-    return found
+            by_region.setdefault(regions[owner], []).append((offset, content))
+    return by_region
 
 
 def _product(size: tuple[int, int, int]) -> int:

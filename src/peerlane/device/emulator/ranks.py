@@ -120,8 +120,8 @@ class Team:
         """Runs one launch of every rank."""
         names = sorted({(launch.kernel.name, launch.kernel.code) for launch in launches}, key=str)
         if len(names) > 1:
-            told = ", ".join(f"rank {rank}: {launch.kernel.name}" for rank, launch in zip(self.members, launches, strict=True))
-            raise UsageError(f"the ranks launch kernels of different sources or macros ({told}); they must be the same on all ranks")
+            kernels = ", ".join(f"rank {rank}: {launch.kernel.name}" for rank, launch in zip(self.members, launches, strict=True))
+            raise UsageError(f"the ranks launch kernels of different sources or macros ({kernels}); they must be the same on all ranks")
         made = [launch.made(number) for number, launch in enumerate(launches)]
         parts = dict.fromkeys(self.parts)
         for item in made:

@@ -123,8 +123,8 @@ class LaunchSequence:
 
 def findings(reports: Iterable[Report]) -> list[Finding]:
     """Returns all findings, each kind and memory once."""
-    found = {(finding.kind, finding.memory, finding.sides): finding for item in reports for finding in item.findings}
-    return list(found.values())
+    unique = {(finding.kind, finding.memory, finding.sides): finding for item in reports for finding in item.findings}
+    return list(unique.values())
 
 
 def _u64(value: int) -> bytes:

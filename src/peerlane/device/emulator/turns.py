@@ -95,8 +95,8 @@ class Meeting:
             return self._result
         arrived, self._arrived = self._arrived, {}
         if len({said for said, _ in arrived.values()}) > 1:
-            told = "; ".join(f"rank {member}: {arrived[member][0]}" for member in self.members)
-            raise RankMismatch(f"the ranks of a group do different things: {told}; all must make the same calls in the same order")
+            calls = "; ".join(f"rank {member}: {arrived[member][0]}" for member in self.members)
+            raise RankMismatch(f"the ranks of a group do different things: {calls}; all must make the same calls in the same order")
         self._result = act([arrived[member][1] for member in self.members])
         self.turns.wake(self.members)
         return self._result

@@ -82,9 +82,9 @@ def route(
     (experts, H) and ``bias`` (experts) have that dtype too: bfloat16, float16 or float32. The first call for a number of experts is
     collective."""
     experts, (count, h) = router.shape[0], tokens.shape
-    chosen = torch.empty((count, top_k), dtype=torch.int64, device=tokens.device)
+    top_experts = torch.empty((count, top_k), dtype=torch.int64, device=tokens.device)
     weights = tokens.new_empty((count, top_k))
     _router(group, experts, tokens.dtype)(
-        x=tokens.contiguous(), router=router.contiguous(), bias=bias, experts=chosen, weights=weights, tokens=count, h=h, k=top_k
+        x=tokens.contiguous(), router=router.contiguous(), bias=bias, experts=top_experts, weights=weights, tokens=count, h=h, k=top_k
     )
-    return weights, chosen
+    return weights, top_experts

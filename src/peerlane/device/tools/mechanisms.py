@@ -149,10 +149,12 @@ def cases_of_all(world_size: int, alone: Sequence[Bandwidth]) -> Iterator[Move]:
 
 def measure_mechanisms(gpus: int | None = None) -> Mechanisms:
     """Measures on the first ``gpus`` GPUs (default: all, at most 8). Raises UsageError where there are fewer than two."""
-    found = torch.cuda.device_count()
-    count = min(found, MAX_RANKS) if gpus is None else gpus
-    if not 2 <= count <= min(found, MAX_RANKS):
-        raise UsageError(f"mechanisms are measured on 2 to {MAX_RANKS} GPUs; {count} wanted, {found} found: run it where there are more")
+    available = torch.cuda.device_count()
+    count = min(available, MAX_RANKS) if gpus is None else gpus
+    if not 2 <= count <= min(available, MAX_RANKS):
+        raise UsageError(
+            f"mechanisms are measured on 2 to {MAX_RANKS} GPUs; {count} wanted, {available} found: run it where there are more"
+        )
     bench = _Bench(count)
     alone = [bench.bandwidth(move) for move in cases(count, bench.sm_count)]
     together = [bench.bandwidth(move) for move in cases_of_all(count, alone)]
@@ -165,11 +167,11 @@ def samples(take: Callable[[float], float | None]) -> list[float]:
     Where it has nothing, since the host was late, it is called again with twice the head start; raises DeviceError when that gets absurd.
     """
     head_start_us = _HEAD_START_US
-    found: list[float] = []
-    while len(found) < WARM_UP + SAMPLES:
+    taken: list[float] = []
+    while len(taken) < WARM_UP + SAMPLES:
         seconds = take(head_start_us)
         if seconds is not None:
-            found.append(seconds)
+            taken.append(seconds)
             continue
         head_start_us *= 2
         if head_start_us > _LONGEST_HEAD_START_US:
@@ -177,7 +179,7 @@ def samples(take: Callable[[float], float | None]) -> list[float]:
                 f"the host needs more than {head_start_us / 2e3:.0f} ms to enqueue a few launches; expected a few microseconds a launch: "
                 "stop what else runs on this machine"
             )
-    return found[WARM_UP:]
+    return taken[WARM_UP:]
 
 
 class _Bench:

@@ -31,20 +31,20 @@ def resources(cubin: Cubin) -> dict[str, Resources]:
     sections = _sections(image)
     symbols = next(content for kind, _, content in sections if kind == _SYMBOL_TABLE)
     strings = next(content for _, name, content in sections if name == ".strtab")
-    found: dict[str, Resources] = {}
+    by_kernel: dict[str, Resources] = {}
     for _, name, content in sections:
         if name == ".nv.info":
             for attribute, symbol, value in _attributes(content):
                 kernel = _name(strings, struct.unpack_from("<I", symbols, 24 * symbol)[0])
-                known = found.get(kernel, Resources())
+                known = by_kernel.get(kernel, Resources())
                 if attribute == _REGISTERS:
-                    found[kernel] = replace(known, registers=value)
+                    by_kernel[kernel] = replace(known, registers=value)
                 elif attribute == _FRAME_BYTES:
-                    found[kernel] = replace(known, frame_bytes=value)
+                    by_kernel[kernel] = replace(known, frame_bytes=value)
     shared = {name: len(content) for _, name, content in sections}
     return {
         kernel: replace(known, shared_bytes=shared.get(f".nv.shared.{kernel}", 0))
-        for kernel, known in found.items()
+        for kernel, known in by_kernel.items()
         if not kernel.startswith("$")  # functions that ptxas adds, a division say; their registers are the caller's
     }
 
@@ -63,15 +63,15 @@ def _sections(image: bytes) -> list[tuple[int, str, bytes]]:
 
 def _attributes(content: bytes) -> list[tuple[int, int, int]]:
     """Returns attribute, symbol and value of the entries that have both."""
-    found, at = [], 0
+    attributes, at = [], 0
     while at + 4 <= len(content):
         form, attribute, size = struct.unpack_from("<BBH", content, at)
         at += 4
         if form == _SIZED_VALUE:
             if size == 8:
-                found.append((attribute, *struct.unpack_from("<II", content, at)))
+                attributes.append((attribute, *struct.unpack_from("<II", content, at)))
             at += size
-    return found
+    return attributes
 
 
 def _name(strings: bytes, at: int) -> str:

@@ -49,15 +49,15 @@ def trace(
     if len(offsets) != len(ranks):
         raise UsageError(f"{len(offsets)} clock offsets for {len(ranks)} ranks; expected one for each")
     start = min((event.nanoseconds + offset for events, offset in zip(ranks, offsets, strict=True) for event in events), default=0)
-    found: list[dict[str, Any]] = []
+    trace_events: list[dict[str, Any]] = []
     for rank, (events, offset) in enumerate(zip(ranks, offsets, strict=True)):
-        found.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        trace_events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         tracks = {(event.role, event.block) for event in events}
         for role, block in sorted(tracks):
             track = {"name": f"block {block} {_role(role)}"}
-            found.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": _track(role, block), "args": track})
+            trace_events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": _track(role, block), "args": track})
         for begin, end in _spans(events):
-            found.append(
+            trace_events.append(
                 {
                     "ph": "X",
                     "name": _kind(begin.kind, names or {}),
@@ -68,7 +68,7 @@ def trace(
                     "dur": (end.nanoseconds - begin.nanoseconds) / 1000,
                 }
             )
-    return {"displayTimeUnit": "ns", "traceEvents": found}
+    return {"displayTimeUnit": "ns", "traceEvents": trace_events}
 
 
 def write_trace(path: Path, ranks: Sequence[Sequence[Event]], **options: Any) -> None:
