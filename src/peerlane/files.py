@@ -1,4 +1,4 @@
-"""Files that several processes write: locks that nobody waits for without end, and contents that are there whole or not at all."""
+"""Files that several processes write: locks with a timeout, and contents that are there whole or not at all."""
 
 from __future__ import annotations
 

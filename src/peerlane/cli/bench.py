@@ -1,4 +1,4 @@
-"""``peerlane bench``: how fast the parts are that kernels are made of."""
+"""``peerlane bench``: speed of the building blocks of kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``peerlane calibrate``: are the tolerances fair to honest answers and closed to wrong ones?"""
+"""``peerlane calibrate``: check that tolerances accept right answers and refuse wrong ones."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def isolation_checks(device: Literal["cuda", "cpu"]) -> list[Check]:
             detail = f"confined ranks cannot share GPU memory with trusted ones: {in_short(failure)}"
             checks.append(Check(name, "absent", detail, "docs/isolation.md; candidates that you trust can be judged in L0"))
             continue
-        lacking = isolation.missing.keys() - {OWN_UID}  # of two ways to one end, it is the one that nobody but root has
+        lacking = isolation.missing.keys() - {OWN_UID}  # only root has users to spare; Landlock stops signals too
         absent = "".join(f"; no {measure}: {reason}" for measure, reason in isolation.missing.items())
         checks.append(Check(name, "warn" if lacking else "ok", ", ".join(isolation.measures) + absent, remedies["L1"] if lacking else ""))
     return checks

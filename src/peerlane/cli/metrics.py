@@ -1,4 +1,4 @@
-"""``peerlane metrics``: what runs of models come to."""
+"""``peerlane metrics``: metrics of runs of models."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _imported(file: Path) -> ModuleType:
     if not file.is_file() or spec is None or spec.loader is None:
         raise UsageError(f"{file} is not a Python file; expected the path of one with a function race(world_size), or a solution")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for the names of annotations
+    sys.modules[name] = module  # dataclasses look up names of annotations there
     with _running(file):
         spec.loader.exec_module(module)
     return module
@@ -125,7 +125,7 @@ def _running(file: Path) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file.absolute()]
-        where = f", line {lines[-1]}" if lines else ""  # a SyntaxError says it itself
+        where = f", line {lines[-1]}" if lines else ""  # a SyntaxError names its line itself
         raise UsageError(
             f"{file}{where} raised {type(error).__name__}: {error}; the file must run without an error before it is judged"
         ) from None

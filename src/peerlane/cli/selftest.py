@@ -1,4 +1,4 @@
-"""``peerlane selftest``: is the evaluator fooled by what must not fool it?"""
+"""``peerlane selftest``: judge the adversarial corpus, to see whether the evaluator is fooled."""
 
 from __future__ import annotations
 

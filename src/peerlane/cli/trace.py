@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from peerlane.evaluate.audit.timeline import Timeline
     from peerlane.results.result import Result
 
-_RACE_S = 2.0  # the time is to stand beside the picture; a speedup worth quoting is `eval`'s
+_RACE_S = 2.0  # enough for a time beside the picture; `eval` measures the speedups to quote
 
 
 def trace(

@@ -128,10 +128,10 @@ def _episode(run: RunFolder, options: ModelOptions, limits: Limits, judge: Judge
                     state.messages.append(ChatMessageUser(content=NUDGE))
                 limit = limits.reached(turns, usage, time.monotonic() - began)
             if bench.source is not None and bench.source not in [source for _, source in episode.steps]:
-                await bench.measure("submit", MODES)  # the last word counts too
+                await bench.measure("submit", MODES)  # the last file counts, judged or not
             bench.source = episode.best() or bench.source
             if bench.source is not None and bench.source not in [source for record, source in episode.steps if record.tool != "test"]:
-                await bench.measure("submit", MODES)  # what counts is timed
+                await bench.measure("submit", MODES)  # the attempt that counts is timed
         except Exception as error:
             progress.failed(key, error)
             raise

@@ -32,7 +32,9 @@ def attempts_of(run: RunFolder, results: Iterable[Result], setting: Setting | No
 def judged_samples(run: RunFolder, results: Iterable[Result], setting: Setting | None) -> list[tuple[Attempt, Result | None]]:
     """Returns the attempts of :func:`attempts_of`, each with the result that judged it, or None."""
     of_setting = sorted((result for result in results if setting_of(result) == setting), key=lambda result: len(speedups_of(result)))
-    known = {(result.problem.id, result.candidate.sha256): result for result in of_setting}  # that with most speeds counts, then the last
+    known = {
+        (result.problem.id, result.candidate.sha256): result for result in of_setting
+    }  # of several results the one with most speeds counts, then the last
     return [_judged_sample(run, key, known) for key in run.sample_keys()]
 
 

@@ -88,7 +88,7 @@ def usage_of(output: ModelOutput, prices: Prices | None) -> Usage:
     if usage is None:
         return Usage(calls=1)
     cached, written = usage.input_tokens_cache_read or 0, usage.input_tokens_cache_write or 0
-    fresh = usage.input_tokens + written  # input_tokens are those that no cache had
+    fresh = usage.input_tokens + written  # input_tokens leaves out tokens that came from a cache
     cost = prices.cost(fresh, usage.output_tokens, cached) if prices is not None else None
     return Usage(fresh + cached, usage.output_tokens, usage.reasoning_tokens or 0, cached, cost, 1)
 

@@ -1,4 +1,4 @@
-"""Ends an MPS daemon when its owner has ended, however: run as a program, ``mps_watcher.py OWNER FOLDER CONTROL``.
+"""Ends an MPS daemon after its owner has ended, for any reason. Run as a program: ``mps_watcher.py OWNER FOLDER CONTROL``.
 
 It uses the standard library alone, lives in a session of its own, and ends when standard input closes or its parent is no longer OWNER.
 """

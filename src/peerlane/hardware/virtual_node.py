@@ -137,7 +137,7 @@ class MpsDaemon:
         self.folder = Path(tempfile.mkdtemp(prefix="peerlane-mps-"))
         for name in ("pipe", "log"):
             (self.folder / name).mkdir()
-        # The watcher comes first: there is no moment at which nobody would end the daemon.
+        # The watcher comes first, so that the daemon always has one.
         self._watcher = subprocess.Popen(
             [sys.executable, "-I", "-S", mps_watcher.__file__, str(os.getpid()), str(self.folder), control],
             stdin=subprocess.PIPE,

@@ -137,7 +137,7 @@ def _arguments(problem: Problem, case: Case) -> list[Entry] | None:
         return drawn(Draw, "cpu")
     try:
         return drawn(_Shapes, "meta")
-    except RuntimeError:  # what asks a tensor without memory for its contents
+    except RuntimeError:  # something asked a tensor without memory for its contents
         return drawn(Draw, "cpu") if case.preset in SMALL_ENOUGH else None
 
 

@@ -1,6 +1,6 @@
 """Evaluations side by side on one machine: every lane is a run of its own, in a process of its own, on GPUs and cores that no other has.
 
-Verdicts do not suffer from neighbours. Speeds may, since lanes share memory, power and the host; who publishes speeds uses one lane.
+Verdicts do not suffer from neighbours. Speeds may: lanes share memory, power and the host. Use one lane for speeds to publish.
 """
 
 from __future__ import annotations

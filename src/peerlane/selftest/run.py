@@ -72,7 +72,7 @@ def selftest(plan: SelftestPlan, progress: Progress | None = None) -> list[tuple
 
 
 class _Run:
-    """One run: the candidates' files, what is stored already, and who hears of what comes."""
+    """One run: the candidates' files, the outcomes that are stored already, and the progress to report to."""
 
     def __init__(self, plan: SelftestPlan, progress: Progress) -> None:
         self.plan, self.progress = plan, progress

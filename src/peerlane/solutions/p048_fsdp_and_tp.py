@@ -80,8 +80,8 @@ using namespace peerlane;
 
 constexpr int bytes = 4 / ELEMENT::lanes;
 
-// A rank owns a part of its group's result. Terms and sums lie in one of two buffers by the launch's parity: whoever has finished a launch
-// knows that all have begun it.
+// A rank owns a part of its group's result. Terms and sums lie in one of two buffers by the launch's parity: a rank that has finished
+// a launch knows that all have begun it.
 extern "C" __global__ void __launch_bounds__(512)
     tensor_sum(const __grid_constant__ Arena arena, const __grid_constant__ TensorSum args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));

@@ -81,7 +81,7 @@ SUM = r"""
 using namespace peerlane;
 
 // Rows of this rank's latitudes, of all images, in rank order, and the bias. Terms lie in one of two buffers by the launch's parity:
-// whoever has finished a launch knows that all have finished the one before.
+// a rank that has finished a launch knows that all have finished the one before.
 extern "C" __global__ void __launch_bounds__(512)
     latitude_sum(const __grid_constant__ Arena arena, const __grid_constant__ LatitudeSum args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));

@@ -114,8 +114,8 @@ def kalman_step(group: Group, capacity: int) -> BoundKernel:
 
 
 @per_group
-def told_at_once(group: Group) -> list[int]:
-    """Returns how many numbers a rank tells of its filters. The number grows on all ranks together, for all see the same answers."""
+def numbers_per_exchange(group: Group) -> list[int]:
+    """Returns how many numbers of its filters a rank sends. The count grows on all ranks together: all see the same answers."""
     return [MOST_GIVEN]
 
 
@@ -126,7 +126,7 @@ def on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 def filters_of_all(group: Group, sizes: list[int]) -> list[list[int]]:
     """Returns every rank's sizes."""
-    room = told_at_once(group)
+    room = numbers_per_exchange(group)
     while True:
         numbers = [len(sizes), *sizes, *[0] * room[0]][: room[0]]
         table = share_counts(group, numbers if room[0] <= MOST_GIVEN else on_device(tuple(numbers), group.device))

@@ -1,4 +1,4 @@
-"""In which order the collectives of a process run on its GPU, and what their callers wait for.
+"""The order in which the collectives of a process run on its GPU, and what their callers wait for.
 
 Kernels of the kit wait for other ranks while they hold their SMs. Two such kernels side by side can each hold what the other one needs, so
 all collectives of a process form one chain, in the order of their calls. Like in PyTorch's NCCL backend, a blocking call runs on the

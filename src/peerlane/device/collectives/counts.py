@@ -18,7 +18,7 @@ SOURCE = r"""
 #include <peerlane/comm.cuh>
 using namespace peerlane;
 
-// Rows lie in one of two buffers by the launch's parity: whoever has finished a launch knows that all have finished the one before.
+// Rows lie in one of two buffers by the launch's parity: a rank that has finished a launch knows that all have finished the one before.
 extern "C" __global__ void __launch_bounds__(128)
     share_counts(const __grid_constant__ Arena arena, const __grid_constant__ ShareCounts args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));

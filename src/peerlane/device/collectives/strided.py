@@ -72,7 +72,7 @@ class AxisLayout:
         first, second = sorted((self.joined, self.cut))
         counts = list(out)
         counts[self.joined] = min(max(self.kept - rank * local, 0), local)
-        # Axes, outermost first: those before both, one of both, those between; the other one with all behind it is a run.
+        # Axes, outermost first: those before both, the first of both, those between. The second of both and all behind it are one run.
         axes = (first, math.prod(self.shape[:first])), (first + 1, counts[first]), (second, math.prod(self.shape[first + 1 : second]))
         run = counts[second] * math.prod(self.shape[second + 1 :])
         distances = [
@@ -82,7 +82,7 @@ class AxisLayout:
             out[self.cut] * math.prod(self.shape[self.cut + 1 :]),
             local * math.prod(out[self.joined + 1 :]),
         ]
-        # The same on all ranks: local lengths and what is kept divide by it too, whatever a rank has of them.
+        # The same on all ranks: it divides the lengths of every rank.
         inner = math.prod(out[self.joined + 1 :]) if self.joined == second else out[self.cut] * math.prod(out[self.cut + 1 :])
         unit = math.gcd(16, size * inner, *(size * distance for distance in distances[1:]))
         units, *strides = (size * distance // unit for distance in distances)

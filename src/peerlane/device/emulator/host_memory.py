@@ -58,7 +58,7 @@ class AddressSpace:
         """by address"""
 
     def reserve(self, nbytes: int) -> int:
-        """Reserves ``nbytes`` of addresses that nobody else has, with a page that is nobody's behind them; returns the first."""
+        """Reserves ``nbytes`` of free addresses, with a guard page behind them; returns the first."""
         address = BASE + self._end
         self._end += (-(-nbytes // PAGE_BYTES) + 1) * PAGE_BYTES
         return address

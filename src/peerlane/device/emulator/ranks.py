@@ -163,7 +163,7 @@ class EmulatedGroup(Group):
 
 
 class EmulatedMemory:
-    """An arena of emulated ranks: around each of its parts lie pages that nobody may touch."""
+    """An arena of emulated ranks: guard pages lie around each of its parts."""
 
     def __init__(self, group: EmulatedGroup, nbytes: int, bases: Sequence[int], fault: Part) -> None:
         self.group, self.bases, self._fault = group, bases, fault

@@ -32,7 +32,7 @@ class Buffer:
 
 
 GUARDED_TAKES = 256
-"""Parts that an emulated arena can be cut into: it is longer than it says, for around each part there are pages that belong to nobody."""
+"""Parts that an emulated arena can be cut into: it is longer than it says, because guard pages lie around each part."""
 
 
 class EmulatedArena:
@@ -46,7 +46,7 @@ class EmulatedArena:
         self.layout = Layout(memory.nbytes - GUARDED_TAKES * 2 * PAGE_BYTES, reserved=LINE_BYTES, guard_bytes=PAGE_BYTES)
 
     def take(self, nbytes: int, *, align: int = LINE_BYTES) -> int:
-        """Returns the offset of ``nbytes`` that nobody else has taken. Around each part lies memory that nobody may touch."""
+        """Returns the offset of ``nbytes`` that nobody else has taken. Guard pages lie around each part."""
         offset = self.layout.take(nbytes, align=align)
         if offset + nbytes > self.nbytes:
             raise UsageError(f"an emulated arena has more than {GUARDED_TAKES} parts; take fewer and larger ones")
@@ -161,7 +161,7 @@ class Scenario:
         addresses = []
         for _ in range(self.world_size):
             addresses.append(BASE + self._end)
-            # A page that belongs to nobody between any two buffers.
+            # A guard page between any two buffers.
             self._end += (-(-nbytes // PAGE_BYTES) + 1) * PAGE_BYTES
         buffer = Buffer(name, addresses, nbytes, dtype, symmetric)
         self.buffers.append(buffer)

@@ -43,7 +43,7 @@ class Rule:
 
 _RELEASING_STORE = re.compile(r"\b(st|red|atom)\.(relaxed|release|acq_rel)\.sys\b|\bst\.volatile\.global\b")
 _READ_WAIT = re.compile(r"cp\.async\.bulk\.wait_group\.read\b")
-_FULL_WAIT = re.compile(r"cp\.async\.bulk\.wait_group\s+\d+")  # which groups it is for, the emulator knows
+_FULL_WAIT = re.compile(r"cp\.async\.bulk\.wait_group\s+\d+")  # the emulator checks which groups it waits for
 _ACQUIRING_LOAD = re.compile(r"\bld\.acquire\.(sys|gpu)\b")
 _GUARD = re.compile(r"^@!?(%\w+)\s+")
 _REGISTER = re.compile(r"%\w+")

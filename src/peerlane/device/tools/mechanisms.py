@@ -33,9 +33,9 @@ TILE_BYTES, STAGES = 16384, 4
 _BATCH_BYTES, _MOST_LAUNCHES = 16 << 20, 16
 _FLAG_SLOTS = 256
 _TIMEOUT_NS = 2_000_000_000
-# Far less than the deadline of a wait, since GPUs that are ready wait for those that are not.
+# Far less than the timeout of a wait, since GPUs that are ready wait for those that are not.
 _HEAD_START_US, _LONGEST_HEAD_START_US = 200.0, 500_000.0
-_CYCLES_PER_US = 2_000  # of the fastest SM clock there is, about: a head start may be longer, not shorter
+_CYCLES_PER_US = 2_000  # about that of the fastest SM clock: a head start may be longer, not shorter
 
 _SOURCE = """
 #include <peerlane/mechanisms.cuh>
