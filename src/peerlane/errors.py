@@ -91,7 +91,7 @@ class DeviceTimeout(DeviceError):
 
 
 class EmulatedFault(DeviceError):
-    """The emulator stopped a kernel: a deadlock, a trap, an address that is nobody's."""
+    """The emulator stopped a kernel: a deadlock, a trap, an illegal address."""
 
 
 class ProtocolError(PeerlaneError):

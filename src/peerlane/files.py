@@ -1,4 +1,4 @@
-"""Files that several processes write: locks that nobody waits for without end, and contents that are there whole or not at all."""
+"""Files that several processes write: locks with a timeout, and contents that are there whole or not at all."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def lock(file: IO[Any], patience_s: float) -> bool:
 
 @contextmanager
 def one_process(path: Path, patience_s: float = 60.0) -> Iterator[bool]:
-    """Entered by one process of the node at a time, by a lock on the file ``path``; with False by one that has waited for so long."""
+    """Admits one process of the node at a time, by a lock on the file ``path``; gives False to one that has waited for so long."""
     with path.open("w") as file:
         yield lock(file, patience_s)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Makes or replaces a file, which at no time has another content."""
+    """Writes or replaces a file, whose content is never in between."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:16], suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:

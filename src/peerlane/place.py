@@ -1,4 +1,4 @@
-"""Where ranks run: on CPUs, each on a GPU, several on each GPU, or in the emulator. No torch here: the command line asks too."""
+"""Places where ranks run: on CPUs, each on a GPU, several on each GPU, or in the emulator. No torch here: the command line asks too."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _NAME = re.compile(r"p(\d{3,})_(\w+)\.py")
 
 @dataclass(frozen=True)
 class ProblemFile:
-    """Where a problem is.
+    """The place of a problem's file.
 
     Attributes:
         number: of the problem, in the file's name.
@@ -41,7 +41,7 @@ class ProblemFile:
 
 
 def problem_files() -> Mapping[int, ProblemFile]:
-    """The files of all problems, by number, ascending.
+    """Returns the files of all problems, by number, ascending.
 
     Raises :class:`UsageError` for a folder that does not exist or holds no problem, for an entry point whose package cannot be found, and
     for two files of one number.
@@ -50,28 +50,28 @@ def problem_files() -> Mapping[int, ProblemFile]:
 
 
 def slugs() -> Mapping[int, str]:
-    """The slugs of all problems, by number."""
+    """Returns the slugs of all problems, by number."""
     return {number: file.slug for number, file in problem_files().items()}
 
 
 def folder_package(folder: Path) -> str:
-    """The name of the package that stands for a folder which is none."""
+    """Returns the name of the package that stands for a folder which is none."""
     return f"peerlane_problems_{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
 
 
 @functools.cache
 def _find(folders: tuple[Path, ...]) -> Mapping[int, ProblemFile]:
-    found: dict[int, ProblemFile] = {}
+    by_number: dict[int, ProblemFile] = {}
     for package, folder in _places(folders):
         inside = [(match, path) for path in folder.glob("p*.py") if (match := _NAME.fullmatch(path.name))]
         if not inside:
             raise UsageError(f"there are no problems in {folder}: expected files named pNNN_slug.py, such as p1001_my_gather.py")
         for match, path in inside:
             file = ProblemFile(int(match[1]), match[2], package, path)
-            if (other := found.get(file.number)) is not None:
+            if (other := by_number.get(file.number)) is not None:
                 raise UsageError(f"problem {file.number} is both {other.path} and {path}: give one of them another number")
-            found[file.number] = file
-    return dict(sorted(found.items()))
+            by_number[file.number] = file
+    return dict(sorted(by_number.items()))
 
 
 def _places(folders: tuple[Path, ...]) -> Iterator[tuple[str, Path]]:

@@ -106,7 +106,7 @@ _NAME = re.compile(r"p?(\d+)_(.+)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Resolution:
-    """What a file name stands for.
+    """The meaning of a file name.
 
     Attributes:
         problem: its number; None if the name means no problem.
@@ -118,7 +118,7 @@ class Resolution:
 
 
 def resolve(stem: str, slugs: Mapping[int, str]) -> Resolution | None:
-    """The problem that ``<number>_<name>_<backend>`` means; None for a name without a number.
+    """Finds the problem that ``<number>_<name>_<backend>`` means; None for a name without a number.
 
     The slug is the longest one that the name begins with. A number and slug that belong together decide, those of today before those of
     the older numbering. Where they disagree, the slug decides. A name with no known slug means its number.
@@ -146,7 +146,7 @@ def resolve(stem: str, slugs: Mapping[int, str]) -> Resolution | None:
 
 
 def _beginnings(name: str) -> Iterator[str]:
-    """The name, and what is left of it without its last word, two words, and so on."""
+    """Yields the name, and what is left of it without its last word, two words, and so on."""
     while name:
         yield name
         name = name.rpartition("_")[0]

@@ -17,14 +17,14 @@ ARCHITECTURE = "9.0a"
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels and measured ceilings are kept: PEERLANE_CACHE_DIR, else peerlane/ in the user's cache folder."""
-    if chosen := os.environ.get("PEERLANE_CACHE_DIR"):
-        return Path(chosen)
+    """Returns the folder of compiled kernels and measured ceilings: PEERLANE_CACHE_DIR, else peerlane/ in the user's cache folder."""
+    if folder := os.environ.get("PEERLANE_CACHE_DIR"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peerlane"
 
 
 def candidate_caches() -> Path:
-    """Where what confined candidates compile is kept, a folder for each; see :mod:`peerlane.sandbox.caches`."""
+    """Returns the folder of what confined candidates compile, a folder for each; see :mod:`peerlane.sandbox.caches`."""
     return cache_dir() / "candidates"
 
 
@@ -39,7 +39,7 @@ def candidate_memory_bytes() -> int | None:
 
 
 def tunes() -> bool:
-    """Whether kernels time their choices at first use, which PEERLANE_TUNE=1 asks for; else their models choose."""
+    """Tells whether kernels time their choices at first use, which PEERLANE_TUNE=1 asks for; else their models choose."""
     return os.environ.get("PEERLANE_TUNE") == "1"
 
 
@@ -47,7 +47,7 @@ ARENA_MEMORY = "PEERLANE_ARENA_MEMORY"
 
 
 def arena_memory() -> str | None:
-    """How ranks share the memory of arenas: PEERLANE_ARENA_MEMORY, ``vmm`` (it grows in place) or ``ipc``; None leaves it to the kit."""
+    """Returns how ranks share the memory of arenas: PEERLANE_ARENA_MEMORY, ``vmm`` (it grows in place) or ``ipc``; None leaves it to the kit."""
     given = os.environ.get(ARENA_MEMORY)
     if given not in (None, "vmm", "ipc"):
         raise UsageError(f"{ARENA_MEMORY}={given}: expected vmm or ipc")
@@ -55,7 +55,7 @@ def arena_memory() -> str | None:
 
 
 def runs_under_mps() -> bool:
-    """True where MPS is set up for this process by name, so that ranks that share a GPU run at once and do not take turns."""
+    """Tells whether MPS is set up for this process by name, so that ranks that share a GPU run at once and do not take turns."""
     return bool(os.environ.get("CUDA_MPS_PIPE_DIRECTORY"))
 
 
@@ -63,7 +63,7 @@ _ROLES = "PEERLANE_ROLES"
 
 
 def records_roles() -> bool:
-    """Whether the kit's kernels stamp when each role works and waits, which PEERLANE_ROLES=1 asks for; it slows them down a little."""
+    """Tells whether the kit's kernels record when each role works and waits (PEERLANE_ROLES=1), which slows them down a little."""
     return os.environ.get(_ROLES) == "1"
 
 
@@ -85,7 +85,7 @@ RANKS_PER_GPU = "PEERLANE_RANKS_PER_GPU"
 
 
 def ranks_per_gpu() -> int:
-    """How many ranks may share this process's GPU, those of other groups included: PEERLANE_RANKS_PER_GPU, else 1."""
+    """Returns how many ranks may share this process's GPU, those of other groups included: PEERLANE_RANKS_PER_GPU, else 1."""
     given = os.environ.get(RANKS_PER_GPU, "1")
     if not given.isdecimal() or not int(given):
         raise UsageError(f"{RANKS_PER_GPU}={given}: expected a number of at least 1")
@@ -93,7 +93,7 @@ def ranks_per_gpu() -> int:
 
 
 def thunderkittens_root() -> Path | None:
-    """The ThunderKittens checkout that THUNDERKITTENS_ROOT names, for candidates that compile against it; None without one."""
+    """Returns the ThunderKittens checkout that THUNDERKITTENS_ROOT names, for candidates that compile against it; None without one."""
     named = os.environ.get("THUNDERKITTENS_ROOT")
     return Path(named) if named and (Path(named) / "include").is_dir() else None
 
@@ -105,7 +105,7 @@ MULTICAST_REASON = (
 
 
 def multicast_allowed() -> bool:
-    """Whether candidates may use NVLink multicast."""
+    """Tells whether candidates may use NVLink multicast."""
     return os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "0"
 
 
@@ -119,7 +119,7 @@ def problem_folders() -> tuple[Path, ...]:
 
 
 def service_token() -> str | None:
-    """The token of a service that judges: PEERLANE_TOKEN, else the first word of the file that PEERLANE_TOKEN_FILE names."""
+    """Returns the token of a service that judges: PEERLANE_TOKEN, else the first word of the file that PEERLANE_TOKEN_FILE names."""
     if token := os.environ.get("PEERLANE_TOKEN"):
         return token
     if not (file := os.environ.get("PEERLANE_TOKEN_FILE")):
@@ -146,12 +146,12 @@ _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVAT
 
 
 def passes_to_ranks(name: str) -> bool:
-    """True for an environment variable that confined ranks get: one that Python, torch, CUDA or a compiler reads, and that is no secret."""
+    """Tells whether confined ranks get an environment variable: one that Python, torch, CUDA or a compiler reads, and that is no secret."""
     return _NEEDED_BY_RANKS.fullmatch(name) is not None and _SECRET.search(name) is None
 
 
 def shared_gpu_environment(label: str, *, one_host: bool = True) -> dict[str, str]:
-    """What a rank that shares its GPU with other ranks needs in its environment, before CUDA, NCCL and symmetric memory start.
+    """Returns the variables that a rank which shares its GPU needs before CUDA, NCCL and symmetric memory start.
 
     NCCL refuses two ranks of one host on one GPU, so every rank gets a host name of its own: ``label``. NCCL then uses sockets.
     """
@@ -167,7 +167,7 @@ def shared_gpu_environment(label: str, *, one_host: bool = True) -> dict[str, st
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long each phase of an evaluation may take, in seconds, before the whole rank group is killed."""
+    """Timeouts of the phases of an evaluation, in seconds, after which the whole rank group is killed."""
 
     spawn: float = 120.0
     build: float = 300.0
@@ -185,17 +185,17 @@ class Deadlines:
                 raise UsageError(f"deadline {name}={seconds!r}: expected a positive number of seconds")
 
     def times(self, factor: float) -> Self:
-        """The same, each so many times as long."""
+        """Returns these timeouts, each so many times as long."""
         return replace(self, **{name: seconds * factor for name, seconds in vars(self).items()})
 
     def with_calls(self, seconds: float) -> Self:
-        """The same, with another deadline for everything that calls the candidate."""
+        """Returns these timeouts, with another one for everything that calls the candidate."""
         return replace(self, first_call=seconds, calls=seconds)
 
 
 @dataclass(frozen=True)
 class StressRules:
-    """How calls that were right at rest are made to race; see docs/evaluating.md for the reasons."""
+    """Rules by which calls that were right at rest are made to race; see docs/evaluating.md for the reasons."""
 
     calls: int = 100
     """back to back, per case; fewer where ``budget_s`` does not do for them"""
@@ -212,7 +212,7 @@ class StressRules:
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """What is kept ready ahead of its use, and how hard it is tried to get it."""
+    """Settings of the warm pool: what is kept ready, and how hard it is tried to get it."""
 
     warm_groups: int = 2
     """rank groups that wait, warm, for the next candidates; a timed candidate takes two, and timing waits for starts"""

@@ -88,9 +88,9 @@ app.command("docs")(docs.docs)
 
 
 def main() -> None:
-    """The console script. Errors that peerlane raises on purpose end in one block on stderr, without a traceback."""
+    """Runs the console script. Errors that peerlane raises on purpose end in one block on stderr, without a traceback."""
     try:
-        importlib.import_module("numpy")  # before torch, which would take an interrupt in there for its absence, and go on without
+        importlib.import_module("numpy")  # before torch, which takes an interrupt in there for a missing numpy
         app(prog_name="peerlane")
     except KeyboardInterrupt:
         print_error("interrupted")

@@ -68,7 +68,7 @@ def agent(
     from peerlane import problems
     from peerlane.generate.prompt import PromptSettings, render_prompt
 
-    chosen = problems.select(problem)
+    selected = problems.select(problem)
     judged_on = choose_device(device, emulated=True)
     service = None if on is None else open_service(on, track)
     ranks = world_size or (max(default_world_sizes(judged_on)) if service is None else service.node()["world_size"])
@@ -77,9 +77,9 @@ def agent(
     if export is not None:
         from peerlane.generate.export import export_task
 
-        if len(chosen) != 1:
-            raise UsageError(f"--export got {len(chosen)} problems: expected one")
-        export_task(chosen[0], settings, ranks, export)
+        if len(selected) != 1:
+            raise UsageError(f"--export got {len(selected)} problems: expected one")
+        export_task(selected[0], settings, ranks, export)
         console(stderr=True).print(f"the task is in {export}; it begins with TASK.md")
         return
     if model is None:
@@ -102,12 +102,12 @@ def agent(
         prices=read_prices(prices, max_cost if max_cost is not None else episode_cost),
         arguments=read_arguments(model_arg or []),
     )
-    prompts = {item.id: render_prompt(item, settings) for item in chosen}
+    prompts = {item.id: render_prompt(item, settings) for item in selected}
     run = open_run(path, "agent", options, settings, steps)
     limits = Limits(steps, episode_tokens, episode_cost, episode_seconds)
     with locked(run):
-        missing = run.missing([item.id for item in chosen], samples)
-        progress = new_progress(len(missing), len(chosen) * samples, max_cost)
+        missing = run.missing([item.id for item in selected], samples)
+        progress = new_progress(len(missing), len(selected) * samples, max_cost)
         if missing:
             opened: Evaluator | Client
             if service is None:
@@ -120,7 +120,7 @@ def agent(
 
 
 def open_service(url: str, track: str) -> Client:
-    """A client of the service that ``--on`` names; raises UsageError."""
+    """Opens a client of the service that ``--on`` names; raises UsageError."""
     from peerlane.service.client import Client
 
     if not url.startswith(("http://", "https://")):

@@ -1,4 +1,4 @@
-"""``peerlane bench``: how fast the parts are that kernels are made of."""
+"""``peerlane bench``: speed of the building blocks of kernels."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def bench(
     from peerlane.hardware.environment import record
     from peerlane.report.mechanisms import FILE, MeasuredMechanisms
 
-    found = measure_mechanisms()
-    measured = MeasuredMechanisms(record(discover()), datetime.now(UTC).replace(microsecond=0), found)
+    mechanisms = measure_mechanisms()
+    measured = MeasuredMechanisms(record(discover()), datetime.now(UTC).replace(microsecond=0), mechanisms)
     write_atomically(out / FILE, json.dumps(measured.to_json(), indent=1).encode())
     if as_json:
         print_json(measured.to_json())
@@ -59,7 +59,7 @@ def bench(
 
 
 def print_mechanisms(measured: Mechanisms) -> None:
-    """Tables for a terminal: bandwidths by number of peers, of all GPUs at once, and latencies."""
+    """Prints tables for a terminal: bandwidths by number of peers, of all GPUs at once, and latencies."""
     from peerlane.report.mechanisms import bandwidth_table, latency_table, together_table
 
     screen = console()

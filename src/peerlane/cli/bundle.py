@@ -72,23 +72,23 @@ def verify(
     folder = out if out is not None else bundle.with_name(f"{bundle.name}.verified")
     run = opened.unpack(folder / "claimed")
     claims = newest(read_results(run.path / FILE))
-    chosen = claims if sample is None or sample >= len(claims) else random.SystemRandom().sample(claims, sample)
+    claimed = claims if sample is None or sample >= len(claims) else random.SystemRandom().sample(claims, sample)
     chosen_device = choose_device(device)
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
-    for key, group in plans(chosen).items():
+    for key, group in plans(claimed).items():
         _judge(key, _candidates(run, group), chosen_device, tier, folder)
     checks = newest(read_results(folder / FILE))
-    found = verification(opened, claims, checks)
-    write_atomically(verification_file(bundle), (found.model_dump_json(indent=2) + "\n").encode())
+    verified = verification(opened, claims, checks)
+    write_atomically(verification_file(bundle), (verified.model_dump_json(indent=2) + "\n").encode())
     if as_json:
-        print_json({"standing": found.standing, **found.model_dump(mode="json")})
+        print_json({"standing": verified.standing, **verified.model_dump(mode="json")})
     else:
-        _print(opened, found)
-    raise typer.Exit(ExitCode.CHECK_FAILED if found.standing == "differs" else ExitCode.OK)
+        _print(opened, verified)
+    raise typer.Exit(ExitCode.CHECK_FAILED if verified.standing == "differs" else ExitCode.OK)
 
 
 def _candidates(run: RunFolder, claims: Sequence[Result]) -> list[CandidateFile]:
-    """The bundled file of every claim."""
+    """Returns the bundled file of every claim."""
     from peerlane.evaluate.candidates import candidate_file
 
     files = {}
@@ -120,14 +120,14 @@ def _judge(key: PlanKey, candidates: list[CandidateFile], device: Device, tier: 
         evaluate(plan, shown)
 
 
-def _print(opened: Bundle, found: Verification) -> None:
+def _print(opened: Bundle, verified: Verification) -> None:
     from peerlane.report.tables import TextTable
 
     out = console()
-    out.print(f"{opened.manifest.author}: {found}")
-    told = [finding for finding in found.findings if finding.agreement in ("differs", "not_judged")]
-    if told:
+    out.print(f"{opened.manifest.author}: {verified}")
+    open_findings = [finding for finding in verified.findings if finding.agreement in ("differs", "not_judged")]
+    if open_findings:
         table = TextTable(["problem", "candidate", "preset", "W", "outcome", "where"], right={"problem", "W"})
-        for item in told:
+        for item in open_findings:
             table.add(str(item.problem), item.candidate, item.preset, str(item.world_size), item.agreement, item.said)
         out.print(table.rich(table_room(out)))

@@ -1,4 +1,4 @@
-"""``peerlane calibrate``: are the tolerances fair to honest answers and closed to wrong ones?"""
+"""``peerlane calibrate``: check that tolerances accept right answers and refuse wrong ones."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def calibrate(
     """
     presets = words(preset, "--preset")
     sizes = None if world_size is None else positive_integers(world_size, "--world-size")
-    chosen = choose_device(device)
+    rank_device = choose_device(device)
 
     from peerlane.report.calibration import calibration_table
     from peerlane.selftest.calibrate import CalibrationPlan, device_name, job_key, jobs_of, read_calibrations, sound
     from peerlane.selftest.calibrate import calibrate as run
 
     shared = parse_ranks_per_gpu(ranks_per_gpu)
-    plan = CalibrationPlan(problem, presets, sizes or default_world_sizes(chosen, shared), chosen, out, ranks_per_gpu=shared)
+    plan = CalibrationPlan(problem, presets, sizes or default_world_sizes(rank_device, shared), rank_device, out, ranks_per_gpu=shared)
     if sizes is None:
         plan = replace(plan, world_sizes=tuple(size for size in plan.world_sizes if jobs_of(plan, size)) or plan.world_sizes)
     notes = console(stderr=True)

@@ -51,23 +51,23 @@ def demo(
     Exit codes: 0 if every verdict is the expected one, else 3, or 4 if peerlane itself failed.
     """
     sizes = positive_integers(world_size, "--world-size")
-    chosen = choose_device(device)
+    rank_device = choose_device(device)
 
     from peerlane.evaluate import discover
 
     good, broken = discover(good_folders(examples)), discover([str(examples / BROKEN)])
     made_for = {candidate.name: read_expectation(candidate.path) for candidate in broken if candidate.path is not None}
-    left_out = {candidate.name for candidate in good if not Place.of(chosen).has_gpus and needs_gpu(candidate)}
+    left_out = {candidate.name for candidate in good if not Place.of(rank_device).has_gpus and needs_gpu(candidate)}
     emulated = [candidate for candidate in good if candidate.name in left_out and uses_kit(candidate) and shutil.which(COMPILER)]
     left_out -= {candidate.name for candidate in emulated}
-    left_out |= {name for name, expectation in made_for.items() if not can_run(expectation, chosen)}
+    left_out |= {name for name, expectation in made_for.items() if not can_run(expectation, rank_device)}
     if left_out:
-        print(f"left out, for this machine or --device {chosen} lacks what they need: {', '.join(sorted(left_out))}", file=sys.stderr)
-    good_results = _run([item for item in good if item.name not in left_out and item not in emulated], preset, sizes, chosen)
+        print(f"left out, for this machine or --device {rank_device} lacks what they need: {', '.join(sorted(left_out))}", file=sys.stderr)
+    good_results = _run([item for item in good if item.name not in left_out and item not in emulated], preset, sizes, rank_device)
     if emulated:
         good_results += _run(emulated, preset, sizes[:1], "emulated")
-    broken_results = _run([item for item in broken if item.name not in left_out], preset, sizes, chosen, BROKEN_DEADLINE_S)
-    expected = {name: expectation.on(chosen) for name, expectation in made_for.items()}
+    broken_results = _run([item for item in broken if item.name not in left_out], preset, sizes, rank_device, BROKEN_DEADLINE_S)
+    expected = {name: expectation.on(rank_device) for name, expectation in made_for.items()}
     rows = [comparison(result, expected) for result in broken_results]
     if as_json:
         broken_json = results_json(broken_results)["results"]
@@ -83,7 +83,7 @@ def demo(
 
 
 def good_folders(examples: Path) -> list[str]:
-    """The folder and its subfolders that hold candidates, but for the broken ones; raises UsageError if there are none."""
+    """Returns the folder and its subfolders that hold candidates, but for the broken ones; raises UsageError if there are none."""
     folders = sorted({path.parent for path in examples.rglob("*.py") if re.match(r"\d+_", path.name)} - {examples / BROKEN})
     if not folders:
         raise UsageError(
@@ -93,24 +93,24 @@ def good_folders(examples: Path) -> list[str]:
 
 
 def needs_gpu(candidate: CandidateFile) -> bool:
-    """Whether a good candidate runs on GPUs only: by its backend, or by a comment ``# needs: gpu`` that it starts with."""
+    """Tells whether a good candidate runs on GPUs only: by its backend, or by a comment ``# needs: gpu`` that it starts with."""
     return candidate.is_cuda or (candidate.path is not None and stated(candidate.path).get("needs") == "gpu")
 
 
 def uses_kit(candidate: CandidateFile) -> bool:
-    """Whether its kernels can run in the emulator."""
+    """Tells whether a candidate's kernels can run in the emulator."""
     return candidate.path is not None and KIT in candidate.path.read_text(encoding="utf-8")
 
 
 def stated(path: Path) -> dict[str, str]:
-    """``expect`` and ``needs``, as the comments say that a file starts with."""
+    """Returns ``expect`` and ``needs``, as the first comments of a file state them."""
     comments = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
     return dict(re.findall(r"^#\s*(expect|needs):\s*(.+?)\s*$", "\n".join(comments), re.MULTILINE))
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a broken candidate is made for.
+    """The verdicts that a broken candidate must get.
 
     Attributes:
         cuda, cpu: the verdicts that are right for it on GPUs and on CPU ranks.
@@ -122,12 +122,12 @@ class Expectation:
     needs: str | None = None
 
     def on(self, device: Device) -> tuple[str, ...]:
-        """The verdicts that are right on this device."""
+        """Returns the verdicts that are right on this device."""
         return self.cuda if Place.of(device).has_gpus else self.cpu
 
 
 def read_expectation(path: Path) -> Expectation:
-    """From the comments that a broken candidate starts with; raises UsageError if they do not say.
+    """Reads the expectation from a broken candidate's first comments; raises UsageError if they state none.
 
     ``# expect: hang``, ``# expect: cuda_error on gpu, runtime_error on cpu``, then perhaps ``# needs: nvrtc``. Several verdicts for one
     device are all right.
@@ -146,7 +146,7 @@ def read_expectation(path: Path) -> Expectation:
 
 
 def can_run(expectation: Expectation, device: Device) -> bool:
-    """True if this machine can show what the candidate is made for."""
+    """Tells whether this machine can show what the candidate is made for."""
     from peerlane.hardware.doctor import check_cuda_bindings, check_nvrtc
 
     if not expectation.on(device) or (expectation.needs == "gpu" and not Place.of(device).has_gpus):
@@ -155,7 +155,7 @@ def can_run(expectation: Expectation, device: Device) -> bool:
 
 
 def comparison(result: Result, expected: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """A row of the table of broken candidates: which, where, expected, got, the reason in short, as expected?"""
+    """Returns a row of the table of broken candidates: name, place, expected and actual verdict, the short reason, whether they match."""
     kinds = expected[result.candidate.name]
     return (
         result.candidate.name,
@@ -169,7 +169,7 @@ def comparison(result: Result, expected: Mapping[str, Sequence[str]]) -> tuple[s
 
 
 def demo_exit_code(good: Sequence[Result], broken: Sequence[Result], rows: Sequence[Sequence[str]]) -> ExitCode:
-    """OK if all good candidates are correct and all broken ones got what they are made for."""
+    """Returns OK if all good candidates are correct and all broken ones got an expected verdict."""
     if any(result.verdict.kind == "harness_error" for result in (*good, *broken)):
         return ExitCode.HARNESS
     as_expected = good and rows and all(result.correct for result in good) and all(row[-1] == "yes" for row in rows)

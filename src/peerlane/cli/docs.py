@@ -1,4 +1,4 @@
-"""``peerlane docs``: what is generated in the documentation: the problems' pages, and the tables of committed results and of the corpus."""
+"""``peerlane docs``: the generated documentation: pages of problems, pictures, and tables of committed results and of the corpus."""
 
 from __future__ import annotations
 

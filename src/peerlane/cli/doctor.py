@@ -57,7 +57,7 @@ def doctor(
 
 
 def with_mechanisms(ceilings: Ceilings) -> Ceilings:
-    """What `peerlane bench mechanisms` measures, added to the ceilings; or why it could not be."""
+    """Adds the figures of `peerlane bench mechanisms` to the ceilings, or a note that says why they are missing."""
     from peerlane.errors import UsageError
     from peerlane.report.mechanisms import FILE, as_ceilings, read_mechanisms
 
@@ -76,7 +76,7 @@ def with_mechanisms(ceilings: Ceilings) -> Ceilings:
 
 
 def isolation_checks(device: Device) -> list[Check]:
-    """How far candidates can be confined here: a check per tier above L0."""
+    """Checks how far this machine can confine candidates: one check per tier above L0."""
     from peerlane.errors import UsageError
     from peerlane.evaluate.processes.sharing import sharing_failure
     from peerlane.hardware.doctor import Check
@@ -92,17 +92,17 @@ def isolation_checks(device: Device) -> list[Check]:
     for tier, remedy in remedies.items():
         name = f"isolation {tier}"
         try:
-            found = choose(tier, device)
+            isolation = choose(tier, device)
         except UsageError as error:
             checks.append(Check(name, "absent", str(error), remedy))
             continue
-        if Place.of(device).has_gpus and (failure := sharing_failure(found, device, Deadlines())):
+        if Place.of(device).has_gpus and (failure := sharing_failure(isolation, device, Deadlines())):
             detail = f"confined ranks cannot share GPU memory with trusted ones: {in_short(failure)}"
             checks.append(Check(name, "absent", detail, "docs/isolation.md; candidates that you trust can be judged in L0"))
             continue
-        lacking = found.missing.keys() - {OWN_UID}  # of two ways to one end, it is the one that nobody but root has
-        absent = "".join(f"; no {measure}: {reason}" for measure, reason in found.missing.items())
-        checks.append(Check(name, "warn" if lacking else "ok", ", ".join(found.measures) + absent, remedies["L1"] if lacking else ""))
+        lacking = isolation.missing.keys() - {OWN_UID}  # only root has users to spare; Landlock stops signals too
+        absent = "".join(f"; no {measure}: {reason}" for measure, reason in isolation.missing.items())
+        checks.append(Check(name, "warn" if lacking else "ok", ", ".join(isolation.measures) + absent, remedies["L1"] if lacking else ""))
     return checks
 
 

@@ -83,7 +83,7 @@ def evaluate_candidates(
     if out == "":
         raise UsageError("--out got '': expected a folder; '.' is the current one")
     sizes = None if world_size is None else positive_integers(world_size, "--world-size")
-    chosen = choose_device(device if on == "local" or device != "auto" else "cuda", emulated=on == "local")
+    rank_device = choose_device(device if on == "local" or device != "auto" else "cuda", emulated=on == "local")
 
     from peerlane.evaluate import discover
     from peerlane.evaluate.processes.prestart import early_start
@@ -93,24 +93,24 @@ def evaluate_candidates(
     notes: list[str] = []
     asked = None if track is None else cast(Track, one_of(track, ("open", "custom"), "--track"))
     run = run_to_judge(candidates, model, asked)
-    found = discover(candidates, notes.append) if run is None else run.candidates
+    candidate_files = discover(candidates, notes.append) if run is None else run.candidates
     for note in notes:
         console(stderr=True).print(note, highlight=False)
     folder = Path(out) if out is not None else Path("peerlane-results") if run is None else run.folder
     shared = parse_ranks_per_gpu(ranks_per_gpu)
-    sizes = sizes or dispatcher.world_sizes() or default_world_sizes(chosen, shared)
+    sizes = sizes or dispatcher.world_sizes() or default_world_sizes(rank_device, shared)
     variant = one_of(variant, ("default", "pkb"), "--variant")
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
-    with early_start(chosen, tier) if on == "local" else contextlib.nullcontext():
+    with early_start(rank_device, tier) if on == "local" else contextlib.nullcontext():
         from peerlane.evaluate import EvaluationPlan  # torch, which takes seconds
 
         plan = EvaluationPlan(
-            candidates=found,
+            candidates=candidate_files,
             problems=problem,
             presets=presets,
             world_sizes=sizes,
             modes=modes,
-            device=chosen,
+            device=rank_device,
             ranks_per_gpu=shared,
             baseline=None if baseline is None else cast(Baseline, one_of(baseline, ("peerlane", "nccl"), "--baseline")),
             out=folder,
@@ -137,7 +137,7 @@ def evaluate_candidates(
 
 
 def choose_device(text: str, *, emulated: bool = False) -> Device:
-    """What ``--device`` means on this machine (auto: CUDA where torch is built for it and there is a GPU); raises UsageError.
+    """Returns the device that ``--device`` means here (auto: CUDA if torch is built for it and there is a GPU); raises UsageError.
 
     ``emulated``: whether that is a choice too.
     """
@@ -147,7 +147,7 @@ def choose_device(text: str, *, emulated: bool = False) -> Device:
 
 
 def parse_ranks_per_gpu(text: str) -> int:
-    """What ``--ranks-per-gpu`` says; 0 for auto, as in a plan. Raises UsageError."""
+    """Parses ``--ranks-per-gpu``; returns 0 for auto, as in a plan. Raises UsageError."""
     if text == "auto":
         return 0
     if not text.isdecimal() or not 1 <= int(text) <= 8:
@@ -156,15 +156,15 @@ def parse_ranks_per_gpu(text: str) -> int:
 
 
 def torch_has_cuda() -> bool:
-    """Whether torch is built for CUDA, from its ``version.py``: importing all of it takes seconds."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    """Tells whether torch is built for CUDA, from its ``version.py``: importing all of it takes seconds."""
+    torch_spec = importlib.util.find_spec("torch")
+    if torch_spec is None or torch_spec.origin is None:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
-    return runpy.run_path(str(Path(found.origin).with_name("version.py")))["cuda"] is not None
+    return runpy.run_path(str(Path(torch_spec.origin).with_name("version.py")))["cuda"] is not None
 
 
 def gpu_count() -> int:
-    """GPUs that a process started here would see. Does not initialise CUDA, so that rank processes may be forked from this one."""
+    """Counts the GPUs that a process started here would see. Does not initialise CUDA: rank processes may be forked from this one."""
     from peerlane.hardware.topology import discover
 
     return len(discover().gpus)
@@ -179,14 +179,14 @@ def default_world_sizes(device: Device, ranks_per_gpu: int = 1) -> tuple[int, ..
 
 
 def results_json(results: Sequence[Result]) -> dict[str, object]:
-    """What ``--json`` prints."""
+    """Returns the document that ``--json`` prints."""
     from peerlane.results.reader import as_document
 
     return as_document(results)
 
 
 def print_results(results: Sequence[Result]) -> None:
-    """The table on stdout, then a line for everything that is not correct or was not timed."""
+    """Prints the table on stdout, then a line for every result that is not correct or was not timed."""
     from peerlane.report.tables import reasons, result_table
 
     out = console()

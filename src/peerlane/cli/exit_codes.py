@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class ExitCode(enum.IntEnum):
-    """How a command ended."""
+    """The exit codes of all commands."""
 
     OK = 0
     CHECK_FAILED = 1
@@ -26,7 +26,7 @@ class ExitCode(enum.IntEnum):
 
 
 def exit_code(results: Sequence[Result]) -> ExitCode:
-    """Of an evaluation: a harness failure outweighs a candidate's."""
+    """Returns the exit code of an evaluation: a failure of the harness outweighs one of a candidate."""
     if any(result.verdict.kind == "harness_error" for result in results):
         return ExitCode.HARNESS
     good = all(result.correct and not any(speed.status == "failed" for speed in result.speed) for result in results)

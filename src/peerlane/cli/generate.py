@@ -68,7 +68,7 @@ def generate(
     from peerlane.generate.prompt import PromptSettings, render_prompt
     from peerlane.generate.single_shot import generate_samples
 
-    chosen = problems.select(problem)
+    selected = problems.select(problem)
     options = model_options(
         name=model,
         base_url=base_url,
@@ -85,18 +85,18 @@ def generate(
     )
     path = out or default_folder(model)
     settings = PromptSettings(run_machine(path, hardware), backend, track, world_size, preset, variant, shots)
-    prompts = {item.id: render_prompt(item, settings) for item in chosen}
+    prompts = {item.id: render_prompt(item, settings) for item in selected}
     run = open_run(path, "generate", options, settings)
     with locked(run):
-        missing = run.missing([item.id for item in chosen], samples)
-        progress = new_progress(len(missing), len(chosen) * samples, max_cost)
+        missing = run.missing([item.id for item in selected], samples)
+        progress = new_progress(len(missing), len(selected) * samples, max_cost)
         if missing:
             generate_samples(run, prompts, missing, options, progress)
     finish(run, missing, progress)
 
 
 def model_options(**values: Any) -> ModelOptions:
-    """The options, checked; raises UsageError."""
+    """Checks the options of a model; raises UsageError."""
     from peerlane.generate.models import ModelOptions
 
     if values.get("effort") is not None:
@@ -105,7 +105,7 @@ def model_options(**values: Any) -> ModelOptions:
 
 
 def run_machine(path: Path, hardware: str) -> Machine:
-    """The node that prompts of a run describe. A run that goes on keeps its node, if none is named."""
+    """Returns the node that prompts of a run describe. A run that goes on keeps its node, if none is named."""
     from peerlane.generate.machine import choose_machine
     from peerlane.generate.run_folder import RunFolder, is_run
 
@@ -114,7 +114,8 @@ def run_machine(path: Path, hardware: str) -> Machine:
 
 
 def open_run(path: Path, kind: Kind, options: ModelOptions, settings: PromptSettings, steps: int | None = None) -> RunFolder:
-    """The run in a folder, new or gone on with; raises UsageError if it has other settings. The model is opened first, to fail early."""
+    """Opens the run in a folder, a new one or one to continue; raises UsageError if it has other settings. The model is opened first, to
+    fail early."""
     from peerlane.generate.models import open_model
     from peerlane.generate.prompt import template_version
     from peerlane.generate.run_folder import RunFolder, RunSettings
@@ -141,7 +142,7 @@ def open_run(path: Path, kind: Kind, options: ModelOptions, settings: PromptSett
 
 
 def default_folder(model: str) -> Path:
-    """``peerlane-runs/openai_gpt-5``."""
+    """Returns the folder of a model's run, such as ``peerlane-runs/openai_gpt-5``."""
     return Path("peerlane-runs") / model.replace("/", "_").replace(":", "_")
 
 
@@ -177,7 +178,7 @@ def finish(run: RunFolder, asked: list[SampleKey], progress: Progress) -> None:
 
 
 def read_prices(text: str | None, max_cost: float | None) -> Prices | None:
-    """The prices that ``--prices`` gives; raises UsageError."""
+    """Reads the prices that ``--prices`` gives; raises UsageError."""
     from peerlane.generate.models import Prices
 
     if text is None:
@@ -194,16 +195,16 @@ def read_prices(text: str | None, max_cost: float | None) -> Prices | None:
 
 
 def read_arguments(items: list[str]) -> dict[str, Any]:
-    """NAME=VALUE pairs, values read as JSON where they are JSON; raises UsageError."""
+    """Parses NAME=VALUE pairs, whose values are read as JSON where possible; raises UsageError."""
     import json
 
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for item in items:
         name, equals, value = item.partition("=")
         if not name or not equals:
             raise UsageError(f"--model-arg got {item!r}: expected NAME=VALUE")
         try:
-            found[name] = json.loads(value)
+            arguments[name] = json.loads(value)
         except ValueError:
-            found[name] = value
-    return found
+            arguments[name] = value
+    return arguments

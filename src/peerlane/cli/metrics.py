@@ -1,4 +1,4 @@
-"""``peerlane metrics``: what runs of models come to."""
+"""``peerlane metrics``: metrics of runs of models."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def metrics(
     shared = _the_setting(settings)
     for run in opened:
         if not settings[run.path] and (others := settings_of(run, judged[run.path])):
-            found = "\n".join(f"  {setting}" for setting in others)
+            listed = "\n".join(f"  {setting}" for setting in others)
             raise UsageError(
-                f"{run.path} has no results of what was asked for; it has these:\n{found}\nchoose with --track, --preset or --world-size"
+                f"{run.path} has no results of what was asked for; it has these:\n{listed}\nchoose with --track, --preset or --world-size"
             )
     names = _names([run.settings.model for run in opened])
     models = [_scored(run, name, judged[run.path], shared, counted) for run, name in zip(opened, names, strict=True)]
@@ -126,8 +126,8 @@ def _scored(run: RunFolder, name: str, judged: Sequence[Result], setting: Settin
 
 
 def _the_setting(settings: dict[Path, list[Setting]]) -> Setting | None:
-    """The one setting under which all judged runs were judged; raises UsageError if there are several, or none in common."""
-    everything = list(dict.fromkeys(setting for found in settings.values() for setting in found))
+    """Returns the one setting under which all runs were judged; raises UsageError if there are several, or none in common."""
+    everything = list(dict.fromkeys(setting for of_model in settings.values() for setting in of_model))
     if len(everything) > 1:
         listed = "\n".join(f"  {setting}" for setting in everything)
         raise UsageError(
@@ -138,7 +138,7 @@ def _the_setting(settings: dict[Path, list[Setting]]) -> Setting | None:
 
 
 def _names(models: Sequence[str]) -> list[str]:
-    """Names of models, numbered where one comes twice."""
+    """Returns names of models, numbered where one comes twice."""
     seen: dict[str, int] = {}
     names = []
     for model in models:

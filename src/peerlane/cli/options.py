@@ -14,7 +14,7 @@ from peerlane.settings import PROBLEM_FOLDERS
 
 
 def words(text: str, option: str) -> tuple[str, ...]:
-    """A comma-separated list; raises UsageError when it holds nothing or an empty entry."""
+    """Splits a comma-separated list; raises UsageError when it holds nothing or an empty entry."""
     parts = tuple(part.strip() for part in text.split(","))
     if not all(parts):
         raise UsageError(f"{option} got {text!r}: expected one or more values separated by commas")
@@ -22,7 +22,7 @@ def words(text: str, option: str) -> tuple[str, ...]:
 
 
 def positive_integers(text: str, option: str) -> tuple[int, ...]:
-    """A comma-separated list of integers of at least 1; raises UsageError."""
+    """Parses a comma-separated list of integers of at least 1; raises UsageError."""
     parts = words(text, option)
     if not all(part.isdecimal() and int(part) >= 1 for part in parts):
         raise UsageError(f"{option} got {text!r}: expected positive integers separated by commas, such as 2,4")
@@ -30,7 +30,7 @@ def positive_integers(text: str, option: str) -> tuple[int, ...]:
 
 
 def one_of(text: str, allowed: Sequence[str], option: str) -> str:
-    """``text`` if it is allowed; raises UsageError, naming what is."""
+    """Returns ``text`` if it is allowed; raises UsageError that names the allowed words."""
     if text not in allowed:
         raise UsageError(f"{option} got {text!r}: expected one of {', '.join(allowed)}")
     return text

@@ -18,7 +18,7 @@ WIDE, PIPED_TABLE = 240, 120
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A rich console on stdout or stderr, wide where there is no terminal."""
+    """Returns a rich console on stdout or stderr, wide where there is no terminal."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -26,22 +26,22 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def table_room(out: Console) -> int:
-    """Columns for a table: those of the terminal, else of an editor."""
+    """Returns the columns that a table may take: those of the terminal, else of an editor."""
     return out.width if out.is_terminal else PIPED_TABLE
 
 
 def print_json(value: Any) -> None:
-    """The one JSON object of a command that was given --json."""
+    """Prints the one JSON object of a command that was given --json."""
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def print_error(message: str) -> None:
-    """One block on stderr."""
+    """Prints one block on stderr."""
     print(f"peerlane: {message}", file=sys.stderr)
 
 
 def read_result_files(files: Sequence[Path]) -> list[Result]:
-    """The results in files and folders. A note on stderr says what was left out."""
+    """Reads the results in files and folders. A note on stderr says which lines were left out."""
     from peerlane.results.reader import read_results
 
     notes: list[str] = []

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def summary(result: Result) -> str:
-    """One line: what was judged, and the verdict, whose reason stands below the table of results."""
+    """Returns one line for a result: candidate, case and verdict. The reason stands below the table of results."""
     where = f"{result.candidate.name}  problem {result.problem.id} {result.preset} W={result.world_size}"
     return f"{where}  {result.verdict.kind}"
 
@@ -80,11 +80,11 @@ class LiveProgress:
 
 
 def starting(total: int, skipped: int) -> str:
-    """What the run is about to do."""
+    """Returns a sentence that says how much the run is about to do."""
     done = f"; {skipped} already done with this evaluator and skipped" if skipped else ""
     return f"{total} evaluation{'' if total == 1 else 's'} to run{done}"
 
 
 def progress() -> PlainProgress | LiveProgress:
-    """The one that suits stderr."""
+    """Returns the progress that suits stderr."""
     return LiveProgress() if sys.stderr.isatty() else PlainProgress()

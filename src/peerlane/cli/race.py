@@ -58,7 +58,7 @@ def race(
 
 
 def _race_solution(file: Path, world_sizes: Iterable[int], schedules: int, seed: int, as_json: bool) -> bool:
-    """The file's solution on all small cases of the problem that its name says."""
+    """Runs the file's solution on all small cases of the problem that its name says."""
     from peerlane import problems
     from peerlane.evaluate.candidates import candidate_file
     from peerlane.evaluate.correctness.emulated import judge_emulated
@@ -83,7 +83,7 @@ def _race_solution(file: Path, world_sizes: Iterable[int], schedules: int, seed:
 
 
 def _imported(file: Path) -> ModuleType:
-    """The file as a module; raises UsageError, also for what the file raises."""
+    """Imports the file as a module; raises UsageError, also for what the file raises."""
     import importlib.util
 
     name = f"peerlane_race_{file.stem}"
@@ -91,14 +91,14 @@ def _imported(file: Path) -> ModuleType:
     if not file.is_file() or spec is None or spec.loader is None:
         raise UsageError(f"{file} is not a Python file; expected the path of one with a function race(world_size), or a solution")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for the names of annotations
+    sys.modules[name] = module  # dataclasses look up names of annotations there
     with _running(file):
         spec.loader.exec_module(module)
     return module
 
 
 def scenarios(file: Path, module: ModuleType, world_size: int) -> list[Scenario]:
-    """What the file's ``race`` gives for this number of ranks; raises UsageError, also for what the file raises."""
+    """Returns the scenarios of the file's ``race`` for this number of ranks; raises UsageError, also for what the file raises."""
     from peerlane.device.emulator import Scenario
 
     describe = getattr(module, "race", None)
@@ -117,7 +117,7 @@ def scenarios(file: Path, module: ModuleType, world_size: int) -> list[Scenario]
 
 @contextlib.contextmanager
 def _running(file: Path) -> Iterator[None]:
-    """While the user's file runs: what it prints goes to stderr, and what it raises becomes a UsageError that says where."""
+    """Redirects what the user's file prints to stderr, and turns what it raises into a UsageError that says where."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -125,7 +125,7 @@ def _running(file: Path) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == file.absolute()]
-        where = f", line {lines[-1]}" if lines else ""  # a SyntaxError says it itself
+        where = f", line {lines[-1]}" if lines else ""  # a SyntaxError names its line itself
         raise UsageError(
             f"{file}{where} raised {type(error).__name__}: {error}; the file must run without an error before it is judged"
         ) from None

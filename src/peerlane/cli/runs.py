@@ -24,7 +24,7 @@ class RunToJudge:
 
 
 def run_to_judge(arguments: Sequence[str], model: str | None, track: Track | None = None) -> RunToJudge | None:
-    """The run that is to be judged, or None if the arguments name other candidates.
+    """Returns the run that is to be judged, or None if the arguments name other candidates.
 
     ``model`` makes a run of a folder PROBLEM/SAMPLE/candidate.py from elsewhere, for this ``track`` or ``custom``. Equal candidates of a
     problem are judged once. Raises UsageError for a run beside other candidates, and for one without any.
@@ -46,11 +46,11 @@ def run_to_judge(arguments: Sequence[str], model: str | None, track: Track | Non
         run = RunFolder(path, RunSettings(kind="candidates", model=model, track=track or "custom"))
         if any(run.candidates()):
             run = RunFolder.open_or_create(path, run.settings)
-    found: dict[tuple[int, str], CandidateFile] = {}
+    candidate_files: dict[tuple[int, str], CandidateFile] = {}
     for key, file in run.candidates():
         labels = (("model", run.settings.model), ("sample", key.sample))
         candidate = replace(candidate_file(file), name=key.folder, problem=key.problem, labels=labels)
-        found.setdefault((key.problem, candidate.sha256), candidate)
-    if not found:
+        candidate_files.setdefault((key.problem, candidate.sha256), candidate)
+    if not candidate_files:
         raise UsageError(f"{path} holds no candidates: expected PROBLEM/SAMPLE/candidate.py, such as 013/0/candidate.py")
-    return RunToJudge(list(found.values()), path, run.settings.track)
+    return RunToJudge(list(candidate_files.values()), path, run.settings.track)

@@ -1,4 +1,4 @@
-"""``peerlane selftest``: is the evaluator fooled by what must not fool it?"""
+"""``peerlane selftest``: judge the adversarial corpus, to see whether the evaluator is fooled."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def selftest(
 
     corpus = load()
     device: Device = "cuda" if gpu else "cpu"
-    chosen = corpus.select(rows, quick=quick)
-    if not any(entry.accepted(device) for entry in chosen):
+    entries = corpus.select(rows, quick=quick)
+    if not any(entry.accepted(device) for entry in entries):
         raise UsageError(
-            f"none of {', '.join(entry.file for entry in chosen)} is judged on {device}" + ("" if gpu else "; add --gpu on a GPU node")
+            f"none of {', '.join(entry.file for entry in entries)} is judged on {device}" + ("" if gpu else "; add --gpu on a GPU node")
         )
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
     shared = parse_ranks_per_gpu(ranks_per_gpu)
     with progress() as shown:
-        judged = run(SelftestPlan(corpus, chosen, device, repeat, out, tier, shared), shown)
+        judged = run(SelftestPlan(corpus, entries, device, repeat, out, tier, shared), shown)
     files = {outcome.file for _, outcome in judged}
-    left_out = [entry.file for entry in chosen if entry.file not in files]
+    left_out = [entry.file for entry in entries if entry.file not in files]
     if as_json:
         outcomes = [json.loads(outcome.model_dump_json()) for _, outcome in judged]
         print_json({"outcomes": outcomes, "objections": objections(judged), "totals": totals(judged), "not_judged_here": left_out})
@@ -74,7 +74,7 @@ def selftest(
 
 
 def selftest_exit_code(judged: Judged) -> ExitCode:
-    """OK if every outcome is what the table promises."""
+    """Returns OK if every outcome is what the table promises."""
     from peerlane.selftest.outcome import objection
 
     if any(outcome.verdict == "harness_error" for _, outcome in judged):

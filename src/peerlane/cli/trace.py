@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from peerlane.evaluate.audit.timeline import Timeline
     from peerlane.results.result import Result
 
-_RACE_S = 2.0  # the time is to stand beside the picture; a speedup worth quoting is `eval`'s
+_RACE_S = 2.0  # enough for a time beside the picture; `eval` measures the speedups to quote
 
 
 def trace(
@@ -62,30 +62,32 @@ def trace(
 
     Example: peerlane trace examples/pytorch/13_gemm_allreduce_pytorch.py --device cpu --preset small
     """
-    chosen = choose_device(device)
-    on_gpus = Place.of(chosen).has_gpus
+    rank_device = choose_device(device)
+    on_gpus = Place.of(rank_device).has_gpus
     wanted = cast(Mode, one_of(mode, ("eager", "graph"), "--mode"))
     tier = None if isolation is None else cast(Tier, one_of(isolation, ("L0", "L1", "L2"), "--isolation"))
     served = None if baseline is None else cast(Baseline, one_of(baseline, ("peerlane", "nccl"), "--baseline"))
     shared = parse_ranks_per_gpu(ranks_per_gpu)
-    size = world_size or (max(default_world_sizes(chosen, shared)) if on_gpus else 2)
+    size = world_size or (max(default_world_sizes(rank_device, shared)) if on_gpus else 2)
 
     from peerlane.evaluate import EvaluationPlan, discover, evaluate
     from peerlane.evaluate.candidates import reference_candidate
     from peerlane.evaluate.plan import make_jobs
     from peerlane.settings import TimingRules, recorded_roles
 
-    found = discover([candidate])
-    if len(found) != 1 or found[0].is_reference:
-        raise UsageError(f"trace got {len(found)} candidates from {candidate}: expected one file; the reference is traced beside it")
+    candidate_files = discover([candidate])
+    if len(candidate_files) != 1 or candidate_files[0].is_reference:
+        raise UsageError(
+            f"trace got {len(candidate_files)} candidates from {candidate}: expected one file; the reference is traced beside it"
+        )
     plan = EvaluationPlan(
-        found,
+        candidate_files,
         problem,
         (preset,),
         (size,),
         modes=(wanted,),
         cases="timed",
-        device=chosen,
+        device=rank_device,
         ranks_per_gpu=shared,
         baseline=served,
         isolation=tier,
@@ -95,15 +97,15 @@ def trace(
     jobs = make_jobs(plan)
     if len(jobs) != 1:
         raise UsageError(f"trace got {len(jobs)} evaluations: expected one problem and one preset")
-    both = replace(plan, candidates=[reference_candidate(), *found], problems=str(jobs[0].problem.id))
+    both = replace(plan, candidates=[reference_candidate(), *candidate_files], problems=str(jobs[0].problem.id))
     with tempfile.TemporaryDirectory(prefix="peerlane-trace-") as folder, progress() as shown:
-        files = _Files(Path(folder), out, found[0].name, wanted if on_gpus else "call")
+        files = _Files(Path(folder), out, candidate_files[0].name, wanted if on_gpus else "call")
         try:
             results = evaluate(replace(both, timelines=Path(folder)), _Writing(shown, files))
             if roles and on_gpus and files.has_kit_kernels:
                 files.suffix = ", stamped"
                 with recorded_roles():
-                    evaluate(replace(both, candidates=found, timelines=Path(folder)), _Writing(shown, files))
+                    evaluate(replace(both, candidates=candidate_files, timelines=Path(folder)), _Writing(shown, files))
         except BaseException:
             if files.timelines:
                 shown.note(f"stopped; {files.trace} holds {' and '.join(item.labels['candidate'] for item in files.timelines)} alone")
@@ -136,7 +138,7 @@ class _Files:
 
     @property
     def has_kit_kernels(self) -> bool:
-        """Whether the latest side has kernels that reach other GPUs' memory: those of the kit stamp their roles."""
+        """True if the latest side has kernels that reach other GPUs' memory: those of the kit stamp their roles."""
         return bool(self.timelines) and any(span.kind == "both" for span in self.timelines[-1].spans)
 
     def add(self, result: Result) -> list[str]:

@@ -28,7 +28,7 @@ _FAULT: tl.constexpr = tl.constexpr(MAX_RANKS + 2)
 
 
 def arena_table(arena: Arena) -> torch.Tensor:
-    """Base addresses of all ranks, own rank, timeout in ns, address of the fault record."""
+    """Returns base addresses of all ranks, own rank, timeout in ns, address of the fault record."""
     view = arena.view
     arena.stay()
     return torch.tensor([*view.base, view.rank, view.timeout_ns, view.fault], dtype=torch.int64, device=arena.device)
@@ -36,13 +36,13 @@ def arena_table(arena: Arena) -> torch.Tensor:
 
 @triton.jit
 def own_rank(table):
-    """The caller's rank."""
+    """Returns the caller's rank."""
     return tl.load(table + _RANK).to(tl.int32)
 
 
 @triton.jit
 def peer_pointer(table, peer, offset, dtype: tl.constexpr):
-    """Where ``offset`` bytes into rank ``peer``'s arena is mapped here, as a pointer to ``dtype``."""
+    """Returns the address at which ``offset`` bytes into rank ``peer``'s arena are mapped here, as a pointer to ``dtype``."""
     return (tl.load(table + peer) + offset).to(tl.pointer_type(dtype), bitcast=True)
 
 
@@ -75,14 +75,15 @@ def _store_flag(address, number):
 
 @triton.jit
 def signal(table, flags, peer, slot, number, WORLD_SIZE: tl.constexpr):
-    """All that this program has stored and read comes before what follows the matching wait at rank ``peer``. Release, system scope."""
+    """Signals ``number`` to rank ``peer``. What this program has stored and read before comes before what follows the matching wait there.
+    Release, system scope."""
     tl.debug_barrier()
     _store_flag(_flag(table, flags, peer, slot, own_rank(table), WORLD_SIZE), number)
 
 
 @triton.jit
 def signal_all(table, flags, slot, number, WORLD_SIZE: tl.constexpr):
-    """The same for every other rank."""
+    """Signals every other rank."""
     tl.debug_barrier()
     rank = own_rank(table)
     for step in tl.static_range(1, WORLD_SIZE):
@@ -91,7 +92,8 @@ def signal_all(table, flags, slot, number, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def wait(table, flags, source, slot, number, WORLD_SIZE: tl.constexpr):
-    """Until rank ``source`` has signalled ``number`` or later here. Acquire, system scope; ends at the arena's deadline, with a record."""
+    """Waits until rank ``source`` has signalled ``number`` or later here. Acquire, system scope; ends at the arena's timeout, with a
+    record."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -144,7 +146,7 @@ def wait(table, flags, source, slot, number, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def wait_all(table, flags, slot, number, WORLD_SIZE: tl.constexpr):
-    """Until every other rank has."""
+    """Waits until every other rank has signalled."""
     rank = own_rank(table)
     for step in tl.static_range(1, WORLD_SIZE):
         wait(table, flags, (rank + step) % WORLD_SIZE, slot, number, WORLD_SIZE)
@@ -152,7 +154,7 @@ def wait_all(table, flags, slot, number, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def barrier(table, flags, slot, number, WORLD_SIZE: tl.constexpr):
-    """Every rank's program at this slot has come here: what each did before comes before what any does after."""
+    """Waits until every rank's program has come to this slot: what each did before comes before what any does after."""
     signal_all(table, flags, slot, number, WORLD_SIZE)
     wait_all(table, flags, slot, number, WORLD_SIZE)
 
@@ -168,7 +170,7 @@ def reduce(table, source, offsets, mask, dtype: tl.constexpr, WORLD_SIZE: tl.con
 
 @triton.jit
 def all_reduce(table, range_at, offsets, mask, dtype: tl.constexpr, WORLD_SIZE: tl.constexpr):
-    """Sum elements ``offsets``, which are this rank's share, and store the sum to all ranks. Between two barriers."""
+    """Sums elements ``offsets``, which are this rank's share, and stores the sum to all ranks. Between two barriers."""
     total = reduce(table, range_at, offsets, mask, dtype, WORLD_SIZE).to(dtype)
     for rank in tl.static_range(WORLD_SIZE):
         tl.store(peer_pointer(table, rank, range_at, dtype) + offsets, total, mask=mask)

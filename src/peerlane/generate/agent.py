@@ -34,7 +34,7 @@ NUDGE = "Use the tools: `write` a file, `test` it, and `submit` when it is right
 
 @dataclass(frozen=True)
 class Limits:
-    """What ends an episode: turns of the model, tokens in and out, US dollars, seconds of work. None: no limit."""
+    """The limits of an episode: turns of the model, tokens in and out, US dollars, seconds of work. None: no limit."""
 
     steps: int = 20
     tokens: int | None = None
@@ -42,7 +42,7 @@ class Limits:
     seconds: float | None = None
 
     def reached(self, turns: int, usage: Usage, seconds: float) -> str | None:
-        """The first limit that was reached, by name."""
+        """Returns the first limit that was reached, by name."""
         spent = usage.input_tokens + usage.output_tokens
         reached = {
             "steps": turns >= self.steps,
@@ -55,7 +55,7 @@ class Limits:
 
 @dataclass
 class Episode:
-    """What an agent has done so far; keeps every judged candidate in the run's folder."""
+    """The work of an agent so far; keeps every judged candidate in the run's folder."""
 
     run: RunFolder
     key: SampleKey
@@ -64,24 +64,24 @@ class Episode:
     def __post_init__(self) -> None:
         shutil.rmtree(self.run.path / self.key.folder / "steps", ignore_errors=True)  # of an episode that was killed
 
-    def keep(self, tool: str, source: str, found: Judged) -> None:
-        """A candidate was judged."""
+    def keep(self, tool: str, source: str, judged: Judged) -> None:
+        """Keeps a judged candidate."""
         record = StepRecord(
             step=len(self.steps) + 1,
             tool=tool,
-            verdict=found.verdict,
-            sha256=found.sha256,
-            speedups={mode: tuple(speedup) for mode, speedup in found.speedups.items()},  # type: ignore[misc]
-            feedback=found.feedback,
+            verdict=judged.verdict,
+            sha256=judged.sha256,
+            speedups={mode: tuple(speedup) for mode, speedup in judged.speedups.items()},  # type: ignore[misc]
+            feedback=judged.feedback,
         )
         self.run.write_step(self.key, record, source)
         self.steps.append((record, source))
 
     def best(self) -> str | None:
-        """The source of the best judged candidate that is correct, if any is."""
+        """Returns the source of the best judged candidate that is correct; None if none is."""
         attempts = [record.attempt(self.key) for record, _ in self.steps]
-        chosen = best_attempt(attempts)
-        return self.steps[attempts.index(chosen)][1] if chosen is not None and chosen.correct else None
+        best = best_attempt(attempts)
+        return self.steps[attempts.index(best)][1] if best is not None and best.correct else None
 
 
 def run_agents(
@@ -93,7 +93,7 @@ def run_agents(
     judge: Judge,
     progress: Progress,
 ) -> None:
-    """One episode for each of these samples; those that fail stay missing, and ``progress`` says why."""
+    """Runs one episode for each of these samples; those that fail stay missing, and ``progress`` says why."""
     text = {number: prompt.text + INSTRUCTIONS.format(steps=limits.steps) for number, prompt in prompts.items()}
     for number in {key.problem for key in keys}:
         run.write_prompt(number, text[number])
@@ -128,10 +128,10 @@ def _episode(run: RunFolder, options: ModelOptions, limits: Limits, judge: Judge
                     state.messages.append(ChatMessageUser(content=NUDGE))
                 limit = limits.reached(turns, usage, time.monotonic() - began)
             if bench.source is not None and bench.source not in [source for _, source in episode.steps]:
-                await bench.measure("submit", MODES)  # the last word counts too
+                await bench.measure("submit", MODES)  # the last file counts, judged or not
             bench.source = episode.best() or bench.source
             if bench.source is not None and bench.source not in [source for record, source in episode.steps if record.tool != "test"]:
-                await bench.measure("submit", MODES)  # what counts is timed
+                await bench.measure("submit", MODES)  # the attempt that counts is timed
         except Exception as error:
             progress.failed(key, error)
             raise

@@ -1,4 +1,4 @@
-"""What metrics count: attempts of a model at problems, each with its verdict and speed."""
+"""Attempts of a model at problems, each with its verdict and speed: the unit that metrics count."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Speedup(NamedTuple):
 
 @dataclass(frozen=True)
 class Usage:
-    """What replies took. ``input_tokens`` counts those read from a cache too; ``cost_usd`` is None where prices are not known."""
+    """Tokens and cost of replies. ``input_tokens`` counts those read from a cache too; ``cost_usd`` is None where prices are not known."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -50,7 +50,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Setting:
-    """What attempts must share to be counted together."""
+    """The conditions that attempts must share to be counted together."""
 
     track: str
     node_class: str
@@ -95,12 +95,12 @@ class Attempt:
         return self.verdict not in UNJUDGED
 
     def after(self, steps: int) -> Attempt:
-        """The attempt as it would have been if the episode had ended after so many steps: the best of them."""
+        """Returns the attempt as it would have been if the episode had ended after so many steps: the best of them."""
         return best_attempt(self.steps[:steps]) or replace(self, verdict=NO_CODE, speedups={}, mechanisms=(), steps=())
 
 
 def best_attempt(attempts: Sequence[Attempt]) -> Attempt | None:
-    """The correct attempt with the largest lower end of a speedup in any mode; without a correct one the last; None of none."""
+    """Returns the correct attempt with the largest lower end of a speedup in any mode; without a correct one the last; None of none."""
     return max(enumerate(attempts), key=lambda item: (*_rank(item[1]), item[0]))[1] if attempts else None
 
 

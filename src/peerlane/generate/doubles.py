@@ -23,13 +23,13 @@ _CHARACTERS_PER_TOKEN = 4
 
 
 def expert_source(number: int) -> str | None:
-    """The package's solution of a problem, or None if it has none."""
-    found = list((PACKAGE / "solutions").glob(f"p{number:03d}_*.py"))
-    return found[0].read_text() if found else None
+    """Returns the package's solution of a problem, or None if it has none."""
+    paths = list((PACKAGE / "solutions").glob(f"p{number:03d}_*.py"))
+    return paths[0].read_text() if paths else None
 
 
 def reference_candidate(number: int) -> str:
-    """A candidate that is the problem's reference."""
+    """Returns the source of a candidate that is the problem's reference."""
     return f"{reference_source(problems.get(number))}\n\nsolution = reference\n"
 
 
@@ -70,7 +70,7 @@ BROKEN: tuple[tuple[str, Callable[[int], str]], ...] = (
 
 
 def broken_reply(number: int) -> str:
-    """What ``peerlane/broken`` says to a problem."""
+    """Returns the reply of ``peerlane/broken`` to a problem."""
     return BROKEN[(number - 1) % len(BROKEN)][1](number)
 
 
@@ -105,12 +105,12 @@ class Double(ModelAPI):
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
     ) -> ModelOutput:
-        """The reply to the problem that the conversation names."""
+        """Returns the reply to the problem that the conversation names."""
         from peerlane.generate.reply import extract_code
 
         text = "\n".join(message.text for message in input)
-        found = _PROBLEM.search(text)
-        reply = _REPLIES[self.model_name](int(found[1])) if found else "I see no problem."
+        match = _PROBLEM.search(text)
+        reply = _REPLIES[self.model_name](int(match[1])) if match else "I see no problem."
         name = f"peerlane/{self.model_name}"
         source = extract_code(reply)
         done = sum(message.role == "tool" for message in input)

@@ -13,31 +13,33 @@ from peerlane.results.result import Result
 
 
 def setting_of(result: Result) -> Setting:
-    """The setting under which a candidate was judged."""
+    """Returns the setting under which a candidate was judged."""
     return Setting(result.track, str(result.node), result.preset, result.world_size, result.problem.variant, result.cases)
 
 
 def settings_of(run: RunFolder, results: Iterable[Result]) -> list[Setting]:
-    """The settings under which candidates of the run were judged, the most frequent first."""
+    """Returns the settings under which candidates of the run were judged, the most frequent first."""
     hashes = {record.sha256 for key in run.sample_keys() if (record := run.sample(key)).sha256}
     counts = Counter(setting_of(result) for result in results if result.candidate.sha256 in hashes)
     return [setting for setting, _ in counts.most_common()]
 
 
 def attempts_of(run: RunFolder, results: Iterable[Result], setting: Setting | None) -> list[Attempt]:
-    """Every sample of the run as it was judged under one setting; with None, as if nothing had been judged."""
+    """Returns every sample of the run as it was judged under one setting; with None, as if nothing had been judged."""
     return [attempt for attempt, _ in judged_samples(run, results, setting)]
 
 
 def judged_samples(run: RunFolder, results: Iterable[Result], setting: Setting | None) -> list[tuple[Attempt, Result | None]]:
-    """What :func:`attempts_of` returns, each attempt with the result that judged it, or None."""
-    chosen = sorted((result for result in results if setting_of(result) == setting), key=lambda result: len(speedups_of(result)))
-    known = {(result.problem.id, result.candidate.sha256): result for result in chosen}  # that with most speeds counts, then the last
+    """Returns the attempts of :func:`attempts_of`, each with the result that judged it, or None."""
+    of_setting = sorted((result for result in results if setting_of(result) == setting), key=lambda result: len(speedups_of(result)))
+    known = {
+        (result.problem.id, result.candidate.sha256): result for result in of_setting
+    }  # of several results the one with most speeds counts, then the last
     return [_judged_sample(run, key, known) for key in run.sample_keys()]
 
 
 def attempt_of(result: Result, sample: int) -> Attempt:
-    """A candidate's result as the sample of that number."""
+    """Returns a candidate's result as the sample of that number."""
     seen = tuple(item.name for item in result.mechanisms if item.confidence == "seen")
     return Attempt(result.problem.id, sample, result.verdict.kind, speedups_of(result), seen)
 

@@ -33,10 +33,10 @@ class Judged:
 
 
 class AsyncEvaluator(Protocol):
-    """What :class:`.Evaluator` and :class:`.Client` have in common."""
+    """The methods that :class:`.Evaluator` and :class:`.Client` have in common."""
 
     async def evaluate_async(self, problem: int | None = None, source: str | bytes | None = None, **request: Any) -> Result:
-        """The result of one candidate."""
+        """Judges one candidate."""
 
 
 class Racer:
@@ -55,7 +55,7 @@ class Racer:
         self._open.close()
 
     async def race(self, problem: int, source: str, variant: str) -> str:
-        """What the emulator found in the problem's small cases, in the words of a verdict's feedback."""
+        """Returns the emulator's findings in the problem's small cases, in the words of a verdict's feedback."""
         evaluator = await asyncio.to_thread(self._started)
         data = source.encode(errors="replace")
         result = await evaluator.evaluate_async(problem, data, modes=(), presets=("small",), variant=variant)
@@ -77,36 +77,37 @@ class Judge:
         self._evaluator, self._preset, self._variant, self._racer = evaluator, preset, variant, racer
 
     async def race(self, problem: int, source: str) -> str:
-        """What the emulator found; nothing of it is stored."""
+        """Returns the emulator's findings; nothing of them is stored."""
         if self._racer is None:
             return "race: there are no emulated ranks in this run"
         return await self._racer.race(problem, source, self._variant)
 
     async def judge(self, problem: int, source: str, modes: tuple[str, ...]) -> Judged:
-        """The verdict on a source; without modes, of correctness only."""
+        """Judges a source; without modes, its correctness only."""
         data = source.encode(errors="replace")
         variant = self._variant
         result = await self._evaluator.evaluate_async(problem, data, modes=modes, presets=(self._preset,), variant=variant)
         return judged(result, hashlib.sha256(data).hexdigest())
 
     async def trace(self, problem: int, source: str) -> str:
-        """What every rank does when, reference apart, in a few lines per launch mode; the verdict's feedback if there is no timeline."""
+        """Returns a few lines per launch mode that say what every rank does when, reference apart; the verdict's feedback if there is no
+        timeline."""
         data, common = source.encode(errors="replace"), {"presets": (self._preset,), "variant": self._variant, "rerun": True}
         with tempfile.TemporaryDirectory(prefix="peerlane-trace-") as folder:
             try:
                 result = await self._evaluator.evaluate_async(problem, data, modes=MODES, timelines=Path(folder), **common)
             except UsageError as error:
                 return str(error)
-            found = [Timeline.read(file).summary() for file in sorted(Path(folder).glob("*.json"))]
-        return "\n\n".join(found) or result.feedback()
+            summaries = [Timeline.read(file).summary() for file in sorted(Path(folder).glob("*.json"))]
+        return "\n\n".join(summaries) or result.feedback()
 
 
 def judged(result: Result, sha256: str) -> Judged:
-    """A result as an author may see it."""
+    """Returns a result as an author may see it."""
     return Judged(result.verdict.kind, result.feedback(), speedups_of(result), sha256)
 
 
 def speedups_of(result: Result) -> dict[str, Speedup]:
-    """By launch mode, where one was measured."""
+    """Returns the speedup by launch mode, where one was measured."""
     speeds = {mode: speed.speedup for mode in MODES if (speed := result.speed_in(mode)) is not None}
     return {mode: Speedup(speedup.low, speedup.median, speedup.high) for mode, speedup in speeds.items()}

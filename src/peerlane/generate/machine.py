@@ -46,7 +46,7 @@ class Machine(BaseModel):
 
     @classmethod
     def from_profile(cls, profile: HardwareProfile, count: int, software: dict[str, str]) -> Self:
-        """A node of ``count`` such GPUs, each joined to every other by NVLink and NVSwitch."""
+        """Returns a node of ``count`` such GPUs, each joined to every other by NVLink and NVSwitch."""
         major, minor = profile.compute_capability
         return cls(
             gpu=profile.device_names[0],
@@ -67,7 +67,7 @@ class Machine(BaseModel):
 
     @classmethod
     def from_topology(cls, topology: Topology) -> Self:
-        """This machine: its GPUs, their links and the installed software."""
+        """Describes this machine: its GPUs, their links and the installed software."""
         first = topology.gpus[0]
         versions = {name: version for name, version in software_versions().items() if version is not None and name != "peerlane"}
         if topology.driver_version:
@@ -89,7 +89,7 @@ class Machine(BaseModel):
 
 
 def choose_machine(wanted: str = "auto") -> Machine:
-    """The node that ``--hardware`` means: ``auto`` (this machine, or the usual node without GPUs), ``h200x8``, or a JSON file.
+    """Returns the node that ``--hardware`` means: ``auto`` (this machine, or the usual node without GPUs), ``h200x8``, or a JSON file.
 
     Raises UsageError for a node that is unknown and no file, and for a file that is no :class:`Machine`.
     """

@@ -31,7 +31,7 @@ class Estimate(NamedTuple):
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The probability that at least one of k samples, drawn without replacement from these, is correct.
+    """Returns the probability that at least one of k samples, drawn without replacement from these, is correct.
 
     Unbiased for the model's pass@k: 1 - C(n - c, k) / C(n, k) (Chen et al., 2021). Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
@@ -41,7 +41,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def expected_best(values: Sequence[float], k: int) -> float:
-    """The mean of the largest of k values drawn without replacement from these; raises ValueError unless 1 <= k <= len(values)."""
+    """Returns the mean of the largest of k values drawn without replacement from these; raises ValueError unless 1 <= k <= len(values)."""
     if not 1 <= k <= len(values):
         raise ValueError(f"the best of {k} among {len(values)} values: expected 1 <= k <= number of values")
     whole = math.comb(len(values), k)
@@ -49,28 +49,28 @@ def expected_best(values: Sequence[float], k: int) -> float:
 
 
 def is_correct(attempt: Attempt) -> bool:
-    """The test of pass@k."""
+    """Returns the test of pass@k."""
     return attempt.correct
 
 
 def is_faster(p: float, mode: str) -> Test:
-    """The test of fast_p@k: correct, and the lower end of the speedup's interval in this launch mode is above p."""
+    """Returns the test of fast_p@k: correct, and the lower end of the speedup's interval in this launch mode is above p."""
     return lambda attempt: attempt.correct and mode in attempt.speedups and attempt.speedups[mode].low > p
 
 
 def by_problem(attempts: Sequence[Attempt], problems: Sequence[int]) -> dict[int, list[Attempt]]:
-    """The judged attempts of every problem; raises ValueError for attempts at other problems."""
-    found: dict[int, list[Attempt]] = {number: [] for number in problems}
+    """Returns the judged attempts of every problem; raises ValueError for attempts at other problems."""
+    groups: dict[int, list[Attempt]] = {number: [] for number in problems}
     for attempt in attempts:
-        if attempt.problem not in found:
-            raise ValueError(f"an attempt at problem {attempt.problem}, which is not among the {len(found)} that are counted")
+        if attempt.problem not in groups:
+            raise ValueError(f"an attempt at problem {attempt.problem}, which is not among the {len(groups)} that are counted")
         if attempt.judged:
-            found[attempt.problem].append(attempt)
-    return found
+            groups[attempt.problem].append(attempt)
+    return groups
 
 
 def solved(attempts: Sequence[Attempt], problems: Sequence[int], test: Test, k: int) -> dict[int, float]:
-    """By problem, the probability that k samples hold one that passes; of fewer samples than k, that all of them hold one."""
+    """Returns by problem the probability that k samples hold one that passes; of fewer samples than k, that all of them hold one."""
     return {
         number: pass_at_k(len(group), sum(map(test, group)), min(k, len(group))) if group else 0.0
         for number, group in by_problem(attempts, problems).items()
@@ -78,17 +78,17 @@ def solved(attempts: Sequence[Attempt], problems: Sequence[int], test: Test, k: 
 
 
 def is_timed(attempts: Sequence[Attempt], mode: str) -> bool:
-    """Whether any correct attempt has a speed in this mode. The others then count as not faster; see :func:`untimed`."""
+    """Tells whether any correct attempt has a speed in this mode. The others then count as not faster; see :func:`untimed`."""
     return any(attempt.correct and mode in attempt.speedups for attempt in attempts)
 
 
 def untimed(attempts: Sequence[Attempt], mode: str) -> int:
-    """How many correct attempts have no speed in this mode, such as those of a problem whose reference cannot be captured."""
+    """Counts the correct attempts without a speed in this mode, such as those of a problem whose reference cannot be captured."""
     return sum(attempt.correct and mode not in attempt.speedups for attempt in attempts)
 
 
 def log_speedups(attempts: Sequence[Attempt], problems: Sequence[int], mode: str, k: int) -> dict[int, float]:
-    """By problem, the expected natural logarithm of the best speedup among k samples; the reference is kept where it is not beaten.
+    """Returns by problem the expected natural logarithm of the best speedup among k samples; the reference is kept where it is not beaten.
 
     A wrong or slower sample counts as a speedup of 1.
     """
@@ -103,13 +103,13 @@ def log_speedups(attempts: Sequence[Attempt], problems: Sequence[int], mode: str
 
 
 def geometric_mean(logarithms: Mapping[int, float]) -> Estimate:
-    """The geometric mean over problems of the values with these logarithms, with its interval."""
+    """Returns the geometric mean over problems of the values with these logarithms, with its interval."""
     value, low, high = bootstrap_mean(list(logarithms.values()))
     return Estimate(math.exp(value), math.exp(low), math.exp(high))
 
 
 def bootstrap_mean(values: Sequence[float]) -> Estimate:
-    """The mean and its 95 % percentile interval under resampling of the values; raises ValueError for none."""
+    """Returns the mean and its 95 % percentile interval under resampling of the values; raises ValueError for none."""
     if not values:
         raise ValueError("the mean of no values: expected at least one problem")
     means = _resampled_means(np.asarray(values, dtype=np.float64))
@@ -133,7 +133,7 @@ class Comparison:
 
 
 def compare(a: Mapping[int, float], b: Mapping[int, float]) -> Comparison:
-    """A paired bootstrap over problems: both models are resampled at the same problems, so that how hard these are cancels."""
+    """Compares two models by a paired bootstrap over problems: both are resampled at the same problems, whose difficulty cancels."""
     shared = sorted(a.keys() & b.keys())
     if not shared:
         raise ValueError("the two models have no problem in common")
@@ -160,31 +160,31 @@ def by_category(values: Mapping[int, float], categories: Mapping[int, str]) -> d
 
 
 def verdicts(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """How many attempts ended in each verdict, the most frequent first; adds up to their number."""
+    """Counts the attempts that ended in each verdict, the most frequent first; the counts add up to their number."""
     return dict(Counter(attempt.verdict for attempt in attempts).most_common())
 
 
 def unjudged(attempts: Sequence[Attempt]) -> int:
-    """How many attempts have no verdict about the model."""
+    """Counts the attempts without a verdict about the model."""
     return sum(not attempt.judged for attempt in attempts)
 
 
 def mechanisms(attempts: Sequence[Attempt]) -> dict[str, int]:
-    """In how many correct attempts each way to move data was seen."""
+    """Counts the correct attempts in which each way to move data was seen."""
     return dict(Counter(name for attempt in attempts if attempt.correct for name in attempt.mechanisms).most_common())
 
 
 def total_usage(attempts: Sequence[Attempt]) -> Usage:
-    """Tokens, cost and calls of all attempts together."""
+    """Sums tokens, cost and calls of all attempts."""
     return sum((attempt.usage for attempt in attempts), Usage())
 
 
 def after_steps(attempts: Sequence[Attempt], steps: int) -> list[Attempt]:
-    """The attempts as they stood after so many steps of their episodes; unjudged ones stay what they are."""
+    """Returns the attempts as they stood after so many steps of their episodes; unjudged ones stay what they are."""
     return [attempt.after(steps) if attempt.judged else attempt for attempt in attempts]
 
 
 def step_curve(attempts: Sequence[Attempt], problems: Sequence[int], test: Test) -> list[float]:
-    """How many problems one episode solves within 1, 2, ... steps."""
+    """Returns how many problems one episode solves within 1, 2, ... steps."""
     longest = max((len(attempt.steps) for attempt in attempts), default=0)
     return [sum(solved(after_steps(attempts, steps), problems, test, 1).values()) for steps in range(1, longest + 1)]

@@ -28,13 +28,13 @@ class Prices:
     cached: float
 
     def cost(self, fresh: int, output: int, cached: int) -> float:
-        """What these tokens cost."""
+        """Returns the cost of these tokens."""
         return (fresh * self.input + output * self.output + cached * self.cached) / _MILLION
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a model is asked.
+    """The options with which a model is asked.
 
     Attributes:
         name: as inspect_ai names it.
@@ -61,7 +61,7 @@ class ModelOptions:
 
 
 def open_model(options: ModelOptions) -> Model:
-    """The model, ready to be asked; raises UsageError for one that does not exist, lacks its key, or refuses an argument."""
+    """Opens the model; raises UsageError for one that does not exist, lacks its key, or refuses an argument."""
     config = GenerateConfig(
         temperature=options.temperature,
         top_p=options.top_p,
@@ -83,18 +83,18 @@ def open_model(options: ModelOptions) -> Model:
 
 
 def usage_of(output: ModelOutput, prices: Prices | None) -> Usage:
-    """Tokens of one reply, and their cost if prices are given."""
+    """Returns the tokens of one reply, and their cost if prices are given."""
     usage = output.usage
     if usage is None:
         return Usage(calls=1)
     cached, written = usage.input_tokens_cache_read or 0, usage.input_tokens_cache_write or 0
-    fresh = usage.input_tokens + written  # input_tokens are those that no cache had
+    fresh = usage.input_tokens + written  # input_tokens leaves out tokens that came from a cache
     cost = prices.cost(fresh, usage.output_tokens, cached) if prices is not None else None
     return Usage(fresh + cached, usage.output_tokens, usage.reasoning_tokens or 0, cached, cost, 1)
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in one line of at most 300 characters, without the markup of terminals."""
+    """Returns an error's message in one line of at most 300 characters, without the markup of terminals."""
     text = str(getattr(error, "message", "") or error).strip() or type(error).__name__
     line = " ".join(_MARKUP.sub("", text).split())
     return line if len(line) <= 300 else f"{line[:297]}..."

@@ -35,7 +35,7 @@ _TITLES = {"cuda": "CUDA C++", "kit": "the device kit", "triton": "Triton", "pyt
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """What a prompt depends on besides the problem. Raises UsageError for values that there are not.
+    """The settings of a prompt besides the problem. Raises UsageError for values that do not exist.
 
     Attributes:
         machine: the node that is described, whose number of GPUs sets the world size.
@@ -71,7 +71,7 @@ class Prompt:
 
 
 def render_prompt(problem: Problem, settings: PromptSettings) -> Prompt:
-    """The prompt of a problem; raises UsageError for a case that the problem lacks, and for a prompt of more than MAX_TOKENS."""
+    """Renders the prompt of a problem; raises UsageError for a case that the problem lacks, and for a prompt of more than MAX_TOKENS."""
     template = templates().get_template("prompt.md.jinja")
     text = template.render(_context(problem, settings)).rstrip() + "\n"
     tokens = math.ceil(len(text) / _CHARACTERS_PER_TOKEN)
@@ -82,7 +82,7 @@ def render_prompt(problem: Problem, settings: PromptSettings) -> Prompt:
 
 @functools.cache
 def template_version() -> str:
-    """``1-`` and the beginning of a hash of all templates and examples."""
+    """Returns ``1-`` and the beginning of a hash of all templates and examples."""
     digest = hashlib.sha256()
     for path in sorted(path for path in _FOLDER.rglob("*") if path.suffix in (".jinja", ".py")):
         digest.update(path.relative_to(_FOLDER).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -90,12 +90,12 @@ def template_version() -> str:
 
 
 def describe_machine(machine: Machine) -> str:
-    """The part of a prompt about the node."""
+    """Returns the part of a prompt about the node."""
     return templates().get_template("hardware.md.jinja").render(hardware=machine).rstrip() + "\n"
 
 
 def timed_world_size(problem: Problem, settings: PromptSettings) -> int:
-    """The number of ranks that the prompt speaks of; raises UsageError if the problem forbids the one that was asked for."""
+    """Returns the number of ranks that the prompt speaks of; raises UsageError if the problem forbids the one that was asked for."""
     if settings.world_size is not None:
         problem.cases(settings.preset, settings.world_size)  # raises for a world size that the problem does not run on
         return settings.world_size
@@ -161,7 +161,7 @@ _details: dict[tuple[int, int, str, str], dict[str, Any]] = {}
 
 
 def _detail(problem: Problem, world_size: int, preset: str, gpu: str) -> dict[str, Any]:
-    """What is known of a problem's presets; remembered for the prompts of other backends, because drawing arguments takes a while."""
+    """Returns the details of a problem's presets; cached for the prompts of other backends, because drawing arguments takes a while."""
     key = (problem.id, world_size, preset, gpu)
     if key not in _details:
         presets, profile = list(dict.fromkeys([preset, "small"])), profile_for(gpu) or H200_SXM
@@ -186,7 +186,7 @@ def _replicated(problem: Problem) -> str:
 
 
 def _case_lines(cases: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]:
-    """One line for all cases, given with the names of their presets, that have the same arguments."""
+    """Returns one line for all cases, given with the names of their presets, that have the same arguments."""
     labels: dict[str, list[str]] = {}
     for preset, case in cases:
         arguments = ", ".join(f"`{item['name']}` {item['value']}" for item in case["arguments"] or [])
@@ -196,7 +196,7 @@ def _case_lines(cases: Sequence[tuple[str, Mapping[str, Any]]]) -> Iterator[str]
 
 
 def _tolerance_lines(tolerances: Mapping[str, Mapping[str, float | None]]) -> Iterator[str]:
-    """One line for every output that may differ from the expected value."""
+    """Returns one line for every output that may differ from the expected value."""
     for output, model in tolerances.items():
         terms = [
             f"{model[name]:.3g} {what}"

@@ -19,7 +19,7 @@ _REASONING = re.compile(r"^.*</think(?:ing)?>", re.DOTALL)
 
 
 def extract_code(reply: str) -> str | None:
-    """The candidate's source with a newline at its end, or None if the reply holds none."""
+    """Returns the candidate's source with a newline at its end, or None if the reply holds none."""
     text = _REASONING.sub("", reply.replace("\r\n", "\n"), count=1)
     blocks = [block for block in _python_blocks(text) if block.strip()]
     for block in reversed(blocks):
@@ -31,7 +31,7 @@ def extract_code(reply: str) -> str | None:
 
 
 def _python_blocks(text: str) -> Iterator[str]:
-    """The insides of complete fenced blocks, of Python or of no language, in order, without the indent of their fences."""
+    """Yields the insides of complete fenced blocks, of Python or of no language, in order, without the indent of their fences."""
     lines = iter(text.split("\n"))
     for line in lines:
         opening = _OPENING.match(line)

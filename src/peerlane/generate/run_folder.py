@@ -42,7 +42,7 @@ class _Record(BaseModel):
 
 
 class RunSettings(_Record):
-    """What all samples of a run have in common. ``None``: the provider's default, or not known."""
+    """The settings that all samples of a run have in common. ``None``: the provider's default, or not known."""
 
     format: int = FORMAT
     kind: Kind
@@ -62,7 +62,7 @@ class RunSettings(_Record):
     steps: int | None = Field(default=None, description="of an agent: how many calls of tools it may make")
 
     def identity(self) -> dict[str, Any]:
-        """What must not change within a run."""
+        """Returns the settings that must not change within a run."""
         return self.model_dump(mode="json", exclude={"format"})
 
 
@@ -87,7 +87,7 @@ class SampleRecord(_Record):
 
     @classmethod
     def of(cls, key: SampleKey, source: str | None, usage: Usage, *, seconds: float, stop_reason: str, limit: str | None = None) -> Self:
-        """A sample that ended with this source, or with None."""
+        """Returns a sample that ended with this source, or with None."""
         return cls(
             problem=key.problem,
             sample=key.sample,
@@ -115,7 +115,7 @@ class StepRecord(_Record):
     feedback: str = ""
 
     def attempt(self, key: SampleKey) -> Attempt:
-        """The step as metrics count it."""
+        """Returns the step as metrics count it."""
         return Attempt(key.problem, key.sample, self.verdict, {mode: Speedup(*values) for mode, values in self.speedups.items()})
 
 
@@ -139,7 +139,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """The run in a folder; raises UsageError if there is none, or one of another format."""
+        """Opens the run in a folder; raises UsageError if there is none, or one of another format."""
         file = path / RUN_FILE
         try:
             data = json.loads(file.read_text())
@@ -159,7 +159,7 @@ class RunFolder:
 
     @classmethod
     def open_or_create(cls, path: Path, settings: RunSettings) -> Self:
-        """The run in a folder with these settings, made if the folder has none; raises UsageError if it holds a run with others."""
+        """Opens the run in a folder with these settings, or makes it; raises UsageError if the folder holds a run with others."""
         if is_run(path):
             run = cls.open(path)
             mine, theirs = settings.identity(), run.settings.identity()
@@ -174,20 +174,20 @@ class RunFolder:
         return cls(path, settings)
 
     def sample_keys(self) -> list[SampleKey]:
-        """The samples that there are: those done and those that hold a candidate, in order."""
-        found = []
+        """Returns the samples that there are: those done and those that hold a candidate, in order."""
+        keys = []
         for folder in self.path.glob("*/*"):
             match = _SAMPLE_FOLDER.fullmatch(folder.relative_to(self.path).as_posix())
             if match and ((folder / "sample.json").is_file() or (folder / "candidate.py").is_file()):
-                found.append(SampleKey(int(match[1]), int(match[2])))
-        return sorted(found)
+                keys.append(SampleKey(int(match[1]), int(match[2])))
+        return sorted(keys)
 
     def is_done(self, key: SampleKey) -> bool:
-        """Whether the sample was finished."""
+        """Tells whether the sample was finished."""
         return (self.path / key.folder / "sample.json").is_file()
 
     def missing(self, problems: Sequence[int], samples: int) -> list[SampleKey]:
-        """What is still to be asked for, sample by sample over all problems, so that a run that ends early has whole rounds."""
+        """Returns the samples still to be asked for, sample by sample over all problems, so that a run that ends early has whole rounds."""
         wanted = (SampleKey(problem, sample) for sample in range(samples) for problem in problems)
         return [key for key in wanted if not self.is_done(key)]
 
@@ -219,7 +219,7 @@ class RunFolder:
         write_atomically(folder / "step.json", (record.model_dump_json(indent=2) + "\n").encode())
 
     def sample(self, key: SampleKey) -> SampleRecord:
-        """A sample's facts; one without ``sample.json`` is a candidate from elsewhere. Raises UsageError for a damaged file."""
+        """Reads a sample's facts; one without ``sample.json`` is a candidate from elsewhere. Raises UsageError for a damaged file."""
         folder = self.path / key.folder
         file, candidate = folder / "sample.json", folder / "candidate.py"
         if not file.is_file():
@@ -232,12 +232,12 @@ class RunFolder:
         return record.model_copy(update={"sha256": _sha256(candidate) if candidate.is_file() else None})
 
     def steps(self, key: SampleKey) -> list[StepRecord]:
-        """What an agent had judged, in order."""
+        """Returns what an agent had judged, in order."""
         files = (self.path / key.folder / "steps").glob("*/step.json")
         return sorted((StepRecord.model_validate_json(file.read_text()) for file in files), key=lambda record: record.step)
 
     def candidates(self) -> Iterator[tuple[SampleKey, Path]]:
-        """The candidate files, in order."""
+        """Yields the candidate files, in order."""
         for key in self.sample_keys():
             path = self.path / key.folder / "candidate.py"
             if path.is_file():
@@ -245,7 +245,7 @@ class RunFolder:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a run."""
+    """Tells whether a folder holds a run."""
     return (path / RUN_FILE).is_file()
 
 

@@ -27,7 +27,7 @@ class ProviderDown(PeerlaneError):
 
 @dataclass
 class Progress:
-    """What a run has done so far; ``tell`` hears of every sample that ends."""
+    """The progress of a run; ``tell`` hears of every sample that ends."""
 
     total: int
     max_cost_usd: float | None = None
@@ -45,11 +45,11 @@ class Progress:
             raise ProviderDown(f"not asked: the run has cost {self.cost_usd:.2f} USD, and --max-cost is {self.max_cost_usd:g}")
 
     def spent(self, cost_usd: float | None) -> None:
-        """Counts what a reply cost."""
+        """Counts the cost of a reply."""
         self.cost_usd += cost_usd or 0.0
 
     def kept(self, record: SampleRecord) -> None:
-        """A sample was written."""
+        """Counts a sample that was written."""
         self.finished += 1
         self._in_a_row = 0
         cost = f", {record.cost_usd:.4f} USD" if record.cost_usd is not None else ""
@@ -58,7 +58,7 @@ class Progress:
         self.tell(f"{self.finished}/{self.total} {key}: {what}, {record.output_tokens} tokens{cost}, {record.seconds:.0f} s")
 
     def failed(self, key: SampleKey, error: BaseException) -> None:
-        """A sample got no reply."""
+        """Counts a sample without a reply."""
         if not isinstance(error, ProviderDown):
             self._in_a_row += 1
         self.failures.append(first_line(error))

@@ -1,4 +1,4 @@
-"""What ``peerlane metrics`` prints: the metrics of a run as plain data, and tables of them."""
+"""The output of ``peerlane metrics``: the metrics of a run as plain data, and tables of them."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Scored:
         return max((len(group) for group in metrics.by_problem(self.attempts, list(self.problems)).values()), default=0)
 
     def counts(self, test: metrics.Test, k: int) -> dict[int, float]:
-        """By problem, the probability that k samples hold one that passes."""
+        """Returns by problem the probability that k samples hold one that passes."""
         return metrics.solved(self.attempts, list(self.problems), test, k)
 
 
 def summary(scored: Scored, ks: Sequence[int], ps: Sequence[float]) -> dict[str, Any]:
-    """All metrics of a model as JSON can hold them; what was not measured is None."""
+    """Returns all metrics of a model as JSON can hold them; what was not measured is None."""
     numbers = list(scored.problems)
     usage = metrics.total_usage(scored.attempts)
     correct = sum(attempt.correct for attempt in scored.attempts)
@@ -72,7 +72,7 @@ def summary(scored: Scored, ks: Sequence[int], ps: Sequence[float]) -> dict[str,
 
 
 def _estimate(scored: Scored, test: metrics.Test, k: int) -> dict[str, float]:
-    """The expected number of problems solved, with its interval, and the share."""
+    """Returns the expected number of problems solved, with its interval, and the share."""
     values = list(scored.counts(test, k).values())
     mean = metrics.bootstrap_mean(values)
     count = len(values)
@@ -81,11 +81,11 @@ def _estimate(scored: Scored, test: metrics.Test, k: int) -> dict[str, float]:
 
 def _by_category(scored: Scored, ks: Sequence[int]) -> dict[str, dict[str, Any]]:
     sizes = metrics.by_category(dict.fromkeys(scored.problems, 1.0), scored.problems)
-    found: dict[str, dict[str, Any]] = {category: {"problems": int(size)} for category, size in sizes.items()}
+    categories: dict[str, dict[str, Any]] = {category: {"problems": int(size)} for category, size in sizes.items()}
     for k in ks:
         for category, value in metrics.by_category(scored.counts(metrics.is_correct, k), scored.problems).items():
-            found[category][f"correct@{k}"] = value
-    return found
+            categories[category][f"correct@{k}"] = value
+    return categories
 
 
 def _problem(scored: Scored, number: int) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def category_table(models: Sequence[Scored], ks: Sequence[int], p: float, mode: 
 
 
 def model_table(models: Sequence[Scored], ks: Sequence[int], ps: Sequence[float]) -> TextTable:
-    """One row for every model, metric and k, with 95 % intervals from resampling problems."""
+    """Returns one row for every model, metric and k, with 95 % intervals from resampling problems."""
     table = TextTable(["model", "metric", "k", "problems", "95 %", "share"], right={"k", "problems", "share"})
     for scored in models:
         numbers = list(scored.problems)
@@ -139,9 +139,9 @@ def model_table(models: Sequence[Scored], ks: Sequence[int], ps: Sequence[float]
                 if not measured:
                     table.add(scored.model, name, str(k), NOT_MEASURED, "-", "-")
                     continue
-                found = _estimate(scored, test, k)
-                interval = f"{found['low']:.1f} to {found['high']:.1f}"
-                table.add(scored.model, name, str(k), _number(found["problems"]), interval, f"{found['share']:.1%}")
+                estimate = _estimate(scored, test, k)
+                interval = f"{estimate['low']:.1f} to {estimate['high']:.1f}"
+                table.add(scored.model, name, str(k), _number(estimate["problems"]), interval, f"{estimate['share']:.1%}")
             for mode in MODES:
                 if metrics.is_timed(scored.attempts, mode):
                     mean = metrics.geometric_mean(metrics.log_speedups(scored.attempts, numbers, mode, k))
@@ -151,7 +151,7 @@ def model_table(models: Sequence[Scored], ks: Sequence[int], ps: Sequence[float]
 
 
 def verdict_table(models: Sequence[Scored]) -> TextTable:
-    """How the samples of each model ended; a column adds up to its number of samples."""
+    """Returns how the samples of each model ended; a column adds up to its number of samples."""
     counts = [metrics.verdicts(scored.attempts) for scored in models]
     table = TextTable(["verdict", *(scored.model for scored in models)], right={scored.model for scored in models})
     for kind in dict.fromkeys(kind for count in counts for kind in count):
@@ -161,7 +161,7 @@ def verdict_table(models: Sequence[Scored]) -> TextTable:
 
 
 def usage_table(models: Sequence[Scored]) -> TextTable:
-    """Tokens and cost of each model."""
+    """Returns tokens and cost of each model."""
     columns = ["model", "calls", "input tokens", "from cache", "output tokens", "reasoning", "USD", "USD per correct"]
     table = TextTable(columns, right=set(columns[1:]))
     for scored in models:
@@ -180,7 +180,7 @@ def usage_table(models: Sequence[Scored]) -> TextTable:
 
 
 def step_table(models: Sequence[Scored]) -> TextTable:
-    """Of agents, how many problems one episode is expected to solve within so many steps."""
+    """Returns, for agents, how many problems one episode is expected to solve within so many steps."""
     curves = [metrics.step_curve(scored.attempts, list(scored.problems), metrics.is_correct) for scored in models]
     table = TextTable(["steps", *(scored.model for scored in models)], right={"steps", *(scored.model for scored in models)})
     for step in range(max(map(len, curves), default=0)):
@@ -189,7 +189,7 @@ def step_table(models: Sequence[Scored]) -> TextTable:
 
 
 def problem_table(models: Sequence[Scored]) -> TextTable:
-    """One row a problem: how many of its samples are correct, of how many."""
+    """Returns one row a problem: how many of its samples are correct, of how many."""
     table = TextTable(["problem", "category", *(scored.model for scored in models)], right={scored.model for scored in models})
     for number, category in models[0].problems.items():
         groups = [[attempt for attempt in scored.attempts if attempt.problem == number] for scored in models]
@@ -199,17 +199,17 @@ def problem_table(models: Sequence[Scored]) -> TextTable:
 
 
 def comparison_lines(a: Scored, b: Scored, ks: Sequence[int], p: float) -> list[str]:
-    """A against B by a paired bootstrap over problems, one line for every metric."""
+    """Compares A with B by a paired bootstrap over problems, one line for every metric."""
     lines = []
     for k in ks:
         tests: list[tuple[str, metrics.Test]] = [("correct", metrics.is_correct)]
         tests += [(f"fast_{p:g} {mode}", metrics.is_faster(p, mode)) for mode in MODES if all(_timed(x, mode) for x in (a, b))]
         for name, test in tests:
-            found = metrics.compare(a.counts(test, k), b.counts(test, k))
-            low, high = (f"{100 * value:+.1f}" for value in found.difference[1:])
+            comparison = metrics.compare(a.counts(test, k), b.counts(test, k))
+            low, high = (f"{100 * value:+.1f}" for value in comparison.difference[1:])
             lines.append(
-                f"{name}@{k}: {a.model} minus {b.model} is {100 * found.difference.value:+.1f} points [{low}, {high}] over "
-                f"{found.problems} problems; ahead in {found.better:.1%} of resamples"
+                f"{name}@{k}: {a.model} minus {b.model} is {100 * comparison.difference.value:+.1f} points [{low}, {high}] over "
+                f"{comparison.problems} problems; ahead in {comparison.better:.1%} of resamples"
             )
     return lines
 

@@ -24,7 +24,7 @@ class Workbench:
         self.judge, self._keep = judge, keep
 
     def written(self) -> str:
-        """The file; raises ToolError if there is none."""
+        """Returns the file; raises ToolError if there is none."""
         if self.source is None:
             raise ToolError("no file yet: call write first")
         return self.source
@@ -32,13 +32,13 @@ class Workbench:
     async def measure(self, tool_name: str, modes: tuple[str, ...]) -> str:
         """Has the file judged, keeps the result, and returns what its author may know."""
         source = self.written()
-        found = await self.judge.judge(self.problem, source, modes)
-        self._keep(tool_name, source, found)
-        return found.feedback[:_MOST_CHARACTERS]
+        judged = await self.judge.judge(self.problem, source, modes)
+        self._keep(tool_name, source, judged)
+        return judged.feedback[:_MOST_CHARACTERS]
 
 
 def check_source(problem: int, source: str) -> str:
-    """What can be said of a file without running it; raises ToolError for one that Python cannot read or that lacks ``solution``."""
+    """Returns remarks on a file that is not run; raises ToolError for one that Python cannot read or that lacks ``solution``."""
     try:
         tree = ast.parse(source)
     except SyntaxError as error:
@@ -58,12 +58,12 @@ def check_source(problem: int, source: str) -> str:
 
 
 def notes() -> list[str]:
-    """The topics of ``lookup``."""
+    """Returns the topics of ``lookup``."""
     return sorted(path.stem for path in _NOTES.glob("*.md"))
 
 
 def workbench_tools(bench: Workbench) -> list[Tool]:
-    """write, compile, race, test, time, trace, lookup and submit."""
+    """Returns the tools write, compile, race, test, time, trace, lookup and submit."""
 
     @tool(name="write")
     def write() -> Tool:

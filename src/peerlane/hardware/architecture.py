@@ -1,4 +1,4 @@
-"""Which GPU architectures extensions of torch are compiled for. Does not initialise CUDA, and needs no torch."""
+"""GPU architectures that extensions of torch are compiled for. Does not initialise CUDA, and needs no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WITH_SUFFIX = ("9.0", "10.0", "10.3", "12.0")  # these have instructions that c
 
 
 def extension_architectures() -> str:
-    """A value for TORCH_CUDA_ARCH_LIST: the environment's, else that of this node's GPUs, else the default of settings."""
+    """Returns a value for TORCH_CUDA_ARCH_LIST: the environment's, else that of this node's GPUs, else the default of settings."""
     return os.environ.get("TORCH_CUDA_ARCH_LIST") or gpu_architectures() or ARCHITECTURE
 
 
@@ -25,5 +25,5 @@ def gpu_architectures() -> str:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    found = sorted({line.strip() for line in ran.stdout.splitlines() if line.strip().replace(".", "", 1).isdecimal()})
-    return ";".join(f"{item}a" if item in _WITH_SUFFIX else item for item in found) if ran.returncode == 0 else ""
+    capabilities = sorted({line.strip() for line in ran.stdout.splitlines() if line.strip().replace(".", "", 1).isdecimal()})
+    return ";".join(f"{item}a" if item in _WITH_SUFFIX else item for item in capabilities) if ran.returncode == 0 else ""

@@ -64,7 +64,7 @@ class Measurement:
 
     @staticmethod
     def of(samples: Sequence[float]) -> Measurement:
-        """Summarise at least one sample; percentiles interpolate between the nearest two."""
+        """Summarises at least one sample; percentiles interpolate between the nearest two."""
         if not samples:
             raise ValueError("no samples: expected at least one")
         if len(samples) == 1:
@@ -75,7 +75,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What one node reached.
+    """The ceilings measured on one node.
 
     Attributes:
         node: its class, from ``environment.node_class``.
@@ -92,21 +92,21 @@ class Ceilings:
     notes: tuple[str, ...] = ()
 
     def median(self, figure: str) -> float | None:
-        """The figure's median, or None if it was not measured."""
-        found = self.figures.get(figure)
-        return found.median if found else None
+        """Returns the figure's median, or None if it was not measured."""
+        measured = self.figures.get(figure)
+        return measured.median if measured else None
 
     def joined(self, figures: Mapping[str, Measurement], notes: Sequence[str] = ()) -> Ceilings:
-        """These and more."""
+        """Returns these ceilings and more."""
         return replace(self, figures={**self.figures, **figures}, notes=(*self.notes, *notes))
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able form, the inverse of :meth:`from_json`."""
+        """Returns the JSON-able form, the inverse of :meth:`from_json`."""
         return {"schema": SCHEMA, **asdict(self), "notes": list(self.notes)}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Ceilings:
-        """Raises ValueError, KeyError or TypeError when ``data`` is not what :meth:`to_json` returns."""
+        """Reads the form of :meth:`to_json`; raises ValueError, KeyError or TypeError for anything else."""
         if data["schema"] != SCHEMA:
             raise ValueError(f"ceilings of schema {data['schema']!r}: expected {SCHEMA}")
         return Ceilings(
@@ -119,12 +119,12 @@ class Ceilings:
 
 
 def ceilings_path(node: str) -> Path:
-    """Where the ceilings of a node class are stored: ``<cache>/ceilings/4x-nvidia-h200-nvlink-driver-580.json``."""
+    """Returns the path of a node class's ceilings: ``<cache>/ceilings/4x-nvidia-h200-nvlink-driver-580.json``."""
     return cache_dir() / "ceilings" / (re.sub(r"[^a-z0-9]+", "-", node.lower()).strip("-") + ".json")
 
 
 def save_ceilings(ceilings: Ceilings) -> Path:
-    """Store under the node's class, replacing what was there in one step: a reader sees the old file or the new one, never a part."""
+    """Stores ceilings under the node's class. Replaces the file in one step: a reader sees the old file or the new one, never a part."""
     path = ceilings_path(ceilings.node)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
@@ -141,7 +141,7 @@ def save_ceilings(ceilings: Ceilings) -> Path:
 
 
 def load_ceilings(node: str) -> Ceilings | None:
-    """The stored ceilings of a node class; None if there are none, or the file is damaged or of another version: measure again."""
+    """Loads the ceilings of a node class; None if there are none, or the file is damaged or of another version: measure again."""
     try:
         loaded = Ceilings.from_json(json.loads(ceilings_path(node).read_text()))
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):

@@ -1,4 +1,4 @@
-"""What is there, what is missing, and what cannot be done without it: a list of checks, as data.
+"""Checks of the machine, as data: what is there, what is missing, and what cannot be done without it.
 
 No check creates a CUDA context, imports an optional package or raises; a missing thing is a result with the command that brings it.
 """
@@ -50,7 +50,7 @@ class Check:
 
 
 def diagnose(topology: Topology | None = None, environ: Mapping[str, str] | None = None) -> list[Check]:
-    """All checks, in the order in which a reader wants them: what peerlane needs, the GPUs, the compilers, the system."""
+    """Runs all checks, in the order in which a reader wants them: what peerlane needs, the GPUs, the compilers, the system."""
     environ = os.environ if environ is None else environ
     topology = discover(environ) if topology is None else topology
     return [
@@ -134,11 +134,11 @@ def check_ranks(topology: Topology) -> Check:
     if len(topology.gpus) >= 2:
         return Check("ranks", "ok", f"up to {len(topology.gpus)} on GPUs, one each; {topology.cpu_cores} CPU cores")
     if topology.gpus:
-        found = "several on the GPU, a virtual node: real concurrency, no links"
+        several = "several on the GPU, a virtual node: real concurrency, no links"
         if available_sharing() == "mps":
-            return Check("ranks", "ok", f"{found}; at once, by MPS")
+            return Check("ranks", "ok", f"{several}; at once, by MPS")
         what = f"install {CONTROL} (in the driver's package), and put it on PATH"
-        return Check("ranks", "warn", f"{found}; in time slices, for there is no {CONTROL}", what)
+        return Check("ranks", "warn", f"{several}; in time slices, for there is no {CONTROL}", what)
     cores = f"{topology.cpu_cores} CPU core{'s' if topology.cpu_cores != 1 else ''}"
     return Check(
         "ranks", "warn", f"2, 4 or 8 on the CPU with gloo, for correctness only, on {cores}", "for timing: a machine with two GPUs or more"
@@ -183,9 +183,9 @@ def check_nvrtc() -> Check:
 
 def check_nvcc(environ: Mapping[str, str]) -> Check:
     homes = [environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
-    found = shutil.which("nvcc", path=os.pathsep.join([environ.get("PATH", ""), *(f"{home}/bin" for home in (*homes, "/usr/local/cuda"))]))
-    if found:
-        return Check("nvcc", "ok", found)
+    nvcc = shutil.which("nvcc", path=os.pathsep.join([environ.get("PATH", ""), *(f"{home}/bin" for home in (*homes, "/usr/local/cuda"))]))
+    if nvcc:
+        return Check("nvcc", "ok", nvcc)
     return Check(
         "nvcc", "absent", "candidates that use torch's load_inline or nvcc cannot be built", "install the CUDA toolkit, or put nvcc on PATH"
     )
@@ -199,7 +199,7 @@ def check_triton() -> Check:
 
 
 def check_extension_toolchain() -> Check:
-    """ninja and a C++ compiler: what ``torch.utils.cpp_extension.load_inline`` needs besides nvcc."""
+    """Checks for ninja and a C++ compiler, which ``torch.utils.cpp_extension.load_inline`` needs besides nvcc."""
     compiler = shutil.which("g++") or shutil.which("c++")
     ninja = shutil.which("ninja") or (importlib.util.find_spec("ninja") and "the ninja package")
     missing = [command for tool, command in ((ninja, "pip install ninja"), (compiler, "apt-get install g++")) if not tool]

@@ -33,7 +33,7 @@ _GIT_TIMEOUT_S = 10.0
 
 
 def record(topology: Topology | None = None, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The environment as it is now, JSON-able; creates no CUDA context. What does not exist here is None.
+    """Records the environment as it is now, JSON-able; creates no CUDA context. What does not exist here is None.
 
     Keys: ``gpus`` (list: index, name, uuid, memory_bytes, sm_clock_mhz, memory_clock_mhz, clock_event_reasons), ``links`` (``"0-1"`` ->
     ``"NV18"``), ``interconnect``, ``driver``, ``topology_source``, ``cpu`` (model, cores, ram_bytes), ``os``, ``host``, ``software``
@@ -58,7 +58,7 @@ def record(topology: Topology | None = None, environ: Mapping[str, str] | None =
 
 
 def node_class(environment: Mapping[str, Any]) -> str:
-    """What two results must share to be comparable: ``4x NVIDIA H200, NVLink, driver 580``, or ``no GPU, 2 cores``.
+    """Returns the class that two results must share to be comparable: ``4x NVIDIA H200, NVLink, driver 580``, or ``no GPU, 2 cores``.
 
     Takes a :func:`record`. GPU models and number, how they are joined, and the driver's major version count; host, clocks and versions of
     libraries do not.
@@ -73,7 +73,7 @@ def node_class(environment: Mapping[str, Any]) -> str:
 
 
 def software_versions() -> dict[str, str | None]:
-    """Versions of python, peerlane, torch, the CUDA and NCCL that torch uses, and triton; None for what is not there."""
+    """Returns the versions of python, peerlane, torch, the CUDA and NCCL that torch uses, and triton; None for what is not there."""
     return {
         "python": platform.python_version(),
         "peerlane": __version__,
@@ -85,7 +85,7 @@ def software_versions() -> dict[str, str | None]:
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of an installed Python distribution, without importing it; None if it is not installed."""
+    """Returns the version of an installed Python distribution, without importing it; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -93,12 +93,13 @@ def installed_version(distribution: str) -> str | None:
 
 
 def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that change how NCCL, CUDA and torch behave, sorted by name."""
+    """Returns the environment variables that change how NCCL, CUDA and torch behave, sorted by name."""
     return {name: value for name, value in sorted(environ.items()) if name in _RECORDED_NAMES or name.startswith(_RECORDED_PREFIXES)}
 
 
 def git_revision(checkout: Path) -> dict[str, Any] | None:
-    """``{"revision": 40 hex digits, "dirty": bool}`` of a git checkout; None if the folder is not the root of one, or git is missing."""
+    """Returns ``{"revision": 40 hex digits, "dirty": bool}`` of a git checkout; None if the folder is not the root of one, or git is
+    missing."""
     if not (checkout / ".git").exists():
         return None
     revision = _git(checkout, "rev-parse", "HEAD")

@@ -43,7 +43,7 @@ class ProbeJob:
 
 
 def measure_node(budget_s: float = DEFAULT_BUDGET_S) -> Ceilings:
-    """Measure this machine's ceilings in at most about ``budget_s`` seconds; stores nothing.
+    """Measures this machine's ceilings in at most about ``budget_s`` seconds; stores nothing.
 
     A step may take what earlier ones left of the budget, less 5 s for each one after it. What a machine lacks or a probe fails at raises
     nothing: those figures are missing, and ``Ceilings.notes`` says why.
@@ -73,7 +73,7 @@ def measure_node(budget_s: float = DEFAULT_BUDGET_S) -> Ceilings:
 
 
 def run_probes(jobs: Sequence[ProbeJob], limit_s: float) -> list[tuple[dict[str, list[float]], list[str]]]:
-    """Run the jobs side by side for at most ``limit_s`` seconds, kill what is left, and return every job's samples and notes."""
+    """Runs the jobs side by side for at most ``limit_s`` seconds, kills what is left, and returns every job's samples and notes."""
     deadline = time.monotonic() + limit_s
     running = [(job, _start(job)) for job in jobs]
     try:
@@ -95,7 +95,7 @@ def run_probes(jobs: Sequence[ProbeJob], limit_s: float) -> list[tuple[dict[str,
 
 
 def _obstacle(topology: Topology) -> str:
-    """Why nothing can be measured here, or an empty string."""
+    """Returns the reason why nothing can be measured here, or an empty string."""
     if not topology.gpus:
         return f"nothing was measured: no GPU ({topology.reason})"
     if torch.version.cuda is None:
@@ -146,7 +146,7 @@ def _last_line(log: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 if anything was measured, 1 if nothing was; the reasons go to standard error as well as into the JSON."""
+    """Measures and prints; returns 0 if anything was measured, else 1. The reasons go to standard error as well as into the JSON."""
     parser = argparse.ArgumentParser(prog="python -m peerlane.hardware.measure", description="Measure this node's ceilings; prints JSON.")
     parser.add_argument("--budget-s", type=float, default=DEFAULT_BUDGET_S, help="seconds for all steps together (default: %(default)s)")
     parser.add_argument("--no-save", action="store_true", help="print only; do not store under the cache directory")

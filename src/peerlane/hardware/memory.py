@@ -18,7 +18,7 @@ class GpuMemory:
 
 
 def gpu_memory(indices: Sequence[int]) -> tuple[GpuMemory, ...]:
-    """Of the GPUs with these numbers in the driver's list, in this order; empty where neither NVML nor nvidia-smi answers."""
+    """Reads the memory of the GPUs with these numbers of the driver, in this order; empty where neither NVML nor nvidia-smi answers."""
     with _nvml() as nvml:
         if nvml is not None:
             return tuple(_by_nvml(nvml, index) for index in indices)
@@ -35,10 +35,10 @@ def _by_nvml(nvml: object, index: int) -> GpuMemory:
 
 
 def parse_smi_memory(output: str, indices: Sequence[int]) -> tuple[GpuMemory, ...]:
-    """From ``nvidia-smi --query-gpu=index,memory.used``, csv without header and units; a GPU not listed has a fault."""
-    found = {}
+    """Parses ``nvidia-smi --query-gpu=index,memory.used``, csv without header and units; a GPU not listed has a fault."""
+    memory = {}
     for line in output.splitlines():
         if match := re.fullmatch(r"\s*(\d+)\s*,\s*(.*?)\s*", line):
             index, used = match.groups()
-            found[int(index)] = GpuMemory(int(used) << 20) if used.isdecimal() else GpuMemory(0, f"memory in use: {used}")
-    return tuple(found.get(index, GpuMemory(0, "nvidia-smi does not list it any more")) for index in indices)
+            memory[int(index)] = GpuMemory(int(used) << 20) if used.isdecimal() else GpuMemory(0, f"memory in use: {used}")
+    return tuple(memory.get(index, GpuMemory(0, "nvidia-smi does not list it any more")) for index in indices)

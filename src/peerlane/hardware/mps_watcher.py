@@ -1,4 +1,4 @@
-"""Ends an MPS daemon when its owner has ended, however: run as a program, ``mps_watcher.py OWNER FOLDER CONTROL``.
+"""Ends an MPS daemon after its owner has ended, for any reason. Run as a program: ``mps_watcher.py OWNER FOLDER CONTROL``.
 
 It uses the standard library alone, lives in a session of its own, and ends when standard input closes or its parent is no longer OWNER.
 """
@@ -19,7 +19,7 @@ PID_FILE = "nvidia-cuda-mps-control.pid"
 
 
 def owner_lives(owner: int) -> bool:
-    """Waits a moment. A fork of the owner can keep the other end of the pipe open, so the parent counts too."""
+    """Waits a moment; tells whether the owner lives. A fork of it can keep the other end of the pipe open, so the parent counts too."""
     ready, _, _ = select.select([0], [], [], POLL_S)
     return os.getppid() == owner and not (ready and os.read(0, 1) == b"")
 
@@ -32,7 +32,7 @@ def daemon_pid(folder: Path) -> int | None:
 
 
 def is_alive(pid: int) -> bool:
-    """A process that has ended and was not waited for yet is not alive."""
+    """Tells whether a process is alive. One that has ended and was not waited for yet is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -40,14 +40,14 @@ def is_alive(pid: int) -> bool:
 
 
 def processes(folder: Path) -> set[int]:
-    """The living processes of the daemon: itself, and its servers, which bear its folder in their environment."""
-    mark, found = os.fsencode(f"CUDA_MPS_PIPE_DIRECTORY={folder}/pipe"), set()
+    """Returns the living processes of the daemon: itself, and its servers, which bear its folder in their environment."""
+    mark, marked = os.fsencode(f"CUDA_MPS_PIPE_DIRECTORY={folder}/pipe"), set()
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if (entry / "comm").read_text().startswith("nvidia-cuda-mps") and mark in (entry / "environ").read_bytes():
-                found.add(int(entry.name))
+                marked.add(int(entry.name))
     own = daemon_pid(folder)
-    return {pid for pid in (found if own is None else {own, *found}) if is_alive(pid)}
+    return {pid for pid in (marked if own is None else {own, *marked}) if is_alive(pid)}
 
 
 def wait_for_end(folder: Path, limit_s: float) -> None:
@@ -57,7 +57,7 @@ def wait_for_end(folder: Path, limit_s: float) -> None:
 
 
 def end_daemon(folder: Path, control: str) -> None:
-    """Ask it to quit, then kill what is left of it and of its servers."""
+    """Asks the daemon to quit, then kills what is left of it and of its servers."""
     environment = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run([control], env=environment, input=b"quit\n", capture_output=True, timeout=QUIT_LIMIT_S)

@@ -68,7 +68,7 @@ class Report:
         self._write()
 
     def attempt(self, figure: str, probe: Callable[..., list[float]], *arguments: Any, **options: Any) -> None:
-        """Add the probe's samples, or a note if it raises: one figure must not cost the others."""
+        """Adds the probe's samples, or a note if it raises: one figure must not cost the others."""
         try:
             self.add(figure, probe(*arguments, **options))
         except Exception as error:
@@ -86,7 +86,7 @@ def timing_event() -> torch.cuda.Event:
 
 
 def timed_us(call: Callable[[], Any], *, warmup: int, n: int) -> list[float]:
-    """Device time of each of ``n`` calls on the current stream, after ``warmup`` untimed ones."""
+    """Returns the device time of each of ``n`` calls on the current stream, after ``warmup`` untimed ones."""
     for _ in range(warmup):
         call()
     events = [(timing_event(), timing_event()) for _ in range(n)]
@@ -151,7 +151,7 @@ def fp8_matmul_tflops() -> list[float]:
 
 
 def kernel_launch_us(launches: int = 200, n: int = 20) -> list[float]:
-    """Wall-clock time per launch of torch's spin kernel told to spin for no cycles."""
+    """Returns the wall-clock time per launch of torch's spin kernel, told to spin for no cycles."""
     samples: list[float] = []
     for _ in range(n + 1):
         torch.cuda.synchronize()
@@ -180,7 +180,7 @@ class Peer:
             self.receives = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def push(self, to: Peer) -> None:
-        """Copy to the peer, on the stream that sends: torch copies between GPUs with the source's copy engine."""
+        """Copies to the peer, on the stream that sends: torch copies between GPUs with the source's copy engine."""
         # torch makes the source's current stream wait for the target's and the other way round, so neither may be one that others use.
         with torch.cuda.stream(to.receives), torch.cuda.stream(self.sends):
             to.incoming.copy_(self.outgoing, non_blocking=True)
@@ -200,7 +200,8 @@ def probe_links(report: Report, devices: int) -> None:
 
 
 def push_gbps(peers: list[Peer], routes: list[tuple[int, int]], copies: int = 8, n: int = 8) -> list[float]:
-    """Bandwidth in one direction of the slowest route, all used at once: ``n`` samples of ``copies`` copies, after an untimed one."""
+    """Returns the bandwidth in one direction of the slowest route, all used at once: ``n`` samples of ``copies`` copies, after an untimed
+    one."""
     samples: list[float] = []
     for _ in range(n + 1):
         synchronize(peers)
@@ -219,7 +220,7 @@ def push_gbps(peers: list[Peer], routes: list[tuple[int, int]], copies: int = 8,
 
 
 def flag_exchange_us(peers: list[Peer], warmup: int = 100, rounds: int = 1000, n: int = 5) -> list[float]:
-    """Device time of one exchange between two GPUs, over every pair; the copies before have opened peer access both ways."""
+    """Returns the device time of one exchange between two GPUs, over every pair; the copies before have opened peer access both ways."""
     kernels = []
     for peer in peers:
         with torch.cuda.device(peer.device):
@@ -288,7 +289,7 @@ def nccl_group(rank: int, devices: int, rendezvous: Path) -> Iterator[None]:
 
 
 def allreduce_us(call: Callable[[], Any], calls: int = 20, n: int = 20) -> list[float]:
-    """Time per call over blocks of ``calls`` calls, the slowest rank's for every block; the same list on all ranks."""
+    """Returns the time per call over blocks of ``calls`` calls, the slowest rank's for every block; the same list on all ranks."""
 
     def block() -> None:
         for _ in range(calls):

@@ -121,7 +121,8 @@ PROFILES: tuple[HardwareProfile, ...] = (H100_SXM, H200_SXM, B200_SXM)
 
 
 def profile_for(device_name: str) -> HardwareProfile | None:
-    """The profile of the GPU that the driver calls ``device_name`` ("NVIDIA H200"), or None for one that peerlane has no figures of."""
+    """Returns the profile of the GPU that the driver calls ``device_name`` ("NVIDIA H200"), or None for one that peerlane has no figures
+    of."""
     wanted = device_name.strip().casefold()
     for profile in PROFILES:
         if wanted in (name.casefold() for name in profile.device_names):

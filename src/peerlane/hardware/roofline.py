@@ -99,14 +99,14 @@ class Roofline:
         return max(times, key=times.__getitem__)
 
     def utilisation(self, measured_us: float) -> float:
-        """Bound divided by measured time: 1 is perfect. Above 1, the peaks are too low or the time is wrong."""
+        """Returns bound divided by measured time: 1 is perfect. Above 1, the peaks are too low or the time is wrong."""
         if not measured_us > 0:
             raise ValueError(f"measured time is {measured_us} us: expected more than 0")
         return self.bound_us / measured_us
 
 
 def datasheet_peaks(profile: HardwareProfile) -> Peaks:
-    """The published peaks of a GPU, with :data:`FLAG_EXCHANGE_US`, which is not published."""
+    """Returns the published peaks of a GPU, with :data:`FLAG_EXCHANGE_US`, which is not published."""
     return Peaks(
         source="datasheet",
         tensor_tflops={dtype: profile.tensor_tflops[dtype] for dtype in TENSOR_DTYPES},
@@ -121,7 +121,7 @@ _TRIPS = {"flag_exchange_us": 1.0, "flag_round_us": 0.5, "packet_round_us": 0.5}
 
 
 def measured_peaks(ceilings: Ceilings, profile: HardwareProfile) -> Peaks:
-    """The medians measured on a node; what was not measured is the datasheet's, and named in ``assumed``.
+    """Returns the medians measured on a node; what was not measured is the datasheet's, and named in ``assumed``.
 
     The link rate is the best that any mechanism reached. The latency is one trip over the link: half of what a packet or a flag takes
     there and back, or two flags that cross, whichever is shortest. NCCL's latency is no bound: kernels undercut it.
@@ -138,7 +138,7 @@ def measured_peaks(ceilings: Ceilings, profile: HardwareProfile) -> Peaks:
 
     links = [item.median for name, item in ceilings.figures.items() if name.startswith("nvlink_")]
     trips = [item.median * share for name, share in _TRIPS.items() if (item := ceilings.figures.get(name)) is not None]
-    assumed += [name for name, found in (("nvlink", links), ("latency", trips)) if not found]
+    assumed += [name for name, measured_values in (("nvlink", links), ("latency", trips)) if not measured_values]
     return Peaks(
         source="measured",
         tensor_tflops={dtype: measured(f"{dtype}_matmul_tflops", peak, dtype) for dtype, peak in sheet.tensor_tflops.items()},
@@ -151,7 +151,7 @@ def measured_peaks(ceilings: Ceilings, profile: HardwareProfile) -> Peaks:
 
 
 def roofline(costs: Sequence[Cost], peaks: Peaks) -> Roofline:
-    """The roofline of one call, from the costs of all ranks.
+    """Returns the roofline of one call, from the costs of all ranks.
 
     Raises UsageError for an operation type that ``peaks`` has no rate for.
     """
@@ -208,7 +208,7 @@ def _busiest(values: Iterable[float]) -> float:
 
 
 def _operations_us(cost: Cost, tflops: Mapping[str, float]) -> float:
-    """Time of the operation types that ``tflops`` has rates for, one after the other."""
+    """Returns the time of the operation types that ``tflops`` has rates for, one after the other."""
     return sum(count / (tflops[dtype] * _TFLOPS_PER_US) for dtype, count in cost.flops.items() if dtype in tflops)
 
 

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs, the links between them, cores and memory. Creates no CUDA context, here or anywhere.
+"""The hardware of this machine: GPUs, the links between them, cores and memory. Creates no CUDA context, here or anywhere.
 
 Sources, first that answers: NVML through the ``nvidia-ml-py`` package, the ``nvidia-smi`` program; ``Topology.source`` says which.
 A machine without GPUs is a normal answer, not an error.
@@ -93,7 +93,7 @@ class Topology:
 
 @dataclass(frozen=True)
 class _Driver:
-    """What NVML or nvidia-smi said, before ``CUDA_VISIBLE_DEVICES``."""
+    """The answer of NVML or nvidia-smi, before ``CUDA_VISIBLE_DEVICES``."""
 
     source: str
     gpus: tuple[Gpu, ...] = ()
@@ -103,7 +103,7 @@ class _Driver:
 
 
 def discover(environ: Mapping[str, str] | None = None) -> Topology:
-    """Look at this machine. ``environ`` (default: this process's) is only asked for ``CUDA_VISIBLE_DEVICES``."""
+    """Looks at this machine. ``environ`` (default: this process's) is only asked for ``CUDA_VISIBLE_DEVICES``."""
     driver = _or_none(_ask_nvml) or _ask_smi() or _Driver("none", reason="no NVIDIA driver: neither NVML nor nvidia-smi answers")
     gpus = visible(driver.gpus, (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES"))
     seen = {gpu.index for gpu in gpus}
@@ -123,14 +123,14 @@ def discover(environ: Mapping[str, str] | None = None) -> Topology:
 
 
 def visible(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that ``CUDA_VISIBLE_DEVICES=setting`` leaves, in its order; entries are indices or starts of UUIDs.
+    """Returns the GPUs that ``CUDA_VISIBLE_DEVICES=setting`` leaves, in its order; entries are indices or starts of UUIDs.
 
     As in CUDA, the list ends at the first entry that names no GPU, and a GPU named twice hides all. CUDA numbers GPUs fastest first unless
     ``CUDA_DEVICE_ORDER=PCI_BUS_ID``; this function always counts in bus order, which is the same where all GPUs are alike.
     """
     if setting is None:
         return gpus
-    chosen: list[Gpu] = []
+    left: list[Gpu] = []
     for entry in (part.strip() for part in setting.split(",")):
         if entry.isdecimal():
             match = [gpu for gpu in gpus if gpu.index == int(entry)]
@@ -138,14 +138,14 @@ def visible(gpus: tuple[Gpu, ...], setting: str | None) -> tuple[Gpu, ...]:
             match = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
         if len(match) != 1:
             break
-        if match[0] in chosen:
+        if match[0] in left:
             return ()
-        chosen.append(match[0])
-    return tuple(chosen)
+        left.append(match[0])
+    return tuple(left)
 
 
 def clock_event_reasons(mask: int) -> tuple[str, ...]:
-    """Names of the bits of NVML's clock event mask; a bit without a name is given as ``bit_0x400``."""
+    """Returns the names of the bits of NVML's clock event mask; a bit without a name is given as ``bit_0x400``."""
     bits = [1 << position for position in range(mask.bit_length()) if mask >> position & 1]
     return tuple(_CLOCK_EVENT_REASONS.get(bit, f"bit_{bit:#x}") for bit in bits)
 
@@ -155,7 +155,7 @@ def clock_event_reasons(mask: int) -> tuple[str, ...]:
 
 @contextmanager
 def _nvml() -> Iterator[Any | None]:
-    """The initialised ``pynvml`` module, or None where it is not installed or finds no driver."""
+    """Opens the initialised ``pynvml`` module, or None where it is not installed or finds no driver."""
     try:
         nvml = importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -169,7 +169,7 @@ def _nvml() -> Iterator[Any | None]:
 
 
 def _or_none(question: Callable[..., T], *arguments: Any) -> T | None:
-    """The answer, or None where the driver refuses: virtual machines and old drivers leave single questions unanswered."""
+    """Returns the answer, or None where the driver refuses: virtual machines and old drivers leave single questions unanswered."""
     try:
         return question(*arguments)
     except Exception:
@@ -190,7 +190,7 @@ def _ask_nvml() -> _Driver | None:
 
 
 def _text(value: Any) -> str | None:
-    """NVML strings: older bindings give bytes."""
+    """Returns a string of NVML: older bindings give bytes."""
     return value.decode() if isinstance(value, bytes) else value
 
 
@@ -208,7 +208,7 @@ def _nvml_gpu(nvml: Any, index: int, handle: Any) -> Gpu:
 
 
 def _nvml_links(nvml: Any, handles: list[Any]) -> dict[tuple[int, int], str]:
-    """Links of every pair, empty if NVML does not say.
+    """Returns the links of every pair, empty if NVML does not say.
 
     Behind NVSwitch every link of a GPU leads to a switch, so a pair has as many links as the GPU with fewer; without one, the links whose
     far end is the other GPU count. NVML's peer-to-peer status says whether NVLink joins the pair at all.
@@ -231,7 +231,7 @@ def _nvml_links(nvml: Any, handles: list[Any]) -> dict[tuple[int, int], str]:
 
 
 def _nvml_far_ends(nvml: Any, handle: Any) -> list[str | None]:
-    """PCI bus id of the far end of every active NVLink of a GPU; None where it is hidden, as in virtual machines."""
+    """Returns the PCI bus id of the far end of every active NVLink of a GPU; None where it is hidden, as in virtual machines."""
     ends: list[str | None] = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
@@ -251,7 +251,7 @@ def _bus_id(pci: Any) -> str | None:
 
 
 def _smi(*arguments: str) -> str | None:
-    """What nvidia-smi prints, or None if it is missing, fails or takes too long."""
+    """Returns what nvidia-smi prints, or None if it is missing, fails or takes too long."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -272,7 +272,7 @@ def _ask_smi() -> _Driver | None:
 
 
 def parse_smi_gpus(output: str) -> tuple[tuple[Gpu, ...], str | None]:
-    """GPUs and driver version from ``nvidia-smi --query-gpu=`` :data:`SMI_QUERY` ``--format=csv,noheader,nounits``.
+    """Parses GPUs and driver version from ``nvidia-smi --query-gpu=`` :data:`SMI_QUERY` ``--format=csv,noheader,nounits``.
 
     Lines that do not have the eight fields ("No devices were found") are passed over.
     """
@@ -298,7 +298,7 @@ def parse_smi_gpus(output: str) -> tuple[tuple[Gpu, ...], str | None]:
 
 
 def parse_smi_topology(output: str) -> dict[tuple[int, int], str]:
-    """Links between GPUs from the matrix that ``nvidia-smi topo -m`` prints; empty where there is none."""
+    """Parses the links between GPUs from the matrix that ``nvidia-smi topo -m`` prints; empty where there is none."""
     links: dict[tuple[int, int], str] = {}
     columns: list[str] = []
     for line in re.sub(r"\x1b\[[0-9;]*m", "", output).splitlines():
@@ -323,10 +323,10 @@ def parse_smi_topology(output: str) -> dict[tuple[int, int], str]:
 
 def _cpu_model() -> str:
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
     except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+        match = None
+    return match.group(1).strip() if match else platform.processor() or platform.machine()
 
 
 def _cpu_cores() -> int:

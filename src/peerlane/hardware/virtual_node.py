@@ -36,12 +36,12 @@ Baseline = Literal["peerlane", "nccl"]
 
 
 def available_sharing() -> Sharing:
-    """``mps`` where the machine has the program that controls it."""
+    """Returns ``mps`` where the machine has the program that controls it."""
     return "mps" if shutil.which(CONTROL) else "time_slices"
 
 
 def share_gpus(ranks: int, gpus: int, ranks_per_gpu: int | None = None, sharing: Sharing | None = None) -> VirtualNode | None:
-    """The node for ``ranks`` on a machine with ``gpus``: equally many on every GPU, and no more than ``ranks_per_gpu``.
+    """Returns the node for ``ranks`` on a machine with ``gpus``: equally many on every GPU, and no more than ``ranks_per_gpu``.
 
     None for ``ranks_per_gpu``: as few on a GPU as there can be. Returns None where there are too few GPUs.
     """
@@ -72,11 +72,11 @@ class VirtualNode:
         return self.ranks // self.gpus
 
     def device_index(self, rank: int) -> int:
-        """The GPU of a rank; neighbours share one."""
+        """Returns the GPU of a rank; neighbours share one."""
         return rank // self.ranks_per_gpu
 
     def rank_environment(self, rank: int, daemon: MpsDaemon | None = None) -> dict[str, str]:
-        """What ``rank`` has in its environment before CUDA and NCCL start.
+        """Returns the environment that ``rank`` needs before CUDA and NCCL start.
 
         No rank gets a percentage from MPS. With 25 for each of four ranks on one H100, problems 11 to 14 and 16 hung at ``pkb``: the SMs
         behind percentages seem to overlap. Kernels of the kit take a share of all SMs instead (``Group.sm_count``).
@@ -88,7 +88,7 @@ class VirtualNode:
 
     @property
     def most_groups(self) -> int:
-        """How many rank groups can be up at a time."""
+        """The number of rank groups that can be up at a time."""
         return MPS_CLIENTS // self.ranks_per_gpu if self.sharing == "mps" else MPS_CLIENTS
 
     @property
@@ -97,7 +97,7 @@ class VirtualNode:
         return float(self.ranks_per_gpu) if self.sharing == "time_slices" else 1.0
 
     def describe(self) -> dict[str, str | int]:
-        """For the record of a result."""
+        """Returns the fields of the virtual node for the record of a result."""
         kind = "virtual" if self.ranks_per_gpu > 1 else "node"
         return {"node_kind": kind, "ranks_per_gpu": self.ranks_per_gpu, "sharing": self.sharing, "baseline": self.baseline}
 
@@ -107,7 +107,7 @@ class VirtualNode:
 
     @contextlib.contextmanager
     def daemon(self) -> Iterator[MpsDaemon | None]:
-        """A running daemon where ranks share GPUs through MPS, else None."""
+        """Runs a daemon where ranks share GPUs through MPS; gives it, else None."""
         if self.sharing != "mps":
             yield None
             return
@@ -127,7 +127,7 @@ class MpsDaemon:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its clients need."""
+        """The variables that its clients need."""
         return {"CUDA_MPS_PIPE_DIRECTORY": str(self.folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(self.folder / "log")}
 
     def __enter__(self) -> Self:
@@ -137,7 +137,7 @@ class MpsDaemon:
         self.folder = Path(tempfile.mkdtemp(prefix="peerlane-mps-"))
         for name in ("pipe", "log"):
             (self.folder / name).mkdir()
-        # The watcher comes first: there is no moment at which nobody would end the daemon.
+        # The watcher comes first, so that the daemon always has one.
         self._watcher = subprocess.Popen(
             [sys.executable, "-I", "-S", mps_watcher.__file__, str(os.getpid()), str(self.folder), control],
             stdin=subprocess.PIPE,
@@ -155,11 +155,11 @@ class MpsDaemon:
         self.close()
 
     def is_alive(self) -> bool:
-        """True if a process of the daemon is there."""
+        """Tells whether a process of the daemon is there."""
         return bool(mps_watcher.processes(self.folder))
 
     def await_ready(self, limit_s: float = READY_LIMIT_S) -> None:
-        """Wait until its servers admit clients. After a fault of one client a server refuses others until all its clients have ended.
+        """Waits until its servers admit clients. After a fault of one client a server refuses others until all its clients have ended.
 
         Starts the daemon anew if it takes longer than ``limit_s``; raises HarnessError if that fails.
         """
@@ -176,7 +176,7 @@ class MpsDaemon:
         self._start(control)
 
     def terminate(self, pids: Collection[int]) -> None:
-        """End what these clients run on the GPU. Clients that are killed while their kernels run take all others of the server along."""
+        """Ends what these clients run on the GPU. Clients that are killed while their kernels run take all others of the server along."""
         for server in (self._ask("get_server_list") or "").split():
             clients = (self._ask(f"get_client_list {server}") or "").split() if server.isdecimal() else ()
             for pid in {str(pid) for pid in pids} & set(clients):
@@ -189,7 +189,7 @@ class MpsDaemon:
         return all("ACTIVE" in (self._ask(f"get_server_status {pid}") or "") for pid in servers.split() if pid.isdecimal())
 
     def _ask(self, command: str) -> str | None:
-        """What the daemon answers; None if it does not."""
+        """Returns the daemon's answer; None if there is none."""
         try:
             asked = subprocess.run(
                 [CONTROL], env={**os.environ, **self.environment}, input=f"{command}\n", capture_output=True, text=True, timeout=ASK_LIMIT_S
@@ -199,7 +199,7 @@ class MpsDaemon:
         return asked.stdout if asked.returncode == 0 else None
 
     def close(self) -> None:
-        """End the daemon and remove its folder. May be called twice."""
+        """Ends the daemon and removes its folder. May be called twice."""
         watcher, self._watcher = self._watcher, None
         if watcher is None:
             return

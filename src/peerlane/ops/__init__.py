@@ -106,14 +106,14 @@ def _all_to_all(x: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def _scatter_columns(columns: torch.Tensor, width: int, group: str) -> torch.Tensor:
-    """This rank's columns of the sum."""
+    """Returns this rank's columns of the sum."""
     parts = columns.reshape(columns.shape[0], -1, width).transpose(0, 1)
     own: torch.Tensor = _reduce_scatter(parts.reshape(-1, width), group)
     return own
 
 
 def _gather_columns(a: torch.Tensor, group: str) -> torch.Tensor:
-    """Every rank's columns side by side."""
+    """Returns every rank's columns side by side."""
     shards: torch.Tensor = _all_gather(a, group).view(_world_size(group), *a.shape)
     return shards.transpose(0, 1).reshape(a.shape[0], -1)
 
@@ -191,7 +191,7 @@ def _gather_gemm_gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _product_gradients(own: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[..., tuple[torch.Tensor, torch.Tensor, None]]:
-    """``own``: the gradient of this rank's product, from that of the result."""
+    """Returns the gradients of a product's operands. ``own``: the gradient of this rank's product, from that of the result."""
 
     def gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         (a, b), whole = ctx.saved_tensors, own(ctx, grad)
@@ -217,48 +217,48 @@ _gemm_all_gather.register_autograd(_of_columns, setup_context=_remember_product)
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The sum of all ranks' ``x``."""
-    found: torch.Tensor = _all_reduce(x, _name(group))
-    return found
+    """Returns the sum of all ranks' ``x``."""
+    total: torch.Tensor = _all_reduce(x, _name(group))
+    return total
 
 
 def all_gather(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """All ranks' ``x`` along axis 0, in rank order."""
-    found: torch.Tensor = _all_gather(x, _name(group))
-    return found
+    """Returns all ranks' ``x`` along axis 0, in rank order."""
+    gathered: torch.Tensor = _all_gather(x, _name(group))
+    return gathered
 
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """This rank's part, of W equal ones along axis 0, of the sum of all ranks' ``x``."""
-    found: torch.Tensor = _reduce_scatter(x, _name(group))
-    return found
+    """Returns this rank's part, of W equal ones along axis 0, of the sum of all ranks' ``x``."""
+    part: torch.Tensor = _reduce_scatter(x, _name(group))
+    return part
 
 
 def all_to_all(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Part r, of W equal ones along axis 0, of every rank's ``x``, for rank r, in rank order."""
-    found: torch.Tensor = _all_to_all(x, _name(group))
-    return found
+    """Returns to rank r part r, of W equal ones along axis 0, of every rank's ``x``, in rank order."""
+    received: torch.Tensor = _all_to_all(x, _name(group))
+    return received
 
 
 def all_gather_gemm(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """``cat(all ranks' a, dim=1) @ b``: (m, k/W) and (k, n) give (m, n). bfloat16 and float16 run as one kernel."""
-    found: torch.Tensor = _all_gather_gemm(a, b, _name(group))
-    return found
+    """Returns ``cat(all ranks' a, dim=1) @ b``: (m, k/W) and (k, n) give (m, n). bfloat16 and float16 run as one kernel."""
+    product: torch.Tensor = _all_gather_gemm(a, b, _name(group))
+    return product
 
 
 def gemm_reduce_scatter(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """This rank's rows of the sum of all ranks' ``a @ b``: (m, k) and (k, n) give (m/W, n). bfloat16 and float16 run as one kernel."""
-    found: torch.Tensor = _gemm_reduce_scatter(a, b, _name(group))
-    return found
+    """Returns this rank's rows of the summed ``a @ b``: (m, k) and (k, n) give (m/W, n). bfloat16 and float16 run as one kernel."""
+    product: torch.Tensor = _gemm_reduce_scatter(a, b, _name(group))
+    return product
 
 
 def gemm_all_reduce(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The sum of all ranks' ``a @ b``. a (m, k), b (k, n); (m, n)."""
-    found: torch.Tensor = _gemm_all_reduce(a, b, _name(group))
-    return found
+    """Returns the sum of all ranks' ``a @ b``. a (m, k), b (k, n); (m, n)."""
+    product: torch.Tensor = _gemm_all_reduce(a, b, _name(group))
+    return product
 
 
 def gemm_all_gather(a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """All ranks' ``a @ b`` side by side. a (m, k), b (k, n); (m, W n)."""
-    found: torch.Tensor = _gemm_all_gather(a, b, _name(group))
-    return found
+    """Returns all ranks' ``a @ b`` side by side. a (m, k), b (k, n); (m, W n)."""
+    product: torch.Tensor = _gemm_all_gather(a, b, _name(group))
+    return product

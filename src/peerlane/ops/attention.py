@@ -108,7 +108,7 @@ _ulysses.register_autograd(_ulysses_gradients, setup_context=_remember_ulysses)
 
 
 def _require_heads(name: str, tensors: Tensors, ranks: int, *, one_shape: bool) -> None:
-    """The same on every device, so that a program tested on CPU ranks runs on GPUs."""
+    """Raises UsageError for head counts that do not match; alike on every device, so that a program tested on CPU ranks runs on GPUs."""
     q, k, v = shapes = [tuple(tensor.shape) for tensor in tensors]
     given = f"{name} got q {q}, k {k} and v {v}"
     if any(len(shape) != 4 for shape in shapes):
@@ -120,7 +120,7 @@ def _require_heads(name: str, tensors: Tensors, ranks: int, *, one_shape: bool) 
 
 
 def _by_torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, name: str) -> torch.Tensor:
-    """Of CPU ranks: keys and values are gathered."""
+    """Computes attention on CPU ranks: keys and values are gathered."""
     group, mask = process_group(name), None
     gather: Any = differentiable.all_gather
     keys, values = (torch.cat(gather(tensor.contiguous(), group or dist.group.WORLD), 1).transpose(1, 2) for tensor in (k, v))
@@ -138,8 +138,8 @@ def ring_attention(
     causal: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Attention of this rank's queries to all ranks' keys, of shards q (B, S, h, D), k (B, S, h_kv, D), v (B, S, h_kv, D_v) in rank order:
-    (B, S, h, D_v). ``causal`` counts in the whole sequence."""
+    """Returns attention of this rank's queries to all ranks' keys, of shards q (B, S, h, D), k (B, S, h_kv, D), v (B, S, h_kv, D_v) in rank
+    order: (B, S, h, D_v). ``causal`` counts in the whole sequence."""
     name = group_name(group)
     _require_heads("ring_attention", (q, k, v), world_size(name), one_shape=False)
     factor = q.shape[3] ** -0.5 if scale is None else scale
@@ -158,7 +158,7 @@ def ulysses_attention(
     causal: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """The same function as :func:`ring_attention`, where each rank computes its part of the heads for the whole sequence. q, k and v have
+    """Returns the result of :func:`ring_attention`, where each rank computes its part of the heads for the whole sequence. q, k and v have
     one shape, and the ranks divide h."""
     name = group_name(group)
     _require_heads("ulysses_attention", (q, k, v), world_size(name), one_shape=True)

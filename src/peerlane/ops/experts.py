@@ -19,7 +19,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.
 
 
 class _Routes(NamedTuple):
-    """Where the rows of this rank's tokens go: a row for each token and slot, ordered by expert; and what comes here."""
+    """The routes of this rank's token rows, one for each token and slot, ordered by expert; and of the rows that come here."""
 
     tokens: torch.Tensor
     slots: torch.Tensor
@@ -53,7 +53,7 @@ class _Routes(NamedTuple):
         return _exchanged(rows, self.received, self.sent, self.group)
 
     def added(self, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Each token's sum of its rows, of shape and dtype as ``x``; sums are taken in float32 at least."""
+        """Returns each token's sum of its rows, of shape and dtype as ``x``; sums are taken in float32 at least."""
         total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
         return total.index_add_(0, self.tokens, rows.to(total.dtype)).to(x.dtype)
 
@@ -145,7 +145,7 @@ def gated_experts(
     down: torch.Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """For every token the weighted sum of ``silu(x @ gate.T) * (x @ up.T) @ down.T`` of its experts: (T, H).
+    """Returns for every token the weighted sum of ``silu(x @ gate.T) * (x @ up.T) @ down.T`` of its experts: (T, H).
 
     x (T, H), experts (T, k) int64, different ones for a token, weights (T, k). Rank r holds experts r E to r E + E - 1: gate and up
     (E, inner, H), down (E, H, inner). Ranks may have different numbers of tokens. All but experts in one dtype."""

@@ -17,12 +17,12 @@ def group_name(group: dist.ProcessGroup | None) -> str:
 
 def process_group(name: str) -> dist.ProcessGroup | None:
     resolve: Any = dist.distributed_c10d.__dict__["_resolve_process_group"]
-    found: dist.ProcessGroup | None = resolve(name) if name else None
-    return found
+    resolved: dist.ProcessGroup | None = resolve(name) if name else None
+    return resolved
 
 
 def kit_group(x: torch.Tensor, name: str) -> Group | None:
-    """The kit's group; None on CPU ranks, which have none."""
+    """Returns the kit's group; None on CPU ranks, which have none."""
     return group_of(process_group(name)) if x.is_cuda or current_group() is not None else None
 
 

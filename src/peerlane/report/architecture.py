@@ -53,7 +53,7 @@ PURPOSES = {
 """Module of a room -> what it is for, in few words. The picture needs an entry for every room of the contracts."""
 
 _WIDTH, _MARGIN, _STOREY, _GAP = 1000, 24, 64, 6
-_LINE_CHARACTERS = 44  # of the ground of a house that takes half the picture
+_LINE_CHARACTERS = 44  # of text on the ground floor of a house
 
 _STYLE = """
 text { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #16202a; }

@@ -12,7 +12,7 @@ COLUMNS = ("problem", "preset", "W", "cases", "reference", "alternative solution
 
 
 def calibration_table(records: Iterable[Calibration]) -> TextTable:
-    """One row per record: per problem, preset, variant and world size, the worst of its cases.
+    """Returns a table with a row per record: per problem, preset, variant and world size, the worst of its cases.
 
     Errors are in units of the allowed one: honest answers stay below 1, wrong ones above; "exact" where answers are compared bit for bit.
     """

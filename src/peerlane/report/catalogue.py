@@ -23,7 +23,7 @@ SMALL_ENOUGH = ("small", "pkb")
 
 
 def problem_entry(problem: Problem) -> Entry:
-    """One problem in a list."""
+    """Returns one problem as an entry of a list."""
     return {
         "id": problem.id,
         "slug": problem.slug,
@@ -38,7 +38,7 @@ def problem_entry(problem: Problem) -> Entry:
 
 
 def find_profile(name: str) -> HardwareProfile:
-    """The hardware profile called so, or whose name starts with the word (case aside): ``h200``; raises UsageError."""
+    """Finds the hardware profile of this name, or whose name starts with the word (case aside): ``h200``; raises UsageError."""
     wanted = name.strip().casefold()
     for profile in PROFILES:
         if wanted in (profile.name.casefold(), profile.name.casefold().split()[0]):
@@ -54,15 +54,16 @@ def problem_detail(
     presets: Sequence[str] | None = None,
     profile: HardwareProfile = H200_SXM,
 ) -> Entry:
-    """Everything about one problem; its presets (all but the sweep's, or those named, families too) as they are on ``world_size`` ranks.
+    """Returns everything about one problem, with its presets (all but the sweep's, or those named, families too) as they are on
+    ``world_size`` ranks.
 
     ``profile``: whose datasheet the rooflines are computed from. Raises UnknownPreset, and UsageError if the problem does not run on that
     many ranks.
     """
     if presets is None:
-        chosen = [item for item in problem.presets if item.family != "sweep"]
+        selected = [item for item in problem.presets if item.family != "sweep"]
     else:
-        chosen = [item for name in presets for item in problem.family(name) or (problem.preset(name),)]
+        selected = [item for name in presets for item in problem.family(name) or (problem.preset(name),)]
     return {
         **problem_entry(problem),
         "origin": problem.origin,
@@ -83,7 +84,7 @@ def problem_detail(
         "excused": dict(problem.excused),
         "world_size": world_size,
         "profile": profile.name,
-        "presets": [_preset_detail(problem, preset, world_size, profile) for preset in chosen],
+        "presets": [_preset_detail(problem, preset, world_size, profile) for preset in selected],
         "sweep": [{"name": item.name, "size": item.about} for item in problem.family("sweep")],
     }
 
@@ -122,7 +123,7 @@ def _case_detail(problem: Problem, spec: CaseSpec, case: Case | None, profile: H
 
 
 def _arguments(problem: Problem, case: Case) -> list[Entry] | None:
-    """Rank 0's arguments. Shapes come from the case and the public layout, so any secret shows the same ones.
+    """Returns rank 0's arguments. Shapes come from the case and the public layout, so any secret shows the same ones.
 
     Those of `small` are drawn for real, the others without memory; where that fails because contents decide something, they are drawn for
     real too; None if that takes too much.
@@ -136,7 +137,7 @@ def _arguments(problem: Problem, case: Case) -> list[Entry] | None:
         return drawn(Draw, "cpu")
     try:
         return drawn(_Shapes, "meta")
-    except RuntimeError:  # what asks a tensor without memory for its contents
+    except RuntimeError:  # something asked a tensor without memory for its contents
         return drawn(Draw, "cpu") if case.preset in SMALL_ENOUGH else None
 
 
@@ -154,7 +155,7 @@ class _Shapes(Draw):
 
 
 def argument_text(description: Description) -> str:
-    """``bfloat16[4, 8]``, ``list of 3: bfloat16[4, 8]``, ``process group tp``, ``0.5``."""
+    """Returns an argument in words: ``bfloat16[4, 8]``, ``list of 3: bfloat16[4, 8]``, ``process group tp``, ``0.5``."""
     kind = description["kind"]
     if kind == "tensor":
         return f"{description['dtype']}{description['shape']}"
@@ -188,7 +189,7 @@ def _tolerance(tolerance: Tolerance) -> Entry:
 
 
 def _cost(costs: Sequence[Cost]) -> Entry:
-    """The largest over the ranks, item by item."""
+    """Returns the largest cost over the ranks, item by item."""
     units = sorted({unit for cost in costs for unit in cost.flops})
     return {
         "flops": {unit: float(max(cost.flops.get(unit, 0.0) for cost in costs)) for unit in units},
@@ -199,7 +200,7 @@ def _cost(costs: Sequence[Cost]) -> Entry:
 
 
 def _roofline(costs: Sequence[Cost], profile: HardwareProfile) -> Entry:
-    """Computed from the datasheet, never measured."""
+    """Computes the roofline from the datasheet; nothing is measured."""
     bound = roofline(costs, datasheet_peaks(profile))
     return {
         "bound_us": float(bound.bound_us),
@@ -209,7 +210,7 @@ def _roofline(costs: Sequence[Cost], profile: HardwareProfile) -> Entry:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it: dtypes by name, infinities as text, anything unknown as its text."""
+    """Returns the value in a form that JSON can hold: dtypes by name, infinities as text, anything unknown as its text."""
     if isinstance(value, bool | int | str | None):
         return value
     if isinstance(value, float):

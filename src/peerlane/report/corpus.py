@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def rules_table(corpus: Corpus) -> TextTable:
-    """A line per rule: its page, and the rows that try or honour it."""
+    """Returns a table with a line per rule: its page, and the rows that try or honour it."""
     table = TextTable(("rule", "cheats and bugs", "legitimate"))
     for rule, title in corpus.rules.items():
         rows = list(dict.fromkeys(entry.row for entry in corpus.entries if entry.rule == rule))
@@ -23,7 +23,7 @@ def rules_table(corpus: Corpus) -> TextTable:
 
 
 def rule_table(corpus: Corpus, rule: str) -> TextTable:
-    """A line per candidate of a rule: what it does, the verdicts that are right for it, and why."""
+    """Returns a table with a line per candidate of a rule: what it does, the verdicts that are right for it, and why."""
     table = TextTable(("row", "what it does", "candidate", "on CPU", "on GPU", "why"))
     for entry in corpus.entries:
         if entry.rule == rule:

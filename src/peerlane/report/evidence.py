@@ -1,4 +1,4 @@
-"""What has been measured of every problem: reference times, margins and counts, from the files in ``results`` or from the package."""
+"""Measurements of every problem: reference times, margins and counts, from the files in ``results`` or from the package."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PublicTimes(Record):
 
 
 class Measured(Record):
-    """What is recorded of one problem.
+    """The evidence about one problem.
 
     Attributes:
         times: of the reference, evaluated as its own candidate, in order of their files.
@@ -65,7 +65,7 @@ class Measured(Record):
     public: PublicTimes | None = None
 
     def reference_us(self, preset: str) -> dict[str, float]:
-        """The newest time per launch mode."""
+        """Returns the newest time of the reference per launch mode."""
         return {time.mode: time.reference_us for time in self.times if time.preset == preset}
 
 
@@ -75,32 +75,32 @@ Evidence: TypeAlias = Mapping[int, Measured]
 
 
 def packaged_evidence() -> Evidence:
-    """The evidence that comes with the package."""
+    """Returns the evidence that comes with the package."""
     rows = map(json.loads, Path(__file__).with_name(MEASURED.name).read_text(encoding="utf-8").splitlines())
     return {row["problem"]: Measured.model_validate(row["measured"]) for row in rows}
 
 
 def stale(root: Path, evidence: Evidence) -> list[str]:
-    """``MEASURED`` below a checkout with the reason, if it does not hold this evidence."""
+    """Returns ``MEASURED`` below a checkout with the reason, if it does not hold this evidence; else nothing."""
     path = root / MEASURED
     return [] if path.is_file() and path.read_text(encoding="utf-8") == _text(evidence) else [f"{MEASURED}: differs from the results"]
 
 
 def write(root: Path, evidence: Evidence) -> list[str]:
-    """Make ``MEASURED`` below a checkout hold this evidence; returns what changed."""
+    """Writes this evidence to ``MEASURED`` below a checkout; returns what changed."""
     changes = stale(root, evidence)
     (root / MEASURED).write_text(_text(evidence), encoding="utf-8")
     return changes
 
 
 def _text(evidence: Evidence) -> str:
-    """One line of JSON for each problem."""
+    """Returns one line of JSON for each problem."""
     rows = ({"problem": number, "measured": measured.model_dump(exclude_defaults=True)} for number, measured in sorted(evidence.items()))
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
 def read_evidence(root: Path) -> Evidence:
-    """The evidence from the results below a checkout."""
+    """Reads the evidence from the results below a checkout."""
     results: dict[int, dict[tuple[str, int], Result]] = {}
     for name in (REFERENCES, PRODUCTION, PRODUCTION_OF_TWO):
         for result in _results(root / name):
@@ -122,7 +122,7 @@ def read_evidence(root: Path) -> Evidence:
 
 
 def reference_times(result: Result) -> Iterator[ReferenceTime]:
-    """Of a reference that was its own candidate: one for every launch mode that was timed."""
+    """Returns the times of a reference that was its own candidate: one for every launch mode that was timed."""
     for mode in result.modes:
         if (speed := result.speed_in(mode)) is None:
             continue
@@ -150,5 +150,5 @@ def _results(path: Path) -> list[Result]:
 
 
 def all_calibrations(root: Path) -> list[Calibration]:
-    """The calibrations of all devices."""
+    """Returns the calibrations of all devices."""
     return [item for path in CALIBRATIONS for item in read_calibrations(root / path)]

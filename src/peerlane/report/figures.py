@@ -96,12 +96,12 @@ _BINS = tuple(10 ** (exponent / 4) for exponent in range(-20, 1))
 
 
 def in_cell(suite: Sequence[Problem], part: Part, column: str) -> list[Problem]:
-    """The suite's problems that are about a part and of a kind of parallelism."""
+    """Returns the suite's problems that are about a part and of a kind of parallelism."""
     return [item for item in suite if item.id in part.problems and COLUMNS.get(item.category) == column]
 
 
 def communication(problems: Sequence[Problem], evidence: Evidence) -> list[str]:
-    """What their references communicate by, as counted in one call; the most frequent first."""
+    """Returns the kinds of communication that the references use, as counted in one call; the most frequent first."""
     kinds: Counter[str] = Counter()
     for item in problems:
         steps = evidence.get(item.id, NOTHING).steps
@@ -110,12 +110,12 @@ def communication(problems: Sequence[Problem], evidence: Evidence) -> list[str]:
 
 
 def sources_of(problem: Problem) -> list[str]:
-    """The codebases that a problem's origin names."""
+    """Returns the codebases that a problem's origin names."""
     return [name for name, words in SOURCES.items() if re.search(words, problem.origin)]
 
 
 def headroom(evidence: Evidence, family: str, world_size: int) -> dict[int, ReferenceTime]:
-    """By problem, the reference that comes nearest to its bound among the family's presets; problems without a bound are left out."""
+    """Returns by problem the reference nearest to its bound among the family's presets; problems without a bound are left out."""
     best: dict[int, ReferenceTime] = {}
     for number, measured in evidence.items():
         times = [item for item in measured.times if item.preset.split("_")[0] == family and item.world_size == world_size]
@@ -126,7 +126,7 @@ def headroom(evidence: Evidence, family: str, world_size: int) -> dict[int, Refe
 
 
 def taxonomy(suite: Sequence[Problem], evidence: Evidence) -> str:
-    """The picture of a transformer's parts and kinds of parallelism: what is sharded, what communication follows, which problems."""
+    """Draws a transformer's parts and kinds of parallelism: what is sharded, what communication follows, which problems."""
     columns = list(dict.fromkeys(COLUMNS.values()))
 
     def draw(figure: Any) -> None:
@@ -163,7 +163,7 @@ def _cell(area: Any, x: int, y: int, sharded: str, problems: Sequence[Problem], 
 
 
 def coverage(suite: Sequence[Problem]) -> str:
-    """The picture of how many problems there are of each kind of parallelism, and from each source."""
+    """Draws how many problems there are of each kind of parallelism, and from each source."""
     kinds = Counter(tag for item in suite for tag in item.parallelism)
     sources = Counter(name for item in suite for name in sources_of(item))
 
@@ -182,19 +182,19 @@ def coverage(suite: Sequence[Problem]) -> str:
 
 
 def references(evidence: Evidence) -> str:
-    """The picture of what bounds the references, and of the share of the bound that they reach."""
+    """Draws what bounds the references, and the share of the bound that they reach."""
     panels = (("pkb on 4x H200", headroom(evidence, "pkb", 4)), ("production on 2x H200", headroom(evidence, "production", 2)))
 
     def draw(figure: Any) -> None:
         areas = figure.subplots(1, len(panels), sharey=True)
-        for area, (title, found) in zip(areas, panels, strict=True):
-            shares = {bound: [item.utilisation for item in found.values() if item.bound_by == bound] for bound in BOUNDS}
+        for area, (title, nearest) in zip(areas, panels, strict=True):
+            shares = {bound: [item.utilisation for item in nearest.values() if item.bound_by == bound] for bound in BOUNDS}
             present = {bound: values for bound, values in shares.items() if values}
             labels = [f"{bound}: {len(values)}" for bound, values in present.items()]
             colours = [COLOURS[BOUNDS.index(bound)] for bound in present]
             area.hist(list(present.values()), bins=_BINS, stacked=True, color=colours, label=labels, edgecolor="white", linewidth=0.5)
-            below = [sum(item.utilisation < limit for item in found.values()) for limit in (0.1, 0.5)]
-            area.set_title(f"{title}: {len(found)} references\n{below[0]} below 10 %, {below[1]} below 50 % of the bound", fontsize=10.5)
+            below = [sum(item.utilisation < limit for item in nearest.values()) for limit in (0.1, 0.5)]
+            area.set_title(f"{title}: {len(nearest)} references\n{below[0]} below 10 %, {below[1]} below 50 % of the bound", fontsize=10.5)
             for limit in (0.1, 0.5):
                 area.axvline(limit, color="#555555", linewidth=0.8, linestyle=":")
                 area.text(limit, 0.98, f" {limit:.0%}", transform=area.get_xaxis_transform(), ha="left", va="top", fontsize=8)
@@ -212,7 +212,7 @@ def references(evidence: Evidence) -> str:
 
 
 def figures(suite: Sequence[Problem], evidence: Evidence) -> dict[Path, str]:
-    """Path in a checkout -> SVG, of all pictures."""
+    """Returns path in a checkout -> SVG, of all pictures of the suite."""
     return {
         FOLDER / "taxonomy.svg": taxonomy(suite, evidence),
         FOLDER / "coverage.svg": coverage(suite),
@@ -221,7 +221,7 @@ def figures(suite: Sequence[Problem], evidence: Evidence) -> dict[Path, str]:
 
 
 def stale(root: Path, pictures: Mapping[Path, str]) -> list[str]:
-    """The pictures below a checkout that differ from these, each with the reason."""
+    """Returns the pictures below a checkout that differ from these, each with the reason."""
     return [
         f"{path}: differs from what it is drawn from"
         for path, text in pictures.items()
@@ -239,7 +239,7 @@ def write(root: Path, pictures: Mapping[Path, str]) -> list[str]:
 
 
 def _numbers(numbers: Sequence[int]) -> str:
-    """``11-16, 86``."""
+    """Returns numbers with ranges, such as ``11-16, 86``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -14,77 +14,77 @@ from peerlane.words import counted
 
 
 def collectives_report(path: Path) -> str:
-    """Microseconds of the kit's collectives and, behind a stroke, of NCCL's, by size."""
-    found = _read(path)
-    operations = list(dict.fromkeys(row["op"] for row in found["rows"]))
+    """Returns a table of microseconds of the kit's collectives and, behind a stroke, of NCCL's, by size."""
+    document = _read(path)
+    operations = list(dict.fromkeys(row["op"] for row in document["rows"]))
     columns = [name.replace("_", "-") for name in operations]
     table = TextTable(("size", *columns), right=("size", *columns))
-    for size in sorted({row["bytes"] for row in found["rows"]}):
-        rows = {row["op"]: row for row in found["rows"] if row["bytes"] == size}
+    for size in sorted({row["bytes"] for row in document["rows"]}):
+        rows = {row["op"]: row for row in document["rows"] if row["bytes"] == size}
         cells = (f"{_us(rows[name]['ours_us'])} / {_us(rows[name]['nccl_us'])}" if name in rows else "-" for name in operations)
         table.add(size_text(size), *cells)
-    return f"{table.markdown()}\n{_where(found)}\n"
+    return f"{table.markdown()}\n{_where(document)}\n"
 
 
 def backend_report(path: Path) -> str:
-    """Microseconds of a captured call on the backend ``peerlane``, on NCCL and, where there is one, on the fastest operator of torch's
-    symmetric memory, by size; from ``tests/gpu/check_backend.py``."""
-    found = _read(path, rows="table", world_size="ranks")
-    rows = [row for row in found["table"] if row["mode"] == "graph"]
+    """Returns a table, by size, of microseconds of a captured call on the backend ``peerlane``, on NCCL and, where there is one, on the
+    fastest operator of torch's symmetric memory; from ``tests/gpu/check_backend.py``."""
+    document = _read(path, rows="table", world_size="ranks")
+    rows = [row for row in document["table"] if row["mode"] == "graph"]
     operations = list(dict.fromkeys(row["operation"] for row in rows))
     table = TextTable(("size", *operations), right=("size", *operations))
     for size in sorted({row["bytes"] for row in rows}):
         of_size = {row["operation"]: row for row in rows if row["bytes"] == size}
         table.add(size_text(size), *(_beside(of_size[name]) if name in of_size else "-" for name in operations))
-    return f"{table.markdown()}\n{_where(found, 'ranks')}\n"
+    return f"{table.markdown()}\n{_where(document, 'ranks')}\n"
 
 
 def _beside(row: dict[str, Any]) -> str:
-    """The medians of one row of ``backend_report``."""
+    """Returns the medians of one row of ``backend_report``."""
     times = [row[name]["median_us"] for name in ("peerlane", "nccl")]
     torch = [cell["median_us"] for name, cell in row.items() if name.startswith("torch ") and "median_us" in cell]
     return " / ".join(_us(us) for us in [*times, *([min(torch)] if torch else [])])
 
 
 def fused_report(path: Path) -> str:
-    """A row per kernel and width. *Faster by*: than cuBLAS and NCCL."""
-    found = _read(path)
+    """Returns a table with a row per kernel and width. *Faster by*: than cuBLAS and NCCL."""
+    document = _read(path)
     columns = ("kernel", "N", "product us", "wire us", "kit us", "cuBLAS + NCCL us", "torch's operator us", "faster by", "of the bound")
     table = TextTable(columns, right=columns[1:])
     names = {"gemm_rs": "GEMM + reduce-scatter", "ag_gemm": "all-gather + GEMM"}
     names |= {"gemm_ar": "GEMM + all-reduce", "gemm_ag": "GEMM + all-gather"}
-    for row in sorted(found["rows"], key=lambda row: (list(names).index(row["op"]), row["N"])):
+    for row in sorted(document["rows"], key=lambda row: (list(names).index(row["op"]), row["N"])):
         times = (_us(row[key]) if key in row else "-" for key in ("mm_us", "comm_us", "fused_us", "nccl_us", "torch_us"))
         table.add(names[row["op"]], str(row["N"]), *times, f"{row['ratio']:.2f}x", f"{row['of_bound']:.0%}")
-    return f"{table.markdown()}\n{_where(found)}\n"
+    return f"{table.markdown()}\n{_where(document)}\n"
 
 
 def product_report(path: Path) -> str:
-    """A row per width of square matrices."""
-    found = _read(path)
+    """Returns a table with a row per width of square matrices."""
+    document = _read(path)
     columns = ("N", "kit us", "cuBLAS us", "TFLOP/s", "of cuBLAS")
     table = TextTable(columns, right=columns)
-    for row in found["rows"]:
+    for row in document["rows"]:
         table.add(str(row["N"]), _us(row["ours_us"]), _us(row["cublas_us"]), str(row["tflops"]), f"{row['of_cublas']:.0%}")
-    return f"{table.markdown()}\n{_where(found)}\n"
+    return f"{table.markdown()}\n{_where(document)}\n"
 
 
 def _us(value: float) -> str:
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def _where(found: dict[str, Any], world_size: str = "world_size") -> str:
-    software = found["environment"]["software"]
-    ranks = counted(found[world_size], "rank")
-    return f"Node: {node_class(found['environment'])}; {ranks}; torch {software['torch']}, nccl {software['nccl']}."
+def _where(document: dict[str, Any], world_size: str = "world_size") -> str:
+    software = document["environment"]["software"]
+    ranks = counted(document[world_size], "rank")
+    return f"Node: {node_class(document['environment'])}; {ranks}; torch {software['torch']}, nccl {software['nccl']}."
 
 
 def _read(path: Path, rows: str = "rows", world_size: str = "world_size") -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found[rows], found["environment"], found[world_size]
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        document[rows], document["environment"], document[world_size]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{path} is not a measurement of kernels ({error!r}): expected what bench_kernels.py or check_backend.py of tests/gpu write"
         ) from None
-    return found
+    return document

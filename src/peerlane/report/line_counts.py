@@ -1,4 +1,4 @@
-"""How many lines of code the expert solutions have: host code and device code, without blank lines, comments and docstrings.
+"""Counts of code lines of the expert solutions: host code and device code, without blank lines, comments and docstrings.
 
 python -m peerlane.report.line_counts > docs/device/lines.md
 """
@@ -69,7 +69,7 @@ def read_lines(path: Path) -> Lines:
 
 
 def _modules(node: ast.ImportFrom) -> list[str]:
-    """The shared modules that an import names, as room/module."""
+    """Returns the shared modules that an import names, as room/module."""
     names = [item.name for item in node.names]
     if node.module == "peerlane.device":
         return ["collectives/communicator"] if "communicator" in names else []
@@ -80,21 +80,24 @@ def _modules(node: ast.ImportFrom) -> list[str]:
 
 
 def device_lines(source: str) -> int:
-    """Lines of CUDA source that hold more than a comment."""
+    """Counts the lines of CUDA source that hold more than a comment."""
     return sum(1 for line in _COMMENT.sub("", source).splitlines() if line.strip())
 
 
 def lines_report(solutions: Path) -> str:
-    """The page: a row for each solution, and a row for each piece of the kit that solutions share."""
+    """Returns the page: a row for each solution, and a row for each piece of the kit that solutions share."""
     device, headers = solutions.parent / "device", solutions.parent / "device" / "include" / "peerlane"
     own = TextTable(("problem", "host", "device", "shared pieces"), right=("host", "device"))
     used: dict[str, int] = {}
     for path in sorted(solutions.glob("p[0-9]*.py")):
-        found = read_lines(path)
+        counted = read_lines(path)
         own.add(
-            f"{int(path.stem[1:4])} {path.stem[5:]}", str(found.host), str(found.device), ", ".join(f"`{name}`" for name in found.pieces)
+            f"{int(path.stem[1:4])} {path.stem[5:]}",
+            str(counted.host),
+            str(counted.device),
+            ", ".join(f"`{name}`" for name in counted.pieces),
         )
-        for piece in found.pieces:
+        for piece in counted.pieces:
             used[piece] = used.get(piece, 0) + 1
     shared = TextTable(("piece", "host", "device", "solutions"), right=("host", "device", "solutions"))
     for piece, count in sorted(used.items()):

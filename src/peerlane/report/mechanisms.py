@@ -1,4 +1,4 @@
-"""What ``peerlane bench mechanisms`` measured: reading its file, and the tables made from it."""
+"""The measurements of ``peerlane bench mechanisms``: reading their file, and the tables made from it."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class MeasuredMechanisms:
     mechanisms: Mechanisms
 
     def to_json(self) -> dict[str, Any]:
-        """The contents of the file."""
+        """Returns the contents of the file."""
         return {"environment": dict(self.environment), "finished_at": self.finished_at.isoformat(), **asdict(self.mechanisms)}
 
 
 def read_mechanisms(path: Path) -> MeasuredMechanisms:
-    """The measurement in a file; raises UsageError if there is none."""
+    """Reads the measurement in a file; raises UsageError if there is none."""
     if not path.is_file():
         raise UsageError(f"there is no file {path}: expected what `peerlane bench mechanisms` writes")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        bandwidths = tuple(Bandwidth(**row) for row in found["bandwidths"])
-        latencies = tuple(Latency(**row) for row in found["latencies"])
-        when = datetime.fromisoformat(found["finished_at"])
-        return MeasuredMechanisms(found["environment"], when, Mechanisms(found["gpus"], bandwidths, latencies))
+        document = json.loads(path.read_text(encoding="utf-8"))
+        bandwidths = tuple(Bandwidth(**row) for row in document["bandwidths"])
+        latencies = tuple(Latency(**row) for row in document["latencies"])
+        when = datetime.fromisoformat(document["finished_at"])
+        return MeasuredMechanisms(document["environment"], when, Mechanisms(document["gpus"], bandwidths, latencies))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"{path} is not a measurement of mechanisms ({error!r}): expected what `peerlane bench mechanisms` writes"
@@ -50,37 +50,37 @@ def read_mechanisms(path: Path) -> MeasuredMechanisms:
 
 
 def as_ceilings(measured: Mechanisms) -> dict[str, Measurement]:
-    """What each mechanism reached between two GPUs, and how long messages took, as figures of :class:`peerlane.hardware.ceilings.Ceilings`.
-    The lowest and the highest of the few samples stand for their percentiles.
+    """Returns the bandwidth of each mechanism between two GPUs and the latency of messages as figures of
+    :class:`peerlane.hardware.ceilings.Ceilings`. The lowest and the highest of the few samples stand for their percentiles.
     """
-    found: dict[str, Measurement] = {}
+    figures: dict[str, Measurement] = {}
     for row in measured.bandwidths:
         name = f"nvlink_{row.mechanism}_gbps"
-        if row.peers == row.movers == 1 and (name not in found or row.gbps > found[name].median):
-            found[name] = Measurement(row.gbps, row.lowest_gbps, row.highest_gbps, row.n)
-    return found | {f"{row.what}_round_us": Measurement(row.us, row.lowest_us, row.highest_us, row.n) for row in measured.latencies}
+        if row.peers == row.movers == 1 and (name not in figures or row.gbps > figures[name].median):
+            figures[name] = Measurement(row.gbps, row.lowest_gbps, row.highest_gbps, row.n)
+    return figures | {f"{row.what}_round_us": Measurement(row.us, row.lowest_us, row.highest_us, row.n) for row in measured.latencies}
 
 
 def size_text(nbytes: int) -> str:
-    """``64 KiB``, ``240 MiB``, to three digits: a size that had to be cut into equal parts keeps its name."""
+    """Returns a size as ``64 KiB`` or ``240 MiB``, to three digits: a size that had to be cut into equal parts keeps its name."""
     mebibytes = float(f"{nbytes / 2**20:.3g}")
     return f"{mebibytes:.4g} MiB" if mebibytes >= 1 else f"{float(f'{nbytes / 2**10:.3g}'):.4g} KiB"
 
 
 def bandwidth_table(bandwidths: Iterable[Bandwidth], peers: int) -> TextTable:
-    """GPU 0 alone, to so many peers: 10^9 bytes/s by size, a row per mechanism and block count."""
+    """Returns the rates of GPU 0 alone to so many peers: 10^9 bytes/s by size, a row per mechanism and block count."""
     rows = [row for row in bandwidths if row.peers == peers and row.movers == 1]
     sizes = sorted({row.nbytes for row in rows})
     table = TextTable(("mechanism", "blocks", *map(size_text, sizes)), right={"blocks", *map(size_text, sizes)})
     mechanisms = list(dict.fromkeys(row.mechanism for row in rows))
     for mechanism, blocks in sorted({(row.mechanism, row.blocks) for row in rows}, key=lambda pair: (mechanisms.index(pair[0]), pair[1])):
-        found = {row.nbytes: row for row in rows if (row.mechanism, row.blocks) == (mechanism, blocks)}
-        table.add(mechanism, str(blocks or "-"), *(f"{found[size].gbps:.0f}" if size in found else "-" for size in sizes))
+        by_size = {row.nbytes: row for row in rows if (row.mechanism, row.blocks) == (mechanism, blocks)}
+        table.add(mechanism, str(blocks or "-"), *(f"{by_size[size].gbps:.0f}" if size in by_size else "-" for size in sizes))
     return table
 
 
 def together_table(bandwidths: Iterable[Bandwidth]) -> TextTable:
-    """All GPUs at once: 10^9 bytes/s that each moves."""
+    """Returns the rates of all GPUs at once: 10^9 bytes/s that each moves."""
     columns = ("mechanism", "blocks", "size", "each GPU", "lowest", "highest")
     table = TextTable(columns, right=columns[1:])
     for row in bandwidths:
@@ -91,7 +91,7 @@ def together_table(bandwidths: Iterable[Bandwidth]) -> TextTable:
 
 
 def latency_table(latencies: Iterable[Latency]) -> TextTable:
-    """Microseconds per round."""
+    """Returns a table of microseconds per round."""
     columns = ("round", "us", "lowest", "highest", "n")
     table = TextTable(columns, right=columns[1:])
     for row in latencies:
@@ -100,7 +100,7 @@ def latency_table(latencies: Iterable[Latency]) -> TextTable:
 
 
 def choice_table(measured: Mechanisms) -> TextTable:
-    """What one needs to choose: a row per mechanism, GPU 0 and as many peers as there are.
+    """Returns the table to choose a mechanism by: a row per mechanism, GPU 0 and as many peers as there are.
 
     Rates by size are those of the fastest block count; "blocks" are the fewest that reach :data:`NEARLY` of the rate at the largest size.
     """
@@ -124,16 +124,16 @@ def choice_table(measured: Mechanisms) -> TextTable:
 
 
 def mechanisms_report(measured: MeasuredMechanisms) -> str:
-    """All of it as Markdown, for an engineer who has to choose."""
-    found = measured.mechanisms
-    peers = f"{found.gpus - 1} peer{'s' if found.gpus > 2 else ''}"
+    """Returns the measurement as Markdown, for an engineer who has to choose a mechanism."""
+    mechanisms = measured.mechanisms
+    peers = f"{mechanisms.gpus - 1} peer{'s' if mechanisms.gpus > 2 else ''}"
     return "\n".join(
         [
             f"GPU 0 and {peers}, 10^9 bytes/s of payload, by size. The spread is that of the largest size. Blocks: the fewest that reach "
             f"{NEARLY:.0%} of its rate. The last column is what each GPU moves of it while all others do the same.\n",
-            choice_table(found).markdown(),
+            choice_table(mechanisms).markdown(),
             "A flag there and back, a packet there and back, and a barrier of all GPUs:\n",
-            latency_table(found.latencies).markdown(),
-            f"{node_class(measured.environment)}; {measured.finished_at:%Y-%m-%d}; {found.bandwidths[0].n} samples each, medians.",
+            latency_table(mechanisms.latencies).markdown(),
+            f"{node_class(measured.environment)}; {measured.finished_at:%Y-%m-%d}; {mechanisms.bandwidths[0].n} samples each, medians.",
         ]
     )

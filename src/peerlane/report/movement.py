@@ -10,7 +10,7 @@ MOST_STEPS = 14
 
 
 def flowchart(steps: Sequence[Step], ranks: int) -> str:
-    """From one rank's view; long chains are cut in the middle, and say so."""
+    """Returns the steps of a reference as one rank sees them; long chains are cut in the middle, and say so."""
     shown = list(steps)
     cut = len(shown) - MOST_STEPS
     if cut > 0:
@@ -39,7 +39,7 @@ def _label(step: Step) -> str:
 
 
 def _quantity(value: float) -> str:
-    """``1.5 M``: three digits and a decimal prefix."""
+    """Returns three digits and a decimal prefix: ``1.5 M``."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.3g} {prefix}"

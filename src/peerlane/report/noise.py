@@ -28,7 +28,7 @@ ACCEPTANCE: dict[Mode, Acceptance] = {"eager": Acceptance(0.05, 0.10), "graph": 
 
 
 def noise_table(results: Iterable[Result]) -> TextTable:
-    """A row per result of the reference and measured mode."""
+    """Returns a table with a row per result of the reference and measured mode."""
     columns = ("problem", "preset", "W", "mode", "reference us", "speedup [95 %]", "deviation", "noise floor", "rounds")
     table = TextTable(columns, right={"W", "reference us", "deviation", "noise floor", "rounds"})
     for result, speed in _measured(results):
@@ -47,12 +47,12 @@ def noise_table(results: Iterable[Result]) -> TextTable:
 
 
 def deviation(speed: ModeSpeed) -> float:
-    """How far the speedup is from 1, the larger side's way: 0.98 and 1 / 0.98 deviate alike."""
+    """Returns how far the speedup is from 1, the larger side's way: 0.98 and 1 / 0.98 deviate alike."""
     return max(speed.speedup.median, 1 / speed.speedup.median) - 1
 
 
 def acceptance_lines(results: Sequence[Result]) -> list[str]:
-    """A sentence per launch mode: how many problems lie within the accuracy promised, and whether that is enough."""
+    """Returns a sentence per launch mode: how many problems lie within the accuracy promised, and whether that is enough."""
     lines = []
     for mode, promised in ACCEPTANCE.items():
         deviations = [deviation(speed) for _, speed in _measured(results) if speed.mode == mode]
@@ -68,12 +68,12 @@ def acceptance_lines(results: Sequence[Result]) -> list[str]:
 
 
 def noise_report(results: Iterable[Result]) -> str:
-    """For every class of machine its table, as Markdown, its accuracy and where it was taken."""
+    """Returns for every class of machine its table, as Markdown, its accuracy and where it was taken."""
     return "\n\n".join(f"{noise_table(mine).markdown()}\n{accuracy(mine)}" for mine in by_node(results).values())
 
 
 def accuracy(results: Sequence[Result]) -> str:
-    """The accuracy that was reached, and where."""
+    """Returns the accuracy that was reached, and where."""
     return "\n".join([*(f"* {line}" for line in acceptance_lines(results)), "", *environment_lines(results)])
 
 

@@ -26,12 +26,12 @@ FAR = 0.3
 
 
 def page_name(problem: Problem) -> str:
-    """The page's file name: that of the problem's module."""
+    """Returns the page's file name: that of the problem's module."""
     return f"p{problem.id:03d}_{problem.slug}.md"
 
 
 def generate(suite: Sequence[Problem], evidence: Evidence) -> dict[str, str]:
-    """File name -> contents, of every page and of the overview."""
+    """Returns file name -> contents, of every page and of the overview."""
     details = [problem_detail(problem, world_size=page_world_size(problem)) for problem in suite]
     pages = {page_name(problem): page(detail, evidence.get(problem.id, NOTHING)) for problem, detail in zip(suite, details, strict=True)}
     pages["README.md"] = overview(details, evidence)
@@ -39,7 +39,7 @@ def generate(suite: Sequence[Problem], evidence: Evidence) -> dict[str, str]:
 
 
 def page_world_size(problem: Problem) -> int:
-    """Four ranks, or the largest number below that the problem runs on, or else the smallest."""
+    """Returns four ranks, or the largest number below that the problem runs on, or else the smallest."""
     return max((size for size in problem.world_sizes if size <= PAGE_WORLD_SIZE), default=min(problem.world_sizes))
 
 
@@ -50,12 +50,13 @@ def must_exist(folder: Path) -> None:
 
 
 def stale(folder: Path, pages: Mapping[str, str]) -> list[str]:
-    """Which files are missing, differ, or belong to no problem, each with the reason; raises UsageError if the folder is missing."""
+    """Returns the files that are missing, differ, or belong to no problem, each with the reason; raises UsageError if the folder is
+    missing."""
     must_exist(folder)
-    found = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
-    missing = [f"{name}: missing" for name in pages if name not in found]
-    different = [f"{name}: differs from the code" for name, text in pages.items() if name in found and found[name] != text]
-    return missing + different + [f"{name}: belongs to no problem" for name in found if name not in pages]
+    on_disk = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.md")}
+    missing = [f"{name}: missing" for name in pages if name not in on_disk]
+    different = [f"{name}: differs from the code" for name, text in pages.items() if name in on_disk and on_disk[name] != text]
+    return missing + different + [f"{name}: belongs to no problem" for name in on_disk if name not in pages]
 
 
 def make(folder: Path) -> None:
@@ -67,7 +68,7 @@ def make(folder: Path) -> None:
 
 
 def write(folder: Path, pages: Mapping[str, str]) -> list[str]:
-    """Make the folder hold exactly these pages; returns what changed."""
+    """Makes the folder hold exactly these pages; returns what changed."""
     make(folder)
     changes = stale(folder, pages)
     for path in folder.glob("*.md"):
@@ -79,7 +80,7 @@ def write(folder: Path, pages: Mapping[str, str]) -> list[str]:
 
 
 def overview(details: Sequence[Entry], evidence: Evidence) -> str:
-    """The problems by category, each linked to its page, with its size and what bounds it."""
+    """Returns the overview: problems by category, each linked to its page, with its size and what bounds it."""
     categories = dict.fromkeys(sorted(detail["category"] for detail in details))
     parts = [
         "# The problems\n",
@@ -99,19 +100,19 @@ def _summary(details: Sequence[Entry], categories: Sequence[str]) -> str:
     bounds = ("tensor", "vector", "hbm", "nvlink", "latency")
     table = TextTable(("category", "problems", *(f"{name} bound" for name in bounds)), right={"problems", *(f"{n} bound" for n in bounds)})
     for category in [*categories, "all"]:
-        chosen = [detail for detail in details if category in (detail["category"], "all")]
-        largest = [largest_production(detail)["roofline"]["bound_by"] for detail in chosen]
-        table.add(category.replace("_", " "), str(len(chosen)), *(str(largest.count(name)) for name in bounds))
+        members = [detail for detail in details if category in (detail["category"], "all")]
+        largest = [largest_production(detail)["roofline"]["bound_by"] for detail in members]
+        table.add(category.replace("_", " "), str(len(members)), *(str(largest.count(name)) for name in bounds))
     return f"What bounds the largest production preset of each, by the roofline:\n\n{table.markdown()}"
 
 
 def timed_case(preset: Entry) -> Entry | None:
-    """The case of a preset that is timed at this world size, as :func:`problem_detail` describes it."""
+    """Returns the case of a preset that is timed at this world size, as :func:`problem_detail` describes it."""
     return next((case for case in preset["cases"] if case["cost"] is not None), None)
 
 
 def largest_production(detail: Entry) -> Entry:
-    """The timed case with the longest bound among the production presets (of all presets, if none runs at this world size)."""
+    """Returns the timed case with the longest bound among the production presets (of all presets, if none runs at this world size)."""
     cases = {preset["name"]: case for preset in detail["presets"] if (case := timed_case(preset)) is not None}
     production = {name: case for name, case in cases.items() if name.startswith("production_")} or cases
     return max(production.values(), key=lambda case: float(case["roofline"]["bound_us"]))
@@ -137,7 +138,7 @@ def _category_table(details: Sequence[Entry], evidence: Evidence) -> str:
 
 
 def page(detail: Entry, measured: Measured = NOTHING) -> str:
-    """One problem's page, from :func:`problem_detail` and what was measured."""
+    """Returns one problem's page, from :func:`problem_detail` and what was measured."""
     world_size = detail["world_size"]
     parts = [
         f"# {detail['id']}. {detail['title']}\n",
@@ -198,7 +199,7 @@ def _preset(preset: Entry) -> str:
 
 
 def _sweep(sweep: Sequence[Entry]) -> list[str]:
-    """One section for all presets of the sweep; none where there is no sweep."""
+    """Returns one section for all presets of the sweep; nothing if there is no sweep."""
     if not sweep:
         return []
     first, last = sweep[0], sweep[-1]
@@ -260,7 +261,7 @@ def _wrong_answers(detail: Entry) -> str:
 
 
 def _where(cases: Sequence[str], known: set[str]) -> str:
-    """In which cases an answer is wrong: their names if they are few, else how many; nothing where it is wrong in all."""
+    """Returns the cases in which an answer is wrong: their names if they are few, else how many; nothing where it is wrong in all."""
     names = list(dict.fromkeys(_NUMBER_OF_RANKS.sub("", case) for case in cases))
     others = sorted(known - set(names)) if known >= set(names) else None
     if not names or others == []:
@@ -284,7 +285,7 @@ def _flops(flops: Mapping[str, float]) -> str:
 
 
 def _cost(detail: Entry) -> str:
-    """Cost and roofline of every preset's timed case."""
+    """Returns cost and roofline of every preset's timed case."""
     columns = ("preset", "operations", "device memory", "egress", "ingress", "bound us", "bound by")
     table = TextTable(columns, right={"device memory", "egress", "ingress", "bound us"})
     for preset in detail["presets"]:
@@ -320,7 +321,7 @@ def _movement(measured: Measured) -> str:
 
 
 def _times(detail: Entry, measured: Measured) -> str:
-    """Measured times of the reference; and how they compare with the public benchmark's, where that is recorded."""
+    """Returns measured times of the reference, beside those of the public benchmark where these are recorded."""
     parts = ["## The reference's speed\n"]
     if not measured.times:
         return parts[0] + "\nNo measurement is recorded here.\n"
@@ -337,8 +338,8 @@ def _times(detail: Entry, measured: Measured) -> str:
 
 
 def beside_public(public: PublicTimes, own_us: Mapping[str, float]) -> str:
-    """How the reference's times by launch mode compare with the public benchmark's, and what explains a difference that is large, if the
-    times themselves do."""
+    """Returns sentences that compare the reference's times by launch mode with those of the public benchmark, and explain a large
+    difference if the times can."""
     eager_us, graph_us = own_us["eager"], own_us.get("graph", math.inf)
     times = f"{_us(public.mean_us)} us per call in eager mode on such a node, this one {_us(eager_us)} us"
     sentences = [f"The public benchmark's reference takes {times}."]
@@ -353,5 +354,5 @@ def beside_public(public: PublicTimes, own_us: Mapping[str, float]) -> str:
 
 
 def _us(value: float) -> str:
-    """Three digits, and no exponent: 4.56, 78.9, 1,230."""
+    """Returns a time with three digits and no exponent: 4.56, 78.9, 1,230."""
     return f"{value:.3g}" if value < 999.5 else f"{float(f'{value:.3g}'):,.0f}"

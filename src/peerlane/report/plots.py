@@ -75,7 +75,7 @@ class Plot:
 
 
 def sweep_plot(results: Iterable[Result]) -> Plot:
-    """Time against size, a panel per problem and number of ranks, a line per side and launch mode.
+    """Returns time against size, a panel per problem and number of ranks, a line per side and launch mode.
 
     Of several measurements of one thing, the reference's with every candidate for example, the median is drawn, and the interval spans all
     of theirs. Raises UsageError if no result of a sweep has a measured speed.
@@ -107,9 +107,10 @@ def sweep_plot(results: Iterable[Result]) -> Plot:
 
 
 def mechanisms_plot(measured: MeasuredMechanisms) -> Plot:
-    """Bandwidth against size, a panel per number of peers, a line per mechanism at the block count that is best at the largest size."""
-    found = measured.mechanisms
-    alone = [row for row in found.bandwidths if row.movers == 1]
+    """Returns bandwidth against size, a panel per number of peers, a line per mechanism at the block count that is best at the largest
+    size."""
+    mechanisms = measured.mechanisms
+    alone = [row for row in mechanisms.bandwidths if row.movers == 1]
     panels = []
     for peers in sorted({row.peers for row in alone}):
         rows = [row for row in alone if row.peers == peers]
@@ -125,13 +126,13 @@ def mechanisms_plot(measured: MeasuredMechanisms) -> Plot:
 
 
 def sweep_bytes(preset: str) -> int | None:
-    """The size in bytes that a preset of a sweep is named for; None for another preset."""
+    """Returns the size in bytes that a preset of a sweep is named for; None for another preset."""
     match = _SWEEP.fullmatch(preset)
     return int(match[1]) << {"kib": 10, "mib": 20}[match[2]] if match and match[2] else None
 
 
 def _sweep_size(result: Result) -> tuple[int, str] | None:
-    """The size that a result of a sweep is for, and what it counts: bytes, or as its preset's description says, such as tokens."""
+    """Returns the size that a result of a sweep is for, and what it counts: bytes, or as its preset's description says, such as tokens."""
     if (nbytes := sweep_bytes(result.preset)) is not None:
         return nbytes, _BYTES
     if not (match := _SWEEP.fullmatch(result.preset)):
@@ -146,14 +147,14 @@ def _together(size: int, estimates: Sequence[Estimate]) -> Point:
 
 
 def _dates(moments: Iterable[datetime]) -> str:
-    """``2026-01-02``, or the first and the last day."""
+    """Returns ``2026-01-02``, or the first and the last day."""
     days = sorted({f"{moment:%Y-%m-%d}" for moment in moments})
     return days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
 
 
 @contextmanager
 def svg_figure(path: Path, width: float, height: float) -> Iterator[Any]:
-    """A matplotlib Figure of so many inches, which is written when the block ends.
+    """Opens a matplotlib Figure of so many inches, which is written when the block ends.
 
     Raises MissingDependency without matplotlib, UsageError if the file's name does not end in .svg or it cannot be written.
     """
@@ -172,7 +173,7 @@ def svg_figure(path: Path, width: float, height: float) -> Iterator[Any]:
 
 
 def matplotlib_parts(name: str) -> Any:
-    """matplotlib, or the module of it with this name; raises MissingDependency."""
+    """Imports matplotlib, or its module of this name; raises MissingDependency."""
     try:
         return importlib.import_module(f"matplotlib.{name}" if name else "matplotlib")
     except ImportError as error:

@@ -30,7 +30,7 @@ def _speeds(path: Path) -> str:
 
 
 def _solutions(path: Path) -> str:
-    """The table of speeds below a line for each launch mode that sums it up."""
+    """Returns the table of speeds below a line for each launch mode that sums it up."""
     results = read_results(path)
     lines = [f"* {counted(len({result.problem.id for result in results if result.correct}), 'problem')} correct."]
     for mode in MODES:
@@ -124,7 +124,7 @@ DOCUMENTS = (
 
 
 def filled(text: str, root: Path) -> str:
-    """The document with every known section made anew; raises UsageError for one without an end."""
+    """Makes every known section of the document anew; raises UsageError for one without an end."""
 
     def replace(match: re.Match[str]) -> str:
         name = match[1]
@@ -140,7 +140,7 @@ def filled(text: str, root: Path) -> str:
 
 
 def stale(root: Path) -> list[str]:
-    """The documents whose sections do not match the results, each with the reason."""
+    """Returns the documents whose sections do not match the results, each with the reason."""
     texts = {path: (root / path).read_text(encoding="utf-8") for path in DOCUMENTS}
     return [f"{path}: differs from what it shows" for path, text in texts.items() if filled(text, root) != text]
 

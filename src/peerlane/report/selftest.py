@@ -16,13 +16,14 @@ Judged = Sequence[tuple["Entry", Outcome]]
 
 
 def selftest_table(corpus: Corpus, judged: Judged) -> TextTable:
-    """A line per candidate, in the table's order: the verdicts it got and how often, those that are right, whether all are."""
+    """Returns a table with a line per candidate, in the table's order: the verdicts it got and how often, those that are right, whether all
+    are."""
     table = TextTable(("row", "candidate", "W", "verdicts", "expected", "ok"), right={"W"})
-    found: dict[str, dict[int, list[Outcome]]] = {}
+    outcomes_of: dict[str, dict[int, list[Outcome]]] = {}
     for entry, outcome in judged:
-        found.setdefault(entry.file, {}).setdefault(outcome.world_size, []).append(outcome)
+        outcomes_of.setdefault(entry.file, {}).setdefault(outcome.world_size, []).append(outcome)
     for entry in corpus.entries:
-        for world_size, mine in sorted(found.get(entry.file, {}).items()):
+        for world_size, mine in sorted(outcomes_of.get(entry.file, {}).items()):
             counts = Counter(outcome.verdict for outcome in mine)
             table.add(
                 entry.row,
@@ -36,7 +37,7 @@ def selftest_table(corpus: Corpus, judged: Judged) -> TextTable:
 
 
 def totals_lines(judged: Judged) -> list[str]:
-    """What a selftest comes to, in sentences."""
+    """Returns the totals of a selftest in sentences."""
     counts = totals(judged)
     return [
         f"Cheats and bugs judged as expected: {counts['bad_ok']}/{counts['bad']}.",
@@ -45,7 +46,7 @@ def totals_lines(judged: Judged) -> list[str]:
 
 
 def objections(judged: Judged) -> list[str]:
-    """A line for every outcome that is not what the table promises."""
+    """Returns a line for every outcome that is not what the table promises."""
     lines = []
     for entry, outcome in judged:
         if (why := objection(entry, outcome)) is not None:
@@ -55,7 +56,7 @@ def objections(judged: Judged) -> list[str]:
 
 
 def node_lines(judged: Judged) -> list[str]:
-    """Where and how the outcomes were taken."""
+    """Returns lines that say where and how the outcomes were taken."""
     return list(
         dict.fromkeys(
             f"Node: {outcome.node}; torch {outcome.torch}; isolation {outcome.isolation}; evaluator {outcome.evaluator_version}."
@@ -65,7 +66,7 @@ def node_lines(judged: Judged) -> list[str]:
 
 
 def selftest_report(corpus: Corpus, judged: Judged) -> str:
-    """The table, what it comes to, and where it was taken, as Markdown."""
+    """Returns the table, its totals, and where it was taken, as Markdown."""
     parts = [selftest_table(corpus, judged).markdown(), *(f"* {line}" for line in totals_lines(judged)), ""]
     return "\n".join([*parts, *node_lines(judged)])
 

@@ -39,7 +39,7 @@ def stage(root: Path, folder: Path) -> int:
 
 
 def _chain(chart: str) -> str:
-    """A linear Mermaid flowchart as a row of HTML boxes, so that no script has to be fetched to see it."""
+    """Renders a linear Mermaid flowchart as a row of HTML boxes, so that no script has to be fetched to see it."""
     nodes = NODE.findall(chart)
     if not nodes or chart.count("-->") != len(nodes) - 1:
         raise UsageError(f"a flowchart of the site must be one chain, got:\n{chart}")

@@ -14,8 +14,8 @@ MODES: tuple[Mode, ...] = ("graph", "eager")
 
 
 def sweep_table(results: Sequence[Result], mode: Mode) -> TextTable:
-    """A row per size, a column per problem: microseconds in this mode of its first candidate and, behind a stroke, of the reference next to
-    that. Other candidates of the problem are left out.
+    """Returns a table with a row per size, a column per problem: microseconds in this mode of its first candidate and, behind a stroke, of
+    the reference next to that. Other candidates of the problem are left out.
     """
     first: dict[int, Result] = {}
     cells: dict[tuple[int, int], str] = {}

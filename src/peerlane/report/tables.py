@@ -43,13 +43,14 @@ class TextTable:
     rows: list[tuple[str, ...]] = field(default_factory=list)
 
     def add(self, *cells: str) -> None:
-        """Append a row; raises ValueError unless it has a cell for every column."""
+        """Appends a row; raises ValueError unless it has a cell for every column."""
         if len(cells) != len(self.columns):
             raise ValueError(f"the table has columns {tuple(self.columns)}, got {len(cells)} cells: {cells}")
         self.rows.append(cells)
 
     def rich(self, room: int | None = None) -> Table:
-        """For a screen with room for so many characters a line: without spare columns that say nothing, and others as far as it takes.
+        """Returns the table for a screen with room for so many characters a line: without spare columns that say nothing, and without
+        others until it fits.
 
         A caption names columns that were left out for want of room.
         """
@@ -73,7 +74,7 @@ class TextTable:
         return table
 
     def markdown(self) -> str:
-        """GitHub's dialect, one line a row, ends with a newline; without spare columns that say nothing."""
+        """Returns the table in GitHub's dialect, one line a row, with a newline at the end; without spare columns that say nothing."""
         shown = self._telling()
         rule = ["---:" if column in self.right else "---" for column in self.columns]
         lines = [self.columns, rule, *([cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in self.rows)]
@@ -81,13 +82,13 @@ class TextTable:
         return "".join(f"| {' | '.join(line)} |\n" for line in kept)
 
     def _telling(self) -> list[str]:
-        """The columns, but for spare ones that say nothing in any row."""
+        """Returns the columns, but for spare ones that say nothing in any row."""
         silent = {name for name, *cells in zip(self.columns, *self.rows, strict=True) if self.rows and {*cells} <= {"-", NOT_MEASURED}}
         return [name for name in self.columns if name not in self.spare or name not in silent]
 
 
 def result_table(results: Iterable[Result]) -> TextTable:
-    """One row per result and launch mode with a measured speed, one row for a result without any.
+    """Returns one row per result and launch mode with a measured speed, one row for a result without any.
 
     Times are medians; a speedup has its 95 % interval; "faster" means that the interval's lower end is above 1 plus the noise floor;
     utilisation is the candidate's, against the measured ceilings where there are some, else against the datasheet.
@@ -113,7 +114,7 @@ def result_table(results: Iterable[Result]) -> TextTable:
 
 
 def reasons(results: Iterable[Result]) -> list[str]:
-    """A line for every result that is not correct, and for every reason why a correct one was not timed."""
+    """Returns a line for every result that is not correct, and for every reason why a correct one was not timed."""
     lines: dict[str, None] = {}
     unmeasured: dict[str, dict[str, None]] = {}
     for result in results:
@@ -129,7 +130,7 @@ def reasons(results: Iterable[Result]) -> list[str]:
 
 
 def mechanism_lines(results: Iterable[Result]) -> list[str]:
-    """A line for every audited result: how it moved data between ranks, mechanism by mechanism, and how sure that is."""
+    """Returns a line for every audited result: how it moved data between ranks, mechanism by mechanism, and how sure that is."""
     return [
         f"{result.candidate.name}, problem {_problem(result)}, {result.preset}, W={result.world_size} moves data by: {_mechanisms(result)}"
         for result in results
@@ -138,8 +139,8 @@ def mechanism_lines(results: Iterable[Result]) -> list[str]:
 
 
 def _mechanisms(result: Result) -> str:
-    found = [f"{item.name} ({item.confidence})" for item in result.mechanisms]
-    return ", ".join(found) or "nothing that was recognised"
+    names = [f"{item.name} ({item.confidence})" for item in result.mechanisms]
+    return ", ".join(names) or "nothing that was recognised"
 
 
 def _problem(result: Result) -> str:
@@ -159,14 +160,14 @@ def _speed_cells(speed: ModeSpeed) -> tuple[str, ...]:
 
 
 def _shown_speedup(speed: ModeSpeed) -> float:
-    """The quotient of the two times shown, to which the recorded speedup is rounded. Records of earlier protocols have other times."""
+    """Returns the quotient of the two times shown; the recorded speedup is rounded to it. Earlier protocols recorded other times."""
     reference_us, candidate_us = (float(microseconds(times)) for times in (speed.reference_us, speed.candidate_us))
     quotient = reference_us / candidate_us if candidate_us else 0.0
     return quotient if abs(quotient - speed.speedup.median) <= 0.02 * speed.speedup.median else speed.speedup.median
 
 
 def microseconds(estimate: Estimate) -> str:
-    """The median, with three digits."""
+    """Returns the median, with three digits."""
     return f"{estimate.median:.1f}" if estimate.median < 100 else f"{estimate.median:.0f}"
 
 
@@ -178,7 +179,7 @@ def _share(utilisation: Sequence[Utilisation]) -> str:
 
 
 def environment_lines(results: Iterable[Result]) -> list[str]:
-    """Where the results were taken: a line per node class, software and evaluator version."""
+    """Returns the places of the results: a line per node class, software and evaluator version."""
     lines: dict[str, None] = {}
     for result in results:
         software = result.environment.get("software", {})
@@ -188,23 +189,23 @@ def environment_lines(results: Iterable[Result]) -> list[str]:
 
 
 def by_node(results: Iterable[Result]) -> dict[NodeClass, list[Result]]:
-    """Results by class of machine, without those that a later one replaces. Only results of one class may be compared."""
-    found: dict[NodeClass, list[Result]] = {}
+    """Groups results by class of machine, without those that a later one replaces. Only results of one class may be compared."""
+    groups: dict[NodeClass, list[Result]] = {}
     for result in newest(results):
-        found.setdefault(result.node, []).append(result)
-    return found
+        groups.setdefault(result.node, []).append(result)
+    return groups
 
 
 def results_report(results: Iterable[Result], *, mechanisms: bool = True) -> str:
-    """A table for every class of machine, as Markdown, and the sentences that belong to it."""
+    """Returns a table for every class of machine, as Markdown, and the sentences that belong to it."""
     groups = by_node(results)
     parts = []
     for node, mine in groups.items():
-        told = [
+        notes = [
             *(mechanism_lines(mine) if mechanisms else ()),
             *environment_lines(mine),
             *(f"* {line.rstrip('.')}." for line in reasons(mine)),
         ]
         head = f"Results of {node}, which compare with no others here:\n\n" if len(groups) > 1 else ""
-        parts.append(f"{head}{result_table(mine).markdown()}\n" + "\n\n".join(told))
+        parts.append(f"{head}{result_table(mine).markdown()}\n" + "\n\n".join(notes))
     return "\n\n".join(parts)

@@ -29,14 +29,16 @@ _LANE = 0.8
 
 
 def shares_table(timelines: Sequence[Timeline]) -> TextTable:
-    """A row per side: microseconds per call and the shares of :class:`Shares`, of the busiest rank."""
+    """Returns a table with a row per side: microseconds per call and the shares of :class:`Shares`, of the busiest rank."""
     columns = ("side", "us per call", "measured us", "bound us", "computes", "communicates", "overlap", "idle")
     table = TextTable(columns, right=set(columns[1:]), spare=("bound us",))
     for timeline in timelines:
-        found, labels = timeline.shares(), timeline.labels
+        side_shares, labels = timeline.shares(), timeline.labels
         numbers = [f"{labels[key]:.1f}" if key in labels else "" for key in ("measured_us", "bound_us")]
-        shares = [f"{100 * share:.0f} %" for share in (found.computing, found.communicating, found.overlap, found.idle)]
-        table.add(str(labels["candidate"]), f"{found.us_per_call:.1f}", *numbers, *shares)
+        shares = [
+            f"{100 * share:.0f} %" for share in (side_shares.computing, side_shares.communicating, side_shares.overlap, side_shares.idle)
+        ]
+        table.add(str(labels["candidate"]), f"{side_shares.us_per_call:.1f}", *numbers, *shares)
     return table
 
 
@@ -52,11 +54,11 @@ def draw_timelines(timelines: Sequence[Timeline], path: Path) -> None:
     heights = [len(_tracks(timeline)) + 1 if timeline.roles else max(2, len(_rows(timeline))) for timeline in timelines]
     with svg_figure(path, 9, 1.2 + 0.7 * len(heights) + 0.26 * sum(heights)) as figure:
         panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-        for timeline, found, panel in zip(timelines, shares, panels, strict=True):
+        for timeline, side_shares, panel in zip(timelines, shares, panels, strict=True):
             if timeline.roles:
-                _draw_roles(panel, timeline, found, shown_us)
+                _draw_roles(panel, timeline, side_shares, shown_us)
             else:
-                _draw(panel, timeline, found, shown_us)
+                _draw(panel, timeline, side_shares, shown_us)
         panels[-1].set_xlabel("us")
         drawn = {span.kind for timeline in timelines for rank in range(timeline.ranks) for span in timeline.timed_spans(rank)}
         kinds = [kind for kind in COLOURS if kind in drawn]
@@ -71,7 +73,7 @@ def _rows(timeline: Timeline) -> list[tuple[int, int]]:
     return sorted({(span.rank, span.lane) for rank in range(timeline.ranks) for span in timeline.timed_spans(rank)})
 
 
-def _draw(panel: Any, timeline: Timeline, found: Shares, shown_us: float) -> None:
+def _draw(panel: Any, timeline: Timeline, side_shares: Shares, shown_us: float) -> None:
     rows = _rows(timeline)
     labels = timeline.labels
     start = _shown_from(timeline)
@@ -92,12 +94,12 @@ def _draw(panel: Any, timeline: Timeline, found: Shares, shown_us: float) -> Non
     panel.tick_params(labelsize=8)
     if "bound_us" in labels:
         panel.axvline(labels["bound_us"], color="black", linewidth=0.8, linestyle=":")
-    shares = f"{100 * found.overlap:.0f} % of the communication overlapped, {100 * found.idle:.0f} % idle"
-    panel.set_title(f"{labels['candidate']}: {found.us_per_call:.1f} us per call, {shares}", loc="left", fontsize=8)
+    shares = f"{100 * side_shares.overlap:.0f} % of the communication overlapped, {100 * side_shares.idle:.0f} % idle"
+    panel.set_title(f"{labels['candidate']}: {side_shares.us_per_call:.1f} us per call, {shares}", loc="left", fontsize=8)
 
 
 def _tracks(timeline: Timeline) -> list[tuple[int, str]]:
-    """Blocks and roles of the first rank: the blocks are the first and the last one of those with most roles."""
+    """Returns blocks and roles of the first rank: the blocks are the first and the last one of those with most roles."""
     spans = [span for span in timeline.roles if span.rank == 0]
     roles = {block: len({span.role for span in spans if span.block == block}) for block in sorted({span.block for span in spans})}
     blocks = [block for block, count in roles.items() if count == max(roles.values())]
@@ -105,7 +107,7 @@ def _tracks(timeline: Timeline) -> list[tuple[int, str]]:
     return sorted({(span.block, span.role) for span in spans if span.block in shown})
 
 
-def _draw_roles(panel: Any, timeline: Timeline, found: Shares, shown_us: float) -> None:
+def _draw_roles(panel: Any, timeline: Timeline, side_shares: Shares, shown_us: float) -> None:
     start, tracks = _shown_from(timeline), _tracks(timeline)
     for row, (block, role) in enumerate(tracks):
         own = [span for span in timeline.roles if span.rank == 0 and (span.block, span.role) == (block, role)]
@@ -117,7 +119,7 @@ def _draw_roles(panel: Any, timeline: Timeline, found: Shares, shown_us: float) 
     panel.set_ylim(len(tracks) - 0.5, -0.5)
     panel.set_xlim(0, shown_us)
     panel.tick_params(labelsize=8)
-    panel.set_title(f"{timeline.labels['candidate']}: {found.us_per_call:.1f} us per call, roles on rank 0", loc="left", fontsize=8)
+    panel.set_title(f"{timeline.labels['candidate']}: {side_shares.us_per_call:.1f} us per call, roles on rank 0", loc="left", fontsize=8)
     names = {span.name for span in timeline.roles}
     for name in (name for name in ROLE_COLOURS if name in names):
         panel.broken_barh([], (0, 0), facecolors=ROLE_COLOURS[name], label=name)
@@ -125,7 +127,8 @@ def _draw_roles(panel: Any, timeline: Timeline, found: Shares, shown_us: float) 
 
 
 def _shown_from(timeline: Timeline) -> float:
-    """Microseconds at which the calls that are drawn begin: some from the first half, or the first later ones whose roles were kept."""
+    """Returns microseconds at which the calls that are drawn begin: some from the first half, or the first later ones whose roles were
+    kept."""
     kept = min((span.start_us for span in timeline.roles), default=0.0)
     last = max(0, timeline.calls - _CALLS_SHOWN)
     first = min(last, _FIRST_OF_GRAPH + timeline.calls // 4 // _CALLS_OF_GRAPH * _CALLS_OF_GRAPH)
@@ -134,6 +137,6 @@ def _shown_from(timeline: Timeline) -> float:
 
 
 def _start_of_call(timeline: Timeline, call: int) -> float:
-    """Microseconds at which a call begins on the first rank, if all calls have equally many spans."""
+    """Returns microseconds at which a call begins on the first rank, if all calls have equally many spans."""
     spans = timeline.timed_spans(0)
     return spans[min(len(spans) - 1, call * len(spans) // timeline.calls)].start_us if spans else 0.0

@@ -21,12 +21,12 @@ _ABOUT = {
 
 
 def scaffold_name(problem: Problem, backend: str) -> str:
-    """The file name that says problem and backend, such as ``36_ulysses_gather_seq_scatter_heads_cuda.py``."""
+    """Returns the file name that says problem and backend, such as ``36_ulysses_gather_seq_scatter_heads_cuda.py``."""
     return f"{problem.id}_{problem.slug}_{_ENDING.get(backend, backend)}.py"
 
 
 def scaffold(problem: Problem, backend: str, variant: str = "default") -> str:
-    """The source of a candidate with the problem's signature, which is right as it comes.
+    """Returns the source of a candidate with the problem's signature, which is right as it comes.
 
     Raises :class:`UsageError` for a backend that is none, and where two ranks of the reference talk while the others do not call:
     only ``pytorch`` does so.
@@ -39,9 +39,9 @@ def scaffold(problem: Problem, backend: str, variant: str = "default") -> str:
     head = f'"""Problem {problem.id}: {problem.title}.\n\n{_ABOUT[backend]}\nReplace it step by step by kernels that are faster.\n"""\n\n'
     if backend == "pytorch":
         return head + reference
-    if (found := _ONE_SIDED.search(reference)) is not None:
+    if (match := _ONE_SIDED.search(reference)) is not None:
         raise UsageError(
-            f"--backend {backend} got problem {problem.id}, whose reference calls {found[0]} on two ranks alone: expected calls that all "
+            f"--backend {backend} got problem {problem.id}, whose reference calls {match[0]} on two ranks alone: expected calls that all "
             "ranks of a group make; begin with --backend pytorch"
         )
     imports, rest = _split(reference)
@@ -53,7 +53,7 @@ def scaffold(problem: Problem, backend: str, variant: str = "default") -> str:
 
 
 def _collectives(reference: str) -> str:
-    """The stand-in for torch.distributed, with the functions that the reference calls."""
+    """Returns the stand-in for torch.distributed, with the functions that the reference calls."""
     head, *functions = (_HERE / "collectives.txt").read_text(encoding="utf-8").split("    @staticmethod\n    def ")
     named = {function.partition("(")[0]: function for function in functions}
     called = set(re.findall(r"\bdist\.(\w+)", reference))
@@ -63,7 +63,7 @@ def _collectives(reference: str) -> str:
 
 
 def _split(source: str) -> tuple[list[str], str]:
-    """The import lines that a source begins with, and the rest."""
+    """Returns the import lines that a source begins with, and the rest."""
     lines = source.splitlines(keepends=True)
     end = next(i for i, line in enumerate(lines) if line.strip() and not line.startswith(("import ", "from ")))
     imports = [line for line in lines[:end] if line.strip() and not line.startswith("from __future__")]

@@ -33,7 +33,7 @@ _NOT_CALIBRATED = "not calibrated"
 
 
 class Reach(Record):
-    """How near a wrong answer comes to passing: the ratio of its best case, and which one that is."""
+    """The distance of a wrong answer from passing: the ratio of its best case, and which case that is."""
 
     ratio: Ratio
     case: str
@@ -71,7 +71,7 @@ class Calibration(Record):
 
     @property
     def finished(self) -> bool:
-        """Whether every case could be calibrated; if not, it is to be done again."""
+        """True if every case could be calibrated; if not, it is to be done again."""
         return not any(_NOT_CALIBRATED in line for line in self.complaints)
 
     @property
@@ -82,7 +82,7 @@ class Calibration(Record):
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """What to calibrate: problems (``"1-8,13"`` or ``"all"``), presets, world sizes, a device, a file of records to add to.
+    """A plan of calibrations: problems (``"1-8,13"`` or ``"all"``), presets, world sizes, a device, a file of records to add to.
 
     ``ranks_per_gpu``: as in an evaluation.
     """
@@ -97,12 +97,12 @@ class CalibrationPlan:
 
 
 def read_calibrations(path: Path) -> list[Calibration]:
-    """The records of a file, the newest of every key; none if there is no file. Raises UsageError for a line that is no record."""
+    """Reads the records of a file, the newest of every key; none if there is no file. Raises UsageError for a line that is no record."""
     if not path.exists():
         return []
     try:
-        found = (Calibration.model_validate_json(line) for line in whole_lines(path) if line.strip())
-        return list({item.key: item for item in found}.values())
+        records = (Calibration.model_validate_json(line) for line in whole_lines(path) if line.strip())
+        return list({item.key: item for item in records}.values())
     except ValidationError as error:
         raise UsageError(
             f"{path} holds a line that is no calibration of this version ({error.errors()[0]['msg']}); name another file with --out"
@@ -121,7 +121,7 @@ class Job:
 
 
 def jobs_of(plan: CalibrationPlan, world_size: int) -> list[Job]:
-    """All records of the plan at a world size; problems that do not run on so many ranks have none. Raises :class:`UsageError`."""
+    """Returns all records of the plan at a world size; problems that do not run on so many ranks have none. Raises :class:`UsageError`."""
     selected = problems.select(plan.problems)
     must_have_presets(selected, plan.presets)
     jobs = [
@@ -135,7 +135,7 @@ def jobs_of(plan: CalibrationPlan, world_size: int) -> list[Job]:
 
 
 def job_key(job: Job, device: str) -> tuple[str, ...]:
-    """The key that a job's record will have."""
+    """Returns the key that a job's record will have."""
     return (__version__, device, str(job.problem.id), job.variant, job.preset, str(job.world_size))
 
 
@@ -193,10 +193,10 @@ def _margins(session: Session, case: Case) -> Margins | str:
     except GroupFailure as failure:
         session.drop_trusted()
         return str(failure).strip().splitlines()[-1]
-    found = worst([_parsed(answer["margins"]) for answer in answers])
+    margins = worst([_parsed(answer["margins"]) for answer in answers])
     problem = problems.get(case.problem)
-    found.faults += cost_faults([problem.cost(case, rank) for rank in range(case.world_size)], found.counts)
-    return found
+    margins.faults += cost_faults([problem.cost(case, rank) for rank in range(case.world_size)], margins.counts)
+    return margins
 
 
 def _parsed(message: dict[str, Any]) -> Margins:
@@ -204,12 +204,12 @@ def _parsed(message: dict[str, Any]) -> Margins:
     return Margins(**{**message, "counts": counts})
 
 
-def _record(job: Job, device: str, found: Sequence[Margins | str]) -> Calibration:
+def _record(job: Job, device: str, of_cases: Sequence[Margins | str]) -> Calibration:
     complaints: list[str] = []
     variants: dict[str, Ratios] = {}
     wrong_answers: dict[str, Reach] = {}
     reference: Ratios = {}
-    for case, margins in zip(job.cases, found, strict=True):
+    for case, margins in zip(job.cases, of_cases, strict=True):
         if isinstance(margins, str):
             complaints.append(f"{case.label}: {_NOT_CALIBRATED}: {margins}")
             continue
@@ -220,7 +220,7 @@ def _record(job: Job, device: str, found: Sequence[Margins | str]) -> Calibratio
         for name, ratio in margins.reach().items():
             if name not in wrong_answers or ratio < wrong_answers[name].ratio:
                 wrong_answers[name] = Reach(ratio=_rounded(ratio), case=case.label)
-    timed = found[0]
+    timed = of_cases[0]
     steps = () if isinstance(timed, str) or not timed.counts else tuple(timed.counts[0].steps)
     return Calibration(
         evaluator_version=__version__,
@@ -246,10 +246,10 @@ def _enlarge(into: Ratios, ratios: Ratios) -> None:
 
 
 def _rounded(ratio: float) -> float:
-    """To four digits: more would be noise that fills the file."""
+    """Rounds to four digits: more would be noise that fills the file."""
     return float(f"{ratio:.4g}")
 
 
 def sound(records: Sequence[Calibration]) -> bool:
-    """Whether nothing is wrong with any of them."""
+    """Tells whether nothing is wrong with any of these calibrations."""
     return not any(record.complaints for record in records)

@@ -1,6 +1,6 @@
 """Evaluations side by side on one machine: every lane is a run of its own, in a process of its own, on GPUs and cores that no other has.
 
-Verdicts do not suffer from neighbours. Speeds may, since lanes share memory, power and the host; who publishes speeds uses one lane.
+Verdicts do not suffer from neighbours. Speeds may: lanes share memory, power and the host. Use one lane for speeds to publish.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _TOLD_CHARACTERS = 2_000
 
 @dataclass(frozen=True)
 class Lane:
-    """What one run has for itself. ``gpus``: their UUIDs; empty for CPU ranks."""
+    """The resources of one run. ``gpus``: their UUIDs; empty for CPU ranks."""
 
     gpus: tuple[str, ...]
     cores: tuple[int, ...]
 
 
 def divide(gpus: Sequence[str], cores: Collection[int], world_size: int, most: int, gpus_each: int = 0) -> list[Lane]:
-    """As many lanes with ``gpus_each`` GPUs (default: one for each rank) as the machine has GPUs and cores for, ``most`` at most; one in
-    any case."""
+    """Returns as many lanes with ``gpus_each`` GPUs (default: one for each rank) as the machine has GPUs and cores for, ``most`` at most;
+    one in any case."""
     each = gpus_each or world_size
     count = max(1, min(most, len(gpus) // each, len(cores) // (_CORES_PER_RANK * world_size)))
     ordered, share = sorted(cores), len(cores) // count
@@ -55,7 +55,7 @@ def divide(gpus: Sequence[str], cores: Collection[int], world_size: int, most: i
 
 
 def evaluate_side_by_side(work: Sequence[tuple[Lane, EvaluationPlan, Progress]]) -> None:
-    """Carries out all plans at once. What happens in a lane is told to its progress, but for ``started``; all calls come from this thread.
+    """Carries out all plans at once. Each lane's events go to its progress, but for ``started``; all calls come from this thread.
 
     Raises :class:`HarnessError` with a lane's last words if it does not get through. However this ends, no process is left.
     """
@@ -107,12 +107,12 @@ class _Running:
         return bool(data)
 
     def finish(self) -> None:
-        """Waits for the end of the process; raises :class:`HarnessError` unless it got through."""
+        """Waits for the end of the process; raises :class:`HarnessError` if it failed."""
         if (status := self._process.wait()) == 0:
             return
         self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _TOLD_CHARACTERS))
-        told = self._errors.read().decode(errors="replace").strip()
-        raise HarnessError(f"a run on {', '.join(self._lane.gpus) or 'CPU ranks'} beside others ended with status {status}: {told}")
+        errors = self._errors.read().decode(errors="replace").strip()
+        raise HarnessError(f"a run on {', '.join(self._lane.gpus) or 'CPU ranks'} beside others ended with status {status}: {errors}")
 
     def close(self) -> None:
         """Ends the process, if it still runs: as an interrupt from the keyboard would, so that it clears up."""
@@ -150,7 +150,7 @@ class _Telling:
 
 
 def main() -> int:
-    """The process of a lane: reads its plan from stdin, tells of it on stdout."""
+    """Runs the process of a lane: reads its plan from stdin, tells of it on stdout."""
     parent, cores, device, tier = pickle.load(sys.stdin.buffer)
     die_with_parent(parent)
     os.sched_setaffinity(0, cores)

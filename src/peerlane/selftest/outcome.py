@@ -1,4 +1,4 @@
-"""What one judgement of a corpus candidate came to, as it is stored, and whether it is what the table promises."""
+"""The outcome of judging a corpus candidate once, as it is stored, and whether it is what the table promises."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Outcome(Record):
 
     @staticmethod
     def of(entry: Entry, result: Result, after: str | None) -> Outcome:
-        """What a result says about an entry."""
+        """Returns the outcome of an entry that a result shows."""
         measured = {mode: speed for mode in result.modes if (speed := result.speed_in(mode)) is not None}
         return Outcome(
             evaluator_version=result.evaluator_version,
@@ -72,22 +72,22 @@ class Outcome(Record):
 
     @property
     def seconds(self) -> float:
-        """What the judgement took."""
+        """The duration of the judgement."""
         return round(sum(self.stage_seconds.values()), 3)
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What judgements that may be counted together share."""
+        """The fields that judgements must share to be counted together."""
         return identity(self.evaluator_version, self.sha256, self.world_size, self.device, self.track, self.isolation)
 
 
 def identity(version: str, sha256: str, world_size: int, device: str, track: str, isolation: str) -> tuple[str, ...]:
-    """See :attr:`Outcome.identity`."""
+    """Returns an identity; see :attr:`Outcome.identity`."""
     return (version, sha256, str(world_size), device, track, isolation)
 
 
 def objection(entry: Entry, outcome: Outcome) -> str | None:
-    """Why an outcome is not what the table promises; None if it is."""
+    """Returns the reason why an outcome is not what the table promises; None if it is."""
     accepted = entry.accepted(outcome.device)
     if outcome.verdict not in accepted:
         return f"expected {' or '.join(accepted)}, got {outcome.verdict} ({outcome.reason})"
@@ -101,7 +101,7 @@ def objection(entry: Entry, outcome: Outcome) -> str | None:
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    """The outcomes in a file; none if it does not exist. Raises :class:`UsageError` for a line of another version."""
+    """Reads the outcomes in a file; none if it does not exist. Raises :class:`UsageError` for a line of another version."""
     outcomes = []
     for number, line in enumerate(whole_lines(path) if path.is_file() else [], 1):
         try:
@@ -116,7 +116,7 @@ def read_outcomes(path: Path) -> list[Outcome]:
 
 
 def totals(pairs: Sequence[tuple[Entry, Outcome]]) -> dict[str, int]:
-    """Counts of judgements: ``bad`` and ``bad_ok`` of cheats and bugs, ``good`` and ``good_ok`` of legitimate candidates that were run."""
+    """Counts judgements: ``bad`` and ``bad_ok`` of cheats and bugs, ``good`` and ``good_ok`` of legitimate candidates that were run."""
     counts = dict.fromkeys(("bad", "bad_ok", "good", "good_ok"), 0)
     for entry, outcome in pairs:
         if entry.accepted(outcome.device) == ("not_run",):

@@ -37,7 +37,7 @@ BAD_PER_GOOD = 3
 
 @dataclass(frozen=True)
 class SelftestPlan:
-    """What to judge.
+    """The plan of a selftest.
 
     Attributes:
         corpus: where the candidates are; they are copied, for some of them write beside themselves.
@@ -59,7 +59,8 @@ class SelftestPlan:
 
 
 def selftest(plan: SelftestPlan, progress: Progress | None = None) -> list[tuple[Entry, Outcome]]:
-    """All outcomes of the plan's candidates, those found in ``plan.out`` included, oldest first; each stored as it comes.
+    """Runs the plan; returns all outcomes of its candidates, those found in ``plan.out`` included, oldest first. Each is stored as it
+    comes.
 
     Legitimate candidates that stand between others are among them, whether the plan names them or not.
     """
@@ -72,7 +73,7 @@ def selftest(plan: SelftestPlan, progress: Progress | None = None) -> list[tuple
 
 
 class _Run:
-    """One run: the candidates' files, what is stored already, and who hears of what comes."""
+    """One run: the candidates' files, the outcomes that are stored already, and the progress to report to."""
 
     def __init__(self, plan: SelftestPlan, progress: Progress) -> None:
         self.plan, self.progress = plan, progress
@@ -90,11 +91,11 @@ class _Run:
         self.path = None if plan.out is None else plan.out / FILE
 
     def outcomes(self) -> Iterator[tuple[Entry, Outcome]]:
-        """Those that are there, then those that are missing. Raises :class:`UsageError` if no more can be stored."""
+        """Returns the outcomes that are stored, then those that are missing. Raises :class:`UsageError` if no more can be stored."""
         if self.path is not None:
             make_appendable(self.path)
-        found = [item for item in read_outcomes(self.path) if item.device == self.plan.device] if self.path else []
-        kept = attributed(self.plan.corpus, [item for item in found if item.evaluator_version == __version__])
+        stored = [item for item in read_outcomes(self.path) if item.device == self.plan.device] if self.path else []
+        kept = attributed(self.plan.corpus, [item for item in stored if item.evaluator_version == __version__])
         yield from kept
         done = Counter(item.identity for _, item in kept)
         missing: dict[int, list[Entry]] = defaultdict(list)  # by world size: what can be judged in one session
@@ -110,7 +111,7 @@ class _Run:
         return identity(__version__, sha256, entry.world_size, self.plan.device, entry.track, self.tier)
 
     def _controls(self) -> list[Entry]:
-        """Legitimate candidates that may stand between others: those of the plan where it has some."""
+        """Returns legitimate candidates that may stand between others: those of the plan where it has some."""
 
         def suitable(entries: Sequence[Entry]) -> list[Entry]:
             return [entry for entry in entries if entry.kind == "legitimate" and "correct" in entry.accepted(self.plan.device)]
@@ -118,7 +119,7 @@ class _Run:
         return suitable(self.judged) or suitable([entry for entry in self.plan.corpus.entries if entry.quick])
 
     def _lanes(self, world_size: int, due: int) -> list[Lane]:
-        """What runs side by side: on GPUs, as many runs as there is work for; what is judged needs verdicts, and few speeds."""
+        """Returns the lanes that run side by side: on GPUs, as many runs as there is work for; what is judged needs verdicts, and few speeds."""
         gpus = [gpu.uuid for gpu in discover().gpus] if Place.of(self.plan.device).has_gpus else []
         node = share_gpus(world_size, len(gpus), self.plan.ranks_per_gpu or None)
         most = min(MOST_LANES, due // FEWEST_PER_LANE)
@@ -153,7 +154,7 @@ class _Run:
 
 
 def attributed(corpus: Corpus, outcomes: Sequence[Outcome]) -> list[tuple[Entry, Outcome]]:
-    """The outcomes of files that are in the corpus as they were judged, with their entries."""
+    """Returns the outcomes of files that are in the corpus as they were judged, with their entries."""
     by_sha256 = {_candidate(corpus, entry).sha256: entry for entry in corpus.entries}
     return [(by_sha256[item.sha256], item) for item in outcomes if item.sha256 in by_sha256]
 
@@ -165,14 +166,14 @@ def _candidate(corpus: Corpus, entry: Entry) -> CandidateFile:
 
 
 def deal(due: Sequence[Entry], lanes: int, device: Device, dice: random.Random) -> list[list[Entry]]:
-    """What is due, at random, but so that every lane gets as many as the others of those that hang, and of those that are timed."""
+    """Shuffles the work, so that every lane gets as many as the others of the entries that hang, and of those that are timed."""
     mixed = sorted(dice.sample(due, len(due)), key=lambda entry: entry.accepted(device))
     return [mixed[number::lanes] for number in range(lanes)]
 
 
 def order(due: Sequence[Entry], controls: Sequence[Entry], dice: random.Random) -> list[Entry]:
-    """What is due in random order, legitimate candidates spread evenly over the others, and more of them (``controls``) where those are
-    too few. Entries with several runs have them in a row."""
+    """Returns the work in random order, legitimate candidates spread evenly over the others, and more of them (``controls``) where those
+    are too few. Entries with several runs have them in a row."""
     bad = [entry for entry in due if entry.kind != "legitimate"]
     good = [entry for entry in due if entry.kind == "legitimate"]
     dice.shuffle(bad)

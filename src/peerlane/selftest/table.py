@@ -80,7 +80,7 @@ class Entry(Record):
 
     @property
     def kind(self) -> Kind:
-        """What the row's letter stands for."""
+        """The meaning of the row's letter."""
         return _KINDS[self.row[0]]
 
     def accepted(self, device: Device) -> tuple[VerdictKind, ...]:
@@ -123,20 +123,20 @@ class Corpus:
     folder: Path
 
     def path(self, entry: Entry) -> Path | None:
-        """The candidate's file; None for the reference."""
+        """Returns the candidate's file; None for the reference."""
         return None if entry.file == REFERENCE else self.folder / f"{entry.file}.py"
 
     def select(self, rows: str | None = None, *, quick: bool = False) -> tuple[Entry, ...]:
-        """The entries of some rows (``"C01-C10,B14"``; None: all), perhaps of the quick set only; raises :class:`UsageError`."""
-        chosen = set(self.rows) if rows is None else _parse_rows(rows, self.rows)
-        found = tuple(entry for entry in self.entries if entry.row in chosen and (entry.quick or not quick))
-        if not found:
+        """Returns the entries of some rows (``"C01-C10,B14"``; None: all), perhaps of the quick set only; raises :class:`UsageError`."""
+        selected_rows = set(self.rows) if rows is None else _parse_rows(rows, self.rows)
+        selected = tuple(entry for entry in self.entries if entry.row in selected_rows and (entry.quick or not quick))
+        if not selected:
             raise UsageError(f"no candidate of rows {rows} belongs to the quick set; leave out --quick")
-        return found
+        return selected
 
 
 def load(root: Path | None = None) -> Corpus:
-    """The corpus in a folder that holds ``corpus.toml`` and ``corpus/``; by default the one that came with peerlane.
+    """Loads the corpus in a folder that holds ``corpus.toml`` and ``corpus/``; by default the one that came with peerlane.
 
     Raises :class:`UsageError` for a table that is not valid, names a file that is not there, or misses one that is.
     """
@@ -161,17 +161,17 @@ def load(root: Path | None = None) -> Corpus:
 
 
 def corpus_home() -> Path:
-    """In the package, as wheels have it, or else in the checkout that the package lies in."""
+    """Returns the folder of the corpus: in the package, as wheels have it, or else in the checkout that the package lies in."""
     package = Path(__file__).resolve().parent
     places = (package, package.parents[2] / "tests" / "adversarial")
-    found = next((place for place in places if (place / FILE).is_file()), None)
-    if found is None:
+    home = next((place for place in places if (place / FILE).is_file()), None)
+    if home is None:
         raise UsageError(f"there is no {FILE} in {' or '.join(map(str, places))}: install peerlane again, or run it from a whole checkout")
-    return found
+    return home
 
 
 def _parse_rows(text: str, known: Mapping[str, str]) -> set[str]:
-    chosen: set[str] = set()
+    selected: set[str] = set()
     for part in text.upper().split(","):
         ends = [_ROW.fullmatch(end.strip()) for end in part.split("-")]
         first, last = ends[0], ends[-1]
@@ -180,8 +180,8 @@ def _parse_rows(text: str, known: Mapping[str, str]) -> set[str]:
         inside = [row for row in known if row[0] == first[1] and int(first[2]) <= int(row[1:]) <= int(last[2])]
         if not inside:
             raise UsageError(f"the corpus has no row {part.strip()}: it has {_ranges(list(known))}")
-        chosen.update(inside)
-    return chosen
+        selected.update(inside)
+    return selected
 
 
 def _ranges(rows: Sequence[str]) -> str:

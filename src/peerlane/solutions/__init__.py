@@ -21,13 +21,13 @@ __all__ = ["files", "load"]
 
 
 def files() -> dict[int, Path]:
-    """The file of every problem that has a solution, by the problem's number."""
-    found = sorted(Path(__file__).parent.glob("p[0-9][0-9][0-9]_*.py"))
-    return {int(match[1]): path for path in found if (match := re.match(r"p(\d+)_", path.name))}
+    """Returns the file of every problem that has a solution, by the problem's number."""
+    paths = sorted(Path(__file__).parent.glob("p[0-9][0-9][0-9]_*.py"))
+    return {int(match[1]): path for path in paths if (match := re.match(r"p(\d+)_", path.name))}
 
 
 def load(problem: int) -> Callable[..., Any]:
-    """The ``solution`` of a problem; raises UnknownProblem where there is none."""
+    """Returns the ``solution`` of a problem; raises UnknownProblem where there is none."""
     path = files().get(problem)
     if path is None:
         raise UnknownProblem(f"problem {problem} has no solution here; those with one: {', '.join(map(str, files()))}")

@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(512)
     const SmallExchange<WORLD_SIZE, Gradients> exchange(arena, args.sums, epoch);
     const u32 groups = args.row_groups, group = blockIdx.x % groups, warps = blockDim.x / warp_threads, warp = threadIdx.x / warp_threads;
     Gradients* partial = reinterpret_cast<Gradients*>(arena.local(args.partial));
-    // All ranks' blocks go through their stripes in one order, so that nobody waits for a block that waits for him.
+    // All ranks' blocks go through their stripes in one order, so that no block waits for one that waits for it.
     for (u32 s = blockIdx.x / groups; s * stripe < args.columns; s += gridDim.x / groups) {
         const u32 column = s * stripe + Warp{}.thread() * row_lanes;
         Gradients sum[row_lanes] = {};

@@ -14,7 +14,7 @@ from peerlane.solutions.families.clipping import Clipping, clip_gradients
 
 @per_group
 def _members(world: Group, group: dist.ProcessGroup | None) -> tuple[float, ...]:
-    """1 for every rank of the group; without one, for the rank alone."""
+    """Returns a factor for each rank: 1 for those of the group, else 0. Without a group, the rank is alone in it."""
     members = [world.rank] if group is None else group_of(group).exchange(world.rank)
     return tuple(float(rank in members) for rank in range(world.world_size))
 

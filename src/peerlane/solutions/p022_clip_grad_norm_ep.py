@@ -14,13 +14,13 @@ from peerlane.solutions.families.clipping import Clipping, clip_gradients
 
 @per_group
 def _members(world: Group, group: dist.ProcessGroup | None) -> list[int]:
-    """The group's ranks; without one, the rank alone."""
+    """Returns the group's ranks; without one, the rank alone."""
     return [world.rank] if group is None else group_of(group).exchange(world.rank)
 
 
 @per_group
 def _counts(world: Group, ep_fsdp_group: dist.ProcessGroup | None, ep_group: dist.ProcessGroup | None) -> tuple[float, ...]:
-    """How often each rank's experts count here: by the sum over the first group, then over the second."""
+    """Returns how often each rank's experts count here: by the sum over the first group, then over the second."""
     of_rank = world.exchange(_members(world, ep_fsdp_group))
     return tuple(float(sum(rank in of_rank[q] for q in _members(world, ep_group))) for rank in range(world.world_size))
 

@@ -80,8 +80,8 @@ using namespace peerlane;
 
 constexpr int bytes = 4 / ELEMENT::lanes;
 
-// A rank owns a part of its group's result. Terms and sums lie in one of two buffers by the launch's parity: whoever has finished a launch
-// knows that all have begun it.
+// A rank owns a part of its group's result. Terms and sums lie in one of two buffers by the launch's parity: a rank that has finished
+// a launch knows that all have begun it.
 extern "C" __global__ void __launch_bounds__(512)
     tensor_sum(const __grid_constant__ Arena arena, const __grid_constant__ TensorSum args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
@@ -133,7 +133,7 @@ THREADS = 512
 
 @per_group
 def gather_shards(group: Group, rows: int, inner: int, n_tp: int, dtype: torch.dtype) -> tuple[BoundKernel, torch.Tensor, torch.Tensor]:
-    """From shards (rows, inner), twice, and (inner, rows) to (D, 2 inner) and (inner, D)."""
+    """Gathers shards (rows, inner), twice, and (inner, rows) into (D, 2 inner) and (inner, D)."""
     width, size = rows * group.world_size // n_tp, dtype.itemsize
     grid = min(group.sm_count, 2 * rows + inner)
     sizes = {"flags": 1 + grid, "gate_up": 2 * width * inner * size, "down": width * inner * size}
@@ -153,7 +153,7 @@ def activate(group: Group, dtype: torch.dtype) -> BoundKernel:
 
 @per_group
 def tensor_sum(group: Group, room: int, n_tp: int, dtype: torch.dtype) -> BoundKernel:
-    """The sum of up to ``room`` elements over every ``n_tp`` neighbouring ranks."""
+    """Makes the launch that sums up to ``room`` elements over every ``n_tp`` neighbouring ranks."""
     grid, stride = group.sm_count, -(-room // (8 * n_tp)) * 8 * dtype.itemsize
     return TENSOR_SUM.bind(
         group, grid=grid, block=min(THREADS, group.max_threads), defines={"ELEMENT": element_type(dtype), "TENSOR_RANKS": n_tp},

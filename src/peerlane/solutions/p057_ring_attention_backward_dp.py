@@ -25,10 +25,10 @@ def solution(
     cp_group: dist.ProcessGroup | None = None,
     dp_group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    found = attend_over_ranks_backward(dout, q, k, v, out, softmax_lse, scale=softmax_scale, causal=causal, group=group_of(cp_group))
+    gradients = attend_over_ranks_backward(dout, q, k, v, out, softmax_lse, scale=softmax_scale, causal=causal, group=group_of(cp_group))
     if dp_group is None or (replicas := group_of(dp_group)).world_size == 1:
-        return found
-    results = torch.stack(found)
+        return gradients
+    results = torch.stack(gradients)
     communicator(replicas).all_reduce(results)
     results = results / replicas.world_size
     return results[0], results[1], results[2]

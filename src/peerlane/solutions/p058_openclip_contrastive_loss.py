@@ -56,7 +56,7 @@ CONTRASTIVE_LOSS = DeclaredKernel(
 
 @per_group
 def contrastive_loss(group: Group, rows: int, dtype: torch.dtype) -> BoundKernel:
-    """From logits (rows, W rows) of one rank to its loss."""
+    """Computes the loss of one rank from its logits (rows, W rows)."""
     grid = min(2 * group.sm_count, rows)
     return CONTRASTIVE_LOSS.bind(
         group,

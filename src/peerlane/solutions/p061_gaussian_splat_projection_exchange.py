@@ -133,7 +133,7 @@ SPLAT_ROWS = DeclaredKernel(
 
 @per_group
 def splat_rows(group: Group, sends: bool, capacity: int, channels: int) -> BoundKernel:
-    """``capacity``: of rows at a rank."""
+    """Makes the launch of a group. ``capacity``: of rows at a rank."""
     sizes = {name: nbytes * capacity for name, nbytes in ROW_BYTES.items()}
     return SPLAT_ROWS.bind(
         group, grid=group.sm_count, block=min(256, group.max_threads), defines={"SENDS": int(sends)},

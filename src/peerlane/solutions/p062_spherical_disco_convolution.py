@@ -81,7 +81,7 @@ SUM = r"""
 using namespace peerlane;
 
 // Rows of this rank's latitudes, of all images, in rank order, and the bias. Terms lie in one of two buffers by the launch's parity:
-// whoever has finished a launch knows that all have finished the one before.
+// a rank that has finished a launch knows that all have finished the one before.
 extern "C" __global__ void __launch_bounds__(512)
     latitude_sum(const __grid_constant__ Arena arena, const __grid_constant__ LatitudeSum args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
@@ -119,7 +119,7 @@ LATITUDE_SUM = DeclaredKernel(
 
 
 def shares(size: int, count: int) -> list[int]:
-    """How many of ``size`` items each rank has: ceil(size / count) but for the last; floor, if that left it none."""
+    """Returns how many of ``size`` items each rank has: ceil(size / count) but for the last; floor, if that left it none."""
     each = -(-size // count)
     if each * (count - 1) >= size:
         each = size // count
@@ -128,7 +128,7 @@ def shares(size: int, count: int) -> list[int]:
 
 @per_group
 def sphere_taps(group: Group, columns: int) -> BoundKernel:
-    """A rank's own work, bound by all ranks together: groups may have one rank."""
+    """Makes the launch of a rank's own work, bound by all ranks together: groups may have one rank."""
     return SPHERE_TAPS.bind(group, grid=16 * group.sm_count, block=min(128, group.max_threads, -(-columns // 32) * 32), sizes={})
 
 
@@ -144,7 +144,7 @@ def latitude_sum(group: Group, images: int, channels: int, latitudes: int, colum
 
 
 def gathered(group: Group, x: torch.Tensor, widths: list[int]) -> torch.Tensor:
-    """All ranks' parts, one behind the other."""
+    """Returns all ranks' parts, one behind the other."""
     if group.world_size == 1:
         return x.contiguous()
     parts = [x.shape[:3].numel() * width for width in widths]

@@ -108,14 +108,14 @@ KALMAN_STEP = DeclaredKernel(
 
 @per_group
 def kalman_step(group: Group, capacity: int) -> BoundKernel:
-    """``capacity``: weights of all ranks."""
+    """Makes the launch of a group. ``capacity``: weights of all ranks."""
     sizes = {"flags": 2 * group.sm_count, "totals": 1, "of_blocks": 8 * group.sm_count, "out": 8 * capacity}
     return KALMAN_STEP.bind(group, grid=group.sm_count, block=min(1024, group.max_threads), sizes=sizes, resident=True)
 
 
 @per_group
-def told_at_once(group: Group) -> list[int]:
-    """How many numbers a rank tells of its filters. It grows on all ranks together, for all see the same answers."""
+def numbers_per_exchange(group: Group) -> list[int]:
+    """Returns how many numbers of its filters a rank sends. The count grows on all ranks together: all see the same answers."""
     return [MOST_GIVEN]
 
 
@@ -125,8 +125,8 @@ def on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def filters_of_all(group: Group, sizes: list[int]) -> list[list[int]]:
-    """Every rank's sizes."""
-    room = told_at_once(group)
+    """Returns every rank's sizes."""
+    room = numbers_per_exchange(group)
     while True:
         numbers = [len(sizes), *sizes, *[0] * room[0]][: room[0]]
         table = share_counts(group, numbers if room[0] <= MOST_GIVEN else on_device(tuple(numbers), group.device))

@@ -17,13 +17,13 @@ Sample = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def runs(first: torch.Tensor, count: torch.Tensor, total: int) -> torch.Tensor:
-    """first[0], first[0] + 1, ... (count[0] of them), first[1], ...: ``total`` in all."""
+    """Returns first[0], first[0] + 1, ... (count[0] of them), first[1], ...: ``total`` in all."""
     begin = count.cumsum(0) - count
     return (first - begin).repeat_interleave(count, output_size=total) + torch.arange(total, device=first.device)
 
 
 def new_nodes(nodes: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Those of ``source`` that are not in ``nodes``, each once, in order of appearance."""
+    """Returns the nodes of ``source`` that are not in ``nodes``, each once, in order of appearance."""
     known = torch.cat((nodes, source))
     ascending, order = known.sort(stable=True)
     fresh = torch.ones_like(known, dtype=torch.bool)
@@ -43,7 +43,7 @@ def solution(
     ranks, kit = group_of(group), communicator(group)
 
     def shared(counts: torch.Tensor) -> tuple[list[int], list[int]]:
-        """What goes to each rank, and what comes of each."""
+        """Returns what goes to each rank, and what comes from each."""
         table = share_counts(ranks, counts)
         return table[ranks.rank], [row[ranks.rank] for row in table]
 
@@ -54,7 +54,7 @@ def solution(
 
     nodes = frontier = seed_nodes.to(torch.int64)
     places = torch.arange(ranks.world_size + 1, device=nodes.device)
-    found: list[tuple[torch.Tensor, ...]] = []
+    sampled: list[tuple[torch.Tensor, ...]] = []
     for fanout in fanouts:
         owner, order = node_to_rank[frontier].to(torch.int64).sort(stable=True)
         asked, wanted = shared(torch.searchsorted(owner, places).diff())
@@ -75,10 +75,10 @@ def solution(
         first_edge, degree, begin = ranges.unbind(1)
         total = sum(received)
         source = neighbours[runs(begin, degree, total)].to(torch.int64)
-        found.append((source, frontier.repeat_interleave(degree, output_size=total), runs(first_edge, degree, total)))
+        sampled.append((source, frontier.repeat_interleave(degree, output_size=total), runs(first_edge, degree, total)))
         frontier = new_nodes(nodes, source)
         nodes = torch.cat((nodes, frontier))
 
-    source, destination, edge = (torch.cat(parts) for parts in zip(*found, strict=True)) if found else [nodes[:0]] * 3
+    source, destination, edge = (torch.cat(parts) for parts in zip(*sampled, strict=True)) if sampled else [nodes[:0]] * 3
     ascending, place = nodes.sort()
     return nodes, place[torch.searchsorted(ascending, source)], place[torch.searchsorted(ascending, destination)], edge

@@ -82,7 +82,7 @@ JAGGED_EXCHANGE = DeclaredKernel(
 
 @per_group
 def jagged_exchange(group: Group, features: int, dtypes: tuple[torch.dtype, ...], capacity: tuple[int, int], stagger: int) -> BoundKernel:
-    """``capacity``: of results, in lengths and in values."""
+    """Makes the launch of a group. ``capacity``: of results, in lengths and in values."""
     room = [capacity[tensor > 0] * dtype.itemsize for tensor, dtype in enumerate(dtypes)] + [0] * (3 - len(dtypes))
     return JAGGED_EXCHANGE.bind(
         group,
@@ -101,7 +101,7 @@ def on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def counts_of(lengths: torch.Tensor, strides: list[int]) -> torch.Tensor:
-    """Every feature's number of lengths, and behind them every feature's number of values."""
+    """Returns every feature's number of lengths, and behind them every feature's number of values."""
     own = on_device(tuple(strides), lengths.device)
     if len(set(strides)) == 1:
         return torch.cat((own, lengths.view(len(strides), -1).sum(1, dtype=torch.int64)))
@@ -139,8 +139,8 @@ def solution(
     }
     strides = table.view(group.world_size, 2, features)[:, 0]
     if stride_per_key is None:
-        told = {"stride": strides[:, 0].sum(), "stride_per_rank": strides[:, 0].contiguous()}
+        stride_fields = {"stride": strides[:, 0].sum(), "stride_per_rank": strides[:, 0].contiguous()}
     else:
         in_order = strides.view(stagger, -1, features).transpose(0, 1).reshape(group.world_size, features)
-        told = {"stride_per_key_per_rank": in_order[:, first[group.rank] : first[group.rank + 1]].t().contiguous()}
-    return {"lengths": received.pop("lengths"), "values": received.pop("values"), **told, **received}
+        stride_fields = {"stride_per_key_per_rank": in_order[:, first[group.rank] : first[group.rank + 1]].t().contiguous()}
+    return {"lengths": received.pop("lengths"), "values": received.pop("values"), **stride_fields, **received}

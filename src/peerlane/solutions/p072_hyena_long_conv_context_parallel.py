@@ -55,7 +55,8 @@ HYENA_EXCHANGE = DeclaredKernel(
 
 @per_group
 def hyena_exchange(group: Group, shape: tuple[int, ...], pieces: int, dtype: torch.dtype, back: bool) -> tuple[BoundKernel, torch.Tensor]:
-    """For the shape (batch, channels, positions) of a rank's part; the result has it, or all positions of the rank's own channels."""
+    """Makes the launch for the shape (batch, channels, positions) of a rank's part; the result has it, or all positions of the rank's own
+    channels."""
     batch, channels, local = shape
     own = channels // group.world_size
     threads = min(512, group.max_threads)
@@ -74,7 +75,7 @@ def hyena_exchange(group: Group, shape: tuple[int, ...], pieces: int, dtype: tor
 
 
 def transform_length(least: int) -> int:
-    """The smallest even number of at least this that cuFFT likes: a power of two times 1, 3, 5, 9 or 15."""
+    """Returns the smallest even number of at least this that cuFFT likes: a power of two times 1, 3, 5, 9 or 15."""
     return min(factor << max(1, (-(-least // factor) - 1).bit_length()) for factor in (1, 3, 5, 9, 15))
 
 

@@ -140,7 +140,7 @@ PUSHING_BLOCKS, SHARED_BYTES, NONE = 16, 96 << 10, -1
 
 
 class Axis:
-    """How one axis is cut: ``size`` latents, tiles of ``tile``, of which the part ``overlap`` overlaps, ``factor`` pixels for a latent."""
+    """The tiles of one axis: ``size`` latents, tiles of ``tile``, whose part ``overlap`` overlaps, ``factor`` pixels for a latent."""
 
     def __init__(self, size: int, tile: int, overlap: float, factor: int) -> None:
         self.tile, self.factor, self.stride = tile, factor, int(tile * (1 - overlap))
@@ -150,13 +150,13 @@ class Axis:
         self.blend = int(tile * factor * overlap)
 
     def latents(self, pixel: int, tile: int, spread: int) -> tuple[int, float]:
-        """Two latents around a pixel of a tile, tiles being ``spread`` apart, and the second one's weight."""
+        """Returns the two latents around a pixel of a tile, tiles being ``spread`` apart, and the second one's weight."""
         place = max((pixel + 0.5) / self.factor - 0.5, 0.0)
         first, base = int(place), tile * spread
         return base + first | base + min(first + 1, self.extents[tile] - 1) << 16, place - first
 
     def table(self, spread: int) -> tuple[list[tuple[int, float, int, float]], list[tuple[float, int]]]:
-        """``Place`` and ``Side`` of every pixel."""
+        """Returns ``Place`` and ``Side`` of every pixel."""
         places, sides = [], []
         pixels = [extent * self.factor for extent in self.extents]
         for tile, count in enumerate(pixels):
@@ -172,7 +172,7 @@ class Axis:
 
 
 def mixed(rows: list[tuple[float, ...]], floats: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """32-bit words: bits of floats in the columns ``floats``, integers elsewhere."""
+    """Returns 32-bit words: bits of floats in the columns ``floats``, integers elsewhere."""
     columns = [
         torch.tensor(column, dtype=torch.float32 if i in floats else torch.int32) for i, column in enumerate(zip(*rows, strict=True))
     ]

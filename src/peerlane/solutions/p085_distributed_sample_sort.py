@@ -27,7 +27,7 @@ def sort_keys(values: torch.Tensor) -> torch.Tensor:
 
 
 def part_ends(group: Group, keys: torch.Tensor, borders: list[int]) -> torch.Tensor:
-    """Where the own sorted keys are to be cut so that ``borders`` elements of all ranks lie before each cut; equal keys in rank order."""
+    """Returns where to cut the own sorted keys so that ``borders`` elements of all ranks lie before each cut; equal keys in rank order."""
     bits, everyone = 8 * keys.itemsize, communicator(group).all_gather
     wanted = torch.tensor(borders, device=keys.device)
     step = torch.arange(256, device=keys.device)

@@ -31,7 +31,7 @@ FLOOR = 1e-7
 
 @contextmanager
 def tensor_float32(wanted: bool) -> Iterator[None]:
-    """Products of float32 operands run in TensorFloat32, or in float32."""
+    """Makes products of float32 operands run in TensorFloat32, or in float32."""
     cublas = torch.backends.cuda.matmul
     before = cublas.fp32_precision
     cublas.allow_tf32 = wanted  # torch refuses products if the older switch says another thing than the newer one

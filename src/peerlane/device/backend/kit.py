@@ -16,7 +16,7 @@ from peerlane.errors import UsageError
 
 
 class Collectives(Protocol):
-    """What the backend calls; ``Communicator`` says what each method does."""
+    """The calls of the backend; ``Communicator`` says what each method does."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None: ...
 
@@ -44,18 +44,18 @@ class Collectives(Protocol):
 
 
 class Provider(Protocol):
-    """Where a process gets collectives and their order from."""
+    """The source of a process's collectives and of their order."""
 
     device_type: str
     """Tensors of this type of device are offered to the kit."""
     sum_dtypes: Collection[torch.dtype]
 
     def open(self, group: ProcessGroup, device: torch.device) -> Collectives:
-        """The collectives of ``group``, for tensors on ``device``. All ranks of the group call it."""
+        """Opens the collectives of ``group``, for tensors on ``device``. All ranks of the group call it."""
         ...
 
     def lane(self, device: torch.device) -> Lane:
-        """The one lane of ``device`` in this process."""
+        """Returns the one lane of ``device`` in this process."""
         ...
 
 
@@ -79,7 +79,7 @@ class KitProvider:
 
 
 def refused_group(world_size: int, hosts: Collection[str]) -> str:
-    """Why the kit does not serve a group at all; empty if it does."""
+    """Returns the reason why the kit does not serve a group at all; empty if it does."""
     if not 2 <= world_size <= MAX_RANKS:
         return f"the group has {world_size} ranks; the kit serves 2 to {MAX_RANKS}"
     if len(set(hosts)) > 1:
@@ -88,7 +88,7 @@ def refused_group(world_size: int, hosts: Collection[str]) -> str:
 
 
 def refused_sum(op: Any, dtype: torch.dtype, sum_dtypes: Collection[torch.dtype]) -> str:
-    """Why the kit does not reduce with ``op`` in ``dtype``; empty if it does."""
+    """Returns the reason why the kit does not reduce with ``op`` in ``dtype``; empty if it does."""
     if op != ReduceOp.SUM:
         name = next((name for name, kind in ReduceOp.RedOpType.__members__.items() if op == kind), str(op))
         return f"ReduceOp.{name}; the kit reduces with ReduceOp.SUM"
@@ -98,7 +98,7 @@ def refused_sum(op: Any, dtype: torch.dtype, sum_dtypes: Collection[torch.dtype]
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as contiguous memory, for operations that treat all elements alike. Raises UsageError if it has gaps."""
+    """Returns ``tensor`` as contiguous memory, for operations that treat all elements alike. Raises UsageError if it has gaps."""
     if tensor.is_contiguous():
         return tensor
     if any(
@@ -110,12 +110,12 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_sizes(tensors: Sequence[torch.Tensor]) -> bool:
-    """True if all have the same number of elements."""
+    """Tells whether all have the same number of elements."""
     return len({tensor.numel() for tensor in tensors}) == 1
 
 
 def adjoining(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One flat tensor over memory that ``tensors`` fill back to back, in order; None if they do not."""
+    """Returns one flat tensor over memory that ``tensors`` fill back to back, in order; None if they do not."""
     first = tensors[0]
     storage, place = first.untyped_storage().data_ptr(), first.storage_offset()
     for tensor in tensors:
@@ -126,7 +126,7 @@ def adjoining(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The elements of all tensors, one after the other: their own memory if they adjoin, else a copy."""
+    """Returns the elements of all tensors, one after the other: their own memory if they adjoin, else a copy."""
     own = adjoining(tensors)
     if own is not None:
         return own
@@ -138,7 +138,7 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def fill_parts(outputs: Sequence[torch.Tensor], fill: Callable[[torch.Tensor], None]) -> None:
-    """Let ``fill`` write one flat tensor, of which every output gets its part."""
+    """Lets ``fill`` write one flat tensor, of which every output gets its part."""
     own = adjoining(outputs)
     if own is not None:
         fill(own)

@@ -1,4 +1,4 @@
-"""Which ranks of a group live on one host, and whether some of them share a GPU."""
+"""The hosts and GPUs of a group's ranks: who lives on one host, and whether some ranks share a GPU."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from peerlane.settings import shared_gpu_environment
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank runs: its host, and the identifiers of the GPUs that it can see."""
+    """The place of a rank: its host, and the identifiers of the GPUs that it can see."""
 
     host: str
     gpus: tuple[str, ...]
 
     @classmethod
     def own(cls) -> Seat:
-        """This process's."""
+        """Returns the seat of this process."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         gpus = tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(count))
         return cls(host_name(), gpus)
 
 
 def share_gpus(seats: Sequence[Seat]) -> bool:
-    """True if some host has more ranks than GPUs that these ranks can see, so that at least two of them use one GPU."""
+    """Tells whether some host has more ranks than GPUs that these ranks can see, so that at least two of them use one GPU."""
     for host in {seat.host for seat in seats}:
         here = [seat for seat in seats if seat.host == host]
         gpus = {gpu for seat in here for gpu in seat.gpus}
@@ -38,7 +38,7 @@ def share_gpus(seats: Sequence[Seat]) -> bool:
 
 
 def prepare_shared_gpus(seats: Sequence[Seat], label: str) -> Mapping[str, str]:
-    """Set what NCCL and torch's symmetric memory need where ranks share a GPU; returns the variables that were not set before.
+    """Sets what NCCL and torch's symmetric memory need where ranks share a GPU; returns the variables that were not set before.
 
     ``label`` is another one for every rank of the node. Must come before the first NCCL communicator of the process.
     """

@@ -1,4 +1,4 @@
-"""In which order the collectives of a process run on its GPU, and what their callers wait for.
+"""The order in which the collectives of a process run on its GPU, and what their callers wait for.
 
 Kernels of the kit wait for other ranks while they hold their SMs. Two such kernels side by side can each hold what the other one needs, so
 all collectives of a process form one chain, in the order of their calls. Like in PyTorch's NCCL backend, a blocking call runs on the
@@ -23,23 +23,23 @@ class Lane(Protocol):
     """Runs the kit's collectives of one device one after the other."""
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> Work:
-        """Start ``call``, which reads and writes ``tensors``, behind everything that ran here before."""
+        """Starts ``call``, which reads and writes ``tensors``, behind everything that ran here before."""
         ...
 
     def before_child(self) -> None:
-        """A collective of another library follows, ordered by the caller's stream."""
+        """Orders a collective of another library, which follows, by the caller's stream."""
         ...
 
     def after_child(self, child: object, work: Work | None) -> None:
-        """``child`` started it, and ``work`` stands for its end; None if it runs on the caller's stream."""
+        """Records the collective that ``child`` has started. ``work`` stands for its end; None if it runs on the caller's stream."""
         ...
 
     def capturing(self) -> bool:
-        """True while the caller's stream is captured into a graph."""
+        """Tells whether the caller's stream is captured into a graph."""
         ...
 
     def synchronize(self) -> None:
-        """Return when everything that ran here and on the caller's stream has ended."""
+        """Returns when everything that ran here and on the caller's stream has ended."""
         ...
 
 
@@ -183,12 +183,12 @@ class CudaLane:
             current.synchronize()
 
     def _follow(self, stream: torch.cuda.Stream, capture: int) -> None:
-        """Let ``stream`` wait for the kit's last collective, if that ran on another stream."""
+        """Makes ``stream`` wait for the kit's last collective, if that ran on another stream."""
         if self._last is not None and self._last[1] == capture and self._last[0] != stream:
             stream.wait_stream(self._last[0])
 
     def _follow_children(self, capture: int) -> None:
-        """Let the current stream wait for the collectives of other libraries.
+        """Makes the current stream wait for the collectives of other libraries.
 
         It is the caller's: these works release their tensors once a stream has waited, and the caller's stream is where they are reused.
         """
@@ -199,7 +199,7 @@ class CudaLane:
 
 
 def _capture(stream: torch.cuda.Stream) -> int:
-    """Which capture the current stream is in; 0 outside of captures."""
+    """Returns the number of the capture that the current stream is in; 0 outside of captures."""
     if not torch.cuda.is_current_stream_capturing():
         return 0
     status, _, capture, *_ = cuda_bindings.driver().cuStreamGetCaptureInfo(stream.cuda_stream)

@@ -163,7 +163,7 @@ class PeerlaneGroup(RoutedGroup):
         return self._point_to_point("recv", tensors, lambda child: child.recv_anysource(tensors, tag))
 
     def _point_to_point(self, operation: str, tensors: list[torch.Tensor], issue: Callable[[Any], Work]) -> Work:
-        """Messages are not part of the chain of collectives: one may wait for a peer that has collectives to do first."""
+        """Runs a message outside of the chain of collectives: it may wait for a peer that has collectives to do first."""
         (tensor,) = _one(tensors, operation)
         child = self._child(tensor.device)
         offered = tensor.device.type == self._provider.device_type
@@ -190,7 +190,7 @@ class PeerlaneGroup(RoutedGroup):
 
 
 def create_group(options: Any, backend_options: Any = None) -> PeerlaneGroup:
-    """What torch.distributed calls on every rank of a new group."""
+    """Creates the group; torch.distributed calls this on every rank of a new group."""
     return PeerlaneGroup(
         options.store,
         options.group_rank,
@@ -202,14 +202,14 @@ def create_group(options: Any, backend_options: Any = None) -> PeerlaneGroup:
 
 
 def _one(items: Sequence[Any], operation: str) -> Sequence[Any]:
-    """``items``, of which there is one: a process has one GPU of a group."""
+    """Returns the only one of ``items``: a process has one GPU of a group."""
     if len(items) != 1:
         raise UsageError(f"{operation} of {len(items)} tensors at once; pass one, or use a coalesced operation")
     return items
 
 
 def _like(options: Any, other: Any) -> Any:
-    """``options`` with the reduction, the timeout and the kind of call of ``other``."""
+    """Returns ``options`` with the reduction, the timeout and the kind of call of ``other``."""
     for name in ("reduceOp", "timeout", "asyncOp"):
         setattr(options, name, getattr(other, name))
     return options
@@ -227,7 +227,7 @@ def _scatter(served: Collectives, output: torch.Tensor, inputs: Sequence[Sequenc
 
 
 def _calling_batch() -> Sequence[Any] | None:
-    """The operations of the ``batch_isend_irecv`` that this call comes from, or None.
+    """Returns the operations of the ``batch_isend_irecv`` that this call comes from, or None.
 
     PyTorch tells a group written in Python nothing about batches, and NCCL deadlocks if it gets their messages one by one.
     """

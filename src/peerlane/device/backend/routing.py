@@ -31,7 +31,7 @@ _provider: Provider = KitProvider()
 
 
 def use_provider(provider: Provider) -> Provider:
-    """Let groups that are created from now on use ``provider`` in the kit's place; returns the one before. For tests."""
+    """Makes groups that are created from now on use ``provider`` in the kit's place; returns the one before. For tests."""
     global _provider
     before, _provider = _provider, provider
     return before
@@ -39,7 +39,7 @@ def use_provider(provider: Provider) -> Provider:
 
 @dataclass
 class _Coalescing:
-    """What was called since ``_start_coalescing``."""
+    """The calls since ``_start_coalescing``."""
 
     works: list[Work] = field(default_factory=list)
     collectives: bool = False
@@ -76,7 +76,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         serve_symmetric_memory(name, rank, world_size, PrefixStore("symmetric_memory", store))
 
     def _served(self, operation: str, tensor: torch.Tensor, op: ReduceOp | None = None, refusal: str = "") -> Collectives | None:
-        """The kit, if it serves this call; counts where the call goes. All ranks of a call decide alike."""
+        """Returns the kit, if it serves this call; counts where the call goes. All ranks of a call decide alike."""
         device = tensor.device
         if device.type != self._provider.device_type:
             count(operation, device.type, LIBRARIES.get(device.type, "nothing"))
@@ -91,7 +91,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         return None if refusal else self._kit
 
     def _open_kit(self, device: torch.device) -> None:
-        """Open the kit on all ranks, or on none. NCCL connects too: messages between some of the ranks may follow, which can not do it."""
+        """Opens the kit on all ranks, or on none. NCCL connects too: messages between some of the ranks may follow, which can not do it."""
         if self._provider.lane(device).capturing():
             raise UsageError("the group's first collective came while a graph was captured; call it once before, on every rank")
         opened, problem = None, ""
@@ -127,7 +127,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         return self._noted(work)
 
     def _noted(self, work: Work | None) -> Work:
-        """The work of a call, also where PyTorch gives none because the call runs on the caller's stream."""
+        """Returns the work of a call, also where PyTorch gives none because the call runs on the caller's stream."""
         work = FinishedWork() if work is None else work
         if self._coalescing is not None:
             self._coalescing.works.append(work)
@@ -142,7 +142,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         )
 
     def barrier(self, opts: Any = None) -> Work:
-        """All ranks have come, and what they had launched on their current streams has ended. A captured one orders the device only."""
+        """Waits until all ranks have come and the work of their current streams has ended. A captured barrier orders the device only."""
         opts = opts or c10d.BarrierOptions()
         device = self._barrier_device(opts)
         if device is not None:
@@ -157,7 +157,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         return self._noted(self._children["cpu"].barrier(waiting))
 
     def _barrier_device(self, opts: Any) -> torch.device | None:
-        """The GPU whose work has to end too; None if this process has not used one."""
+        """Returns the GPU whose work has to end too; None if this process has not used one."""
         if "cuda" not in self._children or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return self._kit_device
         if opts.device_ids:
@@ -184,7 +184,8 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
         return JointWork(own if work is None else [*own, work])
 
     def get_group_store(self) -> Store:
-        """Where the ranks of this group can leave each other messages; the C++ class holds none for a group written in Python."""
+        """Returns the store where the ranks of this group leave each other messages; the C++ class holds none for a group written in
+        Python."""
         return self._store
 
     def getBackendName(self) -> str:
@@ -205,7 +206,7 @@ class RoutedGroup(_Untyped):  # type: ignore[misc]
             child.abort()
 
     def _close_kit(self, *, waits: bool) -> None:
-        """Free the kit's memory once no rank can write to it; where that can not be known, the end of the process frees it."""
+        """Frees the kit's memory once no rank can write to it; where that can not be known, the end of the process frees it."""
         forget_symmetric_memory(self._name)
         opened, self._kit = self._kit, None
         if opened is None or not waits or self._kit_device is None:

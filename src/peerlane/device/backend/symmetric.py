@@ -21,7 +21,7 @@ _rendezvous: Any = None
 
 
 def serve_symmetric_memory(name: str, rank: int, world_size: int, store: Store) -> None:
-    """Let a rendezvous of the group ``name``, of which this process is ``rank``, exchange its handles through ``store``."""
+    """Makes a rendezvous of the group ``name``, of which this process is ``rank``, exchange its handles through ``store``."""
     global _rendezvous
     memory = _c10d._SymmetricMemory
     _stand_ins[name] = ProcessGroup(store, rank, world_size)
@@ -33,7 +33,7 @@ def serve_symmetric_memory(name: str, rank: int, world_size: int, store: Store) 
 
 
 def forget_symmetric_memory(name: str) -> None:
-    """The group ``name`` has ended."""
+    """Forgets the group ``name``, which has ended."""
     _stand_ins.pop(name, None)
 
 

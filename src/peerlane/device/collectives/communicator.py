@@ -55,21 +55,21 @@ class Communicator:
         self._launches: dict[Hashable, DeviceLaunch] = {}
 
     def close(self) -> None:
-        """Give the memory back, once all ranks have finished all calls."""
+        """Gives the memory back, once all ranks have finished all calls."""
         self._launches.clear()
         self.arena.close()
 
     # ---- sums ------------------------------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, output: torch.Tensor | None = None) -> None:
-        """The sum of all ranks' tensors to ``output`` (default: in place)."""
+        """Writes the sum of all ranks' tensors to ``output`` (default: in place)."""
         output = tensor if output is None else output
         self._same_size(output, tensor, 1, 1)
         nbytes = tensor.nbytes
         self._run(("all_reduce", nbytes, tensor.dtype), tensor, output, lambda: (plans.all_reduce(nbytes, self.machine), Messages(), 0))
 
     def reduce(self, tensor: torch.Tensor, dst: int, output: torch.Tensor | None = None) -> None:
-        """The same on rank ``dst``; elsewhere ``output`` becomes a copy of the rank's own tensor."""
+        """Writes the sum of all ranks' tensors to ``output`` on rank ``dst``; elsewhere ``output`` gets the rank's own tensor."""
         output = tensor if output is None else output
         self._same_size(output, tensor, 1, 1)
         self._root(dst)
@@ -82,7 +82,7 @@ class Communicator:
         )
 
     def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        """``input`` is W equal parts; the sum of all ranks' parts number r goes to rank r's ``output``."""
+        """Writes the sum of all ranks' parts number r, of W equal ones in ``input``, to rank r's ``output``."""
         self._same_size(output, input, self.machine.world_size, 1)
         shard = output.nbytes
         self._run(
@@ -95,7 +95,7 @@ class Communicator:
     # ---- moves -----------------------------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: torch.Tensor, src: int, output: torch.Tensor | None = None) -> None:
-        """Rank ``src``'s tensor to ``output`` on every rank (default: in place). Other ranks' ``tensor`` is not read."""
+        """Writes rank ``src``'s tensor to ``output`` on every rank (default: in place). Other ranks' ``tensor`` is not read."""
         output = tensor if output is None else output
         self._same_size(output, tensor, 1, 1)
         self._root(src)
@@ -108,7 +108,7 @@ class Communicator:
         )
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        """Every rank's ``input``, in rank order, to ``output`` on every rank. ``input`` may be its own place in ``output``."""
+        """Writes every rank's ``input``, in rank order, to ``output`` on every rank. ``input`` may be its own place in ``output``."""
         self._same_size(output, input, 1, self.machine.world_size)
         shard = input.nbytes
         self._run(
@@ -119,13 +119,13 @@ class Communicator:
         )
 
     def all_gather(self, input: torch.Tensor) -> torch.Tensor:
-        """Every rank's ``input``, in rank order: (W, *shape)."""
+        """Returns every rank's ``input``, in rank order: (W, *shape)."""
         output = input.new_empty((self.machine.world_size, *input.shape))
         self.all_gather_into_tensor(output, input.contiguous())
         return output
 
     def gather(self, tensor: torch.Tensor, output: torch.Tensor | None, dst: int) -> None:
-        """Every rank's ``tensor``, in rank order, to ``output`` on rank ``dst``; elsewhere ``output`` is None."""
+        """Writes every rank's ``tensor``, in rank order, to ``output`` on rank ``dst``; elsewhere ``output`` is None."""
         self._root(dst)
         shard = tensor.nbytes
         if self.member.rank == dst:
@@ -141,7 +141,7 @@ class Communicator:
         )
 
     def scatter(self, output: torch.Tensor, input: torch.Tensor | None, src: int) -> None:
-        """``input`` of rank ``src`` is W equal parts; part r goes to rank r's ``output``. Elsewhere ``input`` is None."""
+        """Writes part r of rank ``src``'s ``input``, of W equal ones, to rank r's ``output``. Elsewhere ``input`` is None."""
         self._root(src)
         shard = output.nbytes
         if self.member.rank == src:
@@ -163,7 +163,8 @@ class Communicator:
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
     ) -> None:
-        """Part q of ``input`` to rank q, where it becomes part r of ``output``. Parts are rows of axis 0: equal, or as the splits say.
+        """Sends part q of ``input`` to rank q, where it becomes part r of ``output``. Parts are rows of axis 0: equal, or as the splits
+        say.
 
         With splits on one rank there are splits on all; what rank r sends to q is what q expects from r. Zero rows are a part too.
         """
@@ -183,8 +184,8 @@ class Communicator:
     def exchange(
         self, output: torch.Tensor, input: torch.Tensor, sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]]
     ) -> None:
-        """The most general move: ``sends[q]`` is where in ``input`` the bytes for rank q begin and how many they are, ``receives[q]`` where
-        in ``output`` those of rank q go. What rank r sends to q is as long as what q expects from r; parts may overlap in ``input``."""
+        """Moves parts of any length: ``sends[q]`` is where in ``input`` the bytes for rank q begin and how many they are, ``receives[q]``
+        where in ``output`` those of rank q go. Rank r sends to q as many bytes as q expects from r; parts may overlap in ``input``."""
         for tensor, parts in ((input, sends), (output, receives)):
             if len(parts) != self.machine.world_size or any(at < 0 or size < 0 or at + size > tensor.nbytes for at, size in parts):
                 raise UsageError(f"parts {list(parts)} of {tensor.nbytes} bytes; expected {self.machine.world_size} parts inside them")
@@ -204,7 +205,7 @@ class Communicator:
         target: torch.Tensor | None,
         make: Callable[[], tuple[Plan, Messages, int]],
     ) -> None:
-        """Launch what ``make`` plans, once per ``key``. Nothing to move on one rank means nothing to move on any."""
+        """Launches what ``make`` plans, once per ``key``. Nothing to move on one rank means nothing to move on any."""
         shape = source if source is not None else target
         if shape is None or shape.nbytes == 0:
             return
@@ -252,7 +253,7 @@ class Communicator:
         return tensor
 
     def _part_bytes(self, tensor: torch.Tensor, rows: Sequence[int] | None) -> list[int]:
-        """Bytes of each rank's part of ``tensor``."""
+        """Returns the bytes of each rank's part of ``tensor``."""
         world_size = self.machine.world_size
         length = tensor.shape[0] if tensor.dim() else 0
         rows = [length // world_size] * world_size if rows is None else rows
@@ -263,14 +264,14 @@ class Communicator:
 
 
 def relative_parts(counts: Sequence[int], rank: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Parts of ``exchange`` from counts of rows, of which number j is that of rank (rank + j) mod W and lies behind number j - 1."""
+    """Returns parts of ``exchange`` from counts of rows. Number j is that of rank (rank + j) mod W and lies behind number j - 1."""
     begins = list(accumulate(counts, initial=0))
     places = [(q - rank) % len(counts) for q in range(len(counts))]
     return [(begins[place] * row_bytes, counts[place] * row_bytes) for place in places]
 
 
 def communicator(group: Group | dist.ProcessGroup | None = None) -> Communicator:
-    """The one communicator of ``group`` (default: all ranks) in this process, made by the first call, which is collective."""
+    """Returns the one communicator of ``group`` (default: all ranks) in this process, made by the first call, which is collective."""
     return _communicator(group_of(group))
 
 

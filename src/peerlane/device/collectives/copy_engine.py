@@ -25,14 +25,14 @@ DEFAULT_CHUNK_BYTES = 8 << 20
 
 
 def chunks(nbytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    """Start and length of every chunk; the last may be shorter."""
+    """Yields start and length of every chunk; the last may be shorter."""
     if chunk_bytes < 1:
         raise UsageError(f"chunks of {chunk_bytes} bytes; expected a positive number")
     return ((start, min(chunk_bytes, nbytes - start)) for start in range(0, nbytes, chunk_bytes))
 
 
 def flag_offset(flags: int, slot: int, source: int, world_size: int) -> int:
-    """Where the flag lies that rank ``source`` raises in ``slot``; as ``peerlane::Peers`` has it."""
+    """Returns the offset of the flag that rank ``source`` raises in ``slot``; as ``peerlane::Peers`` has it."""
     return flags + (slot * world_size + source) * LINE_BYTES
 
 
@@ -46,7 +46,7 @@ class CopyEngine:
         self.stream = torch.cuda.Stream(arena.device)  # type: ignore[no-untyped-call, unused-ignore]
 
     def push(self, peer: int, target: int, source: torch.Tensor, *, slot: int, number: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> int:
-        """Copy ``source`` to offset ``target`` of rank ``peer``'s arena, behind what the current stream has done so far.
+        """Copies ``source`` to offset ``target`` of rank ``peer``'s arena, behind what the current stream has done so far.
 
         Chunk i raises this rank's flag of ``slot`` there to ``number + 1 + i``; returns the number of chunks.
         """
@@ -55,14 +55,14 @@ class CopyEngine:
         return self._copy(base[peer] + target, source.data_ptr(), _bytes(source), (flag, number, chunk_bytes))
 
     def pull(self, peer: int, source: int, target: torch.Tensor, *, slot: int, number: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> int:
-        """Copy from offset ``source`` of rank ``peer``'s arena to ``target``, behind what the current stream has done so far, and
+        """Copies from offset ``source`` of rank ``peer``'s arena to ``target``, behind what the current stream has done so far, and
         ``wait`` calls before this one. Chunk i raises the flag of (``slot``, ``peer``) here, as if the peer had pushed."""
         base = self.arena.view.base
         flag = base[self.arena.rank] + flag_offset(self.flags, slot, peer, self.arena.world_size)
         return self._copy(target.data_ptr(), base[peer] + source, _bytes(target), (flag, number, chunk_bytes))
 
     def wait(self, source: int, *, slot: int, number: int) -> None:
-        """What is started from here on begins once rank ``source`` has raised its flag of ``slot`` here to ``number`` or later.
+        """Makes what is started from here on wait until rank ``source`` has raised its flag of ``slot`` here to ``number`` or later.
 
         The hardware waits without a deadline: for flags that kernels raise, which have one.
         """
@@ -72,7 +72,7 @@ class CopyEngine:
         _check(driver.cuStreamWaitValue32(self.stream.cuda_stream, flag, number & 0xFFFFFFFF, at_least), "waiting for a flag")
 
     def join(self) -> None:
-        """The current stream goes on when everything started here is done."""
+        """Makes the current stream wait for everything started here."""
         torch.cuda.current_stream(self.arena.device).wait_stream(self.stream)
 
     def _copy(self, target: int, source: int, nbytes: int, signal: tuple[int, int, int]) -> int:

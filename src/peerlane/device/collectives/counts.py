@@ -18,7 +18,7 @@ SOURCE = r"""
 #include <peerlane/comm.cuh>
 using namespace peerlane;
 
-// Rows lie in one of two buffers by the launch's parity: whoever has finished a launch knows that all have finished the one before.
+// Rows lie in one of two buffers by the launch's parity: a rank that has finished a launch knows that all have finished the one before.
 extern "C" __global__ void __launch_bounds__(128)
     share_counts(const __grid_constant__ Arena arena, const __grid_constant__ ShareCounts args) {
     const u32 epoch = next_epoch(reinterpret_cast<u32*>(arena.local(args.epochs)));
@@ -51,15 +51,15 @@ def _bound(group: Group, count: int) -> tuple[BoundKernel, torch.Tensor]:
 
 
 def share_counts(group: Group, counts: torch.Tensor | Sequence[int]) -> list[list[int]]:
-    """Collective: every rank's counts, an int64 vector on the device or up to eight integers; as many on all ranks.
+    """Collective: returns every rank's counts, an int64 vector on the device or up to eight integers; as many on all ranks.
 
     Waits for the current stream, so it cannot be captured."""
-    found = share_table(group, counts).tolist()
-    return [found[first : first + len(counts)] for first in range(0, len(found), len(counts))]
+    table = share_table(group, counts).tolist()
+    return [table[first : first + len(counts)] for first in range(0, len(table), len(counts))]
 
 
 def share_table(group: Group, counts: torch.Tensor | Sequence[int]) -> torch.Tensor:
-    """The same as one vector of the host, which is written again by the next call for as many counts."""
+    """Returns the counts of :func:`share_counts` as one vector of the host, which the next call for as many counts overwrites."""
     launch, out = _bound(group, len(counts))
     if isinstance(counts, torch.Tensor):
         launch(counts=counts.to(torch.int64).contiguous(), out=out)

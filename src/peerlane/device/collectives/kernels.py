@@ -31,7 +31,7 @@ class Source:
     threads: str = "512"
 
     def text(self, name: str) -> str:
-        """CUDA C++, to be compiled with WORLD_SIZE and, for a sum, ELEMENT. All kernels take the same arguments."""
+        """Returns CUDA C++, to be compiled with WORLD_SIZE and, for a sum, ELEMENT. All kernels take the same arguments."""
         return _SOURCE.format(name=name, header=self.header, call=self.call, threads=self.threads)
 
 
@@ -40,7 +40,7 @@ ROUNDS = "_rounds"
 
 
 def _by_packets(name: str, header: str, call: str, arguments: str, *, sums: bool = False) -> dict[str, Source]:
-    """A kernel for messages that the packet buffers hold, and the same one for longer ones, which it sends in several rounds."""
+    """Returns a kernel for messages that the packet buffers hold, and the same one for longer ones, which it sends in several rounds."""
     element = "ELEMENT, " if sums else ""
     return {
         name: Source(header, f"{call}<{element}WORLD_SIZE>({arguments})", sums),
@@ -80,13 +80,13 @@ KERNELS = {
 
 
 def compile_kernel(name: str, world_size: int, dtype: torch.dtype, arch: str | None = None, rings: Rings = RINGS) -> Cubin:
-    """The cubin of a kernel for a world size; ``dtype`` matters where it sums."""
+    """Compiles a kernel for a world size; ``dtype`` matters where it sums."""
     source, defines = kernel_source(name, world_size, dtype, rings)
     return compile_cubin(source, arch=arch, defines=defines)
 
 
 def kernel_source(name: str, world_size: int, dtype: torch.dtype, rings: Rings = RINGS) -> tuple[str, dict[str, str | int]]:
-    """The source and the macros of a kernel."""
+    """Returns the source and the macros of a kernel."""
     kernel = KERNELS[name]
     defines: dict[str, str | int] = {"WORLD_SIZE": world_size, **rings.defines()}
     if kernel.sums:

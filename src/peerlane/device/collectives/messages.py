@@ -1,4 +1,4 @@
-"""Who sends what to whom in each collective: pure functions from sizes to :class:`Messages`, in bytes.
+"""The messages of each collective: pure functions from sizes to :class:`Messages`, in bytes.
 
 An *exchange* takes every message to its place; a *sum* adds the messages from all ranks. Ranks are numbered within the group.
 """
@@ -21,23 +21,23 @@ class Member:
 
 
 def all_gather(member: Member, shard: int) -> Messages:
-    """Own ``shard`` bytes to everybody; rank q's to place q."""
+    """Sends the own ``shard`` bytes to everybody; rank q's go to place q."""
     every = range(member.world_size)
     return _messages([0 for _ in every], [shard for _ in every], [q * shard for q in every], [shard for _ in every])
 
 
 def all_to_all(sends: Sequence[int], receives: Sequence[int]) -> Messages:
-    """``sends[q]`` bytes to rank q and ``receives[q]`` from it, one behind the other on both sides."""
+    """Sends ``sends[q]`` bytes to rank q and gets ``receives[q]`` from it, one behind the other on both sides."""
     return _messages(_starts(sends), sends, _starts(receives), receives)
 
 
 def parts(sends: Sequence[tuple[int, int]], receives: Sequence[tuple[int, int]]) -> Messages:
-    """Begin and length of what goes to each rank, and of what comes from it."""
+    """Describes messages by begin and length of what goes to each rank, and of what comes from it."""
     return _messages(*zip(*sends, strict=True), *zip(*receives, strict=True))
 
 
 def broadcast(member: Member, nbytes: int, root: int) -> Messages:
-    """The root's ``nbytes`` to everybody, itself included."""
+    """Sends the root's ``nbytes`` to everybody, itself included."""
     every = range(member.world_size)
     return _messages(
         [0 for _ in every],
@@ -48,7 +48,7 @@ def broadcast(member: Member, nbytes: int, root: int) -> Messages:
 
 
 def gather(member: Member, shard: int, root: int) -> Messages:
-    """Everybody's ``shard`` bytes to the root, rank q's to place q."""
+    """Sends everybody's ``shard`` bytes to the root, rank q's to place q."""
     every = range(member.world_size)
     at_root = member.rank == root
     return _messages(
@@ -60,7 +60,7 @@ def gather(member: Member, shard: int, root: int) -> Messages:
 
 
 def scatter(member: Member, shard: int, root: int) -> Messages:
-    """The root's q-th ``shard`` bytes to rank q."""
+    """Sends the root's q-th ``shard`` bytes to rank q."""
     every = range(member.world_size)
     from_root = member.rank == root
     return _messages(
@@ -72,13 +72,13 @@ def scatter(member: Member, shard: int, root: int) -> Messages:
 
 
 def reduce_scatter(member: Member, shard: int) -> Messages:
-    """The q-th ``shard`` bytes to rank q, terms of a sum that goes to the start of the output."""
+    """Sends the q-th ``shard`` bytes to rank q, terms of a sum that goes to the start of the output."""
     every = range(member.world_size)
     return _messages([q * shard for q in every], [shard for _ in every], [0 for _ in every], [shard for _ in every])
 
 
 def reduce(member: Member, nbytes: int, root: int) -> Messages:
-    """All ``nbytes`` to the root, terms of a sum there; elsewhere to the rank itself, as they are."""
+    """Sends all ``nbytes`` to the root, terms of a sum there; elsewhere to the rank itself, as they are."""
     every = range(member.world_size)
     return _messages(
         [0 for _ in every],

@@ -1,4 +1,4 @@
-"""Which kernel a collective uses for a size, with which grid: pure functions of what all ranks know, so that all ranks plan alike.
+"""The kernel and the grid of a collective for a size: pure functions of what all ranks know, so that all ranks plan alike.
 
 The limits come from a model (packets carry a third more bytes than data) and from the sweeps in results/h200x4 and results/h200x2:
 collectives.json compares the kernels by size, and rings.json the settings of rings.
@@ -35,7 +35,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan depends on besides sizes: ranks, the smallest number of SMs of any of them, and how rings are laid out."""
+    """The facts that a plan depends on besides sizes: ranks, the smallest number of SMs of any of them, and how rings are laid out."""
 
     world_size: int
     sm_count: int
@@ -43,7 +43,7 @@ class Machine:
 
 
 def all_reduce(nbytes: int, machine: Machine) -> Plan:
-    """``nbytes`` > 0 on every rank."""
+    """Plans a sum of ``nbytes`` > 0 on every rank."""
     packets = _packets(nbytes)
     others = machine.world_size - 1
     # Per port, one shot sends (W - 1) S and two shots 2 (W - 1) / W S, each times 4 / 3.
@@ -57,36 +57,36 @@ def all_reduce(nbytes: int, machine: Machine) -> Plan:
 
 
 def broadcast(nbytes: int, machine: Machine) -> Plan:
-    """``nbytes`` > 0 from one rank to all."""
+    """Plans the move of ``nbytes`` > 0 from one rank to all."""
     if machine.world_size == 2:  # nobody to share the work with
         return rooted_exchange(nbytes, machine)
     return _rooted("exchange_packets", "broadcast_two_shot", "broadcast_relay", nbytes, machine)
 
 
 def reduce(nbytes: int, machine: Machine) -> Plan:
-    """``nbytes`` > 0 of every rank summed on one."""
+    """Plans the sum of every rank's ``nbytes`` > 0 on one."""
     if machine.world_size == 2:
         return _messages("reduce_packets", "reduce_ring", nbytes, machine, ROOTED_PACKET_LIMIT_BYTES)
     return _rooted("reduce_packets", "reduce_two_shot", "reduce_relay", nbytes, machine)
 
 
 def exchange(message: int, machine: Machine) -> Plan:
-    """Messages of ``message`` > 0 bytes from every rank to every other one: all-gather, all-to-all."""
+    """Plans messages of ``message`` > 0 bytes from every rank to every other one: all-gather, all-to-all."""
     return _messages("exchange_packets", "exchange_ring", message, machine)
 
 
 def rooted_exchange(message: int, machine: Machine) -> Plan:
-    """Messages of ``message`` > 0 bytes to one rank from every other one, or from one to every other: gather, scatter."""
+    """Plans messages of ``message`` > 0 bytes to one rank from every other one, or from one to every other: gather, scatter."""
     return _messages("exchange_packets", "exchange_ring", message, machine, ROOTED_PACKET_LIMIT_BYTES)
 
 
 def reduce_scatter(shard: int, machine: Machine) -> Plan:
-    """Sums of ``shard`` > 0 bytes on every rank."""
+    """Plans sums of ``shard`` > 0 bytes on every rank."""
     return _messages("reduce_packets", "reduce_ring", shard, machine)
 
 
 def uneven_exchange(machine: Machine) -> Plan:
-    """Messages whose lengths only their two ends know: by rings, whatever they are."""
+    """Plans messages whose lengths only their two ends know: by rings, whatever they are."""
     return _ring("exchange_ring", machine)
 
 
@@ -108,12 +108,12 @@ def _rooted(one_trip: str, two_trips: str, relay: str, nbytes: int, machine: Mac
 
 
 def _by_packets(kernel: str, packets: int, room: int, machine: Machine) -> Plan:
-    """Messages of at most ``packets`` packets, where ``room`` fit at a time."""
+    """Plans messages of at most ``packets`` packets, where ``room`` fit at a time."""
     return Plan(kernel if packets <= room else kernel + ROUNDS, *_spread(packets, machine))
 
 
 def _room(machine: Machine) -> int:
-    """Packets of one source that a packet buffer holds."""
+    """Returns how many packets of one source a packet buffer holds."""
     return workspace.packet_message_bytes(machine.world_size) // workspace.PACKET_DATA_BYTES
 
 
@@ -133,6 +133,6 @@ def _ring(kernel: str, machine: Machine) -> Plan:
 
 
 def _spread(items: int, machine: Machine) -> tuple[int, int]:
-    """Grid and block for ``items`` threads' work: small blocks on many SMs, at most one block per SM."""
+    """Returns grid and block for ``items`` threads' work: small blocks on many SMs, at most one block per SM."""
     block = next((threads for threads in (128, 256, 512) if items <= threads * machine.sm_count), 512)
     return min(-(-items // block), machine.sm_count), block

@@ -67,12 +67,12 @@ class AxisLayout:
         return tuple(shape)
 
     def block(self, rank: int, world_size: int) -> tuple[StridedBlock, int]:
-        """What ``rank`` sends to each, and the bytes of a unit: the widest that divides all distances."""
+        """Returns what ``rank`` sends to each, and the bytes of a unit: the widest that divides all distances."""
         out, local, size = self.result_shape(world_size), self.shape[self.joined], self.dtype.itemsize
         first, second = sorted((self.joined, self.cut))
         counts = list(out)
         counts[self.joined] = min(max(self.kept - rank * local, 0), local)
-        # Axes, outermost first: those before both, one of both, those between; the other one with all behind it is a run.
+        # Axes, outermost first: those before both, the first of both, those between. The second of both and all behind it are one run.
         axes = (first, math.prod(self.shape[:first])), (first + 1, counts[first]), (second, math.prod(self.shape[first + 1 : second]))
         run = counts[second] * math.prod(self.shape[second + 1 :])
         distances = [
@@ -82,7 +82,7 @@ class AxisLayout:
             out[self.cut] * math.prod(self.shape[self.cut + 1 :]),
             local * math.prod(out[self.joined + 1 :]),
         ]
-        # The same on all ranks: local lengths and what is kept divide by it too, whatever a rank has of them.
+        # The same on all ranks: it divides the lengths of every rank.
         inner = math.prod(out[self.joined + 1 :]) if self.joined == second else out[self.cut] * math.prod(out[self.cut + 1 :])
         unit = math.gcd(16, size * inner, *(size * distance for distance in distances[1:]))
         units, *strides = (size * distance // unit for distance in distances)
@@ -100,7 +100,7 @@ class AxisLayout:
 
 @per_group
 def _exchange(group: Group, layout: AxisLayout, parts: int = 1) -> tuple[BoundKernel, torch.Tensor]:
-    """The kernel, and where the results of ``parts`` exchanges lie behind each other."""
+    """Returns the kernel, and where the results of ``parts`` exchanges lie behind each other."""
     block, unit = layout.block(group.rank, group.world_size)
     shape, nbytes = (parts, *layout.result_shape(group.world_size)), math.prod(layout.shape) * layout.dtype.itemsize
     grid = min(MAX_BLOCKS, group.sm_count, max(1, -(-nbytes // (unit * THREADS))))
@@ -112,7 +112,7 @@ def _exchange(group: Group, layout: AxisLayout, parts: int = 1) -> tuple[BoundKe
 
 
 def exchange_axes(group: Group, x: torch.Tensor, *, joined: int, cut: int, kept: int | None = None) -> torch.Tensor:
-    """Collective: part r of axis ``cut`` of every rank's tensor, joined along axis ``joined`` in rank order, on rank r.
+    """Collective: returns on rank r part r of axis ``cut`` of every rank's tensor, joined along axis ``joined`` in rank order.
 
     All ranks pass one shape; ``cut`` divides by the ranks. Only the first ``kept`` positions of the joined axis come. The result lies in
     the arena and is valid until the group's next exchange of this shape."""
@@ -129,7 +129,7 @@ def exchange_axes(group: Group, x: torch.Tensor, *, joined: int, cut: int, kept:
 
 
 def exchange_part(group: Group, x: torch.Tensor, part: int, parts: int, *, joined: int, cut: int) -> torch.Tensor:
-    """Collective: ``exchange_axes`` of a tensor that is number ``part`` of several, and the results of all of them, (parts, ...).
+    """Collective: runs ``exchange_axes`` of a tensor that is number ``part`` of several; returns the results of all of them, (parts, ...).
 
     They lie in the arena. Each is valid until the group's next exchange of that part."""
     layout = AxisLayout(tuple(x.shape), x.dtype, joined, cut, x.shape[joined] * group.world_size)

@@ -25,7 +25,8 @@ def _is_power_of_two(number: int) -> bool:
 
 @dataclass(frozen=True)
 class Rings:
-    """How large messages go through rings of tiles; the same on all ranks. Headers get these numbers as a macro and have none of their own.
+    """The sizes of the rings of tiles through which large messages go; the same on all ranks. Headers get these numbers as a macro and have
+    none of their own.
 
     A port of 375 GB/s needs about 1 MB on its way to be full: tiles times ``in_flight`` times blocks. ``tests/gpu/tune_rings.py`` times
     other settings; between two H200 these were the fastest or within 5 % of it for every operation from 64 MiB on.
@@ -44,7 +45,7 @@ class Rings:
     """Most memory of all rings that copy; those that sum have as much. At 4 ranks it holds the rings of 132 blocks, at 8 ranks of 57."""
 
     def __post_init__(self) -> None:
-        """The rules that the headers check too; they say why."""
+        """Raises UsageError for numbers that break the rules of the headers, which say why."""
         rules = {
             "depth is a power of two": _is_power_of_two(self.depth),
             "depth is at least stages + 2": self.depth >= self.stages + 2,
@@ -56,7 +57,7 @@ class Rings:
             raise UsageError(f"{self} can not be: expected that {', and that '.join(broken)}")
 
     def defines(self) -> dict[str, str | int]:
-        """The macro that the headers want: ``peerlane::RingSettings``, in its order."""
+        """Returns the macro that the headers want: ``peerlane::RingSettings``, in its order."""
         numbers = (self.tile_bytes, self.depth, self.stages, self.in_flight, self.summing_warps)
         return {"PEERLANE_RINGS": ",".join(map(str, numbers))}
 
@@ -105,7 +106,7 @@ RINGS = Rings()
 
 
 class Taker(Protocol):
-    """What gives parts of an arena away."""
+    """An object that gives parts of an arena away."""
 
     def take(self, nbytes: int, *, align: int = LINE_BYTES) -> int: ...
 
@@ -128,7 +129,7 @@ class Channels(ctypes.Structure):
 
 
 class Workspace(ctypes.Structure):
-    """Where the collectives' memory lies in an arena. Mirrors ``peerlane::CollectiveWorkspace``."""
+    """The place of the collectives' memory in an arena. Mirrors ``peerlane::CollectiveWorkspace``."""
 
     _fields_ = (
         ("epochs", ctypes.c_uint64),
@@ -140,7 +141,7 @@ class Workspace(ctypes.Structure):
 
     @classmethod
     def take(cls, arena: Taker, world_size: int, rings: Rings = RINGS) -> Workspace:
-        """Take ``workspace_bytes(world_size, rings)`` of an arena."""
+        """Takes ``workspace_bytes(world_size, rings)`` of an arena."""
         packet_bytes = packet_buffer_bytes(world_size)
         return cls(
             epochs=arena.take(4 * MAX_EPOCH_BLOCKS),
@@ -152,26 +153,26 @@ class Workspace(ctypes.Structure):
 
 
 class Messages(ctypes.Structure):
-    """What a rank sends to and gets from every rank of its group. Mirrors ``peerlane::Messages``; bytes."""
+    """The messages between a rank and every rank of its group. Mirrors ``peerlane::Messages``; bytes."""
 
     _fields_ = tuple((name, ctypes.c_uint64 * MAX_RANKS) for name in ("send_at", "send_bytes", "receive_at", "receive_bytes"))
 
 
 def workspace_bytes(world_size: int, rings: Rings = RINGS) -> int:
-    """Bytes of an arena that hold a workspace."""
+    """Returns the bytes of an arena that hold a workspace."""
     counter = _Counter()
     Workspace.take(counter, world_size, rings)
     return counter.taken
 
 
 def packet_buffer_bytes(world_size: int) -> int:
-    """Two shots of the largest tensor: a place for every rank's term and sum of each share."""
+    """Returns the bytes of two shots of the largest tensor: a place for every rank's term and sum of each share."""
     packets = -(-PACKET_BUFFER_TENSOR_BYTES // PACKET_DATA_BYTES)
     return 2 * world_size * -(-packets // world_size) * PACKET_BYTES
 
 
 def packet_message_bytes(world_size: int) -> int:
-    """Largest message that goes by packets in one round: a packet buffer is cut into one part per source."""
+    """Returns the largest message that goes by packets in one round: a packet buffer is cut into one part per source."""
     return packet_buffer_bytes(world_size) // world_size // PACKET_BYTES * PACKET_DATA_BYTES
 
 

@@ -81,7 +81,7 @@ class Program:
 
 
 def compile_program(source: str | Path, *, defines: Mapping[str, str | int] | None = None, include_dirs: Sequence[Path] = ()) -> Program:
-    """Compile ``source`` (text, or the Path of a file) for the emulator.
+    """Compiles ``source`` (text, or the Path of a file) for the emulator.
 
     Takes what ``compile_cubin`` takes; kernels are declared ``extern "C" __global__``. Raises CompileError with the compiler's log and
     MissingDependency where there is no g++.
@@ -110,7 +110,7 @@ def _build(unit: str, path: Path, emulator: Path) -> None:
 
 
 def runtime() -> Path:
-    """The emulator itself, compiled once a version. Raises MissingDependency where there is no g++."""
+    """Compiles the emulator itself, once a version; returns its folder. Raises MissingDependency where there is no g++."""
     files = sorted([*RUNTIME.parent.iterdir(), *(STAND_INS / "peerlane_emulator").iterdir()])
     content = b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in files if path.suffix in (".h", ".cpp"))
     key = hashlib.sha256("\0".join((_version(), *_LANGUAGE, *_RUNTIME_FLAGS)).encode() + content).hexdigest()
@@ -140,7 +140,7 @@ def _preprocess(source: str | Path, include_dirs: Sequence[Path], defines: Mappi
 
 
 def _kernels(unit: str) -> tuple[str, tuple[str, ...]]:
-    """The preprocessed text with a caller for each kernel, and the kernels' names."""
+    """Returns the preprocessed text with a caller for each kernel, and the kernels' names."""
     names = tuple(dict.fromkeys(_KERNEL.findall(unit)))
     callers = "".join(
         f'extern "C" void peerlane_launch_{name}(void** arguments) {{ peerlane::emulator::call(&::{name}, arguments); }}\n'
@@ -153,24 +153,24 @@ _libraries: list[Path] = []
 
 
 def use_as_library(folder: Path) -> None:
-    """What lies in this folder of compiled code is used, and never written, from now on: also when the cache is another one."""
+    """Uses the compiled code in this folder from now on, without writing there: also when the cache is another one."""
     _libraries.append(folder)
 
 
 def _cached(name: str) -> Path:
-    """Where compiled code of this name lies, or is to be put."""
-    found = (library / name for library in _libraries)
-    return next((path for path in found if path.exists()), None) or folder() / name
+    """Returns the path where compiled code of this name lies, or is to be put."""
+    paths = (library / name for library in _libraries)
+    return next((path for path in paths if path.exists()), None) or folder() / name
 
 
 def folder() -> Path:
-    """Where compiled code is kept."""
-    found = settings.cache_dir() / "emulator"
+    """Returns the folder of compiled code."""
+    path = settings.cache_dir() / "emulator"
     try:
-        found.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"the cache folder {found} can not be made ({error}); set PEERLANE_CACHE_DIR to a writable folder") from error
-    return found
+        raise UsageError(f"the cache folder {path} can not be made ({error}); set PEERLANE_CACHE_DIR to a writable folder") from error
+    return path
 
 
 @cache

@@ -92,7 +92,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What some schedules of a scenario showed."""
+    """The findings of some schedules of a scenario."""
 
     scenario: str
     world_size: int
@@ -115,7 +115,7 @@ class Report:
 
 
 def check(scenario: Scenario, *, schedules: int = 300, seed: int = 0, first_schedule: int = 0, timeout_s: float = 300.0) -> Report:
-    """Run the scenario under ``schedules`` schedules, the same for the same seed.
+    """Runs the scenario under ``schedules`` schedules, the same for the same seed.
 
     Raises UsageError for a scenario that cannot be run, CompileError, MissingDependency where there is no g++, and DeviceError if the
     emulator itself dies or does not end in time.
@@ -133,13 +133,13 @@ def check(scenario: Scenario, *, schedules: int = 300, seed: int = 0, first_sche
 
 
 def check_kernels(name: str, launches: Sequence[Launch], program: build.Program) -> None:
-    """Raise UsageError where a launch is of a kernel that the program does not have."""
+    """Raises UsageError where a launch is of a kernel that the program does not have."""
     if unknown := {launch.kernel for launch in launches} - set(program.kernels):
         raise UsageError(f"scenario {name!r} launches {', '.join(sorted(unknown))}; the source has {', '.join(program.kernels)}")
 
 
 def report(job: Job, program: build.Program, answer: Answer, *, schedules: int, seed: int, seconds: float) -> Report:
-    """The answer in words, with the source lines of the program."""
+    """Returns the answer in words, with the source lines of the program."""
     frames = _frames(program.path, sorted({side["site"] for finding in answer.findings for side in finding["sides"]}))
     findings = tuple(_finding(job, finding, frames) for finding in answer.findings)
     return Report(job.name, job.world_size, schedules, seed, answer.caught, findings, seconds)
@@ -179,7 +179,7 @@ def _memory(job: Job, number: int, offset: int) -> str:
 
 
 def _frames(program: Path, sites: Sequence[int]) -> dict[int, tuple[Frame, ...]]:
-    """The source lines of places in the program, without those of the emulator's own headers."""
+    """Returns the source lines of places in the program, without those of the emulator's own headers."""
     if not sites:
         return {}
     places = [hex(site) for site in sites]
@@ -193,7 +193,7 @@ def _frames(program: Path, sites: Sequence[int]) -> dict[int, tuple[Frame, ...]]
 
 
 def _chains(text: str) -> Iterator[tuple[Frame, ...]]:
-    """addr2line's answer: an address, then pairs of lines, function and file:line."""
+    """Parses addr2line's answer: an address, then pairs of lines, function and file:line."""
     for part in re.split(r"^0x[0-9a-f]+\n", text, flags=re.MULTILINE)[1:]:
         lines = part.splitlines()
         chain = []

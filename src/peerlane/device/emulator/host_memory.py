@@ -1,4 +1,4 @@
-"""What emulated ranks keep in memory: parts of arenas and ordinary tensors, at the addresses that their kernels use."""
+"""Memory of emulated ranks: parts of arenas and ordinary tensors, at the addresses that their kernels use."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class Part:
         return self._bytes.nbytes
 
     def show(self) -> None:
-        """From now on the host may read and write it."""
+        """Allows the host to read and write the part from now on."""
         self.shown, self._pages = True, None
 
     def contents(self) -> list[tuple[int, bytes]]:
-        """All pages that are not zero: offset and content."""
+        """Returns all pages that are not zero: offset and content."""
         pages: Sequence[int] = range(-(-self.nbytes // PAGE_BYTES)) if self._pages is None else sorted(self._pages)
-        found = ((page * PAGE_BYTES, self._bytes[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]) for page in pages)
-        return [(offset, page.tobytes()) for offset, page in found if page.any()]
+        contents = ((page * PAGE_BYTES, self._bytes[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]) for page in pages)
+        return [(offset, page.tobytes()) for offset, page in contents if page.any()]
 
     def update(self, pages: Sequence[tuple[int, bytes]]) -> None:
-        """What a kernel has written."""
+        """Takes over what a kernel has written."""
         for offset, content in pages:
             self._bytes[offset : offset + len(content)] = np.frombuffer(content, dtype=np.uint8)
         if self._pages is not None:
             self._pages |= {offset // PAGE_BYTES for offset, _ in pages}
 
     def region(self, rank: int, contents: Sequence[tuple[int, bytes]], expected: bytes | None = None) -> Region:
-        """The part as a job has it, where its rank has number ``rank``."""
+        """Returns the part as a job has it, where its rank has number ``rank``."""
         return Region(self.name, rank, self.address, self.nbytes, self.symmetric, torch.uint8, contents, expected)
 
 
@@ -58,18 +58,18 @@ class AddressSpace:
         """by address"""
 
     def reserve(self, nbytes: int) -> int:
-        """The address of ``nbytes`` that nobody else has, with a page that is nobody's behind them."""
+        """Reserves ``nbytes`` of free addresses, with a guard page behind them; returns the first."""
         address = BASE + self._end
         self._end += (-(-nbytes // PAGE_BYTES) + 1) * PAGE_BYTES
         return address
 
     def place(self, part: Part) -> None:
-        """The part lies at its address from now on."""
+        """Makes the part lie at its address from now on."""
         self._by_storage[part.memory.untyped_storage().data_ptr()] = part
         bisect.insort(self._placed, part, key=lambda placed: placed.address)
 
     def address(self, tensor: torch.Tensor, rank: int) -> int:
-        """Where a rank's kernels find the tensor's first element; 0 for an empty one."""
+        """Returns the address of the tensor's first element in a rank's kernels; 0 for an empty one."""
         storage = tensor.untyped_storage()
         if storage.nbytes() == 0:
             return 0
@@ -82,7 +82,7 @@ class AddressSpace:
         return part.address + tensor.data_ptr() - storage.data_ptr()
 
     def pointed(self, arguments: Sequence[bytes]) -> Iterator[Part]:
-        """The parts into which a word of the arguments points."""
+        """Yields the parts into which a word of the arguments points."""
         for argument in arguments:
             words = np.frombuffer(argument[: len(argument) // 8 * 8], dtype=np.uint64)
             for word in words[(words >= BASE) & (words < BASE + self._end)]:

@@ -69,14 +69,14 @@ class Job:
     resident_blocks: int = DEFAULT_RESIDENT_BLOCKS
 
     def describe(self, number: int, offset: int) -> str:
-        """A byte of region ``number`` (as the answer counts them, from 1) in words."""
+        """Describes a byte of region ``number`` (as the answer counts them, from 1) in words."""
         region = self.regions[number - 1]
         return f"{region.name}+{offset} of rank {region.rank}"
 
 
 @dataclass
 class Answer:
-    """What a job's process said."""
+    """The answer of a job's process."""
 
     findings: list[dict[str, Any]]
     caught: int
@@ -85,7 +85,7 @@ class Answer:
 
 
 def check_threads(name: str, launches: Sequence[Launch]) -> None:
-    """Raise UsageError where launches that run at a time have more threads than the emulator can hold."""
+    """Raises UsageError where launches that run at a time have more threads than the emulator can hold."""
     if large := [launch for launch in launches if _product(launch.block) > _MAX_BLOCK]:
         raise UsageError(f"{name!r} has blocks of {large[0].block} threads; expected at most {_MAX_BLOCK} in all, which is a GPU's limit")
     threads = sum(_product(launch.grid) * _product(launch.block) for launch in launches)
@@ -99,7 +99,7 @@ def check_threads(name: str, launches: Sequence[Launch]) -> None:
 def run_job(
     job: Job, program: Program, *, schedules: int, seed: int = 0, first_schedule: int = 0, timeout_s: float = 300.0, keep: bool = False
 ) -> Answer:
-    """Run a job under ``schedules`` schedules; with ``keep`` the answer holds the memory that the last one left."""
+    """Runs a job under ``schedules`` schedules; with ``keep`` the answer holds the memory that the last one left."""
     with tempfile.TemporaryDirectory() as folder:
         description, data, memory = (Path(folder) / name for name in ("job.json", "data", "memory"))
         with data.open("wb") as file:
@@ -136,7 +136,7 @@ def run_job(
 
 
 def _described(job: Job, file: Any) -> dict[str, Any]:
-    """The job as its process reads it; bytes go to ``file``."""
+    """Returns the job as its process reads it; bytes go to ``file``."""
 
     def put(content: bytes) -> int:
         file.write(bytes(-file.tell() % 16))
@@ -183,17 +183,17 @@ def _described(job: Job, file: Any) -> dict[str, Any]:
 
 
 def _written(job: Job, dirty: Sequence[int], memory: bytes) -> dict[Region, list[tuple[int, bytes]]]:
-    """The pages in ``memory``, one behind the other, by region."""
+    """Returns the pages in ``memory``, one behind the other, by region."""
     regions = sorted((region for region in job.regions if region.nbytes), key=lambda region: region.address)
-    found: dict[Region, list[tuple[int, bytes]]] = {}
+    by_region: dict[Region, list[tuple[int, bytes]]] = {}
     for index, page in enumerate(dirty):
         address = BASE + page * PAGE_BYTES
         owner = bisect.bisect_right(regions, address, key=lambda region: region.address) - 1
         offset = address - regions[owner].address
         if owner >= 0 and offset < regions[owner].nbytes:
             content = memory[index * PAGE_BYTES : index * PAGE_BYTES + min(PAGE_BYTES, regions[owner].nbytes - offset)]
-            found.setdefault(regions[owner], []).append((offset, content))
-    return found
+            by_region.setdefault(regions[owner], []).append((offset, content))
+    return by_region
 
 
 def _product(size: tuple[int, int, int]) -> int:

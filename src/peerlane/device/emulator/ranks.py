@@ -45,7 +45,7 @@ SM_COUNT, MAX_THREADS = 2, 128
 
 @dataclass
 class Outcome:
-    """What came of a run."""
+    """The outcome of a run."""
 
     outputs: list[list[Any]]
     """by call, then by rank; of the calls that all ranks returned from"""
@@ -75,18 +75,18 @@ class World:
         self.turns = Turns(self.size)
 
     def end_of_call(self, _: object) -> None:
-        """All ranks have returned from a call."""
+        """Ends a call, once all ranks have returned from it."""
         for team in self.teams:
             team.end_of_call()
 
     def team(self, members: Sequence[int]) -> Team:
-        """A group of these ranks."""
+        """Returns a group of these ranks."""
         self.teams.append(Team(self, members))
         return self.teams[-1]
 
 
 class Team:
-    """What the ranks of one group have in common."""
+    """The state that the ranks of one group share."""
 
     def __init__(self, world: World, members: Sequence[int]) -> None:
         self.world, self.members = world, tuple(members)
@@ -100,13 +100,13 @@ class Team:
         self._groups: dict[int, EmulatedGroup] = {}
 
     def group(self, member: int) -> EmulatedGroup:
-        """The group as the rank with number ``member`` among all ranks sees it."""
+        """Returns the group as the rank with number ``member`` among all ranks sees it."""
         if member not in self._groups:
             self._groups[member] = EmulatedGroup(self, member)
         return self._groups[member]
 
     def allocate(self, sizes: Sequence[int]) -> tuple[list[int], list[Part]]:
-        """Addresses of an arena on every rank, and the fault records that belong to it."""
+        """Returns addresses of an arena on every rank, and the fault records that belong to it."""
         length = sizes[0] + LINE_BYTES + 2 * PAGE_BYTES * GUARDED_TAKES
         bases = [self.world.space.reserve(length) for _ in self.members]
         faults = []
@@ -119,11 +119,11 @@ class Team:
         return bases, faults
 
     def run(self, launches: Sequence[EmulatedLaunch]) -> None:
-        """One launch of every rank."""
+        """Runs one launch of every rank."""
         names = sorted({(launch.kernel.name, launch.kernel.code) for launch in launches}, key=str)
         if len(names) > 1:
-            told = ", ".join(f"rank {rank}: {launch.kernel.name}" for rank, launch in zip(self.members, launches, strict=True))
-            raise UsageError(f"the ranks launch kernels of different sources or macros ({told}); they must be the same on all ranks")
+            kernels = ", ".join(f"rank {rank}: {launch.kernel.name}" for rank, launch in zip(self.members, launches, strict=True))
+            raise UsageError(f"the ranks launch kernels of different sources or macros ({kernels}); they must be the same on all ranks")
         made = [launch.made(number) for number, launch in enumerate(launches)]
         parts = dict.fromkeys(self.parts)
         for item in made:
@@ -133,7 +133,7 @@ class Team:
         self.sequence.run(launches[0].kernel.name, launches[0].kernel.code, step, self.faults[: len(self.members)])
 
     def end_of_call(self) -> None:
-        """The callers read their results."""
+        """Ends a call, once the callers have read their results."""
         self.sequence.host_reads(part for part in self.parts if part.symmetric and part.shown)
 
 
@@ -173,7 +173,7 @@ class EmulatedGroup(Group):
 
 
 class EmulatedMemory:
-    """An arena of emulated ranks: around each of its parts lie pages that nobody may touch."""
+    """An arena of emulated ranks: guard pages lie around each of its parts."""
 
     def __init__(self, group: EmulatedGroup, nbytes: int, bases: Sequence[int], fault: Part) -> None:
         self.group, self.bases, self._fault, self.closed = group, bases, fault, False
@@ -186,7 +186,7 @@ class EmulatedMemory:
         return self._fault.address
 
     def add(self, offset: int, nbytes: int, name: str) -> None:
-        """A part has been taken."""
+        """Adds a part that has been taken."""
         team, memory = self.group.team, torch.zeros(nbytes, dtype=torch.uint8)
         part = Part(name, self.group.member, self.bases[self.group.rank] + offset, memory, symmetric=True)
         self._parts[offset] = part
@@ -229,7 +229,7 @@ class EmulatedKernel:
     name: str
 
     def attributes(self) -> dict[str, int]:
-        """Nothing is known of registers: g++ has compiled the kernel."""
+        """Returns no registers: g++ has compiled the kernel."""
         return {"registers": 0, "local_bytes": 0, "shared_bytes": 0}
 
     def bind(
@@ -260,12 +260,12 @@ class EmulatedLaunch:
         group.team.meeting.meet(group.member, f"a launch of {self.kernel.name}", self, group.team.run)
 
     def made(self, number: int) -> Launch:
-        """As the emulator has it, with the arguments' present values."""
+        """Returns the launch as the emulator has it, with the arguments' present values."""
         arguments = tuple(bytes(value) for value in self.args)
         return Launch(self.kernel.name, number, 0, self.grid, self.block, self.shared_bytes, self.cluster, arguments)
 
     def resident_blocks(self) -> int:
-        """Blocks that fit on the SMs of one rank."""
+        """Returns how many blocks fit on the SMs of one rank."""
         x, y, z = self.block
         return BlockNeeds(x * y * z, 0, self.shared_bytes).per_sm() * self.kernel.group.sm_count
 
@@ -294,7 +294,7 @@ class EmulatedRanks:
         return self._teams[tuple(members)]
 
     def groups(self, layouts: Mapping[str, Sequence[Sequence[int]]]) -> list[dict[str, Group]]:
-        """For every rank its group of each named set of groups, which are lists of ranks."""
+        """Returns for every rank its group of each named set of groups, which are lists of ranks."""
         named: list[dict[str, Group]] = [{} for _ in range(self._world.size)]
         for name, sets in layouts.items():
             for members in sets:
@@ -303,11 +303,11 @@ class EmulatedRanks:
         return named
 
     def load(self, load: Callable[[int], Callable[..., Any]]) -> None:
-        """From now on ``load(rank)`` is what each rank calls."""
+        """Makes ``load(rank)`` the solution that each rank calls from now on."""
         self._solutions = self._each(load)
 
     def call(self, arguments: Sequence[Arguments], keep: Callable[[int, Any], Any]) -> list[Any]:
-        """Every rank calls its solution. The results of ``keep(rank, output)``, which runs when the rank's call has returned."""
+        """Calls every rank's solution; returns the results of ``keep(rank, output)``, which runs when the rank's call has returned."""
         number, self._calls = self._calls, self._calls + 1
 
         def act(rank: int) -> Any:
@@ -318,18 +318,18 @@ class EmulatedRanks:
         return self._each(act)
 
     def reports(self) -> list[Report]:
-        """Of all launches so far, under many schedules. Those whose turn has not come are run now."""
+        """Returns the reports of all launches so far, under many schedules. Those whose turn has not come are run now."""
         for team in self._world.teams:
             team.sequence.check()
         return [report for team in self._world.teams for report in team.sequence.reports]
 
     @property
     def launches(self) -> Counter[str]:
-        """How often each kernel was launched, by all ranks together."""
+        """The number of launches of each kernel, by all ranks together."""
         return sum((team.launches for team in self._world.teams), Counter())
 
     def _each(self, act: Callable[[int], Any]) -> list[Any]:
-        """``act(rank)`` of every rank, each in a thread of its own."""
+        """Returns ``act(rank)`` of every rank, each called in a thread of its own."""
         turns, results = self._world.turns, [None] * self._world.size
         turns.restart()
 
@@ -363,7 +363,7 @@ def run(
     seed: int = 0,
     sm_count: int = SM_COUNT,
 ) -> Outcome:
-    """Call the ``solution`` of a file on emulated ranks: ``calls[i][rank]`` are the arguments of call i, CPU tensors among them.
+    """Calls the ``solution`` of a file on emulated ranks: ``calls[i][rank]`` are the arguments of call i, CPU tensors among them.
 
     ``layouts`` names sets of groups by their ranks; ``resolve`` puts a rank's groups, by name, into its arguments. Outputs are copies.
     """
@@ -380,12 +380,12 @@ def run(
 
 
 def wants_distributed(message: str) -> bool:
-    """Whether an error says that the solution used torch.distributed, which emulated ranks do not have."""
+    """Tells whether an error says that the solution used torch.distributed, which emulated ranks do not have."""
     return _DISTRIBUTED.search(message) is not None
 
 
 def load(file: Path, rank: int) -> Callable[..., Any]:
-    """The ``solution`` of a file, imported for one rank alone."""
+    """Imports the ``solution`` of a file for one rank alone."""
     name = f"peerlane_emulated_rank_{rank}_{file.stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:

@@ -1,4 +1,4 @@
-"""What the emulator is to run: the memory of some ranks, and the launches of each."""
+"""Scenarios for the emulator: the memory of some ranks, and the launches of each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Buffer:
 
 
 GUARDED_TAKES = 256
-"""Parts that an emulated arena can be cut into: it is longer than it says, for around each part there are pages that belong to nobody."""
+"""Parts that an emulated arena can be cut into: it is longer than it says, because guard pages lie around each part."""
 
 
 class EmulatedArena:
@@ -46,14 +46,14 @@ class EmulatedArena:
         self.layout = Layout(memory.nbytes - GUARDED_TAKES * 2 * PAGE_BYTES, reserved=LINE_BYTES, guard_bytes=PAGE_BYTES)
 
     def take(self, nbytes: int, *, align: int = LINE_BYTES) -> int:
-        """Offset of ``nbytes`` that nobody else has taken. Around each part lies memory that nobody may touch."""
+        """Returns the offset of ``nbytes`` that nobody else has taken. Guard pages lie around each part."""
         offset = self.layout.take(nbytes, align=align)
         if offset + nbytes > self.nbytes:
             raise UsageError(f"an emulated arena has more than {GUARDED_TAKES} parts; take fewer and larger ones")
         return offset
 
     def view(self, rank: int) -> ArenaView:
-        """The arena as rank ``rank`` passes it to kernels."""
+        """Returns the arena as rank ``rank`` passes it to kernels."""
         bases = (*self.memory.addresses, *(0,) * (MAX_RANKS - self.world_size))
         return ArenaView(
             base=(ctypes.c_uint64 * MAX_RANKS)(*bases),
@@ -93,7 +93,7 @@ class Scenario:
             raise UsageError(f"scenario {self.name!r} has {self.world_size} ranks; expected 1 to {MAX_RANKS}")
 
     def arena(self, nbytes: int) -> EmulatedArena:
-        """A symmetric arena of ``nbytes`` on every rank."""
+        """Adds a symmetric arena of ``nbytes`` on every rank."""
         name, size = f"arena {len(self.arenas)}" if self.arenas else "arena", nbytes + LINE_BYTES + GUARDED_TAKES * 2 * PAGE_BYTES
         arena = EmulatedArena(
             self._place(name, size, torch.uint8, symmetric=True),
@@ -103,7 +103,7 @@ class Scenario:
         return arena
 
     def buffer(self, name: str, contents: Sequence[torch.Tensor], expected: Sequence[torch.Tensor] | None = None) -> Buffer:
-        """Ordinary memory of each rank, holding ``contents[rank]`` at first and, if given, ``expected[rank]`` bit for bit in the end."""
+        """Adds ordinary memory of each rank: at first ``contents[rank]``; in the end, if given, ``expected[rank]`` bit for bit."""
         for tensors in (contents, *(() if expected is None else (expected,))):
             sizes = {(tensor.nbytes, tensor.dtype) for tensor in tensors}
             if len(tensors) != self.world_size or sizes != {(contents[0].nbytes, contents[0].dtype)}:
@@ -127,7 +127,7 @@ class Scenario:
         stream: int = 0,
         cluster: int = 1,
     ) -> None:
-        """Add one launch on every rank. ``grid`` may be a function of the rank, to see what happens when ranks disagree. ``cluster`` is
+        """Adds one launch on every rank. ``grid`` may be a function of the rank, to see what happens when ranks disagree. ``cluster`` is
         what the kernel's __cluster_dims__ says, which the emulator does not see: so many blocks in a row run at the same time."""
         for rank in range(self.world_size):
             sizes = (_three(grid(rank) if callable(grid) else grid), _three(block))
@@ -140,7 +140,7 @@ class Scenario:
         check_threads(self.name, self.launches[-self.world_size :])
 
     def job(self) -> Job:
-        """The scenario as the emulator runs it: every part of an arena is a region of its own."""
+        """Returns the scenario as the emulator runs it: every part of an arena is a region of its own."""
         regions: list[Region] = []
         for buffer in self.buffers:
             arena = next((arena for arena in self.arenas if arena.memory is buffer), None)
@@ -161,7 +161,7 @@ class Scenario:
         addresses = []
         for _ in range(self.world_size):
             addresses.append(BASE + self._end)
-            # A page that belongs to nobody between any two buffers.
+            # A guard page between any two buffers.
             self._end += (-(-nbytes // PAGE_BYTES) + 1) * PAGE_BYTES
         buffer = Buffer(name, addresses, nbytes, dtype, symmetric)
         self.buffers.append(buffer)
@@ -183,7 +183,7 @@ class Scenario:
 
 
 def _region(buffer: Buffer, rank: int, name: str, start: int, nbytes: int) -> Region:
-    """A part of a buffer."""
+    """Returns a part of a buffer."""
     initial = None if buffer.initial is None else buffer.initial[rank][start : start + nbytes]
     expected = None if buffer.expected is None else buffer.expected[rank][start : start + nbytes]
     contents = [(0, initial)] if initial else []

@@ -23,7 +23,7 @@ Contents = list[tuple[int, bytes]]
 
 @dataclass(frozen=True)
 class Code:
-    """What all ranks of a launch run."""
+    """The code that all ranks of a launch run."""
 
     source: str | Path
     defines: tuple[tuple[str, str | int], ...]
@@ -53,7 +53,7 @@ class LaunchSequence:
         self._written: set[Part] = set()
 
     def run(self, name: str, code: Code, step: Step, faults: Sequence[Part]) -> None:
-        """Run a launch once and keep what it writes. Raises EmulatedFault where it does not come to its end."""
+        """Runs a launch once and keeps what it writes. Raises EmulatedFault where it does not come to its end."""
         program = code.program()
         check_kernels(name, step.launches, program)
         check_threads(name, step.launches)
@@ -84,7 +84,7 @@ class LaunchSequence:
             self.check()
 
     def host_reads(self, parts: Iterable[Part]) -> None:
-        """Between the launches before and those behind, every rank's host reads these parts, as a caller reads its results."""
+        """Records that between the launches before and those behind, every rank's host reads these parts, as a caller reads its results."""
         if self._steps and (reads := [part for part in parts if part in self._known]):
             launches = [
                 Launch(HOST_READ, self.members.index(part.rank), 0, (1, 1, 1), (1, 1, 1), 0, 1, (_u64(part.address), _u64(part.nbytes)))
@@ -93,7 +93,7 @@ class LaunchSequence:
             self._steps.append(Step(launches, {}, 1))
 
     def check(self) -> None:
-        """Run the launches so far in a row under many schedules, and begin anew."""
+        """Runs the launches so far in a row under many schedules, and begins anew."""
         steps, code, written = self._steps, self._code, self._written
         self._forget()
         launches = sum(bool(step.before) for step in steps)
@@ -122,9 +122,9 @@ class LaunchSequence:
 
 
 def findings(reports: Iterable[Report]) -> list[Finding]:
-    """All findings, each kind and memory once."""
-    found = {(finding.kind, finding.memory, finding.sides): finding for item in reports for finding in item.findings}
-    return list(found.values())
+    """Returns all findings, each kind and memory once."""
+    unique = {(finding.kind, finding.memory, finding.sides): finding for item in reports for finding in item.findings}
+    return list(unique.values())
 
 
 def _u64(value: int) -> bytes:

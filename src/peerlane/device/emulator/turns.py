@@ -29,16 +29,16 @@ class Turns:
         """the first rank that failed, and how"""
 
     def restart(self) -> None:
-        """All ranks, which have ended, are to begin once more."""
+        """Makes all ranks, which have ended, begin once more."""
         self._turn, self._waits, self._ended = 0, [None] * len(self._waits), [False] * len(self._ended)
 
     def begin(self, rank: int) -> None:
-        """Wait for the rank's first turn."""
+        """Waits for the rank's first turn."""
         with self._changed:
             self._wait_for_turn(rank)
 
     def end(self, rank: int, error: BaseException | None = None) -> None:
-        """The rank has ended, by an error or as it should."""
+        """Ends the rank, by an error or as it should."""
         with self._changed:
             self._ended[rank] = True
             if error is not None and not isinstance(error, Abandoned):
@@ -46,14 +46,14 @@ class Turns:
             self._pass_on(rank)
 
     def wait(self, rank: int, what: str) -> None:
-        """Let others run until one of them calls ``wake``."""
+        """Lets others run until one of them calls ``wake``."""
         with self._changed:
             self._waits[rank] = what
             self._pass_on(rank)
             self._wait_for_turn(rank)
 
     def wake(self, ranks: Sequence[int]) -> None:
-        """These ranks may go on, when it is their turn."""
+        """Allows these ranks to go on, when it is their turn."""
         for rank in ranks:
             self._waits[rank] = None
 
@@ -88,15 +88,15 @@ class Meeting:
         self._result: Any = None
 
     def meet(self, rank: int, what: str, value: Any, act: Callable[[list[Any]], Any] = lambda values: values) -> Any:
-        """Every member's call returns ``act`` of all members' values, in their order. ``what`` is the same on all, in words."""
+        """Returns ``act`` of all members' values, in their order, to every member. ``what`` is the same on all, in words."""
         self._arrived[rank] = (what, value)
         if len(self._arrived) < len(self.members):
             self.turns.wait(rank, what)
             return self._result
         arrived, self._arrived = self._arrived, {}
         if len({said for said, _ in arrived.values()}) > 1:
-            told = "; ".join(f"rank {member}: {arrived[member][0]}" for member in self.members)
-            raise RankMismatch(f"the ranks of a group do different things: {told}; all must make the same calls in the same order")
+            calls = "; ".join(f"rank {member}: {arrived[member][0]}" for member in self.members)
+            raise RankMismatch(f"the ranks of a group do different things: {calls}; all must make the same calls in the same order")
         self._result = act([arrived[member][1] for member in self.members])
         self.turns.wake(self.members)
         return self._result

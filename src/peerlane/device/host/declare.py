@@ -221,11 +221,9 @@ class LocalKernel(DeclaredKernel):
 
     def reserve(self, group: Group, *, sizes: Mapping[str, int] | None = None, timeout_s: float = 10.0) -> Reserved:
         """Not collective; there is nothing to reserve, so a group has one, which keeps what it has loaded."""
-        if self not in group.cache:
-            if any(isinstance(field, ArenaField) for field in self.fields.values()):
-                raise UsageError(f"kernel {self.name!r} has fields in the arena; declare it as a DeclaredKernel")
-            group.cache[self] = Reserved(self, group, None, {}, {})
-        reserved: Reserved = group.cache[self]
+        if any(isinstance(field, ArenaField) for field in self.fields.values()):
+            raise UsageError(f"kernel {self.name!r} has fields in the arena; declare it as a DeclaredKernel")
+        reserved: Reserved = group.cache.get(self, lambda: Reserved(self, group, None, {}, {}), stays=True)
         return reserved
 
 

@@ -121,23 +121,24 @@ MOE_COMBINE = DeclaredKernel(
 
 
 def starts(splits: Sequence[int]) -> list[int]:
-    """Where each part begins, and the end of the last one, as often as the kernels want it."""
+    """Returns where each part begins, and the end of the last one, as often as the kernels want it."""
     ends = list(itertools.accumulate(splits, initial=0))
     return ends + ends[-1:] * (MAX_RANKS + 1 - len(ends))
 
 
 def room_for(group: Group, tokens: int) -> int:
-    """Collective: tokens of a rank that memory is made for, the same on all ranks. A power of two, so that few sizes are ever made."""
+    """Collective: returns the tokens of a rank that memory is made for, the same on all ranks. A power of two, so that few sizes are ever
+    made."""
     return max(128, 1 << max(0, max(group.agree(tokens)) - 1).bit_length())
 
 
 def _threads(group: Group, nbytes: int) -> int:
-    """Of a block, where the group's ranks move so many bytes together: a warp for what one access of it moves."""
+    """Returns the threads of a block, where the group's ranks move so many bytes together: a warp for what one access of it moves."""
     return max(64, min(MAX_THREADS, group.max_threads, 32 * -(-nbytes // (512 * group.world_size * group.sm_count))))
 
 
 def flat_map(routing_map: torch.Tensor) -> torch.Tensor:
-    """The map in a type that the kernels read."""
+    """Returns the map in a type that the kernels read."""
     return (routing_map if routing_map.dtype in MAP_TYPES else routing_map != 0).contiguous()
 
 
@@ -150,7 +151,7 @@ def _own_experts(group: Group, experts: int) -> int:
 
 @per_group
 def _dispatch(group: Group, tokens: int, slots: int, experts: int, row_bytes: int, map_type: str) -> BoundKernel:
-    """Collective, for as many tokens as there is room for: that changes on all ranks together, or on none."""
+    """Collective: makes the launch for as many tokens as there is room for: that changes on all ranks together, or on none."""
     own, grid = _own_experts(group, experts), group.sm_count
     rows = sum(group.exchange(tokens * slots))
     sizes = {"out": max(1, rows * row_bytes), "places": 8 * experts, "counts": 4 * experts, "flags": 1 + 3 * grid}
@@ -163,7 +164,8 @@ def _dispatch(group: Group, tokens: int, slots: int, experts: int, row_bytes: in
 def dispatch(
     group: Group, tokens: torch.Tensor, routing_map: torch.Tensor, slots: int, sent: Sequence[int], received: int, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collective: the rows of ``tokens`` (T, H) that the map (experts, T) names, on the ranks that ``sent`` says, by expert and source.
+    """Collective: returns the rows of ``tokens`` (T, H) that the map (experts, T) names, on the ranks that ``sent`` says, by expert and
+    source.
 
     A token has at most ``slots`` rows. ``received`` rows come, of which ``lengths`` (W, own experts) says how many of each source are for
     which expert. Also the tokens of this rank's rows, int64. The rows lie in the arena and are valid until the next call."""
@@ -187,7 +189,7 @@ def dispatch(
 def _combine(
     group: Group, tokens: int, slots: int, experts: int, columns: int, types: tuple[torch.dtype, torch.dtype], map_type: str
 ) -> BoundKernel:
-    """As :func:`_dispatch`."""
+    """Makes the launch, as :func:`_dispatch` does."""
     own, grid = _own_experts(group, experts), group.sm_count
     of_ranks, (row, weight) = group.exchange(tokens * slots), types
     rows, most = max(1, *of_ranks), max(1, *group.exchange(tokens))
@@ -215,9 +217,10 @@ def combine(
     lengths: torch.Tensor,
     tokens: int,
 ) -> torch.Tensor:
-    """Collective: the way back of :func:`dispatch`. ``rows`` lie as it delivers them; ``returned`` come back of each rank, in the order of
-    the map's rows. Row i counts with the sum of ``weights`` (T, slots) in whose slots ``selected`` names its expert, for token
-    ``mapping[i]``. Sums are taken in fp32 in the order of the rows; the result (tokens, H) has the dtype of a product."""
+    """Collective: sends rows back, as :func:`dispatch` sent them, and adds them up. ``rows`` lie as it delivers them; ``returned`` come
+    back of each rank, in the order of the map's rows. Row i counts with the sum of ``weights`` (T, slots) in whose slots ``selected`` names
+    its expert, for token ``mapping[i]``. Sums are taken in fp32 in the order of the rows; the result (tokens, H) has the dtype of a
+    product."""
     columns, flat = rows.shape[1], flat_map(routing_map)
     types = rows.dtype, weights.dtype
     bound = _combine(group, room_for(group, flat.shape[1]), selected.shape[1], flat.shape[0], columns, types, MAP_TYPES[flat.dtype])

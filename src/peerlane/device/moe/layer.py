@@ -63,7 +63,7 @@ class ExpertSizes:
     dtype: torch.dtype
 
     def check(self, world_size: int) -> None:
-        """Raise UsageError unless there are kernels for these."""
+        """Raises UsageError unless there are kernels for these."""
         if self.dtype not in gemm.ELEMENT_TYPES or self.h % 8 or self.inner % 8 or world_size * self.own > MAX_GROUPS:
             raise UsageError(
                 f"experts of {self.h} and {self.inner} features in {self.dtype}, {self.own} groups on each of {world_size} ranks: expected "
@@ -139,9 +139,9 @@ class ExpertLayer:
         biases: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
         first: int = 0,
     ) -> torch.Tensor:
-        """tokens (T, H); experts (T, k), int64, different ones for a token; weights (T, k). ``layers`` are gate, up (own inner, H) and down
-        (own H, inner) of this rank's groups one below the other, ``biases`` theirs. Everything but experts in one dtype. Experts of this
-        rank's tokens are numbered from group ``first`` on."""
+        """Returns the tokens' outputs. tokens (T, H); experts (T, k), int64, different ones for a token; weights (T, k). ``layers`` are
+        gate, up (own inner, H) and down (own H, inner) of this rank's groups one below the other, ``biases`` theirs. Everything but experts
+        in one dtype. Experts of this rank's tokens are numbered from group ``first`` on."""
         sizes, (gate, up, down), (up_tiling, down_tiling) = self.sizes, layers, self.tilings
         count = tokens.shape[0]
         wanted = (sizes.own * sizes.inner, sizes.h), (sizes.own * sizes.inner, sizes.h), (sizes.own * sizes.h, sizes.inner)
@@ -170,7 +170,7 @@ class ExpertLayer:
 
 @per_group
 def expert_layer(group: Group, sizes: ExpertSizes) -> ExpertLayer:
-    """The group's one :class:`ExpertLayer` for these sizes; the first call is collective."""
+    """Returns the group's one :class:`ExpertLayer` for these sizes; the first call is collective."""
     return ExpertLayer(group, sizes)
 
 
@@ -192,7 +192,7 @@ def gated_experts(
     top_k: int,
     owners: range | None = None,
 ) -> torch.Tensor:
-    """A mixture whose experts on a rank are one function, down(silu(gate) * up), as problems 31, 32 and 49 to 51 have it.
+    """Computes a mixture whose experts on a rank are one function, down(silu(gate) * up), as problems 31, 32 and 49 to 51 have it.
 
     ``owners``: the ranks of the group that hold the experts of this rank's tokens, this one among them; all of them if None. float32 and
     sizes that are no multiples of 8 are exchanged by all-to-alls between products, and wait for the device."""

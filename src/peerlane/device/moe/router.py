@@ -78,12 +78,13 @@ def _router(group: Group, experts: int, dtype: torch.dtype) -> BoundKernel:
 def route(
     group: Group, tokens: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each token's ``top_k`` experts (T, k), int64, and their probabilities, in the tokens' dtype, the largest first. ``router`` (experts,
-    H) and ``bias`` (experts) have that dtype too: bfloat16, float16 or float32. The first call for a number of experts is collective."""
+    """Returns each token's ``top_k`` experts (T, k), int64, and their probabilities, in the tokens' dtype, the largest first. ``router``
+    (experts, H) and ``bias`` (experts) have that dtype too: bfloat16, float16 or float32. The first call for a number of experts is
+    collective."""
     experts, (count, h) = router.shape[0], tokens.shape
-    chosen = torch.empty((count, top_k), dtype=torch.int64, device=tokens.device)
+    top_experts = torch.empty((count, top_k), dtype=torch.int64, device=tokens.device)
     weights = tokens.new_empty((count, top_k))
     _router(group, experts, tokens.dtype)(
-        x=tokens.contiguous(), router=router.contiguous(), bias=bias, experts=chosen, weights=weights, tokens=count, h=h, k=top_k
+        x=tokens.contiguous(), router=router.contiguous(), bias=bias, experts=top_experts, weights=weights, tokens=count, h=h, k=top_k
     )
-    return weights, chosen
+    return weights, top_experts

@@ -43,7 +43,7 @@ class Rule:
 
 _RELEASING_STORE = re.compile(r"\b(st|red|atom)\.(relaxed|release|acq_rel)\.sys\b|\bst\.volatile\.global\b")
 _READ_WAIT = re.compile(r"cp\.async\.bulk\.wait_group\.read\b")
-_FULL_WAIT = re.compile(r"cp\.async\.bulk\.wait_group\s+\d+")  # which groups it is for, the emulator knows
+_FULL_WAIT = re.compile(r"cp\.async\.bulk\.wait_group\s+\d+")  # the emulator checks which groups it waits for
 _ACQUIRING_LOAD = re.compile(r"\bld\.acquire\.(sys|gpu)\b")
 _GUARD = re.compile(r"^@!?(%\w+)\s+")
 _REGISTER = re.compile(r"%\w+")
@@ -67,7 +67,7 @@ def _read_wait_before_signal(body: Sequence[Instruction]) -> Iterator[Instructio
 
 
 def _decides_a_branch(body: Sequence[Instruction]) -> bool:
-    """Whether a branch among these instructions depends on what the first one loads."""
+    """Tells whether a branch among these instructions depends on what the first one loads."""
     known = set(_REGISTER.findall(body[0].text)[:1])
     for item in body[1:]:
         guard = _GUARD.match(item.text)
@@ -120,7 +120,7 @@ RULES: dict[str, Rule] = {
 
 
 def lint(ptx: str) -> list[Finding]:
-    """What breaks a rule in the functions of ``ptx``, by function and line."""
+    """Returns what breaks a rule in the functions of ``ptx``, by function and line."""
     return [
         Finding(name, function, instruction)
         for function, body in _functions(ptx)
@@ -130,7 +130,7 @@ def lint(ptx: str) -> list[Finding]:
 
 
 def _functions(ptx: str) -> Iterator[tuple[str, list[Instruction]]]:
-    """Name and instructions of every function that has a body."""
+    """Returns name and instructions of every function that has a body."""
     name, body, depth = "", list[Instruction](), 0
     for number, raw in enumerate(ptx.splitlines(), start=1):
         line = raw.split("//")[0].strip()

@@ -1,4 +1,4 @@
-"""How fast each way to move data between the GPUs of this machine is, by size, number of blocks and peers; and how long messages take.
+"""Bandwidth of each way to move data between this machine's GPUs, by size, number of blocks and peers; and latency of messages.
 
 One process holds all GPUs. GPU 0 moves data to or from one peer, or all, while the other GPUs are idle; then all GPUs move data at once.
 
@@ -33,9 +33,9 @@ TILE_BYTES, STAGES = 16384, 4
 _BATCH_BYTES, _MOST_LAUNCHES = 16 << 20, 16
 _FLAG_SLOTS = 256
 _TIMEOUT_NS = 2_000_000_000
-# Far less than the deadline of a wait, since GPUs that are ready wait for those that are not.
+# Far less than the timeout of a wait, since GPUs that are ready wait for those that are not.
 _HEAD_START_US, _LONGEST_HEAD_START_US = 200.0, 500_000.0
-_CYCLES_PER_US = 2_000  # of the fastest SM clock there is, about: a head start may be longer, not shorter
+_CYCLES_PER_US = 2_000  # about that of the fastest SM clock: a head start may be longer, not shorter
 
 _SOURCE = """
 #include <peerlane/mechanisms.cuh>
@@ -107,17 +107,17 @@ class Mechanisms:
 
 
 def compile_mechanisms(world_size: int, arch: str) -> Cubin:
-    """The cubin of all kernels measured here."""
+    """Compiles all kernels measured here."""
     return compile_cubin(_SOURCE, arch=arch, defines={"WORLD_SIZE": world_size})
 
 
 def launches_between_events(nbytes: int) -> int:
-    """How often small sizes are moved in one sample."""
+    """Returns how often small sizes are moved in one sample."""
     return max(1, min(_MOST_LAUNCHES, _BATCH_BYTES // nbytes))
 
 
 def cases(world_size: int, sm_count: int) -> Iterator[Move]:
-    """What GPU 0 does alone, of every mechanism; bytes are a multiple of 16 for every peer."""
+    """Returns what GPU 0 does alone, of every mechanism; bytes are a multiple of 16 for every peer."""
     for peers in sorted({1, world_size - 1}):
         for size in SIZES:
             nbytes = size // (16 * peers) * 16 * peers
@@ -130,7 +130,7 @@ def cases(world_size: int, sm_count: int) -> Iterator[Move]:
 
 
 def fastest(rows: Iterable[Bandwidth]) -> list[Bandwidth]:
-    """Of each mechanism and size the row with the highest rate, in the order in which they come."""
+    """Returns of each mechanism and size the row with the highest rate, in the order in which they come."""
     best: dict[tuple[str, int], Bandwidth] = {}
     for row in rows:
         key = (row.mechanism, row.nbytes)
@@ -140,7 +140,7 @@ def fastest(rows: Iterable[Bandwidth]) -> list[Bandwidth]:
 
 
 def cases_of_all(world_size: int, alone: Sequence[Bandwidth]) -> Iterator[Move]:
-    """What all GPUs do at once: every mechanism at the largest size, with the block count that was fastest for GPU 0 alone."""
+    """Returns what all GPUs do at once: every mechanism at the largest size, with the block count that was fastest for GPU 0 alone."""
     rows = [row for row in alone if row.peers == world_size - 1]
     largest = max(row.nbytes for row in rows)
     for row in fastest(row for row in rows if row.nbytes == largest):
@@ -148,11 +148,13 @@ def cases_of_all(world_size: int, alone: Sequence[Bandwidth]) -> Iterator[Move]:
 
 
 def measure_mechanisms(gpus: int | None = None) -> Mechanisms:
-    """Measure, on the first ``gpus`` GPUs (default: all, at most 8). Raises UsageError where there are fewer than two."""
-    found = torch.cuda.device_count()
-    count = min(found, MAX_RANKS) if gpus is None else gpus
-    if not 2 <= count <= min(found, MAX_RANKS):
-        raise UsageError(f"mechanisms are measured on 2 to {MAX_RANKS} GPUs; {count} wanted, {found} found: run it where there are more")
+    """Measures on the first ``gpus`` GPUs (default: all, at most 8). Raises UsageError where there are fewer than two."""
+    available = torch.cuda.device_count()
+    count = min(available, MAX_RANKS) if gpus is None else gpus
+    if not 2 <= count <= min(available, MAX_RANKS):
+        raise UsageError(
+            f"mechanisms are measured on 2 to {MAX_RANKS} GPUs; {count} wanted, {available} found: run it where there are more"
+        )
     bench = _Bench(count)
     alone = [bench.bandwidth(move) for move in cases(count, bench.sm_count)]
     together = [bench.bandwidth(move) for move in cases_of_all(count, alone)]
@@ -160,16 +162,16 @@ def measure_mechanisms(gpus: int | None = None) -> Mechanisms:
 
 
 def samples(take: Callable[[float], float | None]) -> list[float]:
-    """What ``take(head_start_us)`` measures, without the first ones, which warm up.
+    """Returns the measurements of ``take(head_start_us)``, without the first ones, which warm up.
 
     Where it has nothing, since the host was late, it is called again with twice the head start; raises DeviceError when that gets absurd.
     """
     head_start_us = _HEAD_START_US
-    found: list[float] = []
-    while len(found) < WARM_UP + SAMPLES:
+    taken: list[float] = []
+    while len(taken) < WARM_UP + SAMPLES:
         seconds = take(head_start_us)
         if seconds is not None:
-            found.append(seconds)
+            taken.append(seconds)
             continue
         head_start_us *= 2
         if head_start_us > _LONGEST_HEAD_START_US:
@@ -177,7 +179,7 @@ def samples(take: Callable[[float], float | None]) -> list[float]:
                 f"the host needs more than {head_start_us / 2e3:.0f} ms to enqueue a few launches; expected a few microseconds a launch: "
                 "stop what else runs on this machine"
             )
-    return found[WARM_UP:]
+    return taken[WARM_UP:]
 
 
 class _Bench:
@@ -225,11 +227,11 @@ class _Bench:
         return Latency(what, statistics.median(rounds_us), min(rounds_us), max(rounds_us), len(rounds_us))
 
     def _seconds(self, works: Sequence[Callable[[], None]], launches: int = 1) -> list[float]:
-        """Device times of samples of ``launches`` calls of works[i] on GPU i; of several GPUs, the slowest one's."""
+        """Returns device times of samples of ``launches`` calls of works[i] on GPU i; of several GPUs, the slowest one's."""
         return samples(lambda head_start_us: self._sample(works, launches, head_start_us))
 
     def _sample(self, works: Sequence[Callable[[], None]], launches: int, head_start_us: float) -> float | None:
-        """Seconds of device time; None if a GPU began before the host had enqueued everything. Several GPUs start from a barrier."""
+        """Returns seconds of device time; None if a GPU began before the host had enqueued all work. Several GPUs start from a barrier."""
         events = []
         for gpu, work in enumerate(works):
             with torch.cuda.stream(self.streams[gpu]):
@@ -262,7 +264,7 @@ class _Bench:
         )
 
     def _turns(self, what: str) -> list[Launch]:
-        """A launch of the round trips ``what`` for every GPU, which has been launched without rounds once, and so is loaded."""
+        """Returns a launch of the round trips ``what`` for every GPU, which has been launched without rounds once, and so is loaded."""
         launches = []
         for gpu in range(self.count):
             with torch.cuda.stream(self.streams[gpu]):
@@ -291,7 +293,7 @@ class _Bench:
         return Kernel(self.cubin, move.mechanism).bind(move.blocks, threads, args, shared_bytes=shared_bytes)
 
     def _copies(self, move: Move, gpu: int) -> Callable[[], None]:
-        """A copy for every peer, one behind the other, as kernels cut the data."""
+        """Returns a copy for every peer, one behind the other, as kernels cut the data."""
         driver, stream = cuda_bindings.driver(), self.streams[gpu].cuda_stream
         part = move.nbytes // move.peers
         pairs = []

@@ -1,4 +1,4 @@
-"""What a kernel takes of an SM, read from its cubin without a driver or a GPU."""
+"""Resources that a kernel takes of an SM, read from its cubin without a driver or a GPU."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ class Resources:
 
 
 def resources(cubin: Cubin) -> dict[str, Resources]:
-    """The resources of every kernel of a cubin, by name."""
+    """Returns the resources of every kernel of a cubin, by name."""
     image = cubin.path.read_bytes()
     if image[:4] != b"\x7fELF" or image[4] != 2:
         raise DeviceError(f"{cubin.path} is not a 64-bit ELF file; remove it from the cache and compile again")
     sections = _sections(image)
     symbols = next(content for kind, _, content in sections if kind == _SYMBOL_TABLE)
     strings = next(content for _, name, content in sections if name == ".strtab")
-    found: dict[str, Resources] = {}
+    by_kernel: dict[str, Resources] = {}
     for _, name, content in sections:
         if name == ".nv.info":
             for attribute, symbol, value in _attributes(content):
                 kernel = _name(strings, struct.unpack_from("<I", symbols, 24 * symbol)[0])
-                known = found.get(kernel, Resources())
+                known = by_kernel.get(kernel, Resources())
                 if attribute == _REGISTERS:
-                    found[kernel] = replace(known, registers=value)
+                    by_kernel[kernel] = replace(known, registers=value)
                 elif attribute == _FRAME_BYTES:
-                    found[kernel] = replace(known, frame_bytes=value)
+                    by_kernel[kernel] = replace(known, frame_bytes=value)
     shared = {name: len(content) for _, name, content in sections}
     return {
         kernel: replace(known, shared_bytes=shared.get(f".nv.shared.{kernel}", 0))
-        for kernel, known in found.items()
+        for kernel, known in by_kernel.items()
         if not kernel.startswith("$")  # functions that ptxas adds, a division say; their registers are the caller's
     }
 
 
 def _sections(image: bytes) -> list[tuple[int, str, bytes]]:
-    """Kind, name and content of every section; a section that takes no room in the file has as many zeros as it is long."""
+    """Returns kind, name and content of every section; a section that takes no room in the file has as many zeros as it is long."""
     (table,) = struct.unpack_from("<Q", image, 40)
     size, count, names = struct.unpack_from("<HHH", image, 58)
     headers = [struct.unpack_from("<IIQQQQ", image, table + size * index) for index in range(count)]
@@ -62,16 +62,16 @@ def _sections(image: bytes) -> list[tuple[int, str, bytes]]:
 
 
 def _attributes(content: bytes) -> list[tuple[int, int, int]]:
-    """Attribute, symbol and value of the entries that have both."""
-    found, at = [], 0
+    """Returns attribute, symbol and value of the entries that have both."""
+    attributes, at = [], 0
     while at + 4 <= len(content):
         form, attribute, size = struct.unpack_from("<BBH", content, at)
         at += 4
         if form == _SIZED_VALUE:
             if size == 8:
-                found.append((attribute, *struct.unpack_from("<II", content, at)))
+                attributes.append((attribute, *struct.unpack_from("<II", content, at)))
             at += size
-    return found
+    return attributes
 
 
 def _name(strings: bytes, at: int) -> str:

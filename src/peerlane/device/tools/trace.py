@@ -1,4 +1,4 @@
-"""What the roles of a kernel did when, on all ranks, as one trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""The spans of a kernel's roles on all ranks, as one trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 Kernels compiled with ``defines={"PEERLANE_TIMELINE": 1}`` stamp the start and end of their spans into a ring of device memory:
 
@@ -33,7 +33,7 @@ def forget_observed() -> None:
 
 
 def observed_spans(most: int) -> list[list[Any]]:
-    """The latest ``most`` spans of all observed arenas: name, role, block, start and end in nanoseconds of the GPU's clock."""
+    """Returns the latest ``most`` spans of all observed arenas: name, role, block, start and end in nanoseconds of the GPU's clock."""
     pairs = sorted((pair for timeline in observed for pair in _spans(timeline.read())), key=lambda pair: pair[1].nanoseconds)
     return [[_kind(begin.kind, {}), _role(begin.role), begin.block, begin.nanoseconds, end.nanoseconds] for begin, end in pairs[-most:]]
 
@@ -41,7 +41,7 @@ def observed_spans(most: int) -> list[list[Any]]:
 def trace(
     ranks: Sequence[Sequence[Event]], *, names: Mapping[int, str] | None = None, offsets_ns: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """The Chrome trace of all ranks: a process per rank, a track per role and block. ``names`` are those of the kernel's own spans.
+    """Returns the Chrome trace of all ranks: a process per rank, a track per role and block. ``names`` are those of the kernel's own spans.
 
     GPUs' clocks may differ: ``offsets_ns[r]`` is added to rank r's. Spans whose start or end was overwritten are left out.
     """
@@ -49,15 +49,15 @@ def trace(
     if len(offsets) != len(ranks):
         raise UsageError(f"{len(offsets)} clock offsets for {len(ranks)} ranks; expected one for each")
     start = min((event.nanoseconds + offset for events, offset in zip(ranks, offsets, strict=True) for event in events), default=0)
-    found: list[dict[str, Any]] = []
+    trace_events: list[dict[str, Any]] = []
     for rank, (events, offset) in enumerate(zip(ranks, offsets, strict=True)):
-        found.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        trace_events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         tracks = {(event.role, event.block) for event in events}
         for role, block in sorted(tracks):
             track = {"name": f"block {block} {_role(role)}"}
-            found.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": _track(role, block), "args": track})
+            trace_events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": _track(role, block), "args": track})
         for begin, end in _spans(events):
-            found.append(
+            trace_events.append(
                 {
                     "ph": "X",
                     "name": _kind(begin.kind, names or {}),
@@ -68,11 +68,11 @@ def trace(
                     "dur": (end.nanoseconds - begin.nanoseconds) / 1000,
                 }
             )
-    return {"displayTimeUnit": "ns", "traceEvents": found}
+    return {"displayTimeUnit": "ns", "traceEvents": trace_events}
 
 
 def write_trace(path: Path, ranks: Sequence[Sequence[Event]], **options: Any) -> None:
-    """:func:`trace` as a JSON file."""
+    """Writes :func:`trace` as a JSON file."""
     path.write_text(json.dumps(trace(ranks, **options)))
 
 

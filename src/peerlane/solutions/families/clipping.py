@@ -100,7 +100,7 @@ CLIP_GRADIENTS = DeclaredKernel(
 
 @per_group
 def _bound(group: Group) -> BoundKernel:
-    """One for all calls: what differs between ranks, such as weights, must not decide whether a rank makes another one."""
+    """Returns one launch for all calls: what differs between ranks, such as weights, must not decide whether a rank makes another one."""
     block = min(THREADS, group.max_threads)
     return CLIP_GRADIENTS.bind(group, grid=group.sm_count, block=block, sizes={"sums": group.sm_count})
 

@@ -236,7 +236,8 @@ def _bound(
 
 
 def gated_delta_rule(group: Group, inputs: DeltaInputs, *, by_channel: bool, floor: float, sharded: bool) -> torch.Tensor:
-    """Collective: o (B, L, heads, V) of the rank's tokens, which follow those of the rank before; problems 74 and 75 have the formulas.
+    """Collective: returns o (B, L, heads, V) of the rank's tokens, which follow those of the rank before; problems 74 and 75 have the
+    formulas.
 
     ``by_channel``: every key channel has a decay of its own, d = exp(-5 sigmoid(exp(a_log) (decay + dt_bias))), and beta is a logit;
     else d = exp(-exp(a_log) softplus(decay + dt_bias)). Keys and queries are divided by their norm, or by ``floor`` if that is larger.

@@ -126,7 +126,8 @@ def _bound(group: Group, elements: int, dtype: torch.dtype, history: torch.dtype
 
 
 def exchange_as_fp8(group: Group, flat: torch.Tensor, history: torch.Tensor, *, scatter: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collective: all ranks' vectors behind each other, or with ``scatter`` the mean of slice r of all; after the round trip through e4m3.
+    """Collective: returns all ranks' vectors behind each other, or with ``scatter`` the mean of slice r of all; after the round trip
+    through e4m3.
 
     The second result is the rank's history with its new amax. All ranks pass one length; histories have at least one entry."""
     if scatter and flat.numel() % group.world_size:

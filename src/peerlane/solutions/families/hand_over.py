@@ -71,13 +71,13 @@ class Pipeline:
         sent, got = self._round - self.group.rank, self._round - self.group.rank + 1
         sends = own is not None and self.group.rank + 1 < self.group.world_size
         gets = self.group.rank > 0 and 0 <= got < self.parts
-        told = {"round": self._round, "sent_at": max(sent, 0) * self._vectors, "sends": int(sends), "gets": int(gets)}
-        self._kernel(x=own if sends else None, **told)
+        numbers = {"round": self._round, "sent_at": max(sent, 0) * self._vectors, "sends": int(sends), "gets": int(gets)}
+        self._kernel(x=own if sends else None, **numbers)
         self._round = (self._round + 1) % self.rounds
         return self._received[got] if gets else None
 
 
 @per_group
 def pipeline(group: Group, shape: tuple[int, ...], dtype: torch.dtype, parts: int) -> Pipeline:
-    """The group's one :class:`Pipeline` of this shape; the first call is collective."""
+    """Returns the group's one :class:`Pipeline` of this shape; the first call is collective."""
     return Pipeline(group, shape, dtype, parts)

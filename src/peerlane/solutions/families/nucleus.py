@@ -82,16 +82,16 @@ class Filter:
 
     @staticmethod
     def of(top_k: int | None, top_p: float | None, vocabulary: int) -> Filter:
-        """As problems say it: off if None, not positive, or not below one."""
+        """Returns the filter of a problem's arguments: off if None, not positive, or not below one."""
         return Filter(min(max(top_k or 0, 0), vocabulary), 1.0 if top_p is None else min(top_p, 1.0))
 
     @property
     def lists(self) -> bool:
-        """Whether ranks send their largest logits."""
+        """True if ranks send their largest logits."""
         return 0 < self.top_k <= LONGEST_LIST
 
     def rounds(self, dtype: torch.dtype) -> int:
-        """Packets that a token takes from each rank, one after the other; a search halves the logits' bits twice in each."""
+        """Returns how many packets a token takes from each rank, one after the other; a search halves the logits' bits twice in each."""
         search = 8 if dtype == torch.bfloat16 else 16
         return 1 if self.lists else 2 + search * (self.top_k > 0) + (search + 1) * (self.top_p < 1)
 
@@ -127,7 +127,8 @@ def filtered_logits(
     filters: tuple[int | None, float | None],
     weight: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Collective: the targets' log-probabilities in float32; with ``weight``, the gradient of their sum, weighed so, to the rank's logits.
+    """Collective: returns the targets' log-probabilities in float32; with ``weight``, the gradient of their sum, weighed so, to the rank's
+    logits.
 
     ``logits`` (..., Vp) are entries [r Vp, (r + 1) Vp) of rank r, ``target`` (...) ids of all; ``filters`` are top_k and top_p."""
     if target.shape != logits.shape[:-1]:

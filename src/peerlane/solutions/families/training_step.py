@@ -123,7 +123,7 @@ def _bound(group: Group, count: int, dtype: torch.dtype, sharded: bool, gather: 
 
 
 def adam_step(group: Group, gradient: torch.Tensor, state: State, adam: Adam, *, sharded: bool, gather: bool) -> State:
-    """New parameters and moments, from the mean of all ranks' gradients.
+    """Returns new parameters and moments, from the mean of all ranks' gradients.
 
     ``sharded``: collective; ``gradient`` is the rank's own, of W times as many elements as the state, of which a rank owns one part; else
     ``gradient`` is the sum over ranks. ``gather``: new parameters are those of all ranks, in the arena until the next call."""
@@ -139,13 +139,13 @@ def adam_step(group: Group, gradient: torch.Tensor, state: State, adam: Adam, *,
 
 
 def unflatten(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Views of the flat tensor with these shapes, in order."""
+    """Returns views of the flat tensor with these shapes, in order."""
     parts = torch.split(flat, [math.prod(shape) for shape in shapes])
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def mlp_gradient(x: torch.Tensor, y: torch.Tensor, flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> torch.Tensor:
-    """The flat gradient of the mean of (relu(x W1^T + b1) W2^T + b2 - y)^2 with respect to W1, b1, W2, b2, flat in ``flat``."""
+    """Returns the flat gradient of the mean of (relu(x W1^T + b1) W2^T + b2 - y)^2 with respect to W1, b1, W2, b2, flat in ``flat``."""
     w1, b1, w2, b2 = unflatten(flat, shapes)
     gradient = torch.empty_like(flat)
     to_w1, to_b1, to_w2, to_b2 = unflatten(gradient, shapes)
@@ -160,7 +160,7 @@ def mlp_gradient(x: torch.Tensor, y: torch.Tensor, flat: torch.Tensor, shapes: S
 
 
 def partitioned_mlp_step(group: Group, data: Pair, tensors: Sequence[torch.Tensor], moments: Pair, adam: Adam) -> tuple[torch.Tensor, ...]:
-    """Rank 0's W1, b1, W2, b2 and the rank's part of both moments, after a step on x and y (``data``) of every rank. Collective."""
+    """Collective: returns rank 0's W1, b1, W2, b2 and the rank's part of both moments, after a step on x and y (``data``) of every rank."""
     shapes, size = [tensor.shape for tensor in tensors], moments[0].numel()
     flat = tensors[0].new_empty(group.world_size * size)
     if group.rank == 0:
