@@ -47,7 +47,7 @@ ARENA_MEMORY = "PEERLANE_ARENA_MEMORY"
 
 
 def arena_memory() -> str | None:
-    """Returns how ranks share the memory of arenas: PEERLANE_ARENA_MEMORY, ``vmm`` (it grows in place) or ``ipc``; None leaves it to the kit."""
+    """Returns how ranks share arenas' memory: PEERLANE_ARENA_MEMORY, ``vmm`` (it grows in place) or ``ipc``; None leaves it to the kit."""
     given = os.environ.get(ARENA_MEMORY)
     if given not in (None, "vmm", "ipc"):
         raise UsageError(f"{ARENA_MEMORY}={given}: expected vmm or ipc")

@@ -119,7 +119,7 @@ class _Run:
         return suitable(self.judged) or suitable([entry for entry in self.plan.corpus.entries if entry.quick])
 
     def _lanes(self, world_size: int, due: int) -> list[Lane]:
-        """Returns the lanes that run side by side: on GPUs, as many runs as there is work for; what is judged needs verdicts, and few speeds."""
+        """Returns the lanes that run side by side: on GPUs, as many as there is work for; what is judged needs verdicts, and few speeds."""
         gpus = [gpu.uuid for gpu in discover().gpus] if Place.of(self.plan.device).has_gpus else []
         node = share_gpus(world_size, len(gpus), self.plan.ranks_per_gpu or None)
         most = min(MOST_LANES, due // FEWEST_PER_LANE)
