@@ -2,64 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from peerlane.device.emulator.ranks import EmulatedRanks
 from peerlane.device.host.declare import U32, BoundLaunches, DeclaredKernel, Epochs, LocalKernel, Pointer, layouts
-from peerlane.device.host.group import Group, Memory
-from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
+from peerlane.device.host.group import Group
 from peerlane.errors import UsageError
 
 
 @dataclass
-class Kernel:
-    """A kernel whose launches write down what they would have passed."""
+class Loads:
+    """Stands for ``group.kernel``: writes down what is loaded, and what launches would have passed."""
 
-    name: str
-    launched: list[bytes]
-
-    def attributes(self) -> dict[str, int]:
-        return {"registers": 0, "shared_bytes": 0}
-
-    def bind(self, grid: Any, block: Any, args: Sequence[Any], *, shared_bytes: int = 0, cluster: int = 1) -> Any:
-        return lambda: self.launched.append(bytes(args[-1]))
-
-
-@dataclass
-class Loaded:
     defines: list[Mapping[str, str | int]] = field(default_factory=list)
     launched: list[bytes] = field(default_factory=list)
 
+    def __call__(self, source: str, name: str, *, defines: Mapping[str, str | int], on_failure: object = None) -> Loads:
+        self.defines.append(defines)
+        return self
 
-class StubGroup(Group):
-    """Two ranks without a device."""
+    def bind(self, grid: int, block: int, args: Sequence[Any], *, shared_bytes: int = 0, cluster: int = 1) -> Any:
+        return lambda: self.launched.append(bytes(args[-1]))
 
-    def __init__(self) -> None:
-        super().__init__(0, 2, torch.device("cpu"))
-        self.loaded = Loaded()
 
-    def exchange(self, value: Any) -> list[Any]:
-        return [value] * self.world_size
+@pytest.fixture
+def group() -> Group:
+    """Of two ranks."""
+    return EmulatedRanks(2).groups({"all": [[0, 1]]})[0]["all"]
 
-    def allocate(self, nbytes: int) -> Memory:
-        raise NotImplementedError
 
-    def kernel(
-        self, source: str | Path, name: str, *, defines: Mapping[str, str | int], on_failure: Callable[[], None] | None = None
-    ) -> Kernel:
-        self.loaded.defines.append(defines)
-        return Kernel(name, self.loaded.launched)
-
-    def address(self, tensor: torch.Tensor) -> int:
-        return tensor.data_ptr()
-
-    def encode(self, spec: TensorMapSpec) -> TensorMap:
-        return TensorMap()
+@pytest.fixture
+def loads(group: Group, monkeypatch: pytest.MonkeyPatch) -> Loads:
+    found = Loads()
+    monkeypatch.setattr(group, "kernel", found)
+    return found
 
 
 def numbers(first: int, second: int) -> bytes:
@@ -69,32 +50,30 @@ def numbers(first: int, second: int) -> bytes:
 PAIR = LocalKernel("pair", "// source", first=U32, second=U32)
 
 
-def test_a_local_kernel_is_loaded_once_for_its_macros_alone() -> None:
-    group = StubGroup()
+def test_a_local_kernel_is_loaded_once_for_its_macros_alone(group: Group, loads: Loads) -> None:
     for kind in ("short", "long", "short"):
         PAIR.bind(group, grid=1, block=32, defines={"KIND": kind})
-    assert group.loaded.defines == [{"KIND": "short"}, {"KIND": "long"}], "its cubin is the same in groups of any size"
+    assert loads.defines == [{"KIND": "short"}, {"KIND": "long"}], "its cubin is the same in groups of any size"
 
 
-def test_a_launch_made_again_leaves_the_first_one_as_it_is() -> None:
-    group = StubGroup()
+def test_a_launch_made_again_leaves_the_first_one_as_it_is(group: Group, loads: Loads) -> None:
     first = PAIR.bind(group, grid=1, block=32, first=1, second=2)
     again = first.again(second=3)
     first.set(first=4)
     again()
     first()
-    assert group.loaded.launched == [numbers(1, 3), numbers(4, 2)]
+    assert loads.launched == [numbers(1, 3), numbers(4, 2)]
 
 
-def test_a_local_kernel_has_nothing_in_an_arena() -> None:
+def test_a_local_kernel_has_nothing_in_an_arena(group: Group, loads: Loads) -> None:
     with pytest.raises(UsageError, match="declare it as a DeclaredKernel"):
-        LocalKernel("epochs", "// source", epochs=Epochs()).bind(StubGroup(), grid=1, block=32)
+        LocalKernel("epochs", "// source", epochs=Epochs()).bind(group, grid=1, block=32)
     with pytest.raises(UsageError, match="runs on one rank alone"):
-        PAIR.bind(StubGroup(), grid=1, block=32).addresses("first")
+        PAIR.bind(group, grid=1, block=32).addresses("first")
 
 
-def test_kept_launches_are_bounded_and_bound_once() -> None:
-    group, bound = StubGroup(), list[int]()
+def test_kept_launches_are_bounded_and_bound_once(group: Group, loads: Loads) -> None:
+    bound = list[int]()
     launches: BoundLaunches[int] = BoundLaunches(most=2)
     reserved = PAIR.reserve(group)
 
@@ -108,11 +87,11 @@ def test_kept_launches_are_bounded_and_bound_once() -> None:
     for key in (1, 2, 1, 3, 2):
         get(key)
     assert bound == [1, 2, 3, 2] and launches.find(1) is None
-    assert group.loaded.launched == [numbers(key, 0) for key in (1, 2, 1, 3, 2)]
+    assert loads.launched == [numbers(key, 0) for key in (1, 2, 1, 3, 2)]
 
 
-def test_layouts_tell_tensors_at_one_address_apart() -> None:
-    group, tensor = StubGroup(), torch.zeros(4, 4, dtype=torch.bfloat16)
+def test_layouts_tell_tensors_at_one_address_apart(group: Group) -> None:
+    tensor = torch.zeros(4, 4, dtype=torch.bfloat16)
     others = tensor.t(), tensor.view(2, 8), tensor.view(torch.float16)
     assert layouts(group, tensor) == layouts(group, tensor.view(4, 4))
     assert len({layouts(group, one) for one in (tensor, *others)}) == 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 from peerlane.device.attention.forward import KEYS_IN_L2, Sizes, aligned, check_operands, check_scale, operand_map
-from peerlane.device.host.declare import F32, I32, U32, U64, BoundKernel, Field, LocalKernel, Map, Pointer, array, layouts
+from peerlane.device.host.declare import F32, I32, U32, U64, BoundKernel, LocalKernel, Map, Pointer, array, layouts
 from peerlane.device.host.group import Group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.roles import GROUP_THREADS
@@ -150,12 +149,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_numbers(const __
     write_numbers<ELEMENT>(args);
 }
 """
-_ROWS = Field("const char*", ctypes.c_uint64)  # an address: rows may lie apart
 ATTENTION_NUMBERS = LocalKernel(
     "attention_numbers",
     NUMBERS_SOURCE,
-    dout=_ROWS,
-    out=_ROWS,
+    dout=Pointer("const char*", strided=True),
+    out=Pointer("const char*", strided=True),
     logarithms=Pointer("const float*"),
     numbers=Pointer("float*"),
     dout_strides=array(U64, 3),
@@ -174,8 +172,8 @@ def _bind_numbers(group: Group, dout: torch.Tensor, out: torch.Tensor, logarithm
         grid=min(_NUMBERS_BLOCKS_PER_SM * group.sm_count, blocks),
         block=_NUMBERS_THREADS,
         defines={"ELEMENT": ELEMENT_TYPES[dout.dtype], "THREADS": _NUMBERS_THREADS},
-        dout=group.address(dout),
-        out=group.address(out),
+        dout=dout,
+        out=out,
         logarithms=logarithms,
         numbers=numbers,
         dout_strides=[stride * ELEMENT_BYTES for stride in dout.stride()[:3]],

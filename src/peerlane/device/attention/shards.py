@@ -79,6 +79,7 @@ class ShardAttention:
         self.group, self.plan = group, plan
         self.reserved = kernel.reserve(group, sizes=plan.sizes, timeout_s=timeout_s)
         self.out = self.reserved.tensor("result", plan.result_shape, plan.dtype)
+        # Now: this compiles and loads, which is not possible while a graph is captured.
         self._bound = self.reserved.bind(
             grid=plan.grid(group.rank, group.sm_count),
             block=plan.tiling.threads,
@@ -93,6 +94,7 @@ class ShardAttention:
         self.reserved.close()
 
     def launch(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> None:
+        """Start the kernel on these shards; ``out`` holds the result."""
         launches = self.reserved.launches
         found = launches.find((scale, layouts(self.group, q, k, v)))
         if found is None:

@@ -26,12 +26,14 @@ from peerlane.device.collectives.messages import Member
 from peerlane.device.collectives.plans import Machine, Plan
 from peerlane.device.collectives.workspace import RINGS, Messages, Rings, Workspace, workspace_bytes
 from peerlane.device.host.arena import Arena
-from peerlane.device.host.group import DeviceLaunch, Group, per_group
+from peerlane.device.host.group import DeviceKernel, DeviceLaunch, Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.errors import UsageError
 
 # Places of the arguments that change from call to call.
 _MESSAGES, _IN, _OUT = 2, 3, 4
+_MOST_LAUNCHES = 1024
+"""Sizes that are kept at a time: then all are forgotten, for sizes that do not come again would fill any memory."""
 
 
 class Communicator:
@@ -53,6 +55,7 @@ class Communicator:
         self.member = Member(self.arena.rank, self.arena.world_size)
         self.machine = Machine(self.arena.world_size, sm_count, rings)
         self._launches: dict[Hashable, DeviceLaunch] = {}
+        self._kernels: dict[tuple[str, torch.dtype], DeviceKernel] = {}
 
     def close(self) -> None:
         """Gives the memory back, once all ranks have finished all calls."""
@@ -215,13 +218,20 @@ class Communicator:
         launch = self._launches.get(key)
         if launch is None:
             plan, messages, root = make()
-            source, defines = kernel_source(plan.kernel, self.machine.world_size, tensor.dtype, self.machine.rings)
-            kernel = self.group.kernel(source, plan.kernel, defines=defines, on_failure=self.arena.raise_fault)
             pointers = (ctypes.c_void_p(), ctypes.c_void_p())
             args = (self.arena.view, self.workspace, messages, *pointers, ctypes.c_uint64(tensor.nbytes), ctypes.c_int(root))
-            launch = kernel.bind(plan.grid, plan.block, args, shared_bytes=plan.shared_bytes)
+            launch = self._kernel(plan.kernel, tensor.dtype).bind(plan.grid, plan.block, args, shared_bytes=plan.shared_bytes)
+            if len(self._launches) == _MOST_LAUNCHES:
+                self._launches.clear()
             self._launches[key] = launch
         return launch
+
+    def _kernel(self, name: str, dtype: torch.dtype) -> DeviceKernel:
+        """The kernel, found and loaded once however many sizes it serves."""
+        if (name, dtype) not in self._kernels:
+            source, defines = kernel_source(name, self.machine.world_size, dtype, self.machine.rings)
+            self._kernels[name, dtype] = self.group.kernel(source, name, defines=defines, on_failure=self.arena.raise_fault)
+        return self._kernels[name, dtype]
 
     def _start(self, launch: DeviceLaunch, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
         for place, tensor in ((_IN, source), (_OUT, target)):

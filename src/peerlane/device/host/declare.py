@@ -20,7 +20,7 @@ import ctypes
 import linecache
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -28,7 +28,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from peerlane.device.host.arena import Arena
-from peerlane.device.host.group import DeviceKernel, DeviceLaunch, Group
+from peerlane.device.host.group import DeviceKernel, DeviceLaunch, Group, per_group
 from peerlane.device.host.layout import LINE_BYTES
 from peerlane.device.host.roles import BlockNeeds, require_resident
 from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec
@@ -87,22 +87,25 @@ class Map(Field):
         super().__init__("TensorMap", TensorMap, count)
 
     def value(self, group: Group, given: Any) -> Any:
-        def encoded(one: TensorMap | TensorMapSpec) -> TensorMap:
-            return group.encode(one) if isinstance(one, TensorMapSpec) else one
-
-        return (TensorMap * self.count)(*map(encoded, given)) if self.count else encoded(given)
+        if self.count:
+            return (TensorMap * self.count)(*(group.encode(one) if isinstance(one, TensorMapSpec) else one for one in given))
+        return group.encode(given) if isinstance(given, TensorMapSpec) else given
 
 
 class Pointer(Field):
-    """The address of a tensor's first element; the tensor is contiguous and kept by the caller. None is a null pointer."""
+    """The address of a tensor's first element; the tensor is kept by the caller, and contiguous unless ``strided``. None is a null
+    pointer."""
 
-    def __init__(self, cpp: str = "char*") -> None:
+    def __init__(self, cpp: str = "char*", *, strided: bool = False) -> None:
         super().__init__(cpp, ctypes.c_uint64)
+        object.__setattr__(self, "strided", strided)
+
+    strided: bool
 
     def value(self, group: Group, given: torch.Tensor | None) -> int:
         if given is None:
             return 0
-        if not given.is_contiguous():
+        if not self.strided and not given.is_contiguous():
             raise UsageError(f"a tensor of shape {tuple(given.shape)} and strides {given.stride()} is not contiguous; pass .contiguous()")
         return group.address(given)
 
@@ -221,10 +224,14 @@ class LocalKernel(DeclaredKernel):
 
     def reserve(self, group: Group, *, sizes: Mapping[str, int] | None = None, timeout_s: float = 10.0) -> Reserved:
         """Not collective; there is nothing to reserve, so a group has one, which keeps what it has loaded."""
-        if any(isinstance(field, ArenaField) for field in self.fields.values()):
-            raise UsageError(f"kernel {self.name!r} has fields in the arena; declare it as a DeclaredKernel")
-        reserved: Reserved = group.cache.get(self, lambda: Reserved(self, group, None, {}, {}), stays=True)
-        return reserved
+        return _reserved_nothing(group, self)
+
+
+@per_group
+def _reserved_nothing(group: Group, kernel: LocalKernel) -> Reserved:
+    if any(isinstance(field, ArenaField) for field in kernel.fields.values()):
+        raise UsageError(f"kernel {kernel.name!r} has fields in the arena; declare it as a DeclaredKernel")
+    return Reserved(kernel, group, None, {}, {})
 
 
 class Reserved:
@@ -344,16 +351,10 @@ def _padded(fields: Mapping[str, Field]) -> list[tuple[str, Any]]:
 class BoundKernel:
     """A launch of a declared kernel. Calling it sets fields and launches."""
 
-    def __init__(
-        self,
-        reserved: Reserved,
-        bind: Callable[[ctypes.Structure], DeviceLaunch],
-        arguments: ctypes.Structure,
-        given: Iterable[str] = (),
-    ) -> None:
+    def __init__(self, reserved: Reserved, bind: Callable[[ctypes.Structure], DeviceLaunch], arguments: ctypes.Structure) -> None:
         self.reserved, self.group = reserved, reserved.group
-        self._bind, self._arguments, self._launch = bind, arguments, bind(arguments)
-        self._fields, self._given = reserved.kernel.settable, set(given)
+        self._bind, self._launch, self._arguments = bind, bind(arguments), arguments
+        self._fields = reserved.kernel.settable
 
     @property
     def arena(self) -> Arena:
@@ -362,29 +363,33 @@ class BoundKernel:
 
     def set(self, **values: Any) -> None:
         """Set fields, for this launch and those that follow."""
+        self._set(values)
+
+    def _set(self, values: Mapping[str, Any]) -> None:
+        fields, group, arguments = self._fields, self.group, self._arguments
         for name, value in values.items():
-            field = self._fields.get(name)
+            field = fields.get(name)
             if field is None:
-                known = ", ".join(self._fields)
+                known = ", ".join(fields)
                 raise UsageError(f"kernel {self.reserved.kernel.name!r} has no field {name!r} to set; expected one of {known}")
-            setattr(self._arguments, name, field.value(self.group, value))
-            self._given.add(name)
+            # What the structure holds needs no conversion: tensor maps, in most calls.
+            setattr(arguments, name, value if type(value) is field.twin and not field.count else field.value(group, value))
 
     def again(self, **values: Any) -> BoundKernel:
         """Another launch, with these fields set and the others as they are here now. It is not collective."""
-        bound = BoundKernel(self.reserved, self._bind, type(self._arguments).from_buffer_copy(self._arguments), self._given)
-        bound.set(**values)
+        bound = BoundKernel(self.reserved, self._bind, type(self._arguments).from_buffer_copy(self._arguments))
+        bound._set(values)
         return bound
 
     def __call__(self, **values: Any) -> None:
         if values:
-            self.set(**values)
+            self._set(values)
         try:
             self._launch()
         except EmulatedFault as fault:
-            unset = [name for name, field in self._fields.items() if isinstance(field, Pointer) and name not in self._given]
-            if unset and "\ncrash in" in str(fault):
-                raise EmulatedFault(f"{fault}; these pointers were never set: {', '.join(unset)}") from None
+            null = [name for name, field in self._fields.items() if isinstance(field, Pointer) and not getattr(self._arguments, name)]
+            if null and "\ncrash in" in str(fault):
+                raise EmulatedFault(f"{fault}; these pointers are null: {', '.join(sorted(null))}") from None
             raise
 
     def addresses(self, name: str) -> list[int]:
