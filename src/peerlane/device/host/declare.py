@@ -87,22 +87,25 @@ class Map(Field):
         super().__init__("TensorMap", TensorMap, count)
 
     def value(self, group: Group, given: Any) -> Any:
-        def encoded(one: TensorMap | TensorMapSpec) -> TensorMap:
-            return group.encode(one) if isinstance(one, TensorMapSpec) else one
-
-        return (TensorMap * self.count)(*map(encoded, given)) if self.count else encoded(given)
+        if self.count:
+            return (TensorMap * self.count)(*(group.encode(one) if isinstance(one, TensorMapSpec) else one for one in given))
+        return group.encode(given) if isinstance(given, TensorMapSpec) else given
 
 
 class Pointer(Field):
-    """The address of a tensor's first element; the tensor is contiguous and kept by the caller. None is a null pointer."""
+    """The address of a tensor's first element; the tensor is kept by the caller, and contiguous unless ``strided``. None is a null
+    pointer."""
 
-    def __init__(self, cpp: str = "char*") -> None:
+    def __init__(self, cpp: str = "char*", *, strided: bool = False) -> None:
         super().__init__(cpp, ctypes.c_uint64)
+        object.__setattr__(self, "strided", strided)
+
+    strided: bool
 
     def value(self, group: Group, given: torch.Tensor | None) -> int:
         if given is None:
             return 0
-        if not given.is_contiguous():
+        if not self.strided and not given.is_contiguous():
             raise UsageError(f"a tensor of shape {tuple(given.shape)} and strides {given.stride()} is not contiguous; pass .contiguous()")
         return group.address(given)
 
@@ -325,7 +328,8 @@ class BoundKernel:
         self.reserved, self.group = reserved, reserved.group
         self._launch, self._arguments = launch, arguments
         self._fields = {name: field for name, field in reserved.kernel.fields.items() if not isinstance(field, ArenaField)}
-        self._unset = {name for name, field in self._fields.items() if isinstance(field, Pointer)}
+        # What most calls give, and needs no conversion.
+        self._given_as = {name: TensorMap for name, field in self._fields.items() if isinstance(field, Map) and not field.count}
 
     @property
     def arena(self) -> Arena:
@@ -334,21 +338,31 @@ class BoundKernel:
 
     def set(self, **values: Any) -> None:
         """Set fields, for this launch and those that follow."""
+        self._set(values)
+
+    def _set(self, values: Mapping[str, Any]) -> None:
+        arguments, given_as = self._arguments, self._given_as
         for name, value in values.items():
-            field = self._fields.get(name)
-            if field is None:
-                known = ", ".join(self._fields)
-                raise UsageError(f"kernel {self.reserved.kernel.name!r} has no field {name!r} to set; expected one of {known}")
-            setattr(self._arguments, name, field.value(self.group, value))
-            self._unset.discard(name)
+            if type(value) is not given_as.get(name):
+                value = self._converted(name, value)
+            setattr(arguments, name, value)
+
+    def _converted(self, name: str, value: Any) -> Any:
+        field = self._fields.get(name)
+        if field is None:
+            known = ", ".join(self._fields)
+            raise UsageError(f"kernel {self.reserved.kernel.name!r} has no field {name!r} to set; expected one of {known}")
+        return field.value(self.group, value)
 
     def __call__(self, **values: Any) -> None:
-        self.set(**values)
+        if values:
+            self._set(values)
         try:
             self._launch()
         except EmulatedFault as fault:
-            if self._unset and "\ncrash in" in str(fault):
-                raise EmulatedFault(f"{fault}; these pointers were never set: {', '.join(sorted(self._unset))}") from None
+            null = [name for name, field in self._fields.items() if isinstance(field, Pointer) and not getattr(self._arguments, name)]
+            if null and "\ncrash in" in str(fault):
+                raise EmulatedFault(f"{fault}; these pointers are null: {', '.join(sorted(null))}") from None
             raise
 
     def addresses(self, name: str) -> list[int]:
