@@ -3,6 +3,7 @@ bits."""
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 
 from peerlane.device.emulator import Buffer, Scenario, ranks
+from peerlane.device.host.layout import LINE_BYTES
 from peerlane.device.host.tensor_map import TensorPlace
 from peerlane.device.products import all_gather_gemm, gemm
 from peerlane.device.products.gemm import Tiling
@@ -56,14 +58,13 @@ def plain_product(
     """One rank, ``out = a @ b``."""
     a, b = integers(m, k, 1, dtype)[:, :k], integers(k, n, 2, dtype)[:, :n]
     a_stored, b_stored = (a if majors[0] == "k" else a.T), (b if majors[1] == "mn" else b.T)
-    scenario = Scenario("gemm", gemm.SOURCE, 1, defines=tiling.defines(dtype, *majors))
+    scenario = Scenario("gemm", gemm.GEMM.source, 1, defines=tiling.defines(dtype, *majors))
     a_buffer, b_buffer = scenario.buffer("a", [padded(a_stored)]), scenario.buffer("b", [padded(b_stored)])
     out = result(scenario, [(a.float() @ b.float()).to(dtype)])
     places = place(a_buffer, 0, *a_stored.shape), place(b_buffer, 0, *b_stored.shape), place(out, 0, m, n)
     maps = {name: spec.emulated() for name, spec in gemm.specs(*places, tiling, *majors).items()}
-    scenario.launch(
-        "gemm", grid, tiling.threads, (gemm.parameters(maps, m, n, k, tiling),), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks
-    )
+    arguments = gemm.GEMM.arguments(**maps, tiles=tiling.grouped(m, n), n=n, k=k)
+    scenario.launch("gemm", grid, tiling.threads, (arguments,), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks)
     return scenario
 
 
@@ -123,15 +124,17 @@ class SumCalls:
         return kinds
 
 
-def all_gather_gemm_calls(
-    space: all_gather_gemm.Workspace, n: int, plan: all_gather_gemm.Plan, *, calls: int, source: str = all_gather_gemm.SOURCE
-) -> Scenario:
+def all_gather_gemm_calls(space: all_gather_gemm.Workspace, n: int, plan: all_gather_gemm.Plan, *, calls: int) -> Scenario:
     """``calls`` calls, one behind the other, with nothing between them."""
-    world, tiling, m, local_k = space.world_size, plan.tiling, space.m, space.local_k
+    world, tiling, m, local_k, declared = space.world_size, plan.tiling, space.m, space.local_k, all_gather_gemm.ALL_GATHER_GEMM
     defines = {**tiling.defines(space.dtype, "k", "mn"), "WORLD_SIZE": world, "SCATTERS": 0}
-    scenario = Scenario("all_gather_gemm", source, world, defines=defines)
-    arena = scenario.arena(space.nbytes)
-    gathered, flags, epochs = arena.take(space.gathered_bytes, align=1024), arena.take(space.flags_bytes), arena.take(4 * 256)
+    scenario = Scenario("all_gather_gemm", declared.source, world, defines=defines)
+    arena = scenario.arena(space.sizes["gathered_memory"] + space.sizes["flags"] * world * LINE_BYTES + 4096)
+    offsets = {
+        "gathered_memory": arena.take(space.sizes["gathered_memory"], align=1024),
+        "flags": arena.take(space.sizes["flags"] * world * LINE_BYTES),
+        "epochs": arena.take(4 * 256),
+    }
     for call in range(calls):
         a, _ = products(m, [local_k] * world, n, call)
         _, b = products(m, [world * local_k] * world, n, call)
@@ -140,15 +143,13 @@ def all_gather_gemm_calls(
         a_buffer = scenario.buffer(f"a of call {call}", [padded(matrix) for matrix in a])
         b_buffer = scenario.buffer(f"b of call {call}", [padded(matrix) for matrix in b])
 
-        def parameters(
-            rank: int, a_buffer: Buffer = a_buffer, b_buffer: Buffer = b_buffer, out: Buffer = out
-        ) -> all_gather_gemm.Parameters:
+        def arguments(rank: int, a_buffer: Buffer = a_buffer, b_buffer: Buffer = b_buffer, out: Buffer = out) -> ctypes.Structure:
             places = place(a_buffer, rank, m, local_k), place(b_buffer, rank, world * local_k, n), place(out, rank, m, n)
-            specs = space.specs(*places, arena.memory.addresses[rank] + gathered, tiling)
+            specs = space.specs(*places, arena.memory.addresses[rank] + offsets["gathered_memory"], tiling)
             maps = {name: spec.emulated() for name, spec in specs.items()}
-            return space.parameters(maps, plan, a_buffer.addresses[rank], gathered, flags, epochs)
+            return declared.arguments(**maps, **space.fields(plan), **offsets, n=n, local=a_buffer.addresses[rank])
 
         scenario.launch(
-            "all_gather_gemm", plan.grid, tiling.threads, (parameters, arena), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks
+            "all_gather_gemm", plan.grid, tiling.threads, (arena, arguments), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks
         )
     return scenario

@@ -43,13 +43,14 @@ def test_matrices_of_odd_sizes_are_refused() -> None:
 
 @pytest.mark.parametrize("tiling", [gemm.TILINGS[0], pytest.param(gemm.TILINGS[3], marks=pytest.mark.slow)], ids=str)
 def test_a_grouped_product_fits_a_block(tiling: gemm.Tiling) -> None:
-    found = resources(compile_cubin(grouped_gemm.SOURCE, arch="sm_90a", defines=tiling.defines(torch.bfloat16, "k", "k")))["grouped_gemm"]
+    cubin = compile_cubin(grouped_gemm.GROUPED_GEMM.source, arch="sm_90a", defines=tiling.defines(torch.bfloat16, "k", "k"))
+    found = resources(cubin)["grouped_gemm"]
     assert found.shared_bytes - RESERVED_BYTES + tiling.shared_bytes <= SHARED_LIMIT_BYTES
     assert found.frame_bytes == 0
 
 
 BLACKWELL = {
-    "product": (gemm.SOURCE, gemm.TILINGS[2], "mn"),
+    "product": (gemm.GEMM.source, gemm.TILINGS[2], "mn"),
     "all-reduce": (GEMM_ALL_REDUCE.source, gemm.TILINGS[3], "mn"),
     "experts": (layer.MOE_UP.source, layer.TILINGS[1], "k"),
 }

@@ -18,7 +18,7 @@ from peerlane.device.host.arena import ROLES
 from peerlane.device.host.element_types import ELEMENT_TYPES
 from peerlane.device.host.group import FAULT_WORDS
 from peerlane.device.host.jit import INCLUDE_DIR
-from peerlane.device.products import all_gather_gemm, gemm
+from peerlane.device.products import gemm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = [path for path in sorted((ROOT / "examples" / "cuda").glob("*_cuda.py")) if "\nSOURCE = " in path.read_text()]
@@ -105,8 +105,7 @@ def test_host_structures_have_the_device_s_layout() -> None:
 @pytest.mark.parametrize(
     ("header", "structures"),
     [
-        ("gemm", {"GemmParameters": gemm.Parameters, "GroupedTiles": gemm.GroupedTiles}),
-        ("all_gather_gemm", {"AllGatherGemmParameters": all_gather_gemm.Parameters}),
+        ("roles", {"GroupedTiles": gemm.GroupedTiles}),
     ],
 )
 def test_host_parameters_have_the_devices_layout(header: str, structures: dict[str, type[ctypes.Structure]]) -> None:

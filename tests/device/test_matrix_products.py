@@ -20,8 +20,8 @@ FUSED = {
     "GemmReduceScatterRoles<Shape, WORLD_SIZE, GemmReduceScatter>": GEMM_REDUCE_SCATTER.source,
     "GemmAllReduceRoles<Shape, WORLD_SIZE, GemmAllReduce>": GEMM_ALL_REDUCE.source,
     "GemmAllGatherRoles<Shape, WORLD_SIZE, GemmAllGather>": GEMM_ALL_GATHER.source,
-    "Fused": all_gather_gemm.SOURCE,
-    "Gemm<Shape>": gemm.SOURCE,
+    "AllGatherGemmRoles<Shape, WORLD_SIZE, SCATTERS, AllGatherGemm>": all_gather_gemm.ALL_GATHER_GEMM.source,
+    "GemmRoles<Shape, Gemm>": gemm.GEMM.source,
 }
 EVERYTHING = gemm.Epilogue("silu", bias=True, residual=True, scale=True)
 
@@ -51,7 +51,7 @@ def test_an_epilogue_of_every_part_spills_next_to_nothing(tiling: Tiling) -> Non
 
 
 def test_a_product_compiles_for_operands_either_way_round() -> None:
-    report = compiler_report(gemm.SOURCE, defines=TILINGS[0].defines(torch.float16, "mn", "k"))
+    report = compiler_report(gemm.GEMM.source, defines=TILINGS[0].defines(torch.float16, "mn", "k"))
     assert "0 bytes spill stores" in report and "Potential Performance Loss" not in report
 
 

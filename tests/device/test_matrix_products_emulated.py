@@ -16,6 +16,7 @@ from device.emulated import SumCalls
 from device.judged import cases, judge, require_correct
 from peerlane import problems, solutions
 from peerlane.device.emulator import Scenario, build, check, ranks
+from peerlane.device.host.declare import LocalKernel
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.products import all_gather_gemm, gemm
 from peerlane.device.products.gemm import Tiling
@@ -284,28 +285,28 @@ CLAIMING = r"""
 using namespace peerlane;
 using Shape = SHAPE;
 
-struct Claiming : Gemm<Shape> {
+struct Claiming : GemmRoles<Shape, Gemm> {
     TileClaims claims;
-    __device__ Claiming(const GemmParameters& p, u32* counters, u32 epoch) : Gemm<Shape>(p), claims(counters, epoch) {}
+    __device__ Claiming(const Gemm& p, u32* counters, u32 epoch) : GemmRoles(p), claims(counters, epoch) {}
     __device__ u32 claim() const { return claims.next(); }
 };
 
 extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
-    gemm(const __grid_constant__ GemmParameters parameters, u32* counters, u32* epochs) {
-    run_roles(Claiming(parameters, counters, next_epoch(epochs)));
+    gemm(const __grid_constant__ Gemm args, u32* counters, u32* epochs) {
+    run_roles(Claiming(args, counters, next_epoch(epochs)));
 }
 """
 
 
 def test_tiles_may_be_claimed_instead_of_dealt() -> None:
     scenario = emulated.plain_product(136, 136, 72, SMALL)
-    scenario.source = CLAIMING
+    scenario.source = LocalKernel("gemm", CLAIMING, **gemm.GEMM.fields).source
     (dealt,) = scenario.launches
     scenario.launches.clear()
     counters = scenario.buffer("counters", [torch.zeros(2, dtype=torch.int32)])
     epochs = scenario.buffer("epochs", [torch.zeros(256, dtype=torch.int32)])
-    parameters = gemm.Parameters.from_buffer_copy(dealt.arguments[0])
+    arguments = gemm.GEMM.arguments.from_buffer_copy(dealt.arguments[0])
     for _ in range(2):
-        scenario.launch("gemm", 2, SMALL.threads, (parameters, counters, epochs), shared_bytes=SMALL.shared_bytes)
+        scenario.launch("gemm", 2, SMALL.threads, (arguments, counters, epochs), shared_bytes=SMALL.shared_bytes)
     report = check(scenario, schedules=2)
     assert report.clean, str(report)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from peerlane import solutions
 from peerlane.device import compile_cubin
 from peerlane.device.emulator import ranks
+from peerlane.device.host.declare import DeclaredKernel
 from peerlane.device.host.jit import INCLUDE_DIR
 from peerlane.device.products import gemm, perceptron
 from peerlane.device.tools.lint import lint
@@ -48,9 +48,9 @@ def test_it_is_right_call_after_call(world_size: int, rows: int) -> None:
 
 
 TWINS = {
-    "no wait for the first product": ("flags(all.done).wait_slots(", "if (false) flags(all.done).wait_slots("),
-    "a wait for its first column": ("Shape::roles.consumer_groups * all.first.tiles.columns, this", "Shape::roles.consumer_groups, this"),
-    "no wait for the ranks' pieces": ("flags(all.first.flags).wait_all_slots(", "if (false) flags(all.first.flags).wait_all_slots("),
+    "no wait for the first product": ("flags(parameters.done).wait_slots(", "if (false) flags(parameters.done).wait_slots("),
+    "a wait for its first column": ("Shape::roles.consumer_groups * parameters.tiles.columns;", "Shape::roles.consumer_groups;"),
+    "no wait for the ranks' pieces": ("flags(parameters.flags).wait_all_slots(", "if (false) flags(parameters.flags).wait_all_slots("),
 }
 
 
@@ -61,18 +61,12 @@ def test_a_twin_with_one_thing_wrong_is_caught(name: str, monkeypatch: pytest.Mo
     text = (INCLUDE_DIR / "peerlane" / "perceptron.cuh").read_text()
     assert text.count(line) == 1
     body = text.replace(line, instead).replace("#pragma once", "")
-    monkeypatch.setattr(perceptron, "SOURCE", perceptron.SOURCE.replace("#include <peerlane/perceptron.cuh>", body))
+    source = perceptron.SOURCE.replace("#include <peerlane/perceptron.cuh>", body)
+    monkeypatch.setattr(perceptron, "PERCEPTRON", DeclaredKernel("perceptron", source, **perceptron.PERCEPTRON.fields))
     outcome, worst = run(2)
     assert outcome.findings or worst > 0.02
 
 
-def test_host_structures_have_the_devices_layout_and_the_kernel_obeys_the_rules() -> None:
-    kind, tiling = perceptron.Parameters, gemm.Tiling(1, 64, 8)
-    checks = [f"static_assert(sizeof(peerlane::PerceptronParameters) == {ctypes.sizeof(kind)});"]
-    checks += [
-        f"static_assert(__INTADDR__(&((peerlane::PerceptronParameters*)0)->{field[0]}) == {getattr(kind, field[0]).offset});"
-        for field in kind._fields_
-        if field[0] != "padding"
-    ]
-    defines = {**tiling.defines(torch.bfloat16, "k", "mn", gemm.Epilogue("silu")), "WORLD_SIZE": 4}
-    assert lint(compile_cubin(perceptron.SOURCE + "\n".join(checks), defines=defines).ptx()) == []
+def test_the_kernel_obeys_the_rules() -> None:
+    defines = {**gemm.Tiling(1, 64, 8).defines(torch.bfloat16, "k", "mn", gemm.Epilogue("silu")), "WORLD_SIZE": 4}
+    assert lint(compile_cubin(perceptron.PERCEPTRON.source, defines=defines).ptx()) == []

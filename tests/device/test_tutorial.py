@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,14 +24,24 @@ def kernel(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_tutorials_kernel_compiles_for_the_gpu(kernel: Path) -> None:
-    assert "gemm_all_gather" in resources(compile_cubin(kernel, defines={"WORLD_SIZE": 4}))
-
-
-def test_the_tutorials_scenario_finds_nothing(kernel: Path) -> None:
-    found = re.search(r"<!-- emulated:begin -->\n```python\n(.*?)```\n<!-- emulated:end -->", PAGE, re.DOTALL)
+def python(part: str) -> str:
+    """A piece of Python, by its name on the page."""
+    found = re.search(rf"<!-- {part}:begin -->\n```python\n(.*?)```\n<!-- {part}:end -->", PAGE, re.DOTALL)
     assert found
-    done = subprocess.run([sys.executable, "-c", found[1]], cwd=kernel.parent, capture_output=True, text=True, timeout=240)
+    return found[1]
+
+
+def test_the_tutorials_kernel_compiles_for_the_gpu(kernel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(kernel.parent)
+    declared: dict[str, Any] = {}
+    exec(python("declared"), declared)
+    source = declared["GEMM_ALL_GATHER"].source
+    assert "gemm_all_gather" in resources(compile_cubin(source, defines={"WORLD_SIZE": declared["W"]}))
+
+
+def test_the_tutorials_ranks_find_nothing(kernel: Path) -> None:
+    code = python("declared") + python("emulated")
+    done = subprocess.run([sys.executable, "-c", code], cwd=kernel.parent, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     (said,) = done.stdout.splitlines()
     assert said == "gemm_all_gather, 2 ranks: 5 schedules, seed 0: nothing found" and said in PAGE

@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 
-from peerlane.device import Kernel, compile_cubin
+from peerlane.device import Kernel, LocalKernel, compile_cubin
 from peerlane.device.host.local import LocalRanks
 from peerlane.device.products import gemm
 from peerlane.hardware.environment import record
@@ -59,7 +59,8 @@ def matrix_product(factor: int) -> None:
     """The kit's largest kernel, with a second one in the same file that changes."""
     a, b = (torch.randint(-1, 2, (128, 128), device="cuda").bfloat16() for _ in range(2))
     out = torch.empty_like(a)
-    with mock.patch.object(gemm, "SOURCE", f"{gemm.SOURCE}\n{SCALE % factor}"):
+    edited = LocalKernel("gemm", f"{gemm.SOURCE}\n{SCALE % factor}", **gemm.GEMM.fields)
+    with mock.patch.object(gemm, "GEMM", edited):
         gemm.bind(LocalRanks(1).groups[0], a, b, out, gemm.TILINGS[0])()
     torch.cuda.synchronize()
     if not torch.equal(out, a @ b):

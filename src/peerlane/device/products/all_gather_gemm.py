@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 
-from peerlane.device.host.arena import Arena
-from peerlane.device.host.group import DeviceLaunch, Group, per_group
+from peerlane.device.host.declare import (
+    U32,
+    BoundKernel,
+    BoundLaunches,
+    Buffer,
+    DeclaredKernel,
+    Epochs,
+    Field,
+    Flags,
+    Map,
+    Pointer,
+    structure,
+)
+from peerlane.device.host.group import Group, per_group
 from peerlane.device.host.group_of import group_of
-from peerlane.device.host.layout import LINE_BYTES
-from peerlane.device.host.roles import BlockNeeds, require_resident
-from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec, TensorPlace
+from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
 from peerlane.device.host.tensor_maps import TensorMaps
 from peerlane.device.products import gemm
 from peerlane.device.products.gemm import ELEMENT_BYTES, Epilogue, GroupedTiles, Tiling
 from peerlane.errors import UsageError
-
-MAX_EPOCH_BLOCKS = 256  # of arena.cuh
 
 _SENT_BYTES, _PIECE_BYTES = 48 << 10, 32 << 10
 """What one signal speaks for at most: of a warp, what it stores at all ranks, and of a communicator block. A dozen us of stores, so that a
@@ -31,37 +38,21 @@ _SHORT_PIECE_BYTES = 4 << 10
 """What pieces are not cut below to have one for every sender."""
 _PIECE_COLUMNS, _COLUMN_PIECES = 256, 4
 """Columns are cut into as many pieces, none of them narrower than this: rows of 512 bytes are what a warp stores at a time."""
-_KEPT_LAUNCHES = 512
 COMMUNICATOR_BLOCKS = (8, 16)
 """What is tried beside a warp of every block."""
 
 
-class Parameters(ctypes.Structure):
-    """Mirrors ``peerlane::AllGatherGemmParameters``."""
-
-    _fields_ = (
-        ("a", TensorMap),
-        ("gathered", TensorMap),
-        ("b", TensorMap),
-        ("out", TensorMap),
-        ("residual", TensorMap),
-        ("tiles", GroupedTiles),
-        ("pieces", GroupedTiles),
-        ("m", ctypes.c_uint32),
-        ("local_k", ctypes.c_uint32),
-        ("row_bytes", ctypes.c_uint32),
-        ("piece_rows", ctypes.c_uint32),
-        ("piece_columns", ctypes.c_uint32),
-        ("communicator_blocks", ctypes.c_uint32),
-        ("local", ctypes.c_uint64),
-        ("gathered_at", ctypes.c_uint64),
-        ("flags", ctypes.c_uint64),
-        ("epochs", ctypes.c_uint64),
-        ("bias", ctypes.c_uint64),
-        ("scale", ctypes.c_float),
-        ("n", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32 * 8),
-    )
+FIELDS: Mapping[str, Field] = {
+    **gemm.FIELDS,
+    **{name: Map() for name in ("gathered", "out")},
+    "pieces": structure("GroupedTiles", GroupedTiles),
+    **dict.fromkeys(("m", "row_bytes", "piece_rows", "piece_columns", "communicator_blocks"), U32),
+    "local": Pointer("const char*", strided=True),
+    "gathered_memory": Buffer(align=1024),
+    "flags": Flags(),
+    "epochs": Epochs(),
+}
+"""Of every kernel whose left operand is gathered."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +92,7 @@ def choose_pieces(m: int, local_k: int, world_size: int, communicator_blocks: in
 
 @dataclass(frozen=True)
 class Workspace:
-    """Where gathered pieces, flags and epochs lie in the arena, for left operands of (m, local_k) on each of ``world_size`` ranks."""
+    """What is gathered of left operands of (m, local_k) on each of ``world_size`` ranks, and how it lies in the arena."""
 
     pieces: Pieces
     dtype: torch.dtype
@@ -122,16 +113,10 @@ class Workspace:
         return self.pieces.local_k
 
     @property
-    def gathered_bytes(self) -> int:
-        return 2 * self.world_size * self.m * gemm.row_stride(self.local_k) * ELEMENT_BYTES
-
-    @property
-    def flags_bytes(self) -> int:
-        return self.pieces.count * self.world_size * LINE_BYTES
-
-    @property
-    def nbytes(self) -> int:
-        return self.gathered_bytes + self.flags_bytes + 4 * MAX_EPOCH_BLOCKS + 2 * 1024
+    def sizes(self) -> dict[str, int]:
+        """Of the fields in the arena."""
+        stride = gemm.row_stride(self.local_k)
+        return {"gathered_memory": 2 * self.world_size * self.m * stride * ELEMENT_BYTES, "flags": self.pieces.count}
 
     def specs(self, a: TensorPlace, b: TensorPlace, out: TensorPlace, gathered: int, tiling: Tiling) -> dict[str, TensorMapSpec]:
         """All maps of a launch, by the field they go to; ``gathered`` is the address of this rank's gathered rows."""
@@ -151,23 +136,18 @@ class Workspace:
         rows, columns = self.pieces.grid
         return GroupedTiles(rows=rows, columns=columns, group_rows=plan.tiles.group_rows * plan.tiling.rows // self.pieces.rows)
 
-    def parameters(self, maps: Mapping[str, TensorMap], plan: Plan, a: int, gathered_at: int, flags: int, epochs: int) -> Parameters:
-        """``a`` is the address of this rank's left operand, the others are offsets in the arena."""
-        return Parameters(
-            **maps,
-            tiles=plan.tiles,
-            pieces=self.order(plan),
-            m=self.m,
-            local_k=self.local_k,
-            row_bytes=gemm.row_stride(self.local_k) * ELEMENT_BYTES,
-            piece_rows=self.pieces.rows,
-            piece_columns=self.pieces.columns,
-            communicator_blocks=plan.communicator_blocks,
-            local=a,
-            gathered_at=gathered_at,
-            flags=flags,
-            epochs=epochs,
-        )
+    def fields(self, plan: Plan) -> dict[str, Any]:
+        """The fields by value of a plan's launches."""
+        return {
+            "tiles": plan.tiles,
+            "pieces": self.order(plan),
+            "m": self.m,
+            "k": self.local_k,
+            "row_bytes": gemm.row_stride(self.local_k) * ELEMENT_BYTES,
+            "piece_rows": self.pieces.rows,
+            "piece_columns": self.pieces.columns,
+            "communicator_blocks": plan.communicator_blocks,
+        }
 
 
 @dataclass(frozen=True)
@@ -201,15 +181,15 @@ def plan(pieces: Pieces, n: int, k: int, sm_count: int, communicator_blocks: int
 
 SOURCE = r"""
 #include <peerlane/all_gather_gemm.cuh>
-
+using namespace peerlane;
 using Shape = SHAPE;
-using Fused = peerlane::AllGatherGemm<Shape, WORLD_SIZE, SCATTERS>;
 
-extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1) all_gather_gemm(
-    const __grid_constant__ Fused::Parameters parameters, const __grid_constant__ peerlane::Arena arena) {
-    peerlane::run_roles(Fused(parameters, arena), parameters.communicator_blocks);
+extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
+    all_gather_gemm(const __grid_constant__ Arena arena, const __grid_constant__ AllGatherGemm args) {
+    run_roles(AllGatherGemmRoles<Shape, WORLD_SIZE, SCATTERS, AllGatherGemm>(args, arena), args.communicator_blocks);
 }
 """
+ALL_GATHER_GEMM = DeclaredKernel("all_gather_gemm", SOURCE, **FIELDS)
 
 
 class AllGatherGemm:
@@ -234,7 +214,7 @@ class AllGatherGemm:
         epilogue: Epilogue = gemm.PLAIN,
         tiling: Tiling | None = None,
     ) -> None:
-        self.group, self.epilogue = group_of(group), epilogue
+        self.group, self.epilogue, self._plain = group_of(group), epilogue, epilogue == gemm.PLAIN
         self.tilings = gemm.tilings_for(self.group) if tiling is None else [tiling]
         self.maps = TensorMaps(self.group)
         world_size = self.group.world_size
@@ -247,36 +227,27 @@ class AllGatherGemm:
             )
         self.communicator_blocks = communicator_blocks
         self.workspace = Workspace(choose_pieces(m, local_k, world_size, communicator_blocks), dtype, world_size, scatters)
-        self.arena = Arena(self.workspace.nbytes, self.group, timeout_s=timeout_s, name="all_gather_gemm")
-        self.gathered = self.arena.take(self.workspace.gathered_bytes, align=1024)
-        self.flags = self.arena.take(self.workspace.flags_bytes)
-        self.epochs = self.arena.take(4 * MAX_EPOCH_BLOCKS)
-        self.arena.seal()
-        self._launches: dict[tuple[int, int, int, int], DeviceLaunch] = {}
+        self.reserved = ALL_GATHER_GEMM.reserve(self.group, sizes=self.workspace.sizes, timeout_s=timeout_s)
+        self._launches = BoundLaunches[tuple[int, int, int, int]]()
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[gemm.Terms]) -> torch.Tensor:
         out = gemm.empty_aligned(self.workspace.m, b.shape[1], a)
         key = self.group.address(a), self.group.address(b), self.group.address(out), b.shape[1]
-        launch = self._launches.get(key)
-        if launch is None:
-            if len(self._launches) == _KEPT_LAUNCHES:
-                self._launches.clear()
-            launch = self._launches[key] = self.bind(a, b, out)
-        if self.epilogue != gemm.PLAIN:
+        launch = self._launches.get(key, lambda: self.bind(a, b, out))
+        if terms or not self._plain:
             rows = self.plan_for(b).tiling.block_rows
-            for name, value in self.epilogue.fields(self.maps, (self.workspace.m, b.shape[1]), rows, **terms).items():
-                setattr(launch.args[0], name, self.group.address(value) if name == "bias" else value)
+            launch.set(**self.epilogue.fields(self.maps, (self.workspace.m, b.shape[1]), rows, **terms))
         launch()
         return out
 
     def close(self) -> None:
         """Give the memory back, once no rank's calls use it."""
-        self.arena.close()
+        self.reserved.close()
 
     def plan_for(self, b: torch.Tensor) -> Plan:
-        return plan(self.workspace.pieces, b.shape[1], b.shape[0], self.arena.sm_count, self.communicator_blocks, self.tilings)
+        return plan(self.workspace.pieces, b.shape[1], b.shape[0], self.group.sm_count, self.communicator_blocks, self.tilings)
 
-    def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> DeviceLaunch:
+    def bind(self, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> BoundKernel:
         """The launch for these tensors. It holds their addresses, not them."""
         space = self.workspace
         if (
@@ -289,18 +260,17 @@ class AllGatherGemm:
                 f"({space.world_size * space.local_k}, n) in {space.dtype}; create an AllGatherGemm for each size"
             )
         chosen = self.plan_for(b)
-        tiling = chosen.tiling
-        defines = {**tiling.defines(a.dtype, "k", "mn", self.epilogue), "WORLD_SIZE": space.world_size, "SCATTERS": int(space.scatters)}
-        kernel = self.group.kernel(SOURCE, "all_gather_gemm", defines=defines, on_failure=self.arena.raise_fault)
-        needs = BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes)
-        require_resident("all_gather_gemm", chosen.grid, needs, self.arena.sm_count)
-        gathered = self.arena.view.base[self.arena.rank] + self.gathered
-        a_place, b_place, out_place = (self.group.place(tensor) for tensor in (a, b, out))
-        maps = {name: self.group.encode(spec) for name, spec in space.specs(a_place, b_place, out_place, gathered, tiling).items()}
-        parameters = space.parameters(maps, chosen, self.group.address(a), self.gathered, self.flags, self.epochs)
-        parameters.n = b.shape[1]
-        arguments = parameters, self.arena.view
-        return kernel.bind(chosen.grid, tiling.threads, arguments, shared_bytes=tiling.shared_bytes, cluster=tiling.blocks)
+        tiling, place = chosen.tiling, self.group.place
+        gathered = self.reserved.addresses("gathered_memory")[self.group.rank]
+        return self.reserved.bind(
+            **tiling.shape(chosen.grid),
+            resident=True,
+            defines={**tiling.defines(a.dtype, "k", "mn", self.epilogue), "SCATTERS": int(space.scatters)},
+            **space.fields(chosen),
+            **space.specs(place(a), place(b), place(out), gathered, tiling),
+            n=b.shape[1],
+            local=a,
+        )
 
 
 @per_group

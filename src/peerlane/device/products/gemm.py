@@ -11,9 +11,10 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack
 import torch
 
 from peerlane.device.host import tune
-from peerlane.device.host.group import DeviceLaunch, Group, per_group
-from peerlane.device.host.roles import GROUP_THREADS, BlockNeeds, require_resident
-from peerlane.device.host.tensor_map import TensorMap, TensorMapSpec, TensorPlace
+from peerlane.device.host.declare import F32, U32, BoundKernel, Field, LocalKernel, Map, Pointer, structure
+from peerlane.device.host.group import Group, per_group
+from peerlane.device.host.roles import GROUP_THREADS
+from peerlane.device.host.tensor_map import TensorMapSpec, TensorPlace
 from peerlane.device.host.tensor_maps import TensorMaps
 from peerlane.errors import UsageError
 
@@ -42,21 +43,14 @@ class GroupedTiles(ctypes.Structure):
     _fields_ = (("rows", ctypes.c_uint32), ("columns", ctypes.c_uint32), ("group_rows", ctypes.c_uint32))
 
 
-class Parameters(ctypes.Structure):
-    """Mirrors ``peerlane::GemmParameters``."""
-
-    _fields_ = (
-        ("a", TensorMap),
-        ("b", TensorMap),
-        ("c", TensorMap),
-        ("residual", TensorMap),
-        ("tiles", GroupedTiles),
-        ("n", ctypes.c_uint32),
-        ("k", ctypes.c_uint32),
-        ("scale", ctypes.c_float),
-        ("bias", ctypes.c_uint64),
-        ("padding", ctypes.c_uint32 * 8),
-    )
+FIELDS: Mapping[str, Field] = {
+    **{name: Map() for name in ("a", "b", "residual")},
+    "tiles": structure("GroupedTiles", GroupedTiles),
+    **dict.fromkeys(("n", "k"), U32),
+    "scale": F32,
+    "bias": Pointer("const char*"),
+}
+"""Of every product: its operands, its tiles and what its epilogue may have."""
 
 
 Activation = Literal["none", "relu", "silu", "gelu", "gelu_tanh"]
@@ -115,6 +109,15 @@ class Epilogue:
 PLAIN = Epilogue()
 
 
+class LaunchShape(TypedDict):
+    """What a launch has besides its macros and its fields."""
+
+    grid: int
+    block: int
+    cluster: int
+    shared_bytes: int
+
+
 @dataclass(frozen=True)
 class Tiling:
     """One instance of ``peerlane::GemmShape``: tiles of ``columns`` columns by clusters of ``blocks`` blocks, each of which has
@@ -149,6 +152,10 @@ class Tiling:
     def whole(self, blocks: int) -> int:
         """The largest grid of at most ``blocks`` blocks."""
         return blocks // self.blocks * self.blocks
+
+    def shape(self, blocks: int) -> LaunchShape:
+        """The launch of the largest grid of at most ``blocks`` blocks."""
+        return {"grid": self.whole(blocks), "block": self.threads, "cluster": self.blocks, "shared_bytes": self.shared_bytes}
 
     def grouped(self, m: int, n: int, *, parts: int = 1) -> GroupedTiles:
         """The order of the tiles of ``parts`` results of (m, n) that are computed side by side: such that a wave of tiles, on all SMs,
@@ -291,30 +298,32 @@ def check_operands(a: torch.Tensor, b: torch.Tensor) -> None:
 
 SOURCE = r"""
 #include <peerlane/gemm.cuh>
-
+using namespace peerlane;
 using Shape = SHAPE;
 
 extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
-    gemm(const __grid_constant__ peerlane::GemmParameters parameters) {
-    peerlane::run_roles(peerlane::Gemm<Shape>(parameters));
+    gemm(const __grid_constant__ Gemm args) {
+    run_roles(GemmRoles<Shape, Gemm>(args));
 }
 """
+GEMM = LocalKernel("gemm", SOURCE, c=Map(), **FIELDS)
 
 
-def bind(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiling: Tiling | None = None) -> DeviceLaunch:
+def bind(group: Group, a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, tiling: Tiling | None = None) -> BoundKernel:
     """The launch of ``out = a @ b`` on a rank of ``group``: a (m, k), b (k, n), all ``aligned``. It holds addresses, not tensors."""
     check_operands(a, b)
     (m, k), n = a.shape, b.shape[1]
-    sm_count = group.sm_count
-    tiling = tiling or choose_tiling(m, n, k, sm_count)
-    kernel = group.kernel(SOURCE, "gemm", defines=tiling.defines(a.dtype, "k", "mn"))
-    rows, columns = tiling.grid(m, n)
-    grid = tiling.whole(min(rows * columns * tiling.blocks, sm_count))
-    require_resident("gemm", grid, BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes), sm_count)
-    a_place, b_place, out_place = (group.place(tensor) for tensor in (a, b, out))
-    maps = {name: group.encode(spec) for name, spec in specs(a_place, b_place, out_place, tiling).items()}
-    arguments = (parameters(maps, m, n, k, tiling),)
-    return kernel.bind(grid, tiling.threads, arguments, shared_bytes=tiling.shared_bytes, cluster=tiling.blocks)
+    tiling = tiling or choose_tiling(m, n, k, group.sm_count)
+    bound = _bound(group, (m, n, k), a.dtype, PLAIN, tiling)
+    bound.set(**specs(group.place(a), group.place(b), group.place(out), tiling))
+    return bound
+
+
+def _bound(group: Group, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: Epilogue, tiling: Tiling) -> BoundKernel:
+    m, n, k = shape
+    tiles = tiling.grouped(m, n)
+    blocks = min(tiles.rows * tiles.columns * tiling.blocks, group.sm_count)
+    return GEMM.bind(group, **tiling.shape(blocks), defines=tiling.defines(dtype, "k", "mn", epilogue), tiles=tiles, n=n, k=k)
 
 
 class Product:
@@ -323,14 +332,10 @@ class Product:
     def __init__(
         self, group: Group, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: Epilogue = PLAIN, tiling: Tiling | None = None
     ) -> None:
-        m, n, k = shape
-        self.group, self.shape, self.epilogue, self.maps = group, shape, epilogue, TensorMaps(group)
-        self.tiling = tiling = tiling or choose_tiling(m, n, k, group.sm_count, tilings=tilings_for(group))
-        kernel = group.kernel(SOURCE, "gemm", defines=tiling.defines(dtype, "k", "mn", epilogue))
-        tiles = tiling.grouped(m, n)
-        grid = tiling.whole(min(tiles.rows * tiles.columns * tiling.blocks, group.sm_count))
-        self._arguments = Parameters(tiles=tiles, n=n, k=k)
-        self._launch = kernel.bind(grid, tiling.threads, (self._arguments,), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks)
+        self.shape, self.epilogue, self.maps = shape, epilogue, TensorMaps(group)
+        self.tiling = tiling or choose_tiling(*shape, group.sm_count, tilings=tilings_for(group))
+        self.bound = _bound(group, shape, dtype, epilogue, self.tiling)
+        self._boxes = operand_box("k", self.tiling.block_rows), operand_box("mn", self.tiling.columns // self.tiling.blocks)
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, **terms: Unpack[Terms]) -> torch.Tensor:
         check_operands(a, b)
@@ -339,13 +344,9 @@ class Product:
             raise UsageError(
                 f"operands {tuple(a.shape)} and {tuple(b.shape)}: expected ({m}, {k}) and ({k}, {n}); create a Product for each size"
             )
-        out, tiling, arguments = empty_aligned(m, n, a), self.tiling, self._arguments
-        arguments.a = self.maps(a, operand_box("k", tiling.block_rows))
-        arguments.b = self.maps(b, operand_box("mn", tiling.columns // tiling.blocks))
-        arguments.c = self.maps(out, (64, PANEL))
-        for name, value in self.epilogue.fields(self.maps, (m, n), tiling.block_rows, **terms).items():
-            setattr(arguments, name, self.group.address(value) if name == "bias" else value)
-        self._launch()
+        out, maps, (a_box, b_box) = empty_aligned(m, n, a), self.maps, self._boxes
+        last = self.epilogue.fields(maps, (m, n), self.tiling.block_rows, **terms)
+        self.bound(a=maps(a, a_box), b=maps(b, b_box), c=maps(out, (64, PANEL)), **last)
         return out
 
 
@@ -364,7 +365,3 @@ def specs(
         "b": operand_map(b.split(1), b_major, tiling.columns // tiling.blocks),
         "c": result_map(out.split(1)),
     }
-
-
-def parameters(maps: Mapping[str, TensorMap], m: int, n: int, k: int, tiling: Tiling) -> Parameters:
-    return Parameters(**maps, tiles=tiling.grouped(m, n), n=n, k=k)

@@ -7,13 +7,13 @@ from typing import Unpack
 import torch
 import torch.distributed as dist
 
-from peerlane.device.host.declare import F32, U32, Buffer, DeclaredKernel, Epochs, Flags, Map, Pointer, structure
+from peerlane.device.host.declare import Buffer, DeclaredKernel, Epochs, Flags, Map
 from peerlane.device.host.group import MAX_RANKS, Group, per_group
 from peerlane.device.host.group_of import group_of
 from peerlane.device.host.tensor_map import TensorMapSpec
 from peerlane.device.host.tensor_maps import TensorMaps
 from peerlane.device.products import gemm
-from peerlane.device.products.gemm import Epilogue, GroupedTiles, Tiling
+from peerlane.device.products.gemm import Epilogue, Tiling
 from peerlane.errors import UsageError
 
 SOURCE = r"""
@@ -27,9 +27,8 @@ extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_boun
 }
 """
 GEMM_ALL_GATHER = DeclaredKernel(
-    "gemm_all_gather", SOURCE, a=Map(), b=Map(), residual=Map(), out=Map(MAX_RANKS), tiles=structure("GroupedTiles", GroupedTiles),
-    n=U32, k=U32, scale=F32, bias=Pointer("const char*"), result=Buffer(align=1024), flags=Flags(), epochs=Epochs(),
-)  # fmt: skip
+    "gemm_all_gather", SOURCE, **gemm.FIELDS, out=Map(MAX_RANKS), result=Buffer(align=1024), flags=Flags(), epochs=Epochs()
+)
 
 
 class GemmAllGather:
@@ -64,10 +63,7 @@ class GemmAllGather:
         count = tiles.rows * tiles.columns
         self.bound = GEMM_ALL_GATHER.bind(
             self.group,
-            grid=tiling.whole(min(count * tiling.blocks, sm_count)),
-            block=tiling.threads,
-            cluster=tiling.blocks,
-            shared_bytes=tiling.shared_bytes,
+            **tiling.shape(min(count * tiling.blocks, sm_count)),
             resident=True,
             timeout_s=timeout_s,
             defines=tiling.defines(dtype, "k", "mn", epilogue),

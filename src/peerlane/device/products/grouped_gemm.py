@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any
-
 import torch
 
+from peerlane.device.host.declare import U32, LocalKernel, Map, Pointer
 from peerlane.device.host.group import Group, per_group
-from peerlane.device.host.tensor_map import TensorMap
 from peerlane.device.host.tensor_maps import TensorMaps
 from peerlane.device.products import gemm
 from peerlane.device.products.gemm import ELEMENT_BYTES, PANEL, Tiling
@@ -17,41 +14,20 @@ from peerlane.errors import UsageError
 MAX_GROUPS = 511  # of grouped_gemm.cuh
 
 
-class Parameters(ctypes.Structure):
-    """Mirrors ``GroupedParameters`` of the source below."""
-
-    _fields_ = (
-        ("a", TensorMap),
-        ("b", TensorMap),
-        ("c", TensorMap),
-        ("ends", ctypes.c_uint64),
-        ("out", ctypes.c_uint64),
-        ("groups", ctypes.c_uint32),
-        ("n", ctypes.c_uint32),
-        ("k", ctypes.c_uint32),
-        ("row_bytes", ctypes.c_uint32),
-        ("padding", ctypes.c_uint32 * 8),
-    )
-
-
 SOURCE = r"""
 #include <peerlane/grouped_gemm.cuh>
 using namespace peerlane;
 using Shape = SHAPE;
 
-struct GroupedParameters {
-    TensorMap a, b, c;
-    const int* ends;
-    char* out;
-    u32 groups, n, k, row_bytes;
-};
-
 extern "C" __global__ void __cluster_dims__(Shape::cluster_blocks) __launch_bounds__(Shape::roles.threads(), 1)
-    grouped_gemm(const __grid_constant__ GroupedParameters parameters) {
+    grouped_gemm(const __grid_constant__ GroupedGemm args) {
     __shared__ u32 tiles[most_products + 1];
-    run_roles(GroupedGemm<Shape, GroupedParameters>(parameters, tiles));
+    run_roles(GroupedGemmRoles<Shape, GroupedGemm>(args, tiles));
 }
 """
+GROUPED_GEMM = LocalKernel(
+    "grouped_gemm", SOURCE, a=Map(), b=Map(), c=Map(), ends=Pointer("const int*"), out=Pointer(), groups=U32, n=U32, k=U32, row_bytes=U32
+)
 
 
 class GroupedProduct:
@@ -66,14 +42,18 @@ class GroupedProduct:
             raise UsageError(
                 f"{groups} products with matrices ({n}, {k}) in {dtype}: expected 1 to {MAX_GROUPS}, multiples of 8, bfloat16 or float16"
             )
-        self.group, self.shape, self.maps = group, shape, TensorMaps(group)
+        self.shape, self.maps = shape, TensorMaps(group)
         each = max(1, rows // groups)
         tiling = tiling or gemm.choose_tiling(each, n, k, group.sm_count, groups, tilings=gemm.tilings_for(group))
-        self.tiling = tiling
-        kernel = group.kernel(SOURCE, "grouped_gemm", defines=tiling.defines(dtype, "k", "k"))
-        self._arguments = Parameters(groups=groups, n=n, k=k, row_bytes=n * ELEMENT_BYTES)
-        self._launch: Any = kernel.bind(
-            tiling.whole(group.sm_count), tiling.threads, (self._arguments,), shared_bytes=tiling.shared_bytes, cluster=tiling.blocks
+        self.tiling, self._boxes = tiling, ((tiling.block_rows, PANEL), (tiling.columns // tiling.blocks, PANEL))
+        self.bound = GROUPED_GEMM.bind(
+            group,
+            **tiling.shape(group.sm_count),
+            defines=tiling.defines(dtype, "k", "k"),
+            groups=groups,
+            n=n,
+            k=k,
+            row_bytes=n * ELEMENT_BYTES,
         )
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -83,12 +63,9 @@ class GroupedProduct:
                 f"operands {tuple(a.shape)} and {tuple(b.shape)} with ends {tuple(ends.shape)} in {ends.dtype}: expected (rows, {k}), "
                 f"{(groups, n, k)} and ({groups},) in int32; create a GroupedProduct for each size"
             )
-        a, out, tiling, arguments = gemm.aligned(a), a.new_empty((a.shape[0], n)), self.tiling, self._arguments
-        arguments.a = self.maps(a, (tiling.block_rows, PANEL))
-        arguments.b = self.maps(b.contiguous().view(groups * n, k), (tiling.columns // tiling.blocks, PANEL), groups)
-        arguments.c = self.maps(out, (64, PANEL))
-        arguments.out, arguments.ends = self.group.address(out), self.group.address(ends)
-        self._launch()
+        a, out, maps, (a_box, b_box) = gemm.aligned(a), a.new_empty((a.shape[0], n)), self.maps, self._boxes
+        b_map = maps(b.contiguous().view(groups * n, k), b_box, groups)
+        self.bound(a=maps(a, a_box), b=b_map, c=maps(out, (64, PANEL)), ends=ends, out=out)
         return out
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from peerlane.device.host.declare import F32, U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Flags, Map, Pointer, structure
+from peerlane.device.host.declare import U32, BoundKernel, Buffer, DeclaredKernel, Epochs, Field, Flags, Map
 from peerlane.device.host.group import MAX_RANKS, Group
 from peerlane.device.host.tensor_map import TensorMapSpec
 from peerlane.device.host.tensor_maps import TensorMaps
@@ -16,13 +16,11 @@ from peerlane.device.products import gemm
 from peerlane.device.products.gemm import Epilogue, GroupedTiles, Tiling
 from peerlane.errors import UsageError
 
-FIELDS = {
-    **{name: Map() for name in ("a", "b", "partials", "residual")},
+FIELDS: Mapping[str, Field] = {
+    **gemm.FIELDS,
+    "partials": Map(),
     "slots": Map(MAX_RANKS),
-    "tiles": structure("GroupedTiles", GroupedTiles),
-    **dict.fromkeys(("n", "k", "lag"), U32),
-    "scale": F32,
-    "bias": Pointer("const char*"),
+    "lag": U32,
     "slot_memory": Buffer(align=1024),
     "flags": Flags(),
     "epochs": Epochs(),
@@ -62,10 +60,7 @@ class OwnerSum:
         stride = gemm.row_stride(plan.slot_columns)
         self.bound: BoundKernel = declared.bind(
             group,
-            grid=tiling.whole(min(world_size * plan.numbers * tiling.blocks, group.sm_count)),
-            block=tiling.threads,
-            cluster=tiling.blocks,
-            shared_bytes=tiling.shared_bytes,
+            **tiling.shape(min(world_size * plan.numbers * tiling.blocks, group.sm_count)),
             resident=True,
             timeout_s=timeout_s,
             defines=tiling.defines(plan.dtype, "k", "mn", epilogue),

@@ -2,51 +2,36 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 
 import torch
 
-from peerlane.device.host.arena import Arena
+from peerlane.device.host.declare import Buffer, DeclaredKernel, Flags, Map, structure
 from peerlane.device.host.group import Group, per_group
-from peerlane.device.host.layout import LINE_BYTES
-from peerlane.device.host.roles import BlockNeeds, require_resident
-from peerlane.device.host.tensor_map import TensorMap, TensorPlace
+from peerlane.device.host.tensor_map import TensorPlace
 from peerlane.device.host.tensor_maps import TensorMaps
 from peerlane.device.products import all_gather_gemm, gemm
-from peerlane.device.products.all_gather_gemm import MAX_EPOCH_BLOCKS, Workspace, choose_pieces, plan
+from peerlane.device.products.all_gather_gemm import Workspace, choose_pieces, plan
 from peerlane.device.products.gemm import ELEMENT_BYTES, Activation, Epilogue, GroupedTiles, Tiling
 
 _TILINGS = [tiling for tiling in gemm.TILINGS if tiling.blocks == 1]
 _LEAST_PIECE_ROWS = 8
 
 
-class Parameters(ctypes.Structure):
-    """Mirrors ``peerlane::PerceptronParameters``."""
-
-    _fields_ = (
-        ("first", all_gather_gemm.Parameters),
-        ("hidden", TensorMap),
-        ("b", TensorMap),
-        ("out", TensorMap),
-        ("tiles", GroupedTiles),
-        ("inner", ctypes.c_uint32),
-        ("done", ctypes.c_uint64),
-        ("padding", ctypes.c_uint32 * 10),
-    )
-
-
 SOURCE = r"""
 #include <peerlane/perceptron.cuh>
-
+using namespace peerlane;
 using Shape = SHAPE;
-using Fused = peerlane::Perceptron<Shape, WORLD_SIZE>;
 
-extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1) perceptron(
-    const __grid_constant__ peerlane::PerceptronParameters parameters, const __grid_constant__ peerlane::Arena arena) {
-    peerlane::run_roles(Fused(parameters, arena));
+extern "C" __global__ void __launch_bounds__(Shape::roles.threads(), 1)
+    perceptron(const __grid_constant__ Arena arena, const __grid_constant__ Perceptron args) {
+    run_roles(PerceptronRoles<Shape, WORLD_SIZE, Perceptron>(args, arena));
 }
 """
+PERCEPTRON = DeclaredKernel(
+    "perceptron", SOURCE, **all_gather_gemm.FIELDS, hidden=Map(), second_b=Map(), second_out=Map(),
+    second_tiles=structure("GroupedTiles", GroupedTiles), hidden_memory=Buffer(align=1024), done=Flags(),
+)  # fmt: skip
 
 
 def choose_tiling(m: int, inner: int, k: int, sm_count: int) -> Tiling | None:
@@ -74,37 +59,36 @@ class Perceptron:
         space = Workspace(pieces, dtype, world, scatters=True)
         first = plan(pieces, inner, world * local_k, group.sm_count, tilings=[tiling])
         second = tiling.grouped(m, n)
-        hidden_bytes = m * gemm.row_stride(inner) * ELEMENT_BYTES
-        flag_bytes = first.tiles.rows * tiling.groups * first.tiles.columns * world * LINE_BYTES
-        self.arena = Arena(space.nbytes + hidden_bytes + flag_bytes + 2 * 1024, group, name="perceptron")
-        gathered_at = self.arena.take(space.gathered_bytes, align=1024)
-        hidden_at = self.arena.take(hidden_bytes, align=1024)
-        flags, epochs = self.arena.take(space.flags_bytes), self.arena.take(4 * MAX_EPOCH_BLOCKS)
-        done = self.arena.take(flag_bytes)
-        self.arena.seal()
-        base = self.arena.view.base[self.arena.rank]
-        hidden = TensorPlace(base + hidden_at, dtype, (m, inner), (gemm.row_stride(inner), 1)).split(1)
-        maps = {"gathered": group.encode(space.gathered_map(base + gathered_at, tiling)), "out": group.encode(gemm.result_map(hidden))}
-        self._arguments = Parameters(
-            first=space.parameters(maps, first, 0, gathered_at, flags, epochs),
-            hidden=group.encode(gemm.operand_map(hidden, "k", tiling.block_rows)),
-            tiles=second,
-            inner=inner,
-            done=done,
+        stride, done = gemm.row_stride(inner), first.tiles.rows * tiling.groups * first.tiles.columns
+        reserved = PERCEPTRON.reserve(group, sizes={**space.sizes, "hidden_memory": m * stride * ELEMENT_BYTES, "done": done})
+        gathered_at, hidden_at = (reserved.addresses(name)[group.rank] for name in ("gathered_memory", "hidden_memory"))
+        hidden = TensorPlace(hidden_at, dtype, (m, inner), (stride, 1)).split(1)
+        self.bound = reserved.bind(
+            **tiling.shape(min(group.sm_count, max(first.grid, second.rows * second.columns))),
+            resident=True,
+            defines=tiling.defines(dtype, "k", "mn", Epilogue(activation)),
+            **space.fields(first),
+            n=inner,
+            gathered=space.gathered_map(gathered_at, tiling),
+            out=gemm.result_map(hidden),
+            hidden=gemm.operand_map(hidden, "k", tiling.block_rows),
+            second_tiles=second,
         )
-        defines = {**tiling.defines(dtype, "k", "mn", Epilogue(activation)), "WORLD_SIZE": world}
-        kernel = group.kernel(SOURCE, "perceptron", defines=defines, on_failure=self.arena.raise_fault)
-        grid = min(group.sm_count, max(first.grid, second.rows * second.columns))
-        needs = BlockNeeds(tiling.threads, kernel.attributes()["registers"], tiling.shared_bytes)
-        require_resident("perceptron", grid, needs, group.sm_count)
-        self._launch = kernel.bind(grid, tiling.threads, (self._arguments, self.arena.view), shared_bytes=tiling.shared_bytes)
+
+    def close(self) -> None:
+        """Give the memory back, once no rank's calls use it."""
+        self.bound.reserved.close()
 
     def __call__(self, x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
         out, maps, world, tiling = gemm.empty_aligned(self.m, self.n, x), self.maps, self.group.world_size, self.tiling
-        first, second, columns = self._arguments.first, self._arguments, gemm.operand_box("mn", tiling.columns)
-        first.local, first.a = self.group.address(x), maps(x, gemm.operand_box("k", tiling.block_rows), world)
-        first.b, second.b, second.out = maps(w1, columns, world), maps(w2, columns), maps(out, (64, gemm.PANEL))
-        self._launch()
+        columns = gemm.operand_box("mn", tiling.columns)
+        self.bound(
+            a=maps(x, gemm.operand_box("k", tiling.block_rows), world),
+            local=x,
+            b=maps(w1, columns, world),
+            second_b=maps(w2, columns),
+            second_out=maps(out, (64, gemm.PANEL)),
+        )
         return out
 
 

@@ -1,5 +1,5 @@
-// A product whose left operand lies in pieces on all ranks, split along k: out = sum over q of A_q B[q], A_q (m x local_k) on rank q, and
-// B[q] the q-th local_k rows of this rank's own B. With `scatters` rank q has a part of A_q for every rank, W m rows: each gets its own m rows of all,
+// A product whose left operand lies in pieces on all ranks, split along k: out = sum over q of A_q B[q], A_q (m x k) on rank q, and
+// B[q] the q-th k rows of this rank's own B. With `scatters` rank q has a part of A_q for every rank, W m rows: each gets its own m rows of all,
 // an all-to-all in place of the all-gather.
 //
 // This rank's A is pushed to every other rank in pieces of some rows and columns, with a flag behind each. Who pushes, the launch says: a warp of
@@ -19,52 +19,44 @@
 
 namespace peerlane {
 
-// Mirrors `peerlane.device.products.all_gather_gemm.Parameters`.
-struct AllGatherGemmParameters {
-    TensorMap a;         // this rank's: (local_k, m, 1), or (local_k, m, W)
-    TensorMap gathered;  // in the arena: (local_k, m, 2 W), third index buffer * W + source
-    TensorMap b;         // (n, local_k, W), or (local_k, n, W)
-    TensorMap out;       // (n, m, 1)
-    TensorMap residual;  // this and the last ones: see Epilogue
-    GroupedTiles tiles;
-    GroupedTiles pieces;        // in the order in which they are sent
-    u32 m, local_k, row_bytes;  // row_bytes: from a row of A to the next, here and where it is gathered
-    u32 piece_rows;             // of the piece that one signal speaks for; divides a block's rows of a tile
-    u32 piece_columns;          // all of them if communicator blocks push, else that or a multiple of a step's depth
-    u32 communicator_blocks;    // 0: a warp of every compute block pushes
-    const char* local;   // what `a` describes
-    u64 gathered_at;     // in the arena: what `gathered` describes
-    u64 flags;           // in the arena: Peers::flag_bytes(pieces.count())
-    u64 epochs;          // in the arena: u32[max_epoch_blocks]
-    const char* bias;
-    float scale;
-    u32 n;
-};
-
-template <class Shape, int W, bool scatters = false>
-struct AllGatherGemm : Shape {
-    using Parameters = AllGatherGemmParameters;
+// Parameters have
+//   TensorMap a          this rank's: (k, m, 1), or (k, m, W)
+//   TensorMap gathered   in the arena: (k, m, 2 W), third index buffer * W + source
+//   TensorMap b          (n, k, W), or (k, n, W)
+//   TensorMap out        (n, m, 1)
+//   GroupedTiles tiles
+//   GroupedTiles pieces        in the order in which they are sent
+//   u32 m, k, row_bytes        k: columns of a rank's A; row_bytes: from a row of A to the next, here and where it is gathered
+//   u32 piece_rows             of the piece that one signal speaks for; divides a block's rows of a tile
+//   u32 piece_columns          all of them if communicator blocks push, else that or a multiple of a step's depth
+//   u32 communicator_blocks    0: a warp of every compute block pushes
+//   const char* local          what `a` describes
+//   u64 gathered_memory        in the arena: what `gathered` describes
+//   u64 flags, epochs          in the arena: Peers::flag_bytes(pieces.count()); u32[max_epoch_blocks]
+// and what the epilogue has.
+template <class Shape, int W, bool scatters, class Parameters>
+struct AllGatherGemmRoles : Shape {
     using Tile = GroupedTiles::Tile;
     const Parameters& parameters;
     const Arena& arena;
     const u32 epoch;
 
     // By all threads: advances the epoch.
-    __device__ AllGatherGemm(const Parameters& p, const Arena& a)
+    __device__ AllGatherGemmRoles(const Parameters& p, const Arena& a)
         : parameters(p), arena(a), epoch(next_epoch(reinterpret_cast<u32*>(a.local(p.epochs)))) {}
 
     __device__ u32 tile_count() const { return parameters.tiles.count(); }
     __device__ Tile tile(u32 index) const { return parameters.tiles.at(index); }
 
-    __device__ void load(const Tile& tile, InputProducer<AllGatherGemm>& in, ReadyConsumer& ready) const {
+    __device__ void load(const Tile& tile, InputProducer<AllGatherGemmRoles>& in, ReadyConsumer& ready) const {
         const int row = tile.row * Shape::rows + Shape::first_row(), column = tile.column * Shape::columns;
-        for (u32 k = 0; k < parameters.local_k; k += Shape::depth) {
+        for (u32 k = 0; k < parameters.k; k += Shape::depth) {
             const int depth = static_cast<int>(k);
             load_step<Shape>(in, {&parameters.a, row, depth, scatters ? static_cast<int>(arena.rank) : 0}, {&parameters.b, column, depth, arena.rank});
         }
         for (u32 piece = 0; piece < parameters.pieces.columns; ++piece) {
             const u32 first = piece * parameters.piece_columns;
-            const u32 end = min(first + parameters.piece_columns, parameters.local_k);
+            const u32 end = min(first + parameters.piece_columns, parameters.k);
             for (int before = 1; before < W; ++before) {
                 const int source = rank_after<W>(arena.rank, W - before);
                 ready.wait();
@@ -90,14 +82,14 @@ struct AllGatherGemm : Shape {
         }
     }
 
-    __device__ void compute(const Tile& tile, u32 group, InputConsumer<AllGatherGemm>& in, OutputProducer<AllGatherGemm>& out) const {
+    __device__ void compute(const Tile& tile, u32 group, InputConsumer<AllGatherGemmRoles>& in, OutputProducer<AllGatherGemmRoles>& out) const {
         typename Shape::Sum sum;
-        multiply_steps<Shape>(sum, group, W * Shape::steps(parameters.local_k), in);
+        multiply_steps<Shape>(sum, group, W * Shape::steps(parameters.k), in);
         apply_epilogue<Shape>(sum, parameters, group, tile.column * Shape::columns, in);
         emit<Shape>(sum, out);
     }
 
-    __device__ void store(const Tile& tile, u32 group, OutputConsumer<AllGatherGemm>& out) const {
+    __device__ void store(const Tile& tile, u32 group, OutputConsumer<AllGatherGemmRoles>& out) const {
         store_sum<Shape>(out, &parameters.out, {tile.column * Shape::columns, tile.row * Shape::rows + Shape::first_row(group), 0});
     }
 
@@ -111,14 +103,14 @@ struct AllGatherGemm : Shape {
     }
 
     // A communicator block's first warp: own rows into the ring, in chunks that fill its slots.
-    __device__ void fetch(u32 part, u32 parts, InputProducer<AllGatherGemm>& in) const {
+    __device__ void fetch(u32 part, u32 parts, InputProducer<AllGatherGemmRoles>& in) const {
         each_chunk(part, parts, [&](u32, u64 at, u32 bytes, bool) {
             in.fill(bytes, [&](auto& slot, u64* full) { ptx::bulk_load(&slot, parameters.local + at, bytes, full); });
         });
     }
 
     // The second: from the ring to every other rank. Half of the slots are on their way out.
-    __device__ void send(u32 part, u32 parts, SenderInput<AllGatherGemm>& in) const {
+    __device__ void send(u32 part, u32 parts, SenderInput<AllGatherGemmRoles>& in) const {
         constexpr int in_flight = Shape::input_slots / 2;
         StoreQueue<W, in_flight> queue(arena, parameters.flags, Warp{}, communicator);
         int held = 0;
@@ -150,7 +142,7 @@ struct AllGatherGemm : Shape {
         }
     }
     __device__ u64 shard_bytes() const { return u64(parameters.m) * parameters.row_bytes; }
-    __device__ u64 gathered_place(u64 at) const { return parameters.gathered_at + slot_of(arena.rank) * shard_bytes() + at; }
+    __device__ u64 gathered_place(u64 at) const { return parameters.gathered_memory + slot_of(arena.rank) * shard_bytes() + at; }
     __device__ int slot_of(u32 source) const { return static_cast<int>((epoch & 1) * W + source); }
     __device__ Peers<W, Warp> peers(Role role) const { return {arena, parameters.flags, {}, role}; }
     // Until `source` has sent what pieces of this column have of the block's rows from `row` on.

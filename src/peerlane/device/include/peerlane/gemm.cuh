@@ -185,25 +185,20 @@ __device__ inline void store_sum(Consumer& out, const TensorMap* map, Place3 at)
     store_sum<Shape>(out, at, [&](const auto& store) { store(map); });
 }
 
-struct GemmParameters {
-    TensorMap a, b, c;   // as (k, m, 1) or (m, k, 1); (n, k, 1) or (k, n, 1); (n, m, 1): innermost first, with boxes of one panel or part
-    TensorMap residual;  // this and the last ones: see Epilogue
-    GroupedTiles tiles;
-    u32 n, k;
-    float scale;
-    const char* bias;
-};
+// The product by itself. Parameters have
+//   TensorMap a, b, c   (k, m, 1) or (m, k, 1); (n, k, 1) or (k, n, 1); (n, m, 1): innermost dimension first, with boxes of one panel or part
+//   GroupedTiles tiles
+//   u32 k
+// and what the epilogue has.
+template <class Shape, class Parameters>
+struct GemmRoles : Shape {
+    const Parameters& parameters;
 
-// The product by itself.
-template <class Shape>
-struct Gemm : Shape {
-    const GemmParameters& parameters;
-
-    __device__ explicit Gemm(const GemmParameters& p) : parameters(p) {}
+    __device__ explicit GemmRoles(const Parameters& p) : parameters(p) {}
     __device__ u32 tile_count() const { return parameters.tiles.count(); }
     __device__ GroupedTiles::Tile tile(u32 index) const { return parameters.tiles.at(index); }
 
-    __device__ void load(const GroupedTiles::Tile& tile, InputProducer<Gemm>& in) const {
+    __device__ void load(const GroupedTiles::Tile& tile, InputProducer<GemmRoles>& in) const {
         const int row = tile.row * Shape::rows + Shape::first_row();
         for (u32 k = 0; k < parameters.k; k += Shape::depth) {
             load_step<Shape>(in, {&parameters.a, row, static_cast<int>(k), 0},
@@ -211,13 +206,13 @@ struct Gemm : Shape {
         }
         load_epilogue<Shape>(parameters, {tile.column * Shape::columns, row, 0}, in);
     }
-    __device__ void compute(const GroupedTiles::Tile& tile, u32 group, InputConsumer<Gemm>& in, OutputProducer<Gemm>& out) const {
+    __device__ void compute(const GroupedTiles::Tile& tile, u32 group, InputConsumer<GemmRoles>& in, OutputProducer<GemmRoles>& out) const {
         typename Shape::Sum sum;
         multiply_steps<Shape>(sum, group, Shape::steps(parameters.k), in);
         apply_epilogue<Shape>(sum, parameters, group, tile.column * Shape::columns, in);
         emit<Shape>(sum, out);
     }
-    __device__ void store(const GroupedTiles::Tile& tile, u32 group, OutputConsumer<Gemm>& out) const {
+    __device__ void store(const GroupedTiles::Tile& tile, u32 group, OutputConsumer<GemmRoles>& out) const {
         store_sum<Shape>(out, &parameters.c, {tile.column * Shape::columns, tile.row * Shape::rows + Shape::first_row(group), 0});
     }
 };

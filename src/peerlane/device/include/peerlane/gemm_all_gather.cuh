@@ -13,7 +13,7 @@
 namespace peerlane {
 
 // Parameters have
-//   TensorMap a, b            as in GemmParameters, third dimension of extent 1
+//   TensorMap a, b            as GemmRoles has them
 //   TensorMap out[max_ranks]  of every rank: (n, m, W), third index the source
 //   GroupedTiles tiles        of this rank's product, the same on all
 //   u32 k

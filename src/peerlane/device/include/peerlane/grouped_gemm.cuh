@@ -32,13 +32,13 @@ constexpr u32 most_products = 511;
 //   char* out           what `c` describes, its rows `row_bytes` apart
 //   u32 groups, n, k, row_bytes
 template <class Shape, class Parameters>
-struct GroupedGemm : Shape {
+struct GroupedGemmRoles : Shape {
     using Tile = GroupTile;
     const Parameters& parameters;
     u32 (&tiles)[most_products + 1];
 
     // By all threads; `shared` is shared memory.
-    __device__ GroupedGemm(const Parameters& p, u32 (&shared)[most_products + 1]) : parameters(p), tiles(shared) {
+    __device__ GroupedGemmRoles(const Parameters& p, u32 (&shared)[most_products + 1]) : parameters(p), tiles(shared) {
         for (u32 g = threadIdx.x; g <= parameters.groups; g += blockDim.x) {
             u32 sum = 0;
             for (u32 before = 0; before < g; ++before) sum += (end(before) - begin(before) + Shape::rows - 1) / Shape::rows;

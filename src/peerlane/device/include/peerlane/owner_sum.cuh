@@ -21,7 +21,7 @@
 namespace peerlane {
 
 // Parameters have
-//   TensorMap a, b              as in GemmParameters, third dimension of extent 1
+//   TensorMap a, b              as GemmRoles has them
 //   TensorMap partials          own slots, third index the source (of the odd launches' buffer W + source), boxes of a block's rows of a tile
 //   TensorMap slots[max_ranks]  the same of every other rank, boxes of 64 rows
 //   u32 k, lag                  k of this rank; how many numbers own tiles come behind the others', the same on all ranks

@@ -9,54 +9,51 @@
 
 namespace peerlane {
 
-// Mirrors `peerlane.device.products.perceptron.Parameters`.
-struct PerceptronParameters {
-    AllGatherGemmParameters first;  // its result is `hidden`
-    TensorMap hidden, b, out;       // of the second product
-    GroupedTiles tiles;
-    u32 inner;
-    u64 done;                       // in the arena: flags of the first product's tiles
-};
-
-template <class Shape, int W>
-struct Perceptron : AllGatherGemm<Shape, W, true> {
-    using First = AllGatherGemm<Shape, W, true>;
+// Parameters have those of AllGatherGemmRoles, of the first product, whose result (`out`, n columns) is the hidden rows; and
+//   TensorMap hidden, second_b, second_out   of the second product
+//   GroupedTiles second_tiles
+//   u64 done                                 in the arena: Peers::flag_bytes of a flag for each 64 rows of the first product's tiles
+template <class Shape, int W, class Parameters>
+struct PerceptronRoles : AllGatherGemmRoles<Shape, W, true, Parameters> {
+    using First = AllGatherGemmRoles<Shape, W, true, Parameters>;
+    using First::parameters;
     struct Tile : GroupedTiles::Tile {
         bool second;
     };
-    const PerceptronParameters& all;
 
     // By all threads: advances the epoch.
-    __device__ Perceptron(const PerceptronParameters& p, const Arena& a) : First(p.first, a), all(p) {}
+    __device__ PerceptronRoles(const Parameters& p, const Arena& a) : First(p, a) {}
 
-    __device__ u32 tile_count() const { return First::tile_count() + all.tiles.count(); }
+    __device__ u32 tile_count() const { return First::tile_count() + parameters.second_tiles.count(); }
     __device__ Tile tile(u32 index) const {
         const u32 before = First::tile_count();
         if (index < before) return {First::tile(index), false};
-        return {all.tiles.at(index - before), true};
+        return {parameters.second_tiles.at(index - before), true};
     }
 
-    __device__ void load(const Tile& tile, InputProducer<Perceptron>& in, ReadyConsumer& ready) const {
+    __device__ void load(const Tile& tile, InputProducer<PerceptronRoles>& in, ReadyConsumer& ready) const {
         if (!tile.second) return First::load(tile, in, ready);
         ready.wait();
         ready.release();
-        for (u32 k = 0; k < all.inner; k += Shape::depth) {
+        for (u32 k = 0; k < parameters.n; k += Shape::depth) {
             const int depth = static_cast<int>(k);
-            load_step<Shape>(in, {&all.hidden, tile.row * Shape::rows, depth, 0}, {&all.b, tile.column * Shape::columns, depth, 0});
+            load_step<Shape>(in, {&parameters.hidden, tile.row * Shape::rows, depth, 0},
+                             {&parameters.second_b, tile.column * Shape::columns, depth, 0});
         }
     }
 
     __device__ void watch(const Tile& tile, ReadyProducer& ready) const {
         if (tile.second) {
-            flags(all.done).wait_slots(this->arena.rank, done_flag(tile.row, 0, 0), Shape::roles.consumer_groups * all.first.tiles.columns, this->epoch);
+            const u32 stored = Shape::roles.consumer_groups * parameters.tiles.columns;
+            flags(parameters.done).wait_slots(this->arena.rank, done_flag(tile.row, 0, 0), stored, this->epoch);
             ready.acquire();
             ready.commit();
-        } else if (all.first.pieces.columns > 1) {
+        } else if (parameters.pieces.columns > 1) {
             First::watch(tile, ready);
         } else {
             // All ranks' pieces of the rows at a time: a wait takes longer than what is computed between two of them.
-            const u32 row = tile.row * Shape::rows, rows = min(all.first.m - row, u32(Shape::rows)), each = all.first.piece_rows;
-            flags(all.first.flags).wait_all_slots(row / each, (rows + each - 1) / each, this->epoch);
+            const u32 row = tile.row * Shape::rows, rows = min(parameters.m - row, u32(Shape::rows)), each = parameters.piece_rows;
+            flags(parameters.flags).wait_all_slots(row / each, (rows + each - 1) / each, this->epoch);
             for (int before = 1; before < W; ++before) {
                 ready.acquire();
                 ready.commit();
@@ -64,24 +61,24 @@ struct Perceptron : AllGatherGemm<Shape, W, true> {
         }
     }
 
-    __device__ void compute(const Tile& tile, u32 group, InputConsumer<Perceptron>& in, OutputProducer<Perceptron>& out) const {
+    __device__ void compute(const Tile& tile, u32 group, InputConsumer<PerceptronRoles>& in, OutputProducer<PerceptronRoles>& out) const {
         typename Shape::Sum sum;
-        multiply_steps<Shape>(sum, group, tile.second ? Shape::steps(all.inner) : W * Shape::steps(all.first.local_k), in);
-        if (!tile.second) apply_epilogue<Shape>(sum, all.first, group, tile.column * Shape::columns, in);
+        multiply_steps<Shape>(sum, group, tile.second ? Shape::steps(parameters.n) : W * Shape::steps(parameters.k), in);
+        if (!tile.second) apply_epilogue<Shape>(sum, parameters, group, tile.column * Shape::columns, in);
         emit<Shape>(sum, out);
     }
 
-    __device__ void store(const Tile& tile, u32 group, OutputConsumer<Perceptron>& out) const {
-        const TensorMap* map = tile.second ? &all.out : &all.first.out;
+    __device__ void store(const Tile& tile, u32 group, OutputConsumer<PerceptronRoles>& out) const {
+        const TensorMap* map = tile.second ? &parameters.second_out : &parameters.out;
         store_sum<Shape>(out, map, {tile.column * Shape::columns, tile.row * Shape::rows + Shape::first_row(group), 0});
-        if (!tile.second) flags(all.done).signal(this->arena.rank, done_flag(tile.row, group, tile.column), this->epoch);
+        if (!tile.second) flags(parameters.done).signal(this->arena.rank, done_flag(tile.row, group, tile.column), this->epoch);
     }
 
   private:
     static_assert(Shape::cluster_blocks == 1);
     __device__ Peers<W, Warp> flags(u64 at) const { return {this->arena, at, {}, storer}; }
     __device__ u32 done_flag(int row, u32 group, int column) const {
-        return (row * Shape::roles.consumer_groups + group) * all.first.tiles.columns + column;
+        return (row * Shape::roles.consumer_groups + group) * parameters.tiles.columns + column;
     }
 };
 
