@@ -67,7 +67,8 @@ _sleep: Callable[[int], None] = torch.cuda._sleep
 
 @dataclass(frozen=True)
 class Move:
-    """A case: ``movers`` GPUs, the first or all, move ``nbytes`` each, in equal parts to or from ``peers`` others. 0 blocks: copy engine."""
+    """A case: ``movers`` GPUs, the first or all, move ``nbytes`` each, in equal parts to or from ``peers`` others. Without
+    blocks, copy engines do it."""
 
     mechanism: str
     nbytes: int
