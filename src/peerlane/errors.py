@@ -63,7 +63,7 @@ class MissingDependency(PeerlaneError):
 
 
 class HarnessError(PeerlaneError):
-    """peerlane failed; no candidate is to blame."""
+    """A failure of peerlane itself; no candidate is to blame."""
 
 
 class RunStopped(HarnessError):
@@ -75,7 +75,7 @@ class RunStopped(HarnessError):
 
 
 class DeviceError(PeerlaneError):
-    """Something failed on, or on the way to, the device."""
+    """A failure on, or on the way to, the device."""
 
 
 class CompileError(DeviceError):

@@ -212,7 +212,7 @@ class StressRules:
 
 @dataclass(frozen=True)
 class PoolSettings:
-    """Settings of the warm pool: what is kept ready, and how hard it is tried to get it."""
+    """Settings of what is prepared ahead of its use: warm rank groups and builds."""
 
     warm_groups: int = 2
     """rank groups that wait, warm, for the next candidates; a timed candidate takes two, and timing waits for starts"""

@@ -88,7 +88,7 @@ _REPLIES: Mapping[str, Callable[[int], str]] = {
 
 @modelapi(name="peerlane")
 class Double(ModelAPI):
-    """Answers from a table instead of a network. As an agent it writes its answer, has it tested, and submits."""
+    """A model that answers from a table instead of a network. As an agent it writes its answer, has it tested, and submits."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class AsyncEvaluator(Protocol):
 
 
 class Racer:
-    """Runs candidates of the device kit on emulated ranks. Their processes start with the first one; leaving the context ends them."""
+    """Emulated ranks for candidates of the device kit. Their processes start with the first one; leaving the context ends them."""
 
     def __init__(self, world_size: int, **options: Any) -> None:
         self._world_size, self._options = min(world_size, MOST_EMULATED), options
@@ -71,7 +71,7 @@ class Racer:
 
 
 class Judge:
-    """Asks an open evaluator, here or on a service: it lets one candidate at a time have the machine, and stores every result."""
+    """A client of an open evaluator, here or on a service: it lets one candidate at a time have the machine, and stores every result."""
 
     def __init__(self, evaluator: AsyncEvaluator, preset: str, variant: str = "default", racer: Racer | None = None) -> None:
         self._evaluator, self._preset, self._variant, self._racer = evaluator, preset, variant, racer

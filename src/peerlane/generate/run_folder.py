@@ -67,7 +67,7 @@ class RunSettings(_Record):
 
 
 class SampleRecord(_Record):
-    """``sample.json``."""
+    """The contents of ``sample.json``."""
 
     problem: int
     sample: int
@@ -105,7 +105,7 @@ class SampleRecord(_Record):
 
 
 class StepRecord(_Record):
-    """``step.json``: one candidate that an agent had judged."""
+    """The contents of ``step.json``: one candidate that an agent had judged."""
 
     step: int = Field(ge=1)
     tool: str
@@ -120,7 +120,7 @@ class StepRecord(_Record):
 
 
 class SampleKey(NamedTuple):
-    """Names a sample within a run."""
+    """The name of a sample within a run."""
 
     problem: int
     sample: int

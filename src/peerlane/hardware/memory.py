@@ -11,7 +11,7 @@ from peerlane.hardware.topology import _nvml, _smi
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Of one GPU. ``fault``: what the driver said instead of answering; empty where all is well."""
+    """The memory of one GPU. ``fault``: what the driver said instead of answering; empty where all is well."""
 
     used_bytes: int
     fault: str = ""

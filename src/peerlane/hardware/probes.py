@@ -52,7 +52,7 @@ extern "C" __global__ void flag_exchange(unsigned* mine, unsigned* theirs, int w
 
 
 class Report:
-    """Collects samples and notes, and writes them to a file after every change."""
+    """The samples and notes of a probe, written to a file after every change."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

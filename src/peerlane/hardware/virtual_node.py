@@ -53,7 +53,7 @@ def share_gpus(ranks: int, gpus: int, ranks_per_gpu: int | None = None, sharing:
 
 @dataclass(frozen=True)
 class VirtualNode:
-    """``ranks`` ranks on ``gpus`` GPUs, ``sharing`` them through MPS or in time slices.
+    """A node of ``ranks`` ranks on ``gpus`` GPUs, ``sharing`` them through MPS or in time slices.
 
     ``baseline``: what serves torch.distributed in all ranks. NCCL can only reach ranks that share a GPU through sockets.
     """
@@ -93,7 +93,7 @@ class VirtualNode:
 
     @property
     def patience(self) -> float:
-        """By how much a deadline grows: in time slices every rank waits while the others have their turns."""
+        """The factor by which timeouts grow: in time slices every rank waits while the others have their turns."""
         return float(self.ranks_per_gpu) if self.sharing == "time_slices" else 1.0
 
     def describe(self) -> dict[str, str | int]:

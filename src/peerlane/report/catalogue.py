@@ -142,7 +142,7 @@ def _arguments(problem: Problem, case: Case) -> list[Entry] | None:
 
 
 class _Shapes(Draw):
-    """Saves time on the meta device, where torch spends milliseconds on a distribution of nothing."""
+    """A draw of shapes alone, which saves time on the meta device: torch spends milliseconds there on a distribution of nothing."""
 
     def normal(self, shape: Sequence[int], dtype: torch.dtype, *, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=self.device)

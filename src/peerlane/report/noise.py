@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Most problems (``share`` of them) must deviate from 1 by no more than ``most``, all by no more than ``every``."""
+    """Limits of the A/A speedups: most of them (``share``) must deviate from 1 by no more than ``most``, all by no more than ``every``."""
 
     most: float
     every: float

@@ -66,7 +66,7 @@ class Calibration(Record):
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Identifies the calibration: a second run with the same key has nothing to add."""
+        """The identity of the calibration: a second run with the same key has nothing to add."""
         return (self.evaluator_version, self.device, str(self.problem), self.variant, self.preset, str(self.world_size))
 
     @property

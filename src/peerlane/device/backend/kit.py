@@ -60,7 +60,7 @@ class Provider(Protocol):
 
 
 class KitProvider:
-    """Communicators on CUDA devices."""
+    """The provider of communicators on CUDA devices."""
 
     device_type = "cuda"
     sum_dtypes: Collection[torch.dtype] = frozenset(ELEMENT_TYPES)

@@ -20,7 +20,7 @@ NO_TIMEOUT = timedelta(0)
 
 
 class Lane(Protocol):
-    """Runs the kit's collectives of one device one after the other."""
+    """The order of the kit's collectives of one device, which run one after the other."""
 
     def run(self, call: Callable[[], None], tensors: Sequence[torch.Tensor], *, asynchronous: bool) -> Work:
         """Starts ``call``, which reads and writes ``tensors``, behind everything that ran here before."""

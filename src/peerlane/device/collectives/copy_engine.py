@@ -37,7 +37,8 @@ def flag_offset(flags: int, slot: int, source: int, world_size: int) -> int:
 
 
 class CopyEngine:
-    """Copies on a stream of its own, to and from the peers of ``arena``; its flags lie at offset ``flags``, as those of kernels do."""
+    """The copy engines, on a stream of their own, for copies to and from the peers of ``arena``; flags lie at offset ``flags``, as those of
+    kernels do."""
 
     def __init__(self, arena: Arena, flags: int) -> None:
         self.arena = arena

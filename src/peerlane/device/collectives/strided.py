@@ -17,7 +17,7 @@ MAX_BLOCKS, THREADS = 128, 512
 
 
 class StridedBlock(ctypes.Structure):
-    """Mirrors ``peerlane::StridedBlock``."""
+    """The layout of one exchange. Mirrors ``peerlane::StridedBlock``."""
 
     _fields_ = (
         *((name, ctypes.c_uint64 * 3) for name in ("source_strides", "target_strides")),

@@ -112,7 +112,7 @@ class Taker(Protocol):
 
 
 class Channels(ctypes.Structure):
-    """Mirrors ``peerlane::Channels``."""
+    """The channels of a ring. Mirrors ``peerlane::Channels``."""
 
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("tiles", "flags", "counters", "blocks"))
 
@@ -177,7 +177,7 @@ def packet_message_bytes(world_size: int) -> int:
 
 
 class _Counter:
-    """Counts what would be taken, alignment included."""
+    """A counter of what would be taken, alignment included."""
 
     taken = 0
 

@@ -63,7 +63,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong, and in how many of the schedules it was seen."""
+    """An error, and in how many of the schedules it was seen."""
 
     kind: str
     detail: str

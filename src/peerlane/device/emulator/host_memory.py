@@ -12,7 +12,7 @@ from peerlane.device.emulator.job import BASE, PAGE_BYTES, Region
 
 
 class Part:
-    """Some host memory that kernels of emulated ranks find at ``address``."""
+    """Host memory that kernels of emulated ranks find at ``address``."""
 
     def __init__(self, name: str, rank: int, address: int, memory: torch.Tensor, *, symmetric: bool = False) -> None:
         self.name, self.rank, self.address, self.symmetric = name, rank, address, symmetric

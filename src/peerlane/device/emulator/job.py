@@ -29,7 +29,7 @@ _CHILD = Path(__file__).with_name("_child.py")
 
 @dataclass(eq=False)
 class Region:
-    """Some memory at ``address``, a multiple of PAGE_BYTES, which belongs to ``rank``; others may use it where it is ``symmetric``."""
+    """Memory at ``address``, a multiple of PAGE_BYTES, which belongs to ``rank``; others may use it where it is ``symmetric``."""
 
     name: str
     rank: int

@@ -36,7 +36,7 @@ GUARDED_TAKES = 256
 
 
 class EmulatedArena:
-    """Stands for :class:`peerlane.device.Arena` where there is no GPU: zeroed memory that all ranks can address, given out by counting."""
+    """A stand-in for :class:`peerlane.device.Arena` without a GPU: zeroed memory that all ranks can address, given out by counting."""
 
     def __init__(self, memory: Buffer, faults: Buffer) -> None:
         self.memory = memory
@@ -70,7 +70,7 @@ Argument = Any
 
 @dataclass
 class Scenario:
-    """Some launches on ``world_size`` ranks, to be run under many schedules.
+    """A list of launches on ``world_size`` ranks, to be run under many schedules.
 
     ``source`` and ``defines`` are what ``compile_cubin`` would get. Ranks start together and are not synchronised by anything but their
     kernels. Launches of a rank run one after the other, as on one stream; those of different ``stream`` numbers run side by side.

@@ -14,11 +14,11 @@ class RankMismatch(PeerlaneError):
 
 
 class Abandoned(BaseException):
-    """Ends a rank because another one has failed. Not an Exception, so that no solution catches it."""
+    """The end of a rank because another one has failed. Not an Exception, so that no solution catches it."""
 
 
 class Turns:
-    """Whose turn it is among ``count`` ranks, and what each of the others waits for."""
+    """The turns of ``count`` ranks: which one runs, and what each of the others waits for."""
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()

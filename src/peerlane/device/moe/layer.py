@@ -72,7 +72,8 @@ class ExpertSizes:
 
 
 class ExpertLayer:
-    """``call(tokens, experts, weights, ...)``: for every token the weighted sum of what its experts' groups make of it.
+    """The experts of a layer: ``call(tokens, experts, weights, ...)`` gives for every token the weighted sum of what its experts' groups
+    make of it.
 
     Creating one is collective. Calls in one stream need no barrier between them and can be captured in a graph."""
 

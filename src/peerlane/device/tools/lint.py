@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """``find`` yields the offending instructions of one function; ``reason`` says what is wrong with them and what to do."""
+    """A rule. ``find`` yields the offending instructions of one function; ``reason`` says what is wrong with them and what to do."""
 
     reason: str
     find: Callable[[Sequence[Instruction]], Iterator[Instruction]]

@@ -67,7 +67,8 @@ _sleep: Callable[[int], None] = torch.cuda._sleep
 
 @dataclass(frozen=True)
 class Move:
-    """``movers`` GPUs, the first or all, move ``nbytes`` each, in equal parts to or from ``peers`` others. No blocks: copy engine."""
+    """A case: ``movers`` GPUs, the first or all, move ``nbytes`` each, in equal parts to or from ``peers`` others. Without
+    blocks, copy engines do it."""
 
     mechanism: str
     nbytes: int
@@ -99,7 +100,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Mechanisms:
-    """Everything that was measured on one machine."""
+    """All measurements of one machine."""
 
     gpus: int
     bandwidths: tuple[Bandwidth, ...]

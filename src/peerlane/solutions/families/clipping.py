@@ -107,7 +107,8 @@ def _bound(group: Group) -> BoundKernel:
 
 @dataclass(frozen=True)
 class Clipping:
-    """``others`` counts how often each rank's powers are part of this rank's norm, ``experts`` those of its experts' gradients."""
+    """The clipping of a group's gradients. ``others`` counts how often each rank's powers are part of this rank's norm, ``experts`` those
+    of its experts' gradients."""
 
     others: tuple[float, ...]
     experts: tuple[float, ...]
