@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from peerlane.device import Cubin, Kernel
+from peerlane.device import ArenaView, Kernel
 from peerlane.device.host import cuda_bindings
-from peerlane.errors import LaunchError
+from peerlane.errors import LaunchError, UsageError
 
 UNASKED_BYTES, MOST_BYTES = 48 << 10, 227 << 10
 """Shared memory of a block on Hopper, static ones included: what it gets without asking, and the most that it can ask for."""
@@ -92,4 +92,21 @@ def test_a_second_kernel_takes_nothing_from_the_first(driver: SharedMemoryDriver
 
 def test_more_than_a_block_has_is_refused(driver: SharedMemoryDriver, cubin: Cubin) -> None:
     with pytest.raises(LaunchError, match=r"asks for 232448 bytes of dynamic shared memory beside 96 static ones.*232448 bytes for both"):
-        Kernel(cubin, "k").bind(1, 32, [], shared_bytes=MOST_BYTES)
+        Kernel(CUBIN, "k").bind(1, 32, [], shared_bytes=MOST_BYTES)
+
+
+def test_a_launch_asks_its_arena_first(driver: SharedMemoryDriver) -> None:
+    view, asked = ArenaView(), list[str]()
+    bound = Kernel(CUBIN, "k").bind(1, 32, [view])
+    bound(0)
+    view.before_launch = lambda: asked.append("may it stay?")
+    bound(0)
+    assert asked == ["may it stay?"] and len(driver.launched) == 2
+
+    def refuse() -> None:
+        raise UsageError("the arena is closed")
+
+    view.before_launch = refuse
+    with pytest.raises(UsageError, match="the arena is closed"):
+        bound(0)
+    assert len(driver.launched) == 2

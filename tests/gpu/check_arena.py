@@ -107,6 +107,7 @@ def check_growth(group: Group, products: Products) -> dict[str, Any]:
         out[:] = [operator(a, b)]
 
     side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         step()
     torch.cuda.synchronize(device)

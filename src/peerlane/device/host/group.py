@@ -198,7 +198,9 @@ def per_group(
     @functools.wraps(make)
     def made(group: Group, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
         key = (make, args, tuple(kwargs.items())) if kwargs else (make, args)
-        found: Made = group.cache.get(key, lambda: make(group, *args, **kwargs), stays=not args and not kwargs)
+        cache = group.cache
+        entry = cache.entries.get(key) or cache.make(key, functools.partial(make, group, *args, **kwargs), stays=not args and not kwargs)
+        found: Made = cache.use(entry)
         return found
 
     return made

@@ -71,9 +71,10 @@ class GroupCache:
 
     def get(self, key: Hashable, make: Callable[[], Any], *, stays: bool = False) -> Any:
         """The value of this key, which ``make`` makes if there is none. ``stays``: it is never evicted."""
-        entry = self.entries.get(key)
-        if entry is None:
-            entry = self._make(key, make, stays)
+        return self.use(self.entries.get(key) or self.make(key, make, stays=stays))
+
+    def use(self, entry: Entry) -> Any:
+        """The entry's value."""
         entry.used = next(_clock)
         if self.captures():
             entry.stays = True
@@ -82,6 +83,25 @@ class GroupCache:
             above.needs.add(entry)
             entry.needed_by.add(above)
         return entry.value
+
+    def make(self, key: Hashable, make: Callable[[], Any], *, stays: bool) -> Entry:
+        """The entry of a key that has none."""
+        entry = Entry(self, key, stays=stays)
+        _making.entries.append(entry)
+        try:
+            entry.value = make()
+        except BaseException:
+            self._remove(entry)
+            raise
+        finally:
+            _making.entries.pop()
+        entry.in_making = False
+        if entry.collective:
+            entry.number = next(self._numbers)
+        else:
+            self._drop_local()
+        self.entries[key] = entry
+        return entry
 
     def exchanged(self) -> None:
         """The ranks of this group have met: for the entry in the making, if there is one, they are needed again."""
@@ -109,24 +129,6 @@ class GroupCache:
                 return
             for entry in list(collective[number].above()):
                 entry.home._remove(entry)
-
-    def _make(self, key: Hashable, make: Callable[[], Any], stays: bool) -> Entry:
-        entry = Entry(self, key, stays=stays)
-        _making.entries.append(entry)
-        try:
-            entry.value = make()
-        except BaseException:
-            self._remove(entry)
-            raise
-        finally:
-            _making.entries.pop()
-        entry.in_making = False
-        if entry.collective:
-            entry.number = next(self._numbers)
-        else:
-            self._drop_local()
-        self.entries[key] = entry
-        return entry
 
     def _drop_local(self) -> None:
         """Evict the rank's own entry that was not used for longest, if there are too many."""

@@ -35,6 +35,13 @@ class ProcessMemory:
         return self._exchange(value)
 
     def add(self, nbytes: int) -> Region:
+        try:
+            return self._add(nbytes)
+        except DeviceError:
+            torch.cuda.empty_cache()  # the pool may ask for less: torch holds what it does not use
+            raise
+
+    def _add(self, nbytes: int) -> Region:
         if self.grows_in_place:
             if self._virtual is None:
                 _, total = torch.cuda.mem_get_info(self.device)

@@ -6,6 +6,7 @@ allocator: an IPC handle opens a whole allocation, and nothing but slots may lie
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from typing import Any
 
@@ -17,6 +18,7 @@ from peerlane.problems.contract.tree import dtype_of
 ALIGNMENT_BYTES = 256
 POISON = 0xFF  # every float format: NaN; integers: -1 or the largest value
 GUARD_BYTES = 256  # at least so many lie before and behind every tensor
+_HANDLE_BYTES = 64  # of cudaIpcMemHandle_t
 _PAGE_BYTES = 2 << 20
 
 
@@ -87,7 +89,7 @@ class Arena:
         cudart = runtime()
         pointer = int(_checked(cudart.cudaMalloc(size), f"allocating an arena of {size} bytes"))
         ipc = _checked(cudart.cudaIpcGetMemHandle(pointer), "exporting the arena")
-        handle = {"kind": "cuda", "size": size, "ipc": bytes(ipc.reserved).hex()}
+        handle = {"kind": "cuda", "size": size, "ipc": ctypes.string_at(int(ipc.getPtr()), _HANDLE_BYTES).hex()}
         return cls(torch.as_tensor(DeviceMemory(pointer, size), device=device), handle, pointer=pointer, owned=True)
 
     @classmethod
@@ -97,7 +99,7 @@ class Arena:
             return cls._map(handle["size"], memory_fd, handle["offset"], owned=False)
         cudart = runtime()
         ipc = cudart.cudaIpcMemHandle_t()
-        ipc.reserved = bytes.fromhex(handle["ipc"])
+        ctypes.memmove(int(ipc.getPtr()), bytes.fromhex(handle["ipc"]), _HANDLE_BYTES)
         flags = cudart.cudaIpcMemLazyEnablePeerAccess
         pointer = int(_checked(cudart.cudaIpcOpenMemHandle(ipc, flags), "mapping the arena"))
         return cls(torch.as_tensor(DeviceMemory(pointer, handle["size"]), device=device), handle, pointer=pointer)
