@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from peerlane.device import ArenaView, Kernel
+from peerlane.device import ArenaView, Cubin, Kernel
 from peerlane.device.host import cuda_bindings
 from peerlane.errors import LaunchError, UsageError
 
@@ -92,12 +92,12 @@ def test_a_second_kernel_takes_nothing_from_the_first(driver: SharedMemoryDriver
 
 def test_more_than_a_block_has_is_refused(driver: SharedMemoryDriver, cubin: Cubin) -> None:
     with pytest.raises(LaunchError, match=r"asks for 232448 bytes of dynamic shared memory beside 96 static ones.*232448 bytes for both"):
-        Kernel(CUBIN, "k").bind(1, 32, [], shared_bytes=MOST_BYTES)
+        Kernel(cubin, "k").bind(1, 32, [], shared_bytes=MOST_BYTES)
 
 
-def test_a_launch_asks_its_arena_first(driver: SharedMemoryDriver) -> None:
+def test_a_launch_asks_its_arena_first(driver: SharedMemoryDriver, cubin: Cubin) -> None:
     view, asked = ArenaView(), list[str]()
-    bound = Kernel(CUBIN, "k").bind(1, 32, [view])
+    bound = Kernel(cubin, "k").bind(1, 32, [view])
     bound(0)
     view.before_launch = lambda: asked.append("may it stay?")
     bound(0)
