@@ -9,6 +9,7 @@ import pytest
 
 from device.judged import cases, judge, require_correct
 from peerlane import problems, solutions
+from peerlane.results.verdict import WrongResult
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "cuda"
 FILES = {**solutions.files(), "1_allreduce": EXAMPLES / "1_allreduce_cuda.py", "13_gemm_allreduce": EXAMPLES / "13_gemm_allreduce_cuda.py"}
@@ -51,7 +52,19 @@ def twin(tmp_path: Path, number: int, old: str, new: str) -> Path:
 def test_a_bug_in_host_code_is_a_wrong_result(tmp_path: Path) -> None:
     path = twin(tmp_path, 2, "all_gather(tensor)", "all_gather(tensor).flip(0)")
     judged = judge(path, 2, cases(problems.get(2), 2)[0])
-    assert judged.outcome.failure is None and judged.worst > 1
+    assert judged.outcome.failure is None and isinstance(judged.wrong, WrongResult) and judged.wrong.wrong_ranks == (0, 1)
+    assert re.search(r"^wrong result: gathered is wrong on rank 0 .*at \[.*\]: got .*, expected ", str(judged))
+
+
+def test_an_argument_that_a_call_changes_is_told(tmp_path: Path) -> None:
+    path = twin(
+        tmp_path,
+        2,
+        "return communicator().all_gather(tensor)",
+        "out = communicator().all_gather(tensor)\n    tensor.zero_()\n    return out",
+    )
+    judged = judge(path, 2, cases(problems.get(2), 2)[0])
+    assert "argument `tensor` was changed, which the problem does not allow (rank 0" in str(judged)
 
 
 @pytest.mark.parametrize(

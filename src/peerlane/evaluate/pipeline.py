@@ -18,7 +18,6 @@ from pathlib import Path
 from peerlane.errors import CandidateChanged, CaseTooLarge, HarnessError
 from peerlane.evaluate.audit.audit import Auditor, profiler_works
 from peerlane.evaluate.audit.timeline import timeline_of
-from peerlane.evaluate.candidates import candidate_info
 from peerlane.evaluate.correctness.case_runner import CaseRunner, Evidence, Rejected, verdict_of
 from peerlane.evaluate.correctness.stress import Stress
 from peerlane.evaluate.node import Node
@@ -34,14 +33,12 @@ from peerlane.evaluate.requirements import missing_before, missing_behind, missi
 from peerlane.evaluate.timing.benchmark import Benchmark, Unmeasurable
 from peerlane.place import Place
 from peerlane.problems.contract.spec import Case
-from peerlane.results.identity import source_hash
 from peerlane.results.record import Mode
-from peerlane.results.result import Audit, CaseEvidence, ProblemInfo, Result
+from peerlane.results.result import Audit, CaseEvidence, Result
 from peerlane.results.speed_record import Failed, ModeSpeed, NotMeasured, Speed
 from peerlane.results.verdict import Correct, Hang, HarnessFailure, NotRun, Phase, TrackViolation, Verdict
 from peerlane.sandbox.hidden_files import family_sources, is_answer_file
 from peerlane.settings import StressRules, TimingRules
-from peerlane.version import __version__
 from peerlane.words import counted
 
 CHECKED_SLOTS = 4
@@ -423,19 +420,9 @@ class EvaluationPipeline:
         if any(runner.aliased for runner in self.runners):
             self.flags.add("aliased_output")
         return Result(
-            evaluator_version=__version__,
+            **job.asked(self.node.node_class, self.session.isolation.tier, self.node.rules_hash)._asdict(),
             run_id=self.node.run_id,
-            candidate=candidate_info(job.candidate),
-            problem=ProblemInfo(id=job.problem.id, slug=job.problem.slug, variant=job.variant, source_hash=source_hash(job.problem)),
-            node=self.node.node_class,
-            rules_hash=self.node.rules_hash,
-            preset=job.preset,
-            world_size=job.world_size,
             device=self.node.device,
-            modes=job.modes,
-            cases=job.cases,
-            isolation=self.session.isolation.tier,
-            track=job.track,
             verdict=verdict,
             correctness=tuple(CaseEvidence(case=case, **vars(found)) for case, found in self.evidence.items() if found.slots),
             speed=tuple(self.speeds) if correct else (),

@@ -12,12 +12,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from peerlane import problems
 from peerlane.errors import UnknownPreset, UnknownProblem, UsageError
-from peerlane.evaluate.candidates import REFERENCE, CandidateFile
+from peerlane.evaluate.candidates import REFERENCE, CandidateFile, candidate_info
 from peerlane.hardware.virtual_node import Baseline
 from peerlane.place import Device, Place
 from peerlane.problems.contract.spec import Problem
 from peerlane.results.identity import Identity, NodeClass, hash_rules, source_hash
 from peerlane.results.record import Mode, Track
+from peerlane.results.result import Asked, ProblemInfo
 from peerlane.sandbox.isolation import Tier
 from peerlane.settings import Deadlines, PoolSettings, StressRules, TimingRules
 from peerlane.version import __version__
@@ -117,23 +118,25 @@ class Job:
     timeout: float | None = None
     timelines: Path | None = None
 
-    def identity(self, node: NodeClass, isolation: Tier, rules_hash: str) -> Identity:
-        """The identity of the result that it will have; see :attr:`.Result.identity`."""
-        return Identity(
-            sha256=self.candidate.sha256,
-            problem=self.problem.id,
+    def asked(self, node: NodeClass, isolation: Tier, rules_hash: str) -> Asked:
+        """What its result says of the question, on such a machine and under these settings."""
+        return Asked(
+            evaluator_version=__version__,
+            candidate=candidate_info(self.candidate),
+            problem=ProblemInfo(id=self.problem.id, slug=self.problem.slug, variant=self.variant, source_hash=source_hash(self.problem)),
             preset=self.preset,
             world_size=self.world_size,
-            variant=self.variant,
             modes=self.modes,
             cases=self.cases,
-            track=self.track,
             isolation=isolation,
+            track=self.track,
             node=node,
-            evaluator_version=__version__,
             rules_hash=rules_hash,
-            source_hash=source_hash(self.problem),
         )
+
+    def identity(self, node: NodeClass, isolation: Tier, rules_hash: str) -> Identity:
+        """The identity of the result that it will have; see :attr:`.Result.identity`."""
+        return self.asked(node, isolation, rules_hash).identity
 
 
 def make_jobs(plan: EvaluationPlan, note: Callable[[str], None] = lambda _: None) -> list[Job]:

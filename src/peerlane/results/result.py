@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any, Final, Literal, Self, get_args
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -94,6 +94,41 @@ class Mechanism(Record):
     evidence: str = Field(min_length=1)
 
 
+class Asked(NamedTuple):
+    """The fields of a result that are known before it: what is asked, of which evaluator, and on what machine."""
+
+    evaluator_version: str
+    candidate: CandidateInfo
+    problem: ProblemInfo
+    preset: str
+    world_size: int
+    modes: tuple[Mode, ...]
+    cases: Literal["all", "timed"]
+    isolation: Literal["L0", "L1", "L2"]
+    track: Track
+    node: NodeClass
+    rules_hash: str | None
+
+    @property
+    def identity(self) -> Identity:
+        """The identity of the result."""
+        return Identity(
+            sha256=self.candidate.sha256,
+            problem=self.problem.id,
+            preset=self.preset,
+            world_size=self.world_size,
+            variant=self.problem.variant,
+            modes=self.modes,
+            cases=self.cases,
+            track=self.track,
+            isolation=self.isolation,
+            node=self.node,
+            evaluator_version=self.evaluator_version,
+            rules_hash=self.rules_hash,
+            source_hash=self.problem.source_hash,
+        )
+
+
 class Result(Record):
     """One candidate, one problem, one preset, one world size: a line of ``results.jsonl``."""
 
@@ -159,21 +194,7 @@ class Result(Record):
     @property
     def identity(self) -> Identity:
         """Two results of one identity answer the same question."""
-        return Identity(
-            sha256=self.candidate.sha256,
-            problem=self.problem.id,
-            preset=self.preset,
-            world_size=self.world_size,
-            variant=self.problem.variant,
-            modes=self.modes,
-            cases=self.cases,
-            track=self.track,
-            isolation=self.isolation,
-            node=self.node,
-            evaluator_version=self.evaluator_version,
-            rules_hash=self.rules_hash,
-            source_hash=self.problem.source_hash,
-        )
+        return Asked._make(getattr(self, name) for name in Asked._fields).identity
 
     def speed_in(self, mode: str) -> ModeSpeed | None:
         """The measured speed in a mode, or None."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import types
 from typing import Any
 
 import pytest
@@ -22,8 +21,8 @@ from peerlane.evaluate.memory.slots import OutputRegions, describe_answer, place
 from peerlane.evaluate.processes.rank_group import GroupFailure
 from peerlane.evaluate.ranks import timed_block
 from peerlane.evaluate.ranks.rank import classify
-from peerlane.evaluate.ranks.trusted import _changed, _changes, _claimed_mismatch
-from peerlane.problems.contract import describe, exactly, map_leaves, plainly
+from peerlane.evaluate.ranks.trusted import _claimed_mismatch
+from peerlane.problems.contract import describe, exactly, plainly
 from peerlane.results.sanitize import LINE_CHARACTERS
 
 
@@ -229,23 +228,6 @@ def test_an_output_must_be_in_the_memory_that_the_problem_names(wanted: bool, go
     assert (reason is None) == (wanted == got) and mismatch(claimed, expected) is None
     if wanted and not got:
         assert reason == "counts: got a tensor on the rank's device, expected it in host memory"
-
-
-def test_arguments_are_compared_with_what_was_generated_for_the_slot_that_they_came_from() -> None:
-    """Slots 0 and 1 have exchanged contents; a call has changed the weight, which it may not, and the counter, which it may."""
-    generated = [(torch.full((3,), float(slot)), [torch.empty(0), torch.full((2,), slot)], 5) for slot in range(2)]
-    now = [tuple(map_leaves(item, torch.clone) for item in generated[other]) for other in (1, 0)]
-    case = types.SimpleNamespace(
-        problem=types.SimpleNamespace(parameters=("weight", "counter", "scale"), changeable=frozenset({"counter"})),
-        private=types.SimpleNamespace(args=generated),
-        public=types.SimpleNamespace(args=now),
-    )
-    now[0][1][1].add_(1)
-    assert _changed([*_changes(case, 1, 0), *_changes(case, 0, 1)]) == []  # type: ignore[arg-type]
-    now[0][0][2] = -0.0
-    now[1][0][2] = -0.0
-    assert _changed([*_changes(case, 1, 0), *_changes(case, 0, 1)]) == ["weight"]  # type: ignore[arg-type]
-    assert _changed(_changes(case, 0, 0)) == ["weight"] and _changed([]) == []  # type: ignore[arg-type]
 
 
 def test_what_is_replaced_in_the_evaluators_modules_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,23 @@
-"""A solution on emulated ranks, judged by its problem's oracle. It runs in this process: for trusted files only."""
+"""A solution on emulated ranks, judged as trusted ranks judge. It runs in this process: for trusted files only."""
 
 from __future__ import annotations
 
-import math
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from peerlane.device.emulator.ranks import Outcome, run, wants_distributed
 from peerlane.device.host.group import Group
+from peerlane.evaluate.correctness.judge import changed_names, compare_arguments, judge_output
 from peerlane.problems import RANDOM, Case, Draw, GroupRef, Problem
-from peerlane.problems.contract.judge import same_bits, score, type_mismatch
+from peerlane.problems.contract.judge import plainly, type_mismatch
+from peerlane.problems.contract.spec import Score
+from peerlane.results.verdict import ARGUMENT, CHANGED, WrongResult, WrongType
 
 CALLS = 3
 _MOST_LINES = 20
@@ -27,23 +29,18 @@ class EmulatedJudgement:
 
     file: Path
     outcome: Outcome
-    mismatch: str
-    """why an output's structure, shape or dtype is wrong, or which argument was changed; empty if all is right"""
-    worst: float
-    """the largest error as a share of what is allowed"""
-    place: str = ""
-    """of the first wrong output: its name, rank, call and worst element"""
+    wrong: WrongResult | WrongType | None = None
 
     @property
     def correct(self) -> bool:
-        return self.outcome.failure is None and not self.mismatch and self.worst <= 1 and not self.outcome.findings
+        return self.outcome.failure is None and self.wrong is None and not self.outcome.findings
 
     def __str__(self) -> str:
         if self.outcome.failure is not None:
             return self._failure(*self.outcome.failure)
-        if self.mismatch:
-            return self.mismatch
-        wrong = [f"wrong result: {self.place}; the largest error is {self.worst:.3g} times what is allowed"] if not self.worst <= 1 else []
+        if isinstance(self.wrong, WrongType):
+            return f"wrong type: {self.wrong.detail}"
+        wrong = [f"wrong result: {self.wrong.reason}"] if self.wrong is not None else []
         return "\n".join([*wrong, *map(str, self.outcome.findings)]) or "correct, nothing found"
 
     def _failure(self, rank: int, error: BaseException) -> str:
@@ -70,30 +67,44 @@ def judge_emulated(file: Path, problem: Problem, case: Case, *, schedules: int =
     calls = tree_map(lambda value: value.clone() if isinstance(value, torch.Tensor) else value, drawn)
     outcome = run(file, calls, layouts=problem.process_groups(case), resolve=resolve, schedules=schedules, seed=seed)
     if outcome.failure is not None:
-        return EmulatedJudgement(file, outcome, "", math.inf)
-    worst, place = 0.0, ""
+        return EmulatedJudgement(file, outcome)
     for call, (inputs, own, outputs) in enumerate(zip(drawn, calls, outcome.outputs, strict=True)):
-        for rank, returned in enumerate(outputs):
-            output, expected = problem.answer(returned, own[rank]), problem.oracle(case, inputs, rank)
-            if mismatch := type_mismatch(output, expected):
-                return EmulatedJudgement(file, outcome, f"wrong type: {mismatch}", math.inf)
-            for name, before, after in zip(problem.parameters, inputs[rank], own[rank], strict=False):
-                if name not in problem.changeable and not _same(before, after):
-                    refused = f"wrong result: argument `{name}` was changed on rank {rank}, which the problem does not allow"
-                    return EmulatedJudgement(file, outcome, refused, math.inf)
-            for item in score(problem, case, output, expected, RANDOM):
-                worst = max(worst, item.ratio)
-                if not item.passed and not place:
-                    element = (
-                        ""
-                        if item.index is None or item.got is None
-                        else f" at {list(item.index)}: got {item.got:g}, expected {item.want:g}"
-                    )
-                    place = f"{item.output} on rank {rank} in call {call}{element}"
-    return EmulatedJudgement(file, outcome, "", worst, place)
+        if (wrong := _judge_call(problem, case, call, inputs, own, outputs)) is not None:
+            return EmulatedJudgement(file, outcome, wrong)
+    return EmulatedJudgement(file, outcome)
 
 
-def _same(before: Any, after: Any) -> bool:
-    """Whether all dense tensors in an argument have the same bits as before the call."""
-    leaves = zip(tree_leaves(before), tree_leaves(after), strict=True)
-    return all(same_bits(a, b) for a, b in leaves if isinstance(a, torch.Tensor) and a.layout == torch.strided)
+def _judge_call(
+    problem: Problem, case: Case, call: int, inputs: Sequence[Any], own: Sequence[Any], outputs: Sequence[Any]
+) -> WrongResult | WrongType | None:
+    """What is wrong with a call, by rank its ``inputs``, the arguments that it left behind and what it returned."""
+    answers = []
+    for rank, returned in enumerate(outputs):
+        got, expected = problem.answer(returned, own[rank]), problem.oracle(case, inputs, rank)
+        if mismatch := type_mismatch(got, expected):
+            return WrongType(case=case.key, rank=rank, detail=plainly(problem, mismatch))
+        answers.append(judge_output(problem, case, got, expected, RANDOM))
+    wrong = [(rank, answer.worst) for rank, answer in enumerate(answers) if not answer.worst.passed]
+    if wrong:
+        return _wrong_result(case, call, [rank for rank, _ in wrong], wrong[0][1])
+    for rank, (before, after) in enumerate(zip(inputs, own, strict=True)):
+        if names := changed_names(compare_arguments(problem, before, after)):
+            return _wrong_result(case, call, [rank], Score(f"{ARGUMENT}{', '.join(f'`{name}`' for name in names)}", torch.inf, CHANGED))
+    return None
+
+
+def _wrong_result(case: Case, call: int, ranks: Sequence[int], worst: Score) -> WrongResult:
+    """``worst``: of the first of these ranks."""
+    return WrongResult(
+        case=case.key,
+        phase="correctness",
+        rank=ranks[0],
+        slot=call,
+        output=worst.output,
+        error_over_tolerance=worst.ratio,
+        detail=worst.detail,
+        index=worst.index,
+        got=worst.got,
+        expected=worst.want,
+        wrong_ranks=tuple(ranks),
+    )

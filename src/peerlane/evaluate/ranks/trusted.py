@@ -11,7 +11,6 @@ process's private memory, and an arena is cleared before it is handed out.
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from peerlane.evaluate.correctness.jitter import compile_crowd, keep_busy
+from peerlane.evaluate.correctness.judge import changed_names, compare_arguments, judge_output
 from peerlane.evaluate.memory.arena import POISON, aligned, view
 from peerlane.evaluate.memory.input_generation import Inputs
 from peerlane.evaluate.memory.layouts import Layouts, find_layouts
@@ -27,13 +27,12 @@ from peerlane.evaluate.processes.protocol import Message
 from peerlane.evaluate.ranks.case_state import OpenCase, Snapshot
 from peerlane.evaluate.ranks.rank import Rank
 from peerlane.evaluate.ranks.timed_block import COPIES_RUNS, copies_us
-from peerlane.problems.contract.judge import any_differs, digests, expected_leaves, same_bits, score, type_mismatch
+from peerlane.problems.contract.judge import expected_leaves, same_bits, type_mismatch
 from peerlane.problems.contract.tree import (
     Description,
     GroupRef,
     Tree,
     dtype_of,
-    leaves,
     rebuild,
     resolve_groups,
     tensor_descriptions,
@@ -193,7 +192,7 @@ class TrustedRank(Rank):
                 self._judge(current, snapshot, inputs)
                 for snapshot, inputs in zip(snapshots, self._all_inputs(current, snapshots), strict=True)
             ],
-            "changed_arguments": _changed(changes),
+            "changed_arguments": changed_names(changes),
             "out_of_bounds": _out_of_bounds(current) if at_rest else None,
         }
 
@@ -205,11 +204,11 @@ class TrustedRank(Rank):
         got = rebuild(current.output_layout[slot], iter(snapshot.tensors), current.groups.__getitem__)
         if (mismatch := type_mismatch(got, expected)) is not None:
             raise RuntimeError(f"{case.key}: the reference and the oracle disagree about the output's type: {mismatch}")
-        scores = score(problem, case, got, expected, snapshot.kind)
-        worst = max(scores, key=lambda item: item.ratio if not math.isnan(item.ratio) else math.inf)
+        judged = judge_output(problem, case, got, expected, snapshot.kind)
+        worst = judged.worst
         answer: dict[str, Any] = {
             "slot": slot,
-            "ratio": worst.ratio if not math.isnan(worst.ratio) else math.inf,
+            "ratio": worst.ratio,
             "output": worst.output,
             "detail": worst.detail,
             "index": worst.index,
@@ -217,9 +216,7 @@ class TrustedRank(Rank):
             "want": worst.want,
         }
         if problem.replicated:
-            named = zip(expected_leaves(expected), snapshot.tensors, strict=True)
-            alike = [(leaf.name, tensor) for leaf, tensor in named if problem.is_replicated(leaf.name)]
-            answer["digests"] = list(zip([name for name, _ in alike], digests([tensor for _, tensor in alike]), strict=True))
+            answer["digests"] = list(judged.digests)
         return answer
 
     def _all_inputs(self, current: OpenCase, snapshots: list[Snapshot]) -> Iterator[list[tuple[Any, ...]]]:
@@ -270,18 +267,7 @@ class TrustedRank(Rank):
 
 def _changes(current: OpenCase, source: int, slot: int) -> list[tuple[str, torch.Tensor]]:
     """The parameters that a call may not change, and whether ``slot`` does not hold in the arena what was generated for ``source``."""
-    made = []
-    for name, before, after in zip(current.problem.parameters, current.private.args[source], current.public.args[slot], strict=False):
-        pairs = [(mine, theirs) for mine, theirs in zip(leaves(before), leaves(after), strict=True) if mine.numel()]
-        if pairs and name not in current.problem.changeable:
-            made.append((name, any_differs(pairs)))
-    return made
-
-
-def _changed(changes: list[tuple[str, torch.Tensor]]) -> list[str]:
-    """The names for which it is so."""
-    flags = torch.stack([flag for _, flag in changes]).tolist() if changes else []
-    return list(dict.fromkeys(name for (name, _), flag in zip(changes, flags, strict=True) if flag))
+    return compare_arguments(current.problem, current.private.args[source], current.public.args[slot])
 
 
 def _out_of_bounds(current: OpenCase) -> dict[str, Any] | None:
